@@ -219,7 +219,7 @@ Turn render_turn(const App *a, const char *text) {
         t.pre = template_turn(a->tp, a->tok, first, system, text, think, a->closed, NULL,
                               &t.n_sys, &t.n_foot, &t.n_head);
     } else {
-        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
+        if (first && tokenizer_adds_bos(a->tok)) arrput(t.pre, tokenizer_bos(a->tok));
         t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
     }
     return t;
@@ -349,7 +349,7 @@ int is_stop(const App *a, int id) {
     if (opt_int(a->o, "ignore-eos")) return 0;
     for (int i = 0; i < a->c->n_eos; i++)
         if (a->c->eos[i] == id) return 1;
-    if (a->tok && a->tok->eos == id) return 1;
+    if (a->tok && tokenizer_eos(a->tok) == id) return 1;
     for (int i = 0; a->tp && i < (int)arrlen(a->tp->stop); i++)
         if (a->tp->stop[i] == id) return 1;
     return 0;

@@ -629,7 +629,7 @@ static int request_prompt(App *a, const Json *prompt, char err[512]) {
     if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
     if (request_fits(a, prompt->str, err)) return -1;
     Turn t = render_turn(a, prompt->str);
-    int first = a->tok->bos >= 0 ? a->tok->bos : a->tok->eos;
+    int first = tokenizer_bos(a->tok) >= 0 ? tokenizer_bos(a->tok) : tokenizer_eos(a->tok);
     if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
     arrput(a->turn, t);
     return arrlen(t.pre) ? 0 : fault(err, "'prompt' has no token");

@@ -3528,7 +3528,7 @@ static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, con
     int at = needle_place(t, o, run, hay, n_hay);
 
     int *ids = NULL;
-    if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
+    if (tokenizer_adds_bos(t)) arrput(ids, tokenizer_bos(t));
     ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;

@@ -1,26 +1,20 @@
 #!/usr/bin/env python3
 """python3 data/make_unicode.py > data/unicode.h          needs the package `tokenizers`
 
-Writes data/unicode.h: the Unicode tables of lib/tokenizer.c, which are the class of every
-code point for the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
+Writes data/unicode.h: the Unicode tables of lib/tokenizer.c, which are the general category of every code point
+for the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
 
-Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids
-must equal the ids that package gives. Normalization data come from Python's unicodedata, less the marks and
-compositions that the package does not know yet (its NFC is that of Unicode 9), and are checked against it.
+Categories are what the regex engine inside `tokenizers` says (Unicode 16), because ids must equal the ids that
+package gives. Normalization data come from Python's unicodedata, less the marks and compositions that the package
+does not know yet (its NFC is that of Unicode 9), and are checked against it.
 """
 import unicodedata
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
-OTHER, UPPER, LOWER, LETTER, MARK, NUMBER, SPACE, UPPER_EVEN, UPPER_ODD = range(9)
-PATTERNS = {
-    UPPER: r"[\p{Lu}\p{Lt}]",
-    LOWER: r"\p{Ll}",
-    LETTER: r"[\p{Lm}\p{Lo}]",
-    MARK: r"\p{M}",
-    NUMBER: r"\p{N}",
-    SPACE: r"\s",
-}
+CATEGORIES = "Cn Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co".split()
+UPPER, LOWER = CATEGORIES.index("Lu"), CATEGORIES.index("Ll")
+UPPER_EVEN, UPPER_ODD = 30, 31          # capitals and small letters in turn
 NFC = normalizers.NFC().normalize_str
 
 
@@ -41,17 +35,40 @@ def combining_class(c, marks={}):
     return k if known else 0
 
 
+def found(step):
+    """The code points that a pre-tokenizer which removes them finds."""
+    out = set()
+    for i in range(0, len(POINTS), 4096):
+        block = POINTS[i:i + 4096]
+        left = {ord(c) for piece, _ in step.pre_tokenize_str("".join(map(chr, block))) for c in piece}
+        out.update(set(block) - left)
+    return out
+
+
 def classes():
-    """The class of every code point."""
+    """The general category of every code point, as its place in CATEGORIES."""
     cls = bytearray(0x110000)
-    for code, pattern in PATTERNS.items():
-        split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
-        for i in range(0, len(POINTS), 4096):
-            for piece, _ in split.pre_tokenize_str("".join(map(chr, POINTS[i:i + 4096]))):
-                for c in piece:
-                    assert cls[ord(c)] in (OTHER, code), "a character of two classes"
-                    cls[ord(c)] = code
+    for code, name in enumerate(CATEGORIES):
+        for c in found(pre_tokenizers.Split(Regex(r"\p{%s}" % name), "removed")):
+            assert cls[c] == 0, "a character of two categories"
+            cls[c] = code
+    cls[0xD800:0xE000] = [CATEGORIES.index("Cs")] * 0x800
     return cls
+
+
+def check_shorthands(cls):
+    """White space, digits and word characters are what lib/tokenizer.c makes of the categories."""
+    blanks = {*range(9, 14), 0x85}
+    more = {0xB2, 0xB3, 0xB9, *range(0xBC, 0xBF), *range(0x24B6, 0x24EA)}
+    more |= {*range(0x1F130, 0x1F14A), *range(0x1F150, 0x1F16A), *range(0x1F170, 0x1F18A)}
+    shorthands = {
+        r"\s": ("Zs Zl Zp", blanks),
+        r"\d": ("Nd", set()),
+        r"\w": ("Lu Ll Lt Lm Lo Mn Mc Me Nd Nl Pc", more),
+    }
+    for regex, (names, others) in shorthands.items():
+        wanted = {c for c in POINTS if CATEGORIES[cls[c]] in names.split()} | others
+        assert found(pre_tokenizers.Split(Regex(regex), "removed")) == wanted, regex
 
 
 def class_ranges(cls):
@@ -80,24 +97,17 @@ def class_ranges(cls):
     return out
 
 
-def sign_ranges():
-    """(first code point, bits) until the next entry.
-
-    The bits are 1 for \\p{P}, 2 for \\p{S}, 4 for what the step Punctuation cuts at.
-    """
-    steps = {
-        1: pre_tokenizers.Split(Regex(r"\p{P}"), "removed"),
-        2: pre_tokenizers.Split(Regex(r"\p{S}"), "removed"),
-        4: pre_tokenizers.Punctuation("removed"),
-    }
-    bits = bytearray(0x110000)
-    for bit, step in steps.items():
-        for i in range(0, len(POINTS), 4096):
-            block = POINTS[i:i + 4096]
-            left = {ord(c) for piece, _ in step.pre_tokenize_str("".join(map(chr, block))) for c in piece}
-            for c in block:
-                bits[c] |= 0 if c in left else bit
-    return [(c, bits[c]) for c in range(0x110000) if c == 0 or bits[c] != bits[c - 1]]
+def punctuation_ranges():
+    """First and last code points of the runs where the step Punctuation and \\p{P} differ, one after the other."""
+    step = found(pre_tokenizers.Punctuation("removed"))
+    differ = sorted(step ^ found(pre_tokenizers.Split(Regex(r"\p{P}"), "removed")))
+    out = []
+    for c in differ:
+        if out and out[-1] == c - 1:
+            out[-1] = c
+        else:
+            out += [c, c]
+    return out
 
 
 def combining_ranges():
@@ -137,29 +147,23 @@ def decompositions():
 
 
 HEAD = """\
-// unicode.h - what lib/tokenizer.c knows of Unicode: four tables.
-// data/make_unicode.py writes this file; unicode_load() there unpacks the tables.
+// unicode.h - what lib/tokenizer.c knows of Unicode: four tables. data/make_unicode.py writes this file.
 //
-// unicode_range           The class of every code point: letters by case, marks, numbers, white space
-//                         (Unicode 16). The pre-tokenizers' patterns need it.
-// unicode_sign            Which code points are punctuation or symbols, for the pre-tokenizers that tell them apart.
+// unicode_category        The general category of every code point (Unicode 16), for the patterns of pre-tokenizers.
+// unicode_punctuation     Where the pre-tokenizer step Punctuation, which has a table of its own, differs from \\p{P}.
 // unicode_combining       The canonical combining class of every code point, for NFC.
 // unicode_decomposition   The canonical decompositions, for NFC, which composes by them too.
-//
-// Each entry of the first three holds up to the code point of the next entry.
 """
-RANGE = """\
-// Each entry is first code point << 4 | class, where class is
-//   0 other, 1 capital (Lu Lt), 2 small letter (Ll), 3 letter without case (Lm Lo), 4 mark (M),
-//   5 number (N), 6 white space,
-//   7 capitals at even and small letters at odd code points, 8 the other way about.
-"""
-SIGN = """\
-// Each entry is first code point << 3 | bits, where the bits are
-//   1 punctuation (P), 2 symbol (S), 4 what the pre-tokenizer step Punctuation cuts at, which has a table of its own.
+CATEGORY = """\
+// Each entry is first code point << 5 | category and holds up to the code point of the next entry. Categories are
+//   %s
+// and, behind these, 30: capitals (Lu) at even and small letters (Ll) at odd code points, 31: the other way about.
+""" % "\n//   ".join(" ".join("%d %s" % x for x in list(enumerate(CATEGORIES))[i:i + 15]) for i in (0, 15))
+PUNCTUATION = """\
+// First and last code points of runs: in each either all are cut at and none is \\p{P}, or none and all.
 """
 COMBINING = """\
-// Each entry is first code point << 8 | canonical combining class.
+// Each entry is first code point << 8 | canonical combining class and holds up to the next entry's code point.
 """
 DECOMPOSITION = """\
 // Runs of code points that decompose. A run is first code point << 8 | count, and then for each of its
@@ -201,27 +205,18 @@ def check_ranges(ranges, cls):
     assert back == cls, "the ranges do not say what the classes are"
 
 
-def write_tables(ranges, signs, combining, decomposition):
-    """Prints unicode.h."""
-    print(HEAD)
-    print(c_array("unicode_range", RANGE, ranges) + "\n")
-    print(c_array("unicode_sign", SIGN, signs) + "\n")
-    print(c_array("unicode_combining", COMBINING, combining) + "\n")
-    print(c_array("unicode_decomposition", DECOMPOSITION, decomposition))
-
-
 def main():
     """Makes the tables, checks them, and writes them."""
     check_nfc()
     cls = classes()
+    check_shorthands(cls)
     ranges = class_ranges(cls)
     check_ranges(ranges, cls)
-    write_tables(
-        [a << 4 | code for a, code in ranges],
-        [a << 3 | bits for a, bits in sign_ranges()],
-        [a << 8 | k for a, k in combining_ranges()],
-        decompositions(),
-    )
+    print(HEAD)
+    print(c_array("unicode_category", CATEGORY, [a << 5 | code for a, code in ranges]) + "\n")
+    print(c_array("unicode_punctuation", PUNCTUATION, punctuation_ranges()) + "\n")
+    print(c_array("unicode_combining", COMBINING, [a << 8 | k for a, k in combining_ranges()]) + "\n")
+    print(c_array("unicode_decomposition", DECOMPOSITION, decompositions()))
 
 
 if __name__ == "__main__":

@@ -132,19 +132,10 @@ void template_free(Template *tp) {
 // The id of the {bos}, the {eos} or the longest special token that stands at s, and the length of
 // its name in *len. -1: none stands there, or the tokenizer has no such token.
 static int token_at(const Tokenizer *t, const char *s, int *len) {
-    int best = -1;
     *len = 5;
-    if (!strncmp(s, "{bos}", 5)) return t->bos;
-    if (!strncmp(s, "{eos}", 5)) return t->eos;
-    *len = 0;
-    for (int i = 0; i < (int)arrlen(t->added); i++) {
-        const Piece *p = &t->piece[t->added[i].id];
-        if (!t->added[i].guarded || p->n_text <= *len) continue;
-        if (strncmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
-        best = t->added[i].id;
-        *len = p->n_text;
-    }
-    return best;
+    if (!strncmp(s, "{bos}", 5)) return tokenizer_bos(t);
+    if (!strncmp(s, "{eos}", 5)) return tokenizer_eos(t);
+    return tokenizer_guarded_at(t, s, strlen(s), len);
 }
 
 // A copy of n bytes, NUL-terminated; the caller frees it.
@@ -160,7 +151,7 @@ static int opens_with_bos(const Tokenizer *t, const char *text) {
     int len;
     if (!text) return 0;
     if (!strncmp(text, "{bos}", 5)) return 1;
-    return t->bos >= 0 && token_at(t, text, &len) == t->bos;
+    return tokenizer_bos(t) >= 0 && token_at(t, text, &len) == tokenizer_bos(t);
 }
 
 // ---- The language of the templates
@@ -934,8 +925,8 @@ static char *jinja_render(const char *program, const Tokenizer *t, const Message
     jinja_set_variable(&j, "tools", none);
     jinja_set_variable(&j, "documents", none);
     jinja_set_variable(&j, "add_generation_prompt", jinja_bool(prompt));
-    if (t->bos >= 0) jinja_set_variable(&j, "bos_token", jinja_string(&j, "{bos}"));
-    if (t->eos >= 0) jinja_set_variable(&j, "eos_token", jinja_string(&j, "{eos}"));
+    if (tokenizer_bos(t) >= 0) jinja_set_variable(&j, "bos_token", jinja_string(&j, "{bos}"));
+    if (tokenizer_eos(t) >= 0) jinja_set_variable(&j, "eos_token", jinja_string(&j, "{eos}"));
     if (!think) jinja_set_variable(&j, "enable_thinking", jinja_bool(0));
     jinja_set_variable(&j, "strftime_now", jinja_bool(1));  // defined: programs ask before they call
     jinja_block(&j, 1, endprogram);
@@ -1612,7 +1603,8 @@ static int render_start(Render *r, const char *system) {
     const TemplateText *x = &r->tp->x;
     const char *open = system || !x->alone ? x->open : x->alone;
     if (!system) system = x->system ? x->system : "";
-    if (r->t->add_bos && !opens_with_bos(r->t, open) && !opens_with_bos(r->t, x->user)) arrput(r->ids, r->t->bos);
+    if (tokenizer_adds_bos(r->t) && !opens_with_bos(r->t, open) && !opens_with_bos(r->t, x->user))
+        arrput(r->ids, tokenizer_bos(r->t));
     render_text(r, open);
     if (x->in_user) render_text(r, x->user);
     int has_system = render_system(r, system);
@@ -1720,12 +1712,12 @@ static int template_stray_id(const Template *tp, const Tokenizer *t, const Confi
 // that names it.
 int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
     int vocab = tokenizer_size(t) - 1;
-    while (vocab >= c->V && (t->piece[vocab].flags & (PIECE_MODEL | PIECE_ADDED)) != PIECE_MODEL) vocab--;
+    while (vocab >= c->V && (tokenizer_flags(t, vocab) & (TOKEN_MODEL | TOKEN_ADDED)) != TOKEN_MODEL) vocab--;
     const struct { const char *what; int id; } needed[] = {
         { "the tokenizer's vocabulary goes up to", vocab },
-        { "the tokenizer's BOS is", t->add_bos ? t->bos : -1 },
-        { "the tokenizer's EOS is", t->eos },
-        { "the tokenizer's unknown token is", t->unk },
+        { "the tokenizer's BOS is", tokenizer_adds_bos(t) ? tokenizer_bos(t) : -1 },
+        { "the tokenizer's EOS is", tokenizer_eos(t) },
+        { "the tokenizer's unknown token is", tokenizer_unk(t) },
         { "the chat template writes", tp ? template_stray_id(tp, t, c) : -1 },
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {

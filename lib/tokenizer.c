@@ -1,199 +1,228 @@
-// lib/tokenizer.c - see tokenizer.h.
-#define _GNU_SOURCE
-#include "tokenizer.h"
-#include <ctype.h>
-#include <limits.h>
-#include <math.h>
-#include <stdlib.h>
-#include <stb/stb_ds.h>
-
-// ==================================================================================================== TOKENIZER
-// A tokenizer turns text into ids and ids into text. It is read from a folder's tokenizer.json
-// (byte-level BPE, or SentencePiece-style BPE with byte fallback) or from a bare SentencePiece
-// tokenizer.model of type BPE. A text takes this road:
+// lib/tokenizer.c - see tokenizer.h. A text takes this road:
 //
 //     text -> added tokens of the raw text are cut out          cut_added, encode_segment
 //          -> the normalizer rewrites what lies between them    normalize
 //          -> added tokens of the normalized text are cut out   cut_added, encode_piece
-//          -> the pre-tokenizer cuts the rest into words        split_piece, match
+//          -> the pre-tokenizer cuts the rest into words        split, by patterns: find
 //          -> BPE merges the characters of each word into ids   word_bpe
 //
-// What a file asks for and this section does not do exactly is refused by name, because wrong ids
-// make a model that quietly talks nonsense. No step is quadratic in the length of a text: BPE keeps
-// its candidate merges in a heap, so a megabyte without a blank is fine.
-//
-// Broken UTF-8 is legal input. A byte that starts no well-formed character counts as one character
-// that is neither letter, digit, mark nor space, as U+FFFD would. Every byte-level model and every
-// model with byte fallback gives it back as the byte it was.
+// No step is quadratic in the length of a text: a pattern tries nothing twice, and BPE keeps its candidate
+// merges in a heap, so a megabyte without a blank is fine.
+#define _GNU_SOURCE
+#include "tokenizer.h"
+#include "../data/unicode.h"    // unicode_category, unicode_punctuation, unicode_combining, unicode_decomposition
+#include <ctype.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <stb/stb_ds.h>
 
 // ---- Maps from 64-bit keys to non-negative values
-// The index of the slot that holds key, or of the empty slot where it would stand. cap is not 0.
-static size_t map_slot(const Map *m, uint64_t key) {
+typedef struct {
+    uint64_t key;
+    int64_t value;              // -1: the slot is empty
+} Entry;
+
+typedef struct {
+    Entry *slot;                // (cap) a key stands at its hash, or in a slot behind it
+    size_t cap;                 // a power of two, or 0
+    size_t n;                   // slots in use, at most half of cap
+} Map;
+
+// The slot that holds key, or the empty one where it would stand. cap is not 0.
+static Entry *map_slot(const Map *m, uint64_t key) {
     size_t i = mix64(key) & (m->cap - 1);
-    while (m->slot[i].key != UINT64_MAX && m->slot[i].key != key) i = (i + 1) & (m->cap - 1);
-    return i;
+    while (m->slot[i].value >= 0 && m->slot[i].key != key) i = (i + 1) & (m->cap - 1);
+    return &m->slot[i];
 }
 
 // The value of key, or -1 when the key is absent.
-static int64_t map_get(const Map *m, uint64_t key) {
-    if (!m->cap) return -1;
-    const MapSlot *slot = &m->slot[map_slot(m, key)];
-    return slot->key == UINT64_MAX ? -1 : slot->val;
-}
+static int64_t map_get(const Map *m, uint64_t key) { return m->cap ? map_slot(m, key)->value : -1; }
 
-static void map_put(Map *m, uint64_t key, int64_t val);
-
-// Doubles the slots and puts every key in anew.
-static void map_grow(Map *m) {
-    Map old = *m;
-    m->cap = old.cap ? 2 * old.cap : 64;
-    m->n = 0;
-    m->slot = xmalloc(m->cap * sizeof(MapSlot));
-    for (size_t i = 0; i < m->cap; i++) m->slot[i].key = UINT64_MAX;
-    for (size_t i = 0; i < old.cap; i++) {
-        if (old.slot[i].key != UINT64_MAX) map_put(m, old.slot[i].key, old.slot[i].val);
+// Gives key the value, in place of one it has already. A map that is half full gets twice the slots first.
+static void map_put(Map *m, uint64_t key, int64_t value) {
+    if (2 * (m->n + 1) > m->cap) {
+        Map old = *m;
+        *m = (Map){ .cap = old.cap ? 2 * old.cap : 64 };
+        m->slot = xmalloc(m->cap * sizeof(Entry));
+        for (size_t i = 0; i < m->cap; i++) m->slot[i].value = -1;
+        for (size_t i = 0; i < old.cap; i++) {
+            if (old.slot[i].value >= 0) map_put(m, old.slot[i].key, old.slot[i].value);
+        }
+        free(old.slot);
     }
-    free(old.slot);
-}
-
-// Gives key the value val, in place of a value it has already.
-static void map_put(Map *m, uint64_t key, int64_t val) {
-    if (2 * (m->n + 1) > m->cap) map_grow(m);
-    size_t i = map_slot(m, key);
-    if (m->slot[i].key == UINT64_MAX) m->n++;
-    m->slot[i] = (MapSlot){ key, val };
+    Entry *slot = map_slot(m, key);
+    if (slot->value < 0) m->n++;
+    *slot = (Entry){ key, value };
 }
 
 // ---- What a tokenizer is made of
-// The slot of by_text that holds the text s of n bytes, or the empty slot where it would stand.
-static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {
-    uint64_t h = n;
+enum {                          // Piece.flags, beside TOKEN_*
+    PIECE_NORMALIZED = 16,      // an added token that stands for its normalized text
+    PIECE_LSTRIP = 32,          // an added token that swallows the white space before it ..
+    PIECE_RSTRIP = 64           // .. and behind it
+};
+
+enum {
+    MAX_STEPS = 8,              // steps of a normalizer, and of a pre-tokenizer, at most
+    MAX_PIECE = 4096,           // bytes of a token's text at most
+    MAX_CODE = 1000,            // instructions of a pattern at most
+    MAX_SETS = 200              // sets of characters of all patterns at most
+};
+
+typedef struct {                // one token of the vocabulary
+    size_t text;                // the text as the file writes it: offset into Tokenizer.chars
+    size_t bytes;               // the decoded form: offset into Tokenizer.chars
+    int n_text, n_bytes;        // their lengths in bytes
+    int flags;                  // TOKEN_*, PIECE_*; 0: a hole in the numbering
+} Piece;
+
+typedef struct {                // a step of the normalizer
+    int nfc;                    // 1: Unicode normalization form C, else:
+    char from[8], to[8];        // replaces every `from` by `to`; with `from` "" it puts `to` before the text
+} NormStep;
+
+// A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed character.
+enum { BROKEN = 0x110000 };
+
+typedef struct {                // a set of characters
+    uint32_t bit[BROKEN / 32];  // one bit a code point
+} CharSet;
+
+typedef struct {                // an instruction of a pattern; see "Patterns" below
+    int op;                     // OP_*
+    int x;                      // the number of a set, or how far another instruction lies behind this one
+    int lazy;                   // of OP_SPLIT: 1: the other way comes first
+    int ahead;                  // 1: it lies in a lookahead
+    int memo;                   // its number among the choices
+} Inst;
+
+typedef struct {                // a step of the pre-tokenizer
+    int bytes;                  // 1: words are written in the byte alphabet from here on, else:
+    Inst *code;                 // the pattern that words are cut by (stb array)
+    int n_memo;                 // bits a place in the text needs for its choices
+    int behavior;               // CUT_*
+    int invert;                 // 1: what the pattern matches and what lies between change places
+} Step;
+
+enum {                          // what becomes of a match
+    CUT_ISOLATED,               // it is a word
+    CUT_REMOVED,                // it vanishes
+    CUT_PREVIOUS,               // it ends the word before it
+    CUT_NEXT,                   // it begins the word behind it
+    CUT_CONTIGUOUS              // it makes one word with matches beside it
+};
+
+enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
+    META_NONE,                  // there is no Metaspace
+    META_NEVER,                 // no
+    META_FIRST,                 // only where everything begins
+    META_ALWAYS                 // before every text between added tokens
+};
+
+struct Tokenizer {
+    // The vocabulary
+    Piece *piece;               // (tokenizer_size) by id
+    char *chars;                // every text, NUL-terminated, and every decoded form
+    int most;                   // the greatest id that a file of its size may name
+    Map by_text;             // hash of a text, or, where that is taken, a number behind it -> id
+    Map merges;              // left << 32 | right -> rank << 32 | result
+
+    // Added tokens: matched on the raw text [0], or on the normalized text [1]. In a trie node 0 is the root,
+    // node << 9 | byte leads to a node, and node << 9 | 256 to an id.
+    int *added;                 // their ids
+    Map trie[2];
+    unsigned char starts[2][256];   // 1: some added token begins with the byte
+
+    // Encoding
+    NormStep *norm;             // at most MAX_STEPS
+    Step *step;                 // at most MAX_STEPS
+    CharSet **set;              // the sets of all patterns
+    int meta;                   // META_*
+    int byte_level;             // 1: one of the steps writes words in the byte alphabet
+    int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
+    int byte_fallback;          // 1: a character that is not in the vocabulary becomes its bytes
+    int byte_id[256];           // id of the piece <0xNN>, or -1
+    int unk;                    // id for characters that are not in the vocabulary; -1: they vanish
+    int fuse_unk;               // 1: neighbouring unknown characters make one unk
+
+    // Decoding
+    int dec_byte_level;         // 1: pieces are written in the byte alphabet
+    int dec_space;              // 1: U+2581 is a blank
+    int dec_bytes;              // 1: <0xNN> is a byte
+    int dec_strip;              // 1: the text's first blank goes
+
+    // Tokens with a role
+    int bos, eos;               // -1: none
+    int add_bos;                // 1: the model was trained with BOS before every text
+};
+
+// The hash of a text (Fowler, Noll and Vo).
+static uint64_t text_hash(const char *s, size_t n) {
+    uint64_t h = 0xcbf29ce484222325ull;
     for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3ull;
-    size_t i = mix64(h) & (t->n_by_text - 1);
-    for (; t->by_text[i] >= 0; i = (i + 1) & (t->n_by_text - 1)) {
-        const Piece *p = &t->piece[t->by_text[i]];
-        if ((size_t)p->n_text == n && !memcmp(t->chars + p->text, s, n)) break;
-    }
-    return i;
+    return h;
 }
 
-// The id of the token whose text is s, or -1.
 int text_id(const Tokenizer *t, const char *s, size_t n) {
-    return t->by_text[text_slot(t, s, n)];
+    for (uint64_t h = text_hash(s, n); ; h++) {
+        int id = (int)map_get(&t->by_text, h);
+        const Piece *p = id < 0 ? NULL : &t->piece[id];
+        if (!p || ((size_t)p->n_text == n && !memcmp(t->chars + p->text, s, n))) return id;
+    }
+}
+
+int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
+int tokenizer_bos(const Tokenizer *t) { return t->bos; }
+int tokenizer_eos(const Tokenizer *t) { return t->eos; }
+int tokenizer_unk(const Tokenizer *t) { return t->unk; }
+int tokenizer_adds_bos(const Tokenizer *t) { return t->add_bos; }
+
+int tokenizer_flags(const Tokenizer *t, int id) {
+    return id >= 0 && id < tokenizer_size(t) ? t->piece[id].flags & 15 : 0;
+}
+
+int tokenizer_is_special(const Tokenizer *t, int id) { return (tokenizer_flags(t, id) & TOKEN_SPECIAL) != 0; }
+
+const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
+    *len = tokenizer_flags(t, id) ? t->piece[id].n_text : 0;
+    return *len ? t->chars + t->piece[id].text : "";
+}
+
+const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
+    *len = tokenizer_flags(t, id) ? t->piece[id].n_bytes : 0;
+    return *len ? t->chars + t->piece[id].bytes : "";
+}
+
+int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) {
+    int best = -1;
+    *len = 0;
+    for (int i = 0; i < (int)arrlen(t->added); i++) {
+        const Piece *p = &t->piece[t->added[i]];
+        if (!(p->flags & TOKEN_GUARDED) || p->n_text <= *len || (size_t)p->n_text > n) continue;
+        if (memcmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
+        best = t->added[i];
+        *len = p->n_text;
+    }
+    return best;
 }
 
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
 static int model_id(const Tokenizer *t, const char *s, size_t n) {
     int id = text_id(t, s, n);
-    return id >= 0 && t->piece[id].flags & PIECE_MODEL ? id : -1;
+    return id >= 0 && t->piece[id].flags & TOKEN_MODEL ? id : -1;
 }
 
-// The number of ids, holes in the numbering included.
-int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
-
-// Is id a special token? An id outside the tokenizer is none.
-int tokenizer_is_special(const Tokenizer *t, int id) {
-    return id >= 0 && id < tokenizer_size(t) && (t->piece[id].flags & PIECE_SPECIAL) != 0;
-}
-
-// The bytes that id adds to a text, and their number in *len. An id outside the tokenizer adds
-// none.
-const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
-    *len = 0;
-    if (id < 0 || id >= tokenizer_size(t)) return "";
-    *len = t->piece[id].n_bytes;
-    return *len ? t->chars + t->piece[id].bytes : "";
-}
-
-// ---- Characters and their classes
-// A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed
-// character.
-enum { BROKEN = 0x110000 };
-enum {                          // classes of code points; Unicode's general categories in brackets
-    U_UPPER = 1,                // capitals [Lu Lt]
-    U_LOWER = 2,                // small letters [Ll]
-    U_OTHER_LETTER = 4,         // letters without case [Lm Lo]
-    U_MARK = 8,                 // marks [M]
-    U_NUMBER = 16,              // digits and other numbers [N]
-    U_SPACE = 32,               // white space
-    U_REST = 64,                // everything else
-    U_INSIDE = 128,             // set beside the class: a byte of a character that is not its first
-    U_LETTER = U_UPPER | U_LOWER | U_OTHER_LETTER,      // \p{L}
-    U_SIGN = U_MARK | U_REST,                           // [^\s\p{L}\p{N}]
-    U_NO_NUMBER = 127 & ~U_NUMBER                       // \P{N}
-};
-
-enum {                          // bits of unicode_sign
-    SIGN_PUNCTUATION = 1,       // \p{P}
-    SIGN_SYMBOL = 2,            // \p{S}
-    SIGN_STEP = 4               // what the pre-tokenizer Punctuation cuts at
-};
-
-#include "../data/unicode.h"       // unicode_range, unicode_sign, unicode_combining, unicode_decomposition
-
-// The tables of data/unicode.h, unpacked by unicode_load.
-static unsigned char *unicode_class;    // (BROKEN) U_* of a code point
-static unsigned char *unicode_ccc;      // (BROKEN) its canonical combining class
-static Map nfc_parts;                   // code point -> index into unicode_decomposition
-static Map nfc_pairs;                   // first part << 32 | second part -> the composed code point
-
-// Gives the code points [from, to) the class that `code` stands for in unicode_range. Codes 7 and 8
-// stand for alternating capitals and small letters.
-static void unicode_fill(uint32_t from, uint32_t to, uint32_t code) {
-    static const unsigned char name[] = {
-        U_REST, U_UPPER, U_LOWER, U_OTHER_LETTER, U_MARK, U_NUMBER, U_SPACE
-    };
-    for (uint32_t c = from; c < to; c++) {
-        if (code < 7) unicode_class[c] = name[code];
-        else unicode_class[c] = (c & 1) == (code & 1) ? U_LOWER : U_UPPER;
-    }
-}
-
-// Fills the two maps of NFC from unicode_decomposition.
-static void unicode_load_nfc(void) {
-    const uint32_t *d = unicode_decomposition;
-    size_t n = sizeof unicode_decomposition / sizeof *d, i = 0;
-    while (i < n) {
-        uint32_t c = d[i] >> 8, end = c + (d[i] & 255);
-        i++;
-        for (; c < end; c++, i += 2) {
-            int composes = d[i + 1] && !(d[i] >> 31);
-            map_put(&nfc_parts, c, (int64_t)i);
-            if (composes) map_put(&nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
-        }
-    }
-}
-
-// Unpacks the tables at the first call.
-static void unicode_load(void) {
-    if (unicode_class) return;
-    unicode_class = xmalloc(BROKEN);
-    unicode_ccc = xcalloc(BROKEN, 1);
-
-    const uint32_t *r = unicode_range;
-    size_t n = sizeof unicode_range / sizeof *r;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t end = i + 1 < n ? r[i + 1] >> 4 : BROKEN;
-        unicode_fill(r[i] >> 4, end, r[i] & 15);
-    }
-
-    const uint32_t *k = unicode_combining;
-    n = sizeof unicode_combining / sizeof *k;
-    for (size_t i = 0; i + 1 < n; i++) {
-        memset(unicode_ccc + (k[i] >> 8), (int)(k[i] & 255), (k[i + 1] >> 8) - (k[i] >> 8));
-    }
-    unicode_load_nfc();
-}
-
+// ---- Characters
 // The code of the character that the n >= 1 bytes at s begin with, and its length in *len.
 static uint32_t char_code(const char *s, size_t n, int *len) {
     const unsigned char *p = (const unsigned char *)s;
+    *len = 1;
+    if (p[0] < 0x80) return p[0];
     *len = utf8_length(s, n);
     if (*len == 0) {
         *len = 1;
         return BROKEN + p[0];
     }
-    if (*len == 1) return p[0];
 
     // The first of k bytes holds 7 - k bits of the code, each other byte 6.
     uint32_t code = p[0] & (0x7fu >> *len);
@@ -201,16 +230,11 @@ static uint32_t char_code(const char *s, size_t n, int *len) {
     return code;
 }
 
-// The bits SIGN_* of a character. A byte that starts no well-formed character is U+FFFD, a symbol.
-static int sign_bits(uint32_t code) {
-    size_t low = 0, high = sizeof unicode_sign / sizeof *unicode_sign;
-    if (code >= BROKEN) code = 0xfffd;
-    while (high - low > 1) {
-        size_t middle = (low + high) / 2;
-        if (unicode_sign[middle] >> 3 <= code) low = middle;
-        else high = middle;
-    }
-    return (int)(unicode_sign[low] & 7);
+// Where the character begins that ends at s[end], behind s[from].
+static size_t char_before(const char *s, size_t from, size_t end) {
+    size_t i = end - 1;
+    while (i > from && end - i < 4 && (s[i] & 0xc0) == 0x80) i--;
+    return (size_t)utf8_length(s + i, end - i) == end - i ? i : end - 1;
 }
 
 // Appends the character of code c to the stb array *out.
@@ -224,41 +248,34 @@ static void char_put(char **out, uint32_t c) {
     bytes_put(out, utf8, (size_t)(end - utf8));
 }
 
-// Do the n >= 1 bytes at s begin with white space? *len is the length of their first character.
+// White space beside the categories Zs, Zl and Zp; all white space
+static int is_control_space(uint32_t c) { return (c >= '\t' && c <= '\r') || c == 0x85; }
+
 int is_space(const char *s, size_t n, int *len) {
     uint32_t c = char_code(s, n, len);
-    return c < BROKEN && unicode_class[c] == U_SPACE;
+    return c == ' ' || is_control_space(c) || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a)
+           || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
-// The length of the white-space character that ends at s[end] and begins at s[from] or behind it; 0
-// when no such character stands there.
 size_t space_before(const char *s, size_t from, size_t end) {
     if (end == from) return 0;
-    size_t i = end - 1;
-    while (i > from && end - i < 4 && (s[i] & 0xc0) == 0x80) i--;
-    int len, space = is_space(s + i, end - i, &len);
-    return space && i + (size_t)len == end ? end - i : 0;
+    size_t i = char_before(s, from, end);
+    int len;
+    return is_space(s + i, end - i, &len) ? end - i : 0;
 }
 
-// ---- Two alphabets: byte-level and SentencePiece
-// SentencePiece writes a blank as U+2581, and a byte that belongs to no known character as the
-// piece <0xNN>.
+// SentencePiece writes a blank as U+2581, and a byte that belongs to no known character as the piece <0xNN>.
 #define BLANK_MARK "\xe2\x96\x81"
 
-// GPT-2's byte alphabet writes every byte as a printable character: 188 printable bytes of Latin-1
-// stand for themselves, the 68 others become U+0100, U+0101 and so on, in their order.
-static int byte_printable(int b) {
-    return (b > 32 && b < 127) || (b > 160 && b != 173 && b < 256);
-}
+// GPT-2's byte alphabet writes every byte as a printable character: 188 printable bytes of Latin-1 stand for
+// themselves, the 68 others become U+0100, U+0101 and so on, in their order.
+static int byte_printable(int b) { return (b > 32 && b < 127) || (b > 160 && b != 173 && b < 256); }
 
 // The character of byte b in the byte alphabet.
 static uint32_t byte_char(int b) {
-    static uint32_t map[256];   // built at the first call; byte 0 is U+0100, so map[0] tells
-    if (!map[0]) {
-        uint32_t extra = 256;
-        for (uint32_t i = 0; i < 256; i++) map[i] = byte_printable((int)i) ? i : extra++;
-    }
-    return map[b];
+    if (byte_printable(b)) return (uint32_t)b;
+    if (b <= 32) return 256 + (uint32_t)b;
+    return b == 173 ? 256 + 67 : 256 + 33 + (uint32_t)b - 127;
 }
 
 // The byte that character c of the byte alphabet stands for, or -1 when c is not of the alphabet.
@@ -268,6 +285,628 @@ static int char_byte(uint32_t c) {
     if (c < 256 + 33) return nth;               // 0 to 32,
     if (c < 256 + 67) return nth - 33 + 127;    // 127 to 160,
     return c == 256 + 67 ? 173 : -1;            // and 173
+}
+
+// ---- Patterns: sets of characters
+// The general categories, in the order of unicode_category; and what stands there for letters whose case changes
+// from one code point to the next.
+static const char categories[] = "CnLuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCsCo";
+enum { N_CATEGORIES = 30, CATEGORY_LU = 1, CATEGORY_LL = 2, LU_LL_IN_TURN = 30 };
+
+// The categories that a name of one letter (L, N ..) or two (Lu, Nd ..) stands for, one bit each; 0: it is none.
+static uint32_t category_bits(const char *name, size_t n) {
+    uint32_t bits = 0;
+    for (int k = 0; k < N_CATEGORIES; k++) {
+        if (n >= 1 && n <= 2 && !memcmp(categories + 2 * k, name, n)) bits |= 1u << k;
+    }
+    return bits;
+}
+
+static int set_has(const CharSet *set, uint32_t c) {
+    if (c >= BROKEN) c = 0xfffd;
+    return set->bit[c >> 5] >> (c & 31) & 1;
+}
+
+static void set_flip(CharSet *set, uint32_t c) { set->bit[c >> 5] ^= 1u << (c & 31); }
+
+// Adds the code points from first to last.
+static void set_range(CharSet *set, uint32_t first, uint32_t last) {
+    for (uint32_t c = first; c <= last; c++) {
+        if (!(c & 31) && last - c >= 31) {      // 32 of them at a time
+            set->bit[c >> 5] = UINT32_MAX;
+            c += 31;
+        } else {
+            set->bit[c >> 5] |= 1u << (c & 31);
+        }
+    }
+}
+
+// Adds the characters of some categories.
+static void set_categories(CharSet *set, uint32_t bits) {
+    size_t n = sizeof unicode_category / sizeof *unicode_category;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t c = unicode_category[i] >> 5, kind = unicode_category[i] & 31;
+        uint32_t end = i + 1 < n ? unicode_category[i + 1] >> 5 : BROKEN;
+        if (kind < LU_LL_IN_TURN && bits >> kind & 1) set_range(set, c, end - 1);
+        for (; kind >= LU_LL_IN_TURN && c < end; c++) {
+            int category = (c & 1) == (kind & 1) ? CATEGORY_LU : CATEGORY_LL;
+            if (bits >> category & 1) set_range(set, c, c);
+        }
+    }
+}
+
+// Adds the members of x, or with `others` all that are none.
+static void set_join(CharSet *set, const CharSet *x, int others) {
+    for (size_t i = 0; i < BROKEN / 32; i++) set->bit[i] |= others ? ~x->bit[i] : x->bit[i];
+}
+
+// Adds what \s, \d or \w stands for.
+static void set_shorthand(CharSet *set, int letter) {
+    static const uint32_t more[][2] = {         // word characters by their meaning, beside the categories
+        { 0xb2, 0xb3 }, { 0xb9, 0xb9 }, { 0xbc, 0xbe }, { 0x24b6, 0x24e9 },
+        { 0x1f130, 0x1f149 }, { 0x1f150, 0x1f169 }, { 0x1f170, 0x1f189 },
+    };
+    uint32_t digits = category_bits("Nd", 2);
+    uint32_t words = digits | category_bits("L", 1) | category_bits("M", 1) | category_bits("Nl", 2)
+                     | category_bits("Pc", 2);
+    if (letter == 's') {
+        set_categories(set, category_bits("Z", 1));
+        for (uint32_t c = 0; c < 256; c++) {
+            if (is_control_space(c)) set_range(set, c, c);
+        }
+    } else {
+        set_categories(set, letter == 'd' ? digits : words);
+    }
+    for (int i = 0; letter == 'w' && i < 7; i++) set_range(set, more[i][0], more[i][1]);
+}
+
+// ---- Patterns: reading
+// A pattern is a regular expression as Oniguruma reads it, which is what `tokenizers` asks: characters, sets
+// [a-z\p{L}] and [^..], the shorthands \s \S \d \D \w \W and \p{..} \P{..} with general categories, a dot, the
+// anchors ^ and $ of a line, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the
+// quantifiers ? * + {m,n}, greedy, lazy (*?) and, of one character, possessive (*+). It becomes a list of instructions.
+// Blocks of them may be moved and copied, because a jump says how far it goes.
+enum {
+    OP_SET,                     // one character of set x
+    OP_LOOP,                    // any number of characters of set x, as many as go
+    OP_POSSESSIVE,              // the same, and never fewer
+    OP_MAYBE,                   // one character of set x if it is there, and never without it then
+    OP_SPLIT,                   // goes on behind it, else x further; lazy: the other way about
+    OP_JUMP,                    // goes on x further
+    OP_LINE_START, OP_LINE_END, // ^ $
+    OP_AHEAD, OP_NOT_AHEAD,     // what follows up to its OP_MATCH must match here, or must not; goes on x further
+    OP_MATCH                    // the end
+};
+enum { ANY_NUMBER = INT_MAX, MAX_COUNT = 255, MAX_DEPTH = 20 };
+enum { A_SET = BROKEN };        // what regex_escape and regex_member return for more than one character
+
+typedef struct {
+    Tokenizer *t;               // its `set` grows
+    Inst *code;                 // what has been read (stb array)
+    const char *start, *p;      // the pattern, NUL-terminated; where the reader stands
+    CharSet *set, *other;       // sets in the making
+    int fold;                   // 1: inside (?i:..)
+    int last;                   // inside (?i:..), the letter before this place in small; 0: there is none
+    int depth;                  // groups open
+    char *err;                  // (512) receives the complaint
+} RegexReader;
+
+// Refuses what stands between `at` and the reader's place. Returns -1.
+static int regex_fail(RegexReader *r, const char *at, const char *what) {
+    return fault(r->err, "pre_tokenizer Split: %s is not supported: '%.*s' at byte %d of the pattern '%.300s'", what,
+                 (int)(r->p - at), at, (int)(at - r->start), r->start);
+}
+
+static void regex_emit(RegexReader *r, int op, int x) {
+    Inst in = { .op = op, .x = x };
+    arrput(r->code, in);
+}
+
+// Adds the instruction for one character of r->set, or with `others` of what is not in it. The set joins those of
+// the tokenizer, unless it is there.
+static void regex_emit_set(RegexReader *r, int others) {
+    CharSet ***all = &r->t->set;
+    for (size_t i = 0; others && i < BROKEN / 32; i++) r->set->bit[i] = ~r->set->bit[i];
+    int x = 0, n = (int)arrlen(*all);
+    while (x < n && memcmp((*all)[x], r->set, sizeof(CharSet))) x++;
+    if (x == n) {
+        CharSet *copy = xmalloc(sizeof *copy);
+        *copy = *r->set;
+        arrput(*all, copy);
+    }
+    regex_emit(r, OP_SET, x);
+}
+
+// Adds the characters from first to last to r->set, and inside (?i:..) the other forms of each. There only ASCII and
+// general punctuation are known to have no more forms than these.
+static int regex_add(RegexReader *r, const char *at, uint32_t first, uint32_t last) {
+    set_range(r->set, first, last);
+    if (!r->fold || (first >= 0x2000 && last < 0x2070)) return 0;
+    if (last >= 128) return regex_fail(r, at, "a letter beyond ASCII inside (?i:..)");
+    for (uint32_t c = first; c <= last; c++) {
+        if (!isalpha((int)c)) continue;
+        set_range(r->set, c ^ 32, c ^ 32);
+        if ((c | 32) == 's') set_range(r->set, 0x17f, 0x17f);           // the long s
+        if ((c | 32) == 'k') set_range(r->set, 0x212a, 0x212a);         // the sign of kelvin
+    }
+    return 0;
+}
+
+// What stands in \p{..} for the characters that the pre-tokenizer step Punctuation cuts at, which are no category.
+#define PUNCTUATION "Punctuation of the step"
+
+// Reads {Lu}, {^Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
+static int regex_property(RegexReader *r, const char *at) {
+    int others = at[1] == 'P';
+    const char *name = r->p + 1, *end = *r->p == '{' ? strchr(r->p, '}') : NULL;
+    if (!end) return regex_fail(r, at, "a property without {..}");
+    r->p = end + 1;
+    if (*name == '^') {
+        others = !others;
+        name++;
+    }
+    uint32_t bits = category_bits(name, (size_t)(end - name));
+    int step = !strncmp(name, PUNCTUATION, strlen(PUNCTUATION));
+    if (step) bits = category_bits("P", 1);
+    if (!bits) return regex_fail(r, at, "this property");
+    if (r->fold) return regex_fail(r, at, "a property inside (?i:..)");
+    memset(r->other, 0, sizeof *r->other);
+    set_categories(r->other, bits);
+    for (size_t i = 0; step && i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2) {
+        for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++) set_flip(r->other, c);
+    }
+    set_join(r->set, r->other, others);
+    return A_SET;
+}
+
+// Reads the escape whose backslash r->p stands on -> the character that it is, or A_SET when it has been added to
+// r->set, or -1.
+static int regex_escape(RegexReader *r) {
+    const char *at = r->p++;
+    int len = 0, c = *r->p ? (int)char_code(r->p, strlen(r->p), &len) : 0;
+    r->p += len;
+    switch (c) {
+    case 'n': return '\n';
+    case 'r': return '\r';
+    case 't': return '\t';
+    case 'f': return '\f';
+    case 'p':
+    case 'P': return regex_property(r, at);
+    case 's': case 'd': case 'w':
+    case 'S': case 'D': case 'W':
+        memset(r->other, 0, sizeof *r->other);
+        set_shorthand(r->other, c | 32);
+        set_join(r->set, r->other, isupper(c));
+        return A_SET;
+    }
+    return c == ' ' || (c < 128 && ispunct(c)) ? c : regex_fail(r, at, "this escape");
+}
+
+// Reads one member of a set [..] -> as regex_escape.
+static int regex_member(RegexReader *r, int first) {
+    const char *at = r->p;
+    int len = 1;
+    if (*at == '\\') return regex_escape(r);
+    uint32_t c = *at ? char_code(at, strlen(at), &len) : 0;
+    r->p += len;
+    if (!c) {
+        r->p--;
+        return regex_fail(r, at, "a set without an end");
+    }
+    if (c == '[' || (c == '&' && *r->p == '&')) return regex_fail(r, at, "a set inside a set");
+    if (c == '-' && !first && *r->p != ']') return regex_fail(r, at, "this range");
+    return (int)c;
+}
+
+// Reads a set [..] and adds its instruction.
+static int regex_set(RegexReader *r) {
+    const char *open = r->p++;
+    int negative = *r->p == '^', first = 1;
+    r->p += negative;
+    if (*r->p == ']') return regex_fail(r, open, "a set without members");
+    memset(r->set, 0, sizeof *r->set);
+    for (; *r->p != ']'; first = 0) {
+        const char *at = r->p;
+        int low = regex_member(r, first), high = low;
+        if (low < 0) return -1;
+        if (r->p[0] == '-' && r->p[1] && r->p[1] != ']') {
+            r->p++;
+            high = regex_member(r, 0);
+            if (high < 0) return -1;
+            if (low == A_SET || high == A_SET || high < low || *at == '-') return regex_fail(r, at, "this range");
+        }
+        if (low != A_SET && regex_add(r, at, (uint32_t)low, (uint32_t)high)) return -1;
+    }
+    r->p++;
+    regex_emit_set(r, negative);
+    return 0;
+}
+
+// Reads {m}, {m,n}, {m,} or {,n}. Returns 0, or -1.
+static int regex_counts(RegexReader *r, int *least, int *most) {
+    const char *at = r->p++;
+    char *end;
+    long low = 0, high;
+    int digits = isdigit((unsigned char)*r->p);
+    if (digits) {
+        low = strtol(r->p, &end, 10);
+        r->p = end;
+    }
+    high = low;
+    if (*r->p == ',') {
+        r->p++;
+        high = digits ? ANY_NUMBER : -1;
+        if (isdigit((unsigned char)*r->p)) {
+            high = strtol(r->p, &end, 10);
+            r->p = end;
+        }
+    } else if (!digits) {
+        high = -1;
+    }
+    int closed = *r->p == '}';
+    r->p += closed;
+    if (!closed || high < low || low > MAX_COUNT || (high > MAX_COUNT && high != ANY_NUMBER))
+        return regex_fail(r, at, "this count");
+    *least = (int)low;
+    *most = (int)high;
+    return 0;
+}
+
+// Repeats the block of instructions from `from` on. at: where the quantifier stands; width: the least number of
+// characters that the block takes; mode: '?' lazy, '+' possessive, or 0. Returns 0, or -1.
+static int regex_repeat(RegexReader *r, int from, const char *at, int width, int least, int most, int mode) {
+    int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET, set = r->code[from].x;
+    int copies = most == ANY_NUMBER ? least + 1 : most;
+    if (mode == '+' && !one) return regex_fail(r, at, "a possessive quantifier of more than one character");
+    if (most == ANY_NUMBER && !width) return regex_fail(r, at, "repeating a group that may be empty");
+    if (from + copies * (n + 2) > MAX_CODE) return regex_fail(r, at, "so large a pattern");
+
+    Inst *block = xmalloc((size_t)n * sizeof *block);
+    memcpy(block, r->code + from, (size_t)n * sizeof *block);
+    arrsetlen(r->code, from);
+    for (int k = 0; k < copies; k++) {
+        int optional = k >= least;
+        if (optional && one && most == ANY_NUMBER && mode != '?') {
+            regex_emit(r, mode == '+' ? OP_POSSESSIVE : OP_LOOP, set);
+            continue;
+        }
+        if (optional && mode == '+') {
+            regex_emit(r, OP_MAYBE, set);
+            continue;
+        }
+
+        // Without one copy all later ones are left out, too.
+        if (optional) {
+            regex_emit(r, OP_SPLIT, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
+            arrlast(r->code).lazy = mode == '?';
+        }
+        if (n) memcpy(arraddnptr(r->code, n), block, (size_t)n * sizeof *block);
+        if (optional && most == ANY_NUMBER) regex_emit(r, OP_JUMP, -(n + 1));
+    }
+    free(block);
+    return 0;
+}
+
+// Reads the quantifier, if there is one, of the block of instructions from `from` on, which takes at least `width`
+// characters. Returns how many it takes now, or -1.
+static int regex_quantifier(RegexReader *r, int from, int width) {
+    const char *at = r->p;
+    int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, mode = 0, counted = *at == '{';
+    if (!*at || !strchr("?*+{", *at)) return width;
+    if (counted && regex_counts(r, &least, &most)) return -1;
+    if (!counted) r->p++;
+
+    // Behind {m,n} a + repeats once more. Of {m} there is no lazy form.
+    if (*r->p == '?' || (*r->p == '+' && !counted)) mode = *r->p++;
+    if (counted && mode == '?' && least == most) return regex_fail(r, at, "a lazy count without a choice");
+    if (!counted && *r->p && strchr("?*+{", *r->p)) {
+        r->p++;
+        return regex_fail(r, at, "a quantifier of a quantifier");
+    }
+    r->last = 0;
+    if (regex_repeat(r, from, at, width, least, most, mode)) return -1;
+    width = min_int(width * least, INT_MAX / (MAX_COUNT + 1));
+    return counted ? regex_quantifier(r, from, width) : width;
+}
+
+static int regex_alternatives(RegexReader *r);
+
+// Reads the group whose bracket r->p stands on -> the least number of characters it takes, or -1.
+static int regex_group(RegexReader *r) {
+    const char *open = r->p;
+    int fold = r->fold, look = -1, width;
+    r->p++;
+    if (++r->depth > MAX_DEPTH) return regex_fail(r, open, "so deep a group");
+    if (*r->p == '?') {
+        if (!strncmp(r->p, "?i:", 3)) r->fold = 1;
+        else if (!strncmp(r->p, "?=", 2) || !strncmp(r->p, "?!", 2)) look = (int)arrlen(r->code);
+        else if (strncmp(r->p, "?:", 2)) {
+            r->p += strcspn(r->p, ":=!)>");
+            return regex_fail(r, open, "this kind of group");
+        }
+        if (look >= 0) regex_emit(r, r->p[1] == '=' ? OP_AHEAD : OP_NOT_AHEAD, 0);
+        r->p += r->p[1] == 'i' ? 3 : 2;
+    }
+    r->last = 0;
+    width = regex_alternatives(r);
+    r->last = 0;
+    r->depth--;
+    r->fold = fold;
+    if (width < 0) return -1;
+    if (*r->p != ')') return regex_fail(r, open, "a group without an end");
+    r->p++;
+    if (look < 0) return width;
+    regex_emit(r, OP_MATCH, 0);
+    r->code[look].x = (int)arrlen(r->code) - look;
+    return 0;
+}
+
+// Reads a character, adds its instruction and returns 1; or -1. One letter may stand for two of these inside
+// (?i:..): a sharp s, a ligature.
+static int regex_char(RegexReader *r) {
+    static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
+    const char *at = r->p;
+    int len, c, last = r->last;
+    memset(r->set, 0, sizeof *r->set);
+    if (*at == '\\') {
+        c = regex_escape(r);
+        if (c < 0) return -1;
+    } else {
+        c = (int)char_code(at, strlen(at), &len);
+        r->p += len;
+        if (c < 128 && strchr("*+?{", c)) return regex_fail(r, at, "a quantifier of nothing");
+    }
+    if (c != A_SET && regex_add(r, at, (uint32_t)c, (uint32_t)c)) return -1;
+    r->last = r->fold && c < 128 && isalpha(c) ? c | 32 : 0;
+    for (int i = 0; last && i < 5; i++) {
+        if (last == pairs[i][0] && r->last == pairs[i][1])
+            return regex_fail(r, at - 1, "a pair of letters that one letter may stand for inside (?i:..)");
+    }
+    regex_emit_set(r, 0);
+    return 1;
+}
+
+// Reads what stands side by side, up to | or ) or the end -> the least number of characters it takes, or -1.
+static int regex_sequence(RegexReader *r) {
+    int width = 0;
+    while (*r->p && *r->p != '|' && *r->p != ')') {
+        int from = (int)arrlen(r->code), wide = *r->p != '^' && *r->p != '$';
+        if (*r->p == '^' || *r->p == '$') {
+            regex_emit(r, *r->p++ == '^' ? OP_LINE_START : OP_LINE_END, 0);
+        } else if (*r->p == '(') {
+            wide = regex_group(r);
+        } else if (*r->p == '[') {
+            if (regex_set(r)) return -1;
+            r->last = 0;
+        } else if (*r->p == '.') {
+            r->p++;
+            memset(r->set, 0, sizeof *r->set);
+            set_range(r->set, '\n', '\n');
+            regex_emit_set(r, 1);
+            r->last = 0;
+        } else {
+            wide = regex_char(r);
+        }
+        if (wide >= 0) wide = regex_quantifier(r, from, wide);
+        if (wide < 0) return -1;
+        if (arrlen(r->code) > MAX_CODE || arrlen(r->t->set) > MAX_SETS)
+            return regex_fail(r, r->p, "so large a pattern");
+        width = min_int(width + wide, INT_MAX / (MAX_COUNT + 1));
+    }
+    return width;
+}
+
+// Reads alternatives, the first one first: a split, the first, a jump over the others, and the others.
+static int regex_alternatives(RegexReader *r) {
+    int from = (int)arrlen(r->code), width = regex_sequence(r);
+    if (width < 0 || *r->p != '|') return width;
+    Inst split = { .op = OP_SPLIT, .x = (int)arrlen(r->code) - from + 2 };
+    arrins(r->code, from, split);
+    regex_emit(r, OP_JUMP, 0);
+    int jump = (int)arrlen(r->code) - 1;
+    r->p++;
+    r->last = 0;
+    int others = regex_alternatives(r);
+    if (others < 0) return -1;
+    r->code[jump].x = (int)arrlen(r->code) - jump;
+    return min_int(width, others);
+}
+
+// Reads a whole pattern into step. Returns 0, or -1 with the reason in err.
+static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err[512]) {
+    RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
+    r.set = xmalloc(sizeof *r.set);
+    r.other = xmalloc(sizeof *r.other);
+    int bad = regex_alternatives(&r) < 0;
+    if (!bad && *r.p) {
+        const char *at = r.p++;
+        bad = regex_fail(&r, at, "a bracket that closes nothing");
+    }
+    regex_emit(&r, OP_MATCH, 0);
+    free(r.set);
+    free(r.other);
+    step->code = r.code;
+
+    // Choices get their bits: one, and in a lookahead two.
+    int end = 0;                // of the lookaheads begun so far
+    for (int i = 0; i < (int)arrlen(r.code) && !bad; i++) {
+        Inst *in = &r.code[i];
+        if (in->op == OP_AHEAD || in->op == OP_NOT_AHEAD) end = max_int(end, i + in->x);
+        in->ahead = i < end;
+        if (in->op != OP_LOOP && in->op != OP_POSSESSIVE && in->op != OP_SPLIT) continue;
+        in->memo = step->n_memo;
+        step->n_memo += 1 + in->ahead;
+    }
+    return bad ? -1 : 0;
+}
+
+// ---- Patterns: matching
+// Matching goes back to the newest choice whenever it gets stuck, so that the first alternative that leads to a match
+// wins. What fails once fails always, for the rest of the match depends on the instruction and the place alone: every
+// choice that failed at a place is noted in a bit and never tried there again. In lookaheads, where it does not matter
+// how far a match goes, a second bit notes that a choice leads to one. So the time is linear in the length of the
+// text, times the length of the pattern.
+#define NOWHERE SIZE_MAX
+
+typedef struct {                // a choice that may be made otherwise
+    int pc;                     // its instruction
+    int second;                 // of OP_SPLIT: 1: its second way is being tried
+    size_t low, at;             // its place; of a loop the least and the present end of the run
+} Choice;
+
+typedef struct {                // a text that a pattern is looked for in
+    CharSet **set;
+    const Step *step;
+    const char *s;
+    size_t n;
+    Choice *choice;             // stb array; the newest last
+    unsigned char *memo;        // stb array of bits, n_memo for every place in the text
+} Matcher;
+
+// Begins with a text.
+static void match_begin(Matcher *m, const char *s, size_t n) {
+    size_t bytes = (size_t)m->step->n_memo * (n + 1) / 8 + 1;
+    m->s = s;
+    m->n = n;
+    arrsetlen(m->memo, bytes);
+    memset(m->memo, 0, bytes);
+}
+
+// The bit of a choice at a place. good: the one of success, else the one of failure.
+static int memo_get(const Matcher *m, int pc, size_t at, int good) {
+    size_t bit = at * (size_t)m->step->n_memo + (size_t)(m->step->code[pc].memo + good);
+    return m->memo[bit >> 3] >> (bit & 7) & 1;
+}
+
+static void memo_set(Matcher *m, int pc, size_t at, int good) {
+    size_t bit = at * (size_t)m->step->n_memo + (size_t)(m->step->code[pc].memo + good);
+    m->memo[bit >> 3] |= (unsigned char)(1 << (bit & 7));
+}
+
+// Is there a character of set x at `at`? Its length goes to *len.
+static int match_char(const Matcher *m, int x, size_t at, int *len) {
+    return at < m->n && set_has(m->set[x], char_code(m->s + at, m->n - at, len));
+}
+
+// Goes back to the newest choice above `base` that has another way, and takes it. Returns 0 when none has.
+static int match_back(Matcher *m, size_t base, int *pc, size_t *at) {
+    while (arrlenu(m->choice) > base) {
+        Choice *c = &arrlast(m->choice);
+        const Inst *in = &m->step->code[c->pc];
+        *pc = c->pc + 1;
+        if (in->op == OP_SPLIT && !c->second) {
+            c->second = 1;
+            *at = c->at;
+            if (!in->lazy) *pc = c->pc + in->x;
+            return 1;
+        }
+
+        // It fails here. A loop may do with one character less.
+        memo_set(m, c->pc, c->at, 0);
+        if (in->op == OP_SPLIT || c->at == c->low) {
+            (void)arrpop(m->choice);
+            continue;
+        }
+        c->at = char_before(m->s, c->low, c->at);
+        *at = c->at;
+        if (in->op == OP_LOOP) return 1;
+    }
+    return 0;
+}
+
+// Begins the loop at pc: takes as many characters as go, up to a place where the rest is known. Returns the place it
+// comes to; NOWHERE when it fails.
+static size_t match_loop(Matcher *m, int pc, size_t at) {
+    const Inst *in = &m->step->code[pc];
+    size_t end = at;
+    int len, fails;
+    for (;; end += (size_t)len) {
+        fails = memo_get(m, pc, end, 0);
+        if (fails || (in->ahead && memo_get(m, pc, end, 1))) break;
+        if (!match_char(m, in->x, end, &len)) break;
+    }
+    if (fails && (in->op == OP_POSSESSIVE || end == at)) return NOWHERE;
+    if (fails) end = char_before(m->s, at, end);
+    arrput(m->choice, ((Choice){ .pc = pc, .low = at, .at = end }));
+    return end;
+}
+
+// A lookahead has matched: so will all its choices made since `base`, at their places.
+static void match_note(Matcher *m, size_t base) {
+    for (size_t i = base; i < arrlenu(m->choice); i++) {
+        const Choice *c = &m->choice[i];
+        size_t at = m->step->code[c->pc].op == OP_SPLIT ? c->at : c->low;
+        int len;
+        for (; at < c->at; at += (size_t)len) {
+            memo_set(m, c->pc, at, 1);
+            char_code(m->s + at, m->n - at, &len);
+        }
+        memo_set(m, c->pc, c->at, 1);
+    }
+}
+
+// The end of the match at `at` of the instructions from pc on; NOWHERE: there is none. In a lookahead the end says
+// no more than that there is one.
+static size_t match_from(Matcher *m, int pc, size_t at) {
+    const Inst *code = m->step->code;
+    const size_t base = arrlenu(m->choice);
+    for (;;) {
+        const Inst *in = &code[pc];
+        int ok = 1, len = 0, loop = in->op == OP_LOOP || in->op == OP_POSSESSIVE;
+        if (loop) {
+            size_t end = match_loop(m, pc, at);
+            ok = end != NOWHERE;
+            if (ok) at = end;
+        }
+        int known = ok && in->ahead && (loop || in->op == OP_SPLIT) && memo_get(m, pc, at, 1);
+        if (known || in->op == OP_MATCH) {
+            if (in->ahead) match_note(m, base);
+            arrsetlen(m->choice, base);
+            return at;
+        }
+        pc++;
+        switch (in->op) {
+        case OP_SET:
+            ok = match_char(m, in->x, at, &len);
+            at += (size_t)len;
+            break;
+        case OP_MAYBE:
+            if (match_char(m, in->x, at, &len)) at += (size_t)len;
+            break;
+        case OP_SPLIT:
+            ok = !memo_get(m, pc - 1, at, 0);
+            if (ok) arrput(m->choice, ((Choice){ .pc = pc - 1, .at = at }));
+            if (in->lazy) pc += in->x - 1;
+            break;
+        case OP_LINE_START:
+            ok = at == 0 || (m->s[at - 1] == '\n' && at < m->n);
+            break;
+        case OP_LINE_END:
+            ok = at == m->n || m->s[at] == '\n';
+            break;
+        case OP_AHEAD:
+        case OP_NOT_AHEAD:
+            ok = (match_from(m, pc, at) != NOWHERE) == (in->op == OP_AHEAD);
+            pc += in->x - 1;
+            break;
+        case OP_JUMP:
+            pc += in->x - 1;
+        }
+        if (!ok && !match_back(m, base, &pc, &at)) return NOWHERE;
+    }
+}
+
+// Finds the first match at or behind `from`: [*start, *end). Returns 0 when there is none.
+static int find(Matcher *m, size_t from, size_t *start, size_t *end) {
+    for (size_t at = from; at <= m->n; ) {
+        *start = at;
+        *end = match_from(m, 0, at);
+        if (*end != NOWHERE) return 1;
+        int len = 1;
+        if (at < m->n) char_code(m->s + at, m->n - at, &len);
+        at += (size_t)len;
+    }
+    return 0;
 }
 
 // ---- Normalisation
@@ -284,8 +923,34 @@ enum {
     N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T
 };
 
+static unsigned char *nfc_ccc;  // (BROKEN) the canonical combining class of every code point; NULL: not loaded yet
+static Map nfc_parts;           // code point -> index into unicode_decomposition
+static Map nfc_pairs;           // first part << 32 | second part -> the composed code point
+
+// Unpacks the tables at the first call, when a tokenizer that needs them is loaded.
+static void nfc_load(void) {
+    if (nfc_ccc) return;
+    const uint32_t *k = unicode_combining, *d = unicode_decomposition;
+    size_t n = sizeof unicode_combining / sizeof *k;
+    nfc_ccc = xcalloc(BROKEN, 1);
+    for (size_t i = 0; i + 1 < n; i++) {
+        memset(nfc_ccc + (k[i] >> 8), (int)(k[i] & 255), (k[i + 1] >> 8) - (k[i] >> 8));
+    }
+
+    n = sizeof unicode_decomposition / sizeof *d;
+    for (size_t i = 0; i < n; ) {
+        uint32_t c = d[i] >> 8, end = c + (d[i] & 255);
+        i++;
+        for (; c < end; c++, i += 2) {
+            int composes = d[i + 1] && !(d[i] >> 31);
+            map_put(&nfc_parts, c, (int64_t)i);
+            if (composes) map_put(&nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
+        }
+    }
+}
+
 // The canonical combining class of a character: 0 for a starter, more for a mark.
-static int code_ccc(uint32_t c) { return c < BROKEN ? unicode_ccc[c] : 0; }
+static int code_ccc(uint32_t c) { return c < BROKEN ? nfc_ccc[c] : 0; }
 
 // Appends the full decomposition of c to the stb array *out.
 static void nfc_decompose(uint32_t **out, uint32_t c) {
@@ -407,331 +1072,13 @@ static void prepend(char **text, const char *s) {
     memcpy(*text, s, k);
 }
 
-// Runs the normalizer over *text, an stb array that is not empty. at_start: everything begins here.
-static void normalize(const Tokenizer *t, char **text, char **spare, int at_start) {
+// Runs the normalizer over *text, an stb array that is not empty.
+static void normalize(const Tokenizer *t, char **text, char **spare) {
     for (int i = 0; i < (int)arrlen(t->norm); i++) {
         const NormStep *step = &t->norm[i];
-        switch (step->kind) {
-        case NORM_NFC:
-            nfc(text);
-            break;
-        case NORM_PREPEND:
-            prepend(text, step->to);
-            break;
-        case NORM_PREPEND_START:
-            if (at_start) prepend(text, step->to);
-            break;
-        case NORM_REPLACE:
-            replace_all(text, spare, step->from, step->to);
-            break;
-        }
-    }
-}
-
-// ---- Pre-tokenizers
-// Each known pattern has a matcher written by hand; the exact text of the pattern in the file
-// chooses it (split_patterns, below). A pattern that is only a run of characters of one set is read
-// from its text (set_run, below). Every byte of a text carries the class of its character, and
-// all bytes of a character but the first carry U_INSIDE too, so a run of a class is a plain loop
-// over bytes. A matcher gets a position i < n and returns the end of the match, always behind i.
-typedef struct {
-    const char *s;
-    const unsigned char *cls;   // U_* of every byte
-    size_t n;                   // where the text ends, for the matcher
-} Text;
-
-// Fills the stb array *cls with the class of every byte of s.
-static void classify(const char *s, size_t n, unsigned char **cls) {
-    arrsetlen(*cls, n);
-    for (size_t i = 0; i < n; ) {
-        int len;
-        uint32_t c = char_code(s + i, n - i, &len);
-        unsigned char u = c < BROKEN ? unicode_class[c] : U_REST;
-        (*cls)[i++] = u;
-        while (--len) (*cls)[i++] = u | U_INSIDE;
-    }
-}
-
-// The end of the run of characters from i on whose class is in `set`.
-static size_t run_end(const Text *t, size_t i, int set) {
-    while (i < t->n && t->cls[i] & set) i++;
-    return i;
-}
-
-// Where the character behind the one at i begins.
-static size_t next_char(const Text *t, size_t i) {
-    i++;
-    while (i < t->n && t->cls[i] & U_INSIDE) i++;
-    return i;
-}
-
-static int is_newline(char c) { return c == '\n' || c == '\r'; }
-
-// [\r\n]*, or with `slash` [\r\n/]*
-static size_t match_newlines(const Text *t, size_t i, int slash) {
-    while (i < t->n && (is_newline(t->s[i]) || (slash && t->s[i] == '/'))) i++;
-    return i;
-}
-
-// \s+(?!\S)|\s+ takes all blanks but the last one before a word, and a single blank too.
-static size_t match_blanks(const Text *t, size_t i) {
-    size_t end = run_end(t, i, U_SPACE);
-    if (end == t->n) return end;
-    size_t last = end - 1;
-    while (t->cls[last] & U_INSIDE) last--;
-    return last > i ? last : end;
-}
-
-// Byte c; with any_case an ASCII capital becomes its small letter.
-static int fold_case(char c, int any_case) {
-    return any_case && isupper((unsigned char)c) ? c | 32 : c;
-}
-
-// 's|'t|'re|'ve|'m|'ll|'d, with any_case in capitals too. 0: there is no contraction at i.
-static size_t match_contraction(const Text *t, size_t i, int any_case) {
-    if (t->s[i] != '\'' || i + 1 >= t->n) return 0;
-    int a = fold_case(t->s[i + 1], any_case);
-    if (a == 's' || a == 't' || a == 'm' || a == 'd') return i + 2;
-    if (i + 2 >= t->n) return 0;
-    int b = fold_case(t->s[i + 2], any_case);
-    if ((a == 'r' || a == 'v') && b == 'e') return i + 3;
-    if (a == 'l' && b == 'l') return i + 3;
-
-    // U+017F, the long s, is an s to a pattern that ignores case.
-    return any_case && !memcmp(t->s + i + 1, "\xc5\xbf", 2) ? i + 3 : 0;
-}
-
-// [^\r\n\p{L}\p{N}]? takes one character or none.
-static size_t match_lead(const Text *t, size_t i) {
-    if (t->cls[i] & (U_LETTER | U_NUMBER) || is_newline(t->s[i])) return i;
-    return next_char(t, i);
-}
-
-//  ?[^\s\p{L}\p{N}]+[\r\n]*, or with `slash` [\r\n/]* at its end. 0: no match at i.
-static size_t match_signs(const Text *t, size_t i, int slash) {
-    size_t start = i + (t->s[i] == ' '), end = run_end(t, start, U_SIGN);
-    return end > start ? match_newlines(t, end, slash) : 0;
-}
-
-// \s*[\r\n]+ reaches to the last newline of the blanks. 0: no match at i.
-static size_t match_lines(const Text *t, size_t i) {
-    size_t end = run_end(t, i, U_SPACE);
-    while (end > i && !is_newline(t->s[end - 1])) end--;
-    return end > i ? end : 0;
-}
-
-// What the patterns of Llama 3, Qwen 2 and Tekken end with: signs, else lines, else blanks.
-static size_t match_rest(const Text *t, size_t i, int slash) {
-    size_t end = match_signs(t, i, slash);
-    if (!end) end = match_lines(t, i);
-    return end ? end : match_blanks(t, i);
-}
-
-// GPT-2: a contraction; letters, digits or signs after at most one blank; or blanks.
-static size_t match_gpt2(const Text *t, size_t i) {
-    static const int set[] = { U_LETTER, U_NUMBER, U_SIGN };
-    size_t end = match_contraction(t, i, 0);
-    if (end) return end;
-    size_t start = i + (t->s[i] == ' ');
-    for (int k = 0; k < 3; k++) {
-        end = run_end(t, start, set[k]);
-        if (end > start) return end;
-    }
-    return match_blanks(t, i);
-}
-
-// Llama 3 and Qwen 2. digits: the most digits of a number in one word, 3 for Llama 3, 1 for Qwen 2.
-static size_t match_llama3(const Text *t, size_t i, int digits) {
-    size_t end = match_contraction(t, i, 1);
-    if (end) return end;
-
-    // [^\r\n\p{L}\p{N}]?\p{L}+
-    size_t start = match_lead(t, i);
-    end = run_end(t, start, U_LETTER);
-    if (end > start) return end;
-
-    // \p{N}{1,digits}
-    end = i;
-    for (int k = 0; k < digits && end < t->n && t->cls[end] & U_NUMBER; k++) {
-        end = next_char(t, end);
-    }
-    return end > i ? end : match_rest(t, i, 0);
-}
-
-// [upper]*[lower]+ at i, or with `capital` [upper]+[lower]*. 0: no match. Letters without case and
-// marks are in both sets, so in the first form [upper]* may have to give characters back: then
-// [lower]+ gets only the last such character of the run.
-static size_t match_cased(const Text *t, size_t i, int capital) {
-    enum { BOTH = U_OTHER_LETTER | U_MARK, UPPER = U_UPPER | BOTH, LOWER = U_LOWER | BOTH };
-    size_t up = run_end(t, i, UPPER), end = run_end(t, up, LOWER);
-    if (capital) return up > i ? end : 0;
-    if (end > up) return end;
-    for (; up > i; up--) {
-        if (t->cls[up - 1] & BOTH) return up;
-    }
-    return 0;
-}
-
-// Tekken and o200k: a word in one of the two forms of match_cased, each first behind the optional
-// lead character and then without it, because a mark may be the lead or the first character of the
-// word. digits: the most digits of a number in one word. contractions 1: one may end the word.
-static size_t match_tekken(const Text *t, size_t i, int digits, int contractions) {
-    size_t start = match_lead(t, i);
-    for (int capital = 0; capital < 2; capital++) {
-        size_t end = match_cased(t, start, capital);
-        if (!end && start > i) end = match_cased(t, i, capital);
-        if (!end) continue;
-        size_t more = contractions && end < t->n ? match_contraction(t, end, 1) : 0;
-        return more ? more : end;
-    }
-    size_t end = i;
-    for (int k = 0; k < digits && end < t->n && t->cls[end] & U_NUMBER; k++) end = next_char(t, end);
-    return end > i ? end : match_rest(t, i, 1);
-}
-
-// The bits SIGN_* of the character at i.
-static int sign_at(const Text *t, size_t i) {
-    int len;
-    return sign_bits(char_code(t->s + i, t->n - i, &len));
-}
-
-// The end of the run of punctuation and symbols from i on.
-static size_t signs_end(const Text *t, size_t i) {
-    while (i < t->n && sign_at(t, i) & (SIGN_PUNCTUATION | SIGN_SYMBOL)) i = next_char(t, i);
-    return i;
-}
-
-// One alternative of DeepSeek V3's pattern, the first that matches at i; 0: none does.
-static size_t deepseek3_end(const Text *t, size_t i) {
-    int letters = U_LETTER | U_MARK;
-
-    // An ASCII sign and [A-Za-z]+
-    size_t end = i + 1;
-    if (ispunct((unsigned char)t->s[i])) {
-        while (end < t->n && isalpha((unsigned char)t->s[end])) end++;
-        if (end > i + 1) return end;
-    }
-
-    // [^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+
-    int lead = !(t->cls[i] & U_LETTER) && !is_newline(t->s[i])
-               && !(sign_at(t, i) & (SIGN_PUNCTUATION | SIGN_SYMBOL));
-    if (lead) {
-        size_t start = next_char(t, i);
-        end = run_end(t, start, letters);
-        if (end > start) return end;
-    }
-    end = run_end(t, i, letters);
-    if (end > i) return end;
-
-    //  ?[\p{P}\p{S}]+[\r\n]*, lines, blanks
-    size_t start = i + (t->s[i] == ' ');
-    end = signs_end(t, start);
-    if (end > start) return match_newlines(t, end, 0);
-    end = match_lines(t, i);
-    if (end || !(t->cls[i] & U_SPACE)) return end;
-    return match_blanks(t, i);
-}
-
-// Is the character at i in the set of r?
-static int in_set(const SetRun *r, const Text *t, size_t i) {
-    if (t->cls[i] & r->classes) return 1;
-    int len;
-    uint32_t code = char_code(t->s + i, t->n - i, &len);
-    if (r->signs && sign_bits(code) & r->signs) return 1;
-    for (int k = 0; k < (int)arrlen(r->range); k += 2) {
-        if (code >= r->range[k] && code <= r->range[k + 1]) return 1;
-    }
-    return 0;
-}
-
-// The end of the characters of r's set from i on; 0 when there are fewer than r->least.
-static size_t set_end(const SetRun *r, const Text *t, size_t i) {
-    int n = 0;
-    for (; n < r->most && i < t->n && in_set(r, t, i); n++) i = next_char(t, i);
-    return n >= r->least ? i : 0;
-}
-
-// The end of r's match at i, first with its white space and then without; 0: it does not match.
-static size_t run_match(const SetRun *r, const Text *t, size_t i) {
-    size_t end = r->blank && t->cls[i] & U_SPACE ? set_end(r, t, next_char(t, i)) : 0;
-    return end ? end : set_end(r, t, i);
-}
-
-// What an Isolated split makes of a pattern that does not match everywhere: a match is a word, and
-// so is what lies between two matches. r NULL: DeepSeek V3's pattern.
-static size_t match_isolated(const SetRun *r, const Text *t, size_t i) {
-    size_t j = i, end = r ? run_match(r, t, i) : deepseek3_end(t, i);
-    if (end) return end;
-    while (!end && j < t->n) {
-        j = next_char(t, j);
-        if (j < t->n) end = r ? run_match(r, t, j) : deepseek3_end(t, j);
-    }
-    return j;
-}
-
-// \s+$: the white space at the end is a word, and so is all that stands before it.
-static size_t match_trailing(const Text *t, size_t i) {
-    size_t start = t->n;
-    while (start > i && t->cls[start - 1] & U_SPACE) start--;
-    return start > i ? start : t->n;
-}
-
-// Punctuation: a sign, or with `runs` a run of them, or everything up to the next sign.
-static size_t match_punctuation(const Text *t, size_t i, int runs) {
-    int sign = sign_at(t, i) & SIGN_STEP;
-    size_t end = next_char(t, i);
-    if (sign && !runs) return end;
-    while (end < t->n && (sign_at(t, end) & SIGN_STEP) == sign) end = next_char(t, end);
-    return end;
-}
-
-// Is byte c, as a character of the byte alphabet, a digit or another number? Beside the ten digits
-// these are the superscripts and fractions of Latin-1.
-static int byte_is_number(char c) {
-    unsigned char b = (unsigned char)c;
-    return isdigit(b) || b == 0xb2 || b == 0xb3 || b == 0xb9 || (b >= 0xbc && b <= 0xbe);
-}
-
-// Digits behind ByteLevel, which sees every byte as a character of its own.
-static size_t match_byte_digits(const Text *t, size_t i, int single) {
-    int number = byte_is_number(t->s[i]);
-    if (number && single) return i + 1;
-    while (i < t->n && byte_is_number(t->s[i]) == number) i++;
-    return i;
-}
-
-// Metaspace: up to the next U+2581 behind i.
-static size_t match_metaspace(const Text *t, size_t i) {
-    for (i++; i < t->n; i++) {
-        if (t->n - i >= 3 && !memcmp(t->s + i, BLANK_MARK, 3)) break;
-    }
-    return i;
-}
-
-// Digits: a number, single digit by single digit or as a run, or everything up to the next number.
-static size_t match_digits(const Text *t, size_t i, int single) {
-    if (!(t->cls[i] & U_NUMBER)) return run_end(t, i, U_NO_NUMBER);
-    return single ? next_char(t, i) : run_end(t, i, U_NUMBER);
-}
-
-// The end of the word that a split of kind SPLIT_* finds at i. run: Tokenizer.run.
-static size_t match(const SetRun *run, int kind, const Text *t, size_t i) {
-    if (kind >= SPLIT_RUN) return match_isolated(&run[kind - SPLIT_RUN], t, i);
-    switch (kind) {
-    case SPLIT_LLAMA3:    return match_llama3(t, i, 3);
-    case SPLIT_QWEN2:     return match_llama3(t, i, 1);
-    case SPLIT_GPT2:      return match_gpt2(t, i);
-    case SPLIT_TEKKEN:    return match_tekken(t, i, 1, 0);
-    case SPLIT_O200K:     return match_tekken(t, i, 3, 1);
-    case SPLIT_DEEPSEEK3: return match_isolated(NULL, t, i);
-    case SPLIT_TRAILING:  return match_trailing(t, i);
-    case SPLIT_METASPACE: return match_metaspace(t, i);
-    case SPLIT_DIGITS:    return match_digits(t, i, 1);
-    case SPLIT_NUMBERS:   return match_digits(t, i, 0);
-    case SPLIT_PUNCTUATION:  return match_punctuation(t, i, 0);
-    case SPLIT_PUNCTUATIONS: return match_punctuation(t, i, 1);
-    case SPLIT_BYTE_DIGITS:  return match_byte_digits(t, i, 1);
-    default:                 return match_byte_digits(t, i, 0);
+        if (step->nfc) nfc(text);
+        else if (*step->from) replace_all(text, spare, step->from, step->to);
+        else prepend(text, step->to);
     }
 }
 
@@ -748,16 +1095,17 @@ typedef struct {
 } Symbol;
 enum { NO_RANK = INT_MAX };
 
-typedef struct {                // everything one call of encode_at works with; stb arrays
+typedef struct {                // everything one call of encode_at works with
     const Tokenizer *t;
-    int special;                // 1: the text may name special tokens
-    int *ids;                   // what comes out
+    int special;                // 1: the text may name guarded tokens
+    int words;                  // 1: the lengths of words come out, not ids
+    int *ids;                   // what comes out (this and the next five are stb arrays)
     char *text;                 // the segment after the normalizer
     char *spare;                // what replace_all writes into
-    char *mapped;               // the segment after Metaspace, or, in a byte-level model, the word
-    unsigned char *cls;         // classes of the segment's bytes
+    char *mapped;               // the segment after Metaspace, or a word in the byte alphabet
     Symbol *sym;                // the word's symbols
     uint64_t *heap;             // rank << 32 | index of the left symbol
+    Matcher match[MAX_STEPS];   // one a step of the pre-tokenizer
 } Encoder;
 
 // Puts x into a binary heap whose smallest entry stands first.
@@ -792,7 +1140,7 @@ static uint64_t heap_pop(uint64_t *h) {
 static int bpe_may_make(const Encoder *e, int id) {
     if (id < 0) return 0;
     int flags = e->t->piece[id].flags;
-    return flags & PIECE_MODEL && (e->special || !(flags & PIECE_SPECIAL));
+    return flags & TOKEN_MODEL && (e->special || !(flags & TOKEN_SPECIAL));
 }
 
 // Looks up the pair that symbol i makes with its right neighbour, and puts it into the heap when it
@@ -875,12 +1223,6 @@ static void word_merge(Encoder *e) {
 
 // Appends the ids of one word.
 static void word_bpe(Encoder *e, const char *s, size_t n) {
-    if (e->t->byte_level) {
-        arrsetlen(e->mapped, 0);
-        for (size_t i = 0; i < n; i++) char_put(&e->mapped, byte_char((unsigned char)s[i]));
-        s = e->mapped;
-        n = arrlenu(e->mapped);
-    }
     int whole = e->t->ignore_merges ? text_id(e->t, s, n) : -1;
     if (bpe_may_make(e, whole)) {
         arrput(e->ids, whole);
@@ -892,24 +1234,85 @@ static void word_bpe(Encoder *e, const char *s, size_t n) {
     for (int i = 0; i >= 0; i = e->sym[i].next) arrput(e->ids, e->sym[i].id);
 }
 
-// ---- Encoding
-// Cuts the bytes [i, t.n) of t by the pre-tokenizer's splits from `step` on, each split inside the
-// words of the one before it, and hands the words to BPE.
-static void split_piece(Encoder *e, Text t, size_t i, size_t step) {
-    if (step == arrlenu(e->t->split)) {
-        word_bpe(e, t.s + i, t.n - i);
-        return;
-    }
-    size_t end = t.n;
-    while (i < end) {
-        t.n = end;
-        size_t word_end = match(e->t->run, e->t->split[step], &t, i);
-        t.n = word_end;
-        split_piece(e, t, i, step + 1);
-        i = word_end;
-    }
+// Appends the length in bytes that a word has before it is written in the byte alphabet.
+static void word_length(Encoder *e, const char *s, size_t n) {
+    int bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += !e->t->byte_level || (s[i] & 0xc0) != 0x80;
+    arrput(e->ids, bytes);
 }
 
+// ---- Pre-tokenizers
+// A step of the pre-tokenizer cuts each word of the step before it. Parts are matches of its pattern and what lies
+// between them; neighbouring parts may belong to one word.
+static void split(Encoder *e, const char *s, size_t n, int step);
+
+typedef struct {                // a word in the making
+    size_t from, end;
+    int hit;                    // 1: its last part is a match; -1: there is no part yet
+} Word;
+
+// Hands the word on to the next step, unless it is empty or a match that is to vanish.
+static void word_done(Encoder *e, const char *s, const Word *w, int step) {
+    int removed = e->t->step[step].behavior == CUT_REMOVED && w->hit == 1;
+    if (w->end > w->from && !removed) split(e, s + w->from, w->end - w->from, step + 1);
+}
+
+// Adds the part that ends at `end` to the word, or ends the word and begins one. hit: 1: it is a match.
+static void word_part(Encoder *e, const char *s, Word *w, size_t end, int hit, int step) {
+    int joins = 0;
+    hit ^= e->t->step[step].invert;
+    switch (e->t->step[step].behavior) {
+    case CUT_PREVIOUS:   joins = w->hit == 0 && hit; break;
+    case CUT_NEXT:       joins = w->hit == 1 && !hit; break;
+    case CUT_CONTIGUOUS: joins = w->hit == hit; break;
+    }
+    if (!joins) {
+        word_done(e, s, w, step);
+        w->from = w->end;
+    }
+    w->end = end;
+    w->hit = hit;
+}
+
+// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words to BPE.
+static void split(Encoder *e, const char *s, size_t n, int step) {
+    const Tokenizer *t = e->t;
+    if (step == (int)arrlen(t->step)) {
+        if (e->words) word_length(e, s, n);
+        else word_bpe(e, s, n);
+        return;
+    }
+    if (t->step[step].bytes) {
+        arrsetlen(e->mapped, 0);
+        for (size_t i = 0; i < n; i++) char_put(&e->mapped, byte_char((unsigned char)s[i]));
+        split(e, e->mapped, arrlenu(e->mapped), step + 1);
+        return;
+    }
+
+    Matcher *m = &e->match[step];
+    Word word = { .hit = -1 };
+    size_t from = 0, start, end;
+    m->set = t->set;
+    m->step = &t->step[step];
+    match_begin(m, s, n);
+    while (find(m, from, &start, &end)) {
+        if (end == start && word.hit == (1 ^ m->step->invert) && end == word.end) {
+            // An empty match right behind a match does not count.
+            int len;
+            if (end == n) break;
+            char_code(s + end, n - end, &len);
+            from = end + (size_t)len;
+            continue;
+        }
+        if (start > word.end) word_part(e, s, &word, start, 0, step);
+        word_part(e, s, &word, end, 1, step);
+        from = end;
+    }
+    if (n > word.end) word_part(e, s, &word, n, 0, step);
+    word_done(e, s, &word, step);
+}
+
+// ---- Encoding
 // Encodes a normalized text without added tokens.
 static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
     const Tokenizer *t = e->t;
@@ -923,21 +1326,17 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
         s = e->mapped;
         n = arrlenu(e->mapped);
     }
-    if (arrlen(t->split)) classify(s, n, &e->cls);
-    split_piece(e, (Text){ s, e->cls, n }, 0, 0);
+    split(e, s, n, 0);
 }
 
-// The longest added token that begins at s[i]: its index in `added` with its end in *end, or -1
-// with *end untouched.
-static int added_here(const Tokenizer *t, int which, const char *s, size_t n, size_t i,
-                      size_t *end) {
-    const Map *trie = &t->trie[which];
+// The longest added token that begins at s[i], with its end in *end; or -1, with *end untouched.
+static int added_here(const Tokenizer *t, int which, const char *s, size_t n, size_t i, size_t *end) {
     int64_t node = 0, hit = -1;
     if (!t->starts[which][(unsigned char)s[i]]) return -1;
     for (; i < n; i++) {
-        node = map_get(trie, (uint64_t)node << 9 | (unsigned char)s[i]);
+        node = map_get(&t->trie[which], (uint64_t)node << 9 | (unsigned char)s[i]);
         if (node < 0) break;
-        int64_t leaf = map_get(trie, (uint64_t)node << 9 | 256);
+        int64_t leaf = map_get(&t->trie[which], (uint64_t)node << 9 | 256);
         if (leaf < 0) continue;
         hit = leaf;
         *end = i + 1;
@@ -945,29 +1344,26 @@ static int added_here(const Tokenizer *t, int which, const char *s, size_t n, si
     return (int)hit;
 }
 
-// The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those
-// that begin there. Returns its index in `added`, or -1. [*start, *end) includes the white space it
-// swallows (lstrip, rstrip).
-static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from,
-                      size_t *start, size_t *end) {
-    const Tokenizer *t = e->t;
+// The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
+// Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
+static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
     for (size_t i = from, stop; i < n; i = stop) {
         stop = i + 1;
-        int hit = added_here(t, which, s, n, i, &stop);
-        if (hit < 0) continue;
-        const AddedToken *a = &t->added[hit];
-        if (a->guarded && !e->special) continue;    // here its characters are plain text
+        int id = added_here(e->t, which, s, n, i, &stop);
+        if (id < 0) continue;
+        int flags = e->t->piece[id].flags;
+        if (flags & TOKEN_GUARDED && !e->special) continue;         // here its characters are plain text
 
         *start = i;
         *end = stop;
-        while (a->lstrip) {
+        while (flags & PIECE_LSTRIP) {
             size_t blank = space_before(s, from, *start);
             if (!blank) break;
             *start -= blank;
         }
         int len;
-        while (a->rstrip && *end < n && is_space(s + *end, n - *end, &len)) *end += (size_t)len;
-        return hit;
+        while (flags & PIECE_RSTRIP && *end < n && is_space(s + *end, n - *end, &len)) *end += (size_t)len;
+        return id;
     }
     return -1;
 }
@@ -978,10 +1374,10 @@ static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_sta
                       void (*encode_rest)(Encoder *e, const char *s, size_t n, int at_start)) {
     size_t from = 0, start, end;
     for (;;) {
-        int a = added_next(e, which, s, n, from, &start, &end);
-        if (a < 0) break;
+        int id = added_next(e, which, s, n, from, &start, &end);
+        if (id < 0) break;
         if (start > from) encode_rest(e, s + from, start - from, at_start && !from);
-        arrput(e->ids, e->t->added[a].id);
+        if (!e->words) arrput(e->ids, id);
         from = end;
     }
     if (n > from) encode_rest(e, s + from, n - from, at_start && !from);
@@ -992,36 +1388,42 @@ static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
     if (arrlen(e->t->norm)) {
         arrsetlen(e->text, 0);
         bytes_put(&e->text, s, n);
-        normalize(e->t, &e->text, &e->spare, at_start);
+        normalize(e->t, &e->text, &e->spare);
         s = e->text;
         n = arrlenu(e->text);
     }
     cut_added(e, 1, s, n, at_start, encode_piece);
 }
 
-// Appends the ids of a text to the stb array ids and returns it.
-// parse_special: 1 where the text may name special tokens. at_start: 1 where everything begins, the
-// only place where some SentencePiece models put a blank before the text.
-int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special,
-                      int at_start, int *ids) {
+// encode_at, and with `words` tokenizer_words.
+static int *encode(const Tokenizer *t, const char *text, size_t n, int special, int at_start, int words, int *ids) {
     if (n > INT_MAX / 8) {
         die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
     }
-    Encoder e = { .t = t, .special = parse_special, .ids = ids };
+    Encoder e = { .t = t, .special = special, .words = words, .ids = ids };
     cut_added(&e, 0, text, n, at_start, encode_segment);
     arrfree(e.text);
     arrfree(e.spare);
     arrfree(e.mapped);
-    arrfree(e.cls);
     arrfree(e.sym);
     arrfree(e.heap);
+    for (int i = 0; i < MAX_STEPS; i++) {
+        arrfree(e.match[i].choice);
+        arrfree(e.match[i].memo);
+    }
     return e.ids;
 }
 
-// encode_at for a text with which everything begins.
-int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special,
-                             int *ids) {
-    return encode_at(t, text, n, parse_special, 1, ids);
+int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids) {
+    return encode(t, text, n, parse_special, at_start, 0, ids);
+}
+
+int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids) {
+    return encode(t, text, n, parse_special, 1, 0, ids);
+}
+
+int *tokenizer_words(const Tokenizer *t, const char *text, size_t n, int *lengths) {
+    return encode(t, text, n, 0, 1, 1, lengths);
 }
 
 // Does every byte become a token of its own when nothing stands beside it? Without that, any number of
@@ -1081,7 +1483,6 @@ static char *decode_byte(Decoder *d, char c, char *out) {
     return out;
 }
 
-// Feeds one id. Appends what it completes to the stb array out, which is returned.
 char *decode_token(Decoder *d, int id, char *out) {
     int n;
     const char *s = tokenizer_bytes(d->t, id, &n);
@@ -1095,44 +1496,29 @@ char *decode_token(Decoder *d, int id, char *out) {
     return out;
 }
 
-// Ends the stream: what is held back cannot become a character any more.
 char *decode_flush(Decoder *d, char *out) {
     if (d->n) bytes_put(&out, "\xef\xbf\xbd", 3);
     d->n = 0;
     return out;
 }
 
-// ---- Loading: what every format shares
-// The functions below that return int return 0, or -1 with the reason in err.
+// ---- Loading: the vocabulary
+// Functions that return int return 0, or -1 with the reason in err.
 void tokenizer_free(Tokenizer *t) {
     if (!t) return;
+    for (int i = 0; i < (int)arrlen(t->step); i++) arrfree(t->step[i].code);
+    for (int i = 0; i < (int)arrlen(t->set); i++) free(t->set[i]);
+    arrfree(t->step);
+    arrfree(t->set);
+    arrfree(t->norm);
+    arrfree(t->added);
     arrfree(t->piece);
     arrfree(t->chars);
-    arrfree(t->added);
-    arrfree(t->norm);
-    arrfree(t->split);
-    for (int i = 0; i < (int)arrlen(t->run); i++) arrfree(t->run[i].range);
-    arrfree(t->run);
-    free(t->by_text);
+    free(t->by_text.slot);
     free(t->merges.slot);
     free(t->trie[0].slot);
     free(t->trie[1].slot);
     free(t);
-}
-
-// An empty tokenizer with room for about n pieces: ids may reach n_by_text + 1023 (piece_add).
-static Tokenizer *tokenizer_new(size_t n) {
-    Tokenizer *t = xcalloc(1, sizeof *t);
-    unicode_load();
-    t->unk = -1;
-    t->bos = -1;
-    t->eos = -1;
-    t->n_by_text = 64;
-    while (t->n_by_text < 2 * n + 2) t->n_by_text *= 2;
-    t->by_text = xmalloc(t->n_by_text * sizeof(int));
-    for (size_t i = 0; i < t->n_by_text; i++) t->by_text[i] = -1;
-    for (int b = 0; b < 256; b++) t->byte_id[b] = -1;
-    return t;
 }
 
 // How many of a piece's n bytes a message shows.
@@ -1140,35 +1526,29 @@ static int shown(size_t n) { return (int)min_size(n, 100); }
 
 // Is the whole of s well-formed UTF-8?
 static int utf8_whole(const char *s, size_t n) {
-    size_t i = 0;
-    while (i < n) {
-        int len = utf8_length(s + i, n - i);
-        if (!len) return 0;
-        i += (size_t)len;
-    }
-    return 1;
+    int len = 1;
+    for (size_t i = 0; i < n && len; i += (size_t)len) len = utf8_length(s + i, n - i);
+    return len > 0;
 }
 
-// Gives the text s the id and the flags (PIECE_*). A text that has the id already gets the flags as
-// well: an added token may stand in the BPE vocabulary too.
+// Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
+// added token may stand in the BPE vocabulary too.
 static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
-    size_t limit = t->n_by_text + 1024, size = arrlenu(t->piece), slot = text_slot(t, s, n);
-    int has = t->by_text[slot];         // the id that the text has, or -1
-    if (!utf8_whole(s, n) || (flags & PIECE_ADDED && memchr(s, 0, n)))
+    int has = text_id(t, s, n);         // the id that the text has, or -1
+    size_t size = arrlenu(t->piece);
+    if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (n > MAX_PIECE)
         return fault(err, "token '%.*s..' has %zu bytes: expected at most %d", shown(n), s, n, MAX_PIECE);
-    if (id < 0 || (uint64_t)id >= limit)
-        return fault(err, "token '%.*s' has id %lld: expected 0..%zu", shown(n), s, (long long)id,
-                     limit - 1);
+    if (id < 0 || id > t->most)
+        return fault(err, "token '%.*s' has id %lld: expected 0..%d", shown(n), s, (long long)id, t->most);
     if (has >= 0 && has != id)
         return fault(err, "token '%.*s' has two ids, %d and %lld", shown(n), s, has, (long long)id);
     if ((size_t)id < size && t->piece[id].flags && has != id)
         return fault(err, "id %lld belongs to two tokens, '%.100s' and '%.*s'", (long long)id,
                      t->chars + t->piece[id].text, shown(n), s);
     if (has == id) {
-        if (t->piece[id].flags & flags)
-            return fault(err, "token '%.*s' is listed twice", shown(n), s);
+        if (t->piece[id].flags & flags) return fault(err, "token '%.*s' is listed twice", shown(n), s);
         t->piece[id].flags |= flags;
         return 0;
     }
@@ -1177,65 +1557,53 @@ static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flag
         arrsetlen(t->piece, (size_t)id + 1);
         memset(t->piece + size, 0, ((size_t)id + 1 - size) * sizeof(Piece));
     }
-    t->piece[id] = (Piece){ .text = arrlenu(t->chars), .n_text = (int)n };
-    t->piece[id].flags = PIECE_USED | flags;
+    t->piece[id] = (Piece){ .text = arrlenu(t->chars), .n_text = (int)n, .flags = flags };
     bytes_put(&t->chars, s, n);
     arrput(t->chars, 0);
-    t->by_text[slot] = (int)id;
+    uint64_t slot = text_hash(s, n);
+    while (map_get(&t->by_text, slot) >= 0) slot++;
+    map_put(&t->by_text, slot, id);
     return 0;
 }
 
-// Finds the pieces <0x00> to <0xFF>.
-static void byte_ids(Tokenizer *t) {
-    for (int b = 0; b < 256; b++) {
-        char name[8];
-        snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);
-        t->byte_id[b] = model_id(t, name, 6);
-    }
-}
-
-// Notes that left and right merge into the id `into`; lower ranks merge first.
-static void merge_put(Tokenizer *t, int left, int right, int rank, int into) {
-    map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | into);
-}
-
-// Puts added token number `index` into the trie of its kind. A normalized one goes in as the
-// normalizer writes it.
-static void trie_add(Tokenizer *t, int index, int normalized) {
-    const Piece *p = &t->piece[t->added[index].id];
-    Map *trie = &t->trie[normalized];
+// Puts an added token into the trie of its kind. A normalized one goes in as the normalizer writes it.
+static void trie_add(Tokenizer *t, int id, int normalized) {
+    const Piece *p = &t->piece[id];
     char *text = NULL, *spare = NULL;
     bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
-    if (normalized) normalize(t, &text, &spare, 1);
+    if (normalized) normalize(t, &text, &spare);
 
     int64_t node = 0;
     for (size_t i = 0; i < arrlenu(text); i++) {
         uint64_t key = (uint64_t)node << 9 | (unsigned char)text[i];
-        node = map_get(trie, key);
+        node = map_get(&t->trie[normalized], key);
         if (node >= 0) continue;
-        node = ++t->nodes[normalized];
-        map_put(trie, key, node);
+        node = (int64_t)t->trie[normalized].n + 1;
+        map_put(&t->trie[normalized], key, node);
     }
-    map_put(trie, (uint64_t)node << 9 | 256, index);
+    map_put(&t->trie[normalized], (uint64_t)node << 9 | 256, id);
     t->starts[normalized][(unsigned char)text[0]] = 1;
     arrfree(text);
     arrfree(spare);
 }
 
-// The byte whose piece <0xNN> has this id, or -1.
-static int byte_of_id(const Tokenizer *t, int id) {
-    for (int b = 255; b >= 0; b--) {
-        if (t->byte_id[b] == id) return b;
-    }
-    return -1;
+// The byte that the piece <0xNN> of the BPE vocabulary stands for; -1: the piece is another.
+static int piece_byte(const Tokenizer *t, int id) {
+    const Piece *p = &t->piece[id];
+    const char *s = t->chars + p->text;
+    unsigned byte;
+    char name[8];
+    if (!(p->flags & TOKEN_MODEL) || p->n_text != 6 || sscanf(s, "<0x%2X>", &byte) != 1) return -1;
+    snprintf(name, sizeof name, "<0x%02X>", byte & 255);
+    return strcmp(name, s) ? -1 : (int)byte;
 }
 
-// Appends the bytes that n bytes of text stand for in the byte alphabet. Returns 0, with *out
-// empty, when a character is not of the alphabet.
-static int bytes_of_alphabet(const char *text, int n, char **out) {
+// Appends the bytes that a text stands for in the byte alphabet. Returns 0, with *out empty, when a character is not
+// of the alphabet.
+static int bytes_of_alphabet(const char *text, char **out) {
     int len;
-    for (int i = 0; i < n; i += len) {
-        int b = char_byte(char_code(text + i, (size_t)(n - i), &len));
+    for (size_t i = 0, n = arrlenu(text); i < n; i += (size_t)len) {
+        int b = char_byte(char_code(text + i, n - i, &len));
         if (b < 0) {
             arrsetlen(*out, 0);
             return 0;
@@ -1245,32 +1613,26 @@ static int bytes_of_alphabet(const char *text, int n, char **out) {
     return 1;
 }
 
-// Writes the decoded form of a piece whose text is *text to *out, which is empty. Both are stb
-// arrays, and *text may be used up. A piece with a character outside the byte alphabet stands for
-// itself.
-static void decode_piece(const Tokenizer *t, int id, char **text, char **out) {
-    int added = t->piece[id].flags & PIECE_ADDED, n = (int)arrlen(*text);
-    int byte = t->dec_bytes ? byte_of_id(t, id) : -1;
-    if (byte >= 0) {
-        arrput(*out, (char)byte);
-        return;
-    }
-    if (t->dec_byte_level && !added && bytes_of_alphabet(*text, n, out)) return;
-    bytes_put(out, *text, (size_t)n);
-    if (t->dec_space) replace_all(out, text, BLANK_MARK, " ");
-}
-
 // Makes the decoded form of every piece, from the flags dec_*.
 static void decode_table(Tokenizer *t) {
     char *text = NULL, *out = NULL;
     for (int id = 0; id < tokenizer_size(t); id++) {
         Piece *p = &t->piece[id];
+        int byte = t->dec_bytes ? piece_byte(t, id) : -1;
         arrsetlen(text, 0);
+        arrsetlen(out, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
+        if (p->flags & PIECE_NORMALIZED) normalize(t, &text, &out);
         arrsetlen(out, 0);
-        if (p->flags & PIECE_NORMALIZED) normalize(t, &text, &out, 1);
-        arrsetlen(out, 0);
-        decode_piece(t, id, &text, &out);
+
+        // A piece with a character outside the byte alphabet stands for itself.
+        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED);
+        if (byte >= 0) {
+            arrput(out, (char)byte);
+        } else if (!alphabet || !bytes_of_alphabet(text, &out)) {
+            bytes_put(&out, text, arrlenu(text));
+            if (t->dec_space) replace_all(&out, &text, BLANK_MARK, " ");
+        }
         p->bytes = arrlenu(t->chars);
         p->n_bytes = (int)arrlen(out);
         bytes_put(&t->chars, out, arrlenu(out));
@@ -1279,7 +1641,14 @@ static void decode_table(Tokenizer *t) {
     arrfree(out);
 }
 
-// ---- Loading tokenizer.json
+// ---- Loading: the members of tokenizer.json
+// A flag of obj: 0 or 1. One that is neither true nor false leaves a complaint in err, and counts as 0.
+static int flag(const Json *obj, const char *key, int absent, char err[512]) {
+    int value = json_flag(obj, key, absent);
+    if (value > 1) fault(err, "%s is neither true nor false", key);
+    return value == 1;
+}
+
 // Refuses an object for its type. what: "a normalizer" and the like.
 static int refuse_type(char err[512], const char *what, const Json *obj) {
     const char *type = json_text(obj, "type");
@@ -1287,144 +1656,187 @@ static int refuse_type(char err[512], const char *what, const Json *obj) {
     return fault(err, "%s of type '%.100s' is not supported", what, type);
 }
 
-// The list of a "Sequence" object under `key`; NULL when obj is none, or lies too deep.
-static const Json *sequence_list(const Json *obj, const char *key, int depth) {
+// Calls read for obj, or when it is a "Sequence" for each member of its list `key`. No obj is legal.
+static int each(Tokenizer *t, const Json *obj, const char *key, char err[512],
+                int (*read)(Tokenizer *t, const Json *obj, char err[512])) {
     const Json *list = json_get(obj, key);
-    if (strcmp(json_text(obj, "type"), "Sequence") || depth >= 4) return NULL;
-    return json_is(list, JSON_ARRAY) ? list : NULL;
+    if (json_none(obj)) return 0;
+    if (strcmp(json_text(obj, "type"), "Sequence") || !json_is(list, JSON_ARRAY)) return read(t, obj, err);
+    for (int i = 0; i < list->n; i++) {
+        if (each(t, &list->item[i], key, err, read)) return -1;
+    }
+    return 0;
+}
+
+// A step of "normalizer": NFC, Prepend, or Replace of a text.
+static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
+    const char *type = json_text(n, "type");
+    int nfc = !strcmp(type, "NFC"), replaces = !strcmp(type, "Replace");
+    const char *from = replaces ? json_text(json_get(n, "pattern"), "String") : "";
+    const char *to = json_text(n, replaces ? "content" : "prepend");
+    NormStep step = { .nfc = nfc };
+    if (!nfc && !replaces && strcmp(type, "Prepend")) return refuse_type(err, "a normalizer", n);
+    if (!nfc && ((*from == 0) == replaces || strlen(from) >= sizeof step.from || !*to || strlen(to) >= sizeof step.to))
+        return fault(err, "normalizer %s: only short texts are supported", type);
+    if (arrlen(t->norm) == MAX_STEPS) return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
+    if (nfc) nfc_load();
+    if (!nfc) snprintf(step.from, sizeof step.from, "%s", from);
+    if (!nfc) snprintf(step.to, sizeof step.to, "%s", to);
+    arrput(t->norm, step);
+    return 0;
+}
+
+// GPT-2's pattern, which ByteLevel with use_regex stands for
+#define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+
+// Appends a step that cuts by a pattern. behavior: as the file calls it.
+static int step_add(Tokenizer *t, const char *pattern, const char *behavior, int invert, char err[512]) {
+    int place = word_place("Isolated|Removed|MergedWithPrevious|MergedWithNext|Contiguous", behavior);
+    Step step = { .behavior = place, .invert = invert };
+    if (place < 0) return fault(err, "pre_tokenizer: behavior '%.50s' is not supported", behavior);
+    int bad = regex_compile(t, &step, pattern, err);
+    arrput(t->step, step);
+    return bad;
+}
+
+// Pre-tokenizer "Split": a regular expression, or a text, whose characters are escaped.
+static int read_split(Tokenizer *t, const Json *p, char err[512]) {
+    const Json *pattern = json_get(p, "pattern");
+    const char *regex = json_text(pattern, "Regex"), *text = json_text(pattern, "String");
+    char *escaped = NULL;
+    if (!*regex && !*text) return fault(err, "pre_tokenizer Split: no pattern that is a text");
+    for (; *text; text++) {
+        if (ispunct((unsigned char)*text)) arrput(escaped, '\\');
+        arrput(escaped, *text);
+    }
+    arrput(escaped, 0);
+    int bad = step_add(t, *regex ? regex : escaped, json_text(p, "behavior"), flag(p, "invert", 0, err), err);
+    arrfree(escaped);
+    return bad;
+}
+
+// Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer ones say
+// prepend_scheme.
+static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
+    const char *scheme = json_text(p, "prepend_scheme");
+    if (strcmp(json_text(p, "replacement"), BLANK_MARK))
+        return fault(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
+    if (t->meta || arrlen(t->step)) return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
+    if (*scheme && word_place("first|never|always", scheme) < 0)
+        return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
+
+    if (!strcmp(scheme, "first")) t->meta = META_FIRST;
+    else if (!strcmp(scheme, "never") || !flag(p, "add_prefix_space", 1, err)) t->meta = META_NEVER;
+    else t->meta = META_ALWAYS;
+    return flag(p, "split", 1, err) ? step_add(t, BLANK_MARK, "MergedWithNext", 0, err) : 0;
+}
+
+// Pre-tokenizer "ByteLevel": words are written in the byte alphabet; with use_regex a pattern splits them first.
+static int read_byte_level(Tokenizer *t, const Json *p, char err[512]) {
+    if (flag(p, "add_prefix_space", 1, err))
+        return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
+    if (t->meta || t->byte_level) return fault(err, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
+    if (flag(p, "use_regex", 1, err) && step_add(t, GPT2_PATTERN, "Isolated", 0, err)) return -1;
+    Step step = { .bytes = 1 };
+    arrput(t->step, step);
+    t->byte_level = 1;
+    return 0;
+}
+
+// A step of "pre_tokenizer". Behind ByteLevel a pattern sees the characters of the byte alphabet.
+static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
+    const char *behavior = json_text(p, "behavior");
+    if (arrlen(t->step) + 2 > MAX_STEPS)
+        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
+    switch (word_place("Split|Metaspace|ByteLevel|Digits|Punctuation", json_text(p, "type"))) {
+    case 0:  return read_split(t, p, err);
+    case 1:  return read_metaspace(t, p, err);
+    case 2:  return read_byte_level(t, p, err);
+    case 3:  return step_add(t, flag(p, "individual_digits", 0, err) ? "\\p{N}" : "\\p{N}+", "Isolated", 0, err);
+    case 4:  return step_add(t, "\\p{" PUNCTUATION "}", *behavior ? behavior : "Isolated", 0, err);
+    default: return refuse_type(err, "a pre_tokenizer", p);
+    }
 }
 
 // model.vocab: an object from texts to ids.
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
+    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) return fault(err, "model.vocab: expected an object with tokens");
     for (int i = 0; i < vocab->n; i++) {
         const Json *id = &vocab->item[i];
         const char *text = vocab->key[i];
         if (id->type != JSON_NUMBER || !id->is_int)
             return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
-        if (piece_add(t, id->i, text, strlen(text), PIECE_MODEL, err)) return -1;
+        if (piece_add(t, id->i, text, strlen(text), TOKEN_MODEL, err)) return -1;
+    }
+    for (int id = 0; id < tokenizer_size(t); id++) {
+        int byte = piece_byte(t, id);
+        if (byte >= 0) t->byte_id[byte] = id;
     }
     return 0;
 }
 
-// Adds the merge of the texts a and b. *both is an stb array to work in.
-static int merge_add(Tokenizer *t, int rank, const char *a, size_t na, const char *b, size_t nb,
-                     char **both, char err[512]) {
+// One member of model.merges: "left right", or ["left", "right"]. *both is an stb array to work in.
+static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char err[512]) {
+    const Json *a = m->type == JSON_ARRAY && m->n == 2 ? &m->item[0] : NULL, *b = a ? &m->item[1] : NULL;
+    size_t n_left = 0;
     arrsetlen(*both, 0);
-    bytes_put(both, a, na);
-    bytes_put(both, b, nb);
-    if (!na || !nb) return fault(err, "model.merges[%d] has an empty side", rank);
+    if (json_is(a, JSON_STRING) && json_is(b, JSON_STRING)) {
+        n_left = a->len;
+        bytes_put(both, a->str, a->len);
+        bytes_put(both, b->str, b->len);
+    } else {
+        const char *gap = m->type == JSON_STRING ? memchr(m->str, ' ', m->len) : NULL;
+        if (!gap || strchr(gap + 1, ' '))
+            return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
+        n_left = (size_t)(gap - m->str);
+        bytes_put(both, m->str, n_left);
+        bytes_put(both, gap + 1, m->len - n_left - 1);
+    }
 
-    const char *const text[3] = { a, b, *both };
-    size_t n[3] = { na, nb, na + nb };
+    size_t n = arrlenu(*both), from[] = { 0, n_left, 0 }, to[] = { n_left, n, n };
     int id[3];
+    if (!n_left || n_left == n) return fault(err, "model.merges[%d] has an empty side", rank);
     for (int i = 0; i < 3; i++) {
-        id[i] = model_id(t, text[i], n[i]);
+        id[i] = model_id(t, *both + from[i], to[i] - from[i]);
         if (id[i] < 0)
             return fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
-                         shown(n[i]), text[i]);
+                         shown(to[i] - from[i]), *both + from[i]);
     }
-    merge_put(t, id[0], id[1], rank, id[2]);
+    map_put(&t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
     return 0;
 }
 
-// One member of model.merges: "left right", or ["left", "right"].
-static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char err[512]) {
-    if (m->type == JSON_STRING && m->len) {
-        const char *left = m->str, *gap = memchr(left, ' ', m->len);
-        const char *right = gap ? gap + 1 : left;
-        size_t n_left = gap ? (size_t)(gap - left) : 0, n_right = m->len - (size_t)(right - left);
-        if (gap && !memchr(right, ' ', n_right))
-            return merge_add(t, rank, left, n_left, right, n_right, both, err);
-    }
-    if (m->type == JSON_ARRAY && m->n == 2) {
-        const Json *a = &m->item[0], *b = &m->item[1];
-        if (a->type == JSON_STRING && b->type == JSON_STRING)
-            return merge_add(t, rank, a->str, a->len, b->str, b->len, both, err);
-    }
-    return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
-}
-
-// model.merges. A merge's rank is its index.
-static int load_merges(Tokenizer *t, const Json *merges, char err[512]) {
-    char *both = NULL;
-    int bad = 0;
-    for (int i = 0; i < merges->n && !bad; i++) {
-        bad = load_merge(t, &merges->item[i], i, &both, err);
-    }
-    arrfree(both);
-    return bad;
-}
-
-// Refuses what a BPE model may ask for and BPE here does not do.
-static int check_model(const Json *m, char err[512]) {
-    static const char *const affix[] = { "continuing_subword_prefix", "end_of_word_suffix" };
-    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges");
-    const Json *dropout = json_get(m, "dropout");
-    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
-        return refuse_type(err, "a model", m);
-    if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
-        return fault(err, "model.vocab: expected an object with tokens");
-    if (!json_is(merges, JSON_ARRAY) || !merges->n)
-        return fault(err, "model.merges: expected a list with merges");
+// "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
+static int load_model(Tokenizer *t, const Json *m, char err[512]) {
+    const Json *merges = json_get(m, "merges"), *dropout = json_get(m, "dropout"), *unk = json_get(m, "unk_token");
+    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE")) return refuse_type(err, "a model", m);
     for (int i = 0; i < 2; i++) {
-        const Json *j = json_get(m, affix[i]);
-        if (json_none(j)) continue;
-        if (j->type != JSON_STRING || j->len)
-            return fault(err, "model.%s is not supported", affix[i]);
+        const char *affix = i ? "end_of_word_suffix" : "continuing_subword_prefix";
+        const Json *j = json_get(m, affix);
+        if (!json_none(j) && (j->type != JSON_STRING || j->len)) return fault(err, "model.%s is not supported", affix);
     }
     if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0))
         return fault(err, "model.dropout is not supported");
-    return 0;
-}
+    t->ignore_merges = flag(m, "ignore_merges", 0, err);
+    t->byte_fallback = flag(m, "byte_fallback", 0, err);
+    t->fuse_unk = flag(m, "fuse_unk", 0, err);
 
-// "model": vocabulary, merges, and what becomes of unknown characters.
-static int load_model(Tokenizer *t, const Json *m, char err[512]) {
-    if (check_model(m, err)) return -1;
-    t->ignore_merges = json_flag(m, "ignore_merges", 0);
-    t->byte_fallback = json_flag(m, "byte_fallback", 0);
-    t->fuse_unk = json_flag(m, "fuse_unk", 0);
-    if (t->ignore_merges > 1 || t->byte_fallback > 1 || t->fuse_unk > 1)
-        return fault(err, "model: ignore_merges, byte_fallback and fuse_unk are true or false");
+    char *both = NULL;
     if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
-    if (load_merges(t, json_get(m, "merges"), err)) return -1;
-    byte_ids(t);
-
-    const Json *unk = json_get(m, "unk_token");
-    if (json_none(unk)) return 0;
+    if (!json_is(merges, JSON_ARRAY) || !merges->n) return fault(err, "model.merges: expected a list with merges");
+    int bad = 0;
+    for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, &both, err);
+    arrfree(both);
+    if (bad || json_none(unk)) return bad;
     t->unk = unk->type == JSON_STRING ? model_id(t, unk->str, unk->len) : -1;
     return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
 }
 
-// Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in
-// their files, but a user must not be able to write them either.
+// Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in their files, but a
+// user must not be able to write them either.
 static int looks_special(const char *s, size_t n) {
     int opens = !strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4);
     return n > 4 && opens && s[n - 1] == '>';
-}
-
-// Member i of added_tokens.
-static int load_added_token(Tokenizer *t, const Json *j, int i, char err[512]) {
-    const Json *id = json_get(j, "id"), *content = json_get(j, "content");
-    int special = json_flag(j, "special", 0), normalized = json_flag(j, "normalized", !special);
-    AddedToken a = { .lstrip = json_flag(j, "lstrip", 0), .rstrip = json_flag(j, "rstrip", 0) };
-    if (!json_is(id, JSON_NUMBER) || !id->is_int)
-        return fault(err, "added_tokens[%d].id is not an integer", i);
-    if (!json_is(content, JSON_STRING) || !content->len)
-        return fault(err, "added_tokens[%d].content is no text, or empty", i);
-    if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1)
-        return fault(err, "added_tokens[%d]: a flag is neither true nor false", i);
-    if (json_flag(j, "single_word", 0))
-        return fault(err, "added token '%.100s': single_word is not supported", content->str);
-
-    int flags = PIECE_ADDED;
-    if (special) flags |= PIECE_SPECIAL;
-    if (normalized) flags |= PIECE_NORMALIZED;
-    if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
-    a.id = (int)id->i;
-    a.guarded = special || looks_special(content->str, content->len);
-    arrput(t->added, a);
-    trie_add(t, i, normalized);
-    return 0;
 }
 
 // "added_tokens". Needs the normalizer, which rewrites those that are normalized.
@@ -1432,322 +1844,68 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (json_none(list)) return 0;
     if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
-        if (load_added_token(t, &list->item[i], i, err)) return -1;
+        const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
+        if (!json_is(id, JSON_NUMBER) || !id->is_int) return fault(err, "added_tokens[%d].id is not an integer", i);
+        if (!json_is(content, JSON_STRING) || !content->len)
+            return fault(err, "added_tokens[%d].content is no text, or empty", i);
+        if (flag(j, "single_word", 0, err))
+            return fault(err, "added token '%.100s': single_word is not supported", content->str);
+
+        int special = flag(j, "special", 0, err), normalized = flag(j, "normalized", !special, err);
+        int flags = TOKEN_ADDED;
+        if (special) flags |= TOKEN_SPECIAL;
+        if (special || looks_special(content->str, content->len)) flags |= TOKEN_GUARDED;
+        if (normalized) flags |= PIECE_NORMALIZED;
+        if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
+        if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
+        if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
+        arrput(t->added, (int)id->i);
+        trie_add(t, (int)id->i, normalized);
     }
     return 0;
 }
 
-// "normalizer": NFC, Prepend, Replace of a text, or a Sequence of them.
-static int load_normalizer(Tokenizer *t, const Json *n, int depth, char err[512]) {
-    if (json_none(n)) return 0;
-    const Json *list = sequence_list(n, "normalizers", depth);
-    if (list) {
-        for (int i = 0; i < list->n; i++) {
-            if (load_normalizer(t, &list->item[i], depth + 1, err)) return -1;
-        }
-        return 0;
-    }
-
-    const char *type = json_text(n, "type");
-    const char *from = json_text(json_get(n, "pattern"), "String"), *to = json_text(n, "content");
-    NormStep step = { .kind = NORM_NFC };
-    if (!strcmp(type, "Prepend")) {
-        step.kind = NORM_PREPEND;
-        to = json_text(n, "prepend");
-    } else if (!strcmp(type, "Replace")) {
-        step.kind = NORM_REPLACE;
-    } else if (strcmp(type, "NFC")) {
-        return refuse_type(err, "a normalizer", n);
-    }
-    if (step.kind == NORM_REPLACE && (!*from || strlen(from) >= sizeof step.from))
-        return fault(err, "normalizer Replace: only a short pattern {\"String\": ...} is supported");
-    if (step.kind != NORM_NFC && (!*to || strlen(to) >= sizeof step.to))
-        return fault(err, "normalizer %s: only a short text is supported", type);
-    if (arrlen(t->norm) == MAX_STEPS)
-        return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
-    if (step.kind == NORM_REPLACE) strcpy(step.from, from);
-    if (step.kind != NORM_NFC) strcpy(step.to, to);
-    arrput(t->norm, step);
-    return 0;
-}
-
-// The patterns as tokenizer.json files write them. A file's pattern equals one of them, or is a run
-// of characters of one set (set_run), or is refused.
-#define CONTRACTIONS_AND_WORDS "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
-#define SIGNS_AND_BLANKS "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-#define TEKKEN_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define TEKKEN_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-static const struct {
-    const char *regex;
-    int split;                  // SPLIT_*
-} split_patterns[] = {
-    { CONTRACTIONS_AND_WORDS "\\p{N}{1,3}" SIGNS_AND_BLANKS, SPLIT_LLAMA3 },
-    { CONTRACTIONS_AND_WORDS "\\p{N}" SIGNS_AND_BLANKS, SPLIT_QWEN2 },
-    { "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", SPLIT_GPT2 },
-    { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+"
-      "|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*"
-      "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_TEKKEN },
-    { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-      "|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-      "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_O200K },
-    { "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
-      "|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-      "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_DEEPSEEK3 },
-    { "\\s+$", SPLIT_TRAILING },
-};
-
-// Reads one unit of a regular expression at *p: a character, or an escape of two. \r and \n are the
-// characters they stand for; any other escape gets the bit ESCAPED. Returns 0 at the end.
-enum { ESCAPED = 1 << 24 };
-static uint32_t regex_unit(const char **p) {
-    int len;
-    if (!**p) return 0;
-    uint32_t c = char_code(*p, strlen(*p), &len);
-    *p += len;
-    if (c != '\\' || !**p) return c;
-    c = char_code(*p, strlen(*p), &len);
-    *p += len;
-    if (c == 'r') return '\r';
-    return c == 'n' ? '\n' : ESCAPED | c;
-}
-
-// Are two regular expressions the same? Some files hold the characters CR and LF, others \r and \n.
-static int regex_same(const char *a, const char *b) {
-    uint32_t x, y;
-    do {
-        x = regex_unit(&a);
-        y = regex_unit(&b);
-    } while (x == y && x);
-    return x == y;
-}
-
-// Reads {L} and the like behind \p into r. Returns 0, or -1 when the property is not known.
-static int set_property(const char **p, SetRun *r) {
-    if ((*p)[0] != '{' || !(*p)[1] || (*p)[2] != '}') return -1;
-    switch ((*p)[1]) {
-    case 'L': r->classes |= U_LETTER; break;
-    case 'M': r->classes |= U_MARK; break;
-    case 'N': r->classes |= U_NUMBER; break;
-    case 'P': r->signs |= SIGN_PUNCTUATION; break;
-    case 'S': r->signs |= SIGN_SYMBOL; break;
-    default:  return -1;
-    }
-    *p += 3;
-    return 0;
-}
-
-// Reads a character of a set. Returns 0 when it is none, because only signs stand for themselves
-// behind a backslash.
-static uint32_t set_char(const char **p) {
-    uint32_t c = regex_unit(p);
-    if (!(c & ESCAPED)) return c;
-    c &= ~(uint32_t)ESCAPED;
-    return c < 128 && ispunct((int)c) ? c : 0;
-}
-
-// Reads the members of a set [..], behind its bracket, into r: characters, ranges and \p{..}.
-// Returns 0, or -1 when there is something else.
-static int set_members(const char **p, SetRun *r) {
-    while (**p != ']') {
-        if (strchr("^[&-", **p)) return -1;             // the text's end is such a character, too
-        if (!strncmp(*p, "\\p", 2)) {
-            *p += 2;
-            if (set_property(p, r)) return -1;
-            continue;
-        }
-        uint32_t first = set_char(p), last = first;
-        if ((*p)[0] == '-') {
-            (*p)++;
-            last = set_char(p);
-        }
-        if (!first || last < first) return -1;
-        arrput(r->range, first);
-        arrput(r->range, last);
-    }
-    (*p)++;
-    return r->classes || r->signs || arrlen(r->range) ? 0 : -1;
-}
-
-// Reads a whole pattern into r: \s? or nothing, a set or \p{..}, and + or {1,3} or nothing or the
-// same set again and again. Returns 0, or -1 when the pattern is another.
-static int set_run(const char *regex, SetRun *r) {
-    const char *p = regex;
-    if (!strncmp(p, "\\s?", 3)) {
-        r->blank = 1;
-        p += 3;
-    }
-    const char *set = p;
-    if (*p == '[') {
-        p++;
-        if (set_members(&p, r)) return -1;
-    } else if (!strncmp(p, "\\p", 2)) {
-        p += 2;
-        if (set_property(&p, r)) return -1;
-    } else {
-        return -1;
-    }
-
-    size_t n = (size_t)(p - set);
-    r->least = 1;
-    r->most = 1;
-    if (!strcmp(p, "+")) r->most = INT_MAX;
-    else if (!strcmp(p, "{1,3}")) r->most = 3;
-    else {
-        for (; !strncmp(p, set, n); p += n) r->least = ++r->most;
-        if (*p) return -1;
-    }
-    return 0;
-}
-
-// Pre-tokenizer "Split": a regular expression.
-static int load_split(Tokenizer *t, const Json *p, char err[512]) {
-    const char *regex = json_text(json_get(p, "pattern"), "Regex");
-    if (strcmp(json_text(p, "behavior"), "Isolated") || json_flag(p, "invert", 0))
-        return fault(err, "pre_tokenizer Split: only behavior Isolated without invert is supported");
-    for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns && !t->byte_level; i++) {
-        if (!regex_same(regex, split_patterns[i].regex)) continue;
-        arrput(t->split, split_patterns[i].split);
-        return 0;
-    }
-
-    // Behind ByteLevel the characters are those of the byte alphabet: [0-9] are the same there.
-    SetRun run = { 0 };
-    int known = !set_run(regex, &run) && (!t->byte_level || !strncmp(regex, "[0-9]", 5));
-    if (!known) {
-        arrfree(run.range);
-        return fault(err, "pre_tokenizer Split: this pattern is not supported: %.400s", regex);
-    }
-    arrput(t->split, SPLIT_RUN + (int)arrlen(t->run));
-    arrput(t->run, run);
-    return 0;
-}
-
-// Pre-tokenizer "Punctuation".
-static int load_punctuation(Tokenizer *t, const Json *p, char err[512]) {
-    const char *behavior = json_text(p, "behavior");
-    int runs = !strcmp(behavior, "Contiguous");
-    if (!runs && *behavior && strcmp(behavior, "Isolated"))
-        return fault(err, "pre_tokenizer Punctuation: behavior '%.50s' is not supported", behavior);
-    arrput(t->split, runs ? SPLIT_PUNCTUATIONS : SPLIT_PUNCTUATION);
-    return 0;
-}
-
-// Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer
-// ones say prepend_scheme.
-static int load_metaspace(Tokenizer *t, const Json *p, char err[512]) {
-    const char *scheme = json_text(p, "prepend_scheme");
-    int split = json_flag(p, "split", 1), prefix = json_flag(p, "add_prefix_space", 1);
-    if (strcmp(json_text(p, "replacement"), BLANK_MARK))
-        return fault(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
-    if (t->meta || arrlen(t->split) || split > 1)
-        return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
-
-    if (!strcmp(scheme, "first")) t->meta = META_FIRST;
-    else if (!strcmp(scheme, "never") || !prefix) t->meta = META_NEVER;
-    else t->meta = META_ALWAYS;
-    if (*scheme && t->meta == META_ALWAYS && strcmp(scheme, "always"))
-        return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
-    if (split) arrput(t->split, SPLIT_METASPACE);
-    return 0;
-}
-
-// Pre-tokenizer "Digits".
-static int load_digits(Tokenizer *t, const Json *p, char err[512]) {
-    int single = json_flag(p, "individual_digits", 0);
-    if (single > 1)
-        return fault(err, "pre_tokenizer Digits: individual_digits is neither true nor false");
-    if (t->byte_level) arrput(t->split, single ? SPLIT_BYTE_DIGITS : SPLIT_BYTE_NUMBERS);
-    else arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
-    return 0;
-}
-
-// Pre-tokenizer "ByteLevel": words are written in the byte alphabet; with use_regex GPT-2's pattern
-// splits them first.
-static int load_byte_level(Tokenizer *t, const Json *p, char err[512]) {
-    int regex = json_flag(p, "use_regex", 1);
-    if (json_flag(p, "add_prefix_space", 1))
-        return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
-    if (regex > 1)
-        return fault(err, "pre_tokenizer ByteLevel: use_regex is neither true nor false");
-    if (t->meta) return fault(err, "pre_tokenizer ByteLevel is not supported after Metaspace");
-    if (regex) arrput(t->split, SPLIT_GPT2);
-    t->byte_level = 1;
-    return 0;
-}
-
-// "pre_tokenizer": one of the five above, or a Sequence of them. Behind ByteLevel only steps that
-// look for digits are read.
-static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[512]) {
-    if (json_none(p)) return 0;
-    const char *type = json_text(p, "type");
-    if (t->byte_level && strcmp(type, "Digits") && strcmp(type, "Split"))
-        return fault(err, "pre_tokenizer: a step after ByteLevel is not supported");
-    if (arrlen(t->split) == MAX_SPLITS)
-        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_SPLITS);
-    const Json *list = sequence_list(p, "pretokenizers", depth);
-    if (list) {
-        for (int i = 0; i < list->n; i++) {
-            if (load_pre_tokenizer(t, &list->item[i], depth + 1, err)) return -1;
-        }
-        return 0;
-    }
-
-    if (!strcmp(type, "Split")) return load_split(t, p, err);
-    if (!strcmp(type, "Punctuation")) return load_punctuation(t, p, err);
-    if (!strcmp(type, "Metaspace")) return load_metaspace(t, p, err);
-    if (!strcmp(type, "Digits")) return load_digits(t, p, err);
-    if (!strcmp(type, "ByteLevel")) return load_byte_level(t, p, err);
-    return refuse_type(err, "a pre_tokenizer", p);
-}
-
-// Decoder "Strip": blanks at the start of the text go, at most one.
-static int load_strip(Tokenizer *t, const Json *d, char err[512]) {
+// A step of "decoder". Fuse joins the pieces, which is what happens anyway; of Strip only a blank at the start of the
+// text is known.
+static int read_decoder(Tokenizer *t, const Json *d, char err[512]) {
     const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-    int start_known = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
-    int stop_known = !json_is(stop, JSON_NUMBER) || stop->num == 0;
-    if (strcmp(json_text(d, "content"), " ") || !start_known || !stop_known)
-        return fault(err, "decoder Strip: only one blank at the start is supported");
-    t->dec_strip = start->num == 1;
-    return 0;
-}
-
-// "decoder": ByteLevel, ByteFallback, Metaspace, Replace, Strip, Fuse, or a Sequence of them. Fuse
-// joins the pieces, which is what happens anyway.
-static int load_decoder(Tokenizer *t, const Json *d, int depth, char err[512]) {
-    if (json_none(d)) return 0;
-    const Json *list = sequence_list(d, "decoders", depth);
-    if (list) {
-        for (int i = 0; i < list->n; i++) {
-            if (load_decoder(t, &list->item[i], depth + 1, err)) return -1;
-        }
-        return 0;
-    }
-
-    const char *type = json_text(d, "type");
-    if (!strcmp(type, "ByteLevel")) {
+    switch (word_place("ByteLevel|ByteFallback|Metaspace|Replace|Strip|Fuse", json_text(d, "type"))) {
+    case 0:
         t->dec_byte_level = 1;
-    } else if (!strcmp(type, "ByteFallback")) {
+        return 0;
+    case 1:
         t->dec_bytes = 1;
-    } else if (!strcmp(type, "Metaspace")) {
-        const char *scheme = json_text(d, "prepend_scheme");
+        return 0;
+    case 2:
         t->dec_space = 1;
-        t->dec_strip = strcmp(scheme, "never") && json_flag(d, "add_prefix_space", 1);
-    } else if (!strcmp(type, "Replace")) {
-        const char *from = json_text(json_get(d, "pattern"), "String");
-        if (strcmp(from, BLANK_MARK) || strcmp(json_text(d, "content"), " "))
+        t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && flag(d, "add_prefix_space", 1, err);
+        return 0;
+    case 3:
+        t->dec_space = 1;
+        if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(json_text(d, "content"), " "))
             return fault(err, "decoder Replace: only U+2581 to a blank is supported");
-        t->dec_space = 1;
-    } else if (!strcmp(type, "Strip")) {
-        return load_strip(t, d, err);
-    } else if (strcmp(type, "Fuse")) {
+        return 0;
+    case 4:
+        t->dec_strip = json_is(start, JSON_NUMBER) && start->num == 1;
+        if (strcmp(json_text(d, "content"), " ") || !json_is(start, JSON_NUMBER) || (start->num != 0 && start->num != 1)
+            || (json_is(stop, JSON_NUMBER) && stop->num != 0))
+            return fault(err, "decoder Strip: only one blank at the start is supported");
+        return 0;
+    case 5:
+        return 0;
+    default:
         return refuse_type(err, "a decoder", d);
     }
-    return 0;
 }
 
-// Post-processor "TemplateProcessing": its list "single" is [BOS, text], or the text alone.
-static int load_bos(Tokenizer *t, const Json *p, const Json *list, char err[512]) {
+// A step of "post_processor". ByteLevel changes only offsets, which nobody uses here. TemplateProcessing has a list
+// "single", which is [BOS, text], or the text alone.
+static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
+    const Json *list = json_get(p, "single");
     int seen = 0;               // 1: the text came
+    if (!strcmp(json_text(p, "type"), "ByteLevel")) return 0;
+    if (strcmp(json_text(p, "type"), "TemplateProcessing") || !json_is(list, JSON_ARRAY))
+        return refuse_type(err, "a post_processor", p);
     for (int i = 0; i < list->n; i++) {
         const Json *special = json_get(&list->item[i], "SpecialToken");
         if (!special) {
@@ -1756,10 +1914,9 @@ static int load_bos(Tokenizer *t, const Json *p, const Json *list, char err[512]
         }
         const char *name = json_text(special, "id");
         const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
-        if (seen || t->add_bos)
-            return fault(err, "post_processor: only one token before the text is supported, "
-                         "not '%.100s' as well", name);
         const Json *id = json_is(ids, JSON_ARRAY) && ids->n == 1 ? &ids->item[0] : NULL;
+        if (seen || t->add_bos)
+            return fault(err, "post_processor: only one token before the text is supported, not '%.100s' as well", name);
         if (!id || !id->is_int || id->i < 0 || id->i >= tokenizer_size(t))
             return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
         t->bos = (int)id->i;
@@ -1768,297 +1925,42 @@ static int load_bos(Tokenizer *t, const Json *p, const Json *list, char err[512]
     return 0;
 }
 
-// "post_processor": what stands before a text. ByteLevel changes only offsets, which kvcomp does
-// not use.
-static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[512]) {
-    const char *type = json_text(p, "type");
-    int sequence = !strcmp(type, "Sequence");
-    const Json *list = json_get(p, sequence ? "processors" : "single");
-    if (json_none(p) || !strcmp(type, "ByteLevel")) return 0;
-    if (!json_is(list, JSON_ARRAY) || depth > 3) return refuse_type(err, "a post_processor", p);
-    if (sequence) {
-        for (int i = 0; i < list->n; i++) {
-            if (load_post_processor(t, &list->item[i], depth + 1, err)) return -1;
-        }
-        return 0;
-    }
-    if (strcmp(type, "TemplateProcessing")) return refuse_type(err, "a post_processor", p);
-    return load_bos(t, p, list, err);
-}
-
 // Reads the members of the file j into t, each after those it needs.
 static int load_members(Tokenizer *t, const Json *j, char err[512]) {
-    if (load_normalizer(t, json_get(j, "normalizer"), 0, err)) return -1;
-    if (load_pre_tokenizer(t, json_get(j, "pre_tokenizer"), 0, err)) return -1;
+    if (each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)) return -1;
+    if (each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)) return -1;
     if (load_model(t, json_get(j, "model"), err)) return -1;
     if (load_added(t, json_get(j, "added_tokens"), err)) return -1;
-    if (load_decoder(t, json_get(j, "decoder"), 0, err)) return -1;
-    if (load_post_processor(t, json_get(j, "post_processor"), 0, err)) return -1;
+    if (each(t, json_get(j, "decoder"), "decoders", err, read_decoder)) return -1;
+    if (each(t, json_get(j, "post_processor"), "processors", err, read_post_processor)) return -1;
     decode_table(t);
-    return 0;
+    return *err ? -1 : 0;       // a flag may have been neither true nor false
 }
 
-// The tokenizer that a parsed tokenizer.json describes; NULL and err when it is refused.
-static Tokenizer *load_json(const Json *j, char err[512]) {
-    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab");
-    const Json *added = json_get(j, "added_tokens");
+// ---- Loading: a file and its folder
+Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
+    char why[256];
+    Json *j = json_parse(json, n, why);
+    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab"), *added = json_get(j, "added_tokens");
+    *err = 0;
     if (!json_is(model, JSON_OBJECT)) {
-        fault(err, "no 'model' inside: expected a tokenizer.json");
+        fault(err, "%s", j ? "no 'model' inside: expected a tokenizer.json" : why);
+        json_free(j);
         return NULL;
     }
-    size_t n_vocab = vocab ? (size_t)vocab->n : 0, n_added = added ? (size_t)added->n : 0;
-    Tokenizer *t = tokenizer_new(n_vocab + n_added);
-    if (load_members(t, j, err)) {
-        tokenizer_free(t);
-        return NULL;
-    }
-    return t;
-}
-
-// ---- Loading a SentencePiece tokenizer.model
-// The file is a protobuf message: pieces (text, score, type) and two messages with settings. In a
-// protobuf every field is a tag, which is field number << 3 | wire type, and a value.
-enum {                          // wire types
-    WIRE_VARINT = 0,            // 7 bits a byte, low ones first; the top bit says that more follow
-    WIRE_64 = 1,
-    WIRE_BYTES = 2,             // a length, and so many bytes: a text, or a message
-    WIRE_32 = 5
-};
-enum {                          // field numbers in SentencePiece's ModelProto
-    SP_FILE_PIECE = 1,
-    SP_FILE_TRAINER = 2,
-    SP_FILE_NORMALIZER = 3,
-
-    SP_PIECE_TEXT = 1,          // in a piece
-    SP_PIECE_SCORE = 2,
-    SP_PIECE_TYPE = 3,
-
-    SP_TRAINER_TYPE = 3,        // in the trainer's settings: 1 unigram, 2 BPE, 3 word, 4 char
-    SP_TRAINER_SUFFIX = 24,     // treat_whitespace_as_suffix
-    SP_TRAINER_BYTES = 35,      // byte_fallback
-
-    SP_NORM_CHARSMAP = 2,       // in the normalizer's settings: a precompiled table
-    SP_NORM_PREFIX = 3,         // add_dummy_prefix
-    SP_NORM_STRIP = 4,          // remove_extra_whitespaces
-    SP_NORM_ESCAPE = 5          // escape_whitespaces
-};
-enum { SP_NORMAL = 1, SP_UNKNOWN, SP_CONTROL, SP_USER, SP_UNUSED, SP_BYTE };    // types of pieces
-
-typedef struct {                // a message, or the rest of one
-    const unsigned char *p, *end;
-    int bad;                    // 1: it is malformed
-} Proto;
-typedef struct {
-    int field, wire;            // its number; WIRE_*
-    uint64_t num;               // the value of a WIRE_VARINT or WIRE_32, the length of a WIRE_BYTES
-    Proto sub;                  // the value's bytes
-} ProtoField;
-
-// Reads a varint. At a malformed one it returns 0 and sets bad.
-static uint64_t proto_varint(Proto *b) {
-    uint64_t x = 0;
-    for (int shift = 0; shift < 64 && b->p < b->end; shift += 7) {
-        unsigned char byte = *b->p++;
-        x |= (uint64_t)(byte & 127) << shift;
-        if (!(byte & 128)) return x;
-    }
-    b->bad = 1;
-    return 0;
-}
-
-// Reads the next field. Returns 0 at the end, and at a malformed field, which sets bad.
-static int proto_next(Proto *b, ProtoField *f) {
-    if (b->p == b->end || b->bad) return 0;
-    uint64_t tag = proto_varint(b), size = 0;
-    *f = (ProtoField){ .field = (int)(tag >> 3 & 0x1fffffff), .wire = (int)(tag & 7) };
-    switch (f->wire) {
-    case WIRE_VARINT:
-        f->num = proto_varint(b);
-        break;
-    case WIRE_64:
-        size = 8;
-        break;
-    case WIRE_BYTES:
-        f->num = proto_varint(b);
-        size = f->num;
-        break;
-    case WIRE_32:
-        size = 4;
-        break;
-    default:
-        b->bad = 1;
-    }
-    if (b->bad || size > (uint64_t)(b->end - b->p)) {
-        b->bad = 1;
-        return 0;
-    }
-    f->sub = (Proto){ b->p, b->p + size, 0 };
-    if (f->wire == WIRE_32) {
-        uint32_t x;
-        memcpy(&x, b->p, 4);
-        f->num = x;
-    }
-    b->p += size;
-    return 1;
-}
-
-// Is it the field of this number and wire type?
-static int proto_is(const ProtoField *f, int field, int wire) {
-    return f->field == field && f->wire == wire;
-}
-
-typedef struct {
-    float score;
-    int id;
-} Scored;
-
-// For qsort: the best score first; ids keep the order of equals stable.
-static int scored_order(const void *a, const void *b) {
-    const Scored *x = a, *y = b;
-    if (x->score == y->score) return x->id - y->id;
-    return x->score < y->score ? 1 : -1;
-}
-
-// Reads piece number id from its message b. Normal pieces are appended to the stb array *scored.
-static int load_sp_piece(Tokenizer *t, int id, Proto b, Scored **scored, char err[512]) {
-    Proto text = { 0 };
-    ProtoField f;
-    int type = SP_NORMAL;
-    float score = 0;
-    while (proto_next(&b, &f)) {
-        if (proto_is(&f, SP_PIECE_TEXT, WIRE_BYTES)) text = f.sub;
-        if (proto_is(&f, SP_PIECE_SCORE, WIRE_32)) memcpy(&score, f.sub.p, 4);
-        if (proto_is(&f, SP_PIECE_TYPE, WIRE_VARINT)) type = f.num > SP_BYTE ? 0 : (int)f.num;
-    }
-    size_t n = (size_t)(text.end - text.p);
-    if (b.bad || !n || n > INT_MAX || !isfinite(score))
-        return fault(err, "piece %d is malformed (text, score or type)", id);
-    if (type < SP_NORMAL || type == SP_UNUSED)
-        return fault(err, "piece %d has type %d, which is not supported", id, type);
-
-    int special = type == SP_UNKNOWN || type == SP_CONTROL, added = special || type == SP_USER;
-    int flags = added ? PIECE_ADDED : PIECE_MODEL;
-    if (special) flags |= PIECE_SPECIAL;
-    if (piece_add(t, id, (const char *)text.p, n, flags, err)) return -1;
-    if (type == SP_UNKNOWN) t->unk = id;
-    if (type == SP_NORMAL) {
-        Scored s = { score, id };
-        arrput(*scored, s);
-    }
-    if (added) {
-        AddedToken a = { .id = id, .guarded = special };
-        arrput(t->added, a);
-    }
-    return 0;
-}
-
-// Reads the two settings messages. *prefix: 1 when a text gets a blank before it.
-static int load_sp_settings(Tokenizer *t, Proto trainer, Proto norm, int *prefix, char err[512]) {
-    static const char *const kind[] = { "?", "unigram", "BPE", "word", "char" };
-    ProtoField f;
-    uint64_t type = 1, strip = 1;           // these are the format's defaults
-    *prefix = 1;
-    while (proto_next(&trainer, &f)) {
-        if (proto_is(&f, SP_TRAINER_TYPE, WIRE_VARINT)) type = f.num;
-        if (proto_is(&f, SP_TRAINER_BYTES, WIRE_VARINT)) t->byte_fallback = f.num != 0;
-        if (proto_is(&f, SP_TRAINER_SUFFIX, WIRE_VARINT) && f.num)
-            return fault(err, "treat_whitespace_as_suffix is not supported");
-    }
-    while (proto_next(&norm, &f)) {
-        if (proto_is(&f, SP_NORM_CHARSMAP, WIRE_BYTES) && f.num)
-            return fault(err, "a precompiled normalizer is not supported, only 'identity'");
-        if (proto_is(&f, SP_NORM_PREFIX, WIRE_VARINT)) *prefix = f.num != 0;
-        if (proto_is(&f, SP_NORM_STRIP, WIRE_VARINT)) strip = f.num;
-        if (proto_is(&f, SP_NORM_ESCAPE, WIRE_VARINT) && !f.num)
-            return fault(err, "escape_whitespaces = false is not supported");
-    }
-    if (trainer.bad || norm.bad) return fault(err, "the settings are malformed");
-    if (type != 2)
-        return fault(err, "a SentencePiece model of type '%s' is not supported, only BPE",
-                     kind[type < 5 ? type : 0]);
-    return strip ? fault(err, "remove_extra_whitespaces is not supported") : 0;
-}
-
-// Makes the merges. SentencePiece joins the neighbours whose joined text has the best score, so
-// every way to cut a piece into two pieces of the vocabulary is a merge. Its rank is the place of
-// the piece's score among all scores: equal scores have equal rank, and the leftmost merges first.
-static void sp_merges(Tokenizer *t, Scored *scored) {
-    size_t n = arrlenu(scored);
-    int rank = -1;
-    if (n) qsort(scored, n, sizeof *scored, scored_order);
-    for (size_t i = 0; i < n; i++) {
-        const Piece *p = &t->piece[scored[i].id];
-        const char *s = t->chars + p->text;
-        if (!i || scored[i].score != scored[i - 1].score) rank++;
-        for (int cut = 0, len; cut < p->n_text; cut += len) {
-            size_t n_left = (size_t)cut, n_right = (size_t)(p->n_text - cut);
-            char_code(s + cut, n_right, &len);
-            int left = model_id(t, s, n_left), right = model_id(t, s + cut, n_right);
-            if (left >= 0 && right >= 0) merge_put(t, left, right, rank, scored[i].id);
-        }
-    }
-}
-
-// Appends a step to the normalizer.
-static void norm_put(Tokenizer *t, NormStep step) { arrput(t->norm, step); }
-
-// Completes a tokenizer whose pieces are loaded.
-static void sp_finish(Tokenizer *t, Scored *scored, int prefix) {
-    byte_ids(t);
-    sp_merges(t, scored);
-
-    // The user's symbols are normalized already: they enter the trie before t->norm has steps.
-    for (int i = 0; i < (int)arrlen(t->added); i++) trie_add(t, i, !t->added[i].guarded);
-    if (prefix) norm_put(t, (NormStep){ NORM_PREPEND, "", BLANK_MARK });
-    norm_put(t, (NormStep){ NORM_REPLACE, " ", BLANK_MARK });
-    t->fuse_unk = 1;
-    t->dec_space = 1;
-    t->dec_bytes = 1;
-    t->dec_strip = prefix;
-    t->bos = text_id(t, "<s>", 3);
-    t->add_bos = t->bos >= 0;
-    decode_table(t);
-}
-
-// The tokenizer of a tokenizer.model of n bytes; NULL and err when it is refused.
-static Tokenizer *load_sentencepiece(const char *data, size_t n, char err[512]) {
-    const unsigned char *p = (const unsigned char *)data;
-    Proto file = { p, p + n, 0 }, trainer = { 0 }, norm = { 0 };
-    ProtoField f;
-
-    // Pass 1: count the pieces and find the settings.
-    Proto b = file;
-    size_t n_pieces = 0;
-    while (proto_next(&b, &f)) {
-        if (proto_is(&f, SP_FILE_PIECE, WIRE_BYTES)) n_pieces++;
-        if (proto_is(&f, SP_FILE_TRAINER, WIRE_BYTES)) trainer = f.sub;
-        if (proto_is(&f, SP_FILE_NORMALIZER, WIRE_BYTES)) norm = f.sub;
-    }
-    if (b.bad || !n_pieces) {
-        fault(err, b.bad ? "not a SentencePiece model, or cut short" : "no pieces inside");
-        return NULL;
-    }
-
-    // Pass 2: load them. A piece's id is its place in the file.
-    Tokenizer *t = tokenizer_new(n_pieces);
-    Scored *scored = NULL;
-    int id = 0, prefix, bad = load_sp_settings(t, trainer, norm, &prefix, err);
-    b = file;
-    while (!bad && proto_next(&b, &f)) {
-        if (!proto_is(&f, SP_FILE_PIECE, WIRE_BYTES)) continue;
-        bad = load_sp_piece(t, id, f.sub, &scored, err);
-        id++;
-    }
-    if (!bad) sp_finish(t, scored, prefix);
-    arrfree(scored);
+    Tokenizer *t = xcalloc(1, sizeof *t);
+    t->unk = t->bos = t->eos = -1;
+    t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
+    for (int b = 0; b < 256; b++) t->byte_id[b] = -1;
+    int bad = load_members(t, j, err);
+    json_free(j);
     if (!bad) return t;
     tokenizer_free(t);
     return NULL;
 }
 
-// ---- Loading a folder
-// The id of the token that a key of tokenizer_config.json names, as "text" or {"content": "text"};
-// `otherwise` when it names none.
+// The id of the token that a key of tokenizer_config.json names, as "text" or {"content": "text"}; `otherwise` when it
+// names none.
 static int token_named(const Tokenizer *t, const Json *config, const char *key, int otherwise) {
     const Json *j = json_get(config, key);
     if (json_is(j, JSON_OBJECT)) j = json_get(j, "content");
@@ -2067,90 +1969,56 @@ static int token_named(const Tokenizer *t, const Json *config, const char *key, 
 }
 
 // Reads tokenizer_config.json, if there is one: BOS, EOS, and whether BOS stands before every text.
-static int load_tokenizer_config(Tokenizer *t, const char *path, int sentencepiece, char err[512]) {
+static int load_config(Tokenizer *t, const char *path, char err[512]) {
     char why[256];
     size_t n;
     char *text = file_exists(path) ? read_bounded(path, MOST_CONFIG, &n, why) : NULL;
     Json *j = text ? json_parse(text, n, why) : NULL;
     free(text);
     if (file_exists(path) && !j) return fault(err, "%s: %s", path, why);
-
-    int add = json_flag(j, "add_bos_token", t->add_bos), legacy = json_flag(j, "legacy", 1);
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
-    t->add_bos = add == 1 && t->bos >= 0;
-
-    // Older Llama tokenizers ("legacy") treat the text after every special token as a new text,
-    // with a blank before it.
-    int prepends = sentencepiece && t->norm[0].kind == NORM_PREPEND;
-    if (prepends && !legacy) t->norm[0].kind = NORM_PREPEND_START;
+    t->add_bos = flag(j, "add_bos_token", t->add_bos, err) && t->bos >= 0;
     json_free(j);
-    if (add > 1 || legacy > 1)
-        return fault(err, "%s: add_bos_token and legacy are true or false", path);
-    return 0;
+    return *err ? -1 : 0;
 }
 
-// Writes the path of the file to load to file: path itself, or in a folder tokenizer.json, else
-// tokenizer.model.
-static int tokenizer_file(const char *path, char file[1200], char err[512]) {
-    struct stat st;
-    int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
-    if (strlen(path) > 1100) return fault(err, "the path of the tokenizer is too long");
-    snprintf(file, 1200, folder ? "%s/tokenizer.json" : "%s", path);
-    if (!folder || file_exists(file)) return 0;
-    snprintf(file, 1200, "%s/tokenizer.model", path);
-    if (file_exists(file)) return 0;
-    return fault(err, "%s: no tokenizer.json and no tokenizer.model here", path);
-}
-
-// Is a file of n bytes a tokenizer.model? One begins with the tag of its first piece, which is a
-// newline. So may a JSON text, but its first visible character is '{'.
-static int is_sentencepiece(const char *text, size_t n) {
-    return n > 0 && text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{';
-}
-
-// The tokenizer of the text of a tokenizer.json; NULL and err when it is malformed or refused.
-static Tokenizer *load_json_text(const char *text, size_t n, char err[512]) {
-    char why[256];
-    Json *j = json_parse(text, n, why);
-    if (!j) {
-        fault(err, "%s", why);
-        return NULL;
-    }
-    Tokenizer *t = load_json(j, err);
-    json_free(j);
-    return t;
-}
-
-// Loads a tokenizer. path: a folder (tokenizer.json, else tokenizer.model) or one of the two files.
-// tokenizer_config.json beside it is read too. Returns NULL with the reason in err when there is
-// none or it is refused.
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
-    char file[1200], config[1300], why[256], reason[512] = "";
-    size_t n;
-    if (tokenizer_file(path, file, err)) return NULL;
-    char *text = read_bounded(file, MOST_TOKENIZER, &n, why);
+    char file[1200], config[1300], why[512];
+    struct stat st;
+    size_t n = 0;
+    if (strlen(path) > 1100) {
+        fault(err, "the path of the tokenizer is too long");
+        return NULL;
+    }
+    int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+    snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
+    snprintf(config, sizeof config, "%s/tokenizer.model", path);
+    int model = folder && !file_exists(file) && file_exists(config);
+    char *text = model ? NULL : read_bounded(file, MOST_TOKENIZER, &n, why);
     if (!text) {
-        fault(err, "%s", why);
+        if (model) fault(err, "%s: a SentencePiece model is not read: use the tokenizer.json of the same model", config);
+        else if (folder && !file_exists(file)) fault(err, "%s: no tokenizer.json here", path);
+        else fault(err, "%s", why);
         return NULL;
     }
 
-    int sentencepiece = is_sentencepiece(text, n);
-    Tokenizer *t;
-    if (sentencepiece) t = load_sentencepiece(text, n, reason);
-    else t = load_json_text(text, n, reason);
+    // A SentencePiece model begins with the tag of its first piece, which is a newline. So may a JSON text, but its
+    // first visible character is '{'.
+    Tokenizer *t = NULL;
+    if (text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{')
+        fault(why, "a SentencePiece model is not read: use the tokenizer.json of the same model");
+    else t = tokenizer_parse(text, n, why);
     free(text);
     if (!t) {
-        fault(err, "%.200s: %.300s", file, reason);
+        fault(err, "%.200s: %.300s", file, why);
         return NULL;
     }
 
     const char *slash = strrchr(file, '/');
-    int folder_length = slash ? (int)(slash + 1 - file) : 0;
-    snprintf(config, sizeof config, "%.*stokenizer_config.json", folder_length, file);
-    if (load_tokenizer_config(t, config, sentencepiece, err)) {
-        tokenizer_free(t);
-        return NULL;
-    }
-    return t;
+    snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);
+    *err = 0;
+    if (!load_config(t, config, err)) return t;
+    tokenizer_free(t);
+    return NULL;
 }
