@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """Makes the tokenizer fixtures in data/tokenizers/.
 
-These are one small tokenizer of every supported kind, 580 nasty strings, the ids that the packages
-`tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
+These are one small tokenizer of every supported kind, 580 nasty strings, the ids that the package `tokenizers`
+gives for them, and dialogues as `transformers` renders them.
 
-    python3 make_tokenizers.py                 needs tokenizers, sentencepiece, transformers, jinja2
+    python3 make_tokenizers.py                 needs tokenizers, transformers, jinja2
+    python3 make_tokenizers.py patterns        patterns.json only
     python3 make_tokenizers.py programs        programs.json only, with the tokenizers that are there
     python3 make_tokenizers.py check KVCOMP    holds `KVCOMP --dump-tokens --dialogue` against programs.json
 
 strings.bin       every string: varint length, bytes
-NAME/*            tokenizer.json (or tokenizer.model) and tokenizer_config.json
+NAME/*            tokenizer.json and tokenizer_config.json
 NAME.pieces       byte-level families: per string, the lengths in bytes of the pre-tokenizer's pieces of the
                   normalized text
 NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same,
                   else 0 and the ids); the decoded text (one byte 1 when it is the string, else 0, varint
                   length, bytes). A list: varint count, varints
+patterns.json     patterns that no model has, texts, and the lengths in bytes of the words they are cut into
 chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the
                   reply
 programs.json     template programs as models are published with them, and the ids of whole dialogues;
@@ -24,18 +26,15 @@ Varints are base 128, low bits first. All texts are made here: word lists of thi
 generator.
 """
 import datetime
-import io
 import json
 import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 
 import jinja2.exceptions
-import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
@@ -357,38 +356,6 @@ def spm_like(text, size, form, added=(), byte_fallback=True, fuse_unk=True, spli
     }))
     add_tokens(t, specials)
     return json.loads(t.to_str())
-
-
-def sp_model(text, size, **more):
-    """The bytes of a tokenizer.model; more: options of the trainer."""
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([x.replace("\n", " ") for x in text]),
-        model_writer=out,
-        model_type="bpe",
-        vocab_size=size,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=.9985,
-        minloglevel=2,
-        num_threads=1,
-        **more,
-    )
-    return out.getvalue()
-
-
-def coarse_scores(proto):
-    """The same model with scores rounded down to multiples of 64, so that many are equal."""
-    out, i = b"", 0
-    while i < len(proto) and proto[i] == 0x0A:          # field 1: a piece, shorter than 128 bytes
-        piece = proto[i + 2:i + 2 + proto[i + 1]]
-        at = 2 + piece[1]                               # after the text: field 2, the score
-        if len(piece) > at and piece[at] == 0x15:
-            score = struct.unpack("<f", piece[at + 1:at + 5])[0]
-            piece = piece[:at + 1] + struct.pack("<f", score // 64 * 64) + piece[at + 5:]
-        out += proto[i:i + 2] + piece
-        i += 2 + proto[i + 1]
-    return out + proto[i:]
 
 
 # --------------------------------------------------------------------------------------------------- chats
@@ -1693,18 +1660,59 @@ def write_pieces(name, t, cases):
     write(name + ".pieces", out)
 
 
-def write_model(name, proto, cases):
-    """Writes a tokenizer.model and its NAME.ids."""
-    write(name + "/tokenizer.model", proto)
-    t = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    ids = [t.encode(s) for s in cases]
-    write(name + ".ids", b"".join(record(s, x, x, t.decode(x)) for s, x in zip(cases, ids)))
+# Patterns of known parts that no model has: pattern, behavior, invert.
+PATTERNS = [
+    (r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Nd}{1,2}|\s+$|\s", "Isolated", False),
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
+     r"\s+(?!\S)|\s", "Isolated", False),
+    (r"\d{1,3}(?=(?:\d{3})*(?:\D|$))", "Isolated", False),
+    (r"[\p{L}\p{M}]+(?:['’](?i:s|t|re))?|[+-]?\d+(?:[.,]\d+)*|[^\w\s]|\s+", "Isolated", False),
+    (r"\w+|[^\w\s]+", "Isolated", True),
+    (r"[\w½-]+", "Isolated", False),
+    (r"\s", "Removed", False),
+    (r"\S+", "Removed", True),
+    (r"[aeiou]", "MergedWithPrevious", False),
+    (r"[A-Z\p{P}]", "MergedWithNext", False),
+    (r"\p{N}", "Contiguous", False),
+    (r"(?:ab|a)(?:c|bcd)?|x*?y|.", "Isolated", False),
+    (r"^\s*|\s*$", "Isolated", False),
+    (r"a*", "Isolated", False),
+    (r"\p{Zs}?\P{Z}(?:\p{Mn}|\u200d\P{Z})*".replace(r"\u200d", "\u200d"), "Isolated", False),
+    (r"(?!\d)\w{2,}|(?=[\d_])[^\s.]{2}", "Isolated", False),
+    (r"[一-龥぀-ヿ]+|[\p{Lt}\p{Lm}\p{Lo}]|\P{L}+", "Isolated", False),
+    (r"(?i:k|the|[x-z'])+", "Isolated", False),
+    (r"\p{S}+|\p{Pd}|\p{Ps}[^\p{Pe}\n]*\p{Pe}|\p{C}", "Isolated", False),
+    (r"(\r?\n)+|\t{1,2}?|[ ]{2,}", "Isolated", False),
+]
+PATTERN_TEXTS = [
+    "The ABCs: HTMLParser2 reads 1234567 bytes (or 3.14, -2,5)  in camelCase_words_2!  ",
+    "I'm, you'RE, she'S, we’re, 'ſ Kk \u212a\u017f xyz'XYZ the THE",
+    "a\n\n  b\r\n\tc \n d\t\t\te\n",
+    "naïve cafe\u0301 Ångström ǅ ʰA ½ ² Ⅷ ٣٤٥٦ ①② Ⓐ 🅰 1_000_000",
+    "世界と日本語テキスト 한국어 שלום नमस्ते, 👨\u200d👩\u200d👧 👍🏽 «x» [y {z}] — 5–6 €7 <a|b>",
+    "abcd abc ab a bcd xxy xx yx y aabaaac \u00a0\u3000\u2028x",
+    "12 123 1234 12345 123456 1234567. 0",
+]
+
+
+def patterns():
+    """The words that the patterns cut the texts into."""
+    out = []
+    for pattern, behavior, invert in PATTERNS:
+        name = {"MergedWithPrevious": "merged_with_previous", "MergedWithNext": "merged_with_next"}
+        step = pre_tokenizers.Split(Regex(pattern), name.get(behavior, behavior.lower()), invert)
+        words = [[len(w.encode()) for w, _ in step.pre_tokenize_str(t)] for t in PATTERN_TEXTS]
+        out.append({"pattern": pattern, "behavior": behavior, "invert": invert, "words": words})
+    return {"texts": PATTERN_TEXTS, "patterns": out}
 
 
 def main():
     """Makes all files, or does what the command line asks for; the exit code."""
     if sys.argv[1:2] == ["check"]:
         return check(sys.argv[2])
+    if sys.argv[1:] == ["patterns"]:
+        write("patterns.json", patterns())
+        return 0
     if sys.argv[1:] == ["programs"]:
         # training gives other merges every time: the tokenizers stay as they are
         names = sorted(set(SPOKEN.values()) | {"marks"})
@@ -1728,11 +1736,7 @@ def main():
             continue
         if j["decoder"]["type"] == "ByteLevel":
             write_pieces(name, t, cases)
-    symbols = ["@@", "<tool_call>"]
-    bpe = sp_model(text, 900, byte_fallback=True, user_defined_symbols=symbols)
-    unk = coarse_scores(sp_model(text, 400))
-    write_model("sp-bpe", bpe, cases)
-    write_model("sp-unk", unk, cases)
+    write("patterns.json", patterns())
     write("chats.json", chats(loaded))
     write("programs.json", programs(loaded))
     print(len(cases), "strings")

@@ -340,11 +340,12 @@ static void set_join(CharSet *set, const CharSet *x, int others) {
     for (size_t i = 0; i < BROKEN / 32; i++) set->bit[i] |= others ? ~x->bit[i] : x->bit[i];
 }
 
-// Adds what \s, \d or \w stands for.
-static void set_shorthand(CharSet *set, int letter) {
-    static const uint32_t more[][2] = {         // word characters by their meaning, beside the categories
-        { 0xb2, 0xb3 }, { 0xb9, 0xb9 }, { 0xbc, 0xbe }, { 0x24b6, 0x24e9 },
-        { 0x1f130, 0x1f149 }, { 0x1f150, 0x1f169 }, { 0x1f170, 0x1f189 },
+// Adds what \s, \d or \w stands for. Beside the categories, letters in circles and squares are word characters, and
+// outside of [..] so are the numbers of Latin-1.
+static void set_shorthand(CharSet *set, int letter, int in_set) {
+    static const uint32_t more[][2] = {
+        { 0x24b6, 0x24e9 }, { 0x1f130, 0x1f149 }, { 0x1f150, 0x1f169 }, { 0x1f170, 0x1f189 },
+        { 0xb2, 0xb3 }, { 0xb9, 0xb9 }, { 0xbc, 0xbe },
     };
     uint32_t digits = category_bits("Nd", 2);
     uint32_t words = digits | category_bits("L", 1) | category_bits("M", 1) | category_bits("Nl", 2)
@@ -357,7 +358,7 @@ static void set_shorthand(CharSet *set, int letter) {
     } else {
         set_categories(set, letter == 'd' ? digits : words);
     }
-    for (int i = 0; letter == 'w' && i < 7; i++) set_range(set, more[i][0], more[i][1]);
+    for (int i = 0; letter == 'w' && i < (in_set ? 4 : 7); i++) set_range(set, more[i][0], more[i][1]);
 }
 
 // ---- Patterns: reading
@@ -460,8 +461,8 @@ static int regex_property(RegexReader *r, const char *at) {
 }
 
 // Reads the escape whose backslash r->p stands on -> the character that it is, or A_SET when it has been added to
-// r->set, or -1.
-static int regex_escape(RegexReader *r) {
+// r->set, or -1. in_set: 1: it stands in [..].
+static int regex_escape(RegexReader *r, int in_set) {
     const char *at = r->p++;
     int len = 0, c = *r->p ? (int)char_code(r->p, strlen(r->p), &len) : 0;
     r->p += len;
@@ -475,7 +476,7 @@ static int regex_escape(RegexReader *r) {
     case 's': case 'd': case 'w':
     case 'S': case 'D': case 'W':
         memset(r->other, 0, sizeof *r->other);
-        set_shorthand(r->other, c | 32);
+        set_shorthand(r->other, c | 32, in_set);
         set_join(r->set, r->other, isupper(c));
         return A_SET;
     }
@@ -486,7 +487,7 @@ static int regex_escape(RegexReader *r) {
 static int regex_member(RegexReader *r, int first) {
     const char *at = r->p;
     int len = 1;
-    if (*at == '\\') return regex_escape(r);
+    if (*at == '\\') return regex_escape(r, 1);
     uint32_t c = *at ? char_code(at, strlen(at), &len) : 0;
     r->p += len;
     if (!c) {
@@ -649,7 +650,7 @@ static int regex_char(RegexReader *r) {
     int len, c, last = r->last;
     memset(r->set, 0, sizeof *r->set);
     if (*at == '\\') {
-        c = regex_escape(r);
+        c = regex_escape(r, 0);
         if (c < 0) return -1;
     } else {
         c = (int)char_code(at, strlen(at), &len);

@@ -1,0 +1,682 @@
+// test/test_tokenizer.c - lib/tokenizer: ids and words as the package `tokenizers` gives them (data/tokenizers,
+// made by data/make_tokenizers.py), properties, and wrong files.
+#define _GNU_SOURCE
+#include "../lib/tokenizer.h"
+#include "check.h"
+#include <stb/stb_ds.h>
+
+// ---- fixtures
+typedef struct {
+    const unsigned char *p, *end;
+} Fixture;
+
+// Reads a number written in groups of 7 bits, lowest first.
+static size_t fixture_varint(Fixture *f) {
+    size_t x = 0;
+    for (int shift = 0; f->p < f->end; shift += 7) {
+        x |= (size_t)(*f->p & 127) << shift;
+        if (!(*f->p++ & 128)) break;
+    }
+    return x;
+}
+
+// A list of numbers, as an stb_ds array.
+static int *fixture_ids(Fixture *f) {
+    int *ids = NULL;
+    for (size_t n = fixture_varint(f); n--;) arrput(ids, (int)fixture_varint(f));
+    return ids;
+}
+
+// Reads a file of data/tokenizers, to be freed; f is set to its bytes.
+static char *fixture_open(const char *name, Fixture *f) {
+    char path[300], why[256];
+    size_t n = 0;
+    snprintf(path, sizeof path, "data/tokenizers/%s", name);
+    char *data = read_file(path, &n, why);
+    CHECK(data, "%s", why);
+    *f = (Fixture){ (unsigned char *)data, (unsigned char *)data + n };
+    return data;
+}
+
+// Loads the tokenizer of a folder of data/tokenizers.
+static Tokenizer *fixture_tokenizer(const char *name) {
+    char path[300], err[512] = "";
+    snprintf(path, sizeof path, "data/tokenizers/%s", name);
+    Tokenizer *t = tokenizer_load(path, err);
+    CHECK(t, "%s: %s", name, err);
+    return t;
+}
+
+static int tokenizer_id(const Tokenizer *t, const char *text) { return text_id(t, text, strlen(text)); }
+
+// Compares two lists of numbers, which were made of string number nth.
+static void check_ids(const char *what, int nth, const char *s, size_t n, const int *got, const int *want) {
+    int at = 0, len = min_int((int)arrlen(got), (int)arrlen(want));
+    while (at < len && got[at] == want[at]) at++;
+    if (at == (int)arrlen(got) && at == (int)arrlen(want)) return;
+    CHECK(0, "%s, string %d \"%.*s\": %d numbers, expected %d, number %d is %d, expected %d", what, nth,
+          n > 60 ? 60 : (int)n, s, (int)arrlen(got), (int)arrlen(want), at, at < (int)arrlen(got) ? got[at] : -1,
+          at < (int)arrlen(want) ? want[at] : -1);
+}
+
+// The text of all ids, to be freed.
+static char *decode_all(const Tokenizer *t, const int *ids) {
+    Decoder d = { .t = t };
+    char *out = NULL;
+    for (int i = 0; i < (int)arrlen(ids); i++) out = decode_token(&d, ids[i], out);
+    return decode_flush(&d, out);
+}
+
+static const char *const families[] = {
+    "llama3",     "qwen2",       "gpt2",         "smollm2",        "tekken",
+    "numbers",    "o200k",       "deepseek-llm", "deepseek-coder", "deepseek-v3",
+    "falcon",     "punctuation", "spm-legacy",   "spm-normalized", "spm-first",
+    "spm-always", "spm-never",   "spm-unk",      "spm-unks",       NULL
+};
+enum { N_PIECES = 10 };         // the first of them, with NAME.pieces: in others a piece may end inside a character
+
+// ---- what the package gives
+// Every string of strings.bin through one family: ids with special tokens named, ids without, and back.
+static void check_family(const char *name) {
+    char file[64];
+    Fixture strings, ids;
+    snprintf(file, sizeof file, "%s.ids", name);
+    char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &ids);
+    Tokenizer *t = fixture_tokenizer(name);
+    for (int nth = 0; a && b && t && strings.p < strings.end; nth++) {
+        size_t n = fixture_varint(&strings), n_back = n;
+        const char *s = (const char *)strings.p, *back = s;
+        strings.p += n;
+        int *want = fixture_ids(&ids), *got = tokenizer_encode(t, s, n, 1, NULL);
+        int same = *ids.p++;
+        int *want_plain = same ? NULL : fixture_ids(&ids), *plain = tokenizer_encode(t, s, n, 0, NULL);
+        check_ids(name, nth, s, n, got, want);
+
+        // Turn marks are guarded here, not there.
+        if (!memmem(s, n, "｜", 3)) check_ids(name, nth, s, n, plain, same ? want : want_plain);
+        char *text = decode_all(t, got);
+        if (!*ids.p++) {
+            n_back = fixture_varint(&ids);
+            back = (const char *)ids.p;
+            ids.p += n_back;
+        }
+        CHECK(arrlenu(text) == n_back && (!n_back || !memcmp(text, back, n_back)),
+              "%s, string %d \"%.*s\" decodes to \"%.*s\"", name, nth, (int)n, s, (int)arrlen(text), text ? text : "");
+        arrfree(want);
+        arrfree(got);
+        arrfree(want_plain);
+        arrfree(plain);
+        arrfree(text);
+    }
+    CHECK(ids.p == ids.end, "%s: the fixture was not read to its end", name);
+    tokenizer_free(t);
+    free(a);
+    free(b);
+}
+
+TEST(tokenizer_ids, "every pre-tokenizer family gives the ids and the text of the tokenizers package") {
+    for (int i = 0; families[i]; i++) check_family(families[i]);
+}
+
+TEST(tokenizer_words, "every pattern cuts every string where the package does") {
+    for (int i = 0; i < N_PIECES; i++) {
+        char file[64];
+        Fixture strings, pieces;
+        snprintf(file, sizeof file, "%s.pieces", families[i]);
+        char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &pieces);
+        Tokenizer *t = fixture_tokenizer(families[i]);
+        for (int nth = 0; a && b && t && strings.p < strings.end; nth++) {
+            size_t n = fixture_varint(&strings), sum = 0, all = 0;
+            const char *s = (const char *)strings.p;
+            strings.p += n;
+            int *want = fixture_ids(&pieces), *got = tokenizer_words(t, s, n, NULL);
+            for (int k = 0; k < (int)arrlen(want); k++) sum += (size_t)want[k];
+            for (int k = 0; k < (int)arrlen(got); k++) all += (size_t)got[k];
+
+            // The pieces are those of the whole string; added tokens that are no special ones are cut out before.
+            int named = 0, len;
+            for (int id = 0; id < tokenizer_size(t); id++) {
+                const char *x = tokenizer_text(t, id, &len);
+                if (tokenizer_flags(t, id) & TOKEN_ADDED && !(tokenizer_flags(t, id) & TOKEN_GUARDED))
+                    named |= memmem(s, n, x, (size_t)len) != NULL;
+            }
+            if (named) CHECK(all < sum, "%s, string %d: an added token is a word", families[i], nth);
+            else check_ids(families[i], nth, s, n, got, want);
+            arrfree(want);
+            arrfree(got);
+        }
+        CHECK(pieces.p == pieces.end, "%s: the fixture was not read to its end", families[i]);
+        tokenizer_free(t);
+        free(a);
+        free(b);
+    }
+}
+
+// ---- small tokenizers, written with ' for "
+enum { MAX_BOOK = 4097 };      // bytes of a token's text, one more than are allowed
+#define SMALL_HEAD "{'added_tokens':[{'id':4,'content':'<s>','special':true}],"
+#define SMALL_MODEL "'model':{'type':'BPE','vocab':{'a':0,'b':1,'ab':2,'aba':3},'merges':['a b',['ab','a']]}}"
+
+// The tokenizer of n bytes of JSON with ' for "; NULL and err.
+static Tokenizer *small_tokenizer(const char *text, size_t n, char err[512]) {
+    char *copy = copy_bytes(text, n);
+    for (size_t i = 0; i < n; i++) {
+        if (copy[i] == '\'') copy[i] = '"';
+    }
+    Tokenizer *t = tokenizer_parse(copy, n, err);
+    free(copy);
+    return t;
+}
+
+// The tokenizer with one Split step; NULL and err.
+static Tokenizer *split_tokenizer(const char *pattern, const char *behavior, int invert, char err[512]) {
+    char *text;
+    size_t n;
+    FILE *f = memory_stream(&text, &n);
+    fputs("{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":", f);
+    json_escape(f, pattern, strlen(pattern));
+    fprintf(f, "},\"behavior\":\"%s\",\"invert\":%s},", behavior, invert ? "true" : "false");
+    fputs("\"model\":{\"vocab\":{\"a\":0,\"aa\":1},\"merges\":[\"a a\"]}}", f);
+    memory_stream_close(f);
+    Tokenizer *t = tokenizer_parse(text, n, err);
+    free(text);
+    return t;
+}
+
+TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut as the package does, in every behavior") {
+    Fixture f;
+    char err[512] = "";
+    char *data = fixture_open("patterns.json", &f);
+    Json *j = data ? json_parse(data, (size_t)(f.end - f.p), err) : NULL;
+    const Json *texts = json_get(j, "texts"), *patterns = json_get(j, "patterns");
+    CHECK(patterns && patterns->n >= 20 && texts->n >= 7, "%s", err);
+    for (int i = 0; patterns && i < patterns->n; i++) {
+        const Json *p = &patterns->item[i], *words = json_get(p, "words");
+        const char *pattern = json_text(p, "pattern");
+        Tokenizer *t = split_tokenizer(pattern, json_text(p, "behavior"), json_flag(p, "invert", 0), err);
+        CHECK(t, "%s", err);
+        for (int k = 0; t && k < texts->n; k++) {
+            const Json *text = &texts->item[k], *list = &words->item[k];
+            int *want = NULL, *got = tokenizer_words(t, text->str, text->len, NULL);
+            for (int w = 0; w < list->n; w++) arrput(want, (int)list->item[w].i);
+            check_ids(pattern, k, text->str, text->len, got, want);
+            arrfree(got);
+            arrfree(want);
+        }
+        tokenizer_free(t);
+    }
+    json_free(j);
+    free(data);
+}
+
+TEST(tokenizer_refuses_patterns, "a construct that the matcher does not know is refused with its text and its place") {
+    static const struct {
+        const char *pattern, *says;
+    } bad[] = {
+        { "", "no pattern" },
+        { "a\\p{Han}+", "this property is not supported: '\\p{Han}' at byte 1 of the pattern 'a\\p{Han}+'" },
+        { "\\p{Lu", "a property without {..}" },
+        { "\\pL", "a property without {..}" },
+        { "ab(?<=a)b", "this kind of group is not supported: '(?<' at byte 2" },
+        { "(?<!a)b", "this kind of group is not supported: '(?<' at byte 0" },
+        { "(?>a+)b", "this kind of group" },
+        { "(?i)a", "this kind of group" },
+        { "(a)\\1", "this escape is not supported: '\\1' at byte 3" },
+        { "a\\b", "this escape is not supported: '\\b' at byte 1" },
+        { "\\é", "this escape is not supported: '\\é'" },
+        { "\\", "this escape" },
+        { "[a-z&&[^b]]", "a set inside a set" },
+        { "[[:alpha:]]", "a set inside a set" },
+        { "[a-z", "a set without an end" },
+        { "[", "a set without an end" },
+        { "[]", "a set without members" },
+        { "[^]", "a set without members" },
+        { "[z-a]", "this range is not supported: 'z-a' at byte 1" },
+        { "[\\d-z]", "this range" },
+        { "[a-z-9]", "this range" },
+        { "(ab", "a group without an end is not supported: '(ab' at byte 0" },
+        { "ab)", "a bracket that closes nothing is not supported: ')' at byte 2" },
+        { "*a", "a quantifier of nothing" },
+        { "a|+", "a quantifier of nothing" },
+        { "a{", "this count" },
+        { "a{3,2}", "this count" },
+        { "a{1000}", "this count" },
+        { "a**", "a quantifier of a quantifier" },
+        { "a{2}?", "a lazy count without a choice" },
+        { "(ab)++", "a possessive quantifier of more than one character" },
+        { "(a*)*", "repeating a group that may be empty" },
+        { "(?!a)+", "repeating a group that may be empty" },
+        { "(?i:é)", "a letter beyond ASCII inside (?i:..)" },
+        { "(?i:\\p{L})", "a property inside (?i:..)" },
+        { "(?i:ss)", "a pair of letters" },
+        { "(((((((((((((((((((((a)))))))))))))))))))))", "so deep a group" },
+        { "((((a{99}){99}){99}){99})", "so large a pattern" },
+    };
+    char err[512];
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        *err = 0;
+        Tokenizer *t = split_tokenizer(bad[i].pattern, "Isolated", 0, err);
+        CHECK(!t && strstr(err, bad[i].says), "%s: %s", bad[i].pattern, t ? "accepted" : err);
+        tokenizer_free(t);
+    }
+    Tokenizer *t = split_tokenizer("a", "Sideways", 0, err);
+    CHECK(!t && strstr(err, "Sideways"), "%s", err);
+    tokenizer_free(t);
+
+    // 1500 different characters would need as many sets.
+    char *many = NULL;
+    for (unsigned c = 0x4e00; c < 0x4e00 + 1500; c++) {
+        char utf8[4];
+        bytes_put(&many, utf8, (size_t)(utf8_put(utf8, c) - utf8));
+    }
+    arrput(many, 0);
+    t = split_tokenizer(many, "Isolated", 0, err);
+    CHECK(!t && strstr(err, "so large a pattern"), "%s", t ? "accepted" : err);
+    tokenizer_free(t);
+    arrfree(many);
+}
+
+// ---- time
+// The seconds that cutting n copies of a character, with an end behind them, takes.
+static double seconds_of(const Tokenizer *t, const char *character, size_t n, const char *end, int words) {
+    char *text = NULL;
+    for (size_t i = 0; i < n; i++) bytes_put(&text, character, strlen(character));
+    bytes_put(&text, end, strlen(end));
+    double t0 = now();
+    int *ids = words ? tokenizer_words(t, text, arrlenu(text), NULL) : tokenizer_encode(t, text, arrlenu(text), 0, NULL);
+    double seconds = now() - t0;
+    arrfree(ids);
+    arrfree(text);
+    return seconds;
+}
+
+TEST(tokenizer_linear, "a megabyte without a blank, of blanks, or against a hostile pattern takes linear time") {
+    static const char *const characters[] = { "a", "A", " ", "\n", "1", "!", "\xe4\xb8\x96", "\xcc\x81", "\xff" };
+    static const char *const patterns[] = {     // with backtracking alone quadratic, cubic or exponential
+        "\\s+$", "a*b", "(?:a|aa)*b", "(?:a+)+b", "a*a*a*a*b", "(?:a?a?a?)a*b|c", "a(?=a*b)", "a(?=a*c)|.", "(?:[ab]|a)*(?!a*b)c",
+        "a++c|a", "[ab]*(?=a*b)c", "(?:a|b)*?c", "a{1,3}(?=(?:aaa)*(?:[^a]|$))", "(?:a(?=(?:a|b)*$))+b"
+    };
+    for (int f = 0; families[f]; f++) {
+        Tokenizer *t = fixture_tokenizer(families[f]);
+        for (size_t i = 0; t && i < sizeof characters / sizeof *characters; i++) {
+            double s = seconds_of(t, characters[i], 100000, "b", 0);
+            CHECK(s < 4, "%s: 100000 of \"%s\" take %.1f s", families[f], characters[i], s);
+        }
+        tokenizer_free(t);
+    }
+    Tokenizer *t = fixture_tokenizer("llama3");
+    double s = seconds_of(t, "ab", 500000, "", 0);
+    CHECK(s < 8, "a megabyte without a blank takes %.1f s", s);
+    tokenizer_free(t);
+
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        char err[512] = "";
+        t = split_tokenizer(patterns[i], "Isolated", 0, err);
+        CHECK(t, "%s", err);
+        if (!t) continue;
+        double a = seconds_of(t, "a", 300000, "b", 1), blank = seconds_of(t, " ", 300000, "b", 1);
+        CHECK(a < 4 && blank < 4, "%s: 300000 of \"a\" take %.1f s, of \" \" %.1f s", patterns[i], a, blank);
+        tokenizer_free(t);
+    }
+}
+
+// ---- properties
+TEST(tokenizer_no_forging, "user text never makes a special id, whatever special token's text it contains") {
+    for (int i = 0; families[i]; i++) {
+        Tokenizer *t = fixture_tokenizer(families[i]);
+        char *text = NULL;
+        for (int id = 0; t && id < tokenizer_size(t); id++) {
+            int n;
+            const char *s = tokenizer_text(t, id, &n);
+            if (!(tokenizer_flags(t, id) & TOKEN_ADDED)) continue;
+            bytes_put(&text, "x ", 2);
+            bytes_put(&text, s, (size_t)n);
+            bytes_put(&text, s, (size_t)n / 2);
+            bytes_put(&text, s, (size_t)n);
+
+            // ignore_merges must not find it as a piece.
+            int *ids = tokenizer_encode(t, s, (size_t)n, 0, NULL);
+            for (int j = 0; j < (int)arrlen(ids); j++)
+                CHECK(!tokenizer_is_special(t, ids[j]) || ids[j] == tokenizer_unk(t), "%s: '%s' makes %d", families[i],
+                      s, ids[j]);
+            arrfree(ids);
+            ids = tokenizer_encode(t, s, (size_t)n, 1, NULL);
+            CHECK(arrlen(ids) == 1 && ids[0] == id, "%s: '%s' is not itself", families[i], s);
+            arrfree(ids);
+        }
+        int *ids = tokenizer_encode(t, text, arrlenu(text), 0, NULL);
+        for (int j = 0; j < (int)arrlen(ids); j++)
+            CHECK(!tokenizer_is_special(t, ids[j]) || ids[j] == tokenizer_unk(t), "%s makes %d", families[i], ids[j]);
+        arrfree(ids);
+        arrfree(text);
+        tokenizer_free(t);
+    }
+
+    // A special token that whole pieces and merges could make: neither may, unless the text may name it.
+    static const char file[] = "{'added_tokens':[{'id':3,'content':'aba','special':true}],'model':{'vocab':{'a':0,'b':1,"
+                               "'ab':2,'aba':3},'merges':['a b','ab a'],'ignore_merges':true}}";
+    char err[512] = "";
+    Tokenizer *t = small_tokenizer(file, strlen(file), err);
+    CHECK(t, "%s", err);
+    int *safe = tokenizer_encode(t, "aba", 3, 0, NULL), *named = tokenizer_encode(t, "aba", 3, 1, NULL);
+    CHECK(arrlen(safe) == 2 && safe[0] == 2 && safe[1] == 0 && arrlen(named) == 1 && named[0] == 3, "%d ids, first %d",
+          (int)arrlen(safe), safe[0]);
+    arrfree(safe);
+    arrfree(named);
+    tokenizer_free(t);
+}
+
+// Feeds a Decoder the token of each byte, and returns the text.
+static char *decode_bytes(const Tokenizer *t, const int of_byte[256], const char *s, size_t n) {
+    Decoder d = { .t = t, .started = 1 };
+    char *out = NULL;
+    for (size_t i = 0; i < n; i++) out = decode_token(&d, of_byte[(unsigned char)s[i]], out);
+    return decode_flush(&d, out);
+}
+
+TEST(tokenizer_any_bytes, "random and broken bytes come back as they were; the stream decoder gives what decoding at once "
+                          "gives") {
+    static const char *const bits[] = {
+        "a", " ", "\n", "\xc3\xa9", "\xe2\x82\xac", "\xf0\x9f\x99\x82", "\x80", "\xff", "\xc3", "\xe2\x82", "\xf0\x9f\x99",
+        "\xf0\x9f", "\xed\xa0\x80", "\xc0\xaf", "\xf4\x90\x80\x80", "\xe0\x9f\xbf", "7", "'s"
+    };
+
+    // One U+FFFD for each longest beginning of a character.
+    static const char *const broken[][2] = {
+        { "\xe2\x82" "A", "\ufffd" "A" },
+        { "\xf0\x9f\x99", "\ufffd" },
+        { "\x80\x80", "\ufffd\ufffd" },
+        { "\xc3\xc3\xa9", "\ufffd\u00e9" },
+        { "\xed\xa0\x80", "\ufffd\ufffd\ufffd" },
+        { "\xe0\x80\x80", "\ufffd\ufffd\ufffd" },
+        { "\xf4\x90\x80\x80", "\ufffd\ufffd\ufffd\ufffd" },
+        { "\xf0\x9f\xe2\x82\xac", "\ufffd\u20ac" },
+        { "\xff" "b", "\ufffd" "b" },
+        { "\xc0\xaf", "\ufffd\ufffd" },
+    };
+    static const char *const exact[] = { "llama3",    "gpt2",         "smollm2",     "tekken", "numbers", "spm-legacy",
+                                         "spm-never", "deepseek-llm", "deepseek-v3", "falcon" };
+    Tokenizer *bytes = fixture_tokenizer("gpt2");
+    int of_byte[256] = { 0 }, len;
+    for (int id = tokenizer_size(bytes) - 1; id >= 0; id--) {
+        const char *b = tokenizer_bytes(bytes, id, &len);
+        if (len == 1) of_byte[(unsigned char)*b] = id;
+    }
+    rnd_seed(3);
+    for (size_t f = 0; f < sizeof exact / sizeof *exact; f++) {
+        Tokenizer *t = fixture_tokenizer(exact[f]);
+        int strips = !strcmp(exact[f], "spm-legacy");           // the blank that is put before a text
+        for (int trial = 0; t && trial < 300; trial++) {
+            char *text = NULL, *raw = NULL, *stream = NULL;
+            for (int n = rnd_int(40); n--;) {
+                const char *b = bits[rnd_int(sizeof bits / sizeof *bits)];
+                if (trial & 1) arrput(text, (char)rnd_int(256));
+                else bytes_put(&text, b, strlen(b));
+            }
+            int *ids = tokenizer_encode(t, text, arrlenu(text), 0, NULL);
+            Decoder d = { .t = t };
+            for (int i = 0; i < (int)arrlen(ids); i++) {
+                const char *b = tokenizer_bytes(t, ids[i], &len);
+                bytes_put(&raw, b, (size_t)len);
+                stream = decode_token(&d, ids[i], stream);
+                size_t at = 0, k = 1;
+                for (; at < arrlenu(stream) && k; at += k) k = (size_t)utf8_length(stream + at, arrlenu(stream) - at);
+                CHECK(k, "%s: half a character left the decoder", exact[f]);
+            }
+            stream = decode_flush(&d, stream);
+            size_t skip = strips && arrlen(raw) && raw[0] == ' ', n = arrlenu(text);
+            CHECK(arrlenu(raw) - skip == n && (!n || !memcmp(raw + skip, text, n)), "%s trial %d: %d bytes became %d",
+                  exact[f], trial, (int)n, (int)arrlen(raw));
+            char *whole = decode_bytes(bytes, of_byte, text, n);
+            CHECK(arrlen(whole) == arrlen(stream) && (!arrlen(whole) || !memcmp(whole, stream, arrlenu(whole))),
+                  "%s trial %d", exact[f], trial);
+            arrfree(text);
+            arrfree(raw);
+            arrfree(whole);
+            arrfree(stream);
+            arrfree(ids);
+        }
+        tokenizer_free(t);
+    }
+    for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
+        char *out = decode_bytes(bytes, of_byte, broken[i][0], strlen(broken[i][0]));
+        CHECK(arrlenu(out) == strlen(broken[i][1]) && !memcmp(out, broken[i][1], arrlenu(out)), "case %zu gives \"%.*s\"",
+              i, (int)arrlen(out), out);
+        arrfree(out);
+    }
+    tokenizer_free(bytes);
+}
+
+TEST(tokenizer_lookups, "ids, sizes, BOS and flags; an id outside the tokenizer is empty") {
+    Tokenizer *t = fixture_tokenizer("llama3"), *spm = fixture_tokenizer("spm-legacy"), *qwen = fixture_tokenizer("qwen2");
+    int len = 9, eot = tokenizer_id(t, "<|eot_id|>");
+    CHECK(eot > 0 && tokenizer_is_special(t, eot) && tokenizer_eos(t) == eot && tokenizer_id(t, "<|no|>") == -1, "%d", eot);
+    CHECK(tokenizer_flags(t, eot) == (TOKEN_ADDED | TOKEN_SPECIAL | TOKEN_GUARDED), "flags %d", tokenizer_flags(t, eot));
+    CHECK(tokenizer_adds_bos(t) && tokenizer_bos(t) == tokenizer_id(t, "<|begin_of_text|>"), "bos %d", tokenizer_bos(t));
+    CHECK(!strncmp(tokenizer_bytes(t, eot, &len), "<|eot_id|>", 10) && len == 10, "%d", len);
+    CHECK(!strcmp(tokenizer_text(t, eot, &len), "<|eot_id|>") && len == 10, "%d", len);
+    CHECK(tokenizer_guarded_at(t, "<|eot_id|>x", 11, &len) == eot && len == 10, "%d", len);
+    CHECK(tokenizer_guarded_at(t, "<|eot_id|>x", 9, &len) == -1 && len == 0, "%d", len);
+    CHECK(!*tokenizer_bytes(t, tokenizer_size(t), &len) && !len && !*tokenizer_bytes(t, -1, &len) && !len, "%d", len);
+    CHECK(!*tokenizer_text(t, -1, &len) && !len && !tokenizer_flags(t, 1 << 30), "%d", len);
+    CHECK(!tokenizer_is_special(t, -7) && !tokenizer_is_special(t, 1 << 30), "an id outside is special");
+    CHECK(tokenizer_unk(spm) == 0 && tokenizer_unk(t) == -1, "%d %d", tokenizer_unk(spm), tokenizer_unk(t));
+    CHECK(tokenizer_bytes(spm, tokenizer_id(spm, "<0x41>"), &len)[0] == 'A' && len == 1, "%d", len);
+    CHECK(tokenizer_adds_bos(spm) && tokenizer_bos(spm) == 1
+              && tokenizer_bytes(spm, tokenizer_id(spm, "▁the"), &len)[0] == ' ' && len == 4,
+          "%d", len);
+    CHECK(!tokenizer_adds_bos(qwen) && tokenizer_bos(qwen) == tokenizer_id(qwen, "<｜begin▁of▁sentence｜>"), "bos %d",
+          tokenizer_bos(qwen));
+    CHECK(!tokenizer_is_special(qwen, tokenizer_id(qwen, "<think>")), "<think> is special");
+    CHECK(tokenizer_flags(qwen, tokenizer_id(qwen, "<｜User｜>")) & TOKEN_GUARDED, "a turn mark is not guarded");
+    tokenizer_free(t);
+    tokenizer_free(spm);
+    tokenizer_free(qwen);
+}
+
+TEST(tokenizer_spaces, "white space is found from both sides, also beside broken bytes") {
+    static const char s[] = "a \xe3\x80\x80\x80\n";
+    int len;
+    CHECK(!is_space(s, 6, &len) && len == 1 && is_space(s + 1, 5, &len) && len == 1, "%d", len);
+    CHECK(is_space(s + 2, 4, &len) && len == 3 && !is_space(s + 5, 1, &len) && len == 1, "%d", len);
+    CHECK(space_before(s, 0, 0) == 0 && space_before(s, 0, 2) == 1 && space_before(s, 0, 5) == 3, "from behind");
+    CHECK(space_before(s, 0, 6) == 0 && space_before(s, 0, 7) == 1 && space_before(s, 3, 5) == 0, "from behind");
+}
+
+// ---- files that are wrong
+TEST(tokenizer_refuses, "what is not supported or malformed is refused with a line that names it") {
+    static const struct {
+        const char *text, *says;
+    } bad[] = {
+        { "", "" },
+        { "{", "byte" },
+        { "[]", "model" },
+        { "{}", "model" },
+        { "{'model':7}", "model" },
+        { "{'model':{'type':'Unigram','vocab':[]}}", "Unigram" },
+        { "{'model':{'type':'WordPiece','vocab':{'a':1}}}", "WordPiece" },
+        { "{'model':{'type':'BPE','vocab':{},'merges':['a b']}}", "model.vocab" },
+        { "{'model':{'type':'BPE','vocab':{'a':0},'merges':[]}}", "model.merges" },
+        { "{'model':{'type':'BPE','vocab':{'a':0}}}", "model.merges" },
+        { "{'model':{'type':'BPE','vocab':[1],'merges':[]}}", "model.vocab" },
+        { "{'model':{'vocab':{'a':0,'b':0,'ab':1},'merges':['a b']}}", "two tokens" },
+        { "{'model':{'vocab':{'a':0,'a':1},'merges':['a b']}}", "two ids" },
+        { "{'model':{'vocab':{'a':-1},'merges':['a b']}}", "-1" },
+        { "{'model':{'vocab':{'a':2147483648},'merges':['a b']}}", "2147483648" },
+        { "{'model':{'vocab':{'a':2147483647},'merges':['a b']}}", "2147483647" },
+        { "{'model':{'vocab':{'a':9e18},'merges':['a b']}}", "integer" },
+        { "{'model':{'vocab':{'a':0.5},'merges':['a b']}}", "integer" },
+        { "{'model':{'vocab':{'a':'x'},'merges':['a b']}}", "integer" },
+        { "{'model':{'vocab':{'a':null},'merges':['a b']}}", "integer" },
+        { "{'model':{'vocab':{'a':0,'b':1},'merges':['a b']}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'ab':1},'merges':['a b']}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a','a']}}", "merges[1]" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a a']}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[['a']]}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[['a',1]]}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[3,null]}}", "merges[0]" },
+        { "{'model':{'vocab':{'a':0,'':1},'merges':[['a','']]}}", "empty side" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[' ']}}", "empty side" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'unk_token':'u'}}", "unk_token" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'dropout':0.1}}", "dropout" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'continuing_subword_prefix':'##'}}",
+          "continuing_subword_prefix" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'end_of_word_suffix':'</w>'}}",
+          "end_of_word_suffix" },
+        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'ignore_merges':3}}", "ignore_merges" },
+        { "{'added_tokens':[{'id':0,'content':'x'}]," SMALL_MODEL, "two tokens" },
+        { "{'added_tokens':[{'id':1,'content':'a'}]," SMALL_MODEL, "two ids" },
+        { "{'added_tokens':[{'content':'x'}]," SMALL_MODEL, "id" },
+        { "{'added_tokens':[{'id':9,'content':''}]," SMALL_MODEL, "empty" },
+        { "{'added_tokens':[{'id':99999999,'content':'x'}]," SMALL_MODEL, "99999999" },
+        { "{'added_tokens':7," SMALL_MODEL, "added_tokens" },
+        { "{'added_tokens':[7]," SMALL_MODEL, "added_tokens[0]" },
+        { "{'added_tokens':[{'id':9,'content':'x','single_word':true}]," SMALL_MODEL, "single_word" },
+        { "{'added_tokens':[{'id':9,'content':'x','lstrip':1}]," SMALL_MODEL, "flag" },
+        { "{'added_tokens':[{'id':9,'content':'x'},{'id':9,'content':'x'}]," SMALL_MODEL, "twice" },
+        { SMALL_HEAD "'normalizer':{'type':'NFKC'}," SMALL_MODEL, "NFKC" },
+        { SMALL_HEAD "'normalizer':{}," SMALL_MODEL, "without a type" },
+        { SMALL_HEAD "'normalizer':[1]," SMALL_MODEL, "normalizer" },
+        { SMALL_HEAD "'normalizer':{'type':'Sequence'}," SMALL_MODEL, "Sequence" },
+        { SMALL_HEAD "'normalizer':{'type':'Sequence','normalizers':[{'type':'NFC'},{'type':'"
+                     "Lowercase'}]}," SMALL_MODEL,
+          "Lowercase" },
+        { SMALL_HEAD
+          "'normalizer':{'type':'Replace','pattern':{'Regex':'x'},'content':'y'}," SMALL_MODEL,
+          "Replace" },
+        { SMALL_HEAD "'normalizer':{'type':'Prepend'}," SMALL_MODEL, "Prepend" },
+        { SMALL_HEAD "'pre_tokenizer':{'type':'BertPreTokenizer'}," SMALL_MODEL, "BertPreTokenizer" },
+        { SMALL_HEAD "'pre_tokenizer':{'type':'ByteLevel','add_prefix_space':true}," SMALL_MODEL,
+          "add_prefix_space" },
+        { SMALL_HEAD "'pre_tokenizer':{'type':'Metaspace','replacement':'_'}," SMALL_MODEL,
+          "Metaspace" },
+        { SMALL_HEAD "'pre_tokenizer':{'type':'Metaspace','replacement':'▁','prepend_scheme':'last'"
+                     "}," SMALL_MODEL,
+          "last" },
+        { SMALL_HEAD "'pre_tokenizer':{'type':'Digits','individual_digits':2}," SMALL_MODEL,
+          "individual_digits" },
+        { SMALL_HEAD "'decoder':{'type':'WordPiece'}," SMALL_MODEL, "WordPiece" },
+        { SMALL_HEAD "'decoder':{'type':'Strip','content':' ','start':2,'stop':0}," SMALL_MODEL,
+          "Strip" },
+        { SMALL_HEAD
+          "'decoder':{'type':'Replace','pattern':{'String':'x'},'content':' '}," SMALL_MODEL,
+          "Replace" },
+        { SMALL_HEAD "'post_processor':{'type':'BertProcessing'}," SMALL_MODEL, "BertProcessing" },
+        { SMALL_HEAD "'post_processor':{'type':'TemplateProcessing','single':[{'SpecialToken':{'id'"
+                     ":'<s>'}}],'special_tokens':{}}," SMALL_MODEL,
+          "<s>" },
+        { SMALL_HEAD "'post_processor':{'type':'TemplateProcessing','single':[{'Sequence':{}},{'"
+                     "SpecialToken':{'id':'<s>'}}],"
+                     "'special_tokens':{'<s>':{'ids':[4]}}}," SMALL_MODEL,
+          "before the text" },
+        { SMALL_HEAD
+          "'post_processor':{'type':'TemplateProcessing','single':[{'SpecialToken':{'id':'<s>'}}],"
+          "'special_tokens':{'<s>':{'ids':[5]}}}," SMALL_MODEL,
+          "no id" },
+        { "{'model':{'vocab':{'a\xff':0},'merges':['a b']}}", "UTF-8" },
+        { "{'added_tokens':[{'id':9,'content':'x\\u0000y'}]," SMALL_MODEL, "NUL" },
+    };
+
+    char err[512] = "";
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        *err = 0;
+        Tokenizer *t = small_tokenizer(bad[i].text, strlen(bad[i].text), err);
+        CHECK(!t && strstr(err, bad[i].says) && *err, "case %zu %.60s...: %s", i, bad[i].text, t ? "accepted" : err);
+        tokenizer_free(t);
+    }
+    static const char small[] = SMALL_HEAD SMALL_MODEL;
+    Tokenizer *good = small_tokenizer(small, strlen(small), err);
+    int *ids = good ? tokenizer_encode(good, "abab<s>ba?", 10, 1, NULL) : NULL, want[] = { 2, 2, 4, 1, 0 };
+    CHECK(arrlen(ids) == 5 && !memcmp(ids, want, sizeof want), "%s", err);
+    arrfree(ids);
+    tokenizer_free(good);
+
+    // A token as long as a book
+    static char book[MAX_BOOK + 100];
+    int head = snprintf(book, sizeof book, "{'model':{'vocab':{'");
+    memset(book + head, 'x', MAX_BOOK);
+    strcpy(book + head + MAX_BOOK, "':0},'merges':['a b']}}");
+    CHECK(!small_tokenizer(book, strlen(book), err) && strstr(err, "4097 bytes: expected at most 4096"), "%s", err);
+}
+
+// Writes a file of a folder.
+static void put_file(const char *dir, const char *name, const char *text) {
+    char path[300];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    FILE *f = fopen(path, "wb");
+    CHECK(f && fputs(text, f) >= 0, "%s", path);
+    if (f) fclose(f);
+}
+
+TEST(tokenizer_folders, "a folder without tokenizer.json, a SentencePiece model and a wrong tokenizer_config.json are refused "
+                        "in one line") {
+    char dir[] = "/tmp/kvcomp-test-XXXXXX", path[300], err[512] = "";
+    Tokenizer *t;
+    CHECK(mkdtemp(dir), "%s", dir);
+    CHECK(!tokenizer_load("/nowhere/at/all", err) && strstr(err, "/nowhere"), "%s", err);
+    CHECK(!tokenizer_load(dir, err) && strstr(err, "no tokenizer.json here"), "%s", err);
+    put_file(dir, "tokenizer.model", "\n\x05\n\x03<s>");
+    CHECK(!tokenizer_load(dir, err) && strstr(err, "use the tokenizer.json") && !strchr(err, '\n'), "%s", err);
+    snprintf(path, sizeof path, "%s/tokenizer.model", dir);
+    CHECK(!tokenizer_load(path, err) && strstr(err, "use the tokenizer.json") && !strchr(err, '\n'), "%s", err);
+
+    // A text that begins with a newline is JSON all the same.
+    put_file(dir, "tokenizer.json", "\n{\"model\":{\"vocab\":{\"a\":0,\"</s>\":1,\"aa\":2},\"merges\":[\"a a\"]}}");
+    t = tokenizer_load(dir, err);
+    CHECK(t && tokenizer_eos(t) == 1 && tokenizer_bos(t) == -1, "%s", err);
+    tokenizer_free(t);
+    put_file(dir, "tokenizer_config.json", "{\"bos_token\":{\"content\":\"a\"},\"eos_token\":\"aa\",\"add_bos_token\":true}");
+    t = tokenizer_load(dir, err);
+    CHECK(t && tokenizer_eos(t) == 2 && tokenizer_bos(t) == 0 && tokenizer_adds_bos(t), "%s", err);
+    tokenizer_free(t);
+    put_file(dir, "tokenizer_config.json", "{\"add_bos_token\":3}");
+    CHECK(!tokenizer_load(dir, err) && strstr(err, "add_bos_token"), "%s", err);
+    put_file(dir, "tokenizer_config.json", "{");
+    CHECK(!tokenizer_load(dir, err) && strstr(err, "tokenizer_config.json"), "%s", err);
+    static const char *const files[] = { "tokenizer.model", "tokenizer.json", "tokenizer_config.json" };
+    for (int i = 0; i < 3; i++) {
+        snprintf(path, sizeof path, "%s/%s", dir, files[i]);
+        unlink(path);
+    }
+    rmdir(dir);
+}
+
+TEST(tokenizer_mutants, "thousands of damaged files load or are refused, and what loads still encodes") {
+    static const char *const file[] = { "numbers/tokenizer.json", "spm-unk/tokenizer.json", "deepseek-v3/tokenizer.json" };
+    static const char *const swap[] = { "null", "[]", "{}", "-1", "\"\"", "1e9", "true" };
+    rnd_seed(11);
+    for (int f = 0; f < 3; f++) {
+        Fixture x;
+        char *data = fixture_open(file[f], &x), err[512];
+        size_t n = (size_t)(x.end - x.p);
+        const char *pattern = data ? strstr(data, "\"Regex\"") : NULL;
+        size_t around = pattern ? (size_t)(pattern - data) : 0;
+        for (int trial = 0; data && trial < 400; trial++) {
+            char *copy = NULL;
+            size_t keep = trial % 8 == 0 ? (size_t)rnd_int((int)n) : n;
+            bytes_put(&copy, data, keep);
+            for (int k = rnd_int(4); k-- && keep;)
+                copy[rnd_int((int)keep)] = (char)(trial & 1 ? rnd_int(256) : "\"{}[]:,0a9"[rnd_int(10)]);
+            for (int k = rnd_int(4); k-- && around && keep > around + 400;)     // the patterns
+                copy[around + (size_t)rnd_int(400)] = "()[]{}|?*+.^-aLp\\\\,1"[rnd_int(20)];
+            if (trial % 5 == 0 && keep > 8) {                                   // a value of another type in place of one
+                size_t at = (size_t)rnd_int((int)keep - 8);
+                const char *colon = memchr(copy + at, ':', keep - at), *s = swap[rnd_int(7)];
+                if (colon && (size_t)(colon - copy) + 1 + strlen(s) < keep)
+                    memcpy(copy + (colon - copy) + 1, s, strlen(s));
+            }
+            Tokenizer *t = tokenizer_parse(copy ? copy : "", arrlenu(copy), err);
+            CHECK(t || *err, "refused without a reason");
+            int *ids = t ? tokenizer_encode(t, "The words 123 caf\xc3\xa9 \xff <s>\n", 24, trial & 1, NULL) : NULL;
+            for (int i = 0; i < (int)arrlen(ids); i++) CHECK(ids[i] >= 0 && ids[i] < tokenizer_size(t), "%d", ids[i]);
+            char *text = t ? decode_all(t, ids) : NULL;
+            arrfree(text);
+            arrfree(ids);
+            tokenizer_free(t);
+            arrfree(copy);
+        }
+        free(data);
+    }
+}
+
+int main(int argc, char **argv) { return check_main(argc, argv); }
