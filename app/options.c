@@ -45,7 +45,7 @@ const Opt program_options[] = {
       "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
-    { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
+    { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
     { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
     { "synthetic",     's', "",
       "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },

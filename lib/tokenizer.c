@@ -237,6 +237,13 @@ static size_t char_before(const char *s, size_t from, size_t end) {
     return (size_t)utf8_length(s + i, end - i) == end - i ? i : end - 1;
 }
 
+// Is the whole of s well-formed UTF-8?
+static int utf8_whole(const char *s, size_t n) {
+    int len = 1;
+    for (size_t i = 0; i < n && len; i += (size_t)len) len = utf8_length(s + i, n - i);
+    return len > 0;
+}
+
 // Appends the character of code c to the stb array *out.
 static void char_put(char **out, uint32_t c) {
     if (c < 0x80 || c >= BROKEN) {      // one byte: BROKEN is a multiple of 256, so its low bits are the byte
@@ -716,6 +723,7 @@ static int regex_alternatives(RegexReader *r) {
 // Reads a whole pattern into step. Returns 0, or -1 with the reason in err.
 static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err[512]) {
     RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
+    if (!utf8_whole(pattern, strlen(pattern))) return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
     r.set = xmalloc(sizeof *r.set);
     r.other = xmalloc(sizeof *r.other);
     int bad = regex_alternatives(&r) < 0;
@@ -1524,13 +1532,6 @@ void tokenizer_free(Tokenizer *t) {
 
 // How many of a piece's n bytes a message shows.
 static int shown(size_t n) { return (int)min_size(n, 100); }
-
-// Is the whole of s well-formed UTF-8?
-static int utf8_whole(const char *s, size_t n) {
-    int len = 1;
-    for (size_t i = 0; i < n && len; i += (size_t)len) len = utf8_length(s + i, n - i);
-    return len > 0;
-}
 
 // Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
 // added token may stand in the BPE vocabulary too.

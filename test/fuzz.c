@@ -80,7 +80,7 @@ static const Tokenizer *the_tokenizer(void) {
     char err[512] = "";
     if (t) return t;
     char *text = tokenizer_text();
-    t = load_json_text(text, strlen(text), err);
+    t = tokenizer_parse(text, strlen(text), err);
     free(text);
     if (!t) fprintf(stderr, "%s\n", err);
     must(t != NULL, "the tokenizer of the targets loads");
@@ -240,24 +240,10 @@ static void use(Tokenizer *t, const char *text, size_t n) {
 // A tokenizer.json, then after a 0 byte the text to encode.
 static void target_tokenizer(const char *data, size_t n) {
     char err[512];
-    Tokenizer *t = NULL;
-    unicode_load();
     const char *end = memchr(data, 0, n);
     size_t len = end ? (size_t)(end - data) : n;
-    Json *j = json_parse(data, len, err);
-    if (j && (t = load_json(j, err)))
-        use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
-    json_free(j);
-}
-
-// A length byte, that many bytes of text, then a tokenizer.model.
-static void target_spm(const char *data, size_t n) {
-    char err[512];
-    Tokenizer *t = NULL;
-    unicode_load();
-    size_t text = n ? (unsigned char)data[0] : 0;
-    if (n && text < n && (t = load_sentencepiece(data + 1 + text, n - 1 - text, err)))
-        use(t, data + 1, text);
+    Tokenizer *t = tokenizer_parse(data, len, err);
+    if (t) use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
 }
 
 // ---- sessions on disk
