@@ -383,7 +383,7 @@ asan: kvcomp tests_asan tests_lib_asan tests_app_asan
 # other. What they learn stays in fuzz_corpus/. The strings of stb_ds.h lie in arrays that are declared too
 # short on purpose.
 FUZZ_SECONDS ?= 60
-FUZZ = json safetensors config tokenizer spm session adapter scores ids dialogues answers batch template chat
+FUZZ = json safetensors config tokenizer session adapter scores ids dialogues answers batch template chat
 FUZZ_FLAGS = -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 \
              -artifact_prefix=fuzz_found_
 

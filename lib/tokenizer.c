@@ -231,7 +231,7 @@ static uint32_t char_code(const char *s, size_t n, int *len) {
 }
 
 // Where the character begins that ends at s[end], behind s[from].
-static size_t char_before(const char *s, size_t from, size_t end) {
+static size_t last_char(const char *s, size_t from, size_t end) {
     size_t i = end - 1;
     while (i > from && end - i < 4 && (s[i] & 0xc0) == 0x80) i--;
     return (size_t)utf8_length(s + i, end - i) == end - i ? i : end - 1;
@@ -266,7 +266,7 @@ int is_space(const char *s, size_t n, int *len) {
 
 size_t space_before(const char *s, size_t from, size_t end) {
     if (end == from) return 0;
-    size_t i = char_before(s, from, end);
+    size_t i = last_char(s, from, end);
     int len;
     return is_space(s + i, end - i, &len) ? end - i : 0;
 }
@@ -506,7 +506,7 @@ static int regex_member(RegexReader *r, int first) {
     return (int)c;
 }
 
-// Reads a set [..] and adds its instruction.
+// Reads a set [..], adds its instruction and returns 1; or -1.
 static int regex_set(RegexReader *r) {
     const char *open = r->p++;
     int negative = *r->p == '^', first = 1;
@@ -526,37 +526,23 @@ static int regex_set(RegexReader *r) {
         if (low != A_SET && regex_add(r, at, (uint32_t)low, (uint32_t)high)) return -1;
     }
     r->p++;
+    r->last = 0;
     regex_emit_set(r, negative);
-    return 0;
+    return 1;
 }
 
 // Reads {m}, {m,n}, {m,} or {,n}. Returns 0, or -1.
 static int regex_counts(RegexReader *r, int *least, int *most) {
-    const char *at = r->p++;
-    char *end;
-    long low = 0, high;
-    int digits = isdigit((unsigned char)*r->p);
-    if (digits) {
-        low = strtol(r->p, &end, 10);
-        r->p = end;
-    }
-    high = low;
-    if (*r->p == ',') {
-        r->p++;
-        high = digits ? ANY_NUMBER : -1;
-        if (isdigit((unsigned char)*r->p)) {
-            high = strtol(r->p, &end, 10);
-            r->p = end;
-        }
-    } else if (!digits) {
-        high = -1;
-    }
-    int closed = *r->p == '}';
-    r->p += closed;
-    if (!closed || high < low || low > MAX_COUNT || (high > MAX_COUNT && high != ANY_NUMBER))
+    const char *at = r->p;
+    size_t n = strspn(at + 1, "0123456789,");
+    const char *end = at + 1 + n, *comma = memchr(at, ',', n + 1);
+    int known = *end == '}' && n > (comma != NULL) && n < 9 && !(comma && memchr(comma + 1, ',', (size_t)(end - comma - 1)));
+    r->p = end + (*end == '}');
+    *least = known ? atoi(at + 1) : 0;
+    *most = *least;
+    if (known && comma) *most = comma[1] == '}' ? ANY_NUMBER : atoi(comma + 1);
+    if (!known || *most < *least || *least > MAX_COUNT || (*most > MAX_COUNT && *most != ANY_NUMBER))
         return regex_fail(r, at, "this count");
-    *least = (int)low;
-    *most = (int)high;
     return 0;
 }
 
@@ -649,28 +635,34 @@ static int regex_group(RegexReader *r) {
     return 0;
 }
 
-// Reads a character, adds its instruction and returns 1; or -1. One letter may stand for two of these inside
-// (?i:..): a sharp s, a ligature.
+// Reads a character, a dot or an anchor and adds its instruction -> how many characters it takes, or -1. One letter
+// may stand for two of these inside (?i:..): a sharp s, a ligature.
 static int regex_char(RegexReader *r) {
     static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
     const char *at = r->p;
-    int len, c, last = r->last;
+    int len = 1, c = A_SET, before = r->last;
     memset(r->set, 0, sizeof *r->set);
+    r->last = 0;
     if (*at == '\\') {
         c = regex_escape(r, 0);
         if (c < 0) return -1;
     } else {
-        c = (int)char_code(at, strlen(at), &len);
+        if (*at != '.') c = (int)char_code(at, strlen(at), &len);
         r->p += len;
-        if (c < 128 && strchr("*+?{", c)) return regex_fail(r, at, "a quantifier of nothing");
     }
+    if (*at == '^' || *at == '$') {
+        regex_emit(r, *at == '^' ? OP_LINE_START : OP_LINE_END, 0);
+        return 0;
+    }
+    if (strchr("*+?{", *at)) return regex_fail(r, at, "a quantifier of nothing");
+    if (*at == '.') set_range(r->set, '\n', '\n');
     if (c != A_SET && regex_add(r, at, (uint32_t)c, (uint32_t)c)) return -1;
-    r->last = r->fold && c < 128 && isalpha(c) ? c | 32 : 0;
-    for (int i = 0; last && i < 5; i++) {
-        if (last == pairs[i][0] && r->last == pairs[i][1])
+    if (r->fold && c < 128 && isalpha(c)) r->last = c | 32;
+    for (int i = 0; before && i < 5; i++) {
+        if (before == pairs[i][0] && r->last == pairs[i][1])
             return regex_fail(r, at - 1, "a pair of letters that one letter may stand for inside (?i:..)");
     }
-    regex_emit_set(r, 0);
+    regex_emit_set(r, *at == '.');
     return 1;
 }
 
@@ -678,23 +670,10 @@ static int regex_char(RegexReader *r) {
 static int regex_sequence(RegexReader *r) {
     int width = 0;
     while (*r->p && *r->p != '|' && *r->p != ')') {
-        int from = (int)arrlen(r->code), wide = *r->p != '^' && *r->p != '$';
-        if (*r->p == '^' || *r->p == '$') {
-            regex_emit(r, *r->p++ == '^' ? OP_LINE_START : OP_LINE_END, 0);
-        } else if (*r->p == '(') {
-            wide = regex_group(r);
-        } else if (*r->p == '[') {
-            if (regex_set(r)) return -1;
-            r->last = 0;
-        } else if (*r->p == '.') {
-            r->p++;
-            memset(r->set, 0, sizeof *r->set);
-            set_range(r->set, '\n', '\n');
-            regex_emit_set(r, 1);
-            r->last = 0;
-        } else {
-            wide = regex_char(r);
-        }
+        int from = (int)arrlen(r->code), wide;
+        if (*r->p == '(') wide = regex_group(r);
+        else if (*r->p == '[') wide = regex_set(r);
+        else wide = regex_char(r);
         if (wide >= 0) wide = regex_quantifier(r, from, wide);
         if (wide < 0) return -1;
         if (arrlen(r->code) > MAX_CODE || arrlen(r->t->set) > MAX_SETS)
@@ -816,7 +795,7 @@ static int match_back(Matcher *m, size_t base, int *pc, size_t *at) {
             (void)arrpop(m->choice);
             continue;
         }
-        c->at = char_before(m->s, c->low, c->at);
+        c->at = last_char(m->s, c->low, c->at);
         *at = c->at;
         if (in->op == OP_LOOP) return 1;
     }
@@ -835,7 +814,7 @@ static size_t match_loop(Matcher *m, int pc, size_t at) {
         if (!match_char(m, in->x, end, &len)) break;
     }
     if (fails && (in->op == OP_POSSESSIVE || end == at)) return NOWHERE;
-    if (fails) end = char_before(m->s, at, end);
+    if (fails) end = last_char(m->s, at, end);
     arrput(m->choice, ((Choice){ .pc = pc, .low = at, .at = end }));
     return end;
 }
@@ -1870,34 +1849,28 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
 // A step of "decoder". Fuse joins the pieces, which is what happens anyway; of Strip only a blank at the start of the
 // text is known.
 static int read_decoder(Tokenizer *t, const Json *d, char err[512]) {
+    const char *type = json_text(d, "type"), *content = json_text(d, "content");
     const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-    switch (word_place("ByteLevel|ByteFallback|Metaspace|Replace|Strip|Fuse", json_text(d, "type"))) {
-    case 0:
+    if (!strcmp(type, "ByteLevel")) {
         t->dec_byte_level = 1;
-        return 0;
-    case 1:
+    } else if (!strcmp(type, "ByteFallback")) {
         t->dec_bytes = 1;
-        return 0;
-    case 2:
+    } else if (!strcmp(type, "Metaspace")) {
         t->dec_space = 1;
         t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && flag(d, "add_prefix_space", 1, err);
-        return 0;
-    case 3:
+    } else if (!strcmp(type, "Replace")) {
         t->dec_space = 1;
-        if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(json_text(d, "content"), " "))
+        if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(content, " "))
             return fault(err, "decoder Replace: only U+2581 to a blank is supported");
-        return 0;
-    case 4:
-        t->dec_strip = json_is(start, JSON_NUMBER) && start->num == 1;
-        if (strcmp(json_text(d, "content"), " ") || !json_is(start, JSON_NUMBER) || (start->num != 0 && start->num != 1)
-            || (json_is(stop, JSON_NUMBER) && stop->num != 0))
+    } else if (!strcmp(type, "Strip")) {
+        int known = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
+        if (!known || strcmp(content, " ") || (json_is(stop, JSON_NUMBER) && stop->num != 0))
             return fault(err, "decoder Strip: only one blank at the start is supported");
-        return 0;
-    case 5:
-        return 0;
-    default:
+        t->dec_strip = start->num == 1;
+    } else if (strcmp(type, "Fuse")) {
         return refuse_type(err, "a decoder", d);
     }
+    return 0;
 }
 
 // A step of "post_processor". ByteLevel changes only offsets, which nobody uses here. TemplateProcessing has a list

@@ -588,13 +588,6 @@ static const char *const seeds_template[] = {
     NULL,
 };
 
-// A tokenizer.model of three pieces, behind the text "ab": unknown, "a", "ab".
-static const char seed_spm[] =
-    "\x02" "ab"
-    "\x0a\x0e\x0a\x05<unk>\x15\0\0\0\0\x18\x02"
-    "\x0a\x08\x0a\x01" "a\x15\0\0\x80\xbf"
-    "\x0a\x09\x0a\x02" "ab\x15\0\0\0\xc0";
-
 // An adapter that fits the model of app_begin; its weights are 0. *n: its bytes. The caller frees it.
 static char *adapter_bytes(size_t *n) {
     App a = app_begin(0);
@@ -686,7 +679,6 @@ static const struct Target {
     { "safetensors", target_safetensors, 0, NULL,            adapter_bytes },
     { "config",      target_config,      0, seeds_config,    NULL },
     { "tokenizer",   target_tokenizer,   0, NULL,            NULL },
-    { "spm",         target_spm,         0, NULL,            NULL },
     { "session",     target_session,     1, NULL,            session_bytes },
     { "adapter",     target_adapter,     1, NULL,            adapter_bytes },
     { "scores",      target_scores,      0, seeds_scores,    NULL },
@@ -714,7 +706,6 @@ static void write_seeds(const char *folder) {
         seed_put(folder, k++, text, strlen(text));
         free(text);
     }
-    if (chosen->run == target_spm) seed_put(folder, k++, seed_spm, sizeof seed_spm - 1);
 }
 
 // What the program says is no finding, and standard input is empty.
