@@ -483,6 +483,27 @@ TEST(tokenizer_spaces, "white space is found from both sides, also beside broken
     CHECK(space_before(s, 0, 6) == 0 && space_before(s, 0, 7) == 1 && space_before(s, 3, 5) == 0, "from behind");
 }
 
+TEST(tokenizer_odd_characters, "a broken byte is a symbol to patterns, as U+FFFD; an added token of the byte alphabet is itself") {
+    char err[512] = "";
+    Tokenizer *t = split_tokenizer("\\p{S}", "Isolated", 0, err);
+    CHECK(t, "%s", err);
+    int *got = t ? tokenizer_words(t, "a\xff\xe2\x82 b", 6, NULL) : NULL, *want = NULL, len;
+    static const int lengths[] = { 1, 1, 1, 1, 2 };
+    for (int i = 0; i < 5; i++) arrput(want, lengths[i]);
+    check_ids("\\p{S}", 0, "a\xff\xe2\x82 b", 6, got, want);
+    arrfree(got);
+    arrfree(want);
+    tokenizer_free(t);
+
+    static const char file[] = "{'decoder':{'type':'ByteLevel'},'added_tokens':[{'id':4,'content':'Ġb'}],'model':{'vocab':"
+                               "{'a':0,'Ġ':1,'Ġa':2},'merges':['Ġ a']}}";
+    t = small_tokenizer(file, strlen(file), err);
+    CHECK(t, "%s", err);
+    CHECK(t && !strncmp(tokenizer_bytes(t, 2, &len), " a", 2) && len == 2, "a piece of %d bytes", len);
+    CHECK(t && !strncmp(tokenizer_bytes(t, 4, &len), "Ġb", 3) && len == 3, "an added token of %d bytes", len);
+    tokenizer_free(t);
+}
+
 // ---- files that are wrong
 TEST(tokenizer_refuses, "what is not supported or malformed is refused with a line that names it") {
     static const struct {
