@@ -77,6 +77,9 @@ int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special
 // encode_at for a text with which everything begins.
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids);
 
+// A number of tokens that a text of n bytes has at least, without encoding it; 0: nothing can be said.
+size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n);
+
 // Appends the lengths in bytes of the words that BPE is given for the text instead, behind the normalizer.
 int *tokenizer_words(const Tokenizer *t, const char *text, size_t n, int *lengths);
 
