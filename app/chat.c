@@ -193,10 +193,12 @@ int sample(App *a) {
 }
 
 // ---- the record
-// Frees the ids of one turn.
+// Frees ids and texts of one turn.
 void turn_free(Turn t) {
     arrfree(t.pre);
     arrfree(t.dec);
+    free(t.user);
+    free(t.reply);
 }
 
 // Frees the turns of an stb_ds array; the array stays, empty.
@@ -204,30 +206,196 @@ static void turns_clear(Turn *turns) {
     while (arrlen(turns)) turn_free(arrpop(turns));
 }
 
+void turns_free(Turn *turns) {
+    turns_clear(turns);
+    arrfree(turns);
+}
+
+// Appends ids to an stb_ds array.
+static int *ids_append(int *to, const int *ids, int n) {
+    if (n > 0) memcpy(arraddnptr(to, n), ids, (size_t)n * sizeof *ids);
+    return to;
+}
+
+Turn *turns_copy(const Turn *turns) {
+    Turn *copy = NULL;
+    for (int i = 0; i < (int)arrlen(turns); i++) {
+        Turn t = turns[i];
+        t.pre = ids_append(NULL, turns[i].pre, (int)arrlen(turns[i].pre));
+        t.dec = ids_append(NULL, turns[i].dec, (int)arrlen(turns[i].dec));
+        t.user = turns[i].user ? copy_text(turns[i].user) : NULL;
+        t.reply = turns[i].reply ? copy_text(turns[i].reply) : NULL;
+        arrput(copy, t);
+    }
+    return copy;
+}
+
 // Forgets all turns; the session keeps its rows until it is reset.
 void record_clear(App *a) { turns_clear(a->turn); }
 
-// The turn that the next message of the record prefills: text as the chat template renders it
-// behind the turns so far, or, without a template, the plain text, with BOS in front of the first
-// turn where the tokenizer adds one.
-Turn render_turn(const App *a, const char *text) {
-    Turn t = { 0 };
-    int first = !arrlen(a->turn);
-    if (a->tp) {
-        const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
-        int think = !opt_int(a->o, "no-think");
-        t.pre = template_turn(a->tp, a->tok, first, system, text, think, a->closed, NULL,
-                              &t.n_sys, &t.n_foot, &t.n_head);
-    } else {
-        if (first && tokenizer_adds_bos(a->tok)) arrput(t.pre, tokenizer_bos(a->tok));
-        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+// ---- the next turn, as the chat template writes it
+// The template writes the whole dialogue each time. What has been fed stands at the beginning of it, because a
+// reply that the template leaves whole is there with the ids that the model made; the rest is the new turn.
+// Some templates write earlier messages otherwise once others follow: Qwen3 and R1 drop the thoughts of old
+// replies, Mistral moves the system text. Then the new turn begins where the two part.
+
+// The text of a reply, malloc'd.
+static char *reply_text(const App *a, const Turn *t) {
+    Decoder d = { .t = a->tok, .skip_special = 1 };
+    char *text = NULL;
+    if (t->reply) return copy_text(t->reply);
+    for (int i = 0; i < (int)arrlen(t->dec); i++) text = decode_token(&d, t->dec[i], text);
+    text = decode_flush(&d, text);
+    char *copy = copy_bytes(text ? text : "", arrlenu(text));
+    arrfree(text);
+    return copy;
+}
+
+// How many ids two lists begin with alike.
+static int same_beginning(const int *x, const int *y) {
+    int n = min_int((int)arrlen(x), (int)arrlen(y)), k = 0;
+    while (k < n && x[k] == y[k]) k++;
+    return k;
+}
+
+// The same at their ends.
+static int same_end(const int *x, const int *y) {
+    int n = (int)arrlen(x), m = (int)arrlen(y), k = 0;
+    while (k < n && k < m && x[n - 1 - k] == y[m - 1 - k]) k++;
+    return k;
+}
+
+// The messages of the record and then `text` (stb_ds array); the replies' texts are to be freed.
+static Message *record_messages(const App *a, const char *text) {
+    Message *m = NULL;
+    if (opt_given(a->o, "system")) arrput(m, ((Message){ .role = "system", .content = opt_str(a->o, "system") }));
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        const Turn *t = &a->turn[i];
+        arrput(m, ((Message){ .role = "user", .content = t->user ? t->user : "" }));
+        arrput(m, ((Message){ .role = "assistant", .content = reply_text(a, t), .ids = t->dec,
+                              .n_ids = t->reply ? 0 : (int)arrlen(t->dec) }));
     }
+    arrput(m, ((Message){ .role = "user", .content = text }));
+    return m;
+}
+
+// The parts of a new turn t, whose dialogue is `all`: what a dialogue that lacks something has not.
+//   n_head: what is not there when no reply is opened; or, when that is nothing, what follows the words
+//   n_foot: what is there without the new message
+//   n_sys:  what is there with the system message alone; without one, what another system text has not
+static void turn_parts(const App *a, Turn *t, const Message *m, const int *all, int how) {
+    char err[512];
+    int n = (int)arrlen(m), *less = template_ids(a->tp, m, n, how & ~RENDER_PROMPT, err);
+    int total = (int)arrlen(all), fed = total - (int)arrlen(t->pre), system = !strcmp(m->role, "system");
+    t->n_head = total - same_beginning(all, less);
+    arrfree(less);
+
+    // The same dialogue with other words at its end
+    const char *words = m[n - 1].content;
+    Message other[3] = { m[0], m[n - 1] };
+    if (!t->n_head) {
+        Message *changed = NULL;
+        memcpy(arraddnptr(changed, n), m, (size_t)n * sizeof *m);
+        changed[n - 1].content = *words && words[strlen(words) - 1] == 'a' ? "b" : "a";
+        less = template_ids(a->tp, changed, n, how, err);
+        t->n_head = same_end(all, less);
+        arrfree(less);
+        arrfree(changed);
+    }
+    t->n_head = min_int(t->n_head, (int)arrlen(t->pre));
+    if (arrlen(a->turn)) {
+        less = template_ids(a->tp, m, n - 1, how & ~RENDER_PROMPT, err);
+        t->n_foot = max_int(same_beginning(all, less) - fed, 0);
+        arrfree(less);
+        return;
+    }
+    if (!system && a->tp->no_system) {
+        t->n_sys = all[0] == tokenizer_bos(a->tok);
+        return;
+    }
+    if (!system) other[0] = (Message){ .role = "system", .content = "kvcomp" };
+    int *alone = template_ids(a->tp, other, 1, how & ~RENDER_PROMPT, err);
+    int *both = system ? NULL : template_ids(a->tp, other, 2, how, err);
+    t->n_sys = same_beginning(system ? all : both, alone);
+    int own = (int)arrlen(both) - t->n_sys;             // ids of the first message, in both dialogues
+    if (!system) t->n_sys = own <= total && same_end(all, both) >= own ? total - own : all[0] == tokenizer_bos(a->tok);
+    arrfree(alone);
+    arrfree(both);
+    if (!system || t->n_sys > 1) return;
+    other[1].content = *words == 'a' ? "b" : "a";       // a system text inside the first message
+    less = template_ids(a->tp, other, 2, how, err);
+    t->n_sys = same_beginning(all, less);
+    arrfree(less);
+}
+
+// The turn without a template.
+static Turn render_plain(const App *a, const char *text) {
+    Turn t = { .user = copy_text(text) };
+    if (!arrlen(a->turn) && tokenizer_adds_bos(a->tok)) arrput(t.pre, tokenizer_bos(a->tok));
+    t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
     return t;
+}
+
+Turn render_turn(const App *a, const char *text, char err[512]) {
+    *err = 0;
+    if (!a->tp) return render_plain(a, text);
+    int how = RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
+            | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
+    Message *m = record_messages(a, text);
+    int n = (int)arrlen(m), *fed = NULL;
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        fed = ids_append(fed, a->turn[i].pre, (int)arrlen(a->turn[i].pre));
+        fed = ids_append(fed, a->turn[i].dec, (int)arrlen(a->turn[i].dec));
+    }
+
+    // First as transformers has it, all of it encoded at once; else with the replies' own ids.
+    Message *plain = NULL;
+    memcpy(arraddnptr(plain, n), m, (size_t)n * sizeof *m);
+    for (int i = 0; i < n; i++) plain[i].n_ids = 0;
+    int *all = template_ids(a->tp, plain, n, how, err), same = same_beginning(all, fed);
+    const Message *used = plain;
+    if (all && same < (int)arrlen(fed)) {
+        arrfree(all);
+        all = template_ids(a->tp, m, n, how, err);
+        same = same_beginning(all, fed);
+        used = m;
+    }
+    Turn t = { .user = copy_text(text), .back = (int)arrlen(fed) - same };
+    t.pre = ids_append(NULL, all + same, (int)arrlen(all) - same);
+    if (arrlen(t.pre)) turn_parts(a, &t, used, all, how);
+    else if (all) fault(err, "the chat template writes nothing for this message");
+    for (int i = 0; i < n; i++)
+        if (!strcmp(m[i].role, "assistant")) free((char *)m[i].content);
+    arrfree(plain);
+    arrfree(m);
+    arrfree(fed);
+    arrfree(all);
+    return t;
+}
+
+// The template writes the last `back` ids of the record otherwise, now that t follows: they leave the
+// record, whose texts stay. What stands there now is in t.
+void record_take_back(App *a, Turn *t) {
+    int n = t->back;
+    t->back = 0;
+    for (int i = (int)arrlen(a->turn) - 1; n > 0 && i >= 0; i--) {
+        Turn *old = &a->turn[i];
+        int decoded = min_int(n, (int)arrlen(old->dec)), prefilled = min_int(n - decoded, (int)arrlen(old->pre));
+        if (!old->reply) old->reply = reply_text(a, old);
+        arrsetlen(old->dec, arrlenu(old->dec) - (size_t)decoded);
+        if (prefilled) arrsetlen(old->pre, arrlenu(old->pre) - (size_t)prefilled);
+        int left = (int)arrlen(old->pre);
+        old->n_head = max_int(old->n_head - prefilled, 0);
+        old->n_sys = min_int(old->n_sys, left);
+        old->n_foot = min_int(old->n_foot, left);
+        n -= decoded + prefilled;
+    }
 }
 
 // One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
 void feed_prefill(App *a, const Turn *t) {
     double t0 = now();
+    if (!arrlen(t->pre)) return;            // a turn whose ids the template has moved into a later one
     a->s->n_sys = t->n_sys;
     a->s->n_foot = t->n_foot;
     a->s->n_head = t->n_head;
@@ -304,6 +472,20 @@ int replay(App *a, int turns) {
         for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
     }
     return 0;
+}
+
+// 0, or -1: the method does not open again, and a line on stderr says why.
+int session_take_back(App *a, Turn *t) {
+    int n = t->back;
+    if (!n) return 0;
+    record_take_back(a, t);
+    if (!a->stale && holds_rows_only(a->s)) {
+        kv_truncate(a->s, a->s->n_tok - n);
+        return 0;
+    }
+    if (!replay(a, (int)arrlen(a->turn))) return 0;
+    warn("%s", a->s->err);
+    return -1;
 }
 
 // Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
@@ -957,13 +1139,20 @@ void write_making(const App *a, FILE *f) {
 
 // Writes the file's text but its last line.
 static void session_write(App *a, FILE *f) {
-    fprintf(f, "kvcomp session 2\n");
+    fprintf(f, "kvcomp session 3\n");
     fprintf(f, "model %016llx\n", (unsigned long long)app_fingerprint(a));
     fprintf(f, "made with ");
     write_making(a, f);
     fputc('\n', f);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
+        const char *words[2] = { t->user, t->reply };
+        for (int k = 0; k < 2; k++) {
+            if (!words[k]) continue;
+            fprintf(f, "%s ", k ? "reply" : "user");
+            json_escape(f, words[k], strlen(words[k]));
+            fputc('\n', f);
+        }
         fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
         for (int j = 0; j < (int)arrlen(t->pre); j++) fprintf(f, " %d", t->pre[j]);
         fprintf(f, " |");
@@ -1107,12 +1296,13 @@ static char *session_header(App *a, SessionFile *x, char *text, size_t n, char e
         snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
         return NULL;
     }
-    if (x->version > 2) {
-        snprintf(err, 512, "%.300s: version %d of the session file, this kvcomp knows 1 and 2", x->path, x->version);
+    if (x->version != 3) {
+        snprintf(err, 512, "%.300s: version %d of the session file, this kvcomp knows 3 (older ones have no texts)",
+                 x->path, x->version);
         return NULL;
     }
-    if (x->version == 2 && session_checked(x->path, text, n, err)) return NULL;
-    unsigned long long own = x->version == 2 ? app_fingerprint(a) : sonic_fingerprint(a->w);
+    if (session_checked(x->path, text, n, err)) return NULL;
+    unsigned long long own = app_fingerprint(a);
     if (found != own) {
         snprintf(err, 512, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
                  found, own);
@@ -1138,6 +1328,8 @@ static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
     char err[256];
     if (sscanf(p, "turn %d %d %d :%n", &t->n_sys, &t->n_foot, &t->n_head, &used) != 3) return -1;
     if (!used || p + used > end) return -1;
+    const char *bar = memchr(p + used, '|', (size_t)(end - p - used));
+    if (bar && is_blank(p + used, bar) && is_blank(bar + 1, end)) return 0;     // its ids are in a later turn
     if (ids_parse(p + used, end, a->c->V, t, err)) return -1;
     int n = (int)arrlen(t->pre);
     if (t->n_sys < 0 || t->n_foot < 0 || t->n_head < 0) return -1;
@@ -1145,19 +1337,38 @@ static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
     return 0;
 }
 
+// A text of a turn, as a JSON string; *words becomes a copy. 0, or -1.
+static int session_words(const char *p, char **words) {
+    char err[256];
+    Json *text = json_parse(p, strlen(p), err);
+    int bad = *words || !json_is(text, JSON_STRING) || json_holds_nul(text);
+    if (!bad) *words = copy_text(text->str);
+    json_free(text);
+    return -bad;
+}
+
 // The lines from p on, to the file's end. 0, or -1 with err.
 static int session_lines(const App *a, SessionFile *x, char *p, char err[512]) {
     int bad = 0, used = 0;
-    while (!bad && !strncmp(p, "turn ", 5)) {
+    Turn t = { 0 };                                     // the turn whose lines are read
+    for (int user, reply; !bad; ) {
+        user = !strncmp(p, "user ", 5);
+        reply = !strncmp(p, "reply ", 6);
+        if (!user && !reply && strncmp(p, "turn ", 5)) break;
         char *end = strchr(p, '\n');
         bad = 1;
         if (!end) break;
-        Turn t = { 0 };
         *end = 0;
-        bad = session_turn(a, p, end, &t) != 0;
-        arrput(x->turn, t);
+        if (user) bad = session_words(p + 5, &t.user);
+        else if (reply) bad = session_words(p + 6, &t.reply);
+        else {
+            bad = session_turn(a, p, end, &t) != 0;
+            arrput(x->turn, t);
+            t = (Turn){ 0 };
+        }
         p = end + 1;
     }
+    turn_free(t);
     if (bad || sscanf(p, "end %d\n%n", &x->closed, &used) != 1 || !used) {
         snprintf(err, 512, "%.300s: damaged at turn %d", x->path, (int)arrlen(x->turn) + !bad);
         return -1;
@@ -1204,13 +1415,10 @@ static void session_differs(const App *a, const SessionFile *x) {
     char *own = NULL;
     size_t n;
     if (quiet) return;
-    if (x->version == 1)
-        warn("%s: an old session file (version 1): without a checksum, and its model is known by two tensors; it is "
-             "saved anew as version 2", x->path);
     FILE *f = memory_stream(&own, &n);
     write_making(a, f);
     memory_stream_close(f);
-    int same = x->version == 1 ? !strncmp(own, x->making, strcspn(own, " ")) : !strcmp(own, x->making);
+    int same = !strcmp(own, x->making);
     if (!same) warn("%s: made with %s, goes on with %s", x->path, x->making, own);
     free(own);
 }
@@ -1734,7 +1942,6 @@ static void open_template(App *a, const char *tokenizer_path, int needed) {
     a->tp = template_load(path, *name ? name : NULL, a->tok, err);
     if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
     if (!a->tp) return;
-    a->tp->parse_user = opt_int(a->o, "parse-special");
     if (*opt_str(a->o, "system") && a->tp->no_system)
         die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
 }
@@ -2929,26 +3136,41 @@ static void turn_end(App *a, int replied) {
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
 int chat_turn(App *a, const char *text, FILE *out) {
+    char err[512];
     if (session_ready(a)) return -1;
-    Turn t = render_turn(a, text);
-    int n = (int)arrlen(t.pre);
-    if (!n || !message_known(a, &t) || !message_fits(a, n)) {
+    Turn t = render_turn(a, text, err);
+    int n = (int)arrlen(t.pre), rewrites = t.back;
+    if (*err) warn("%s", err);
+    if (!n || !message_known(a, &t) || !message_fits(a, max_int(n - rewrites, 0))) {
         turn_free(t);
-        return n ? -1 : 0;
+        return n || *err ? -1 : 0;
     }
     // The message is saved before its reply, so that whatever ends the program costs the reply only.
     turn_begin();
     pending_set(a, text);
     session_keep(a);
     int replied = 0;
+    Turn *before = rewrites ? turns_copy(a->turn) : NULL;
+    if (rewrites && !a->rewrote && !quiet)
+        tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
+             "taken back and read anew", rewrites);
+    a->rewrote |= rewrites > 0;
+    session_take_back(a, &t);
     if (feed_message(a, &t)) {
         turn_free(t);
+        if (before) {                       // the record is what it was, and the session is made from it
+            turns_free(a->turn);
+            a->turn = before;
+            before = NULL;
+            a->stale = 1;
+        }
         if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
     } else {
         arrput(a->turn, t);
         chat_reply(a, out);
         replied = arrlen(arrlast(a->turn).dec) > 0;
     }
+    turns_free(before);
     pending_set(a, NULL);
     turn_end(a, replied);
     return 0;
@@ -2975,12 +3197,11 @@ static void chat_regen(App *a, FILE *out) {
 }
 
 // Warns when the method brought weights of its own that were trained with another chat template.
-// Only the beginning of the name counts: llama3.1 and llama3.2 mark messages as llama3 does.
 void template_differs(const App *a) {
     const char *made = a->s->made_for;
-    if (!made || !a->tp || quiet || !strncmp(a->tp->x.name, made, strlen(made))) return;
+    if (!made || !a->tp || quiet || template_like(a->tp, made) == 1) return;
     warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
-         a->method, made, a->tp->x.name);
+         a->method, made, a->tp->name);
 }
 
 // Says on stderr what a switch has done, unless --quiet.
@@ -3127,7 +3348,12 @@ static int side_turn(Side *x, const char *text, int n) {
     double bytes = a->s->clk.bytes_attended;
     long steps = a->s->clk.steps;
     size_t size;
-    Turn t = render_turn(a, text);
+    Turn t = render_turn(a, text, x->refused);
+    if (*x->refused) {
+        turn_free(t);
+        return -1;
+    }
+    session_take_back(a, &t);
     if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
         snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
                  "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);
@@ -3147,13 +3373,7 @@ static int side_turn(Side *x, const char *text, int n) {
 
 // Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
 static int side_replay(Side *x, const App *a) {
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        Turn t = a->turn[i];
-        t.pre = t.dec = NULL;
-        for (int j = 0; j < (int)arrlen(a->turn[i].pre); j++) arrput(t.pre, a->turn[i].pre[j]);
-        for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) arrput(t.dec, a->turn[i].dec[j]);
-        arrput(x->app.turn, t);
-    }
+    x->app.turn = turns_copy(a->turn);
     x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
     if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
@@ -3436,10 +3656,12 @@ static int compare_budget(const App *a) {
 
 // /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
 static void chat_compare(App *a, const char *question) {
-    Turn t = render_turn(a, question);
+    char err[512];
+    Turn t = render_turn(a, question, err);
     int known = message_known(a, &t);
     turn_free(t);
-    if (!known) return;
+    if (*err) warn("%s", err);
+    if (*err || !known) return;
 
     Options *o = sides_options(a, compare_budget(a));
     int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");

@@ -12,6 +12,8 @@ typedef struct {            // one turn of the record
     int n_sys;              // leading ids of pre that are the system message
     int n_foot;             // leading ids of pre that end the previous reply
     int n_head;             // trailing ids of pre that open the next reply
+    int back;               // of a new turn: so many ids at the record's end the template writes otherwise now
+    char *user, *reply;     // the message and the reply as texts, malloc'd; reply NULL: what dec decodes to
 } Turn;
 
 typedef struct {
@@ -26,6 +28,7 @@ typedef struct {
     float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
     int closed;             // 1: the reply's end-of-turn id is already in the cache
+    int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
     uint64_t kept;          // the hash of what --session's file holds; 0: not known
@@ -98,7 +101,7 @@ int argmax(const float *x, int n);
 int sample(App *a);
 
 // ---- the record
-// Frees the ids of one turn.
+// Frees ids and texts of one turn.
 void turn_free(Turn t);
 
 // Forgets all turns; the session keeps its rows until it is reset.
@@ -106,8 +109,19 @@ void record_clear(App *a);
 
 // The turn that the next message of the record prefills: text as the chat template renders it
 // behind the turns so far, or, without a template, the plain text, with BOS in front of the first
-// turn where the tokenizer adds one.
-Turn render_turn(const App *a, const char *text);
+// turn where the tokenizer adds one. Where the template refuses it the turn has no ids, and err says why.
+Turn render_turn(const App *a, const char *text, char err[512]);
+
+// The template writes the last `back` ids of the record otherwise, now that t follows: they leave the
+// record, whose texts stay. What stands there now is in t.
+void record_take_back(App *a, Turn *t);
+
+// The same for the session, which is then made from the record unless its rows can simply be cut.
+int session_take_back(App *a, Turn *t);
+
+// A copy of the record (stb_ds array), for turns_free.
+Turn *turns_copy(const Turn *turns);
+void turns_free(Turn *turns);
 
 // One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
 void feed_prefill(App *a, const Turn *t);
@@ -271,7 +285,6 @@ int message_known(const App *a, const Turn *t);
 int chat_turn(App *a, const char *text, FILE *out);
 
 // Warns when the method brought weights of its own that were trained with another chat template.
-// Only the beginning of the name counts: llama3.1 and llama3.2 mark messages as llama3 does.
 void template_differs(const App *a);
 
 // Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the

@@ -152,7 +152,7 @@ static void help(void) {
     printf("  %-38s %s\n", "--calibrate OUT.json",
            "measure the heads of the model and write dililazy's and headkv's scores to this file (--help dililazy)");
     printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
-    printf("Each turn is rendered once and appended; templates that would rewrite history are not re-rendered.\n"
+    printf("The template writes the whole dialogue at every turn; what is new is fed. Where it rewrites history, so is that.\n"
            "Examples\n  kvcomp                                    chat with the shipped model\n"
            "  kvcomp -m DIR --method=streaming --budget 512    a long chat in constant memory\n"
            "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json\n");
@@ -424,7 +424,7 @@ static Message *messages_read(const App *a, const Json *list, int *n, char err[5
             bad = fault(err, "message %d: 'content' is no text", i + 1);
         else if (!system && strcmp(role, want))
             bad = fault(err, "message %d: expected role %s, found '%.40s'", i + 1, want, role);
-        else m[i] = (Message){ role, words->str };
+        else m[i] = (Message){ .role = role, .content = words->str };
     }
     if (!bad && strcmp(m[count - 1].role, "user")) bad = fault(err, "the last message is not the user's");
     if (!bad && !strcmp(m->role, "system") && a->tp->no_system)
@@ -442,7 +442,9 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     Json *j = json_parse(line, n, why);
     Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
     if (!j) fault(err, "%s", why);
-    if (m) ids = template_dialogue(a->tp, a->tok, m, count, !opt_int(a->o, "no-think"), NULL);
+    int how = RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
+            | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
+    if (m) ids = template_ids(a->tp, m, count, how, err);
     free(m);
     json_free(j);
     return ids;
@@ -610,17 +612,18 @@ static int request_messages(App *a, const Json *list, char err[512]) {
     if (!a->tp) return fault(err, "'messages' want a chat template");
     Message *m = messages_read(a, list, &n, err);
     if (!m) return -1;
-    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->words, err) : 0;
-    if (from) options_set(a->o, "system", m->words, why);
-    for (int i = from; i < n && !bad; i += 2) {
-        bad = request_fits(a, m[i].words, err);
-        if (bad) break;
-        Turn t = render_turn(a, m[i].words);
-        if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].words, strlen(m[i + 1].words), 0, NULL);
+    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->content, err) : 0;
+    if (from) options_set(a->o, "system", m->content, why);
+    *err = bad ? *err : 0;
+    for (int i = from; i < n && !*err; i += 2) {
+        if (request_fits(a, m[i].content, err)) break;
+        Turn t = render_turn(a, m[i].content, err);
+        if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].content, strlen(m[i + 1].content), 0, NULL);
+        record_take_back(a, &t);
         arrput(a->turn, t);
     }
     free(m);
-    return bad;
+    return *err ? -1 : 0;
 }
 
 // A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
@@ -628,7 +631,11 @@ static int request_messages(App *a, const Json *list, char err[512]) {
 static int request_prompt(App *a, const Json *prompt, char err[512]) {
     if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
     if (request_fits(a, prompt->str, err)) return -1;
-    Turn t = render_turn(a, prompt->str);
+    Turn t = render_turn(a, prompt->str, err);
+    if (*err) {
+        turn_free(t);
+        return -1;
+    }
     int first = tokenizer_bos(a->tok) >= 0 ? tokenizer_bos(a->tok) : tokenizer_eos(a->tok);
     if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
     arrput(a->turn, t);
@@ -801,7 +808,6 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
         options_free(o);
         return -1;
     }
-    if (a->tp) a->tp->parse_user = opt_int(o, "parse-special");
     if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
     if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
     if (request_read(b, j, err) || request_play(b, err)) return -1;

@@ -1336,7 +1336,10 @@ static void play_start(App *a) {
 
 // Renders a message by the chat template, appends it to the record and prefills it.
 static void play_prefill(App *a, const char *text) {
-    Turn t = render_turn(a, text);
+    char err[512];
+    Turn t = render_turn(a, text, err);
+    if (*err) die(EXIT_MODEL, "%s", err);
+    session_take_back(a, &t);
     arrput(a->turn, t);
     feed_prefill(a, &t);
 }

@@ -1494,7 +1494,10 @@ static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
     a.closed = 0;
     a.logits = xcalloc(s->c->V, sizeof(float));
     for (int i = 0; i < DEMO_TURNS; i++) {
-        Turn t = first ? render_turn(&a, demo_turns[i]) : r->script[i];
+        char err[512] = "";
+        Turn t = first ? render_turn(&a, demo_turns[i], err) : r->script[i];
+        if (*err) die(EXIT_MODEL, "%s", err);
+        if (first) session_take_back(&a, &t);
         int last = i == DEMO_TURNS - 1;
         int speaks = first || (last && given < 0);
         int n = last && given >= 0 ? given : (int)arrlen(t.dec);
@@ -3253,11 +3256,14 @@ WEB void web_close(int i) {
 WEB int web_say(int i, const char *text) {
     WebSide *x = &web_side[i];
     App *a = &x->side.app;
-    Turn t = render_turn(a, text);
-    if (!arrlen(t.pre) || !message_known(a, &t) || !message_fits(a, (int)arrlen(t.pre))) {
+    char err[512];
+    Turn t = render_turn(a, text, err);
+    if (*err) warn("%s", err);
+    if (!arrlen(t.pre) || !message_known(a, &t) || !message_fits(a, max_int((int)arrlen(t.pre) - t.back, 0))) {
         turn_free(t);
         return -1;
     }
+    session_take_back(a, &t);
     arrput(a->turn, t);
     feed_prefill(a, &t);
     a->closed = 0;
@@ -3322,6 +3328,8 @@ WEB const char *web_follow(int i, int of) {
             Turn t = now[k];
             t.pre = ids_put(NULL, now[k].pre, (int)arrlen(now[k].pre));
             t.dec = NULL;
+            t.user = now[k].user ? copy_text(now[k].user) : NULL;
+            t.reply = now[k].reply ? copy_text(now[k].reply) : NULL;
             arrput(a->turn, t);
             feed_prefill(a, &t);
         }

@@ -1228,7 +1228,233 @@ SMOLLM3 = r"""{%- set system_message = messages[0].content if messages[0].role =
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
 
-# what, the family that it must be recognised as ("custom": none), program, BOS, EOS
+SMOLLM3_FULL = r"""{# ---- defaults ---- #}
+{%- if enable_thinking is not defined -%}
+{%- set enable_thinking = true -%}
+{%- endif -%}
+
+{# ---- reasoning mode ---- #}
+{%- if enable_thinking -%}
+  {%- set reasoning_mode = "/think" -%}
+{%- else -%}
+  {%- set reasoning_mode = "/no_think" -%}
+{%- endif -%}
+
+{# ---- header (system message) ---- #}
+{{- "<|im_start|>system\n" -}}
+
+{%- if messages[0].role == "system" -%}
+  {%- set system_message = messages[0].content -%}
+  {%- if "/no_think" in system_message -%}
+    {%- set reasoning_mode = "/no_think" -%}
+  {%- elif "/think" in system_message -%}
+    {%- set reasoning_mode = "/think" -%}
+  {%- endif -%}
+  {%- set custom_instructions = system_message.replace("/no_think", "").replace("/think", "").rstrip() -%}
+{%- endif -%}
+
+{%- if "/system_override" in system_message -%}
+  {{- custom_instructions.replace("/system_override", "").rstrip() -}}
+  {{- "<|im_end|>\n" -}}
+{%- else -%}
+  {{- "## Metadata\n\n" -}}
+  {{- "Knowledge Cutoff Date: June 2025\n" -}}
+  {%- set today = strftime_now("%d %B %Y") -%}
+  {{- "Today Date: " ~ today ~ "\n" -}}
+  {{- "Reasoning Mode: " + reasoning_mode + "\n\n" -}}
+
+  {{- "## Custom Instructions\n\n" -}}
+  {%- if custom_instructions -%}
+    {{- custom_instructions + "\n\n" -}}
+  {%- elif reasoning_mode == "/think" -%}
+    {{- "You are a helpful AI assistant who thinks first.\n\n" -}}
+  {%- else -%}
+    {{- "You are a helpful AI assistant.\n\n" -}}
+  {%- endif -%}
+
+  {%- if xml_tools or python_tools or tools -%}
+    {{- "### Tools\n\n" -}}
+    {%- if xml_tools or tools -%}
+      {%- if tools -%}
+        {%- set xml_tools = tools -%}
+      {%- endif -%}
+      {%- set ns = namespace(xml_tool_string="You may call one or more functions.\n\n<tools>\n") -%}
+      {%- for tool in xml_tools[:] -%} {# The slicing makes sure that xml_tools is a list #}
+        {%- set ns.xml_tool_string = ns.xml_tool_string ~ (tool | string) ~ "\n" -%}
+      {%- endfor -%}
+      {%- set xml_tool_string = ns.xml_tool_string + "</tools>" -%}
+      {{- xml_tool_string -}}
+    {%- endif -%}
+    {{- "\n\n" -}}
+  {%- endif -%}
+  {{- "<|im_end|>\n" -}}
+{%- endif -%}
+{# ---- main loop ---- #}
+{%- for message in messages -%}
+    {%- set content = message.content if message.content is string else "" -%}
+    {%- if message.role == "user" -%}
+        {{ "<|im_start|>" + message.role + "\n"  + content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}
+        {%- if reasoning_mode == "/think" -%}
+            {{ "<|im_start|>assistant\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- else -%}
+            {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- endif -%}
+        {% endgeneration %}
+    {%- elif message.role == "tool" -%}
+    {{ "<|im_start|>" + "user\n"  + content + "<|im_end|>\n" }}
+    {%- endif -%}
+{%- endfor -%}
+{# ---- generation prompt ---- #}
+{%- if add_generation_prompt -%}
+    {%- if reasoning_mode == "/think" -%}
+        {{ "<|im_start|>assistant\n" }}
+    {%- else -%}
+        {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n"  }}
+    {%- endif -%}
+{%- endif -%}"""
+
+SMALL32 = r"""{%- set today = strftime_now("%Y-%m-%d") %}
+{%- set default_system_message = "You are Mistral-Small-3.2.\nThe current date is " + today + ".\n\nWhen asked """ \
+    r"""you answer (\"What are some good restaurants around me?\" => \"Where are you?\")." %}
+
+{{- bos_token }}
+
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}
+        {%- set system_message = messages[0]['content'] %}
+    {%- else %}
+        {%- set system_message = messages[0]['content'][0]['text'] %}
+    {%- endif %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = default_system_message %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- elif tools is not none %}
+    {%- set parallel_tool_prompt = "You may call several tools." %}
+    {%- set system_message = system_message + parallel_tool_prompt %}
+{%- endif %}
+{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
+
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set filtered_messages = loop_messages | rejectattr("role", "equalto", "tool") | """ \
+    r"""selectattr("tool_calls", "undefined") | list %}
+{%- set ns = namespace(index=0) %}
+{%- for message in filtered_messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("After the optional system message, roles must alternate.") }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS]" + tools|tojson + "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if message['content'] is string %}
+            {{- '[INST]' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST]' }}
+            {%- set sorted_blocks = message['content'] | sort(attribute='type') %}
+            {{- '[/INST]' }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {%- if message['content'] is defined and message['content'] is string %}
+            {{- message['content'] }}
+        {%- endif %}
+        {%- if message.tool_calls is defined and message.tool_calls is not none %}
+            {%- for tool in message.tool_calls %}
+                {{- "[TOOL_CALLS]" + tool.function.name + "[ARGS]" + tool.function.arguments|tojson }}
+            {%- endfor %}
+        {%- endif %}
+        {{- eos_token }}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported.") }}
+    {%- endif %}
+{%- endfor %}"""
+
+GRANITE33 = r"""{# Alias tools -> available_tools #}
+{%- if tools and not available_tools -%}
+    {%- set available_tools = tools -%}
+{%- endif -%}
+{%- if messages[0]['role'] == 'system' %}
+     {%- set system_message = messages[0]['content'] %}
+     {%- set loop_messages = messages[1:] %}
+ {%- else %}
+     {%- set system_message = "Knowledge Cutoff Date: April 2024.\nToday's Date: " """ \
+         r"""+ strftime_now('%B %d, %Y') + ".\nYou are Granite, developed by IBM." %}
+     {%- if available_tools and documents %}
+         {%- set system_message = system_message + " You have tools." %}
+     {%- elif thinking %}
+         {%- set system_message = system_message + " Respond to every user query by thinking first." %}
+     {%- else %}
+         {%- set system_message = system_message + " You are a helpful AI assistant." %}
+     {%- endif %}
+     {%- if 'citations' in controls and documents %}
+         {%- set system_message = system_message + '\nUse citations.' %}
+     {%- endif %}
+     {%- set loop_messages = messages %}
+ {%- endif %}
+ {{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+ {%- if available_tools %}
+     {{- '<|start_of_role|>available_tools<|end_of_role|>' }}
+     {{- available_tools | tojson(indent=4) }}
+     {{- '<|end_of_text|>\n' }}
+ {%- endif %}
+ {%- if documents %}
+ {%- for document in documents %}
+     {{- '<|start_of_role|>document {"document_id": "' + document['doc_id'] | string + '"}<|end_of_role|>\n' }}
+ {%- endfor %}
+ {%- endif %}
+ {%- for message in loop_messages %}
+     {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+     {%- if loop.last and add_generation_prompt %}
+         {{- '<|start_of_role|>assistant' }}
+             {%- if controls %}
+                 {{- ' ' + controls | tojson()}}
+             {%- endif %}
+         {{- '<|end_of_role|>' }}
+     {%- endif %}
+ {%- endfor %}"""
+
+THOUGHT_MACRO = r"""{%- macro shown(content, last=false) -%}
+    {%- if '</think>' in content and not last -%}
+        {{- content.split('</think>', 1)[1] | trim -}}
+    {%- else -%}
+        {{- content -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(n=0, names=['a']) -%}
+{%- for role, group in {'user': 'Q', 'assistant': 'A', 'system': 'S'}.items() -%}
+    {%- set ns.n = ns.n + messages | selectattr('role', '==', role) | list | length -%}
+{%- endfor -%}
+{%- if ns.n != messages | length or ns.n // 2 * 2 > ns.n -%}{{ raise_exception('count') }}{%- endif -%}
+{%- set header -%}
+<|im_start|>
+{%- endset -%}
+{%- for m in messages if m.content -%}
+    {%- if m.role == 'tool' -%}{%- continue -%}{%- endif -%}
+    {{- header ~ m['role'] ~ '\n' ~ shown(m.content, last=loop.last) ~ '<|im_end|>' ~ "\n" -}}
+    {%- if loop.revindex0 < -1 -%}{%- break -%}{%- endif -%}
+{%- else -%}
+    nothing
+{%- endfor -%}
+{{- ('<|im_start|>', 'assistant\n') | join if add_generation_prompt -}}"""
+
+COMMAND = (
+    r"{{ bos_token }}{%- set names = {'user': '<|user|>', 'assistant': '<|assistant|>', 'system': '<|system|>'} -%}"
+    r"{% for m in messages %}{{ names[m.role] ~ m.content[:40].strip() }}"
+    r"{%- if m.content | length > 40 %}{{ m.content[40:] }}{% endif -%}"
+    r"{{ '<|end_of_turn|>' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ names.get('assistant') + (names.nobody or '') }}{% endif %}"
+)
+
+# what, kind, program, BOS, EOS
 PROGRAMS = [
     ("Llama 3 Instruct", "llama3",
      "{% set loop_messages = messages %}"
@@ -1367,47 +1593,38 @@ PROGRAMS = [
     ("Gemma's way in other words", "custom", GEMMA, "<s>", "<|end|>"),
     ("Granite 3", "custom", GRANITE, "<|end_of_text|>", "<|end_of_text|>"),
     ("OpenChat", "custom", OPENCHAT, "<s>", "<|end_of_turn|>"),
+    ("SmolLM3", "custom", SMOLLM3_FULL, None, "<|im_end|>"),
+    ("Mistral Small 3.2", "custom", SMALL32, "<s>", "</s>"),
+    ("Granite 3.3", "custom", GRANITE33, "<|end_of_text|>", "<|end_of_text|>"),
+    ("Hunyuan's way, thoughts by a macro", "custom", THOUGHT_MACRO, None, "<|im_end|>"),
+    ("Command R's way", "custom", COMMAND, "<s>", "<|end_of_turn|>"),
 ]
 
-# programs that no texts give exactly, or that need more of the language: why, program
+# programs that are refused: why, program
 REFUSED = [
-    ("line 1: tojson of a text", "{% for m in messages %}{{ m.role + m.content | tojson }}{% endfor %}"),
-    ("line 2: upper of a text", "{% for m in messages %}\n{{ m.content | upper }}{% endfor %}"),
-    ("line 1: the tag break", "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"),
-    ("line 1: the function show",
-     "{% macro show(x) %}{{ x }}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"),
+    ("line 1: tojson of something undefined", "{% for m in messages %}{{ m.tool | tojson }}{% endfor %}"),
+    ("line 2: frobnicate of a text", "{% for m in messages %}\n{{ m.content | frobnicate }}{% endfor %}"),
+    ("line 1: upper of letters beyond ASCII", "{{ 'é' | upper }}"),
+    ("line 1: the tag include", "{% for m in messages %}{{ m.content }}{% include 'x' %}{% endfor %}"),
+    ("line 2: the tag filter", "\n{% filter upper %}x{% endfilter %}"),
+    ("line 1: the function show", "{% for m in messages %}{{ show(m.content) }}{% endfor %}"),
     ("line 1: the program refuses: no", "{{ raise_exception('no') }}"),
+    ("line 1: a member of something undefined", "{{ messages[7].content }}"),
+    ("line 1: a text + a number", "{{ 'a' + 1 }}"),
+    ("line 1: the test fresh of a text", "{{ 'a' is fresh }}"),
+    ("line 1: a loop over a number", "{% for c in 5 %}{{ c }}{% endfor %}"),
+    ("line 1: x is no namespace", "{% set x = {} %}{% set x.a = 1 %}"),
     ("writes the words of a message nowhere", "x<|im_start|>y"),
-    ("writes the words of a message twice",
-     "{% for m in messages %}{{ m.content + m.content }}{% endfor %}"),
-    ("but in the history with",
-     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
-     "{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"),
-    ("does not fall into one text for each role",
-     "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}"
-     "{% endfor %}{{ 'assistant:' }}"),
-    ("for 5 messages it writes",
-     "{% for m in messages[-4:] %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
-     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"),
     ("line 3: the program ends before endif", "{% if 1 %}\na\nb"),
     ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
-    ("line 1: a loop over a text", "{% for c in 'abc' %}{{ c }}{% endfor %}"),
+    ("line 1: a text without its closing quote", "{{ 'abc }}"),
+    ("line 1: a comment without its end", "{# abc"),
+    ("line 1: the escape \\q", "{{ 'a\\q' }}"),
     ("line 1: more than 60 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
-    ("bytes for a few words",
-     "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 12
-     + "{{ x }}{% for m in messages %}{{ m.content }}{% endfor %}"),
-    ("bytes between two turns",
-     "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 7
-     + "{% for m in messages %}{{ m.content + x }}{% endfor %}"),
-    ("line 1: the program takes too long",
-     "{% set x = 'ab' %}"
-     "{% for a in [1,2,3,4,5,6,7,8] %}"
-     "{% for b in [1,2,3,4,5,6,7,8] %}{% set x = x + x %}"
-     "{% for c in [1,2,3,4,5,6,7,8] %}"
-     "{% for d in [1,2,3,4,5,6,7,8] %}"
-     "{% for e in [1,2,3,4,5,6,7,8] %}"
-     "{% for f in [1,2,3,4,5,6,7,8] %}{{ x }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"
-     "{% endfor %}{% endfor %}"),
+    ("line 1: more than 60 brackets", "{{ " + "not " * 100 + "1 }}"),
+    ("line 1: more than 60 brackets", "{% if 1 %}" * 100),
+    ("line 1: more than 250 parts", "{{ 1" + "+1" * 1000 + " }}"),
+    ("line 1: more than 250 parts", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
 ]
 
 # what: the tokenizer that its program is run with; the others have "marks"
@@ -1446,7 +1663,10 @@ def dialogues():
     u = [say("user", x) for x in ("Hello!", " Why\n\nis 世界 so? \n", "x = [1]")]
     a = [say("assistant", x) for x in ("Hi. How are you?", "Because.")]
     system = say("system", " Be kind.\nBe short. ")
-    return [[u[1]], [system, u[0]], [u[0], a[0], u[1]], [system, u[1], a[0], u[0], a[1], u[2]]]
+    thought = [say("assistant", "<think>\nHm, %s.\n</think>\n\n%s" % x)
+               for x in (("a greeting", "Hi."), ("why 世界", "So."), ("no", " Yes.\n"))]
+    four = [u[0], thought[0], u[1], thought[1], u[2], thought[2], u[0]]
+    return [[u[1]], [system, u[0]], [u[0], a[0], u[1]], [system, u[1], a[0], u[0], a[1], u[2]], four, [system] + four]
 
 
 class Day(datetime.datetime):
@@ -1457,21 +1677,15 @@ class Day(datetime.datetime):
 
 
 def program_ids(tok, fast, auto, d, options):
-    """The ids of a dialogue as apply_chat_template gives them.
-
-    None where the program refuses the dialogue, or rewrites what it wrote of its beginning.
-    """
-    start = d[:2] if d[0]["role"] == "system" else d[:1]
+    """The ids of a dialogue as apply_chat_template gives them; None where the program refuses it."""
     try:
         whole = fast.apply_chat_template(d, tokenize=False, add_generation_prompt=True, **options)
-        begun = fast.apply_chat_template(start, tokenize=False, add_generation_prompt=True, **options)
         same = fast.apply_chat_template(d, add_generation_prompt=True, return_dict=False, **options)
     except jinja2.exceptions.TemplateError:
         return None
     ids = auto + tok.encode(whole, add_special_tokens=False).ids
     assert auto + list(same) == ids
-    shared = os.path.commonprefix([whole, begun])
-    return ids if all(m["content"].strip() in shared for m in start) else None
+    return ids
 
 
 def programs(tokenizers):

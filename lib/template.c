@@ -2,1381 +2,1608 @@
 #define _GNU_SOURCE
 #include "template.h"
 #include <ctype.h>
-#include <limits.h>
-#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <time.h>
 #include <stb/stb_ds.h>
 
-// ==================================================================================================== CHAT TEMPLATES
-// A chat template says what a model expects around the turns of a dialogue: one text for each role,
-// as in the table below. Templates arrive as programs in the Jinja language. kvcomp runs the part
-// of the language that they need, on short dialogues of its own, reads the texts off what comes
-// out, and checks that the texts give exactly what the program gives for longer dialogues. A
-// program that cannot be run, or that no texts give, is refused, with the reason.
+// ==================================================================================================== THE LANGUAGE
+// What follows runs the part of Jinja that chat templates use: {{ }}, if, for, set, macro, break, continue,
+// the operators, and the functions, methods, filters and tests named below. A program is read once, into a
+// tree. What it may not hold is refused then; what it may not do is refused when it does it, with the line.
+// Line breaks and indentation around tags go as transformers asks for (trim_blocks, lstrip_blocks).
 //
-// A turn is rendered once and appended to the cache, and never rendered again. Some templates
-// rewrite history when they render a whole dialogue: Qwen3 and DeepSeek-R1 drop old thoughts, the
-// newer Mistral moves the system text to the last question, Llama 2 trims replies. A cache that
-// only grows cannot follow, and the model sees what it really said.
-//
-// In the texts below {bos} and {eos} stand for those tokens, and the name of a special token stands
-// for its id. In the words of the user and in the system text no name stands for an id, whatever
-// they contain (unless parse_user, the option --parse-special).
-
-// ---- The families
-#define LLAMA3(label, lines, must) { \
-    .name = label, .needs = "<|start_header_id|>", .open = "{bos}", \
-    .sys = "<|start_header_id|>system<|end_header_id|>\n\n" lines, .sys_end = "<|eot_id|>", \
-    .user = "<|start_header_id|>user<|end_header_id|>\n\n", .user_end = "<|eot_id|>", \
-    .head = "<|start_header_id|>assistant<|end_header_id|>\n\n", \
-    .end = "<|eot_id|>", .stops = "<|eom_id|> <|end_of_text|>", .always = must, .trim = TRIM_BOTH }
-
-// The date is fixed, so that a dialogue has the same ids every day.
-#define LLAMA31_LINES "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-
-#define CHATML(label, on, off) { \
-    .name = label, .needs = "<|im_start|>", \
-    .sys = "<|im_start|>system\n", .sys_end = "<|im_end|>\n", \
-    .user = "<|im_start|>user\n", .user_end = "<|im_end|>\n", \
-    .head = "<|im_start|>assistant\n", .think = on, .no_think = off, \
-    .end = "<|im_end|>", .foot = "\n", .stops = "<|endoftext|>" }
-
-#define MISTRAL(label, opens, ends, blank) { \
-    .name = label, .needs = "{eos}", .open = "{bos}", .sys_end = "\n\n", \
-    .user = opens, .user_end = ends, .end = "{eos}", .foot = blank, .in_user = 1 }
-
-#define MISTRAL_V7(label, blank) { \
-    .name = label, .needs = "[SYSTEM_PROMPT]", .open = "{bos}", \
-    .sys = "[SYSTEM_PROMPT]" blank, .sys_end = "[/SYSTEM_PROMPT]", \
-    .user = "[INST]" blank, .user_end = "[/INST]", .end = "{eos}" }
-
-static const TemplateText templates[] = {
-    LLAMA3("llama3", "", 0),
-    LLAMA3("llama3.1", LLAMA31_LINES, 1),
-    LLAMA3("llama3.2", LLAMA31_LINES, 1),
-    CHATML("chatml", NULL, NULL),
-    CHATML("qwen3", NULL, "<think>\n\n</think>\n\n"),
-    CHATML("qwen3-thinking", "<think>\n", "<think>\n\n</think>\n\n"),
-    {
-        .name = "yi", .needs = "<|im_start|>",
-        .user = "<|im_start|>user\n", .user_end = "<|im_end|>\n",
-        .head = "<|im_start|>assistant\n", .end = "<|im_end|>", .foot = "\n",
-        .stops = "<|endoftext|>"
-    },
-    {
-        .name = "phi3", .needs = "<|end|>",
-        .sys = "<|system|>\n", .sys_end = "<|end|>\n",
-        .user = "<|user|>\n", .user_end = "<|end|>\n",
-        .head = "<|assistant|>\n", .end = "<|end|>", .foot = "\n", .stops = "<|endoftext|>"
-    },
-    {
-        .name = "phi4", .needs = "<|im_sep|>",
-        .sys = "<|im_start|>system<|im_sep|>", .sys_end = "<|im_end|>",
-        .user = "<|im_start|>user<|im_sep|>", .user_end = "<|im_end|>",
-        .head = "<|im_start|>assistant<|im_sep|>", .end = "<|im_end|>", .stops = "<|endoftext|>"
-    },
-    MISTRAL("mistral-v0.1", "[INST] ", " [/INST]", " "),
-    MISTRAL("mistral-v1", "[INST] ", " [/INST]", NULL),
-    MISTRAL("mistral-v1-spaced", " [INST] ", " [/INST]", NULL),
-    MISTRAL("mistral-v3", "[INST] ", "[/INST]", NULL),
-    MISTRAL("mistral-tekken", "[INST]", "[/INST]", NULL),
-    MISTRAL_V7("mistral-v7", " "),
-    MISTRAL_V7("mistral-v7-tekken", ""),
-    {
-        .name = "llama2", .needs = "{eos}",
-        .sys = "<<SYS>>\n", .sys_end = "\n<</SYS>>\n\n",
-        .user = "{bos}[INST] ", .user_end = " [/INST]",
-        .end = "{eos}", .in_user = 1, .trim = TRIM_WHOLE
-    },
-    {
-        .name = "tinyllama", .needs = "{eos}",
-        .sys = "<|system|>\n", .sys_end = "{eos}\n",
-        .user = "<|user|>\n", .user_end = "{eos}\n",
-        .head = "<|assistant|>\n", .end = "{eos}", .foot = "\n"
-    },
-    {
-        .name = "tulu", .needs = "{eos}",
-        .sys = "<|system|>\n", .sys_end = "\n",
-        .user = "<|user|>\n", .user_end = "\n",
-        .head = "<|assistant|>\n", .end = "{eos}", .foot = "\n"
-    },
-    {
-        .name = "vicuna", .needs = "{eos}", .open = "{bos}",
-        .sys_end = " ",
-        .user = "USER: ", .user_end = " ",
-        .head = "ASSISTANT:", .end = "{eos}",
-        .system = "A chat between a curious user and an artificial intelligence assistant. "
-                  "The assistant gives helpful, detailed, and polite answers to the user's questions."
-    },
-    {
-        .name = "deepseek-r1", .needs = "<｜User｜>", .open = "{bos}",
-        .user = "<｜User｜>",
-        .head = "<｜Assistant｜>", .think = "<think>\n", .no_think = "<think>\n\n</think>\n\n",
-        .end = "{eos}", .stops = "<｜end▁of▁sentence｜>"
-    },
-    { .name = "none", .sys_end = "\n" },        // the last: a folder without a program has it
-};
-enum { N_TEMPLATES = sizeof templates / sizeof *templates };
-
-void template_free(Template *tp) {
-    if (!tp) return;
-    for (int i = 0; i < (int)arrlen(tp->own); i++) free(tp->own[i]);
-    arrfree(tp->own);
-    free(tp->no_system);
-    arrfree(tp->stop);
-    free(tp);
-}
-
-// The id of the {bos}, the {eos} or the longest special token that stands at s, and the length of
-// its name in *len. -1: none stands there, or the tokenizer has no such token.
-static int token_at(const Tokenizer *t, const char *s, int *len) {
-    *len = 5;
-    if (!strncmp(s, "{bos}", 5)) return tokenizer_bos(t);
-    if (!strncmp(s, "{eos}", 5)) return tokenizer_eos(t);
-    return tokenizer_guarded_at(t, s, strlen(s), len);
-}
-
-// A copy of n bytes, NUL-terminated; the caller frees it.
-static char *text_copy(const char *s, size_t n) {
-    char *copy = xmalloc(n + 1);
-    memcpy(copy, s, n);
-    copy[n] = 0;
-    return copy;
-}
-
-// Does the text begin with {bos} or the name of that token? NULL does not.
-static int opens_with_bos(const Tokenizer *t, const char *text) {
-    int len;
-    if (!text) return 0;
-    if (!strncmp(text, "{bos}", 5)) return 1;
-    return tokenizer_bos(t) >= 0 && token_at(t, text, &len) == tokenizer_bos(t);
-}
-
-// ---- The language of the templates
-// A chat template is a program in the Jinja language. What follows runs the part of the language
-// that turns messages into text: {{ }}, if, for, set, the operators, and the functions, methods,
-// filters and tests named below. Anything else is refused by name, with its line, when the program
-// comes to it; a branch that is not taken is passed over, whatever it holds (mostly tools). Line
-// breaks and indentation around tags go as transformers asks for: trim_blocks, lstrip_blocks.
-//
-// There is no syntax tree. The functions read and compute at once; with `live` 0 they only read. A
-// loop goes back to its body.
-enum { J_UNDEFINED, J_NONE, J_BOOL, J_INT, J_TEXT, J_LIST, J_DICT };
+// Every byte of a text knows where it comes from: from the program, or from which message. Cutting, joining
+// and replacing keep that, so that it is known of every byte of the output.
+enum { J_UNDEFINED, J_NONE, J_BOOL, J_INT, J_TEXT, J_LIST, J_DICT, J_FUNCTION, J_MACRO };
 static const char *const jinja_kinds[] = {
-    "something undefined", "none", "a bool", "a number", "a text", "a list", "a dict"
+    "something undefined", "none", "a bool", "a number", "a text", "a list", "a dict", "a function", "a macro"
 };
-enum {                          // bounds, far above what a real program takes
-    JINJA_DEPTH = 60,           // brackets and blocks inside one another
-    JINJA_PROGRAM = 1 << 20,    // bytes of a program
-    JINJA_STEPS = 1000000,      // values, operators and tags that are read
-    JINJA_BYTES = 32 << 20      // of values and of output, of texts and blanks that are looked through
-};
-typedef struct {                // what has been taken so far of JINJA_STEPS and JINJA_BYTES
-    long steps;
-    size_t bytes;
-} JinjaSpent;
-enum { JINJA_ARGS = 16 };       // most arguments of a call, members of a list in the program
 
-typedef struct JinjaValue {
-    int kind;                   // J_*
-    long i;                     // a bool or a number
-    const char *s;              // a text, with a NUL behind it unless it is a part of another
-    struct JinjaValue *item;    // (n) members of a list or a dict; several values may share them
-    const char **key;           // (n) names of a dict's members
-    size_t n;                   // bytes of the text, or members
-} JinjaValue;
-typedef struct {                // what stands between the brackets of a call
-    const char *key[JINJA_ARGS];        // NULL: without a name
-    JinjaValue v[JINJA_ARGS];
-    int n;
-} JinjaArgs;
-typedef struct {
-    const char *name;
-    JinjaValue v;
-} JinjaVariable;
+enum {                          // bounds, far above what a real program takes
+    JINJA_SOURCE = 1 << 20,     // bytes of a program
+    JINJA_PARTS  = 200000,      // parts of its tree
+    JINJA_NAMES  = 1000,        // different names in it
+    JINJA_NESTED = 60,          // brackets and blocks inside one another
+    JINJA_DEPTH  = 250,         // parts inside one another, those of called macros included
+    JINJA_STEPS  = 1000000,     // parts computed, and variables passed over in search of one; and for each
+    JINJA_STEPS_MESSAGE = 20000,        // message so many more
+    JINJA_BYTES  = 16 << 20,    // of values made and texts looked through; and for each byte of
+    JINJA_BYTES_MESSAGE = 200,          // the messages so many more
+    JINJA_NUMBER = 1000000000   // the largest number
+};
+
+enum {                          // parts of an expression: what a, b, c and d are
+    P_VALUE,                    // a constant
+    P_NAME,                     // a variable
+    P_LIST, P_DICT,             // a: the members, in `next`; of a dict in turn key and value
+    P_MEMBER,                   // a.name
+    P_INDEX,                    // a[b]
+    P_SLICE,                    // a[b:c:d], each of these may be NULL
+    P_CALL,                     // name(args): a NULL; a.name(args)
+    P_FILTER,                   // a | name(args); the arguments are b, in `next`
+    P_TEST,                     // a is name args
+    P_NOT, P_MINUS,             // of a
+    P_AND, P_OR,                // of a and b
+    P_BINARY,                   // a OP b
+    P_IF,                       // b if a else c
+    P_NAMED,                    // name=a, an argument
+    // Parts that are run
+    P_TEXT,                     // writes a constant text
+    P_PRINT,                    // writes a
+    P_BRANCH,                   // if a is true, or NULL: runs b; else the branch c
+    P_FOR,                      // for a (one or two names) in b if c: runs d
+    P_SET,                      // the variable a, or the member a, becomes b; b NULL: what c writes
+    P_DEFINE,                   // the macro `name`: arguments a, defaults in their b; runs d
+    P_BREAK, P_CONTINUE
+};
+
+enum { OP_EQUAL, OP_UNEQUAL, OP_LESS, OP_LESS_EQUAL, OP_MORE, OP_MORE_EQUAL, OP_IN, OP_NOT_IN,
+       OP_JOIN, OP_PLUS, OP_MINUS, OP_TIMES, OP_WHOLE, OP_REST };
+static const char *const jinja_ops[] = { "==", "!=", "<", "<=", ">", ">=", "in", "not in",
+                                         "~", "+", "-", "*", "//", "%" };
+
+typedef struct JinjaNode {
+    int kind;                   // P_*
+    int op;                     // OP_*; of a constant its J_*; of a test 1: `is not`
+    const char *name;           // of a variable, member, function, filter, test, argument; see jinja_intern
+    const char *at;             // its place in the source
+    const char *s;              // a constant text,
+    size_t n;                   // its bytes
+    long i;                     // a constant number or bool
+    struct JinjaNode *a, *b, *c, *d;
+    struct JinjaNode *next;     // the next one of a list
+} JinjaNode;
+
+// ---- Reading a program
 typedef struct {
     const char *src, *p, *end;  // the program, the place that is read, the program's end
-    int live;                   // 1: compute; 0: only read
-    JinjaVariable *var;         // stb array; the variables of an inner scope stand behind, and hide
-    int scope;                  // where the innermost scope begins in var
-    const char *tag;            // the tag that ended the last block
-    char *out;                  // stb array: the output
-    void **own;                 // stb array: memory of texts and members
-    JinjaSpent *spent;          // by this run and those before it that share the bounds
-    int depth;
+    Template *tp;               // takes tree and names
+    int parts, nested;
+    const char *tag;            // the name of the tag that ended the last block
     int failed;                 // 1: err is set, and nothing is left to read
     char *err;                  // (512) the first reason, with its line
-} Jinja;
-// Stops the program: the line and the reason go to err. Returns an undefined value.
-static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
-    char why[256];
+} JinjaReader;
+
+// Writes the line of a place and the reason.
+static void jinja_reason(char *err, const char *src, const char *at, const char *why) {
     int line = 1;
+    for (const char *s = src; s < at; s++) line += *s == '\n';
+    snprintf(err, 512, "line %d: %s", line, why);
+}
+
+// Stops the reader.
+KV_PRINTF(2, 3) static void jinja_refuse(JinjaReader *r, const char *fmt, ...) {
+    char why[256];
     va_list ap;
-    if (j->failed) return (JinjaValue){ 0 };
-    for (const char *s = j->src; s < j->p; s++) line += *s == '\n';
+    if (r->failed) return;
     va_start(ap, fmt);
     vsnprintf(why, sizeof why, fmt, ap);
     va_end(ap);
-    snprintf(j->err, 512, "line %d: %s", line, why);
-    j->failed = 1;
-    j->live = 0;
-    j->p = j->end;
-    return (JinjaValue){ 0 };
+    jinja_reason(r->err, r->src, r->p, why);
+    r->failed = 1;
+    r->p = r->end;
 }
 
-// Counts a step over n bytes. Too many of either stop the program.
-static void jinja_spend(Jinja *j, size_t n) {
-    JinjaSpent *x = j->spent;
-    x->steps++;
-    x->bytes = n < JINJA_BYTES ? x->bytes + n : JINJA_BYTES + 1;
-    if (x->steps > JINJA_STEPS || x->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
+static JinjaNode *jinja_part(JinjaReader *r, int kind, JinjaNode *a, JinjaNode *b) {
+    JinjaNode *x = arena_take(r->tp->arena, sizeof *x);
+    if (++r->parts > JINJA_PARTS) jinja_refuse(r, "the program has more than %d parts", JINJA_PARTS);
+    *x = (JinjaNode){ .kind = kind, .at = r->p, .a = a, .b = b };
+    return x;
 }
 
-// n bytes that last as long as the program runs.
-static void *jinja_memory(Jinja *j, size_t n) {
-    void *p = xcalloc(n, 1);
-    arrput(j->own, p);
-    jinja_spend(j, n);
-    return p;
-}
-
-// ---- Values
-static JinjaValue jinja_bool(int x) { return (JinjaValue){ .kind = J_BOOL, .i = x != 0 }; }
-static JinjaValue jinja_int(long x) { return (JinjaValue){ .kind = J_INT, .i = x }; }
-
-// The text a (n bytes) followed by the text b (m bytes).
-static JinjaValue jinja_text(Jinja *j, const char *a, size_t n, const char *b, size_t m) {
-    char *s = jinja_memory(j, n + m + 1);
-    memcpy(s, a, n);
-    memcpy(s + n, b, m);
-    return (JinjaValue){ .kind = J_TEXT, .s = s, .n = n + m };
-}
-
-static JinjaValue jinja_string(Jinja *j, const char *s) { return jinja_text(j, s, strlen(s), "", 0); }
-
-// A list or a dict with room for n members, and none in it yet.
-static JinjaValue jinja_table(Jinja *j, int kind, size_t n) {
-    return (JinjaValue){ .kind = kind, .item = jinja_memory(j, n * sizeof(JinjaValue)),
-                         .key = kind == J_DICT ? jinja_memory(j, n * sizeof(char *)) : NULL };
-}
-
-// Appends a member; the table has room for it.
-static void jinja_add(JinjaValue *table, const char *key, JinjaValue v) {
-    if (table->key) table->key[table->n] = key;
-    table->item[table->n++] = v;
-}
-
-static int jinja_truth(JinjaValue v) { return v.kind < J_TEXT ? v.i != 0 : v.n > 0; }
-
-static int jinja_is(JinjaValue v, const char *text) {
-    return v.kind == J_TEXT && v.n == strlen(text) && !memcmp(v.s, text, v.n);
-}
-
-// Two tables are equal when they are the same one: messages are only compared with themselves.
-static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
-    int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
-    if (numbers) return a.i == b.i;
-    if (a.kind != b.kind) return 0;
-    if (a.kind == J_TEXT && a.n == b.n) jinja_spend(j, a.n);
-    if (a.kind == J_TEXT) return a.n == b.n && !memcmp(a.s, b.s, a.n);
-    return a.item == b.item;
-}
-
-// The member of a dict; undefined when there is none.
-static JinjaValue jinja_member(Jinja *j, JinjaValue v, JinjaValue key) {
-    if (v.kind <= J_NONE) return jinja_fail(j, "a member of %s", jinja_kinds[v.kind]);
-    for (size_t i = 0; v.kind == J_DICT && i < v.n; i++) {
-        if (jinja_is(key, v.key[i])) return v.item[i];
-    }
-    return (JinjaValue){ 0 };
-}
-
-// Is a in b?
-static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
-    if (b.kind == J_TEXT) jinja_spend(j, b.n);
-    if (b.kind == J_TEXT && a.kind == J_TEXT) return !a.n || memmem(b.s, b.n, a.s, a.n);
-    if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
-        jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
-    jinja_spend(j, b.n);
-    for (size_t i = 0; b.item && i < b.n; i++) {
-        if (b.kind == J_DICT ? jinja_is(a, b.key[i]) : jinja_equal(j, a, b.item[i])) return 1;
-    }
-    return 0;
-}
-
-// A text without the characters of `chars` (NULL: white space) at its left end, its right end.
-static JinjaValue jinja_strip(Jinja *j, JinjaValue v, const char *chars, int left, int right) {
-    if (!chars) chars = " \t\n\r\v\f";
-    jinja_spend(j, v.n * min_size(strlen(chars), JINJA_BYTES));     // each character is looked for among them
-    if (j->failed) return v;
-    while (left && v.n && memchr(chars, *v.s, strlen(chars))) {
-        v.s++;
-        v.n--;
-    }
-    while (right && v.n && memchr(chars, v.s[v.n - 1], strlen(chars))) v.n--;
-    return v;
-}
-
-// The text that {{ v }} writes and that ~ joins.
-static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
-    char number[32];
-    if (v.kind == J_TEXT) return v;
-    if (v.kind == J_UNDEFINED) return jinja_string(j, "");
-    if (v.kind == J_NONE) return jinja_string(j, "None");
-    if (v.kind == J_BOOL) return jinja_string(j, v.i ? "True" : "False");
-    if (v.kind != J_INT) return jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
-    snprintf(number, sizeof number, "%ld", v.i);
-    return jinja_string(j, number);
-}
-
-// ---- Reading
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
 
-// Passes over white space. Every byte of it counts: it may be read again and again.
-static void jinja_blanks(Jinja *j) {
-    const char *from = j->p;
-    while (isspace((unsigned char)*j->p)) j->p++;
-    j->spent->bytes += (size_t)(j->p - from);
+static void jinja_blanks(JinjaReader *r) {
+    while (isspace((unsigned char)*r->p)) r->p++;
 }
 
-// Does this operator or bracket stand here? Then it is read. A sign that belongs to the end of a
-// tag, as in -%}, is no operator.
-static int jinja_op(Jinja *j, const char *op) {
+// Does this operator or bracket stand here? Then it is read. A sign that belongs to the end of a tag, as in
+// -%}, is no operator.
+static int jinja_op(JinjaReader *r, const char *op) {
     size_t n = strlen(op);
-    jinja_blanks(j);
-    if (strncmp(j->p, op, n)) return 0;
-    if (strchr("+-", *op) && (j->p[1] == '%' || j->p[1] == '}') && j->p[2] == '}') return 0;
-    if (*op == '%' && j->p[1] == '}') return 0;
-    if (!strcmp(op, "=") && j->p[1] == '=') return 0;
-    j->p += n;
+    jinja_blanks(r);
+    if (strncmp(r->p, op, n)) return 0;
+    if (strchr("+-", *op) && (r->p[1] == '%' || r->p[1] == '}') && r->p[2] == '}') return 0;
+    if (*op == '%' && r->p[1] == '}') return 0;
+    if (!strcmp(op, "=") && r->p[1] == '=') return 0;
+    r->p += n;
     return 1;
 }
 
 // The same for a word.
-static int jinja_word(Jinja *j, const char *word) {
+static int jinja_word(JinjaReader *r, const char *word) {
     size_t n = strlen(word);
-    jinja_blanks(j);
-    if (strncmp(j->p, word, n) || jinja_name_byte((unsigned char)j->p[n])) return 0;
-    j->p += n;
+    jinja_blanks(r);
+    if (strncmp(r->p, word, n) || jinja_name_byte((unsigned char)r->p[n])) return 0;
+    r->p += n;
     return 1;
 }
 
-static void jinja_want(Jinja *j, const char *op) {
-    if (!jinja_op(j, op)) jinja_fail(j, "expected '%s', found '%.12s'", op, j->p);
+static void jinja_want(JinjaReader *r, const char *op) {
+    if (!jinja_op(r, op)) jinja_refuse(r, "expected '%s', found '%.12s'", op, r->p);
+}
+
+// The one copy of a name, so that names are equal when their addresses are.
+static const char *jinja_intern(Template *tp, const char *s, size_t n) {
+    for (int i = 0; i < (int)arrlen(tp->names); i++)
+        if (!strncmp(tp->names[i], s, n) && !tp->names[i][n]) return tp->names[i];
+    arrput(tp->names, copy_bytes(s, n));
+    return arrlast(tp->names);
 }
 
 // Reads a name; "" when none stands here.
-static const char *jinja_name(Jinja *j) {
-    jinja_blanks(j);
-    const char *from = j->p;
+static const char *jinja_name(JinjaReader *r) {
+    jinja_blanks(r);
+    const char *from = r->p;
     if (isdigit((unsigned char)*from)) return "";
-    while (jinja_name_byte((unsigned char)*j->p)) j->p++;
-    return jinja_text(j, from, (size_t)(j->p - from), "", 0).s;
+    while (jinja_name_byte((unsigned char)*r->p)) r->p++;
+    if (r->p == from) return "";
+    if (arrlen(r->tp->names) >= JINJA_NAMES) {
+        jinja_refuse(r, "the program has more than %d names", JINJA_NAMES);
+        return "";
+    }
+    return jinja_intern(r->tp, from, (size_t)(r->p - from));
 }
 
-// Reads the end of a tag, %} or }} or #}, and the white space behind it that goes: all of it behind
-// a '-', otherwise one line break, but not behind }}.
-static void jinja_close(Jinja *j, const char *end) {
-    jinja_blanks(j);
-    int all = *j->p == '-', none = *j->p == '+';
-    j->p += all || none;
-    if (strncmp(j->p, end, 2)) {
-        jinja_fail(j, "expected '%s', found '%.12s'", end, j->p);
+// Reads the end of a tag, %} or }} or #}, and the white space behind it that goes: all of it behind a '-',
+// otherwise one line break, but not behind }}.
+static void jinja_close(JinjaReader *r, const char *end) {
+    jinja_blanks(r);
+    int all = *r->p == '-', none = *r->p == '+';
+    r->p += all || none;
+    if (strncmp(r->p, end, 2)) {
+        jinja_refuse(r, "expected '%s', found '%.12s'", end, r->p);
         return;
     }
-    j->p += 2;
-    if (all) jinja_blanks(j);
-    else if (*end != '}' && !none && *j->p == '\n') j->p++;
+    r->p += 2;
+    if (all) jinja_blanks(r);
+    else if (*end != '}' && !none && *r->p == '\n') r->p++;
 }
 
-// Passes over what is left of a tag. A text in quotes may hold anything.
-static void jinja_skip(Jinja *j, const char *end) {
-    const char *from = j->p;
-    while (*j->p && strncmp(j->p, end, 2) && (*j->p != '-' || strncmp(j->p + 1, end, 2))) {
-        char quote = *j->p++;
-        if (*end == '#' || (quote != '\'' && quote != '"')) continue;
-        while (*j->p && *j->p != quote) j->p += 1 + (*j->p == '\\' && j->p[1]);
-        if (*j->p) j->p++;
-    }
-    jinja_spend(j, (size_t)(j->p - from));
-    jinja_close(j, end);
-}
-
-// Reads the text in quotes that stands here.
-static JinjaValue jinja_quoted(Jinja *j) {
+// Reads the texts in quotes that stand here; neighbours are one text.
+static JinjaNode *jinja_quoted(JinjaReader *r) {
     static const char code[] = "ntr\\'\"", means[] = "\n\t\r\\'\"";
-    char quote = *j->p++;
-    size_t n = 0, room = 0;
-    while (j->p[room] && j->p[room] != quote) room += 1 + (j->p[room] == '\\' && j->p[room + 1]);
-    char *s = jinja_memory(j, room + 1);
-    for (; *j->p && *j->p != quote; j->p++) {
-        s[n] = *j->p;
-        if (*j->p == '\\') {
-            const char *at = *++j->p ? strchr(code, *j->p) : NULL;
-            if (!at) return jinja_fail(j, "the escape \\%.1s", j->p);
-            s[n] = means[at - code];
+    JinjaNode *x = jinja_part(r, P_VALUE, NULL, NULL);
+    char *text = NULL;
+    while (!r->failed && (*r->p == '\'' || *r->p == '"')) {
+        char quote = *r->p++;
+        for (; *r->p && *r->p != quote; r->p++) {
+            char c = *r->p;
+            if (c == '\\' && r->p[1]) {
+                const char *at = strchr(code, *++r->p);
+                if (!at) jinja_refuse(r, "the escape \\%.1s", r->p);
+                if (!at) break;
+                c = means[at - code];
+            }
+            arrput(text, c);
         }
-        n++;
+        if (!*r->p) jinja_refuse(r, "a text without its closing quote");
+        else r->p++;
+        jinja_blanks(r);
     }
-    if (!*j->p) return jinja_fail(j, "a text without its closing quote");
-    j->p++;
-    return (JinjaValue){ .kind = J_TEXT, .s = s, .n = n };
+    x->op = J_TEXT;
+    x->n = arrlenu(text);
+    x->s = memcpy(arena_take(r->tp->arena, x->n + 1), text ? text : "", x->n);
+    arrfree(text);
+    return x;
 }
 
-// ---- Expressions
-static JinjaValue jinja_expression(Jinja *j);
+// ---- Reading expressions
+static JinjaNode *jinja_expression(JinjaReader *r);
+static JinjaNode *jinja_unary(JinjaReader *r, int with_filters);
 
-// Reads the arguments of a call up to ')', or the members of a list up to ']'. What opened it is
-// read.
-static JinjaArgs jinja_args(Jinja *j, const char *end) {
-    JinjaArgs a = { 0 };
-    while (!j->failed && !jinja_op(j, end)) {
-        if (a.n == JINJA_ARGS) jinja_fail(j, "more than %d values in brackets", JINJA_ARGS);
-        if (j->failed) break;
-        const char *from = j->p, *key = jinja_name(j);
-        int named = *key && jinja_op(j, "=");
-        if (!named && !j->failed) j->p = from;
-        a.key[a.n] = named ? key : NULL;
-        a.v[a.n++] = jinja_expression(j);
-        if (!jinja_op(j, ",") && *j->p != *end) jinja_want(j, end);
+// Reads what stands between brackets up to `end`: values, for a call also name=value, for a dict key:value.
+static JinjaNode *jinja_members(JinjaReader *r, const char *end, int dict) {
+    JinjaNode *first = NULL, **last = &first;
+    while (!r->failed && !jinja_op(r, end)) {
+        const char *from = r->p, *key = *end == ')' ? jinja_name(r) : "";
+        int named = *key && jinja_op(r, "=");
+        if (!named && !r->failed) r->p = from;
+        *last = jinja_expression(r);
+        if (r->failed) break;
+        if (named) {
+            *last = jinja_part(r, P_NAMED, *last, NULL);
+            (*last)->name = key;
+        }
+        last = &(*last)->next;
+        if (dict) {
+            jinja_want(r, ":");
+            *last = jinja_expression(r);
+            last = &(*last)->next;
+        }
+        if (!jinja_op(r, ",") && *r->p != *end) jinja_want(r, end);
     }
-    return a;
+    return first;
 }
 
-// The text of argument k, or NULL.
-static const char *jinja_arg(Jinja *j, const JinjaArgs *a, int k) {
-    return k < a->n && a->v[k].kind == J_TEXT ? jinja_text(j, a->v[k].s, a->v[k].n, "", 0).s : NULL;
-}
-
-// The functions. The date is fixed, so that a dialogue has the same ids every day: it is the one
-// that the programs of Llama 3.1 hold.
-static JinjaValue jinja_call(Jinja *j, const char *name, const JinjaArgs *a) {
-    struct tm day = { .tm_year = 124, .tm_mon = 6, .tm_mday = 26, .tm_wday = 5, .tm_yday = 207 };
-    const char *x = jinja_arg(j, a, 0);
-    char date[128] = "";
-    if (x && !strcmp(name, "raise_exception")) return jinja_fail(j, "the program refuses: %.200s", x);
-    if (x && !strcmp(name, "strftime_now")) {
-        strftime(date, sizeof date, x, &day);
-        return jinja_string(j, date);
+// A literal, a variable, a call of a function, a list, a dict or brackets
+static JinjaNode *jinja_primary(JinjaReader *r) {
+    jinja_blanks(r);
+    JinjaNode *x = NULL;
+    if (*r->p == '\'' || *r->p == '"') return jinja_quoted(r);
+    if (isdigit((unsigned char)*r->p)) {
+        x = jinja_part(r, P_VALUE, NULL, NULL);
+        x->op = J_INT;
+        for (; isdigit((unsigned char)*r->p); r->p++) {
+            x->i = 10 * x->i + *r->p - '0';
+            if (x->i > JINJA_NUMBER) jinja_refuse(r, "a number above %d", JINJA_NUMBER);
+            if (r->failed) break;
+        }
+        return x;
     }
-    if (strcmp(name, "namespace")) return jinja_fail(j, "the function %.40s", name);
-    JinjaValue v = jinja_table(j, J_DICT, JINJA_ARGS);
-    v.i = 1;                                                // the only dict that {% set %} changes
-    for (int i = 0; i < a->n; i++) jinja_add(&v, a->key[i] ? a->key[i] : "", a->v[i]);
-    return v;
-}
-
-// The parts of a text between the texts `by`, which is not empty.
-static JinjaValue jinja_split(Jinja *j, JinjaValue v, const char *by) {
-    JinjaValue list = jinja_table(j, J_LIST, v.n / strlen(by) + 1);
-    const char *end = v.s + v.n, *at;
-    if (j->failed) return list;
-    while ((at = memmem(v.s, (size_t)(end - v.s), by, strlen(by))) != NULL) {
-        jinja_add(&list, NULL, (JinjaValue){ .kind = J_TEXT, .s = v.s, .n = (size_t)(at - v.s) });
-        v.s = at + strlen(by);
+    if (jinja_op(r, "(")) {
+        x = jinja_expression(r);
+        if (jinja_op(r, ",")) {
+            x->next = jinja_members(r, ")", 0);
+            return jinja_part(r, P_LIST, x, NULL);
+        }
+        jinja_want(r, ")");
+        return x;
     }
-    jinja_add(&list, NULL, (JinjaValue){ .kind = J_TEXT, .s = v.s, .n = (size_t)(end - v.s) });
-    return list;
-}
+    if (jinja_op(r, "[")) return jinja_part(r, P_LIST, jinja_members(r, "]", 0), NULL);
+    if (jinja_op(r, "{")) return jinja_part(r, P_DICT, jinja_members(r, "}", 1), NULL);
 
-// selectattr(key, "equalto", value): the members of a list whose member `key` has the value.
-static JinjaValue jinja_select(Jinja *j, JinjaValue v, const JinjaArgs *a) {
-    JinjaValue list = jinja_table(j, J_LIST, v.n);
-    if (a->n != 3 || !jinja_is(a->v[1], "equalto")) return jinja_fail(j, "selectattr without equalto");
-    for (size_t i = 0; i < v.n; i++) {
-        if (jinja_equal(j, jinja_member(j, v.item[i], a->v[0]), a->v[2])) jinja_add(&list, NULL, v.item[i]);
-    }
-    return list;
-}
-
-// The methods v.name(a) and the filters v | name(a)
-static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, const JinjaArgs *a) {
-    const char *x = jinja_arg(j, a, 0);
-    size_t n = x ? strlen(x) : 0;
-    int text = v.kind == J_TEXT, list = v.kind == J_LIST;
-    int length = !strcmp(name, "length") || !strcmp(name, "count");
-    if (text) jinja_spend(j, v.n);
-    if (!strcmp(name, "default") && a->n == 1) return v.kind ? v : a->v[0];
-    if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(j, v, x, 1, 1);
-    if (text && !strcmp(name, "lstrip")) return jinja_strip(j, v, x, 1, 0);
-    if (text && !strcmp(name, "rstrip")) return jinja_strip(j, v, x, 0, 1);
-    if (text && !strcmp(name, "string")) return v;
-    if (text && x && !strcmp(name, "startswith")) return jinja_bool(v.n >= n && !memcmp(v.s, x, n));
-    if (text && x && !strcmp(name, "endswith")) return jinja_bool(v.n >= n && !memcmp(v.s + v.n - n, x, n));
-    if (text && n && a->n == 1 && !strcmp(name, "split")) return jinja_split(j, v, x);
-    if (text && length) {
-        long chars = 0;
-        for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
-        return jinja_int(chars);
-    }
-    if (v.kind >= J_LIST && length) return jinja_int((long)v.n);
-    if (list && !strcmp(name, "list")) return v;
-    if (list && !strcmp(name, "first")) return v.n ? v.item[0] : (JinjaValue){ 0 };
-    if (list && !strcmp(name, "last")) return v.n ? v.item[v.n - 1] : (JinjaValue){ 0 };
-    if (list && !strcmp(name, "selectattr")) return jinja_select(j, v, a);
-    if (v.kind == J_DICT && a->n && !strcmp(name, "get")) {
-        JinjaValue found = jinja_member(j, v, a->v[0]), none = { .kind = J_NONE };
-        if (found.kind) return found;
-        return a->n > 1 ? a->v[1] : none;
-    }
-    return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
-}
-
-// v is name
-static int jinja_test(Jinja *j, JinjaValue v, const char *name) {
-    enum { TEXT = 1 << J_TEXT, LIST = 1 << J_LIST, DICT = 1 << J_DICT, UNDEFINED = 1 << J_UNDEFINED };
-    static const struct { const char *name; int kinds; } tests[] = {
-        { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
-        { "string", TEXT }, { "mapping", DICT }, { "iterable", TEXT | LIST | DICT | UNDEFINED },
-        { "sequence", TEXT | LIST | DICT | UNDEFINED }, { "boolean", 1 << J_BOOL }
+    static const struct { const char *name; int kind, value; } constants[] = {
+        { "true", J_BOOL, 1 }, { "false", J_BOOL, 0 }, { "none", J_NONE, 0 },
+        { "True", J_BOOL, 1 }, { "False", J_BOOL, 0 }, { "None", J_NONE, 0 },
     };
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
-        if (!strcmp(name, tests[i].name)) return tests[i].kinds >> v.kind & 1;
+    x = jinja_part(r, P_NAME, NULL, NULL);
+    x->name = jinja_name(r);
+    if (!*x->name) jinja_refuse(r, "expected a value, found '%.12s'", r->p);
+    for (size_t k = 0; k < sizeof constants / sizeof *constants; k++) {
+        if (strcmp(x->name, constants[k].name)) continue;
+        x->kind = P_VALUE;
+        x->op = constants[k].kind;
+        x->i = constants[k].value;
     }
-    if (!strcmp(name, "true")) return v.kind == J_BOOL && v.i;
-    if (!strcmp(name, "false")) return v.kind == J_BOOL && !v.i;
-    jinja_fail(j, "the test %.40s", name);
-    return 0;
+    if (x->kind == P_NAME && jinja_op(r, "(")) {
+        x->kind = P_CALL;
+        x->b = jinja_members(r, ")", 0);
+    }
+    return x;
 }
 
-// Reads what stands behind '[' and gives v[k], v[from:to] or v[::-1].
-static JinjaValue jinja_index(Jinja *j, JinjaValue v) {
-    JinjaValue from = { 0 }, to = { 0 };
-    int slice = jinja_op(j, ":"), backwards = slice && jinja_op(j, ":-1");
-    if (!slice) {
-        from = jinja_expression(j);
-        slice = jinja_op(j, ":");
+// Reads what stands behind '[': an index, or a slice.
+static JinjaNode *jinja_index(JinjaReader *r, JinjaNode *of) {
+    JinjaNode *x = jinja_part(r, P_INDEX, of, NULL);
+    if (!jinja_op(r, ":")) {
+        x->b = jinja_expression(r);
+        if (jinja_op(r, "]")) return x;
+        jinja_want(r, ":");
     }
-    int closed = jinja_op(j, "]");
-    if (slice && !closed && !backwards) to = jinja_expression(j);
-    if (!closed) jinja_want(j, "]");
-    if (!j->live) return v;
-    if (!slice && from.kind != J_INT) return jinja_member(j, v, from);
-    if (v.kind != J_LIST) return jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
-    if ((from.kind && from.kind != J_INT) || (to.kind && to.kind != J_INT))
-        return jinja_fail(j, "a part of a list from %s to %s", jinja_kinds[from.kind], jinja_kinds[to.kind]);
-
-    long n = (long)v.n, a = from.i, b = to.kind ? to.i : n;
-    if (a < 0) a += n;
-    if (b < 0) b += n;
-    if (!slice) return a >= 0 && a < n ? v.item[a] : (JinjaValue){ 0 };
-    JinjaValue list = jinja_table(j, J_LIST, v.n);
-    for (long i = a < 0 ? 0 : a; i < b && i < n; i++) jinja_add(&list, NULL, v.item[backwards ? n - 1 - i : i]);
-    return list;
+    x->kind = P_SLICE;
+    if (jinja_op(r, "]")) return x;
+    if (!jinja_op(r, ":")) {
+        x->c = jinja_expression(r);
+        if (jinja_op(r, "]")) return x;
+        jinja_want(r, ":");
+    }
+    if (jinja_op(r, "]")) return x;
+    x->d = jinja_expression(r);
+    jinja_want(r, "]");
+    return x;
 }
 
-// The number whose first digit stands here
-static JinjaValue jinja_number(Jinja *j) {
-    const char *from = j->p;
-    long x = strtol(j->p, (char **)&j->p, 10);
-    jinja_spend(j, (size_t)(j->p - from));
-    return jinja_int(x);
+// A value and the members, methods and calls that hang on it.
+static JinjaNode *jinja_postfix(JinjaReader *r, JinjaNode *x) {
+    while (!r->failed) {
+        if (jinja_op(r, ".")) {
+            x = jinja_part(r, P_MEMBER, x, NULL);
+            x->name = jinja_name(r);
+            if (!*x->name) jinja_refuse(r, "expected a name, found '%.12s'", r->p);
+            if (!jinja_op(r, "(")) continue;
+            x->kind = P_CALL;
+            x->b = jinja_members(r, ")", 0);
+        } else if (jinja_op(r, "[")) {
+            x = jinja_index(r, x);
+        } else {
+            break;
+        }
+    }
+    return x;
 }
 
-// A literal, a variable, a call of a function, a list or brackets
-static JinjaValue jinja_primary(Jinja *j) {
-    jinja_blanks(j);
-    jinja_spend(j, 0);
-    if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
-    if (isdigit((unsigned char)*j->p)) return jinja_number(j);
-    if (jinja_op(j, "(")) {
-        JinjaValue v = jinja_expression(j);
-        jinja_want(j, ")");
-        return v;
+// The filters and tests behind a value. A test may have one argument without brackets.
+static JinjaNode *jinja_filters(JinjaReader *r, JinjaNode *x) {
+    while (!r->failed) {
+        int filter = jinja_op(r, "|"), no = 0;
+        if (!filter && !jinja_word(r, "is")) break;
+        if (!filter) no = jinja_word(r, "not");
+        x = jinja_part(r, filter ? P_FILTER : P_TEST, x, NULL);
+        x->op = no;
+        x->name = filter || !jinja_word(r, "in") ? jinja_name(r) : jinja_intern(r->tp, "in", 2);
+        if (!*x->name) jinja_refuse(r, "expected a name, found '%.12s'", r->p);
+        jinja_blanks(r);
+        static const char *const follows[] = { "and", "or", "else", "if", "is", "not", "in" };
+        int value = jinja_name_byte((unsigned char)*r->p) || (*r->p && strchr("'\"[", *r->p));
+        for (size_t k = 0; k < sizeof follows / sizeof *follows; k++) {
+            const char *from = r->p;
+            if (jinja_word(r, follows[k])) value = 0;
+            r->p = from;
+        }
+        if (jinja_op(r, "(")) x->b = jinja_members(r, ")", 0);
+        else if (!filter && value) x->b = jinja_postfix(r, jinja_primary(r));
     }
-    if (jinja_op(j, "[")) {
-        JinjaArgs a = jinja_args(j, "]");
-        JinjaValue list = jinja_table(j, J_LIST, JINJA_ARGS);
-        for (int i = 0; i < a.n; i++) jinja_add(&list, NULL, a.v[i]);
-        return list;
-    }
-
-    const char *name = jinja_name(j);
-    if (!*name) return jinja_fail(j, "expected a value, found '%.12s'", j->p);
-    if (!strcasecmp(name, "true")) return jinja_bool(1);
-    if (!strcasecmp(name, "false")) return jinja_bool(0);
-    if (!strcasecmp(name, "none")) return (JinjaValue){ .kind = J_NONE };
-    if (jinja_op(j, "(")) {
-        JinjaArgs a = jinja_args(j, ")");
-        return j->live ? jinja_call(j, name, &a) : (JinjaValue){ 0 };
-    }
-    if (j->live) jinja_spend(j, arrlenu(j->var));
-    for (int i = (int)arrlen(j->var) - 1; j->live && i >= 0; i--) {
-        if (!strcmp(j->var[i].name, name)) return j->var[i].v;
-    }
-    return (JinjaValue){ 0 };
+    return x;
 }
 
-// A value and what hangs on it: members, methods, filters, tests
-static JinjaValue jinja_postfix(Jinja *j) {
-    JinjaValue v = jinja_primary(j);
-    while (!j->failed) {
-        int dot = jinja_op(j, "."), filter = !dot && jinja_op(j, "|");
-        if (dot || filter) {
-            const char *name = jinja_name(j);
-            int call = *j->p == '(' && jinja_op(j, "(");
-            JinjaArgs a = { 0 };
-            if (call) a = jinja_args(j, ")");
-            if (!j->live) continue;
-            v = call || filter ? jinja_apply(j, v, name, &a) : jinja_member(j, v, jinja_string(j, name));
-        } else if (jinja_op(j, "[")) {
-            v = jinja_index(j, v);
-            jinja_spend(j, 0);
-        } else if (jinja_word(j, "is")) {
-            int no = jinja_word(j, "not");
-            const char *name = jinja_name(j);
-            if (j->live) v = jinja_bool(jinja_test(j, v, name) != no);
-        } else break;
-    }
-    return v;
+static JinjaNode *jinja_unary(JinjaReader *r, int with_filters) {
+    JinjaNode *x;
+    if (++r->nested > JINJA_NESTED) jinja_refuse(r, "more than %d brackets and blocks", JINJA_NESTED);
+    if (!r->failed && jinja_op(r, "-")) x = jinja_part(r, P_MINUS, jinja_unary(r, 0), NULL);
+    else x = jinja_primary(r);
+    r->nested--;
+    x = jinja_postfix(r, x);
+    return with_filters ? jinja_filters(r, x) : x;
 }
 
-// The operators between two values, by how tightly they bind; `not` before a value binds as JINJA_NOT.
-enum { JINJA_OR = 1, JINJA_AND, JINJA_NOT, JINJA_COMPARISON, JINJA_SUM, JINJA_JOIN, JINJA_PRODUCT };
-static const struct { const char *name; int level; } jinja_operators[] = {
-    { "or", JINJA_OR }, { "and", JINJA_AND },
-    { "not in", JINJA_COMPARISON }, { "in", JINJA_COMPARISON }, { "==", JINJA_COMPARISON },
-    { "!=", JINJA_COMPARISON }, { "<=", JINJA_COMPARISON }, { ">=", JINJA_COMPARISON }, { "<", JINJA_COMPARISON },
-    { ">", JINJA_COMPARISON },
-    { "+", JINJA_SUM }, { "-", JINJA_SUM }, { "~", JINJA_JOIN }, { "%", JINJA_PRODUCT },
-    { NULL, 0 }
+// The operators between two values by how tightly they bind, loosest first; `not` stands between `and` and
+// the comparisons.
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT, LEVELS };
+static const struct { const char *name; int level, op; } jinja_operators[] = {
+    { "==", LEVEL_COMPARISON, OP_EQUAL }, { "!=", LEVEL_COMPARISON, OP_UNEQUAL },
+    { "<=", LEVEL_COMPARISON, OP_LESS_EQUAL }, { ">=", LEVEL_COMPARISON, OP_MORE_EQUAL },
+    { "<", LEVEL_COMPARISON, OP_LESS }, { ">", LEVEL_COMPARISON, OP_MORE },
+    { "+", LEVEL_SUM, OP_PLUS }, { "-", LEVEL_SUM, OP_MINUS }, { "~", LEVEL_JOIN, OP_JOIN },
+    { "*", LEVEL_PRODUCT, OP_TIMES }, { "//", LEVEL_PRODUCT, OP_WHOLE }, { "%", LEVEL_PRODUCT, OP_REST },
 };
 
-// a op b
-static JinjaValue jinja_compute(Jinja *j, JinjaValue a, const char *op, JinjaValue b) {
-    if (!strcmp(op, "==")) return jinja_bool(jinja_equal(j, a, b));
-    if (!strcmp(op, "!=")) return jinja_bool(!jinja_equal(j, a, b));
-    if (!strcmp(op, "in")) return jinja_bool(jinja_in(j, a, b));
-    if (!strcmp(op, "not in")) return jinja_bool(!jinja_in(j, a, b));
-    if (*op == '~') {
-        a = jinja_written(j, a);
-        b = jinja_written(j, b);
+// The operator of this level that stands here, or -1.
+static int jinja_operator(JinjaReader *r, int level) {
+    const char *from = r->p;
+    if (level == LEVEL_OR && jinja_word(r, "or")) return 0;
+    if (level == LEVEL_AND && jinja_word(r, "and")) return 0;
+    if (level == LEVEL_COMPARISON && jinja_word(r, "in")) return OP_IN;
+    if (level == LEVEL_COMPARISON && jinja_word(r, "not")) {
+        if (jinja_word(r, "in")) return OP_NOT_IN;
+        r->p = from;
     }
-    if (strchr("+~", *op) && a.kind == J_TEXT && b.kind == J_TEXT) return jinja_text(j, a.s, a.n, b.s, b.n);
-
-    int bounded = labs(a.i) <= 1000000 && labs(b.i) <= 1000000;
-    if (a.kind != J_INT || b.kind != J_INT || !bounded)
-        return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], op, jinja_kinds[b.kind]);
-    if (!strcmp(op, "<=")) return jinja_bool(a.i <= b.i);
-    if (!strcmp(op, ">=")) return jinja_bool(a.i >= b.i);
-    if (*op == '<') return jinja_bool(a.i < b.i);
-    if (*op == '>') return jinja_bool(a.i > b.i);
-    if (*op == '+') return jinja_int(a.i + b.i);
-    if (*op == '-') return jinja_int(a.i - b.i);
-    if (a.i < 0 || b.i <= 0) return jinja_fail(j, "%ld %s %ld", a.i, op, b.i);
-    return jinja_int(a.i % b.i);
+    for (size_t k = 0; k < sizeof jinja_operators / sizeof *jinja_operators; k++)
+        if (jinja_operators[k].level == level && jinja_op(r, jinja_operators[k].name)) return jinja_operators[k].op;
+    return -1;
 }
 
-// An expression of the operators that bind at `level` or tighter. The right side of `and` and `or`
-// is only read when the left side decides.
-static JinjaValue jinja_binary(Jinja *j, int level) {
-    JinjaValue v;
-    int nots = 0;
-    for (; level <= JINJA_NOT && jinja_word(j, "not"); nots++) jinja_spend(j, 0);
-    if (nots) v = jinja_bool(jinja_truth(jinja_binary(j, JINJA_COMPARISON)) != nots % 2);
-    else if (jinja_op(j, "-")) v = jinja_int(-jinja_postfix(j).i);
-    else v = jinja_postfix(j);
-    for (int compared = 0; !j->failed;) {
-        int k = 0, live = j->live;
-        for (; jinja_operators[k].name; k++) {
-            const char *name = jinja_operators[k].name;
-            if (jinja_operators[k].level < level) continue;
-            if (isalpha((unsigned char)*name) ? jinja_word(j, name) : jinja_op(j, name)) break;
-        }
-        int at = jinja_operators[k].level;
-        if (!at) break;
-        jinja_spend(j, 0);
-        if (at == JINJA_COMPARISON && compared++) jinja_fail(j, "a chain of comparisons");
-        if (at == JINJA_OR) j->live = live && !jinja_truth(v);
-        if (at == JINJA_AND) j->live = live && jinja_truth(v);
-        JinjaValue w = jinja_binary(j, at + 1);
-        if (j->live) v = at <= JINJA_AND ? w : jinja_compute(j, v, jinja_operators[k].name, w);
-        j->live = live && !j->failed;
+// An expression of the operators that bind at `level` or tighter. a < b < c is a < b and b < c.
+static JinjaNode *jinja_binary(JinjaReader *r, int level) {
+    JinjaNode *x, *left = NULL;
+    int op;
+    if (level == LEVELS) return jinja_unary(r, 1);
+    if (level == LEVEL_NOT && jinja_word(r, "not")) {
+        if (++r->nested > JINJA_NESTED) jinja_refuse(r, "more than %d brackets and blocks", JINJA_NESTED);
+        x = r->failed ? NULL : jinja_binary(r, LEVEL_NOT);
+        r->nested--;
+        return jinja_part(r, P_NOT, x, NULL);
     }
-    return v;
+    x = jinja_binary(r, level + 1);
+    while (!r->failed && (op = jinja_operator(r, level)) >= 0) {
+        JinjaNode *right = jinja_binary(r, level + 1), *whole = jinja_part(r, P_BINARY, left ? left : x, right);
+        whole->op = op;
+        if (level <= LEVEL_AND) whole->kind = level == LEVEL_OR ? P_OR : P_AND;
+        x = left ? jinja_part(r, P_AND, x, whole) : whole;
+        if (level == LEVEL_COMPARISON) left = right;
+    }
+    return x;
 }
 
-// a, or `a if c else b`. What stands first is only read until it is known whether it counts.
-static JinjaValue jinja_expression(Jinja *j) {
-    const char *from = j->p;
-    int live = j->live;
-    if (++j->depth > JINJA_DEPTH) return jinja_fail(j, "more than %d brackets and blocks", JINJA_DEPTH);
-    j->live = 0;
-    JinjaValue v = jinja_binary(j, JINJA_OR);
-    int condition = jinja_word(j, "if"), yes = 1;
-    j->live = live && !j->failed;
-    if (condition) yes = jinja_truth(jinja_binary(j, JINJA_OR));
-    const char *behind = j->p;
-    if (!yes) v = (JinjaValue){ 0 };
-    if (j->live && yes) {
-        j->p = from;
-        v = jinja_binary(j, JINJA_OR);
-        if (condition && !j->failed) j->p = behind;
+// a, or `a if c else b`
+static JinjaNode *jinja_expression(JinjaReader *r) {
+    if (++r->nested > JINJA_NESTED) jinja_refuse(r, "more than %d brackets and blocks", JINJA_NESTED);
+    JinjaNode *x = jinja_binary(r, LEVEL_OR);
+    while (!r->failed && jinja_word(r, "if")) {
+        x = jinja_part(r, P_IF, jinja_binary(r, LEVEL_OR), x);
+        if (jinja_word(r, "else")) x->c = jinja_expression(r);
     }
-    if (condition && jinja_word(j, "else")) {
-        j->live = live && !yes && !j->failed;
-        JinjaValue w = jinja_expression(j);
-        if (j->live) v = w;
-        j->live = live && !j->failed;
-    }
-    j->depth--;
-    return v;
+    r->nested--;
+    return x;
 }
 
-// ---- Tags
-static void jinja_block(Jinja *j, int live, const char *const *stops);
-static const char *const endif[] = { "endif", "elif", "else", NULL };
-static const char *const endfor[] = { "endfor", "else", NULL };
-static const char *const endprogram[] = { NULL };
-
-// Gives a variable of the innermost scope a value.
-static void jinja_set_variable(Jinja *j, const char *name, JinjaValue v) {
-    jinja_spend(j, arrlenu(j->var) - (size_t)j->scope);
-    for (int i = j->scope; i < (int)arrlen(j->var); i++) {
-        if (strcmp(j->var[i].name, name)) continue;
-        j->var[i].v = v;
-        return;
-    }
-    arrput(j->var, ((JinjaVariable){ name, v }));
-}
+// ---- Reading tags
+static JinjaNode *jinja_block(JinjaReader *r, const char *const *stops);
 
 // {% if %} .. {% elif %} .. {% else %} .. {% endif %}
-static void jinja_if(Jinja *j) {
-    int done = 0, yes;
+static JinjaNode *jinja_if(JinjaReader *r) {
+    static const char *const endif[] = { "endif", "elif", "else", NULL };
+    JinjaNode *first = NULL, **last = &first;
     do {
-        if (done) {
-            jinja_skip(j, "%}");
-            yes = 0;
-        } else {
-            yes = !strcmp(j->tag, "else") || jinja_truth(jinja_expression(j));
-            jinja_close(j, "%}");
-        }
-        jinja_block(j, yes, endif);
-        done |= yes;
-    } while (!j->failed && strcmp(j->tag, "endif"));
-    jinja_close(j, "%}");
+        JinjaNode *x = *last = jinja_part(r, P_BRANCH, NULL, NULL);
+        if (!first->b || strcmp(r->tag, "else")) x->a = jinja_expression(r);
+        jinja_close(r, "%}");
+        x->b = jinja_part(r, P_TEXT, NULL, NULL);       // so that an empty block is a block
+        x->b->next = jinja_block(r, endif);
+        last = &x->c;
+    } while (!r->failed && strcmp(r->tag, "endif"));
+    jinja_close(r, "%}");
+    return first;
 }
 
-// {% for a in list %} .. {% else %} .. {% endfor %}
-static void jinja_for(Jinja *j) {
-    const char *name = jinja_name(j);
-    if (!jinja_word(j, "in")) jinja_fail(j, "expected 'in', found '%.12s'", j->p);
-    JinjaValue list = jinja_binary(j, JINJA_OR);
-    if (list.kind != J_LIST && list.kind != J_UNDEFINED) jinja_fail(j, "a loop over %s", jinja_kinds[list.kind]);
-    jinja_close(j, "%}");
-
-    const char *body = j->p;
-    int n = (int)list.n, scope = j->scope, top = (int)arrlen(j->var);
-    if (!n) jinja_block(j, 0, endfor);
-    for (int i = 0; i < n && !j->failed; i++) {
-        JinjaValue loop = jinja_table(j, J_DICT, 8);
-        jinja_add(&loop, "index", jinja_int(i + 1));
-        jinja_add(&loop, "index0", jinja_int(i));
-        jinja_add(&loop, "first", jinja_bool(!i));
-        jinja_add(&loop, "last", jinja_bool(i == n - 1));
-        jinja_add(&loop, "length", jinja_int(n));
-        jinja_add(&loop, "previtem", i ? list.item[i - 1] : (JinjaValue){ 0 });
-        jinja_add(&loop, "nextitem", i < n - 1 ? list.item[i + 1] : (JinjaValue){ 0 });
-        j->p = j->failed ? j->end : body;
-        j->scope = top;
-        jinja_set_variable(j, name, list.item[i]);
-        jinja_set_variable(j, "loop", loop);
-        jinja_block(j, 1, endfor);
-        arrsetlen(j->var, top);
-        j->scope = scope;
+// {% for a in list if c %} .. {% else %} .. {% endfor %}
+static JinjaNode *jinja_for(JinjaReader *r) {
+    static const char *const endfor[] = { "endfor", "else", NULL };
+    JinjaNode *x = jinja_part(r, P_FOR, jinja_part(r, P_NAME, NULL, NULL), NULL);
+    x->a->name = jinja_name(r);
+    if (jinja_op(r, ",")) {
+        x->a->next = jinja_part(r, P_NAME, NULL, NULL);
+        x->a->next->name = jinja_name(r);
     }
-    if (!strcmp(j->tag, "else")) {
-        jinja_close(j, "%}");
-        jinja_block(j, !n, endfor);
+    if (!jinja_word(r, "in")) jinja_refuse(r, "expected 'in', found '%.12s'", r->p);
+    x->b = jinja_binary(r, LEVEL_OR);
+    if (jinja_word(r, "if")) x->c = jinja_binary(r, LEVEL_OR);
+    jinja_close(r, "%}");
+    x->d = jinja_block(r, endfor);
+    if (!r->failed && !strcmp(r->tag, "else")) {
+        jinja_close(r, "%}");
+        x->a->a = jinja_block(r, endfor);
     }
-    jinja_close(j, "%}");
+    jinja_close(r, "%}");
+    return x;
 }
 
-// {% set a = value %}, {% set space.a = value %}
-static void jinja_set(Jinja *j) {
-    const char *name = jinja_name(j), *member = jinja_op(j, ".") ? jinja_name(j) : NULL;
-    JinjaValue *space = NULL;
-    size_t at = 0;
-    jinja_want(j, "=");
-    JinjaValue v = jinja_expression(j);
-    jinja_close(j, "%}");
-    if (!member) {
-        jinja_set_variable(j, name, v);
-        return;
+// {% set a = value %}, {% set space.a = value %}, {% set a %} text {% endset %}
+static JinjaNode *jinja_set(JinjaReader *r) {
+    static const char *const endset[] = { "endset", NULL };
+    JinjaNode *x = jinja_part(r, P_SET, jinja_part(r, P_NAME, NULL, NULL), NULL);
+    x->a->name = jinja_name(r);
+    if (jinja_op(r, ".")) {
+        x->a = jinja_part(r, P_MEMBER, x->a, NULL);
+        x->a->name = jinja_name(r);
     }
-    jinja_spend(j, arrlenu(j->var));
-    for (int i = 0; i < (int)arrlen(j->var); i++) {
-        if (!strcmp(j->var[i].name, name)) space = &j->var[i].v;
-    }
-    if (!space || space->kind != J_DICT || !space->i) {
-        jinja_fail(j, "%.40s is no namespace", name);
-        return;
-    }
-    while (at < space->n && strcmp(space->key[at], member)) at++;
-    if (at < space->n) space->item[at] = v;
-    else if (at < JINJA_ARGS) jinja_add(space, member, v);
-    else jinja_fail(j, "more than %d members of %.40s", JINJA_ARGS, name);
+    if (jinja_op(r, "=")) x->b = jinja_expression(r);
+    jinja_close(r, "%}");
+    if (x->b || r->failed) return x;
+    x->c = jinja_block(r, endset);
+    jinja_close(r, "%}");
+    return x;
 }
 
-// Does the tag whose name is read open a block? Every tag whose name begins with "end" closes one.
-static int jinja_opens(const Jinja *j, const char *name) {
-    static const char *const opens[] = { "if", "for", "macro", "call", "filter", "generation" };
-    for (size_t i = 0; i < sizeof opens / sizeof *opens; i++) {
-        if (!strcmp(name, opens[i])) return 1;
+// {% macro name(a, b=value) %} .. {% endmacro %}
+static JinjaNode *jinja_macro(JinjaReader *r) {
+    static const char *const endmacro[] = { "endmacro", NULL };
+    JinjaNode *x = jinja_part(r, P_DEFINE, NULL, NULL), **last = &x->a;
+    x->name = jinja_name(r);
+    jinja_want(r, "(");
+    while (!r->failed && !jinja_op(r, ")")) {
+        *last = jinja_part(r, P_NAME, NULL, NULL);
+        (*last)->name = jinja_name(r);
+        if (!*(*last)->name) jinja_refuse(r, "expected a name, found '%.12s'", r->p);
+        if (jinja_op(r, "=")) (*last)->b = jinja_expression(r);
+        last = &(*last)->next;
+        if (!jinja_op(r, ",") && *r->p != ')') jinja_want(r, ")");
     }
-    const char *sign = strpbrk(j->p, "=%");
-    return !strcmp(name, "set") && sign && *sign == '%';    // {% set a %} text {% endset %}
+    jinja_close(r, "%}");
+    x->d = jinja_block(r, endmacro);
+    jinja_close(r, "%}");
+    return x;
 }
 
-// Writes the text up to the next tag. White space before the tag goes: all of it before a '-', and
-// the indentation of a line that begins with {% or {#.
-static void jinja_plain(Jinja *j, int live) {
-    const char *from = j->p, *tag = from;
+// Reads the text up to the next tag. White space before the tag goes: all of it before a '-', and the
+// indentation of a line that begins with {% or {#.
+static JinjaNode *jinja_plain(JinjaReader *r) {
+    const char *from = r->p, *tag = from;
     while (*tag && (tag[0] != '{' || !tag[1] || !strchr("{%#", tag[1]))) tag++;
-    jinja_spend(j, (size_t)(tag - from));
     const char *to = tag;
     if (*tag && tag[2] == '-') {
         while (to > from && isspace((unsigned char)to[-1])) to--;
     } else if (*tag && tag[1] != '{' && tag[2] != '+') {
         while (to > from && (to[-1] == ' ' || to[-1] == '\t')) to--;
-        if (to > j->src && to[-1] != '\n') to = tag;
+        if (to > r->src && to[-1] != '\n') to = tag;
     }
-    if (live) bytes_put(&j->out, from, (size_t)(to - from));
-    if (arrlenu(j->out) > JINJA_BYTES) jinja_fail(j, "the program writes too much");
-    if (!j->failed) j->p = tag;
+    JinjaNode *x = jinja_part(r, P_TEXT, NULL, NULL);
+    x->s = from;
+    x->n = (size_t)(to - from);
+    if (!r->failed) r->p = tag;
+    return x;
 }
 
-// Runs the program (live) or passes over it up to a tag that is one of `stops`, and leaves its name
-// in j->tag. What stands behind the name is not read.
-static void jinja_block(Jinja *j, int live, const char *const *stops) {
-    int inside = 0;             // blocks that are open, when this one is passed over
-    if (++j->depth > JINJA_DEPTH) jinja_fail(j, "more than %d brackets and blocks", JINJA_DEPTH);
-    j->tag = "";
-    while (!j->failed) {
-        jinja_plain(j, live);
-        if (!*j->p) {
-            if (*stops) jinja_fail(j, "the program ends before %s", *stops);
+// Reads a tag whose name is read; NULL when it leaves nothing to run.
+static JinjaNode *jinja_tag(JinjaReader *r, const char *name) {
+    if (!strcmp(name, "if")) return jinja_if(r);
+    if (!strcmp(name, "for")) return jinja_for(r);
+    if (!strcmp(name, "set")) return jinja_set(r);
+    if (!strcmp(name, "macro")) return jinja_macro(r);
+    int ends = !strcmp(name, "break"), on = !strcmp(name, "continue");
+    int marks = !strcmp(name, "generation") || !strcmp(name, "endgeneration");
+    if (!ends && !on && !marks) jinja_refuse(r, "the tag %.40s", name);
+    jinja_close(r, "%}");
+    return marks ? NULL : jinja_part(r, ends ? P_BREAK : P_CONTINUE, NULL, NULL);
+}
+
+// Reads up to a tag that is one of `stops`, and leaves its name in r->tag. What stands behind the name is
+// not read. The parts are in `next` of the first one.
+static JinjaNode *jinja_block(JinjaReader *r, const char *const *stops) {
+    JinjaNode *first = NULL, **last = &first;
+    if (++r->nested > JINJA_NESTED) jinja_refuse(r, "more than %d brackets and blocks", JINJA_NESTED);
+    r->tag = "";
+    while (!r->failed) {
+        *last = jinja_plain(r);
+        last = &(*last)->next;
+        if (!*r->p) {
+            if (*stops) jinja_refuse(r, "the program ends before %s", *stops);
             break;
         }
-        char kind = j->p[1];
-        j->p += 2 + (j->p[2] == '-' || j->p[2] == '+');
-        if (kind == '#' || (kind == '{' && !live)) {
-            jinja_skip(j, kind == '#' ? "#}" : "}}");
+        char kind = r->p[1];
+        r->p += 2 + (r->p[2] == '-' || r->p[2] == '+');
+        if (kind == '#') {
+            const char *end = strstr(r->p, "#}");
+            if (!end) jinja_refuse(r, "a comment without its end");
+            else r->p = end - (end > r->p && strchr("+-", end[-1]));
+            jinja_close(r, "#}");
             continue;
         }
         if (kind == '{') {
-            JinjaValue v = jinja_written(j, jinja_expression(j));
-            jinja_close(j, "}}");
-            jinja_spend(j, v.n);
-            if (!j->failed) bytes_put(&j->out, v.s, v.n);
-            continue;
+            *last = jinja_part(r, P_PRINT, NULL, NULL);
+            (*last)->a = jinja_expression(r);
+            jinja_close(r, "}}");
+        } else {
+            const char *name = jinja_name(r), *const *stop = stops;
+            while (*stop && strcmp(*stop, name)) stop++;
+            r->tag = *stop;
+            if (*stop) break;
+            *last = jinja_tag(r, name);
         }
-
-        const char *name = jinja_name(j), *const *stop = stops;
-        while (!inside && *stop && strcmp(*stop, name)) stop++;
-        if (!inside && *stop) {
-            j->tag = *stop;
-            break;
-        }
-        if (!strcmp(name, "raw")) jinja_fail(j, "the tag raw");
-        else if (!live) {
-            inside += jinja_opens(j, name) - !strncmp(name, "end", 3);
-            jinja_skip(j, "%}");
-        } else if (!strcmp(name, "if")) jinja_if(j);
-        else if (!strcmp(name, "for")) jinja_for(j);
-        else if (!strcmp(name, "set")) jinja_set(j);
-        else if (!strcmp(name, "generation") || !strcmp(name, "endgeneration")) jinja_close(j, "%}");
-        else if (!strcmp(name, "macro")) {                  // calling it is refused
-            static const char *const endmacro[] = { "endmacro", NULL };
-            jinja_skip(j, "%}");
-            jinja_block(j, 0, endmacro);
-            jinja_close(j, "%}");
-        } else jinja_fail(j, "the tag %.40s", name);
+        if (*last) last = &(*last)->next;
     }
+    r->nested--;
+    return first;
+}
+
+// ---- Values
+typedef struct JinjaValue JinjaValue;
+typedef struct {
+    size_t n, room;             // members; how many there is room for
+    JinjaValue *item;           // (n)
+    JinjaValue *key;            // (n) of a dict, texts; of arguments, undefined where they have no name
+    int space;                  // 1: a namespace, the only table that {% set %} changes
+} JinjaTable;
+struct JinjaValue {
+    int kind;                   // J_*
+    long i;                     // a bool or a number
+    const char *s;              // a text, without a NUL; the name of a function
+    const uint16_t *from;       // (n) where its bytes come from, as in template_render; NULL: the program
+    size_t n;                   // its bytes
+    JinjaTable *t;              // a list or a dict; several values may share it
+    const JinjaNode *macro;
+};
+
+typedef struct {
+    const char *name;
+    JinjaValue v;
+} JinjaVariable;
+
+typedef struct {                // a program that runs
+    const Template *tp;
+    Arena *arena;               // its values
+    JinjaVariable *var;         // stb array; the variables of an inner scope stand behind, and hide
+    int scope;                  // where the innermost scope begins in var
+    int hidden, globals;        // var[globals..hidden) are of a macro's caller, which it does not see
+    char *out;                  // stb array: the output
+    uint16_t *from;             // stb array: where its bytes come from
+    size_t bytes, most_bytes;   // taken so far, and at most
+    size_t steps, most_steps;
+    int depth;
+    const char *at;             // the place of what is computed
+    int failed;                 // 1: err is set, and everything returns
+    char *err;                  // (512) the first reason, with its line
+} Jinja;
+
+enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };
+
+// Stops the program: the line and the reason go to err. Returns an undefined value.
+KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
+    char why[256];
+    va_list ap;
+    if (j->failed) return (JinjaValue){ 0 };
+    va_start(ap, fmt);
+    vsnprintf(why, sizeof why, fmt, ap);
+    va_end(ap);
+    jinja_reason(j->err, j->tp->source, j->at, why);
+    j->failed = 1;
+    return (JinjaValue){ 0 };
+}
+
+// Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
+static int jinja_spend(Jinja *j, size_t n) {
+    j->bytes += n;
+    if (++j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
+    return !j->failed;
+}
+
+// n bytes that last as long as the program runs, or NULL.
+static void *jinja_memory(Jinja *j, size_t n) {
+    if (n > j->most_bytes || !jinja_spend(j, n + 64)) {
+        jinja_fail(j, "the program takes too long");
+        return NULL;
+    }
+    return arena_take(j->arena, n);
+}
+
+static JinjaValue jinja_bool(int x) { return (JinjaValue){ .kind = J_BOOL, .i = x != 0 }; }
+static JinjaValue jinja_int(long x) { return (JinjaValue){ .kind = J_INT, .i = x }; }
+
+// A text of the program's own, which stays where it is.
+static JinjaValue jinja_own(const char *s, size_t n) { return (JinjaValue){ .kind = J_TEXT, .s = s, .n = n }; }
+static JinjaValue jinja_string(const char *s) { return jinja_own(s, strlen(s)); }
+
+// The bytes [a,b) of a text.
+static JinjaValue jinja_cut(JinjaValue v, size_t a, size_t b) {
+    v.s += a;
+    if (v.from) v.from += a;
+    v.n = b - a;
+    return v;
+}
+
+static int jinja_is(JinjaValue v, const char *text) {
+    return v.kind == J_TEXT && v.n == strlen(text) && !memcmp(v.s, text, v.n);
+}
+
+// Appends a text to the output.
+static void jinja_put(Jinja *j, JinjaValue v) {
+    if (!v.n || !jinja_spend(j, 3 * v.n)) return;
+    memcpy(arraddnptr(j->out, v.n), v.s, v.n);
+    uint16_t *from = arraddnptr(j->from, v.n);
+    if (v.from) memcpy(from, v.from, v.n * sizeof *from);
+    else memset(from, 0, v.n * sizeof *from);
+}
+
+// Collecting a text: what is put between a begin and its end is a value, and no output.
+typedef struct { char *out; uint16_t *from; } JinjaOutput;
+
+static JinjaOutput jinja_begin(Jinja *j) {
+    JinjaOutput old = { j->out, j->from };
+    j->out = NULL;
+    j->from = NULL;
+    return old;
+}
+
+static JinjaValue jinja_end(Jinja *j, JinjaOutput old) {
+    JinjaValue v = jinja_own("", arrlenu(j->out));
+    char *s = jinja_memory(j, v.n);
+    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
+    if (s && from && v.n) {
+        v.s = memcpy(s, j->out, v.n);
+        v.from = memcpy(from, j->from, v.n * sizeof *from);
+    } else {
+        v.n = 0;
+    }
+    arrfree(j->out);
+    arrfree(j->from);
+    j->out = old.out;
+    j->from = old.from;
+    return v;
+}
+
+// An empty list, dict or list of arguments.
+static JinjaValue jinja_table(Jinja *j, int kind) {
+    JinjaTable *t = jinja_memory(j, sizeof *t);
+    if (t) *t = (JinjaTable){ 0 };
+    return (JinjaValue){ .kind = t ? kind : J_UNDEFINED, .t = t };
+}
+
+// Appends a member.
+static void jinja_add(Jinja *j, JinjaValue table, JinjaValue key, JinjaValue v) {
+    JinjaTable *t = table.t;
+    if (!t || !jinja_spend(j, 0)) return;
+    if (t->n == t->room) {
+        size_t room = max_size(2 * t->room, 4);
+        JinjaValue *item = jinja_memory(j, room * sizeof *item), *names = jinja_memory(j, room * sizeof *names);
+        if (!item || !names) return;
+        if (t->n) memcpy(item, t->item, t->n * sizeof *item);
+        if (t->n) memcpy(names, t->key, t->n * sizeof *names);
+        t->item = item;
+        t->key = names;
+        t->room = room;
+    }
+    t->key[t->n] = key;
+    t->item[t->n++] = v;
+}
+
+static void jinja_add_named(Jinja *j, JinjaValue table, const char *key, JinjaValue v) {
+    jinja_add(j, table, jinja_string(key), v);
+}
+
+static int jinja_truth(JinjaValue v) {
+    if (v.kind == J_TEXT) return v.n > 0;
+    if (v.kind == J_LIST || v.kind == J_DICT) return v.t->n > 0;
+    return v.kind >= J_FUNCTION || v.i != 0;
+}
+
+static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
+    int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
+    if (numbers) return a.i == b.i;
+    if (a.kind != b.kind || !jinja_spend(j, 0)) return 0;
+    if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
+    if (a.kind != J_LIST && a.kind != J_DICT) return a.macro == b.macro;
+    if (a.t == b.t) return 1;
+    if (a.t->n != b.t->n || ++j->depth > JINJA_DEPTH) return 0;
+    int same = 1;
+    for (size_t i = 0; i < a.t->n && same; i++)         // the order counts in a dict as well: it is the program's
+        same = jinja_equal(j, a.t->key[i], b.t->key[i]) && jinja_equal(j, a.t->item[i], b.t->item[i]);
+    j->depth--;
+    return same;
+}
+
+// The member of a dict; undefined when there is none.
+static JinjaValue jinja_member(Jinja *j, JinjaValue v, JinjaValue key) {
+    if (v.kind == J_UNDEFINED) return jinja_fail(j, "a member of %s", jinja_kinds[v.kind]);
+    for (size_t i = v.kind == J_DICT ? v.t->n : 0; i-- > 0;)
+        if (jinja_equal(j, v.t->key[i], key)) return v.t->item[i];
+    return (JinjaValue){ 0 };
+}
+
+// Is a in b?
+static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
+    if (b.kind == J_TEXT && a.kind == J_TEXT)
+        return jinja_spend(j, b.n) && (!a.n || memmem(b.s, b.n, a.s, a.n));
+    if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
+        jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
+    for (size_t i = 0; b.t && i < b.t->n; i++)
+        if (jinja_equal(j, a, b.kind == J_DICT ? b.t->key[i] : b.t->item[i])) return 1;
+    return 0;
+}
+
+// Bytes of the character at s[i], as a text is cut by characters; a stray byte is one.
+static size_t jinja_char(JinjaValue v, size_t i) { return (size_t)max_int(utf8_length(v.s + i, v.n - i), 1); }
+
+// What a loop goes over: the members of a list, the names of a dict, the characters of a text.
+static JinjaValue jinja_list(Jinja *j, JinjaValue v) {
+    if (v.kind == J_LIST) return v;
+    JinjaValue list = jinja_table(j, J_LIST);
+    if (v.kind > J_DICT || (v.kind && v.kind < J_TEXT)) jinja_fail(j, "a loop over %s", jinja_kinds[v.kind]);
+    for (size_t i = 0; v.kind == J_DICT && i < v.t->n; i++) jinja_add(j, list, (JinjaValue){ 0 }, v.t->key[i]);
+    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n && !j->failed; i += n) {
+        n = jinja_char(v, i);
+        jinja_add(j, list, (JinjaValue){ 0 }, jinja_cut(v, i, i + n));
+    }
+    return j->failed ? (JinjaValue){ 0 } : list;
+}
+
+// The text that {{ v }} writes and that ~ joins.
+static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
+    if (v.kind == J_TEXT) return v;
+    if (v.kind == J_UNDEFINED) return jinja_string("");
+    if (v.kind == J_NONE) return jinja_string("None");
+    if (v.kind == J_BOOL) return jinja_string(v.i ? "True" : "False");
+    if (v.kind != J_INT) return jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
+    char *number = jinja_memory(j, 32);
+    if (number) snprintf(number, 32, "%ld", v.i);
+    return number ? jinja_string(number) : v;
+}
+
+// ---- Functions, methods, filters and tests
+// The white space that Python strips, and that ends at s[n] (back 1) or begins at s: its bytes, or 0.
+static size_t jinja_space(const char *s, size_t n, int back) {
+    static const char *const spaces[] = {
+        " ", "\n", "\t", "\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x1f", "\xc2\x85", "\xc2\xa0", "\xe1\x9a\x80",
+        "\xe2\x80\x80", "\xe2\x80\x81", "\xe2\x80\x82", "\xe2\x80\x83", "\xe2\x80\x84", "\xe2\x80\x85",
+        "\xe2\x80\x86", "\xe2\x80\x87", "\xe2\x80\x88", "\xe2\x80\x89", "\xe2\x80\x8a", "\xe2\x80\xa8",
+        "\xe2\x80\xa9", "\xe2\x80\xaf", "\xe2\x81\x9f", "\xe3\x80\x80"
+    };
+    for (size_t k = 0; k < sizeof spaces / sizeof *spaces; k++) {
+        size_t m = strlen(spaces[k]);
+        if (m <= n && !memcmp(back ? s + n - m : s, spaces[k], m)) return m;
+    }
+    return 0;
+}
+
+// A text without the characters of `chars` (undefined: white space) at its left end, its right end.
+static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int right) {
+    int given = chars.kind == J_TEXT;
+    for (int back = 0; back < 2; back++) {
+        while ((back ? right : left) && v.n) {
+            size_t m = given ? memchr(chars.s, back ? v.s[v.n - 1] : *v.s, chars.n) != NULL : jinja_space(v.s, v.n, back);
+            if (!m) break;
+            v = back ? jinja_cut(v, 0, v.n - m) : jinja_cut(v, m, v.n);
+        }
+    }
+    return v;
+}
+
+// The parts of a text between the texts `by`, at most `most` cuts; or, when `with` is a text, the text with
+// `with` in the place of each `by`.
+static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most, JinjaValue with) {
+    JinjaValue list = jinja_table(j, J_LIST);
+    JinjaOutput old = jinja_begin(j);
+    const char *at;
+    if (!by.n) jinja_fail(j, "an empty text between the parts");
+    while (!j->failed && most-- && (at = memmem(v.s, v.n, by.s, by.n)) != NULL) {
+        size_t n = (size_t)(at - v.s);
+        if (with.kind == J_TEXT) jinja_put(j, jinja_cut(v, 0, n));
+        if (with.kind == J_TEXT) jinja_put(j, with);
+        else jinja_add(j, list, (JinjaValue){ 0 }, jinja_cut(v, 0, n));
+        v = jinja_cut(v, n + by.n, v.n);
+        jinja_spend(j, n);
+    }
+    if (with.kind == J_TEXT) jinja_put(j, v);
+    else jinja_add(j, list, (JinjaValue){ 0 }, v);
+    JinjaValue text = jinja_end(j, old);
+    return with.kind == J_TEXT ? text : list;
+}
+
+// upper, lower, capitalize, title
+static JinjaValue jinja_case(Jinja *j, JinjaValue v, const char *name) {
+    char *s = jinja_memory(j, v.n + 1);
+    int start = 1;                                          // does a word begin here?
+    for (size_t i = 0; s && i < v.n; i++) {
+        int c = (unsigned char)v.s[i], up = *name == 'u' || (*name != 'l' && start);
+        if (c > 127) return jinja_fail(j, "%s of letters beyond ASCII", name);
+        s[i] = (char)(up ? toupper(c) : tolower(c));
+        start = *name == 't' && !isalpha(c);
+    }
+    if (s) v.s = s;
+    return v;
+}
+
+// Writes a value as JSON, as transformers does: nothing beyond ASCII is escaped.
+static void jinja_json(Jinja *j, JinjaValue v) {
+    static const char plain[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
+    if (++j->depth > JINJA_DEPTH) jinja_fail(j, "more than %d parts inside one another", JINJA_DEPTH);
+    int dict = v.kind == J_DICT;
+    if (v.kind == J_NONE) jinja_put(j, jinja_string("null"));
+    else if (v.kind == J_BOOL) jinja_put(j, jinja_string(v.i ? "true" : "false"));
+    else if (v.kind == J_INT) jinja_put(j, jinja_written(j, v));
+    else if (v.kind == J_TEXT) {
+        jinja_put(j, jinja_string("\""));
+        for (size_t i = 0; i < v.n && !j->failed; i++) {
+            unsigned char c = (unsigned char)v.s[i];
+            const char *at = c ? strchr(plain, c) : NULL;
+            char *code = at || c < 32 ? jinja_memory(j, 8) : NULL;
+            if (code && at) snprintf(code, 8, "\\%c", letter[at - plain]);
+            else if (code) snprintf(code, 8, "\\u%04x", c);
+            jinja_put(j, code ? jinja_string(code) : jinja_cut(v, i, i + 1));
+        }
+        jinja_put(j, jinja_string("\""));
+    } else if (v.kind == J_LIST || dict) {
+        jinja_put(j, jinja_string(dict ? "{" : "["));
+        for (size_t i = 0; i < v.t->n && !j->failed; i++) {
+            if (i) jinja_put(j, jinja_string(", "));
+            if (dict) jinja_json(j, v.t->key[i]);
+            if (dict) jinja_put(j, jinja_string(": "));
+            jinja_json(j, v.t->item[i]);
+        }
+        jinja_put(j, jinja_string(dict ? "}" : "]"));
+    } else jinja_fail(j, "tojson of %s", jinja_kinds[v.kind]);
     j->depth--;
 }
 
-// What a program writes for n messages, malloc'd; NULL and the reason in err when it refuses them,
-// or needs what is not part of the above. prompt: with what opens a reply. think 0: with
-// enable_thinking set to false, as Qwen3 has it. spent: what runs before this one have taken of the
-// bounds. The texts {bos} and {eos} stand for those tokens.
-static char *jinja_render(const char *program, const Tokenizer *t, const Message *m, int n, int prompt,
-                          int think, JinjaSpent *spent, char err[512]) {
-    char *src = text_copy(program, strlen(program)), *text = NULL;
-    size_t bytes = 0;
-    for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
-        if (*s == '\r' && s[1] == '\n') s++;
-        src[bytes++] = *s == '\r' ? '\n' : *s;
-    }
-    bytes -= bytes && src[bytes - 1] == '\n';               // ... and drops the last one
-    src[bytes] = 0;
+// Argument k of a call, or the one of this name; undefined when it is not given.
+static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
+    for (size_t i = 0; args.t && i < args.t->n; i++)
+        if (jinja_is(args.t->key[i], name)) return args.t->item[i];
+    if (args.t && k < args.t->n && !args.t->key[k].kind) return args.t->item[k];
+    return (JinjaValue){ 0 };
+}
 
-    Jinja j = { .src = src, .p = src, .end = src + bytes, .live = 1, .tag = "", .spent = spent, .err = err };
-    JinjaValue messages = jinja_table(&j, J_LIST, (size_t)n), none = { .kind = J_NONE };
-    for (int i = 0; i < n; i++) {
-        JinjaValue message = jinja_table(&j, J_DICT, 2);
-        jinja_add(&message, "role", jinja_string(&j, m[i].role));
-        jinja_add(&message, "content", jinja_string(&j, m[i].words));
-        jinja_add(&messages, NULL, message);
-    }
-    jinja_set_variable(&j, "messages", messages);
-    jinja_set_variable(&j, "tools", none);
-    jinja_set_variable(&j, "documents", none);
-    jinja_set_variable(&j, "add_generation_prompt", jinja_bool(prompt));
-    if (tokenizer_bos(t) >= 0) jinja_set_variable(&j, "bos_token", jinja_string(&j, "{bos}"));
-    if (tokenizer_eos(t) >= 0) jinja_set_variable(&j, "eos_token", jinja_string(&j, "{eos}"));
-    if (!think) jinja_set_variable(&j, "enable_thinking", jinja_bool(0));
-    jinja_set_variable(&j, "strftime_now", jinja_bool(1));  // defined: programs ask before they call
-    jinja_block(&j, 1, endprogram);
-    if (!j.failed) text = text_copy(j.out ? j.out : "", arrlenu(j.out));
+// v is name args; k: the argument that stands behind the name
+static int jinja_test(Jinja *j, JinjaValue v, const char *name, JinjaValue args, size_t k) {
+    enum { TEXT = 1 << J_TEXT, LIST = 1 << J_LIST, DICT = 1 << J_DICT, UNDEFINED = 1 << J_UNDEFINED };
+    static const struct { const char *name; int kinds; } tests[] = {
+        { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
+        { "string", TEXT }, { "mapping", DICT }, { "iterable", TEXT | LIST | DICT | UNDEFINED },
+        { "sequence", TEXT | LIST | DICT | UNDEFINED }, { "boolean", 1 << J_BOOL }, { "integer", 1 << J_INT },
+        { "number", 1 << J_INT | 1 << J_BOOL }, { "callable", 1 << J_FUNCTION | 1 << J_MACRO },
+    };
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
+        if (!strcmp(name, tests[i].name)) return tests[i].kinds >> v.kind & 1;
+    JinjaValue x = jinja_arg(args, k, "other");
+    if (!strcmp(name, "true")) return v.kind == J_BOOL && v.i;
+    if (!strcmp(name, "false")) return v.kind == J_BOOL && !v.i;
+    if (!strcmp(name, "equalto") || !strcmp(name, "eq") || !strcmp(name, "==")) return jinja_equal(j, v, x);
+    if (!strcmp(name, "!=") || !strcmp(name, "ne")) return !jinja_equal(j, v, x);
+    if (!strcmp(name, "in")) return jinja_in(j, v, x);
+    if (v.kind == J_INT && !strcmp(name, "odd")) return v.i & 1;
+    if (v.kind == J_INT && !strcmp(name, "even")) return !(v.i & 1);
+    if (v.kind == J_INT && x.kind == J_INT && x.i && !strcmp(name, "divisibleby")) return v.i % x.i == 0;
+    jinja_fail(j, "the test %.40s of %s", name, jinja_kinds[v.kind]);
+    return 0;
+}
 
-    for (int i = 0; i < (int)arrlen(j.own); i++) free(j.own[i]);
-    arrfree(j.own);
-    arrfree(j.var);
-    arrfree(j.out);
-    free(src);
+// select, reject (by: 0) and selectattr, rejectattr (by: 1, the first argument is a member): the members of a
+// list that pass a test, or do not.
+static JinjaValue jinja_select(Jinja *j, JinjaValue v, JinjaValue args, int by, int want) {
+    JinjaValue list = jinja_table(j, J_LIST), test = jinja_arg(args, (size_t)by, "");
+    char name[48] = "";
+    if (test.kind == J_TEXT) snprintf(name, sizeof name, "%.*s", (int)min_size(test.n, 40), test.s);
+    v = jinja_list(j, v);
+    for (size_t i = 0; !j->failed && i < v.t->n; i++) {
+        JinjaValue x = by ? jinja_member(j, v.t->item[i], jinja_arg(args, 0, "")) : v.t->item[i];
+        int yes = test.kind ? jinja_test(j, x, name, args, (size_t)by + 1) : jinja_truth(x);
+        if (yes == want) jinja_add(j, list, (JinjaValue){ 0 }, v.t->item[i]);
+    }
+    return list;
+}
+
+// v[a:b:c] as Python has it, of a list or of the characters of a text.
+static JinjaValue jinja_slice(Jinja *j, JinjaValue v, JinjaValue from, JinjaValue to, JinjaValue by) {
+    int text = v.kind == J_TEXT;
+    JinjaValue given[] = { from, to, by };
+    for (int k = 0; k < 3; k++)
+        if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
+    if (!text && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
+    v = jinja_list(j, v);
+    if (j->failed) return v;
+    long n = (long)v.t->n, step = by.kind == J_INT ? by.i : 1;
+    if (!step) return jinja_fail(j, "a part in steps of 0");
+    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1, edge[2] = { step > 0 ? low : high, step > 0 ? high : low };
+    for (int k = 0; k < 2; k++) {
+        if (given[k].kind != J_INT) continue;
+        long x = given[k].i + (given[k].i < 0 ? n : 0);
+        edge[k] = x < low ? low : x > high ? high : x;
+    }
+    JinjaValue list = jinja_table(j, J_LIST);
+    JinjaOutput old = jinja_begin(j);
+    for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step) {
+        if (text) jinja_put(j, v.t->item[i]);
+        else jinja_add(j, list, (JinjaValue){ 0 }, v.t->item[i]);
+    }
+    JinjaValue part = jinja_end(j, old);
+    return text ? part : list;
+}
+
+static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaValue args);
+
+// Filters of texts: trim, replace, split ..
+static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit"), none = { 0 };
+    jinja_spend(j, v.n);
+    if (!strcmp(name, "trim") || !strcmp(name, "strip")) return jinja_strip(v, x, 1, 1);
+    if (!strcmp(name, "lstrip")) return jinja_strip(v, x, 1, 0);
+    if (!strcmp(name, "rstrip")) return jinja_strip(v, x, 0, 1);
+    if (!strcmp(name, "string") || !strcmp(name, "safe")) return v;
+    if (!strcmp(name, "upper") || !strcmp(name, "lower") || !strcmp(name, "title") || !strcmp(name, "capitalize"))
+        return jinja_case(j, v, name);
+    if (x.kind == J_TEXT && !strcmp(name, "startswith"))
+        return jinja_bool(v.n >= x.n && (!x.n || !memcmp(v.s, x.s, x.n)));
+    if (x.kind == J_TEXT && !strcmp(name, "endswith"))
+        return jinja_bool(v.n >= x.n && (!x.n || !memcmp(v.s + v.n - x.n, x.s, x.n)));
+    if (x.kind == J_TEXT && !strcmp(name, "split"))
+        return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1, none);
+    if (x.kind == J_TEXT && y.kind == J_TEXT && !strcmp(name, "replace")) return jinja_split(j, v, x, -1, y);
+    if (!strcmp(name, "int")) {
+        char number[24];
+        snprintf(number, sizeof number, "%.*s", (int)min_size(v.n, 9), v.s);
+        return jinja_int(strtol(number, NULL, 10));
+    }
+    if (!strcmp(name, "length") || !strcmp(name, "count")) {
+        long chars = 0;
+        for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
+        return jinja_int(chars);
+    }
+    return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
+}
+
+// Filters of lists and dicts, and what goes over the characters of a text.
+static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "d"), none = { 0 }, list = jinja_list(j, v);
+    if (j->failed) return none;
+    JinjaTable *t = list.t;
+    if (!strcmp(name, "length") || !strcmp(name, "count")) return jinja_int((long)t->n);
+    if (!strcmp(name, "list") || !strcmp(name, "keys")) return list;
+    if (!strcmp(name, "first")) return t->n ? t->item[0] : none;
+    if (!strcmp(name, "last")) return t->n ? t->item[t->n - 1] : none;
+    if (!strcmp(name, "reverse")) return jinja_slice(j, v, none, none, jinja_int(-1));
+    if (!strcmp(name, "select") || !strcmp(name, "reject")) return jinja_select(j, list, args, 0, *name == 's');
+    if (!strcmp(name, "selectattr") || !strcmp(name, "rejectattr")) return jinja_select(j, list, args, 1, *name == 's');
+    if (!strcmp(name, "join")) {
+        JinjaOutput old = jinja_begin(j);
+        for (size_t i = 0; i < t->n && !j->failed; i++) {
+            if (i && x.kind == J_TEXT) jinja_put(j, x);
+            jinja_put(j, jinja_written(j, t->item[i]));
+        }
+        return jinja_end(j, old);
+    }
+    JinjaValue made = jinja_table(j, J_LIST), attribute = jinja_arg(args, 99, "attribute");
+    if (!strcmp(name, "map") && (attribute.kind || x.kind == J_TEXT)) {
+        char filter[48];
+        if (!attribute.kind) snprintf(filter, sizeof filter, "%.*s", (int)min_size(x.n, 40), x.s);
+        for (size_t i = 0; i < t->n && !j->failed; i++)
+            jinja_add(j, made, none, attribute.kind ? jinja_member(j, t->item[i], attribute)
+                                                    : jinja_apply(j, t->item[i], filter, none));
+        return made;
+    }
+    if (v.kind == J_DICT && (!strcmp(name, "items") || !strcmp(name, "values"))) {
+        for (size_t i = 0; i < t->n && !j->failed; i++) {
+            JinjaValue pair = jinja_table(j, J_LIST);
+            jinja_add(j, pair, none, v.t->key[i]);
+            jinja_add(j, pair, none, v.t->item[i]);
+            jinja_add(j, made, none, *name == 'i' ? pair : v.t->item[i]);
+        }
+        return made;
+    }
+    if (v.kind == J_DICT && !strcmp(name, "get")) {
+        JinjaValue found = jinja_member(j, v, x), other = jinja_arg(args, 1, "default");
+        if (found.kind) return found;
+        return other.kind ? other : (JinjaValue){ .kind = J_NONE };
+    }
+    return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
+}
+
+// The methods v.name(args) and the filters v | name(args)
+static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
+    static const char *const over[] = { "list", "first", "last", "reverse", "select", "reject", "join", "map" };
+    int table = v.kind != J_TEXT;
+    if (!jinja_spend(j, 0)) return v;
+    if (!strcmp(name, "default") || !strcmp(name, "d"))
+        return v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean"))) ? v : jinja_arg(args, 0, "default_value");
+    if (!strcmp(name, "tojson")) {
+        JinjaOutput old = jinja_begin(j);
+        jinja_json(j, v);
+        return jinja_end(j, old);
+    }
+    if (v.kind == J_INT && !strcmp(name, "int")) return v;
+    if (!strcmp(name, "string")) return jinja_written(j, v);
+    if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
+    if (!v.kind && !strcmp(name, "trim")) return jinja_string("");
+    for (size_t k = 0; k < sizeof over / sizeof *over; k++) table |= !strcmp(name, over[k]);
+    return table ? jinja_apply_table(j, v, name, args) : jinja_apply_text(j, v, name, args);
+}
+
+// The functions.
+static JinjaValue jinja_function(Jinja *j, const char *name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "");
+    if (x.kind == J_TEXT && !strcmp(name, "raise_exception"))
+        return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
+    if (x.kind == J_TEXT && !strcmp(name, "strftime_now")) {
+        char format[64], *date = jinja_memory(j, 256);
+        struct tm day = { 0 };
+        sscanf(j->tp->today, "%d-%d-%d", &day.tm_year, &day.tm_mon, &day.tm_mday);
+        day.tm_year -= 1900;
+        day.tm_mon--;
+        day.tm_hour = 12;
+        day.tm_isdst = -1;
+        mktime(&day);                                       // fills in the day of the week
+        day.tm_hour = 0;
+        snprintf(format, sizeof format, "%.*s", (int)min_size(x.n, 63), x.s);
+        if (!date || x.n > 63 || !strftime(date, 256, format, &day)) return jinja_fail(j, "the date as this text");
+        return jinja_string(date);
+    }
+    JinjaValue v = jinja_table(j, J_LIST), y = jinja_arg(args, 1, "");
+    if (x.kind == J_INT && !strcmp(name, "range")) {
+        long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
+        for (long i = from; i < to && !j->failed; i++) jinja_add(j, v, (JinjaValue){ 0 }, jinja_int(i));
+        return v;
+    }
+    if (strcmp(name, "namespace") && strcmp(name, "dict")) return jinja_fail(j, "the function %.40s", name);
+    v = jinja_table(j, J_DICT);
+    if (v.t) v.t->space = *name == 'n';
+    for (size_t i = 0; args.t && i < args.t->n; i++) jinja_add(j, v, args.t->key[i], args.t->item[i]);
+    return v;
+}
+
+// ---- Running
+static JinjaValue jinja_eval(Jinja *j, const JinjaNode *x);
+static int jinja_run(Jinja *j, const JinjaNode *x);
+
+// The newest variable of this name that can be seen; NULL: there is none.
+static JinjaValue *jinja_variable(Jinja *j, const char *name) {
+    for (int i = (int)arrlen(j->var) - 1; i >= 0; i--) {
+        if (i == j->hidden - 1) i = j->globals - 1;
+        if (i < 0) break;
+        if (j->var[i].name == name) return &j->var[i].v;
+        if (i % 8 == 0) j->steps++;
+    }
+    return NULL;
+}
+
+// Gives a variable of the innermost scope a value.
+static void jinja_set_variable(Jinja *j, const char *name, JinjaValue v) {
+    for (int i = j->scope; i < (int)arrlen(j->var); i++) {
+        if (j->var[i].name != name) continue;
+        j->var[i].v = v;
+        return;
+    }
+    j->steps += arrlenu(j->var) / 8;
+    arrput(j->var, ((JinjaVariable){ name, v }));
+}
+
+// The arguments of a call.
+static JinjaValue jinja_args(Jinja *j, const JinjaNode *list) {
+    JinjaValue args = { 0 };
+    if (list) args = jinja_table(j, J_LIST);
+    for (const JinjaNode *x = list; x && !j->failed; x = x->next) {
+        int named = x->kind == P_NAMED;
+        jinja_add(j, args, named ? jinja_string(x->name) : (JinjaValue){ 0 }, jinja_eval(j, named ? x->a : x));
+    }
+    return args;
+}
+
+// What a macro writes. It sees its arguments and the program's variables, not those of who calls it.
+static JinjaValue jinja_call_macro(Jinja *j, const JinjaNode *m, JinjaValue args) {
+    int top = (int)arrlen(j->var), scope = j->scope, hidden = j->hidden, globals = j->globals;
+    size_t k = 0;
+    if (!hidden) j->globals = scope ? globals : top;
+    j->hidden = j->scope = top;
+    for (const JinjaNode *x = m->a; x && !j->failed; x = x->next, k++) {
+        JinjaValue v = jinja_arg(args, k, x->name);
+        jinja_set_variable(j, x->name, v.kind || !x->b ? v : jinja_eval(j, x->b));
+    }
+    JinjaOutput old = jinja_begin(j);
+    jinja_run(j, m->d);
+    JinjaValue text = jinja_end(j, old);
+    arrsetlen(j->var, top);
+    j->scope = scope;
+    j->hidden = hidden;
+    j->globals = globals;
     return text;
 }
 
-// ---- From a program to texts
-// The texts of a program are read off what it writes for short dialogues, and then held against
-// what it writes for longer ones, with and without a system message, with and without blanks around
-// the words. A program that no texts give exactly is refused: what it does to a dialogue is then not
-// known, and a cache that only grows may not be able to follow it.
-enum { WITH_SYSTEM = 1, WORD_BLANKS = 2, REPLY_BLANKS = 4, NO_PROMPT = 8, NO_THOUGHT = 16 };     // see probe
-enum { PROBE_BYTES = 32768, BETWEEN_BYTES = 512 };     // most that a probe, and a change of turns, may take
-typedef struct {
-    int what, n;                // see probe
-    const char *text;
-} Written;
-typedef struct {
-    const char *program;
-    const Tokenizer *t;
-    Written *probe;               // stb array: what the program has written so far
-    JinjaSpent spent;           // by all probes together, and by comparing what they wrote
-    char **own;                 // stb array: texts to free, those of the template among them
-    char err[512];
-} Derivation;
-#define PROBE_SYSTEM "kvcomp-system"
-#define PROBE_USER   "kvcomp-user-1"
-#define PROBE_REPLY  "kvcomp-reply-1"
-
-static const char *keep_text(Derivation *d, char *s) {
-    arrput(d->own, s);
-    return s;
-}
-
-// A copy of n bytes of s that lives as long as the derivation.
-static const char *part(Derivation *d, const char *s, size_t n) { return keep_text(d, text_copy(s, n)); }
-
-// The messages of a dialogue of n messages, in m[n + 1] when there is a system message as well.
-// Returns how many they are.
-static int probe_messages(Derivation *d, int what, int n, Message *m) {
-    int count = 0;
-    char words[64];
-    const char *system = what & WORD_BLANKS ? " \n" PROBE_SYSTEM " \n" : PROBE_SYSTEM;
-    if (what & WITH_SYSTEM) m[count++] = (Message){ "system", system };
-    for (int i = 0; i < n; i++) {
-        int blanks = what & (i % 2 ? REPLY_BLANKS : WORD_BLANKS);
-        const char *blank = blanks ? " \n" : "";
-        snprintf(words, sizeof words, "%skvcomp-%s-%d%s", blank, i % 2 ? "reply" : "user", i / 2 + 1, blank);
-        m[count++] = (Message){ i % 2 ? "assistant" : "user", part(d, words, strlen(words)) };
+static JinjaValue jinja_call(Jinja *j, const JinjaNode *x) {
+    if (x->a) {
+        JinjaValue of = jinja_eval(j, x->a), args = jinja_args(j, x->b);
+        if (of.kind == J_UNDEFINED) return jinja_fail(j, "%.40s of %s", x->name, jinja_kinds[of.kind]);
+        return j->failed ? of : jinja_apply(j, of, x->name, args);
     }
-    return count;
+    JinjaValue *f = jinja_variable(j, x->name), args = jinja_args(j, x->b);
+    j->at = x->at;
+    if (j->failed) return args;
+    if (f && f->kind == J_MACRO) return jinja_call_macro(j, f->macro, args);
+    return jinja_function(j, x->name, args);
 }
 
-// What the program writes for a dialogue of n messages, with what opens a reply unless NO_PROMPT. NULL
-// and d->err when it refuses.
-static const char *probe(Derivation *d, int what, int n) {
-    Message m[8];
-    for (int i = 0; i < (int)arrlen(d->probe); i++) {
-        if (d->probe[i].what == what && d->probe[i].n == n) return d->probe[i].text;
+// a OP b
+static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
+    if (op == OP_EQUAL || op == OP_UNEQUAL) return jinja_bool(jinja_equal(j, a, b) == (op == OP_EQUAL));
+    if (op == OP_IN || op == OP_NOT_IN) return jinja_bool(jinja_in(j, a, b) == (op == OP_IN));
+    if (op == OP_JOIN) {
+        a = jinja_written(j, a);
+        b = jinja_written(j, b);
     }
-    int count = probe_messages(d, what, n, m);
-    char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), &d->spent, d->err);
-    if (!text) return NULL;
-    arrput(d->probe, ((Written){ what, n, keep_text(d, text) }));
-    if (strlen(text) <= PROBE_BYTES) return text;
-    fault(d->err, "it writes %zu bytes for a few words, at most %d are read", strlen(text), PROBE_BYTES);
-    d->probe[arrlen(d->probe) - 1].text = NULL;
-    return NULL;
+    if ((op == OP_PLUS || op == OP_JOIN) && a.kind == J_TEXT && b.kind == J_TEXT) {
+        if (!a.n || !b.n) return a.n ? a : b;
+        JinjaOutput old = jinja_begin(j);
+        jinja_put(j, a);
+        jinja_put(j, b);
+        return jinja_end(j, old);
+    }
+    if (op == OP_PLUS && a.kind == J_LIST && b.kind == J_LIST) {
+        JinjaValue list = jinja_table(j, J_LIST);
+        for (size_t i = 0; i < a.t->n && !j->failed; i++) jinja_add(j, list, (JinjaValue){ 0 }, a.t->item[i]);
+        for (size_t i = 0; i < b.t->n && !j->failed; i++) jinja_add(j, list, (JinjaValue){ 0 }, b.t->item[i]);
+        return list;
+    }
+    if (a.kind == J_BOOL) a.kind = J_INT;
+    if (b.kind == J_BOOL) b.kind = J_INT;
+    if (a.kind != J_INT || b.kind != J_INT)
+        return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_ops[op], jinja_kinds[b.kind]);
+    if (op == OP_LESS) return jinja_bool(a.i < b.i);
+    if (op == OP_LESS_EQUAL) return jinja_bool(a.i <= b.i);
+    if (op == OP_MORE) return jinja_bool(a.i > b.i);
+    if (op == OP_MORE_EQUAL) return jinja_bool(a.i >= b.i);
+    if ((op == OP_WHOLE || op == OP_REST) && (a.i < 0 || b.i <= 0))
+        return jinja_fail(j, "%ld %s %ld", a.i, jinja_ops[op], b.i);
+    long n = op == OP_PLUS ? a.i + b.i : op == OP_MINUS ? a.i - b.i : op == OP_TIMES ? a.i * b.i
+           : op == OP_WHOLE ? a.i / b.i : a.i % b.i;
+    if (labs(n) > JINJA_NUMBER) return jinja_fail(j, "a number above %d", JINJA_NUMBER);
+    return jinja_int(n);
 }
 
-// What a text has between a (NULL: its start) and b (NULL: its end). NULL and d->err when one of
-// them is not there once.
-static const char *between(Derivation *d, const char *text, const char *a, const char *b) {
-    const char *names[] = { a, b }, *at[] = { text, text + strlen(text) };
-    for (int k = 0; k < 2; k++) {
-        if (!names[k]) continue;
-        at[k] = strstr(text, names[k]);
-        int times = at[k] ? 1 + (strstr(at[k] + 1, names[k]) != NULL) : 0;
-        if (times != 1) {
-            fault(d->err, "it writes the words of a message %s", times ? "twice" : "nowhere");
-            return NULL;
+// a[b]
+static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
+    if (b.kind != J_INT || (a.kind != J_LIST && a.kind != J_TEXT)) return jinja_member(j, a, b);
+    JinjaValue list = jinja_list(j, a);
+    if (j->failed) return list;
+    long i = b.i + (b.i < 0 ? (long)list.t->n : 0);
+    return i >= 0 && i < (long)list.t->n ? list.t->item[i] : (JinjaValue){ 0 };
+}
+
+// Computes a part of an expression.
+static JinjaValue jinja_eval_part(Jinja *j, const JinjaNode *x) {
+    JinjaValue a = { 0 }, b = { 0 }, *found;
+    switch (x->kind) {
+    case P_VALUE:
+        return (JinjaValue){ .kind = x->op, .i = x->i, .s = x->s, .n = x->n };
+    case P_NAME:
+        found = jinja_variable(j, x->name);
+        return found ? *found : a;
+    case P_LIST:
+        a = jinja_table(j, J_LIST);
+        for (x = x->a; x && !j->failed; x = x->next) jinja_add(j, a, b, jinja_eval(j, x));
+        return a;
+    case P_DICT:
+        a = jinja_table(j, J_DICT);
+        for (x = x->a; x && x->next && !j->failed; x = x->next->next) {
+            b = jinja_eval(j, x);
+            jinja_add(j, a, b, jinja_eval(j, x->next));
         }
-        if (!k) at[0] += strlen(a);
+        return a;
+    case P_CALL:
+        return jinja_call(j, x);
+    case P_AND:
+    case P_OR:
+        a = jinja_eval(j, x->a);
+        return jinja_truth(a) == (x->kind == P_AND) ? jinja_eval(j, x->b) : a;
+    case P_IF:
+        a = jinja_eval(j, x->a);
+        if (jinja_truth(a)) return jinja_eval(j, x->b);
+        return x->c ? jinja_eval(j, x->c) : b;
     }
-    if (at[0] > at[1]) fault(d->err, "it writes the messages in another order");
-    return at[0] > at[1] ? NULL : part(d, at[0], (size_t)(at[1] - at[0]));
-}
-
-// The bytes with which both texts begin; a token counts as a whole.
-static size_t same_start(const Tokenizer *t, const char *a, const char *b) {
-    size_t i = 0;
-    int n, m;
-    while (a[i] && b[i]) {
-        int x = token_at(t, a + i, &n), y = token_at(t, b + i, &m);
-        if (x != y || (x < 0 && a[i] != b[i]) || (x >= 0 && (n != m || strncmp(a + i, b + i, (size_t)n)))) break;
-        i += x < 0 ? 1 : (size_t)n;
+    a = jinja_eval(j, x->a);
+    if (x->b && x->kind != P_FILTER && x->kind != P_TEST) b = jinja_eval(j, x->b);
+    j->at = x->at;
+    if (j->failed) return a;
+    switch (x->kind) {
+    case P_MEMBER: return jinja_member(j, a, jinja_string(x->name));
+    case P_INDEX:  return jinja_item(j, a, b);
+    case P_NOT:    return jinja_bool(!jinja_truth(a));
+    case P_MINUS:  return jinja_compute(j, jinja_int(0), OP_MINUS, a);
+    case P_BINARY: return jinja_compute(j, a, x->op, b);
+    case P_TEST:   return jinja_bool(jinja_test(j, a, x->name, jinja_args(j, x->b), 0) != x->op);
+    case P_FILTER: return jinja_apply(j, a, x->name, jinja_args(j, x->b));
     }
-    return i;
+    JinjaValue to = { 0 }, by = { 0 };
+    if (x->c) to = jinja_eval(j, x->c);
+    if (x->d) by = jinja_eval(j, x->d);
+    return j->failed ? a : jinja_slice(j, a, b, to, by);
 }
 
-static int has_end(const char *s, const char *end) {
-    size_t n = strlen(s), m = strlen(end);
-    return n >= m && !strcmp(s + n - m, end);
+static JinjaValue jinja_eval(Jinja *j, const JinjaNode *x) {
+    if (!jinja_spend(j, 0)) return (JinjaValue){ 0 };
+    j->at = x->at;
+    if (++j->depth > JINJA_DEPTH) jinja_fail(j, "more than %d parts inside one another", JINJA_DEPTH);
+    JinjaValue v = j->failed ? (JinjaValue){ 0 } : jinja_eval_part(j, x);
+    j->depth--;
+    return j->failed ? (JinjaValue){ 0 } : v;
 }
 
-static void compose_text(char **out, const char *s) {
-    if (s) bytes_put(out, s, strlen(s));
-}
-
-// Appends words without the white space that the template drops at their ends.
-static void compose_words(char **out, const char *s, int left, int right) {
-    size_t n = strlen(s), blank, len = n;
-    int at;
-    while (left && len && is_space(s, len, &at)) {
-        s += at;
-        len -= (size_t)at;
+// The variables of one turn of a loop.
+static void jinja_loop_variables(Jinja *j, const JinjaNode *names, const JinjaTable *t, size_t i) {
+    JinjaValue loop = jinja_table(j, J_DICT), x = t->item[i];
+    jinja_add_named(j, loop, "index", jinja_int((long)i + 1));
+    jinja_add_named(j, loop, "index0", jinja_int((long)i));
+    jinja_add_named(j, loop, "revindex", jinja_int((long)(t->n - i)));
+    jinja_add_named(j, loop, "revindex0", jinja_int((long)(t->n - i) - 1));
+    jinja_add_named(j, loop, "first", jinja_bool(!i));
+    jinja_add_named(j, loop, "last", jinja_bool(i == t->n - 1));
+    jinja_add_named(j, loop, "length", jinja_int((long)t->n));
+    jinja_add_named(j, loop, "previtem", i ? t->item[i - 1] : (JinjaValue){ 0 });
+    jinja_add_named(j, loop, "nextitem", i < t->n - 1 ? t->item[i + 1] : (JinjaValue){ 0 });
+    jinja_set_variable(j, j->tp->names[0], loop);
+    if (!names->next) {
+        jinja_set_variable(j, names->name, x);
+        return;
     }
-    while (right && (blank = space_before(s, 0, len)) > 0) len -= blank;
-    bytes_put(out, s, len);
+    if (x.kind != J_LIST || x.t->n != 2) {
+        jinja_fail(j, "a loop with two names over %s", jinja_kinds[x.kind]);
+        return;
+    }
+    jinja_set_variable(j, names->name, x.t->item[0]);
+    jinja_set_variable(j, names->next->name, x.t->item[1]);
 }
 
-// What the texts x give for n messages; the first may be a system message. It stands in the first
-// turn, or (late) in the last: the newer Mistral rewrites the dialogue so, which a cache cannot. An
-// stb array with a NUL at its end, which the caller frees.
-static char *compose(const TemplateText *x, const Message *m, int n, int late) {
-    char *out = NULL;
-    int has_system = n && !strcmp(m->role, "system");
-    const char *system = has_system ? m->words : x->system;
-    for (int i = has_system; i < n; i += 2) {
-        int first = i == has_system, whole = x->trim & TRIM_WHOLE, both = x->trim & TRIM_USER;
-        int here = system && (late ? i == n - 1 : first);
-        const char *open = system || !x->alone ? x->open : x->alone;
-        compose_text(&out, first ? open : x->end);
-        if (!first) compose_text(&out, x->foot);
-        if (x->in_user) compose_text(&out, x->user);
-        if (here && (*system || x->always)) {
-            compose_text(&out, x->sys);
-            compose_words(&out, system, x->trim & TRIM_SYSTEM, x->trim & (TRIM_SYSTEM | TRIM_SYSTEM_END));
-            compose_text(&out, x->sys_end);
-        }
-        if (!x->in_user) compose_text(&out, x->user);
-        compose_words(&out, m[i].words, both || (whole && !(here && *system)), both || whole);
-        compose_text(&out, x->user_end);
-        compose_text(&out, x->head);
-        if (i + 1 == n) {
-            compose_text(&out, x->think);
+static int jinja_run_for(Jinja *j, const JinjaNode *x) {
+    JinjaValue list = jinja_list(j, jinja_eval(j, x->b)), all = list;
+    int scope = j->scope, top = (int)arrlen(j->var);
+    if (x->c) list = jinja_table(j, J_LIST);
+    if (!scope && !j->hidden) j->globals = top;
+    j->scope = top;
+    for (size_t i = 0; x->c && !j->failed && i < all.t->n; i++) {       // those that the condition lets in
+        jinja_loop_variables(j, x->a, all.t, i);
+        if (jinja_truth(jinja_eval(j, x->c))) jinja_add(j, list, (JinjaValue){ 0 }, all.t->item[i]);
+        arrsetlen(j->var, top);
+    }
+    int how = RUN_ON;
+    for (size_t i = 0; how != RUN_BREAK && !j->failed && i < list.t->n; i++) {
+        jinja_loop_variables(j, x->a, list.t, i);
+        how = jinja_run(j, x->d);
+        arrsetlen(j->var, top);
+    }
+    if (!j->failed && !list.t->n) jinja_run(j, x->a->a);
+    arrsetlen(j->var, top);
+    j->scope = scope;
+    return RUN_ON;
+}
+
+static void jinja_run_set(Jinja *j, const JinjaNode *x) {
+    JinjaValue v;
+    if (x->b) {
+        v = jinja_eval(j, x->b);
+    } else {
+        JinjaOutput old = jinja_begin(j);
+        jinja_run(j, x->c);
+        v = jinja_end(j, old);
+    }
+    if (j->failed) return;
+    if (x->a->kind == P_NAME) {
+        jinja_set_variable(j, x->a->name, v);
+        return;
+    }
+    JinjaValue space = jinja_eval(j, x->a->a);
+    if (space.kind != J_DICT || !space.t->space) {
+        jinja_fail(j, "%.40s is no namespace", x->a->a->name);
+        return;
+    }
+    for (size_t i = 0; i < space.t->n; i++) {
+        if (!jinja_is(space.t->key[i], x->a->name)) continue;
+        space.t->item[i] = v;
+        return;
+    }
+    jinja_add_named(j, space, x->a->name, v);
+}
+
+// Runs the parts of a block. RUN_BREAK and RUN_CONTINUE: the loop around it ends, or goes on.
+static int jinja_run(Jinja *j, const JinjaNode *x) {
+    int how = RUN_ON;
+    if (++j->depth > JINJA_DEPTH) jinja_fail(j, "more than %d parts inside one another", JINJA_DEPTH);
+    for (; x && how == RUN_ON && jinja_spend(j, 0); x = x->next) {
+        const JinjaNode *branch = x;
+        j->at = x->at;
+        switch (x->kind) {
+        case P_TEXT:     jinja_put(j, jinja_own(x->s, x->n)); break;
+        case P_PRINT:    jinja_put(j, jinja_written(j, jinja_eval(j, x->a))); break;
+        case P_FOR:      how = jinja_run_for(j, x); break;
+        case P_SET:      jinja_run_set(j, x); break;
+        case P_BREAK:    how = RUN_BREAK; break;
+        case P_CONTINUE: how = RUN_CONTINUE; break;
+        case P_DEFINE:
+            jinja_set_variable(j, x->name, (JinjaValue){ .kind = J_MACRO, .macro = x });
+            break;
+        case P_BRANCH:
+            while (branch && branch->a && !jinja_truth(jinja_eval(j, branch->a)) && !j->failed) branch = branch->c;
+            if (branch && !j->failed) how = jinja_run(j, branch->b);
             break;
         }
-        compose_text(&out, x->before);
-        compose_words(&out, m[i + 1].words, x->trim & TRIM_REPLY, x->trim & TRIM_REPLY);
-        compose_text(&out, x->after);
     }
-    arrput(out, 0);
-    return out;
+    j->depth--;
+    return how;
 }
 
-// Counts what a comparison takes. 0, or -1 and d->err when it is too much, as in jinja_spend.
-static int derive_spend(Derivation *d, size_t steps, size_t bytes) {
-    d->spent.steps += (long)steps;
-    d->spent.bytes += bytes;
-    if (d->spent.steps <= JINJA_STEPS && d->spent.bytes <= JINJA_BYTES) return 0;
-    return fault(d->err, "the program takes too long");
+// ==================================================================================================== RENDERING
+// Appends "\n</think>\n\n" and what has to stand before it, where a reply without thoughts is asked of a program
+// that writes thoughts and does not know enable_thinking.
+static void close_thought(Jinja *j) {
+    size_t n = arrlenu(j->out);
+    const char *open = "<think>\n";
+    if (!strstr(j->tp->source, "</think>") || strstr(j->tp->source, "enable_thinking")) return;
+    if (n < 8 || memcmp(j->out + n - 8, open, 8)) jinja_put(j, jinja_string(open));
+    jinja_put(j, jinja_string("\n</think>\n\n"));
 }
 
-// Do the texts x give what the program writes for a dialogue of n messages? 0: they do not, and
-// d->err names what differs.
-static int reproduces(Derivation *d, const TemplateText *x, int what, int n) {
-    Message m[8];
-    const char *want = probe(d, what, n);
-    if (!want) return 0;
-    if (derive_spend(d, 0, strlen(want))) return 0;
-    int count = probe_messages(d, what, n, m);
-    char *got = compose(x, m, count, 0), *late = compose(x, m, count, 1);
-    int same = !strcmp(want, got) || !strcmp(want, late);
-    size_t at = 0;
-    while (want[at] && want[at] == got[at]) at++;
-    at -= min_size(at, 12);
-    if (!same) fault(d->err, "for %s%d messages it writes '..%.60s' where one text for each role gives '..%.60s'",
-                     what & WITH_SYSTEM ? "a system text and " : "", n, want + at, got + at);
-    arrfree(got);
-    arrfree(late);
-    return same;
+// A message's text, whose bytes are marked with its number.
+static JinjaValue message_value(Jinja *j, const char *text, int number) {
+    JinjaValue v = jinja_string(text);
+    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
+    for (size_t i = 0; from && i < v.n; i++) from[i] = (uint16_t)(1 + number % UINT16_MAX);
+    v.from = from;
+    return v;
 }
 
-// What opens a reply, in x: user_end, head, think, no_think, and the blanks `before` a reply in the
-// history. first, off: what follows a question, with thoughts and without. shown: the same in the
-// history. asked: the same without what opens a reply. end: what ends a message. 0, or -1 and d->err.
-static int derive_reply(Derivation *d, TemplateText *x, const char *first, const char *off,
-                        const char *shown, const char *asked, const char *end) {
-    size_t n = strlen(shown), g = strlen(first);
-    x->think = x->before = "";
-    if (!strncmp(first, shown, n)) x->think = part(d, first + n, g - n);
-    else if (!strncmp(shown, first, g)) x->before = part(d, shown + g, n - g);
-    else return fault(d->err, "it opens a reply with '%.60s', but in the history with '%.60s'", first, shown);
-    int blank = strspn(x->before, " \t\n") == strlen(x->before);
-    if (!blank && strncmp(x->before, "<think>", 7))
-        return fault(d->err, "in the history a reply begins with '%.60s', which nothing asks for", x->before);
+// The variables that a program finds, in the order in which template_parse enters their names.
+static const char *const known_names[] = {
+    "loop", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "enable_thinking",
+    "raise_exception", "strftime_now", "namespace", "range", "dict",
+};
+enum { KNOWN_NAMES = sizeof known_names / sizeof *known_names };
 
-    // Where the question ends and the reply opens
-    n = strlen(first) - strlen(x->think);
-    size_t k = same_start(d->t, asked, first);
-    if (k >= n && *end && !strncmp(first, end, strlen(end)) && strlen(end) < n) k = strlen(end);
-    if (k > n) k = n;
-    x->user_end = part(d, first, k);
-    x->head = k < n ? part(d, first + k, n - k) : NULL;
+static void set_variables(Jinja *j, const Message *m, int n, int how) {
+    const JinjaValue none = { .kind = J_NONE }, undefined = { 0 };
+    JinjaValue messages = jinja_table(j, J_LIST);
+    for (int i = 0; i < n && !j->failed; i++) {
+        JinjaValue message = jinja_table(j, J_DICT);
+        jinja_add_named(j, message, "role", jinja_string(m[i].role));
+        jinja_add_named(j, message, "content", message_value(j, m[i].content, i));
+        jinja_add(j, messages, undefined, message);
+    }
+    const JinjaValue known[KNOWN_NAMES] = {
+        undefined, messages, none, none, jinja_bool(how & RENDER_PROMPT),
+        j->tp->bos ? jinja_string(j->tp->bos) : undefined, j->tp->eos ? jinja_string(j->tp->eos) : undefined,
+        how & RENDER_NO_THINK ? jinja_bool(0) : undefined,
+    };
+    for (int k = 1; k < KNOWN_NAMES; k++)
+        jinja_set_variable(j, j->tp->names[k], k < 8 ? known[k] : (JinjaValue){ .kind = J_FUNCTION });
+}
 
-    // A program that opens a thought, and does not know enable_thinking, gets an empty thought.
-    x->no_think = x->think;
-    if (strlen(off) >= n && strncmp(off, first, n) == 0) x->no_think = part(d, off + n, strlen(off) - n);
-    int deaf = !strcmp(x->no_think, x->think);
-    if (deaf && !strncmp(x->think, "<think>", 7)) x->no_think = "<think>\n\n</think>\n\n";
+char *template_render(const Template *tp, const Message *m, int n, int how, size_t *size, uint16_t **from,
+                      char err[512]) {
+    size_t all = 0;
+    for (int i = 0; i < n; i++) all += strlen(m[i].content);
+    Jinja j = { .tp = tp, .arena = arena_new(), .at = tp->source, .err = err,
+                .most_bytes = JINJA_BYTES + JINJA_BYTES_MESSAGE * all,
+                .most_steps = JINJA_STEPS + JINJA_STEPS_MESSAGE * (size_t)n };
+    set_variables(&j, m, n, how);
+    jinja_run(&j, tp->program);
+    int all_of_it = RENDER_NO_THINK | RENDER_PROMPT;
+    if ((how & all_of_it) == all_of_it) close_thought(&j);
+
+    char *text = NULL;
+    *size = arrlenu(j.out);
+    if (!j.failed) {
+        text = copy_bytes(j.out ? j.out : "", *size);
+        if (from) *from = xcalloc(*size + 1, sizeof **from);
+        if (from && *size) memcpy(*from, j.from, *size * sizeof **from);
+    }
+    arrfree(j.out);
+    arrfree(j.from);
+    arrfree(j.var);
+    arena_free(j.arena);
+    return text;
+}
+
+// ==================================================================================================== IDS
+typedef struct Guarded {        // a token that a message must not name
+    const char *name;
+    int n, id;
+} Guarded;
+
+// The longest guarded token whose name stands at s (n bytes); NULL: none does.
+static const Guarded *guarded_at(const Template *tp, const char *s, size_t n) {
+    const Guarded *best = NULL;
+    if (!n || !tp->starts[(unsigned char)*s]) return NULL;
+    for (int i = 0; i < (int)arrlen(tp->guarded); i++) {
+        const Guarded *g = &tp->guarded[i];
+        if ((size_t)g->n <= n && !memcmp(s, g->name, (size_t)g->n) && (!best || g->n > best->n)) best = g;
+    }
+    return best;
+}
+
+static int is_guarded(const Template *tp, int id) {
+    for (int i = 0; i < (int)arrlen(tp->guarded); i++)
+        if (tp->guarded[i].id == id) return 1;
     return 0;
 }
 
-// The ways in which a system message stands in the first turn
-enum {
-    PLACE_OWN,                        // a message of its own, or none
-    PLACE_INSIDE,                     // behind `user`, or none
-    PLACE_OWN_DEFAULT,                // as PLACE_OWN, with a default text
-    PLACE_INSIDE_DEFAULT,
-    PLACE_OTHER_DEFAULT,              // without a system text something else stands there
-    PLACES
-};
-
-// Fills in what stands around the system text, when it stands in this way. start: what comes before
-// the first question without a system text; before, behind: what surrounds a system text (NULL:
-// there is none). x->user is known. Returns 1 when the parts fit together.
-static int derive_system(Derivation *d, TemplateText *x, int place, const char *start, const char *before,
-                         const char *behind) {
-    size_t n_start = strlen(start), n_user = strlen(x->user), n_open = n_start - n_user;
-    int inside = place == PLACE_INSIDE || place == PLACE_INSIDE_DEFAULT, len;
-    x->system = x->alone = NULL;
-    x->in_user = inside;
-    x->always = 0;
-    if (place != PLACE_INSIDE_DEFAULT && !has_end(start, x->user)) return 0;
-    if (!before && place != PLACE_OWN) return 0;
-    if (!before) {
-        x->open = part(d, start, n_open);
-        return 1;
+// Appends the ids of text[0..n), which begins the dialogue if at_start is 1. Guarded tokens are found where the
+// template alone wrote their names.
+//
+// If the whole text, encoded as if it might name them anywhere, has exactly these, then no message named one,
+// and that is what transformers gives. Otherwise what lies between them is encoded as plain text.
+static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n, int at_start, int how,
+                        int *ids) {
+    typedef struct { size_t at; const Guarded *g; } Place;
+    Place *own = NULL;
+    for (size_t i = 0; i < n && !(how & RENDER_TRUST);) {
+        size_t most = i;
+        while (most < n && most < i + MAX_PIECE && !from[most]) most++;
+        const Guarded *g = guarded_at(tp, text + i, most - i);
+        if (g) arrput(own, ((Place){ i, g }));
+        i += g ? (size_t)g->n : 1;
     }
-
-    // What opens the dialogue: all of `start` but `user`; BOS where a system text is always there
-    if (place > PLACE_INSIDE) n_open = !strncmp(before, "{bos}", 5) ? 5 : 0;
-    if (place == PLACE_INSIDE_DEFAULT && !strncmp(before, x->user, n_user)) n_open = 0;
-    if (strncmp(before, start, n_open)) return 0;
-    x->open = part(d, start, n_open);
-    const char *sys = before + n_open, *sys_end = behind;
-    if (inside) {
-        if (strncmp(sys, x->user, n_user)) return 0;
-        sys += n_user;
-    } else {
-        if (!has_end(behind, x->user)) return 0;
-        sys_end = part(d, behind, strlen(behind) - n_user);
+    int before = (int)arrlen(ids), k = 0, same = 1;
+    ids = encode_at(tp->t, text, n, 1, at_start, ids);
+    for (int i = before; i < (int)arrlen(ids) && !(how & RENDER_TRUST); i++) {
+        if (!is_guarded(tp, ids[i])) continue;
+        same = same && k < (int)arrlen(own) && own[k].g->id == ids[i];
+        k++;
     }
-    x->sys = part(d, sys, strlen(sys));
-    x->sys_end = sys_end;
-    if (place == PLACE_OTHER_DEFAULT) x->alone = part(d, start, n_start - n_user);
-    if (place != PLACE_OWN_DEFAULT && place != PLACE_INSIDE_DEFAULT) return 1;
-
-    // The default text is what `start` has between them. It is plain text.
-    size_t a = strlen(before), b = strlen(behind);
-    if (n_start < a + b || strncmp(start, before, a) || !has_end(start, behind)) return 0;
-    if (derive_spend(d, n_start - a - b, 0)) return 0;
-    x->system = part(d, start + a, n_start - a - b);
-    x->always = !*x->system;
-    for (const char *s = x->system; *s; s++) {
-        if (token_at(d->t, s, &len) >= 0) return 0;
+    if (!(how & RENDER_TRUST) && (!same || k != (int)arrlen(own))) {
+        size_t p = 0;
+        arrsetlen(ids, before);
+        for (int i = 0; i <= (int)arrlen(own); i++) {
+            size_t end = i < (int)arrlen(own) ? own[i].at : n;
+            if (end > p) ids = encode_at(tp->t, text + p, end - p, 0, at_start && !p, ids);
+            if (i == (int)arrlen(own)) break;
+            arrput(ids, own[i].g->id);
+            p = end + (size_t)own[i].g->n;
+        }
     }
+    arrfree(own);
+    return ids;
+}
+
+// Where message i, whose reply has ids, stands whole in a text: its bytes are [*from_at, *to). A blank that the
+// ids begin with, and the content does not, belongs to the reply. Returns 1 when it stands there, behind `least`.
+static int reply_place(const Template *tp, const Message *m, int i, const char *text, const uint16_t *from, size_t n,
+                       size_t least, size_t *from_at, size_t *to) {
+    uint16_t mark = (uint16_t)(1 + i % UINT16_MAX);
+    size_t a = least, size = strlen(m->content);
+    int len;
+    while (a < n && from[a] != mark) a++;
+    if (!size || a + size > n || memcmp(text + a, m->content, size)) return 0;
+    for (size_t k = a; k < a + size; k++)
+        if (from[k] != mark) return 0;
+    *to = a + size;
+    const char *first = tokenizer_bytes(tp->t, m->ids[0], &len);
+    int blank = len > 0 && *first == ' ' && *m->content != ' ';
+    *from_at = a - (blank && a > least && text[a - 1] == ' ' && !from[a - 1]);
     return 1;
 }
 
-// Which white space goes, as TRIM_* bits; -1 and d->err when no rule that is known gives it.
-static int derive_trim(Derivation *d, TemplateText *x, int system) {
-    static const int rules[] = { 0, TRIM_BOTH, TRIM_USER, TRIM_SYSTEM, TRIM_SYSTEM_END, TRIM_WHOLE };
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        x->trim = rules[i];
-        int good = reproduces(d, x, WORD_BLANKS, 1) && reproduces(d, x, WORD_BLANKS, 3);
-        if (!good || (system && !reproduces(d, x, WITH_SYSTEM | WORD_BLANKS, 1))) continue;
-        x->trim |= TRIM_REPLY;
-        if (!reproduces(d, x, REPLY_BLANKS, 3)) x->trim &= ~TRIM_REPLY;
-        return 0;
+int *template_ids(const Template *tp, const Message *m, int n, int how, char err[512]) {
+    size_t size, p = 0, a, b;
+    uint16_t *from;
+    int *ids = NULL, bos = tokenizer_bos(tp->t);
+    char *text = template_render(tp, m, n, how, &size, &from, err);
+    if (!text) return NULL;
+    for (int i = 0; i < n; i++) {
+        if (!m[i].n_ids || !reply_place(tp, &m[i], i, text, from, size, p, &a, &b)) continue;
+        if (a > p) ids = ids_of_text(tp, text + p, from + p, a - p, !p, how, ids);
+        memcpy(arraddnptr(ids, m[i].n_ids), m[i].ids, (size_t)m[i].n_ids * sizeof *ids);
+        p = b;
     }
-    return -1;
+    if (size > p) ids = ids_of_text(tp, text + p, from + p, size - p, !p, how, ids);
+    if (tokenizer_adds_bos(tp->t) && (!arrlen(ids) || ids[0] != bos)) arrins(ids, 0, bos);
+    free(text);
+    free(from);
+    if (!arrlen(ids)) fault(err, "the chat template writes nothing");
+    return ids;
 }
 
-// Finds x->foot, x->user and what stands around the system text. E: what the history has between a
-// reply and the next question; its bytes from `end` to `rest` end the reply. `user` is the longest
-// end of E with which everything is reproduced.
-static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t end, size_t rest,
-                        const char *start, const char *before, const char *behind) {
-    int len;
-    if (strlen(E) > BETWEEN_BYTES)
-        return fault(d->err, "it writes %zu bytes between two turns, at most %d are read", strlen(E), BETWEEN_BYTES);
-    for (; rest <= strlen(E); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
-        if (derive_spend(d, PLACES, 0)) return -1;
-        x->foot = part(d, E + end, rest - end);
-        x->user = part(d, E + rest, strlen(E) - rest);
-        for (int place = 0; place < PLACES; place++) {
-            if (!derive_system(d, x, place, start, before, behind)) continue;
-            if (!reproduces(d, x, 0, 1) || !reproduces(d, x, 0, 3)) continue;
-            if (!before || reproduces(d, x, WITH_SYSTEM, 1)) return 0;
-        }
-    }
-    if (derive_spend(d, 0, 0)) return -1;
-    return fault(d->err, "what it writes around the words does not fall into one text for each role");
-}
+// ==================================================================================================== LOADING
+// The templates that have a name. `needs`: the tokens without which one makes no sense.
+static const struct { const char *name, *needs, *source; } named_templates[] = {
+    { "chatml", "<|im_start|> <|im_end|>",
+      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+      "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}" },
+    { "qwen3", "<|im_start|> <|im_end|>",
+      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\\n')\n"
+      "if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+      "{% if add_generation_prompt %}<|im_start|>assistant\n"
+      "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}" },
+    { "llama3", "<|start_header_id|> <|end_header_id|> <|eot_id|>",
+      "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+      "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+      "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}" },
+    { "llama2", "<s> </s>",
+      "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% if m.role == 'user' %}"
+      "{% set system = loop.previtem.content if loop.index == 2 and loop.previtem.role == 'system' else '' %}"
+      "{% set words = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m.content if system else m.content %}"
+      "{{ bos_token }}[INST] {{ words.strip() }} [/INST]{% else %} {{ m.content.strip() }} {{ eos_token }}"
+      "{% endif %}{% endfor %}" },
+    { "mistral", "[INST] [/INST]",
+      "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]"
+      "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+      "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}" },
+    { "phi3", "<|user|> <|assistant|> <|end|>",
+      "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+      "{% if add_generation_prompt %}<|assistant|>\n{% endif %}" },
+    { "zephyr", "</s>",
+      "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+      "{% if add_generation_prompt %}<|assistant|>\n{% endif %}" },
+    { "deepseek-r1", "<｜User｜> <｜Assistant｜>",
+      "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+      "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
+      "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}" },
+    { "none", "", "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\\n' }}{% endif %}{% endfor %}" },
+};
+enum { NAMED_TEMPLATES = sizeof named_templates / sizeof *named_templates };
 
-// Reads the texts of d->program into tp->x, and checks them. 0, or -1 and d->err.
-static int derive(Derivation *d, Template *tp) {
-    TemplateText *x = &tp->x;
-    int len;
+const char *template_names(void) { return "chatml qwen3 llama3 llama2 mistral phi3 zephyr deepseek-r1 none"; }
 
-    // What the program writes: a question; the same without thoughts; the same without the opening
-    // of a reply; a finished reply; a reply and the next question
-    const char *text[5] = { probe(d, 0, 1) };
-    if (text[0]) text[1] = probe(d, NO_THOUGHT, 1);
-    if (text[1]) text[2] = probe(d, NO_PROMPT, 1);
-    if (text[2]) text[3] = probe(d, NO_PROMPT, 2);
-    if (text[3]) text[4] = probe(d, 0, 3);
-    if (!text[4]) return -1;
-    const char *start = between(d, text[0], NULL, PROBE_USER);
-    const char *first = between(d, text[0], PROBE_USER, NULL), *off = between(d, text[1], PROBE_USER, NULL);
-    const char *asked = between(d, text[2], PROBE_USER, NULL), *done = between(d, text[3], PROBE_REPLY, NULL);
-    const char *shown = between(d, text[4], PROBE_USER, PROBE_REPLY);
-    const char *next = between(d, text[4], PROBE_REPLY, "kvcomp-user-2");
-    if (!start || !first || !off || !asked || !done || !shown || !next) return -1;
-
-    // The end of a reply: blanks, the token that the model makes, and what follows whatever comes
-    size_t rest = same_start(d->t, done, next), blank = strspn(next, " \t\n");
-    int ends = token_at(d->t, next + blank, &len) >= 0 && blank + (size_t)len <= rest;
-    size_t end = ends ? blank + (size_t)len : 0;
-    x->after = part(d, next, ends ? blank : 0);
-    x->end = ends ? part(d, next + blank, (size_t)len) : NULL;
-    if (derive_reply(d, x, first, off, shown, asked, part(d, next, rest))) return -1;
-
-    // The system message. A program that refuses or drops one is used without.
-    const char *with = probe(d, WITH_SYSTEM, 1), *before = NULL, *behind = NULL;
-    if (with) before = between(d, with, NULL, PROBE_SYSTEM);
-    if (before) behind = between(d, with, PROBE_SYSTEM, PROBE_USER);
-    if (!behind) tp->no_system = text_copy(d->err, strlen(d->err));
-    if (derive_turns(d, x, next, end, rest, start, behind ? before : NULL, behind)) return -1;
-    if (derive_trim(d, x, behind != NULL)) return -1;
-
-    // The check
-    for (int what = 0; what < 4; what++) {
-        for (int n = 1; n < 6; n += 2) {
-            if (what & WITH_SYSTEM && !behind) continue;
-            if (!reproduces(d, x, what, n)) return -1;
-        }
-    }
-    return 0;
-}
-
-// Are two texts the same, when the name of a token and {bos} or {eos} may stand for one another?
-// NULL is an empty text; a, b: the first text is followed by another one.
-static int same_text(const Tokenizer *t, const char *a1, const char *a2, const char *b1, const char *b2) {
-    char *a = NULL, *b = NULL;
-    int n = 1, m = 1, same = 1;
-    compose_text(&a, a1);
-    compose_text(&a, a2);
-    compose_text(&b, b1);
-    compose_text(&b, b2);
-    arrput(a, 0);
-    arrput(b, 0);
-    for (const char *p = a, *q = b; same && (*p || *q); p += n, q += m) {
-        int x = token_at(t, p, &n), y = token_at(t, q, &m);
-        same = x == y && (x >= 0 || *p == *q);
-        if (x < 0) n = m = 1;
-    }
-    arrfree(a);
-    arrfree(b);
-    return same;
-}
-
-// The family whose texts a template has, or NULL. Around a system text only where the program writes
-// one. think: the thoughts must be the same as well.
-static const TemplateText *template_family(const Template *tp, const Tokenizer *t, int think) {
-    const TemplateText *x = &tp->x;
-    for (int k = 0; k < N_TEMPLATES; k++) {
-        const TemplateText *f = &templates[k];
-        int same = same_text(t, f->open, NULL, x->open, NULL) && same_text(t, f->user, NULL, x->user, NULL)
-                && same_text(t, f->end, f->foot, x->end, x->foot)
-                && same_text(t, f->user_end, f->head, x->user_end, x->head);
-        if (same && !tp->no_system)
-            same = f->in_user == x->in_user && same_text(t, f->sys, NULL, x->sys, NULL)
-                && same_text(t, f->sys_end, NULL, x->sys_end, NULL);
-        if (same && think) same = same_text(t, f->think, f->no_think, x->think, x->no_think);
-        if (same && f->needs) return f;
-    }
-    return NULL;
-}
-
-// Gives the texts of a program the name of their family, and its further stop tokens. A program of
-// no family has those of the first family whose replies end with the same token.
-static void template_recognise(Template *tp, const Tokenizer *t) {
-    TemplateText *x = &tp->x;
-    const TemplateText *f = template_family(tp, t, 1);
-    if (!f) {
-        f = template_family(tp, t, 0);
-        if (f && !*x->no_think) x->no_think = f->no_think;  // R1's first program opens no thought
-    }
-    x->name = f ? f->name : "custom";
-    if (f) {
-        x->needs = f->needs;
-        x->user_end = f->user_end;
-        x->head = f->head;
-        x->end = f->end;
-        x->foot = f->foot;
-    }
-    for (int k = 0; !f && x->end && k < N_TEMPLATES; k++) {
-        if (same_text(t, templates[k].end, NULL, x->end, NULL)) f = &templates[k];
-    }
-    x->stops = f ? f->stops : NULL;
-}
-
-// ---- The program of a model
-// The family of a name, or NULL.
-static const TemplateText *template_named(const char *name) {
-    for (int k = 0; k < N_TEMPLATES; k++) {
-        if (!strcmp(templates[k].name, name)) return &templates[k];
-    }
-    return NULL;
+void template_free(Template *tp) {
+    if (!tp) return;
+    for (int i = 0; i < (int)arrlen(tp->names); i++) free(tp->names[i]);
+    arrfree(tp->names);
+    arrfree(tp->guarded);
+    arrfree(tp->stop);
+    arena_free(tp->arena);
+    free(tp->no_system);
+    free(tp->name);
+    free(tp->source);
+    free(tp->bos);
+    free(tp->eos);
+    free(tp);
 }
 
 // The program in a parsed tokenizer_config.json: its chat_template is a text, or a list of {name,
 // template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when the
 // member is neither.
 static char *config_program(const Json *config, const char *file, char err[512]) {
-    const Json *c = json_get(config, "chat_template");
-    if (json_none(c)) return text_copy("", 0);
-    if (c->type == JSON_ARRAY) {
-        const Json *list = c;
-        c = NULL;
-        for (int i = 0; i < list->n; i++) {
-            const Json *item = &list->item[i];
-            if (!strcmp(json_text(item, "name"), "default")) c = json_get(item, "template");
-        }
-        if (!c) fault(err, "%s: chat_template is a list without a \"default\"", file);
-    }
-    if (!c) return NULL;
-    if (c->type != JSON_STRING) fault(err, "%s: chat_template is neither a text nor a list", file);
+    const Json *c = json_get(config, "chat_template"), *list = c;
+    if (json_none(c)) return copy_text("");
+    for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
+        if (!strcmp(json_text(&list->item[i], "name"), "default")) c = json_get(&list->item[i], "template");
+    if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
+    else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
     else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
-    else return text_copy(c->str, c->len);
+    else return copy_bytes(c->str, c->len);
     return NULL;
 }
 
@@ -1389,313 +1616,182 @@ static char *program_file(const char *file, char err[512]) {
     return program;
 }
 
-// The program of a folder: chat_template.jinja, else that of tokenizer_config.json. Returns a copy,
-// "" when there is none, NULL and err when a file is broken.
-static char *template_program(const char *dir, char err[512]) {
+// The program of a folder. Returns a copy, "" when there is none, NULL and err when a file is broken.
+static char *folder_program(const char *dir, char err[512]) {
     char file[1200], why[256];
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
-    if (file_exists(file)) {
-        return program_file(file, err);
-    }
-
+    if (file_exists(file)) return program_file(file, err);
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
-    if (!file_exists(file)) return text_copy("", 0);
+    if (!file_exists(file)) return copy_text("");
     char *text = read_file(file, &n, why);
     Json *j = text ? json_parse(text, n, why) : NULL;
+    char *program = j ? config_program(j, file, err) : NULL;
+    if (!j) fault(err, "%s: %s", file, why);
     free(text);
-    if (!j) {
-        fault(err, "%s: %s", file, why);
-        return NULL;
-    }
-    char *program = config_program(j, file, err);
     json_free(j);
     return program;
 }
 
-// ---- Fitting a family to a model
-// The id of the token that stands at s; -1 and err when the tokenizer does not have it. show: how
-// many bytes of s the message shows.
-static int template_token(const Template *tp, const Tokenizer *t, const char *s, int show,
-                          char err[512]) {
-    int len, id = token_at(t, s, &len);
-    if (id < 0)
-        fault(err, "chat template %s needs the token %.*s, which this tokenizer does not have",
-              tp->x.name, show, s);
-    return id;
+// Reads the program into the tree. 0, or -1 and err.
+static int template_parse(Template *tp, const char *program, char err[512]) {
+    size_t n = strlen(program), bytes = 0;
+    if (n > JINJA_SOURCE) return fault(err, "%zu bytes, at most %d are read", n, JINJA_SOURCE);
+    tp->arena = arena_new();
+    tp->source = xcalloc(n + 1, 1);
+    for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
+        if (*s == '\r' && s[1] == '\n') s++;
+        tp->source[bytes++] = *s == '\r' ? '\n' : *s;
+    }
+    bytes -= bytes && tp->source[bytes - 1] == '\n';        // ... and drops the last one
+    tp->source[bytes] = 0;
+    for (int k = 0; k < KNOWN_NAMES; k++) jinja_intern(tp, known_names[k], strlen(known_names[k]));
+    JinjaReader r = { .src = tp->source, .p = tp->source, .end = tp->source + bytes, .tp = tp, .err = err };
+    static const char *const end[] = { NULL };
+    tp->program = jinja_block(&r, end);
+    return -r.failed;
 }
 
-// Checks that the tokenizer has the tokens that the template needs, and fills tp->stop. Returns 0,
-// or -1 with the reason in err.
-static int template_fit(Template *tp, const Tokenizer *t, char err[512]) {
-    const TemplateText *x = &tp->x;
-    if (opens_with_bos(t, x->open) && template_token(tp, t, x->open, 5, err) < 0) return -1;
-    if (opens_with_bos(t, x->user) && template_token(tp, t, x->user, 5, err) < 0) return -1;
-    if (x->needs && template_token(tp, t, x->needs, 100, err) < 0) return -1;
-    if (x->end) {
-        int id = template_token(tp, t, x->end, 100, err);
-        if (id < 0) return -1;
-        arrput(tp->stop, id);
+// What is to be known of the tokenizer.
+static void template_tokens(Template *tp) {
+    int len;
+    for (int id = 0; id < tokenizer_size(tp->t); id++) {
+        const char *name = tokenizer_guarded(tp->t, id, &len);
+        if (!name || !len) continue;
+        arrput(tp->guarded, ((Guarded){ name, len, id }));
+        tp->starts[(unsigned char)*name] = 1;
     }
+    int role[] = { tokenizer_bos(tp->t), tokenizer_eos(tp->t) };
+    for (int k = 0; k < 2; k++) {
+        const char *name = role[k] >= 0 ? tokenizer_guarded(tp->t, role[k], &len) : NULL;
+        if (!name && role[k] >= 0) name = tokenizer_bytes(tp->t, role[k], &len);
+        if (name) *(k ? &tp->eos : &tp->bos) = copy_bytes(name, (size_t)len);
+    }
+}
 
-    // The further stop tokens, as far as the tokenizer has them.
-    const char *s = x->stops ? x->stops : "";
-    while (*s) {
-        size_t n = strcspn(s, " ");
-        int id = text_id(t, s, n);
-        if (id >= 0 && id != tp->stop[0]) arrput(tp->stop, id);
-        s += n;
-        s += strspn(s, " ");
-    }
+// Adds an id to those that end a reply, once.
+static void stop_add(Template *tp, int id) {
+    for (int i = 0; i < (int)arrlen(tp->stop); i++)
+        if (tp->stop[i] == id) return;
+    if (id >= 0) arrput(tp->stop, id);
+}
+
+// Is a byte of message `mark` - 1 in the output?
+static int holds_mark(const uint16_t *from, size_t n, int mark) {
+    for (size_t i = 0; i < n; i++)
+        if (from[i] == mark) return 1;
     return 0;
 }
 
-// The template of a family. NULL and err when the tokenizer lacks a token.
-static Template *template_make(const TemplateText *x, const Tokenizer *t, char err[512]) {
-    Template *tp = xcalloc(1, sizeof *tp);
-    tp->x = *x;
-    if (!template_fit(tp, t, err)) return tp;
-    template_free(tp);
-    return NULL;
+// Has the program write short dialogues, to see that it can, how it ends a reply and whether it writes a
+// system message. 0, or -1 and err.
+static int template_try(Template *tp, char err[512]) {
+    static const char *const stops[] = { "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>" };
+    static const Message m[] = { { .role = "system", .content = "s" }, { .role = "user", .content = "u" },
+                                 { .role = "assistant", .content = "a" }, { .role = "user", .content = "v" } };
+    uint16_t *from = NULL;
+    size_t n, at = 0;
+    char *text = template_render(tp, m + 1, 1, RENDER_PROMPT, &n, &from, err);
+    int silent = text && !holds_mark(from, n, 1);
+    free(text);
+    if (text) free(from);
+    if (!text) return -1;
+    if (silent) return fault(err, "it writes the words of a message nowhere");
+
+    text = template_render(tp, m + 1, 3, RENDER_PROMPT, &n, &from, err);
+    if (!text) return -1;
+    for (size_t i = 0; i < n; i++)
+        if (from[i] == 2) at = i + 1;
+    while (at && at < n && isspace((unsigned char)text[at])) at++;
+    const Guarded *g = at ? guarded_at(tp, text + at, n - at) : NULL;
+    if (g) stop_add(tp, g->id);
+    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
+    free(text);
+    free(from);
+
+    char why[512] = "it writes the words of a system message nowhere";
+    text = template_render(tp, m, 2, RENDER_PROMPT, &n, &from, why);
+    if (!text || !holds_mark(from, n, 1)) tp->no_system = copy_text(why);
+    free(text);
+    if (text) free(from);
+    return 0;
 }
 
-// The template that a program writes. NULL and err when it is refused.
-static Template *template_derive(const char *program, const Tokenizer *t, char err[512]) {
-    Template *tp = xcalloc(1, sizeof *tp);
-    Derivation d = { .program = program, .t = t };
-    size_t n = strlen(program);
-    int bad = n > JINJA_PROGRAM ? fault(d.err, "it has %zu bytes, at most %d are read", n, JINJA_PROGRAM) : 0;
-    if (!bad) bad = derive(&d, tp);
-    if (bad) fault(err, "this chat template is not supported: %.300s", d.err);
-    tp->own = d.own;
-    arrfree(d.probe);
-    if (!bad) template_recognise(tp, t);
-    if (!bad && !template_fit(tp, t, err)) return tp;
-    template_free(tp);
-    return NULL;
-}
-
-// The template of a model whose folder is dir. name: a family, or the path of a Jinja program;
-// NULL: what the folder says, and "none" when it says nothing. NULL when it is refused: err has the
-// reason, and the names that --chat-template takes.
-Template *template_load(const char *dir, const char *name, const Tokenizer *t,
-                               char err[512]) {
-    const TemplateText *x = name ? template_named(name) : NULL;
+Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
+    char why[512] = "";
+    int named = 0, bad = 0;
+    while (named < NAMED_TEMPLATES && (!name || strcmp(named_templates[named].name, name))) named++;
     char *program = NULL;
-    Template *tp = NULL;
-    if (!x) program = name ? program_file(name, err) : template_program(dir, err);
-    if (program && !*program) x = template_named("none");
-    if (x) tp = template_make(x, t, err);
-    else if (program) tp = template_derive(program, t, err);
-    free(program);
-    if (tp) return tp;
-
-    size_t used = strlen(err);
-    used = min_size(used, 225);
-    used += (size_t)snprintf(err + used, 512 - used, " (--chat-template takes a file or");
-    for (int k = 0; k < N_TEMPLATES && used < 512; k++) {
-        used += (size_t)snprintf(err + used, 512 - used, " %s", templates[k].name);
+    if (named < NAMED_TEMPLATES) program = copy_text(named_templates[named].source);
+    else program = name ? program_file(name, why) : folder_program(dir, why);
+    if (program && !*program) {
+        named = NAMED_TEMPLATES - 1;
+        free(program);
+        program = copy_text(named_templates[named].source);
     }
-    if (used < 512) snprintf(err + used, 512 - used, "; or use --raw)");
+    Template *tp = xcalloc(1, sizeof *tp);
+    tp->t = t;
+    tp->name = copy_text(named < NAMED_TEMPLATES ? named_templates[named].name : name ? name : "the model's own");
+    const char *date = getenv("KVCOMP_DATE");
+    time_t now_time = time(NULL);
+    struct tm day;
+    strftime(tp->today, sizeof tp->today, "%Y-%m-%d", localtime_r(&now_time, &day));
+    if (date && strlen(date) == 10) memcpy(tp->today, date, 11);
+
+    // The tokens that a named template needs.
+    for (const char *s = named < NAMED_TEMPLATES ? named_templates[named].needs : ""; *s && !bad;) {
+        size_t n = strcspn(s, " ");
+        if (text_id(t, s, n) < 0)
+            bad = fault(why, "chat template %s needs the token %.*s, which this tokenizer does not have", tp->name, (int)n, s);
+        s += n + strspn(s + n, " ");
+    }
+    if (program && !bad) {
+        template_tokens(tp);
+        char reason[512];
+        bad = template_parse(tp, program, reason);
+        if (!bad) bad = template_try(tp, reason);
+        if (bad) fault(why, "this chat template is not supported: %.300s", reason);
+    }
+    free(program);
+    if (program && !bad) return tp;
+    template_free(tp);
+    fault(err, "%.320s (--chat-template takes a file or %s; or use --raw)", why, template_names());
     return NULL;
 }
 
-// ---- Rendering a turn
-// Plain text collects until a token cuts it off. So the user's words and the template's own text,
-// where they touch, are encoded together, as they are when a whole dialogue is encoded.
-typedef struct {                // a place in the turn
-    int at;                     // ids of the turn that stand before it
-    int *upto;                  // stb array: ids of `plain` up to the place, while that is inside
-} RenderMark;
-typedef struct {
-    const Template *tp;
-    const Tokenizer *t;
-    char *plain;                // stb array: text that is not encoded yet
-    int *ids;                   // stb array: what comes out
-    int from;                   // where this turn begins in ids
-    int at_start;               // 1: everything begins with the plain text
-    int special;                // 1: the plain text may name special tokens
-    RenderMark mark[2];
-} Render;
-
-// Encodes the plain text. A mark inside it goes behind the ids with which both encodings begin,
-// that of the text up to the mark and that of the whole text.
-static void render_flush(Render *r) {
-    if (!arrlen(r->plain)) return;
-    int before = (int)arrlen(r->ids);
-    r->ids = encode_at(r->t, r->plain, arrlenu(r->plain), r->special, r->at_start, r->ids);
-
-    int added = (int)arrlen(r->ids) - before;
-    for (int k = 0; k < 2; k++) {
-        int *upto = r->mark[k].upto, same = 0;
-        int n = min_int((int)arrlen(upto), added);
-        while (same < n && upto[same] == r->ids[before + same]) same++;
-        r->mark[k].at += same;
-        if (upto) arrsetlen(upto, 0);
+int template_like(const Template *tp, const char *name) {
+    static const Message m[] = { { .role = "user", .content = "u" }, { .role = "assistant", .content = "a" },
+                                 { .role = "user", .content = "v" } };
+    char err[512], *text[2] = { NULL };
+    size_t n[2], at[2] = { 0 };
+    uint16_t *from[2];
+    int known = 0;
+    while (known < NAMED_TEMPLATES && strcmp(named_templates[known].name, name)) known++;
+    if (known == NAMED_TEMPLATES) return -1;
+    Template *other = template_load(NULL, name, tp->t, err);
+    int same = other != NULL;
+    for (int k = 0; k < 2 && same; k++) {
+        text[k] = template_render(k ? other : tp, m, 3, RENDER_PROMPT, &n[k], &from[k], err);
+        same = text[k] != NULL;
+        while (same && at[k] < n[k] && !from[k][at[k]]) at[k]++;        // what stands before may be a default text
+        if (same) free(from[k]);
     }
-    arrsetlen(r->plain, 0);
-    r->at_start = 0;
-    r->special = 0;
-}
-
-// Appends a text of the template; NULL is nothing.
-static void render_text(Render *r, const char *s) {
-    int len;
-    for (; s && *s; s += len) {
-        int id = token_at(r->t, s, &len);
-        if (id >= 0) {
-            render_flush(r);
-            arrput(r->ids, id);
-            r->at_start = 0;
-        } else {
-            arrput(r->plain, *s);
-            len = 1;
-        }
-    }
-}
-
-// Appends a text of a person. trim_left, trim_right: 1 where the white space at that end goes.
-static void render_words(Render *r, const char *s, int trim_left, int trim_right) {
-    size_t n = strlen(s);
-    int len;
-    while (trim_left && n && is_space(s, n, &len)) {
-        s += len;
-        n -= (size_t)len;
-    }
-    while (trim_right) {
-        size_t blank = space_before(s, 0, n);
-        if (!blank) break;
-        n -= blank;
-    }
-    if (r->tp->parse_user) r->special = 1;
-    bytes_put(&r->plain, s, n);
-}
-
-// Sets mark k here.
-static void render_mark(Render *r, int k) {
-    RenderMark *m = &r->mark[k];
-    m->at = (int)arrlen(r->ids) - r->from;
-    if (m->upto) arrsetlen(m->upto, 0);
-    if (!arrlen(r->plain)) return;
-    m->upto = encode_at(r->t, r->plain, arrlenu(r->plain), r->special, r->at_start, m->upto);
-}
-
-// Renders the system message, if the first turn has one. Returns 1 when it has.
-static int render_system(Render *r, const char *system) {
-    const TemplateText *x = &r->tp->x;
-    int left = x->trim & TRIM_SYSTEM, right = x->trim & (TRIM_SYSTEM | TRIM_SYSTEM_END);
-    if (!*system && !x->always) return 0;
-    render_text(r, x->sys);
-    render_words(r, system, left, right);
-    render_text(r, x->sys_end);
-    return 1;
-}
-
-enum {                          // the marks of a turn
-    MARK_BODY,                       // behind the system message, or behind what closes the reply before
-    MARK_HEAD                        // before what opens the reply
-};
-
-// What stands before the words of the first turn. system NULL: the template's default. Returns 1
-// when there is a system message. What opens the turn itself is written only where the system text
-// stands behind it.
-static int render_start(Render *r, const char *system) {
-    const TemplateText *x = &r->tp->x;
-    const char *open = system || !x->alone ? x->open : x->alone;
-    if (!system) system = x->system ? x->system : "";
-    if (tokenizer_adds_bos(r->t) && !opens_with_bos(r->t, open) && !opens_with_bos(r->t, x->user))
-        arrput(r->ids, tokenizer_bos(r->t));
-    render_text(r, open);
-    if (x->in_user) render_text(r, x->user);
-    int has_system = render_system(r, system);
-    render_mark(r, MARK_BODY);
-    return has_system;
-}
-
-// The words of a turn and what opens the reply: head, or without a head what ends the words.
-// TRIM_WHOLE trims the words at the left only where no system text stands before them.
-static void render_question(Render *r, const char *user, int has_system) {
-    const TemplateText *x = &r->tp->x;
-    int whole = (x->trim & TRIM_WHOLE) != 0, both = (x->trim & TRIM_USER) != 0;
-    render_words(r, user, both || (whole && !has_system), both || whole);
-    if (!x->head) render_mark(r, MARK_HEAD);
-    render_text(r, x->user_end);
-    if (x->head) render_mark(r, MARK_HEAD);
-    render_text(r, x->head);
-}
-
-// Appends the ids of one turn to the stb array ids and returns it.
-//
-// first: the dialogue begins, so BOS and the system message come before the words (system NULL: the
-// template's default; "": none). In a later turn what closes the reply before comes first;
-// reply_closed says that the reply's last token, `end`, is in the cache already. think, for models
-// that can: 1 leaves thinking to the template, 0 turns it off.
-//
-// *n_sys, *n_foot: ids at the start that are BOS and system message, or close the reply before.
-// *n_head: ids at the end that open the next reply.
-int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system,
-                          const char *user, int think, int reply_closed, int *ids,
-                          int *n_sys, int *n_foot, int *n_head) {
-    const TemplateText *x = &tp->x;
-    Render r = { .tp = tp, .t = t, .ids = ids, .from = (int)arrlen(ids), .at_start = first };
-    int has_system = 0;
-    if (first) {
-        has_system = render_start(&r, system);
-    } else {
-        if (!reply_closed) render_text(&r, x->end);
-        render_text(&r, x->foot);
-        render_mark(&r, MARK_BODY);
-    }
-    if (!first || !x->in_user) render_text(&r, x->user);
-    render_question(&r, user, has_system);
-    render_text(&r, think ? x->think : x->no_think);
-    render_flush(&r);
-
-    *n_sys = first ? r.mark[MARK_BODY].at : 0;
-    *n_foot = first ? 0 : r.mark[MARK_BODY].at;
-    *n_head = (int)arrlen(r.ids) - r.from - r.mark[MARK_HEAD].at;
-    arrfree(r.plain);
-    arrfree(r.mark[MARK_BODY].upto);
-    arrfree(r.mark[MARK_HEAD].upto);
-    return r.ids;
-}
-
-// Appends the ids of a dialogue that is given as a whole, for --dialogue, and returns them: what the
-// program writes for it, as far as that does not rewrite history. The messages are user and
-// assistant in turn, behind a system message or none, and a user has the last word.
-int *template_dialogue(const Template *tp, const Tokenizer *t, const Message *m, int n,
-                              int think, int *ids) {
-    const TemplateText *x = &tp->x;
-    Render r = { .tp = tp, .t = t, .ids = ids, .from = (int)arrlen(ids), .at_start = 1 };
-    int from = n && !strcmp(m->role, "system"), trim = (x->trim & TRIM_REPLY) != 0;
-    int has_system = render_start(&r, from ? m->words : NULL);
-    for (int i = from; i < n; i += 2) {
-        if (i > from) {
-            render_text(&r, x->before);
-            render_words(&r, m[i - 1].words, trim, trim);
-            render_text(&r, x->after);
-            render_text(&r, x->end);
-            render_text(&r, x->foot);
-        }
-        if (i > from || !x->in_user) render_text(&r, x->user);
-        render_question(&r, m[i].words, has_system && i == from);
-    }
-    render_text(&r, think ? x->think : x->no_think);
-    render_flush(&r);
-    arrfree(r.plain);
-    arrfree(r.mark[MARK_BODY].upto);
-    arrfree(r.mark[MARK_HEAD].upto);
-    return r.ids;
+    same = same && !strcmp(text[0] + at[0], text[1] + at[1]);
+    free(text[0]);
+    free(text[1]);
+    template_free(other);
+    return same;
 }
 
 // ---- Does the tokenizer belong to the model?
-// The first id without a row in the embedding that the template writes around a first turn or a
-// later one, or -1 when all have rows.
-static int template_stray_id(const Template *tp, const Tokenizer *t, const Config *c) {
-    int stray = -1, n_sys, n_foot, n_head;
-    for (int way = 0; way < 8 && stray < 0; way++) {
-        int first = way & 1, think = way >> 1 & 1, reply_closed = way >> 2;
-        int *ids = template_turn(tp, t, first, "a", "a", think, reply_closed, NULL, &n_sys, &n_foot, &n_head);
+// The first id without a row in the embedding that the template writes, or -1 when all have rows.
+static int template_stray_id(const Template *tp, const Config *c) {
+    static const Message m[] = { { .role = "system", .content = "a" }, { .role = "user", .content = "a" },
+                                 { .role = "assistant", .content = "a" }, { .role = "user", .content = "a" } };
+    int stray = -1, skip = tp->no_system != NULL;
+    char err[512];
+    for (int how = RENDER_PROMPT; how <= (RENDER_PROMPT | RENDER_NO_THINK) && stray < 0; how += RENDER_NO_THINK) {
+        int *ids = template_ids(tp, m + skip, 4 - skip, how, err);
         int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
         if (known < n) stray = ids[known];
         arrfree(ids);
@@ -1703,22 +1799,15 @@ static int template_stray_id(const Template *tp, const Tokenizer *t, const Confi
     return stray;
 }
 
-// Has the embedding a row for every id that any dialogue needs: those of the BPE vocabulary, the
-// tokens with a role, and what the template (NULL: none) writes? Returns 0, or -1 with the reason in
-// err.
-//
-// Other added tokens may lie behind the last row. Published checkpoints have a <pad> there, or
-// tokens kept for later, and their model never sees them. Such a token is refused only in a text
-// that names it.
 int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
     int vocab = tokenizer_size(t) - 1;
-    while (vocab >= c->V && (tokenizer_flags(t, vocab) & (TOKEN_MODEL | TOKEN_ADDED)) != TOKEN_MODEL) vocab--;
+    while (vocab >= c->V && (t->piece[vocab].flags & (PIECE_MODEL | PIECE_ADDED)) != PIECE_MODEL) vocab--;
     const struct { const char *what; int id; } needed[] = {
         { "the tokenizer's vocabulary goes up to", vocab },
-        { "the tokenizer's BOS is", tokenizer_adds_bos(t) ? tokenizer_bos(t) : -1 },
-        { "the tokenizer's EOS is", tokenizer_eos(t) },
-        { "the tokenizer's unknown token is", tokenizer_unk(t) },
-        { "the chat template writes", tp ? template_stray_id(tp, t, c) : -1 },
+        { "the tokenizer's BOS is", t->add_bos ? t->bos : -1 },
+        { "the tokenizer's EOS is", t->eos },
+        { "the tokenizer's unknown token is", t->unk },
+        { "the chat template writes", tp ? template_stray_id(tp, c) : -1 },
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
         if (needed[i].id >= c->V)

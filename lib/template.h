@@ -1,78 +1,67 @@
-// lib/template.h - what a model expects around the messages of a dialogue.
+// lib/template.h - what a model expects around the messages of a dialogue: its chat template.
+//
+// A chat template is a program in the Jinja language that writes a list of messages as one text. It is run
+// as it is, over the whole list, each time: what a new message adds is what the text has more than before.
+// The text becomes ids. Names of special tokens count in what the template itself writes, and nowhere else:
+// a message that contains "<|im_end|>" says these ten characters and ends nothing.
+//
+// Where a function fails it returns NULL, with the reason as one line in err.
 #ifndef LIB_TEMPLATE_H
 #define LIB_TEMPLATE_H
 #include "tokenizer.h"
 #include "checkpoint.h"
 
-enum {                          // which white space goes
-    TRIM_SYSTEM = 1,            // at the ends of the system text
-    TRIM_USER = 2,              // at the ends of the user's words
-    TRIM_BOTH = 3,
-    TRIM_WHOLE = 4,             // at the ends of the two taken as one text
-    TRIM_REPLY = 8,             // at the ends of a reply in a dialogue that is given as a whole
-    TRIM_SYSTEM_END = 16        // at the right end of the system text only
+typedef struct {
+    const char *role;           // "system", "user" or "assistant"
+    const char *content;        // UTF-8
+    const int *ids;             // (n_ids) of a reply: the ids that the model made, whose text content is.
+    int n_ids;                  // They stand for it wherever the template leaves it whole. NULL: none
+} Message;
+
+enum {                          // how a dialogue is rendered
+    RENDER_PROMPT   = 1,        // with what opens the next reply (add_generation_prompt)
+    RENDER_NO_THINK = 2,        // the reply shall have no thoughts (enable_thinking is false)
+    RENDER_TRUST    = 4         // the messages may name special tokens (--parse-special)
 };
 
-typedef struct {                // the texts in the order in which they stand; NULL: nothing
-    const char *name;
-    const char *needs;          // a token without which the template makes no sense
-    const char *open;           // before everything
-    const char *sys, *sys_end;  // around the system text
-    const char *user, *user_end;        // around the user's words
-    const char *head;           // opens the reply
-    const char *think;          // behind head when the model may think
-    const char *no_think;       // behind head when it must not
-    const char *end;            // the token that ends a reply; the model makes it
-    const char *foot;           // behind end
-    const char *before, *after; // around a reply, in a dialogue that is given as a whole
-    const char *stops;          // further tokens that end a reply, blank-separated
-    const char *system;         // the default system text; NULL: no system message unless given
-    const char *alone;          // stands for `open` when no system text is given; NULL: nothing does
-    int in_user;                // 1: the system message stands behind `user` of the first turn
-    int always;                 // 1: there is a system message even when its text is empty
-    int trim;                   // TRIM_*
-} TemplateText;
+typedef struct {
+    char *name;                 // as --chat-template has it; "the model's own" without a name
+    int *stop;                  // stb array: ids that end a reply, first the one that the template writes there
+    char *no_system;            // why it writes no system message; NULL: it does
 
-typedef struct {                // the texts of a family or of a program, fitted to a model
-    TemplateText x;
-    char **own;                 // stb array: the texts that were read off a program
-    char *no_system;            // why the program writes no system message; NULL: it does
-    int *stop;                  // stb array: ids that end a reply, first the template's `end`
-    int parse_user;             // 1: the user's text may name special tokens (--parse-special)
+    // Not for others.
+    const Tokenizer *t;
+    char *bos, *eos;            // the texts of these tokens; NULL: the tokenizer has none
+    char *source;               // the program, line breaks as \n
+    struct Arena *arena;        // where its tree lies
+    struct JinjaNode *program;
+    char **names;               // stb array: the names in it
+    char today[16];             // YYYY-MM-DD, for strftime_now
+    struct Guarded *guarded;    // stb array: the tokens that a message must not name
+    unsigned char starts[256];  // 1: one of them begins with this byte
 } Template;
 
-typedef struct { const char *role, *words; } Message;
-
-// ---- The families
+// The template of a model whose folder is dir: chat_template.jinja, else that of tokenizer_config.json, else
+// "none". name: one of template_names() instead, or a file with a program; NULL: the folder's. t has to
+// outlive the template. A program that is broken, has more than 1 MB, or cannot write a dialogue is refused.
+Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]);
 void template_free(Template *tp);
 
-// ---- Fitting a family to a model
-// The template of a model whose folder is dir. name: a family, or the path of a Jinja program;
-// NULL: what the folder says, and "none" when it says nothing. NULL when it is refused: err has the
-// reason, and the names that --chat-template takes.
-Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]);
+// The names that template_load knows, blank-separated.
+const char *template_names(void);
 
-// ---- Rendering a turn
-// Appends the ids of one turn to the stb array ids and returns it.
-//
-// first: the dialogue begins, so BOS and the system message come before the words (system NULL: the
-// template's default; "": none). In a later turn what closes the reply before comes first;
-// reply_closed says that the reply's last token, `end`, is in the cache already. think, for models
-// that can: 1 leaves thinking to the template, 0 turns it off.
-//
-// *n_sys, *n_foot: ids at the start that are BOS and system message, or close the reply before.
-// *n_head: ids at the end that open the next reply.
-int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system,
-                   const char *user, int think, int reply_closed, int *ids, int *n_sys,
-                   int *n_foot, int *n_head);
+// What the template writes for n messages, malloc'd, *size bytes and a NUL. from, unless it is NULL, becomes
+// a malloc'd array of *size numbers: 0 where a byte is the template's own, 1 + i where it is of message i.
+char *template_render(const Template *tp, const Message *m, int n, int how, size_t *size, uint16_t **from,
+                      char err[512]);
 
-// Appends the ids of a dialogue that is given as a whole, for --dialogue, and returns them: what the
-// program writes for it, as far as that does not rewrite history. The messages are user and
-// assistant in turn, behind a system message or none, and a user has the last word.
-int *template_dialogue(const Template *tp, const Tokenizer *t, const Message *m, int n, int think,
-                       int *ids);
+// The same as ids (stb array): what a model is fed for the dialogue, with BOS in front where the tokenizer
+// wants one and the template writes none.
+int *template_ids(const Template *tp, const Message *m, int n, int how, char err[512]);
 
-// ---- Does the tokenizer belong to the model?
+// Does the template write messages as the one called name does? 1, 0; -1: no template has that name.
+int template_like(const Template *tp, const char *name);
+
 // Has the embedding a row for every id that any dialogue needs: those of the BPE vocabulary, the
 // tokens with a role, and what the template (NULL: none) writes? Returns 0, or -1 with the reason in
 // err.

@@ -64,7 +64,6 @@ enum {                          // Piece.flags, beside TOKEN_*
 
 enum {
     MAX_STEPS = 8,              // steps of a normalizer, and of a pre-tokenizer, at most
-    MAX_PIECE = 4096,           // bytes of a token's text at most
     MAX_CODE = 1000,            // instructions of a pattern at most
     MAX_SETS = 200              // sets of characters of all patterns at most
 };
@@ -204,6 +203,11 @@ int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) 
         *len = p->n_text;
     }
     return best;
+}
+
+// The name of id, *len bytes, if only a text encoded with parse_special may name it; NULL: any text may.
+const char *tokenizer_guarded(const Tokenizer *t, int id, int *len) {
+    return tokenizer_flags(t, id) & TOKEN_GUARDED ? tokenizer_text(t, id, len) : NULL;
 }
 
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.

@@ -33,6 +33,8 @@ Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]);
 void tokenizer_free(Tokenizer *t);              // NULL is allowed
 
 // ---- What a tokenizer is made of
+enum { MAX_PIECE = 4096 };      // bytes of a token's text at most: what is made of it grows with the square
+
 enum {                          // what a token is: tokenizer_flags
     TOKEN_MODEL   = 1,          // it is in the BPE vocabulary
     TOKEN_ADDED   = 2,          // it is in added_tokens
@@ -58,6 +60,7 @@ const char *tokenizer_text(const Tokenizer *t, int id, int *len);
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
 // The longest guarded token whose text the n bytes at s begin with, and its length in *len; -1 and 0.
+const char *tokenizer_guarded(const Tokenizer *t, int id, int *len);   // its name, *len bytes, if so; NULL
 int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len);
 
 // ---- White space

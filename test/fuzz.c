@@ -425,7 +425,8 @@ static void target_template(const char *data, size_t n) {
     App a = app_begin(1);
     a.tp = template_load("/nonexistent", as_file(data, len), a.tok, err);
     for (int turn = 0; a.tp && turn < 2; turn++) {
-        Turn t = render_turn(&a, text);
+        char why[512];
+        Turn t = render_turn(&a, text, why);
         for (int i = 0; i < (int)arrlen(t.pre); i++)
             must(t.pre[i] >= 0 && t.pre[i] < tokenizer_size(a.tok), "ids lie in the vocabulary");
         must(t.n_sys + t.n_head + t.n_foot <= (int)arrlen(t.pre) + t.n_foot,
