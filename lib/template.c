@@ -28,8 +28,9 @@ enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH  = 250,         // parts inside one another, those of called macros included
     JINJA_STEPS  = 1000000,     // parts computed, and variables passed over in search of one; and for each
     JINJA_STEPS_MESSAGE = 20000,        // message so many more
-    JINJA_BYTES  = 16 << 20,    // of values made and texts looked through; and for each byte of
-    JINJA_BYTES_MESSAGE = 200,          // the messages so many more
+    JINJA_BYTES  = 16 << 20,    // of values made and texts looked through; for each message, and for each
+    JINJA_BYTES_MESSAGE = 100000,       // byte of one, so many more
+    JINJA_BYTES_BYTE = 200,
     JINJA_NUMBER = 1000000000   // the largest number
 };
 
@@ -1416,7 +1417,7 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
     size_t all = 0;
     for (int i = 0; i < n; i++) all += strlen(m[i].content);
     Jinja j = { .tp = tp, .arena = arena_new(), .at = tp->source, .err = err,
-                .most_bytes = JINJA_BYTES + JINJA_BYTES_MESSAGE * all,
+                .most_bytes = JINJA_BYTES + JINJA_BYTES_MESSAGE * (size_t)n + JINJA_BYTES_BYTE * all,
                 .most_steps = JINJA_STEPS + JINJA_STEPS_MESSAGE * (size_t)n };
     set_variables(&j, m, n, how);
     jinja_run(&j, tp->program);
