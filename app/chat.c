@@ -265,10 +265,12 @@ static int same_end(const int *x, const int *y) {
     return k;
 }
 
-// The messages of the record and then `text` (stb_ds array); the replies' texts are to be freed.
+// The messages of the record and then `text` (stb_ds array); the replies' texts are to be freed. An empty --system
+// asks for none, and takes the place of the template's own.
 static Message *record_messages(const App *a, const char *text) {
     Message *m = NULL;
-    if (opt_given(a->o, "system")) arrput(m, ((Message){ .role = "system", .content = opt_str(a->o, "system") }));
+    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+    if (system && (*system || a->tp->own_system)) arrput(m, ((Message){ .role = "system", .content = system }));
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         arrput(m, ((Message){ .role = "user", .content = t->user ? t->user : "" }));

@@ -1602,7 +1602,7 @@ PROGRAMS = [
 
 # programs that are refused: why, program
 REFUSED = [
-    ("line 1: tojson of something undefined", "{% for m in messages %}{{ m.tool | tojson }}{% endfor %}"),
+    ("line 1: tojson of a text", "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"),
     ("line 2: frobnicate of a text", "{% for m in messages %}\n{{ m.content | frobnicate }}{% endfor %}"),
     ("line 1: upper of letters beyond ASCII", "{{ 'é' | upper }}"),
     ("line 1: the tag include", "{% for m in messages %}{{ m.content }}{% include 'x' %}{% endfor %}"),

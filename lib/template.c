@@ -728,19 +728,13 @@ static int jinja_truth(JinjaValue v) {
     return v.kind >= J_FUNCTION || v.i != 0;
 }
 
+// Two tables are equal when they are the same one: messages are only compared with themselves.
 static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
     int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
     if (numbers) return a.i == b.i;
     if (a.kind != b.kind || !jinja_spend(j, 0)) return 0;
     if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
-    if (a.kind != J_LIST && a.kind != J_DICT) return a.macro == b.macro;
-    if (a.t == b.t) return 1;
-    if (a.t->n != b.t->n || ++j->depth > JINJA_DEPTH) return 0;
-    int same = 1;
-    for (size_t i = 0; i < a.t->n && same; i++)         // the order counts in a dict as well: it is the program's
-        same = jinja_equal(j, a.t->key[i], b.t->key[i]) && jinja_equal(j, a.t->item[i], b.t->item[i]);
-    j->depth--;
-    return same;
+    return a.t == b.t && a.macro == b.macro;
 }
 
 // The member of a dict; undefined when there is none.
@@ -854,38 +848,6 @@ static JinjaValue jinja_case(Jinja *j, JinjaValue v, const char *name) {
     return v;
 }
 
-// Writes a value as JSON, as transformers does: nothing beyond ASCII is escaped.
-static void jinja_json(Jinja *j, JinjaValue v) {
-    static const char plain[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
-    if (++j->depth > JINJA_DEPTH) jinja_fail(j, "more than %d parts inside one another", JINJA_DEPTH);
-    int dict = v.kind == J_DICT;
-    if (v.kind == J_NONE) jinja_put(j, jinja_string("null"));
-    else if (v.kind == J_BOOL) jinja_put(j, jinja_string(v.i ? "true" : "false"));
-    else if (v.kind == J_INT) jinja_put(j, jinja_written(j, v));
-    else if (v.kind == J_TEXT) {
-        jinja_put(j, jinja_string("\""));
-        for (size_t i = 0; i < v.n && !j->failed; i++) {
-            unsigned char c = (unsigned char)v.s[i];
-            const char *at = c ? strchr(plain, c) : NULL;
-            char *code = at || c < 32 ? jinja_memory(j, 8) : NULL;
-            if (code && at) snprintf(code, 8, "\\%c", letter[at - plain]);
-            else if (code) snprintf(code, 8, "\\u%04x", c);
-            jinja_put(j, code ? jinja_string(code) : jinja_cut(v, i, i + 1));
-        }
-        jinja_put(j, jinja_string("\""));
-    } else if (v.kind == J_LIST || dict) {
-        jinja_put(j, jinja_string(dict ? "{" : "["));
-        for (size_t i = 0; i < v.t->n && !j->failed; i++) {
-            if (i) jinja_put(j, jinja_string(", "));
-            if (dict) jinja_json(j, v.t->key[i]);
-            if (dict) jinja_put(j, jinja_string(": "));
-            jinja_json(j, v.t->item[i]);
-        }
-        jinja_put(j, jinja_string(dict ? "}" : "]"));
-    } else jinja_fail(j, "tojson of %s", jinja_kinds[v.kind]);
-    j->depth--;
-}
-
 // Argument k of a call, or the one of this name; undefined when it is not given.
 static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
     for (size_t i = 0; args.t && i < args.t->n; i++)
@@ -960,8 +922,6 @@ static JinjaValue jinja_slice(Jinja *j, JinjaValue v, JinjaValue from, JinjaValu
     return text ? part : list;
 }
 
-static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaValue args);
-
 // Filters of texts: trim, replace, split ..
 static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit"), none = { 0 };
@@ -1012,23 +972,15 @@ static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, const char *name, Ji
         }
         return jinja_end(j, old);
     }
-    JinjaValue made = jinja_table(j, J_LIST), attribute = jinja_arg(args, 99, "attribute");
-    if (!strcmp(name, "map") && (attribute.kind || x.kind == J_TEXT)) {
-        char filter[48];
-        if (!attribute.kind) snprintf(filter, sizeof filter, "%.*s", (int)min_size(x.n, 40), x.s);
-        for (size_t i = 0; i < t->n && !j->failed; i++)
-            jinja_add(j, made, none, attribute.kind ? jinja_member(j, t->item[i], attribute)
-                                                    : jinja_apply(j, t->item[i], filter, none));
-        return made;
-    }
-    if (v.kind == J_DICT && (!strcmp(name, "items") || !strcmp(name, "values"))) {
+    if (v.kind == J_DICT && !strcmp(name, "items")) {
+        JinjaValue pairs = jinja_table(j, J_LIST);
         for (size_t i = 0; i < t->n && !j->failed; i++) {
             JinjaValue pair = jinja_table(j, J_LIST);
             jinja_add(j, pair, none, v.t->key[i]);
             jinja_add(j, pair, none, v.t->item[i]);
-            jinja_add(j, made, none, *name == 'i' ? pair : v.t->item[i]);
+            jinja_add(j, pairs, none, pair);
         }
-        return made;
+        return pairs;
     }
     if (v.kind == J_DICT && !strcmp(name, "get")) {
         JinjaValue found = jinja_member(j, v, x), other = jinja_arg(args, 1, "default");
@@ -1040,16 +992,11 @@ static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, const char *name, Ji
 
 // The methods v.name(args) and the filters v | name(args)
 static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
-    static const char *const over[] = { "list", "first", "last", "reverse", "select", "reject", "join", "map" };
+    static const char *const over[] = { "list", "first", "last", "reverse", "select", "reject", "join" };
     int table = v.kind != J_TEXT;
     if (!jinja_spend(j, 0)) return v;
     if (!strcmp(name, "default") || !strcmp(name, "d"))
         return v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean"))) ? v : jinja_arg(args, 0, "default_value");
-    if (!strcmp(name, "tojson")) {
-        JinjaOutput old = jinja_begin(j);
-        jinja_json(j, v);
-        return jinja_end(j, old);
-    }
     if (v.kind == J_INT && !strcmp(name, "int")) return v;
     if (!strcmp(name, "string")) return jinja_written(j, v);
     if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
@@ -1455,12 +1402,6 @@ static const Guarded *guarded_at(const Template *tp, const char *s, size_t n) {
     return best;
 }
 
-static int is_guarded(const Template *tp, int id) {
-    for (int i = 0; i < (int)arrlen(tp->guarded); i++)
-        if (tp->guarded[i].id == id) return 1;
-    return 0;
-}
-
 // Appends the ids of text[0..n), which begins the dialogue if at_start is 1. Guarded tokens are found where the
 // template alone wrote their names.
 //
@@ -1477,10 +1418,10 @@ static int *ids_of_text(const Template *tp, const char *text, const uint16_t *fr
         if (g) arrput(own, ((Place){ i, g }));
         i += g ? (size_t)g->n : 1;
     }
-    int before = (int)arrlen(ids), k = 0, same = 1;
+    int before = (int)arrlen(ids), k = 0, same = 1, len;
     ids = encode_at(tp->t, text, n, 1, at_start, ids);
     for (int i = before; i < (int)arrlen(ids) && !(how & RENDER_TRUST); i++) {
-        if (!is_guarded(tp, ids[i])) continue;
+        if (!tokenizer_guarded(tp->t, ids[i], &len)) continue;
         same = same && k < (int)arrlen(own) && own[k].g->id == ids[i];
         k++;
     }
@@ -1677,45 +1618,56 @@ static void stop_add(Template *tp, int id) {
     if (id >= 0) arrput(tp->stop, id);
 }
 
-// Is a byte of message `mark` - 1 in the output?
-static int holds_mark(const uint16_t *from, size_t n, int mark) {
-    for (size_t i = 0; i < n; i++)
-        if (from[i] == mark) return 1;
-    return 0;
+// What the program writes for messages, and where the first byte of message `mark` - 1 is in *at, and the byte behind
+// its last one in *end; -1: nowhere. NULL and err.
+static char *template_probe(const Template *tp, const Message *m, int n, int mark, int *at, int *end, char err[512]) {
+    uint16_t *from = NULL;
+    size_t size;
+    char *text = template_render(tp, m, n, RENDER_PROMPT, &size, &from, err);
+    *at = *end = -1;
+    for (size_t i = 0; text && i < size; i++) {
+        if (from[i] != mark) continue;
+        if (*at < 0) *at = (int)i;
+        *end = (int)i + 1;
+    }
+    free(from);
+    return text;
 }
 
-// Has the program write short dialogues, to see that it can, how it ends a reply and whether it writes a
-// system message. 0, or -1 and err.
+// Has the program write short dialogues, to see that it can, how it ends a reply, whether it writes a system message,
+// and whether it has one of its own. 0, or -1 and err.
 static int template_try(Template *tp, char err[512]) {
     static const char *const stops[] = { "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>" };
     static const Message m[] = { { .role = "system", .content = "s" }, { .role = "user", .content = "u" },
                                  { .role = "assistant", .content = "a" }, { .role = "user", .content = "v" } };
-    uint16_t *from = NULL;
-    size_t n, at = 0;
-    char *text = template_render(tp, m + 1, 1, RENDER_PROMPT, &n, &from, err);
-    int silent = text && !holds_mark(from, n, 1);
-    free(text);
-    if (text) free(from);
+    int words, system, at, end, same = 0, tail = 0;
+    char *text = template_probe(tp, m + 1, 3, 2, &at, &end, err);
     if (!text) return -1;
-    if (silent) return fault(err, "it writes the words of a message nowhere");
-
-    text = template_render(tp, m + 1, 3, RENDER_PROMPT, &n, &from, err);
-    if (!text) return -1;
-    for (size_t i = 0; i < n; i++)
-        if (from[i] == 2) at = i + 1;
-    while (at && at < n && isspace((unsigned char)text[at])) at++;
-    const Guarded *g = at ? guarded_at(tp, text + at, n - at) : NULL;
-    if (g) stop_add(tp, g->id);
+    if (end >= 0) {
+        while (isspace((unsigned char)text[end])) end++;
+        const Guarded *g = guarded_at(tp, text + end, strlen(text + end));
+        if (g) stop_add(tp, g->id);
+    }
     for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
     free(text);
-    free(from);
 
+    text = template_probe(tp, m + 1, 1, 1, &words, &end, err);
+    if (!text) return -1;
     char why[512] = "it writes the words of a system message nowhere";
-    text = template_render(tp, m, 2, RENDER_PROMPT, &n, &from, why);
-    if (!text || !holds_mark(from, n, 1)) tp->no_system = copy_text(why);
+    char *with = template_probe(tp, m, 2, 1, &system, &end, why), *other = NULL;
+    if (with) other = template_probe(tp, m, 2, 2, &at, &end, why);
+    if (!with || system < 0 || at < 0) {
+        tp->no_system = copy_text(why);
+    } else {
+        // Before the words stands more than what stands there with a system message as well?
+        while (same < words && same < system && text[same] == with[same]) same++;
+        while (tail < words - same && tail < at - system && text[words - 1 - tail] == with[at - 1 - tail]) tail++;
+        tp->own_system = same + tail < words;
+    }
     free(text);
-    if (text) free(from);
-    return 0;
+    free(with);
+    free(other);
+    return words < 0 ? fault(err, "it writes the words of a message nowhere") : 0;
 }
 
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
@@ -1737,7 +1689,10 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     time_t now_time = time(NULL);
     struct tm day;
     strftime(tp->today, sizeof tp->today, "%Y-%m-%d", localtime_r(&now_time, &day));
-    if (date && strlen(date) == 10) memcpy(tp->today, date, 11);
+    int year, month, mday, more;
+    if (date && (sscanf(date, "%4d-%2d-%2d%n", &year, &month, &mday, &more) != 3 || strlen(date) != 10 || more != 10))
+        bad = fault(why, "KVCOMP_DATE: expected YYYY-MM-DD, found %.40s", date);
+    else if (date) memcpy(tp->today, date, sizeof "YYYY-MM-DD");
 
     // The tokens that a named template needs.
     for (const char *s = named < NAMED_TEMPLATES ? named_templates[named].needs : ""; *s && !bad;) {

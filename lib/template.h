@@ -29,6 +29,8 @@ typedef struct {
     int *stop;                  // stb array: ids that end a reply, first the one that the template writes there
     char *no_system;            // why it writes no system message; NULL: it does
 
+    int own_system;             // 1: without a system message it writes one of its own
+
     // Not for others.
     const Tokenizer *t;
     char *bos, *eos;            // the texts of these tokens; NULL: the tokenizer has none
