@@ -3157,8 +3157,7 @@ int chat_turn(App *a, const char *text, FILE *out) {
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
              "taken back and read anew", rewrites);
     a->rewrote |= rewrites > 0;
-    session_take_back(a, &t);
-    if (feed_message(a, &t)) {
+    if (session_take_back(a, &t) || feed_message(a, &t)) {
         turn_free(t);
         if (before) {                       // the record is what it was, and the session is made from it
             turns_free(a->turn);
@@ -3355,7 +3354,11 @@ static int side_turn(Side *x, const char *text, int n) {
         turn_free(t);
         return -1;
     }
-    session_take_back(a, &t);
+    if (session_take_back(a, &t)) {
+        snprintf(x->refused, sizeof x->refused, "%s", a->s->err);
+        turn_free(t);
+        return -1;
+    }
     if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
         snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
                  "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);

@@ -1735,11 +1735,17 @@ def check(kvcomp):
     with tempfile.TemporaryDirectory() as dir:
         for p in made["programs"]:
             wanted = [(d, ids) for d, ids in zip(made["dialogues"], p["ids"]) if ids]
-            prepare(dir, p, [d for d, _ in wanted])
             command = [kvcomp, "--dump-tokens", "--tokenizer", dir]
             command += ["--dialogue", os.path.join(dir, "d.jsonl")]
             command += [] if p["think"] else ["--no-think"]
-            run = subprocess.run(command, capture_output=True, text=True)
+            for _ in range(2):
+                prepare(dir, p, [d for d, _ in wanted])
+                run = subprocess.run(command, capture_output=True, text=True,
+                                     env={**os.environ, "KVCOMP_DATE": "2024-07-26"})
+                if "has no system message" not in run.stderr:
+                    break
+                # the program drops it in silence, and kvcomp refuses it: the others
+                wanted = [(d, ids) for d, ids in wanted if d[0]["role"] != "system"]
             got = [[int(x) for x in line.split()] for line in run.stdout.splitlines()]
             for k, (d, ids) in enumerate(wanted):
                 n += 1
