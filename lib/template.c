@@ -28,7 +28,7 @@ enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH  = 250,         // parts inside one another, those of called macros included
     JINJA_STEPS  = 1000000,     // parts computed, and variables passed over in search of one; and for each
     JINJA_STEPS_MESSAGE = 20000,        // message so many more
-    JINJA_BYTES  = 16 << 20,    // of values made and texts looked through; for each message, and for each
+    JINJA_BYTES  = 64 << 20,    // of values made and texts looked through; for each message, and for each
     JINJA_BYTES_MESSAGE = 100000,       // byte of one, so many more
     JINJA_BYTES_BYTE = 200,
     JINJA_NUMBER = 1000000000   // the largest number
@@ -848,12 +848,17 @@ static JinjaValue jinja_case(Jinja *j, JinjaValue v, const char *name) {
     return v;
 }
 
-// Argument k of a call, or the one of this name; undefined when it is not given.
-static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
+// Argument k of a call, or the one of this name; NULL when it is not given.
+static const JinjaValue *jinja_given(JinjaValue args, size_t k, const char *name) {
     for (size_t i = 0; args.t && i < args.t->n; i++)
-        if (jinja_is(args.t->key[i], name)) return args.t->item[i];
-    if (args.t && k < args.t->n && !args.t->key[k].kind) return args.t->item[k];
-    return (JinjaValue){ 0 };
+        if (jinja_is(args.t->key[i], name)) return &args.t->item[i];
+    return args.t && k < args.t->n && !args.t->key[k].kind ? &args.t->item[k] : NULL;
+}
+
+// The same; undefined when it is not given.
+static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
+    const JinjaValue *v = jinja_given(args, k, name);
+    return v ? *v : (JinjaValue){ 0 };
 }
 
 // v is name args; k: the argument that stands behind the name
@@ -983,9 +988,10 @@ static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, const char *name, Ji
         return pairs;
     }
     if (v.kind == J_DICT && !strcmp(name, "get")) {
-        JinjaValue found = jinja_member(j, v, x), other = jinja_arg(args, 1, "default");
+        JinjaValue found = jinja_member(j, v, x);
+        const JinjaValue *other = jinja_given(args, 1, "default");
         if (found.kind) return found;
-        return other.kind ? other : (JinjaValue){ .kind = J_NONE };
+        return other ? *other : (JinjaValue){ .kind = J_NONE };
     }
     return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
 }
@@ -1081,8 +1087,8 @@ static JinjaValue jinja_call_macro(Jinja *j, const JinjaNode *m, JinjaValue args
     if (!hidden) j->globals = scope ? globals : top;
     j->hidden = j->scope = top;
     for (const JinjaNode *x = m->a; x && !j->failed; x = x->next, k++) {
-        JinjaValue v = jinja_arg(args, k, x->name);
-        jinja_set_variable(j, x->name, v.kind || !x->b ? v : jinja_eval(j, x->b));
+        const JinjaValue *given = jinja_given(args, k, x->name);
+        jinja_set_variable(j, x->name, given ? *given : x->b ? jinja_eval(j, x->b) : (JinjaValue){ 0 });
     }
     JinjaOutput old = jinja_begin(j);
     jinja_run(j, m->d);
@@ -1136,10 +1142,11 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
     if (op == OP_LESS_EQUAL) return jinja_bool(a.i <= b.i);
     if (op == OP_MORE) return jinja_bool(a.i > b.i);
     if (op == OP_MORE_EQUAL) return jinja_bool(a.i >= b.i);
-    if ((op == OP_WHOLE || op == OP_REST) && (a.i < 0 || b.i <= 0))
-        return jinja_fail(j, "%ld %s %ld", a.i, jinja_ops[op], b.i);
+    int divides = op == OP_WHOLE || op == OP_REST;
+    if (divides && b.i <= 0) return jinja_fail(j, "%ld %s %ld", a.i, jinja_ops[op], b.i);
+    long rest = divides ? (a.i % b.i + b.i) % b.i : 0;      // as Python has it, never negative
     long n = op == OP_PLUS ? a.i + b.i : op == OP_MINUS ? a.i - b.i : op == OP_TIMES ? a.i * b.i
-           : op == OP_WHOLE ? a.i / b.i : a.i % b.i;
+           : op == OP_WHOLE ? (a.i - rest) / b.i : rest;
     if (labs(n) > JINJA_NUMBER) return jinja_fail(j, "a number above %d", JINJA_NUMBER);
     return jinja_int(n);
 }
