@@ -28,7 +28,7 @@ enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH  = 250,         // parts inside one another, those of called macros included
     JINJA_STEPS  = 1000000,     // parts computed, and variables passed over in search of one; and for each
     JINJA_STEPS_MESSAGE = 20000,        // message so many more
-    JINJA_BYTES  = 64 << 20,    // of values made and texts looked through; for each message, and for each
+    JINJA_BYTES  = 32 << 20,    // of values made and texts looked through; for each message, and for each
     JINJA_BYTES_MESSAGE = 100000,       // byte of one, so many more
     JINJA_BYTES_BYTE = 200,
     JINJA_NUMBER = 1000000000   // the largest number
