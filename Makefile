@@ -108,8 +108,10 @@ PARTS = $(LIB) kvcomp $(APP)
 
 # The parts that a test program is linked with, beside those that it includes.
 TESTS_WITH     = lib/base lib/kernels lib/tokenizer lib/template app/page app/main
-TESTS_LIB_WITH = $(APP)
+TESTS_LIB_WITH = lib/tokenizer lib/template $(APP)
 TESTS_APP_WITH = lib/kernels lib/tokenizer lib/template
+TESTS_TEXT_WITH = lib/base lib/kernels lib/checkpoint lib/template
+TESTS_TURNS_WITH = $(filter-out lib/tokenizer,$(PARTS))
 
 # objects of the parts $(2) in the flavour $(1)
 objects = $(patsubst %,build/$(1)/%.o,$(2))
@@ -282,7 +284,7 @@ web-test: kvcomp
 	else $(MAKE) --no-print-directory kvcomp.html && node data/web_test.js; fi
 
 # ---- tests
-# Three programs: tests (the methods), tests_lib, tests_app. Each includes the parts whose static functions it
+# tests (the methods), tests_lib, tests_app and those of texts. Each includes the parts whose static functions it
 # tries, and is linked with the others. kvcomp.cu's kernels are tested without a GPU: g++ compiles them against
 # test/cuda_emu.h. Without g++ they are left out.
 TEST_FLAGS = -O2 -g -Wno-unused-function -DKVCOMP_NO_MAIN
@@ -309,9 +311,20 @@ tests_lib: build/test/test/test_lib.o $(call objects,test,$(TESTS_LIB_WITH)) $(E
 tests_app: build/test/test/test_app.o $(call objects,test,$(TESTS_APP_WITH)) $(EMU_O)
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
+tests_tokenizer: build/test/test/test_tokenizer.o $(call objects,test,lib/base lib/tokenizer)
+	$(CC) $(OPENMP) -o $@ $^ -lm
+
+tests_template: build/test/test/test_template.o $(call objects,test,$(TESTS_TEXT_WITH))
+	$(CC) $(OPENMP) -o $@ $^ -lm
+
+tests_turns: build/test/test/test_turns.o $(call objects,test,$(TESTS_TURNS_WITH)) $(EMU_O)
+	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
+
+TESTS = tests tests_lib tests_tokenizer tests_template tests_turns tests_app
+
 # Each runs, whether one before it failed or not.
-test: kvcomp tests tests_lib tests_app $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
-	bad=0; ./tests || bad=1; ./tests_lib || bad=1; ./tests_app || bad=1; exit $$bad
+test: kvcomp $(TESTS) $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
+	bad=0; for t in $(TESTS); do echo "$$t"; ./$$t || bad=1; done; exit $$bad
 ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)
 endif
@@ -400,5 +413,5 @@ fuzz: fuzz_targets
 
 clean:
 	rm -rf build/web build/cpu build/cuda build/dev build/test build/asan build/race
-	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c tests tests_lib tests_app tests_hard tests_race tests*_asan tests_gpu
+	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c $(TESTS) tests_hard tests_race tests*_asan tests_gpu
 	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm gpu-bench.csv fuzz_ignored

@@ -1764,12 +1764,12 @@ static int template_stray_id(const Template *tp, const Config *c) {
 
 int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
     int vocab = tokenizer_size(t) - 1;
-    while (vocab >= c->V && (t->piece[vocab].flags & (PIECE_MODEL | PIECE_ADDED)) != PIECE_MODEL) vocab--;
+    while (vocab >= c->V && (tokenizer_flags(t, vocab) & (TOKEN_MODEL | TOKEN_ADDED)) != TOKEN_MODEL) vocab--;
     const struct { const char *what; int id; } needed[] = {
         { "the tokenizer's vocabulary goes up to", vocab },
-        { "the tokenizer's BOS is", t->add_bos ? t->bos : -1 },
-        { "the tokenizer's EOS is", t->eos },
-        { "the tokenizer's unknown token is", t->unk },
+        { "the tokenizer's BOS is", tokenizer_adds_bos(t) ? tokenizer_bos(t) : -1 },
+        { "the tokenizer's EOS is", tokenizer_eos(t) },
+        { "the tokenizer's unknown token is", tokenizer_unk(t) },
         { "the chat template writes", tp ? template_stray_id(tp, c) : -1 },
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {

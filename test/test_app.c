@@ -833,7 +833,8 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     Session *s = session_open(a.c, a.w, a.o, "full");
     record_clear(&a);
     for (int j = 0; j < 3; j++) {
-        Turn t = render_turn(&a, it->turn[j].user);
+        char why[512];
+        Turn t = render_turn(&a, it->turn[j].user, why);
         int *ids = tokenizer_encode(a.tok, it->turn[j].reply, strlen(it->turn[j].reply), 0, NULL);
         const float *y = prefill(s, t.pre, (int)arrlen(t.pre));
         for (int k = 0; k < (int)arrlen(ids); k++) {

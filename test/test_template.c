@@ -1,6 +1,7 @@
 // test/test_template.c - chat templates against what transformers writes, and against whoever means harm.
 #define _GNU_SOURCE
 #include "check.h"
+#include "../lib/tokenizer.c"         // a program's fixture says which tokens begin and end a text
 #include "../lib/template.h"
 #include <time.h>
 #include <stb/stb_ds.h>
@@ -387,6 +388,69 @@ TEST(template_date, "strftime_now writes today, or KVCOMP_DATE") {
         free(text);
         template_free(tp);
     }
+    tokenizer_free(t);
+}
+
+// ---- Does the tokenizer belong to the model?
+
+// 1 when tokenizer and template are refused for a model of V rows with a line that holds all three
+// texts.
+static int refused_for(const Tokenizer *t, const Template *tp, int V, const char *what,
+                       const char *id, const char *rows) {
+    Config c = { .V = V, .dir = "a-model" };
+    char err[512] = "taken";
+    int bad = tokenizer_fits(t, tp, &c, err);
+    int said =
+        bad && strstr(err, what) && strstr(err, id) && strstr(err, rows) && strstr(err, "a-model");
+    if (!said) fprintf(stderr, "  %d rows: \"%s\"\n", V, err);
+    return said;
+}
+
+// Whether a tokenizer and template pass for a model of V ids.
+static int taken_for(const Tokenizer *t, const Template *tp, int V) {
+    Config c = { .V = V, .dir = "a-model" };
+    char err[512];
+    return tokenizer_fits(t, tp, &c, err) == 0;
+}
+
+TEST(tokenizer_rows, "vocabulary, BOS, EOS, unk and what the template writes need rows in the "
+                     "embedding, both numbers are said; other added tokens do not") {
+    // Vocabulary 0..1399; added: 1400 BOS, 1401 end of text, 1402 and 1403 headers, 1404 end of
+    // turn.
+    Tokenizer *t = fixture_tokenizer("llama3");
+    char err[512];
+    Template *tp = template_load(NULL, "llama3", t, err);
+    CHECK(t && tp && t->add_bos && t->bos == 1400 && tokenizer_size(t) == 1405, "%s", err);
+    CHECK(refused_for(t, NULL, 160, "vocabulary goes up to", "id 1399,", "has 160 rows"),
+          "vocabulary");
+    CHECK(refused_for(t, NULL, 1399, "vocabulary goes up to", "id 1399,", "has 1399 rows"),
+          "the vocabulary's last");
+    CHECK(refused_for(t, NULL, 1400, "BOS is", "id 1400,", "has 1400 rows"), "BOS");
+    t->eos = 1402;
+    CHECK(refused_for(t, NULL, 1402, "EOS is", "id 1402,", "has 1402 rows"), "EOS");
+    t->eos = -1;
+    t->unk = 1404;
+    CHECK(refused_for(t, NULL, 1404, "unknown token is", "id 1404,", "has 1404 rows"), "unk");
+    t->unk = -1;
+    CHECK(taken_for(t, NULL, 1401), "raw text needs no header");
+    CHECK(refused_for(t, tp, 1402, "template writes", "id 140", "has 1402 rows"), "a header");
+    CHECK(refused_for(t, tp, 1404, "template writes", "id 1404,", "has 1404 rows"),
+          "the end of a turn");
+    CHECK(taken_for(t, tp, 1405), "all of it");
+    t->add_bos = 0;
+    CHECK(taken_for(t, NULL, 1400), "a BOS that nobody writes");
+    template_free(tp);
+    tokenizer_free(t);
+
+    // 901, 902: a turn's marks; 905 <think>, 906 </think>; nothing of ours writes 907 to 910.
+    t = fixture_tokenizer("qwen2");
+    tp = template_load(NULL, "qwen3", t, err);
+    CHECK(t && tp && tokenizer_size(t) == 911, "%s", err);
+    t->eos = -1;
+    CHECK(refused_for(t, tp, 906, "template writes", "id 906,", "has 906 rows"),
+          "</think> is written when thinking is off");
+    CHECK(taken_for(t, tp, 907), "an added token that only a text can name");
+    template_free(tp);
     tokenizer_free(t);
 }
 

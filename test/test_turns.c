@@ -1,6 +1,7 @@
 // test/test_turns.c - a dialogue turn by turn: what is fed for each message, and what of it is whose.
 #define _GNU_SOURCE
 #include "check.h"
+#include "../lib/tokenizer.c"         // a program's fixture says which tokens begin and end a text
 #include "../app/chat.h"
 #include <stb/stb_ds.h>
 
