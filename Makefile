@@ -27,6 +27,13 @@ OPENMP  = $(shell d=$$(mktemp -d) && echo 'int main(void){return 0;}' > $$d/a.c 
             && $(CC) -fopenmp -o $$d/a $$d/a.c 2>/dev/null && echo -fopenmp || echo -Wno-unknown-pragmas; \
             rm -rf $$d)
 
+# GNU readline, if a program with what the chat calls of it can be linked; without it the chat has plain
+# lines. Looked up like OpenMP.
+READLINE_ONE = \043include <stdio.h>\n\043include <readline/readline.h>\nint main(void) { rl_callback_sigcleanup(); return 0; }\n
+READLINE = $(shell d=$$(mktemp -d) && printf '$(READLINE_ONE)' > $$d/a.c \
+             && $(CC) -o $$d/a $$d/a.c -lreadline 2>/dev/null && echo -lreadline; rm -rf $$d)
+WITH_READLINE = $(if $(READLINE),-DKVCOMP_READLINE)
+
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 
 # ---- is there a CUDA toolkit?
@@ -82,7 +89,7 @@ empty :=
 export C_INCLUDE_PATH := $(subst $(empty) $(empty),:,$(strip $(STB_IN) $(C_INCLUDE_PATH)))
 unexport CPATH
 endif
-NEEDS = echo "kvcomp needs a C compiler and stb_ds.h. Debian, Ubuntu: gcc libc6-dev libstb-dev; \
+NEEDS = echo "kvcomp needs a C compiler and stb_ds.h. Debian, Ubuntu: gcc libc6-dev libstb-dev (libreadline-dev); \
         Fedora: gcc stb_ds-devel; Arch: gcc stb; Homebrew: stb; else: CPATH=DIR make, with DIR/stb/stb_ds.h"; exit 1
 
 # Debian's packages $(1) are installed by root, or by sudo. $(2) says by hand what is needed; it is printed
@@ -97,17 +104,17 @@ deps:
 	@echo '#include <stb/stb_ds.h>' | $(CC) -E -x c - >/dev/null 2>&1 || $(MAKE) --no-print-directory install-deps
 
 install-deps:
-	@$(call debian_install,gcc libc6-dev libstb-dev,$(NEEDS))
+	@$(call debian_install,gcc libc6-dev libstb-dev libreadline-dev,$(NEEDS))
 
 # ---- the program
 # The parts in the order of their floors: each calls only those before it. An object lies in build/FLAVOUR/
 # and is made again when a file that it includes, or a flag, has changed.
 LIB   = lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template
-APP   = app/options app/chat app/measure app/page app/main
+APP   = app/options app/terminal app/chat app/measure app/page app/main
 PARTS = $(LIB) kvcomp $(APP)
 
 # The parts that a test program is linked with, beside those that it includes.
-TESTS_WITH     = lib/base lib/kernels lib/tokenizer lib/template app/page app/main
+TESTS_WITH     = lib/base lib/kernels lib/tokenizer lib/template app/terminal app/page app/main
 TESTS_LIB_WITH = lib/tokenizer lib/template $(APP)
 TESTS_APP_WITH = lib/kernels lib/tokenizer lib/template
 TESTS_TEXT_WITH = lib/base lib/kernels lib/checkpoint lib/template
@@ -120,7 +127,7 @@ objects = $(patsubst %,build/$(1)/%.o,$(2))
 define flavour
 build/$(1)/%.o: %.c build/$(1)/flags | deps
 	@mkdir -p $$(@D)
-	$$(CC) $$(WARN) $(2) $$(OPENMP) -ffunction-sections -MMD -MP -c -o $$@ $$<
+	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(EDITS) -ffunction-sections -MMD -MP -c -o $$@ $$<
 build/$(1)/flags: force
 	@mkdir -p $$(@D)
 	@echo '$$(CC) $(2)' | cmp -s - $$@ || echo '$$(CC) $(2)' >$$@
@@ -129,6 +136,7 @@ force:
 $(eval $(call flavour,cpu,$(CFLAGS)))
 $(eval $(call flavour,cuda,$(CFLAGS) -DKVCOMP_CUDA))
 $(eval $(call flavour,dev,-O1 -g))
+build/cpu/app/terminal.o build/cuda/app/terminal.o build/dev/app/terminal.o: EDITS = $(WITH_READLINE)
 -include $(wildcard build/*/*.d build/*/*/*.d)
 
 # Functions that nobody calls are left out when the program is linked: those that only a device session needs
@@ -136,7 +144,7 @@ $(eval $(call flavour,dev,-O1 -g))
 LINK = $(CC) $(OPENMP) $(if $(filter Linux,$(shell uname -s)),-Wl$(comma)--gc-sections)
 
 kvcomp_dev: $(call objects,dev,$(PARTS))
-	$(LINK) -o $@ $^ -lm
+	$(LINK) -o $@ $^ $(READLINE) -lm
 
 dev: kvcomp_dev
 
@@ -167,7 +175,7 @@ build/cuda/kvcomp_cuda.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) Makefile
 	$(NVCC) $(NVFLAGS) --threads 4 $(NVARCH) -c -o $@ kvcomp.cu
 
 kvcomp: $(call objects,cuda,$(PARTS)) build/cuda/kvcomp_cuda.o
-	$(NVCC) -o $@ $^ $(NVLINK)
+	$(NVCC) -o $@ $^ $(NVLINK) $(READLINE)
 
 cuda: kvcomp
 
@@ -209,7 +217,7 @@ gpu-bench: kvcomp
 else    # no toolkit, or no GPU
 
 kvcomp: $(call objects,cpu,$(PARTS))
-	$(LINK) -o $@ $^ -lm
+	$(LINK) -o $@ $^ $(READLINE) -lm
 
 cuda cuda-check gpu-test gpu-bench:
 	@echo "make $@ needs the CUDA toolkit: nvcc, the g++ that it calls, and a cuBLAS that links" >&2; exit 1

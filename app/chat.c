@@ -30,34 +30,8 @@
 // --session all replay it from an empty cache. stdout gets generated text or the asked-for result;
 // everything else goes to stderr.
 
-volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
-// A signal that ends the program as soon as the turn is saved; 0: none.
-volatile sig_atomic_t leaving;
-int quiet;                               // --quiet: errors only on stderr
-
 // Is the turn that is being made to end?
 static int stop_asked(void) { return interrupts || leaving; }
-
-// ---- progress
-static double progress_start;
-static volatile sig_atomic_t progress_shown;
-
-// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
-// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
-// taken a second.
-void progress(const char *what, double share) {
-    if (quiet || !isatty(2)) return;
-    if (share <= 0) {
-        progress_start = now();
-        progress_shown = 0;
-    } else if (share >= 1) {
-        if (progress_shown) fprintf(stderr, "\r\x1b[K");
-        progress_shown = 0;
-    } else if (now() - progress_start >= 1) {
-        fprintf(stderr, "\r%s %3.0f %%", what, 100 * share);
-        progress_shown = 1;
-    }
-}
 
 // ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
 // A CPU session has all logits at hand. On a device the largest are looked for there, and only those
@@ -193,7 +167,7 @@ int sample(App *a) {
 }
 
 // ---- the record
-// Frees ids and texts of one turn.
+// Frees what one turn holds.
 void turn_free(Turn t) {
     arrfree(t.pre);
     arrfree(t.dec);
@@ -550,70 +524,9 @@ static void write_text(char **text, FILE *out) {
     fflush(out);
 }
 
-// ---- word wrap (--wrap)
-// A reply comes in pieces that end anywhere, so the last word waits until it is known to be whole.
-typedef struct {
-    int cols;               // of a line; 0: lines are left as they come
-    int x;                  // columns of the line so far
-    char *word;             // the blanks and the word behind them that wait (stb_ds array of bytes)
-    int blanks;             // how many blanks those are
-    int width;              // columns of the word
-} Wrap;
-
-static int char_width(const char *s, int n);        // app/chat
-
-// Appends what waits to *out: to this line if it fits, else to the next one, without its blanks.
-static void wrap_word(Wrap *w, char **out) {
-    int n = (int)arrlen(w->word), from = 0;
-    if (w->x && w->x + w->blanks + w->width > w->cols) {
-        if (w->width) arrput(*out, '\n');
-        if (w->width) w->x = 0;
-        from = w->blanks;
-    }
-    if (n > from) memcpy(arraddnptr(*out, n - from), w->word + from, (size_t)(n - from));
-    w->x += w->width + w->blanks - from;
-    w->blanks = w->width = 0;
-    arrsetlen(w->word, 0);
-}
-
-// Takes the next character, of n bytes. A word ends before a blank and before a wide character,
-// since Chinese and Japanese have no blanks; one that is wider than a line is cut.
-static void wrap_char(Wrap *w, const char *s, int n, char **out) {
-    int width = char_width(s, n), blank = *s == ' ';
-    if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
-    int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
-    if (ends) wrap_word(w, out);
-    if (*s == '\n') {
-        arrput(*out, '\n');
-        w->x = 0;
-        return;
-    }
-    memcpy(arraddnptr(w->word, n), s, (size_t)n);
-    if (blank) w->blanks++;
-    else w->width += width;
-}
-
-// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes
-// behind.
-static void wrap_text(Wrap *w, char **text, int last) {
-    char *out = NULL;
-    size_t n = arrlenu(*text);
-    if (!w->cols) return;
-    for (size_t i = 0, k; i < n; i += k) {
-        k = (size_t)max_int(utf8_length(*text + i, n - i), 1);
-        wrap_char(w, *text + i, (int)k, &out);
-    }
-    if (last) wrap_word(w, &out);
-    arrfree(*text);
-    *text = out;
-}
-
-// The columns of a reply's lines: those of --wrap, or for 0 the screen's; 0 when nothing is
-// wrapped.
-static int wrap_columns(const App *a, FILE *out) {
-    int cols = opt_int(a->o, "wrap");
-    if (cols < 0 || out != stdout) return 0;
-    return cols ? cols : screen_columns();
+// The columns of a reply's lines on a terminal, where it breaks between words; else 0.
+static int wrap_columns(FILE *out) {
+    return out == stdout && isatty(1) ? screen_columns() : 0;
 }
 
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
@@ -655,7 +568,7 @@ static const char *reply_ends(int made, int n) {
 int generate(App *a, int n, FILE *out) {
     int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
-    Wrap w = { .cols = wrap_columns(a, out) };
+    Wrap w = { .cols = wrap_columns(out) };
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->closed = 0;
     a->s->picks = logits_needed(a->o);
@@ -880,20 +793,26 @@ static int has_begun(const Session *s) {
 }
 
 // The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
-// a head", or that there was no reason to drop any: "nothing compressed yet: 18 of 1024 rows".
+// a head", and why none of those is gone that a method drops.
 void rows_in_words(const Session *s, char out[96]) {
-    int lo, hi, n = tokens_said(s);
+    int lo, hi, n = tokens_said(s), evicts = 0;
+    int limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;         // rows a head; 0: there is none
     rows_range(s, &lo, &hi);
-    if (!has_begun(s)) {
-        if (uses_budget(s) && s->ratio < 0) snprintf(out, 96, "nothing compressed yet: %d of %d rows", hi, s->budget);
-        else snprintf(out, 96, "nothing compressed yet: %d rows", hi);
-    } else if (lo == n && hi == n) {
+    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
+    if (!has_begun(s) && limit && hi <= limit)
+        snprintf(out, 96, "all %d rows a head: the budget is %d", hi, limit);
+    else if (!has_begun(s) && limit)
+        snprintf(out, 96, "%d rows a head: those over %d are dropped when you send the next message", hi, limit);
+    else if (!has_begun(s) && evicts)
+        snprintf(out, 96, "%d rows a head: some are dropped when you send the next message", hi);
+    else if (!has_begun(s))
+        snprintf(out, 96, "%d rows a head, none packed yet", hi);
+    else if (lo == n && hi == n)
         snprintf(out, 96, "all %d rows a head", n);
-    } else if (lo == hi) {
+    else if (lo == hi)
         snprintf(out, 96, "%d of %d rows a head", lo, n);
-    } else {
+    else
         snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
-    }
 }
 
 // The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds.
@@ -1066,18 +985,15 @@ int run_ids(App *a) {
     return 0;
 }
 
-// ---- sessions on disk: the record, and what it was made with
-// No rows are stored. Loading replays the record, which is exact for every method. The file is
-// text:
-//   kvcomp session 2
-//   model FINGERPRINT
-//   made with --method=SPEC --OPTION "VALUE" ..
-//   turn N_SYS N_FOOT N_HEAD : ids to prefill | ids decoded        (a line for each turn)
-//   end CLOSED
-//   pending "TEXT"                     (a message whose reply was not finished; most files have none)
-//   check HASH                         (of every byte before this line)
-// Version 1 had "method SPEC" in the third line, a fingerprint of two tensors, and neither of the
-// last two lines.
+// ---- sessions on disk: the record as json lines
+// No rows are stored. Loading replays the record, which is exact for every method. A file begins with
+// what the dialogue was made with, and has a line a message behind it:
+//   {"session":3,"model":"FINGERPRINT","made":"--method=SPEC --OPTION \"VALUE\" .."}
+//   {"role":"system","content":TEXT}           if there is a system message of the user's
+//   {"role":"user","content":TEXT,"ids":[ids to prefill],"system":N_SYS,"foot":N_FOOT,"head":N_HEAD}
+//   {"role":"assistant","content":TEXT,"ids":[ids decoded]}
+// The texts are for readers, the ids are what is fed. A message without a reply at the end is one whose
+// reply was not finished.
 
 // Goes on with the hash h over a tensor: its type, its shape, and all its bytes.
 static uint64_t hash_tensor(uint64_t h, const Tensor *t) {
@@ -1139,249 +1055,235 @@ void write_making(const App *a, FILE *f) {
     options_free(plain);
 }
 
-// Writes the file's text but its last line.
-static void session_write(App *a, FILE *f) {
-    fprintf(f, "kvcomp session 3\n");
-    fprintf(f, "model %016llx\n", (unsigned long long)app_fingerprint(a));
-    fprintf(f, "made with ");
-    write_making(a, f);
-    fputc('\n', f);
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        const Turn *t = &a->turn[i];
-        const char *words[2] = { t->user, t->reply };
-        for (int k = 0; k < 2; k++) {
-            if (!words[k]) continue;
-            fprintf(f, "%s ", k ? "reply" : "user");
-            json_escape(f, words[k], strlen(words[k]));
-            fputc('\n', f);
-        }
-        fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
-        for (int j = 0; j < (int)arrlen(t->pre); j++) fprintf(f, " %d", t->pre[j]);
-        fprintf(f, " |");
-        for (int j = 0; j < (int)arrlen(t->dec); j++) fprintf(f, " %d", t->dec[j]);
-        fprintf(f, "\n");
-    }
-    fprintf(f, "end %d\n", a->closed);
-    if (!a->pending) return;
-    fprintf(f, "pending ");
-    json_escape(f, a->pending, strlen(a->pending));
-    fputc('\n', f);
+// "ids":[..]
+void json_ids(FILE *f, const int *ids) {
+    fprintf(f, "\"ids\":[");
+    for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
+    fprintf(f, "]");
 }
 
-// The text that session_write writes, malloc'd, and its hash. Exit 4 when there is no memory.
-static char *session_text(App *a, size_t *n, uint64_t *hash) {
-    char *text = NULL;
-    FILE *f = memory_stream(&text, n);
-    session_write(a, f);
-    memory_stream_close(f);
-    *hash = hash_bytes(0, text, *n);
-    return text;
+// Writes the line of a message of the user.
+static void write_asked(const Turn *t, FILE *f) {
+    fprintf(f, "{\"role\":\"user\",");
+    json_pair(f, "content", t->user ? t->user : "");
+    json_ids(f, t->pre);
+    fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
 
-// ---- one chat at a time
-// Two chats that go on with one file would overwrite each other's turns. So a chat locks the file of
-// --session (flock), and a second one is refused. A save puts another file in the place of the old
-// one, so that file is locked before it takes its place. The lock goes with the process, whatever
-// ends it. A file system that has no locks is used without.
-static int session_lock = -1;       // the descriptor that holds the lock; -1: there is none
-
-// Is the open file fd the one that a path names now?
-static int same_file(int fd, const char *path) {
-    struct stat one, other;
-    return fd >= 0 && !fstat(fd, &one) && !stat(path, &other) && one.st_dev == other.st_dev
-        && one.st_ino == other.st_ino;
-}
-
-// Opens and locks the regular file at path, which is no symbolic link; *is_new: it was not there, and
-// is empty now. Returns its descriptor, or -1 with err.
-static int session_lock_file(const char *path, int *is_new, char err[512]) {
-    for (;;) {
-        int flags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
-        int fd = open(path, flags | O_CREAT | O_EXCL, 0600);
-        *is_new = fd >= 0;
-        if (fd < 0 && errno == EEXIST) fd = open(path, flags);
-        if (fd < 0 && errno == ENOENT) continue;        // it went away between the two
-        int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
-        if (fd >= 0 && !held && same_file(fd, path)) return fd;
-        if (fd < 0 || held) {
-            snprintf(err, 512, "%.380s: %s", path, held ? "another chat goes on with this file" : strerror(errno));
-            if (fd >= 0) close(fd);
-            return -1;
-        }
-        close(fd);                                      // another chat has saved meanwhile: its new file
-    }
-}
-
-// Does another chat hold the lock of the file at path? 0, or -1 with err.
-static int session_is_free(const char *path, char err[512]) {
-    struct stat st;
-    if (stat(path, &st) || !S_ISREG(st.st_mode) || same_file(session_lock, path)) return 0;
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
-    if (held) snprintf(err, 512, "%.400s: another chat goes on with this file", path);
-    if (fd >= 0) close(fd);
-    return held ? -1 : 0;
-}
-
-// Saves the session, unless the file is known to hold it. 0, or -1 with err, and then the old file
-// stays.
-static int session_save(App *a, const char *path, int unless_kept, char err[512]) {
-    Saving x;
-    size_t n;
-    uint64_t hash;
-    char *text = session_text(a, &n, &hash);
-    int own = !strcmp(path, opt_str(a->o, "session")) || same_file(session_lock, path), bad = 0;
-    if (!unless_kept || hash != a->kept) {
-        bad = session_is_free(path, err) || save_begin(&x, path, err);
-        if (!bad) {
-            fwrite(text, 1, n, x.f);
-            fprintf(x.f, "check %016llx\n", (unsigned long long)hash);
-            int lock = own ? fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 0) : -1;
-            if (lock >= 0) (void)flock(lock, LOCK_EX | LOCK_NB);
-            bad = save_keep(&x, 1, err);
-
-            int spare = bad ? lock : session_lock;      // the new file's lock takes the old one's place
-            if (own && spare >= 0) close(spare);
-            if (own && !bad) session_lock = lock;
-        }
-        if (!bad && unless_kept) a->kept = hash;
-    }
+// Writes the line of its reply.
+static void write_said(const App *a, const Turn *t, FILE *f) {
+    char *text = reply_text(a, t);
+    fprintf(f, "{\"role\":\"assistant\",\"content\":");
+    json_escape(f, text, strlen(text));
+    fputc(',', f);
+    json_ids(f, t->dec);
+    fprintf(f, "}\n");
     free(text);
+}
+
+// Writes the whole file.
+static void session_write(App *a, FILE *f) {
+    char *made = NULL;
+    size_t n;
+    FILE *memory = memory_stream(&made, &n);
+    write_making(a, memory);
+    memory_stream_close(memory);
+    fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)app_fingerprint(a));
+    json_escape(f, made, n);
+    fprintf(f, "}\n");
+    free(made);
+    if (a->tp && opt_given(a->o, "system")) {
+        const char *text = opt_str(a->o, "system");
+        fprintf(f, "{\"role\":\"system\",\"content\":");
+        json_escape(f, text, strlen(text));
+        fprintf(f, "}\n");
+    }
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        write_asked(&a->turn[i], f);
+        write_said(a, &a->turn[i], f);
+    }
+    if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
+}
+
+// Saves the dialogue as a file. lock 1: it is --session's, and stays open and locked. 0, or -1 with err,
+// and then the old file stays.
+static int session_save(App *a, const char *path, int lock, char err[512]) {
+    Saving x;
+    int fd = -1;
+    if (save_begin(&x, path, err)) return -1;
+    session_write(a, x.f);
+    if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
+    if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);       // a new file: nobody else has it
+    if (save_keep(&x, 1, err)) {
+        if (fd >= 0) close(fd);
+        return -1;
+    }
+    if (!lock) return 0;
+    if (a->log) close(a->log);
+    a->log = max_int(fd, 0);
+    a->logged = 2 * (int)arrlen(a->turn);
+    return 0;
+}
+
+// Appends a line to --session's file and brings it to the disk: the message t, or the reply to it. 0, or
+// -1 with err, and then no part of it stays.
+static int session_append(App *a, const Turn *t, int answer, char err[512]) {
+    struct stat st;
+    char *line = NULL;
+    size_t n;
+    FILE *f = memory_stream(&line, &n);
+    if (answer) write_said(a, t, f);
+    else write_asked(t, f);
+    memory_stream_close(f);
+    int bad = fstat(a->log, &st) != 0;
+    errno = bad ? errno : ENOSPC;
+    ssize_t done = bad ? 0 : write(a->log, line, n);
+    bad |= done != (ssize_t)n || (fsync(a->log) && errno != EINVAL);
+    if (bad) fault(err, "%.400s: %s; the old file stays", opt_str(a->o, "session"), strerror(errno));
+    if (bad && done > 0) (void)!ftruncate(a->log, st.st_size);
+    free(line);
+    a->logged = bad ? -1 : a->logged + 1;
+    return bad ? -1 : 0;
+}
+
+// Opens --session's file, new or old, and locks it, so that two chats do not overwrite each other. 0, or
+// -1 with err.
+static int session_lock(App *a, const char *path, char err[512]) {
+    struct stat own, now_there;
+    int fd = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int bad = fd < 0 || fstat(fd, &own);
+    if (!bad && !S_ISREG(own.st_mode)) {
+        errno = EINVAL;
+        bad = 1;
+    }
+    if (bad) {
+        fault(err, "%.400s: %s", path, save_reason());
+    } else {
+        // Some file systems know no locks (another errno). A file that is saved anew is another file.
+        bad = flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+        bad |= stat(path, &now_there) || own.st_ino != now_there.st_ino || own.st_dev != now_there.st_dev;
+        if (bad) fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path);
+    }
+    if (!bad) a->log = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (fd >= 0) close(fd);
     return bad ? -1 : 0;
 }
 
 // ---- reading them
 typedef struct {            // a session file being read
     const char *path;
-    int version;
     Turn *turn;             // stb_ds array
-    int closed;
-    char *making;           // what it was made with, malloc'd
+    char *made;             // what it was made with, malloc'd
     char *pending;          // malloc'd, or NULL
+    int torn;               // its last line: 1: was not whole and is left out, 2: lacks its line break
 } SessionFile;
 
 static void session_file_free(SessionFile *x) {
     turns_clear(x->turn);
     arrfree(x->turn);
-    free(x->making);
+    free(x->made);
     free(x->pending);
 }
 
-// Are there control bytes in the text (n), other than newlines? They have no place in a session file,
-// and its third line may be shown on a terminal.
-static int has_control_bytes(const char *text, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        if (((unsigned char)text[i] < ' ' && text[i] != '\n') || text[i] == 127) return 1;
+// The first line: is it one of this format, and of this model? 0, or -1 with err.
+static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) {
+    const Json *version = json_get(j, "session");
+    if (!version || !version->is_int || !*json_text(j, "model") || !*json_text(j, "made"))
+        return fault(err, "%.400s: not a kvcomp session file", x->path);
+    if (version->i != 3)
+        return fault(err, "%.300s: version %lld of the session file, this kvcomp knows 3", x->path, (long long)version->i);
+    unsigned long long own = app_fingerprint(a), found = strtoull(json_text(j, "model"), NULL, 16);
+    if (found != own)
+        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
+                     found, own);
+    x->made = copy_text(json_text(j, "made"));
     return 0;
 }
 
-// Holds the check line against the text before it, text (n), and cuts it off. 0, or -1 with err.
-static int session_checked(const char *path, char *text, size_t n, char err[512]) {
-    unsigned long long found;
-    char *line = n ? text + n - 1 : text;
-    while (line > text && line[-1] != '\n') line--;
-    int whole = n && text[n - 1] == '\n' && sscanf(line, "check %llx", &found) == 1;
-    if (whole && hash_bytes(0, text, (size_t)(line - text)) != found) whole = 0;
-    *line = 0;
-    if (whole) return 0;
-    snprintf(err, 512, "%.300s: damaged: its text and its checksum differ", path);
-    return -1;
-}
-
-// Reads the first three lines of text (n), and checks what they and the last one say. The rest of
-// the text, or NULL with err.
-static char *session_header(App *a, SessionFile *x, char *text, size_t n, char err[512]) {
-    unsigned long long found = 0;
-    int at = 0;
-    if (sscanf(text, "kvcomp session %d\nmodel %llx\n%n", &x->version, &found, &at) != 2 || !at
-        || !strchr(text + at, '\n') || x->version < 1 || has_control_bytes(text, n)) {
-        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
-        return NULL;
-    }
-    if (x->version != 3) {
-        snprintf(err, 512, "%.300s: version %d of the session file, this kvcomp knows 3 (older ones have no texts)",
-                 x->path, x->version);
-        return NULL;
-    }
-    if (session_checked(x->path, text, n, err)) return NULL;
-    unsigned long long own = app_fingerprint(a);
-    if (found != own) {
-        snprintf(err, 512, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
-                 found, own);
-        return NULL;
-    }
-    char *making = text + at, *end = strchr(making, '\n');
-    if (!end) {                     // the third line was the checksum, which is cut off by now
-        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
-        return NULL;
-    }
-    *end = 0;
-    x->making = xmalloc(strlen(making) + 16);
-    if (!strncmp(making, "made with ", 10)) strcpy(x->making, making + 10);
-    else if (!strncmp(making, "method ", 7)) sprintf(x->making, "--method=%s", making + 7);
-    else strcpy(x->making, "?");
-    return end + 1;
-}
-
-// One "turn" line [p,end). 0, or -1 when it is not what session_write writes; the turn may then
-// hold some ids.
-static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
-    int used = 0;
-    char err[256];
-    if (sscanf(p, "turn %d %d %d :%n", &t->n_sys, &t->n_foot, &t->n_head, &used) != 3) return -1;
-    if (!used || p + used > end) return -1;
-    const char *bar = memchr(p + used, '|', (size_t)(end - p - used));
-    if (bar && is_blank(p + used, bar) && is_blank(bar + 1, end)) return 0;     // its ids are in a later turn
-    if (ids_parse(p + used, end, a->c->V, t, err)) return -1;
-    int n = (int)arrlen(t->pre);
-    if (t->n_sys < 0 || t->n_foot < 0 || t->n_head < 0) return -1;
-    if (t->n_sys > n || t->n_foot > n || t->n_head > n) return -1;
-    return 0;
-}
-
-// A text of a turn, as a JSON string; *words becomes a copy. 0, or -1.
-static int session_words(const char *p, char **words) {
-    char err[256];
-    Json *text = json_parse(p, strlen(p), err);
-    int bad = *words || !json_is(text, JSON_STRING) || json_holds_nul(text);
-    if (!bad) *words = copy_text(text->str);
-    json_free(text);
-    return -bad;
-}
-
-// The lines from p on, to the file's end. 0, or -1 with err.
-static int session_lines(const App *a, SessionFile *x, char *p, char err[512]) {
-    int bad = 0, used = 0;
-    Turn t = { 0 };                                     // the turn whose lines are read
-    for (int user, reply; !bad; ) {
-        user = !strncmp(p, "user ", 5);
-        reply = !strncmp(p, "reply ", 6);
-        if (!user && !reply && strncmp(p, "turn ", 5)) break;
-        char *end = strchr(p, '\n');
-        bad = 1;
-        if (!end) break;
-        *end = 0;
-        if (user) bad = session_words(p + 5, &t.user);
-        else if (reply) bad = session_words(p + 6, &t.reply);
-        else {
-            bad = session_turn(a, p, end, &t) != 0;
-            arrput(x->turn, t);
-            t = (Turn){ 0 };
-        }
-        p = end + 1;
-    }
-    turn_free(t);
-    if (bad || sscanf(p, "end %d\n%n", &x->closed, &used) != 1 || !used) {
-        snprintf(err, 512, "%.300s: damaged at turn %d", x->path, (int)arrlen(x->turn) + !bad);
+// A list of ids into the stb_ds array *ids. 0, or -1 with why.
+static int session_ids(const Json *list, int V, int **ids, char why[128]) {
+    if (!list || list->type != JSON_ARRAY) {
+        snprintf(why, 128, "expected a list of \"ids\"");
         return -1;
     }
-    p += used;
-    if (strncmp(p, "pending ", 8)) return 0;
-    char why[256];
-    Json *text = json_parse(p + 8, strlen(p + 8), why);
-    if (text && text->type == JSON_STRING && *text->str) x->pending = copy_text(text->str);
-    json_free(text);
+    for (int i = 0; i < list->n; i++) {
+        const Json *id = &list->item[i];
+        if (!id->is_int || id->i < 0 || id->i >= V) {
+            snprintf(why, 128, "id %.6g is outside the vocabulary of %d", id->num, V);
+            return -1;
+        }
+        arrput(*ids, (int)id->i);
+    }
     return 0;
+}
+
+// A count of a message's ids; -1: it is none.
+static int session_count(const Json *j, const char *name, int n) {
+    const Json *count = json_get(j, name);
+    return count && count->is_int && count->i >= 0 && count->i <= n ? (int)count->i : -1;
+}
+
+// The reply of turn t. Its text stands for itself where the template has written it anew in a later turn, and
+// these are not its ids. 0, or -1 with why.
+static int session_reply(const App *a, Turn *t, const Json *j, const char *text, char why[128]) {
+    if (session_ids(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
+    char *said = reply_text(a, t);
+    if (strcmp(said, text)) t->reply = copy_text(text);
+    free(said);
+    return 0;
+}
+
+// A message of the user, or a reply. Until its reply comes, the message's turn is the last one and its
+// text is pending. 0, or -1 with why.
+static int session_line(const App *a, SessionFile *x, const Json *j, char why[128]) {
+    const char *role = json_text(j, "role"), *text = json_text(j, "content");
+    int first = !arrlen(x->turn);
+    if (!strcmp(role, "system") && first && !x->pending) return 0;
+    snprintf(why, 128, "expected a message of the %s", x->pending ? "assistant" : "user");
+    if (strcmp(role, x->pending ? "assistant" : "user")) return -1;
+    if (x->pending) {
+        free(x->pending);
+        x->pending = NULL;
+        return session_reply(a, &arrlast(x->turn), j, text, why);
+    }
+    Turn t = { .user = copy_text(text) };
+    x->pending = copy_text(text);
+    int bad = session_ids(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
+    t.n_sys = session_count(j, "system", n);
+    t.n_foot = session_count(j, "foot", n);
+    t.n_head = session_count(j, "head", n);
+    if (!bad && (t.n_sys < 0 || t.n_foot < 0 || t.n_head < 0)) {
+        snprintf(why, 128, "\"system\", \"foot\" and \"head\" are counts of its %d ids", n);
+        bad = -1;
+    }
+    arrput(x->turn, t);
+    return bad;
+}
+
+// The lines of text (n). One that is not whole at the end, where a write was cut short, is left out. 0, or
+// -1 with err.
+static int session_lines(App *a, SessionFile *x, const char *text, size_t n, char err[512]) {
+    char why[256] = "";
+    int number = 1, bad = 0;
+    for (const char *p = text, *end; p < text + n && !bad; p = end + 1, number++) {
+        end = memchr(p, '\n', (size_t)(text + n - p));
+        int last = !end;
+        if (last) end = text + n;
+        Json *j = json_parse(p, (size_t)(end - p), why);
+        if (last) x->torn = j ? 2 : 1;
+        if (number == 1) bad = session_header(a, x, j, err);
+        else if (j) bad = session_line(a, x, j, why);
+        else bad = last ? 0 : -1;
+        if (bad && number > 1) fault(err, "%.300s, line %d: damaged: %s", x->path, number, why);
+        json_free(j);
+    }
+    if (number == 1) return fault(err, "%.400s: not a kvcomp session file", x->path);
+    // A message whose reply was not finished is none of the dialogue.
+    if (!bad && x->pending) turn_free(arrpop(x->turn));
+    for (int i = 0; i < (int)arrlen(x->turn) && !bad; i++)
+        if (!arrlen(x->turn[i].pre) && i + 1 == (int)arrlen(x->turn))      // others' may all stand in a later turn
+            bad = fault(err, "%.300s: damaged: message %d has no ids", x->path, i + 1);
+    return bad;
 }
 
 // Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
@@ -1412,17 +1314,18 @@ int replay_within(App *a) {
     return 0;
 }
 
-// Says in one line what is not as it was when the session was saved.
-static void session_differs(const App *a, const SessionFile *x) {
+// Says what is not as it was when the session was saved, a line each. 1: something is not.
+static int session_differs(const App *a, const SessionFile *x) {
     char *own = NULL;
     size_t n;
-    if (quiet) return;
     FILE *f = memory_stream(&own, &n);
     write_making(a, f);
     memory_stream_close(f);
-    int same = !strcmp(own, x->making);
-    if (!same) warn("%s: made with %s, goes on with %s", x->path, x->making, own);
+    int other = strcmp(own, x->made) != 0;
+    if (x->torn == 1 && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
+    if (other && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
     free(own);
+    return x->torn || other;
 }
 
 // The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App has
@@ -1432,11 +1335,12 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     int closed = a->closed;
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
-    a->closed = x->closed;
+    a->closed = 0;
     int bad = replay_within(a);
-    if (bad > 0)
+    if (bad > 0) {
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
                            "method that drops rows)", x->path, ctx_limit(a));
+    }
     if (bad < 0) snprintf(err, 512, "%s", a->s->err);
     if (bad) {
         a->turn = own;
@@ -1457,17 +1361,14 @@ static int session_read(App *a, const char *path, char err[512]) {
     size_t n;
     SessionFile x = { .path = path };
     char *text = read_file(path, &n, why);
-    if (!text) {
-        snprintf(err, 512, "%s", why);
-        return -1;
-    }
-    char *lines = session_header(a, &x, text, n, err);
-    int bad = !lines || session_lines(a, &x, lines, err);
-    if (!bad) {
-        session_differs(a, &x);
-        bad = session_take(a, &x, err);
-    }
+    if (!text) return fault(err, "%s", why);
+    int bad = session_lines(a, &x, text, n, err);
     free(text);
+    if (!bad) {
+        int differs = session_differs(a, &x);
+        bad = session_take(a, &x, err);
+        a->logged = differs || a->pending ? -1 : 2 * (int)arrlen(a->turn);
+    }
     session_file_free(&x);
     return bad;
 }
@@ -1990,6 +1891,7 @@ void app_close(App *a) {
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
     options_free(a->o);
+    if (a->log) close(a->log);
     free(a->method);
     free(a->logits);
     free(a->pending);
@@ -2043,1027 +1945,9 @@ void words_free(char **w) {
 }
 
 // ==================================================================================================== CHAT
-// A small line editor (UTF-8, history, multi-line pastes, completion), the commands, and the
-// signals. The first Ctrl-C stops the reply and keeps it in the history and in the cache, or takes
-// a message back that is still being read; a second within a second leaves with 130. Without a
-// terminal every input line is a turn.
-
-// ---- the terminal
-// While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
-// shown but what the editor draws. While a reply is made, keys are not shown either, and wait for
-// the next line; but Ctrl-C and Ctrl-Z are signals then, and Ctrl-S and Ctrl-Q hold the output. Its
-// own settings come back when the program stops or ends.
-
-// Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
-// a pasted newline does not send the line.
-#define PASTE_MARKS_ON  "\x1b[?2004h"
-#define PASTE_MARKS_OFF "\x1b[?2004l"
-
-static struct termios terminal_before;      // the terminal's own settings, while terminal_raw
-static struct termios terminal_given;       // those that the chat has given it
-static volatile sig_atomic_t terminal_raw;
-
-// Does the terminal listen to this process? One that was sent to the background leaves the settings
-// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
-static int in_foreground(void) {
-    pid_t group = tcgetpgrp(0);
-    return group < 0 || group == getpgrp();
-}
-
-// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
-// a terminal that is gone.
-static void terminal_set(const struct termios *settings, const char *marks) {
-    if (!in_foreground()) return;
-    tcsetattr(0, TCSANOW, settings);
-    (void)!write(1, marks, strlen(marks));
-}
-
-// Gives the terminal its settings back. Called in signal handlers and at exit as well; a second
-// call does nothing.
-static void terminal_restore(void) {
-    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
-    terminal_raw = 0;
-}
-
-// Takes the terminal for editing a line (1) or for making a reply (0). 0, or -1 when standard input
-// is no terminal or does not answer.
-static int terminal_enter(int editing) {
-    if (!terminal_raw && tcgetattr(0, &terminal_before)) return -1;
-    struct termios raw = terminal_before;
-    // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal
-    // does not show them, the editor does. IEXTEN: Ctrl-V comes as a byte, and the terminal does
-    // not wait for a key to quote.
-    raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | IEXTEN);
-    // Input modes off. ICRNL: Return comes as \r (13), and is not turned into \n.
-    raw.c_iflag &= ~(tcflag_t)ICRNL;
-    if (editing) {
-        // ISIG off: Ctrl-C and Ctrl-Z come as bytes (3, 26), not as SIGINT and SIGTSTP.
-        raw.c_lflag &= ~(tcflag_t)ISIG;
-        // IXON off: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
-        raw.c_iflag &= ~(tcflag_t)IXON;
-    } else {
-        raw.c_lflag |= NOFLSH;              // Ctrl-C leaves what is typed ahead alone
-    }
-    // A read returns as soon as there is one byte, and waits for it as long as it takes.
-    raw.c_cc[VMIN] = 1;
-    raw.c_cc[VTIME] = 0;
-    terminal_given = raw;
-    terminal_raw = 1;                       // first: a signal may come behind each of these lines
-    if (tcsetattr(0, TCSANOW, &raw)) {
-        terminal_raw = 0;
-        return -1;
-    }
-    ssize_t n = (ssize_t)strlen(PASTE_MARKS_ON);
-    return write(1, PASTE_MARKS_ON, n) == n ? 0 : -1;
-}
-
-// The width of the screen in columns; 80 when the terminal does not say.
-int screen_columns(void) {
-    struct winsize w;
-    if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
-    return w.ws_col;
-}
-
-// ---- signals
-// A signal that ends programs (TERM, HUP, QUIT, PIPE, and INT where no chat uses it) ends this one
-// with the status that shells expect, after the terminal has its settings back and files in the
-// making are gone. While a turn is made and saved it waits: the turn ends at the next token or layer,
-// is saved, and then the signal has its way. A second one does not wait. SIGTSTP and SIGCONT, which
-// stop the program and let it go on, hand the terminal over and take it back. A signal that the
-// program was started without (nohup) stays ignored. Handlers call only what a handler may call.
-
-static volatile sig_atomic_t turn_runs;     // 1: a turn is being made and saved
-static volatile sig_atomic_t chat_busy;     // 1: a chat is not waiting for input
-static volatile sig_atomic_t saving_turn;   // 1: its record is being saved
-static volatile sig_atomic_t resumed;       // 1: after a stop, or a change of size, the line is drawn anew
-
-// What is to be put right before the program ends: the terminal, a progress line, files in the
-// making, which are named if `say` is set.
-static void leave_tidy(int say) {
-    terminal_restore();
-    if (progress_shown) (void)!write(2, "\r\x1b[K", 4);
-    progress_shown = 0;
-    temp_files_remove(say);
-}
-
-// At exit.
-static void leave_quietly(void) { leave_tidy(0); }
-
-// Does with this process what the signal does when nobody catches it.
-static void signal_default(int sig) {
-    sigset_t only;
-    signal(sig, SIG_DFL);
-    sigemptyset(&only);
-    sigaddset(&only, sig);
-    sigprocmask(SIG_UNBLOCK, &only, NULL);
-    raise(sig);
-}
-
-// Ends the program by the signal.
-static void leave(int sig) {
-    leave_tidy(1);
-    signal_default(sig);
-    _exit(128 + sig);                       // not reached: each of these signals ends a process
-}
-
-// TERM, HUP, QUIT, PIPE, and INT outside a chat.
-static void on_leave(int sig) {
-    if (turn_runs && !leaving && sig != SIGPIPE) leaving = sig;
-    else leave(sig);
-}
-
-static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
-    struct sigaction old, sa = { .sa_handler = handler, .sa_flags = SA_RESTART };
-    if (sigaction(sig, NULL, &old)) return;
-    if (old.sa_handler == SIG_IGN && !even_if_ignored) return;
-    sigaction(sig, &sa, NULL);
-}
-
-// Takes the terminal back, if the chat had it, after a stop.
-static void terminal_resume(void) {
-    if (terminal_raw) terminal_set(&terminal_given, PASTE_MARKS_ON);
-    resumed = 1;
-}
-
-// SIGTSTP: the program stops, with the terminal's own settings.
-static void on_stop(int sig) {
-    int before = errno;
-    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
-    signal_default(sig);                    // it goes on here, at once if nobody could let it go on
-    signal_watch(sig, on_stop, 1);
-    terminal_resume();
-    errno = before;
-}
-
-// SIGCONT: SIGSTOP, which cannot be caught, comes before it as well. SIGWINCH: the screen has another
-// size, and its rows may lie elsewhere, so the line is drawn from where the cursor is.
-static void on_continue(int sig) {
-    int before = errno;
-    (void)sig;
-    terminal_resume();
-    errno = before;
-}
-
-// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
-// the write fails and is told.
-void watch_signals(void) {
-    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE };
-    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
-    signal_watch(SIGTSTP, on_stop, 0);
-    signal_watch(SIGCONT, on_continue, 0);
-    signal_watch(SIGWINCH, on_continue, 0);
-    signal(SIGXFSZ, SIG_IGN);
-    before_leaving = leave_tidy;
-    atexit(leave_quietly);
-}
-
-// ---- Ctrl-C
-static double interrupt_at;                 // when it was last pressed, in seconds of now()
-
-// Notes that Ctrl-C is pressed. 1: it was pressed less than a second ago, too.
-static int interrupt_again(void) {
-    double before = interrupt_at;
-    interrupt_at = now();
-    return interrupt_at - before < 1;
-}
-
-// SIGINT in a chat. While it waits for a line there is nothing to stop, and the chat ends (on a
-// terminal Ctrl-C is a byte then). While a reply is made, the reply sees interrupts and stops, and a
-// second one leaves, but not before a turn that is being saved is safe.
-static void on_interrupt(int sig) {
-    if (!chat_busy) leave(sig);
-    if (interrupt_again() && interrupts) {
-        if (saving_turn) {
-            leaving = sig;
-            return;
-        }
-        leave_tidy(1);
-        _exit(EXIT_INTERRUPT);
-    }
-    interrupts++;
-}
-
-// Ctrl-C on an empty prompt, where it comes as a byte: twice within a second leaves.
-static void interrupt_at_prompt(void) {
-    if (interrupt_again()) {
-        terminal_restore();
-        exit(EXIT_INTERRUPT);
-    }
-    fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
-}
-
-// ---- the line editor: text and cursor
-enum {                      // the bytes of keys that line_edit and the search know themselves
-    CTRL_C = 3,             // deletes the line; on an empty line, leaves
-    CTRL_D = 4,             // on an empty line, leaves
-    CTRL_G = 7,             // gives a search up
-    CTRL_H = 8,             // the same as Backspace on some terminals
-    ENTER = 13,             // sends the line
-    CTRL_R = 18,            // searches on
-    CTRL_Z = 26,            // stops the program; `fg` goes on
-    ESCAPE = 27,            // begins what other keys send, and a paste
-    BACKSPACE = 127,
-};
-
-// Is b a byte inside a UTF-8 character, not its first?
-static int inside_char(char b) { return (b & 0xc0) == 0x80; }
-
-// The offset of the character behind the one at s[i], in a text of n bytes.
-static int char_end(const char *s, int i, int n) {
-    do i++;
-    while (i < n && inside_char(s[i]));
-    return i;
-}
-
-// The length of the line in bytes.
-static int line_length(const Line *e) { return (int)arrlen(e->text); }
-
-// Inserts n bytes at the cursor and moves it behind them.
-static void line_insert(Line *e, const char *s, int n) {
-    int len = line_length(e);
-    if (!n) return;                         // the text may be NULL, an empty array
-    arrsetlen(e->text, len + n);
-    memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
-    memcpy(e->text + e->cursor, s, n);
-    e->cursor += n;
-}
-
-// Deletes the bytes [from,to) and leaves the cursor there.
-static void line_delete(Line *e, int from, int to) {
-    e->cursor = from;
-    if (from == to) return;                 // likewise
-    memmove(e->text + from, e->text + to, arrlen(e->text) - to);
-    arrsetlen(e->text, arrlen(e->text) - (to - from));
-}
-
-// Puts another text in the line's place, the cursor behind it.
-static void line_replace(Line *e, const char *text) {
-    line_delete(e, 0, line_length(e));
-    line_insert(e, text, (int)strlen(text));
-}
-
-// The first n bytes of the line as a text of its own, malloc'd.
-static char *line_copy(const Line *e, int n) { return copy_bytes(e->text, (size_t)n); }
-
-// Shows the history entry at, or, behind the last, the new line as it was left.
-static void line_show(Line *e, int at) {
-    int n = (int)arrlen(e->history);
-    if (e->at == n && at < n) {
-        free(e->draft);
-        e->draft = line_copy(e, line_length(e));
-    }
-    e->at = at;
-    if (at < n) line_replace(e, e->history[at]);
-    else line_replace(e, e->draft ? e->draft : "");
-}
-
-// ---- the line editor: drawing
-typedef struct { int x, y; } Place;         // a column, and a row counted from the prompt's
-
-// Code points [from,to) that take no column.
-static const struct { unsigned from, to; } narrow_chars[] = {
-    { 0x300,  0x370  },     // combining marks
-    { 0x200d, 0x200e },     // the joiner of emoji
-    { 0xfe00, 0xfe10 },     // variation selectors
-};
-
-// Code points [from,to) that take two columns.
-static const struct { unsigned from, to; } wide_chars[] = {
-    { 0x1100,  0x1160 },    // Hangul letters
-    { 0x2e80,  0xa4d0 },    // Chinese, Japanese, Yi
-    { 0xac00,  0xd7a4 },    // Hangul syllables
-    { 0xf900,  0xfb00 },    // compatibility ideographs
-    { 0xff00,  0xff61 },    // fullwidth forms
-    { 0x1f300, UINT_MAX },  // emoji, and the ideographs beyond
-};
-
-// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
-unsigned code_point(const char *s, int n) {
-    unsigned c = (unsigned char)s[0];
-    if (n == 2) return (c & 31) << 6 | (s[1] & 63);
-    if (n == 3) return (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63);
-    return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
-}
-
-// Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
-// no UTF-8 are not: a blank stands for them.
-static int is_drawn(const char *s, int n) {
-    char shown[8];
-    return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
-        && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
-}
-
-// The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
-// combining marks.
-static int char_width(const char *s, int n) {
-    if ((unsigned char)s[0] < 0x80 || !is_drawn(s, n)) return 1;
-    unsigned c = code_point(s, n);
-    for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
-        if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
-    for (size_t i = 0; i < sizeof wide_chars / sizeof *wide_chars; i++)
-        if (c >= wide_chars[i].from && c < wide_chars[i].to) return 2;
-    return 1;
-}
-
-// The columns that n bytes without line breaks take.
-static int text_columns(const char *s, int n) {
-    int columns = 0;
-    for (int i = 0, next; i < n; i = next) {
-        next = char_end(s, i, n);
-        columns += char_width(s + i, next - i);
-    }
-    return columns;
-}
-
-// Where the screen goes on after the character s of n bytes was written at p. A character that does
-// not fit into the row stands in the next; a full row is followed by the next one, except by the
-// last character, after which the terminal waits in the last column.
-static Place place_after(Place p, const char *s, int n, int last, int cols) {
-    int width = char_width(s, n);
-    if (*s == '\n') return (Place){ 0, p.y + 1 };
-    if (p.x + width > cols) p = (Place){ 0, p.y + 1 };
-    p.x += width;
-    if (p.x == cols && !last) p = (Place){ 0, p.y + 1 };
-    return p;
-}
-
-// Writes one character.
-static void char_draw(const char *s, int n) {
-    if (*s == '\n') fputs("\r\n", stdout);
-    else if (is_drawn(s, n)) fwrite(s, 1, n, stdout);
-    else fputc(' ', stdout);
-}
-
-// Writes n bytes of text at p, and returns where the screen goes on. more 1: text follows.
-static Place text_draw(Place p, const char *s, int n, int more, int cols) {
-    for (int i = 0, next; i < n; i = next) {
-        next = char_end(s, i, n);
-        char_draw(s + i, next - i);
-        p = place_after(p, s + i, next - i, !more && next == n, cols);
-    }
-    return p;
-}
-
-// Writes the prompt: "> ", or what is looked for. Returns where the text begins.
-static Place prompt_draw(const Line *e, int cols) {
-    Place p = { 0, 0 };
-    if (!e->sought) return text_draw(p, "> ", 2, 1, cols);
-    const char *before = e->missing ? "no message has '" : "search '", *after = "': ";
-    p = text_draw(p, before, (int)strlen(before), 1, cols);
-    p = text_draw(p, e->sought, (int)strlen(e->sought), 1, cols);
-    return text_draw(p, after, (int)strlen(after), 1, cols);
-}
-
-// Writes prompt and text anew, in the user's colour, and puts the cursor where it belongs. e->row
-// is the row it stood in, and then stands in.
-static void line_draw(Line *e) {
-    int cols = screen_columns(), n = line_length(e);
-
-    // The prompt's row again, everything from there on cleared. ESC [ n A: n rows up. ESC [ J: clear.
-    if (e->row) printf("\x1b[%dA", e->row);
-    printf("\r%s\x1b[J", in_color(stdout, COLOR_USER));
-    const char *text = n ? e->text : "";
-    Place cursor = text_draw(prompt_draw(e, cols), text, e->cursor, e->cursor < n, cols);
-    Place end = text_draw(cursor, text + e->cursor, n - e->cursor, 0, cols);
-    fputs(in_color(stdout, COLOR_OFF), stdout);
-    if (end.x >= cols) {        // it ends in the last column: the next row is opened for the cursor
-        fputs("\r\n", stdout);
-        if (cursor.x >= cols) cursor = (Place){ 0, cursor.y + 1 };
-        end = (Place){ 0, end.y + 1 };
-    }
-
-    // From the text's end to the cursor. ESC [ n C: n columns to the right.
-    if (end.y > cursor.y) printf("\x1b[%dA", end.y - cursor.y);
-    printf("\r");
-    if (cursor.x) printf("\x1b[%dC", cursor.x);
-    e->row = cursor.y;
-    fflush(stdout);
-}
-
-// Draws the line with the cursor behind it, and begins a row below.
-static void line_leave(Line *e) {
-    e->cursor = line_length(e);
-    line_draw(e);
-    fputs("\r\n", stdout);
-    fflush(stdout);
-    e->row = 0;
-}
-
-// ---- the line editor: input
-// Input comes in big reads, so that a long paste is drawn once, not once a byte.
-typedef struct {
-    unsigned char buf[65536];
-    int n;                  // bytes read
-    int at;                 // of which so many are used
-} Input;
-static Input input;
-
-// Is there a byte to be had within so many milliseconds?
-static int input_within(int ms) {
-    fd_set f;
-    struct timeval t = { 0, 1000 * ms };
-    if (input.at < input.n) return 1;
-    FD_ZERO(&f);
-    FD_SET(0, &f);
-    return select(1, &f, NULL, NULL, &t) > 0;
-}
-
-// Is there one without waiting?
-static int input_ready(void) { return input_within(0); }
-
-// Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile and goes
-// on, or the screen has another size; ask again.
-static int input_stopped(void) {
-    while (!resumed && input.at == input.n) {
-        fd_set f;
-        FD_ZERO(&f);
-        FD_SET(0, &f);
-        if (select(1, &f, NULL, NULL, NULL) >= 0 || errno != EINTR) return 0;
-    }
-    int stopped = resumed;
-    resumed = 0;
-    return stopped;
-}
-
-// The next byte, waited for; -1: the end of the input.
-static int input_byte(void) {
-    while (input.at == input.n) {
-        ssize_t n = read(0, input.buf, sizeof input.buf);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return -1;
-        input.n = (int)n;
-        input.at = 0;
-    }
-    return input.buf[input.at++];
-}
-
-// Puts back the byte that input_byte has just returned.
-static void input_back(void) { input.at--; }
-
-// The byte that the next key begins with; -1: the end of the input. Before it is waited for the
-// line is drawn, and again, below what others have written, when input_stopped says so.
-static int line_byte(Line *e) {
-    if (!resumed && !input_ready()) line_draw(e);
-    while (input_stopped()) {
-        e->row = 0;
-        line_draw(e);
-    }
-    return input_byte();
-}
-
-enum { KEY_ROOM = 16 };
-
-// Reads the rest of the key that begins with byte c into key: nothing, a byte behind ESC, or all of
-// ESC [ numbers letter, of which too long a one is cut. ESC O is taken as ESC [. A lone Escape key
-// sends nothing more, so that is not waited for longer than a slow line needs.
-static void key_read(int c, char key[KEY_ROOM]) {
-    int n = 0;
-    key[n++] = (char)c;
-    if (c == ESCAPE && input_within(50)) {
-        c = input_byte();
-        int sequence = c == '[' || c == 'O';
-        if (c == ESCAPE || c >= 0x80) input_back();         // another key, or a letter beyond ASCII
-        else if (c >= 0) key[n++] = (char)(sequence ? '[' : c);
-        while (sequence) {
-            c = input_byte();
-            sequence = c >= ' ' && c < '@';                 // numbers, and what stands between them
-            if (c >= 0 && n < KEY_ROOM - 1) key[n++] = (char)c;
-        }
-    }
-    key[n] = 0;
-}
-
-// ---- the line editor: what keys do
-// Can b be part of a word? For keys that go by words: letters, digits, all beyond ASCII.
-static int in_word(char b) { return isalnum((unsigned char)b) || b == '_' || (b & 0x80); }
-
-// Where a key takes the cursor, as an offset: to a neighbouring character or word, to an end of the
-// row or of the line. A row is what stands between two line breaks.
-static int to_left(const Line *e) {
-    int i = max_int(e->cursor - 1, 0);
-    while (i > 0 && inside_char(e->text[i])) i--;
-    return i;
-}
-
-static int to_right(const Line *e) {
-    int n = line_length(e);
-    return e->cursor < n ? char_end(e->text, e->cursor, n) : n;
-}
-
-static int to_word_left(const Line *e) {
-    int i = e->cursor;
-    while (i > 0 && !in_word(e->text[i - 1])) i--;
-    while (i > 0 && in_word(e->text[i - 1])) i--;
-    return i;
-}
-
-static int to_word_right(const Line *e) {
-    int i = e->cursor, n = line_length(e);
-    while (i < n && !in_word(e->text[i])) i++;
-    while (i < n && in_word(e->text[i])) i++;
-    return i;
-}
-
-// The word as the shell's Ctrl-W has it: everything between blanks.
-static int to_blank_left(const Line *e) {
-    int i = e->cursor;
-    while (i > 0 && isspace((unsigned char)e->text[i - 1])) i--;
-    while (i > 0 && !isspace((unsigned char)e->text[i - 1])) i--;
-    return i;
-}
-
-static int to_row_start(const Line *e) {
-    int i = e->cursor;
-    while (i > 0 && e->text[i - 1] != '\n') i--;
-    return i;
-}
-
-static int to_row_end(const Line *e) {
-    int i = e->cursor, n = line_length(e);
-    while (i < n && e->text[i] != '\n') i++;
-    return i;
-}
-
-static int to_start(const Line *e) {
-    (void)e;
-    return 0;
-}
-
-static int to_end(const Line *e) { return line_length(e); }
-
-// Puts the cursor into the row that begins at `start`, below or above where it was in its own.
-static void line_to_row(Line *e, int start) {
-    int own = to_row_start(e), column = text_columns(e->text + own, e->cursor - own);
-    e->cursor = start;
-    for (int x = 0, end = to_row_end(e); e->cursor < end; e->cursor = to_right(e)) {
-        x += char_width(e->text + e->cursor, to_right(e) - e->cursor);
-        if (x > column) break;
-    }
-}
-
-// Arrow up: the row above, or from the first one the message before.
-static void line_up(Line *e) {
-    int start = to_row_start(e), cursor = e->cursor;
-    if (!start) {
-        if (e->at > 0) line_show(e, e->at - 1);
-        return;
-    }
-    e->cursor = start - 1;
-    int above = to_row_start(e);
-    e->cursor = cursor;
-    line_to_row(e, above);
-}
-
-// Arrow down: the row below, or from the last one the message behind.
-static void line_down(Line *e) {
-    int end = to_row_end(e);
-    if (end < line_length(e)) line_to_row(e, end + 1);
-    else if (e->at < (int)arrlen(e->history)) line_show(e, e->at + 1);
-}
-
-// Alt-Enter: a line break in the message.
-static void line_break(Line *e) { line_insert(e, "\n", 1); }
-
-// Ctrl-Y: inserts what was cut last.
-static void line_yank(Line *e) {
-    if (e->cut) line_insert(e, e->cut, (int)strlen(e->cut));
-}
-
-// Ctrl-L: an empty screen, and the line at its top.
-static void line_clear_screen(Line *e) {
-    fputs("\x1b[H\x1b[2J", stdout);
-    e->row = 0;
-}
-
-// Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text. When the mark
-// does not come, because the terminal went wrong, Ctrl-C with nothing behind it ends the paste and
-// deletes the line.
-static void line_paste(Line *e) {
-    static const char mark[] = "\x1b[201~";
-    int length = (int)strlen(mark), seen = 0;       // seen: bytes of the mark that the text ends with
-    for (int c = input_byte(); c >= 0; c = input_byte()) {
-        char b = (char)(c == '\r' ? '\n' : c);
-        if (c == CTRL_C && !input_ready()) {
-            line_delete(e, 0, line_length(e));
-            return;
-        }
-        line_insert(e, &b, 1);
-        seen = c == mark[seen] ? seen + 1 : c == mark[0];
-        if (seen < length) continue;
-        line_delete(e, e->cursor - length, e->cursor);
-        return;
-    }
-}
-
-// Shows the latest message before entry `at` that has what is looked for, the cursor where it has
-// it.
-static void line_seek(Line *e, int at) {
-    const char *found = NULL;
-    while (--at >= 0 && !found) found = strstr(e->history[at], e->sought);
-    e->missing = !found;
-    if (!found) return;
-    int offset = (int)(found - e->history[at + 1]);
-    line_show(e, at + 1);
-    e->cursor = offset;
-}
-
-// Ctrl-R: looks in the messages before for what is typed now, the latest first; Ctrl-R again goes
-// on to older ones. Ctrl-C and Ctrl-G give it up, and the line is what it was. Any other key takes
-// what was found, and then does what it always does.
-static void line_search(Line *e) {
-    char *before = line_copy(e, line_length(e));
-    int cursor = e->cursor, at = e->at, last = (int)arrlen(e->history), c;
-    arrput(e->sought, 0);
-    for (c = line_byte(e); c >= 0; c = line_byte(e)) {
-        int n = (int)arrlen(e->sought) - 1;
-        if (c == CTRL_R) {
-            line_seek(e, e->at);
-        } else if (c == BACKSPACE || c == CTRL_H) {
-            do n--;
-            while (n > 0 && inside_char(e->sought[n]));
-            arrsetlen(e->sought, max_int(n, 0) + 1);
-            arrlast(e->sought) = 0;
-            line_seek(e, last);
-        } else if (c >= ' ') {
-            arrlast(e->sought) = (char)c;
-            arrput(e->sought, 0);
-            line_seek(e, n ? min_int(e->at + 1, last) : last);
-        } else {
-            break;
-        }
-    }
-    arrfree(e->sought);
-    e->missing = 0;
-    if (c == CTRL_C || c == CTRL_G) {
-        e->at = at;
-        line_replace(e, before);
-        e->cursor = cursor;
-    } else if (c >= 0) {
-        input_back();
-    }
-    free(before);
-}
-
-// How many bytes all of the names begin with in common, whole characters only.
-static int common_beginning(char *const *name /* stb_ds */) {
-    int n = (int)strlen(name[0]);
-    for (int i = 1; i < (int)arrlen(name); i++) {
-        int k = 0;
-        while (k < n && name[i][k] == name[0][k]) k++;
-        n = k;
-    }
-    while (n > 0 && inside_char(name[0][n])) n--;
-    return n;
-}
-
-// Writes names behind each other in lines of the screen's width.
-static void print_names(FILE *f, const char *const *name, int n, int indent) {
-    int x = screen_columns();
-    for (int i = 0; i < n; i++) {
-        int width = text_columns(name[i], (int)strlen(name[i])) + 1;
-        if (x + width > screen_columns()) {
-            fprintf(f, "%s%*s", i ? "\n" : "", indent - 1, "");
-            x = indent - 1;
-        }
-        fputc(' ', f);
-        show(f, name[i], strlen(name[i]));
-        x += width;
-    }
-    fprintf(f, "\n");
-}
-
-// Tab: completes a command, a method or a path as far as it is sure, or lists what is possible. In
-// other text it is a letter as others are.
-static void line_complete(Line *e) {
-    int from = -1, cursor = e->cursor;
-    char *typed = line_copy(e, cursor), **name = e->complete ? e->complete(typed, &from) : NULL;
-    int n = (int)arrlen(name), sure = n ? common_beginning(name) : 0;
-    if (from < 0) {
-        line_insert(e, "\t", 1);
-    } else if (sure > cursor - from) {
-        line_delete(e, from, cursor);
-        line_insert(e, name[0], sure);
-    } else if (n > 1) {
-        line_leave(e);
-        print_names(stdout, (const char *const *)name, n, 2);
-        e->cursor = cursor;
-    } else if (!n) {
-        fputc('\a', stdout);
-    }
-    for (int i = 0; i < n; i++) free(name[i]);
-    arrfree(name);
-    free(typed);
-}
-
-// ---- the line editor: the table of keys
-enum { MOVES, DELETES, CUTS };      // what a key does up to .to; Ctrl-Y brings back what is cut
-
-typedef struct {
-    const char *bytes;              // what terminals send for it, spellings with | between them
-    int (*to)(const Line *e);
-    int how;                        // MOVES, DELETES, CUTS
-    void (*act)(Line *e);           // what it does instead of going to .to
-} Key;
-
-static const Key keys[] = {
-    { "\x1b[D|\x02", .to = to_left },                                        // left, Ctrl-B
-    { "\x1b[C|\x06", .to = to_right },                                       // right, Ctrl-F
-    { "\x1b[1;5D|\x1b[1;3D|\x1b[5D|\x1b[d|\x1b" "b", .to = to_word_left },   // Ctrl-left, Alt-left, Alt-B
-    { "\x1b[1;5C|\x1b[1;3C|\x1b[5C|\x1b[c|\x1b" "f", .to = to_word_right },  // Ctrl-right, Alt-right, Alt-F
-    { "\x1b[H|\x1b[1~|\x1b[7~|\x01", .to = to_row_start },                   // Home, Ctrl-A
-    { "\x1b[F|\x1b[4~|\x1b[8~|\x05", .to = to_row_end },                     // End, Ctrl-E
-    { "\x1b[1;5H|\x1b[7^|\x1b<", .to = to_start },                           // Ctrl-Home, Alt-<
-    { "\x1b[1;5F|\x1b[8^|\x1b>", .to = to_end },                             // Ctrl-End, Alt->
-    { "\x7f|\x08", .to = to_left, .how = DELETES },                          // Backspace
-    { "\x1b[3~|\x04", .to = to_right, .how = DELETES },                      // Delete, Ctrl-D
-    { "\x1b\x7f|\x1b\x08", .to = to_word_left, .how = CUTS },                // Alt-Backspace
-    { "\x1b[3;5~|\x1b[3;3~|\x1b[3^|\x1b" "d", .to = to_word_right, .how = CUTS },    // Ctrl-Delete, Alt-D
-    { "\x17", .to = to_blank_left, .how = CUTS },                            // Ctrl-W
-    { "\x15", .to = to_start, .how = CUTS },                                 // Ctrl-U
-    { "\x0b", .to = to_end, .how = CUTS },                                   // Ctrl-K
-    { "\x1b[A|\x10", .act = line_up },                                       // up, Ctrl-P
-    { "\x1b[B|\x0e", .act = line_down },                                     // down, Ctrl-N
-    { "\x12", .act = line_search },                                          // Ctrl-R
-    { "\x19", .act = line_yank },                                            // Ctrl-Y
-    { "\x0c", .act = line_clear_screen },                                    // Ctrl-L
-    { "\t", .act = line_complete },                                          // Tab
-    { "\x1b\r|\x1b\n|\x1b[13;2u|\x1b[13;3u", .act = line_break },            // Alt-Enter, Shift-Enter
-    { "\x1b[200~", .act = line_paste },
-};
-
-// Does with the text between the cursor and `to` what the key says.
-static void line_go(Line *e, int to, int how) {
-    int first = min_int(e->cursor, to), last = max_int(e->cursor, to);
-    if (how == CUTS && first < last) {
-        free(e->cut);
-        e->cut = copy_bytes(e->text + first, (size_t)(last - first));
-    }
-    if (how == MOVES) e->cursor = to;
-    else line_delete(e, first, last);
-}
-
-// The key that begins with byte c: one of the table, or a letter, which is inserted.
-static void line_key(Line *e, int c) {
-    char key[KEY_ROOM], b = (char)c;
-    key_read(c, key);
-    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
-        if (word_place(keys[i].bytes, key) < 0) continue;
-        if (keys[i].act) keys[i].act(e);
-        else line_go(e, keys[i].to(e), keys[i].how);
-        return;
-    }
-    if (c >= ' ') line_insert(e, &b, 1);
-}
-
-enum {                      // how reading a line or a message ends
-    READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
-    READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
-    READ_DONE = 1,
-    READ_QUOTED = 2,        // a message in """, which is never a command
-};
-
-// Ctrl-Z, which comes as a byte: stops the program and whatever shares its pipeline.
-static void line_stop(Line *e) {
-    e->row = 0;
-    fputs("\r\n", stdout);
-    fflush(stdout);
-    kill(0, SIGTSTP);
-}
-
-// """ at the beginning of a message lets it have several lines, up to """ at the end of one.
-static const char quotes[] = "\"\"\"";
-enum { QUOTES = 3 };
-
-static int quotes_begin(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
-
-static int quotes_end(const char *s, int n) {
-    return n >= 2 * QUOTES && !memcmp(s + n - QUOTES, quotes, QUOTES);
-}
-
-// Does the text wait for more lines?
-static int quotes_open(const char *s, int n) { return quotes_begin(s, n) && !quotes_end(s, n); }
-
-// One edited line in e->text. Returns READ_*.
-static int line_edit(Line *e) {
-    arrsetlen(e->text, 0);
-    e->cursor = e->row = 0;
-    e->at = (int)arrlen(e->history);
-    resumed = 0;
-    for (;;) {
-        int c = line_byte(e), empty = !line_length(e);
-        if (c < 0) return empty ? READ_END : READ_DONE;
-        if (c == CTRL_C && empty) return READ_INTERRUPTED;
-        if (c == CTRL_D && empty) return READ_END;
-        if (c == ENTER || c == '\n') {
-            if (!quotes_open(e->text, line_length(e))) break;
-            line_break(e);
-        } else if (c == CTRL_C) {
-            line_delete(e, 0, line_length(e));
-        } else if (c == CTRL_Z) {
-            line_stop(e);
-        } else {
-            line_key(e, c);
-        }
-    }
-    line_leave(e);
-    return READ_DONE;
-}
-
-// ---- the history, kept over sessions
-// A file with a line for each message, as a JSON string, so that one of several lines is one line.
-// Messages are appended one write each: chats side by side leave each other's lines alone, and a
-// program that is killed has lost nothing. When a chat begins, a file that has grown long is cut to
-// its newest lines, and then saved as every file is.
-enum {
-    HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
-    HISTORY_BYTES = 1 << 20,
-    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay until the file is cut
-    HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
-    MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
-};
-
-// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
-// ~/.local/state. NULL when there is no such place.
-static char *history_path(void) {
-    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
-    int own = state && *state == '/';
-    if (!own && !(home && *home == '/')) return NULL;
-    size_t room = strlen(own ? state : home) + 64;
-    char *path = xmalloc(room);
-    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
-    return path;
-}
-
-// From here on the history is not kept, and a line on stderr says why.
-static void history_give_up(Line *e, const char *why) {
-    if (!quiet) warn("the history is not kept: %s", why);
-    free(e->file);
-    e->file = NULL;
-}
-
-// The newest lines of a text (n): where those begin that are read.
-static char *newest_lines(char *text, size_t n) {
-    char *first = text + n, *end = first;
-    for (int lines = 0; first > text && lines < HISTORY_LINES; lines++) {
-        char *p = first - 1;
-        while (p > text && p[-1] != '\n') p--;
-        if (end - p > HISTORY_BYTES) break;
-        first = p;
-    }
-    return first;
-}
-
-// Saves a text as the file, for its owner alone. 0, or -1 with err.
-static int history_save(const char *path, const char *text, size_t n, char err[512]) {
-    Saving x;
-    if (save_begin(&x, path, err)) return -1;
-    fchmod(fileno(x.f), 0600);
-    fwrite(text, 1, n, x.f);
-    return save_keep(&x, 1, err);
-}
-
-// Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
-// alone. Lines that are no messages are passed over.
-static void history_read(Line *e) {
-    char err[512];
-    size_t n;
-    e->file = history_path();
-    if (!e->file || !file_exists(e->file)) return;
-    char *text = read_bounded(e->file, MOST_HISTORY, &n, err);
-    if (!text) {
-        history_give_up(e, err);
-        return;
-    }
-    char *first = newest_lines(text, n), *last = text + n, *end;
-    for (char *p = first; p < last; p = end + 1) {
-        end = memchr(p, '\n', (size_t)(last - p));
-        if (!end) end = last;
-        Json *j = json_parse(p, (size_t)(end - p), err);
-        if (j && j->type == JSON_STRING && *j->str) arrput(e->history, copy_text(j->str));
-        json_free(j);
-    }
-    int cut = first - text > HISTORY_OLD;
-    if (cut && history_save(e->file, first, (size_t)(last - first), err)) history_give_up(e, err);
-    free(text);
-}
-
-// Appends a line (n bytes) to the file, which is for its owner alone. 0, or -1 with err.
-static int history_append(const char *path, const char *line, size_t n, char err[512]) {
-    struct stat st;
-    char *target = copy_text(path);
-    // The folders on the way, for their owner alone as well.
-    for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
-        *p = 0;
-        (void)mkdir(target, 0700);
-        *p = '/';
-    }
-    free(target);
-    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &st);
-    if (!bad && !S_ISREG(st.st_mode)) {     // what is none is left as it is
-        bad = 1;
-        errno = EINVAL;
-    }
-    if (!bad) bad = fchmod(fd, 0600);
-    errno = bad ? errno : ENOSPC;
-    ssize_t done = bad ? 0 : write(fd, line, n);
-    if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
-    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);    // no half a line stays
-    if (fd >= 0) close(fd);
-    return done == (ssize_t)n ? 0 : -1;
-}
-
-// Adds a message to the history, and to its file, unless it is the one before once more.
-static void history_add(Line *e, const char *text) {
-    int n = (int)arrlen(e->history);
-    if (n && !strcmp(e->history[n - 1], text)) return;
-    arrput(e->history, copy_text(text));
-    if (!e->file || strlen(text) > HISTORY_MESSAGE) return;
-    char err[512], *line = NULL;
-    size_t size;
-    FILE *f = memory_stream(&line, &size);
-    json_escape(f, text, strlen(text));
-    fputc('\n', f);
-    memory_stream_close(f);
-    if (history_append(e->file, line, size, err)) history_give_up(e, err);
-    free(line);
-}
-
-// Frees what the editor holds.
-static void line_free(Line *e) {
-    while (arrlen(e->history)) free(arrpop(e->history));
-    arrfree(e->history);
-    arrfree(e->text);
-    free(e->draft);
-    free(e->cut);
-    free(e->file);
-}
-
-// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues
-// Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
-// when there is none.
-static int read_plain(char **out) {
-    if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
-    int any = 0, c = getchar();
-    while (c != EOF && c != '\n') {
-        arrput(*out, (char)c);
-        any = 1;
-        c = getchar();
-    }
-    return any || c == '\n' ? READ_DONE : READ_END;
-}
-
-// Appends a line edited on the terminal, which is raw. Returns READ_*.
-static int read_edited(Line *e, char **out) {
-    int r = line_edit(e), n = (int)arrlen(e->text);
-    if (r == READ_DONE && n) memcpy(arraddnptr(*out, n), e->text, n);
-    return r;
-}
-
-// Is more of this message to be read? The mark that says so becomes a line break.
-static int message_goes_on(char **text) {
-    int n = (int)arrlen(*text);
-    if (quotes_begin(*text, n)) {
-        if (quotes_open(*text, n)) arrput(*text, '\n');
-        return quotes_open(*text, n);
-    }
-    if (!n || arrlast(*text) != '\\') return 0;
-    arrlast(*text) = '\n';
-    return 1;
-}
-
-// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
-// when there are none.
-static int message_unquote(char *text) {
-    int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
-    if (!quotes_begin(text, n)) return READ_DONE;
-    if (from < to && text[from] == '\n') from++;
-    if (from < to && text[to - 1] == '\n') to--;
-    memmove(text, text + from, (size_t)(to - from));
-    text[to - from] = 0;
-    return READ_QUOTED;
-}
-
-// The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into
-// the history. Returns READ_*; Ctrl-C on an empty line gives up the lines before it, too.
-static int read_message(Line *e, int tty, char **out) {
-    int r, more = 1;
-    arrsetlen(*out, 0);
-    while (more) {
-        if (tty && terminal_enter(1)) return READ_END;
-        r = tty ? read_edited(e, out) : read_plain(out);
-        if (tty) terminal_enter(0);
-        if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
-        more = r == READ_DONE && message_goes_on(out);
-    }
-    if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
-        warn("the message holds a 0 byte: expected a text; it is not sent");
-        arrsetlen(*out, 0);
-    }
-    arrput(*out, 0);
-    if (tty && (*out)[0]) history_add(e, *out);
-    return message_unquote(*out);
-}
+// The commands and the turns. The first Ctrl-C stops the reply and keeps it in the history and in the
+// cache, or takes a message back that is still being read; a second within a second leaves with 130.
+// Without a terminal every input line is a turn.
 
 // ---- a turn of the chat
 // Is there room for n more tokens? When there is not, a line on stderr says what is short.
@@ -3098,17 +1982,22 @@ static void chat_reply(App *a, FILE *out) {
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
 
-// --session FILE: keeps the dialogue in it, if it is not what the file holds. 0, or -1: it could not be
-// saved, and a line on stderr says why.
-static int session_keep(App *a) {
-    char err[512];
-    const char *path = opt_str(a->o, "session");
-    if (!*path) return 0;
+// --session FILE: appends what it has not yet of the dialogue, or, where the dialogue is another one, saves
+// it anew. 0, or -1: it could not be saved, and err says why.
+static int session_catch_up(App *a, char err[512]) {
+    int bad = 0, all = 2 * (int)arrlen(a->turn);
+    if (!a->log) return 0;
     saving_turn = 1;
-    int bad = session_save(a, path, 1, err);
+    if (a->logged < 0) bad = session_save(a, opt_str(a->o, "session"), 1, err);
+    while (!bad && a->logged < all) bad = session_append(a, &a->turn[a->logged / 2], a->logged % 2, err);
     saving_turn = 0;
-    if (bad) warn("--session %s", err);
     return bad;
+}
+
+// The same, and a line on stderr says why not.
+static void session_keep(App *a) {
+    char err[512];
+    if (session_catch_up(a, err)) warn("--session %s", err);
 }
 
 // Notes the message whose reply is being made; NULL: none is.
@@ -3147,16 +2036,21 @@ int chat_turn(App *a, const char *text, FILE *out) {
         turn_free(t);
         return n || *err ? -1 : 0;
     }
-    // The message is saved before its reply, so that whatever ends the program costs the reply only.
+    // The message is saved before its reply, so that whatever ends the program costs the reply only. One
+    // without a reply that the file ends with goes.
     turn_begin();
-    pending_set(a, text);
+    if (a->pending) a->logged = -1;
+    pending_set(a, NULL);
     session_keep(a);
+    pending_set(a, text);
+    if (a->log && a->logged >= 0 && session_append(a, &t, 0, err)) warn("--session %s", err);
     int replied = 0;
     Turn *before = rewrites ? turns_copy(a->turn) : NULL;
     if (rewrites && !a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
              "taken back and read anew", rewrites);
     a->rewrote |= rewrites > 0;
+    if (rewrites) a->logged = -1;               // the file holds earlier turns as they were
     if (session_take_back(a, &t) || feed_message(a, &t)) {
         turn_free(t);
         if (before) {                       // the record is what it was, and the session is made from it
@@ -3165,6 +2059,7 @@ int chat_turn(App *a, const char *text, FILE *out) {
             before = NULL;
             a->stale = 1;
         }
+        a->logged = -1;
         if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
     } else {
         arrput(a->turn, t);
@@ -3194,6 +2089,7 @@ static void chat_regen(App *a, FILE *out) {
     arrfree(reply);
     turn_begin();
     chat_reply(a, out);
+    a->logged = -1;
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
 }
 
@@ -3217,16 +2113,21 @@ KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
 }
 
 // What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
-// 336 rows a head".
+// 336 rows a head". Rows over the budget are those of the last reply, which came behind the last choice.
 static void confirm_replay(const App *a, double t0) {
-    char rows[96], budget[48] = "";
+    char rows[96], budget[48] = "", why[96] = "";
     const Session *s = a->s;
+    int lo, hi, limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;
     if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
     else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d", s->budget);
     rows_in_words(s, rows);
+    rows_range(s, &lo, &hi);
+    if (saves_reads_only(s))
+        snprintf(why, sizeof why, " (saves reads, not memory)");
+    else if (limit && has_begun(s) && lo > limit)
+        snprintf(why, sizeof why, " (over %d: the last reply's, dropped when you send the next message)", limit);
     if (!s->n_tok) confirm("%s%s: the dialogue is empty", a->method, budget);
-    else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows,
-                 saves_reads_only(s) ? " (saves reads, not memory)" : "");
+    else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
 }
 
 // Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
@@ -3247,6 +2148,7 @@ static int chat_method(App *a, const char *spec) {
     template_differs(a);
     double t0 = now();
     a->stale = 1;                               // the new session has no rows yet
+    a->logged = -1;                             // the file's first line names another method
     if (session_ready(a)) return 0;             // the next message tries again
     confirm_replay(a, t0);
     return 0;
@@ -3277,6 +2179,7 @@ int chat_clear(App *a) {
     record_clear(a);
     pending_set(a, NULL);
     a->closed = a->stale = 0;
+    a->logged = -1;
     return 0;
 }
 
@@ -3387,57 +2290,6 @@ static int side_replay(Side *x, const App *a) {
 }
 
 // ---- several methods side by side: the lines they get
-// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
-// it is shorter. Line breaks and control characters become blanks.
-static void print_cut(FILE *f, const char *text, int width) {
-    int at = 0, cut = 0, n = (int)strlen(text);
-    int columns = 0;
-    for (int i = 0; i < n; i++) columns += !inside_char(text[i]);       // at least; wide ones take two
-    for (int next; at < n && !cut; at = next) {
-        next = at + 1;
-        while (next < n && inside_char(text[next])) next++;
-        int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
-        cut = w > room;
-        if (cut) break;
-        if (is_drawn(text + at, next - at)) fwrite(text + at, 1, (size_t)(next - at), f);
-        else fputc(' ', f);
-        width -= w;
-        columns--;
-    }
-    if (at < n && width >= 2) {
-        fputs("..", f);
-        width -= 2;
-    }
-    fprintf(f, "%*s", width, "");
-}
-
-// Writes text as one line of at most `width` columns.
-static void print_short(FILE *f, const char *text, int width) {
-    print_cut(f, text, min_int(width, (int)strlen(text)));
-    fprintf(f, "\n");
-    fflush(f);
-}
-
-// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
-// the first is begun already.
-static void print_wrapped(FILE *f, const char *text, int indent, int cols) {
-    int x = indent;
-    while (*text) {
-        int n = (int)strcspn(text, " ");
-        if (x > indent && x + 1 + n > cols) {
-            fprintf(f, "\n%*s", indent, "");
-            x = indent;
-        } else if (x > indent) {
-            fputc(' ', f);
-            x++;
-        }
-        fwrite(text, 1, (size_t)n, f);
-        x += n;
-        text += n + (text[n] == ' ');
-    }
-    fputc('\n', f);
-}
-
 enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side's line
 
 // The columns left for the reply on a screen of cols columns.
@@ -3735,15 +2587,19 @@ static void command_regen(App *a, const char *arg) {
 
 // Without a name: prints the one in use, and all names.
 static void command_method(App *a, const char *arg) {
-    const char **name = NULL;
+    char *names = NULL;
     if (*arg) {
         chat_method(a, arg);
         return;
     }
-    EACH_METHOD(m) arrput(name, (*m)->name);
-    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
-    print_names(stderr, name, (int)arrlen(name), 2);
-    arrfree(name);
+    EACH_METHOD(m) {
+        bytes_put(&names, (*m)->name, strlen((*m)->name));
+        arrput(names, ' ');
+    }
+    arrlast(names) = 0;
+    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n  ", a->method);
+    print_wrapped(stderr, names, 2, screen_columns());
+    arrfree(names);
 }
 
 // Without a number: prints the one in use. A method that has no budget says so.
@@ -3793,8 +2649,12 @@ static void command_save(App *a, const char *arg) {
 static void command_load(App *a, const char *arg) {
     char err[512];
     double t0 = now();
-    if (session_read(a, arg, err)) warn("%s", err);
-    else confirm_replay(a, t0);
+    if (session_read(a, arg, err)) {
+        warn("%s", err);
+        return;
+    }
+    a->logged = -1;                             // --session's file holds another one
+    confirm_replay(a, t0);
 }
 
 static void command_compare(App *a, const char *arg) {
@@ -3861,110 +2721,56 @@ static int chat_command(App *a, char *line) {
 }
 
 // ---- completion
-// Order for qsort: texts by their bytes.
-static int text_order(const void *a, const void *b) {
-    char *const *x = a, *const *y = b;
-    return strcmp(*x, *y);
-}
-
-// The names in a folder that continue a path as typed, with a slash behind those of folders
-// (stb_ds). Names that begin with a dot need theirs typed.
-static char **paths_from(const char *typed) {
-    const char *slash = strrchr(typed, '/'), *begun = slash ? slash + 1 : typed;
-    int folder = (int)(begun - typed), n = (int)strlen(begun);
-    char **name = NULL, *where = folder ? copy_bytes(typed, (size_t)folder) : copy_text(".");
-    DIR *d = opendir(where);
-    for (struct dirent *f = d ? readdir(d) : NULL; f; f = readdir(d)) {
-        struct stat st;
-        size_t room = (size_t)folder + strlen(f->d_name) + 2;
-        if (strncmp(f->d_name, begun, (size_t)n) || (f->d_name[0] == '.' && !n)) continue;
-        char *path = xmalloc(room);
-        snprintf(path, room, "%.*s%s", folder, typed, f->d_name);
-        if (!stat(path, &st) && S_ISDIR(st.st_mode)) strcat(path, "/");
-        arrput(name, path);
-    }
-    if (d) closedir(d);
-    free(where);
-    if (name) qsort(name, arrlenu(name), sizeof *name, text_order);
-    return name;
-}
-
-// Line.complete of a chat: commands, and behind /method the last of its names, behind /read, /save
-// and /load a path.
-static char **chat_complete(const char *typed, int *from) {
-    char **name = NULL;
-    int n = (int)strlen(typed), word = (int)strcspn(typed, " "), wants = -1;
-    if (*typed != '/') return NULL;
-
-    // The command itself, with a blank behind it.
-    if (word == n) *from = 0;
-    for (int i = 0; i < N_COMMANDS; i++) {
-        const char *command = commands[i].name;
-        if (strncmp(command, typed, (size_t)word)) continue;
-        if (word < n && !command[word]) wants = commands[i].wants;
-        if (word < n) continue;
-        arrput(name, xmalloc(strlen(command) + 2));
-        sprintf(arrlast(name), "%s ", command);
-    }
-
-    // What it wants.
-    const char *begun = typed + word + strspn(typed + word, " "), *plus = strrchr(begun, '+');
-    if (wants == ARG_METHOD && plus) begun = plus + 1;
-    if (wants == ARG_METHOD || wants == ARG_FILE) *from = (int)(begun - typed);
-    if (wants == ARG_FILE) return paths_from(begun);
+// NameAt of a chat: commands, behind /method the names of methods, behind /read, /save and /load paths.
+static const char *chat_name(const char *line, int from, int i, int *paths) {
+    int wants = ARG_TEXT, n = (int)strcspn(line, " ");
+    if (*line != '/') return NULL;
+    if (!from) return i < N_COMMANDS ? commands[i].name : NULL;
+    for (int k = 0; k < N_COMMANDS; k++)
+        if (!strncmp(line, commands[k].name, (size_t)n) && !commands[k].name[n]) wants = commands[k].wants;
+    *paths = wants == ARG_FILE;
+    if (wants != ARG_METHOD) return NULL;
     EACH_METHOD(m) {
-        int fits = wants == ARG_METHOD && !strncmp((*m)->name, begun, strlen(begun));
-        if (fits) arrput(name, copy_text((*m)->name));
+        if (!i--) return (*m)->name;
     }
-    return name;
+    return NULL;
 }
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
-// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
-// cannot be saved is found now, not when there is something to save.
+// --session FILE: locks it, and goes on with the dialogue in it, if there is one. A file that cannot be
+// saved is found now, not when there is something to save.
 void session_begin(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
+    struct stat st;
     if (!*path) return;
-    if (save_check(path, err)) die(EXIT_RUN, "--session %s", err);
-    app_fingerprint(a);                         // takes a while, in which no empty file should lie there
-    int is_new;
-    char *target = link_target(path);
-    if (!target) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
-    session_lock = session_lock_file(target, &is_new, err);
-    free(target);
-    if (session_lock < 0) die(EXIT_RUN, "--session %s", err);
-    int bad = is_new ? session_save(a, path, 1, err) : session_read(a, path, err);
-    if (bad && is_new) unlink(path);
-    if (bad) die(EXIT_RUN, "--session %s", err);
+    if (session_lock(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (fstat(a->log, &st)) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
+    a->logged = -1;
+    if (st.st_size && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
 // --session FILE: keeps the dialogue in it, for the last time.
 void session_end(App *a) {
     char err[512];
-    const char *path = opt_str(a->o, "session");
-    if (*path && session_save(a, path, 0, err)) die(EXIT_RUN, "--session %s", err);
+    if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// A message whose reply was not finished when its file was saved goes into the history, from where it
-// can be sent again.
-void pending_tell(const App *a, Line *e, int tty) {
+// Says that a message got no reply before its chat ended. offer 1: arrow up brings it back.
+void pending_tell(const App *a, int offer) {
     if (!a->pending) return;
-    const char *how = tty ? "arrow up brings it back" : "it is not part of the dialogue";
-    if (tty) arrput(e->history, copy_text(a->pending));
-    if (!quiet) warn("the last message got no reply: %s", how);
+    if (offer) message_offer(a->pending);
+    if (quiet) return;
+    warn("the last message got no reply: %s", offer ? "arrow up brings it back" : "it is not part of the dialogue");
 }
-
-// From here on Ctrl-C stops a reply.
-static void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 
 // Messages and commands until one of them ends the chat, or the input does.
-static void chat_loop(App *a, Line *e, int tty) {
+static void chat_loop(App *a) {
     char *text = NULL;
     for (int done = 0; !done; ) {
         chat_busy = 0;
-        int r = read_message(e, tty, &text);
+        int r = read_message(&text);
         chat_busy = 1;
         if (r == READ_END) break;
         if (r == READ_INTERRUPTED) {
@@ -3980,31 +2786,29 @@ static void chat_loop(App *a, Line *e, int tty) {
     arrfree(text);
 }
 
-// Can lines be edited? That takes a terminal at both ends, and one that obeys the editor.
-static int can_edit(void) {
-    const char *term = getenv("TERM");
-    return isatty(0) && isatty(1) && !(term && !strcmp(term, "dumb"));
+// Two lines for who begins: what this is, and what to type.
+static void greet(const App *a) {
+    const char *model = last_part(a->c->dir);
+    int shipped = !strcmp(model, "kvcomp-tiny");
+    tell("kvcomp %s, model %s, method %s. /help lists commands, Ctrl-D leaves.", KVCOMP_VERSION, model, a->method);
+    if (shipped) tell("It recalls facts, one a message. Try: My name is Anna. | What is my name? | /demo");
+    else tell("/compare QUESTION asks several methods, /method NAME takes another one.");
 }
 
 // The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
 int chat(App *a) {
-    int tty = can_edit();
-    Line e = { .complete = chat_complete };
     watch_keyboard();
     session_begin(a);
-    if (tty && !opt_int(a->o, "no-history")) history_read(&e);
-    pending_tell(a, &e, tty);
-    if (tty && !quiet)
-        tell("kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.",
-             KVCOMP_VERSION, a->c->dir, a->method);
-    chat_loop(a, &e, tty);
-    terminal_restore();
+    int edited = messages_begin(!opt_int(a->o, "no-history"), chat_name);
+    pending_tell(a, edited);
+    if (isatty(0) && isatty(1) && !quiet) greet(a);
+    chat_loop(a);
+    messages_end();
     chat_busy = 0;
     session_end(a);
     int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
     int bad = (json || stats) && session_ready(a);
     if (json && !bad) print_json(a, stdout);
     if (stats && !bad) print_stats(a, stderr);
-    line_free(&e);
     return bad ? EXIT_RUN : 0;
 }

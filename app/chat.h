@@ -2,9 +2,9 @@
 #ifndef APP_CHAT_H
 #define APP_CHAT_H
 #include "options.h"
+#include "terminal.h"
 #include "../lib/template.h"
 #include "../inside.h"
-#include <signal.h>
 
 typedef struct {            // one turn of the record
     int *pre;               // ids fed by one prefill (stb_ds array)
@@ -31,7 +31,8 @@ typedef struct {
     int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
-    uint64_t kept;          // the hash of what --session's file holds; 0: not known
+    int log;                // the descriptor of --session's file, locked; 0: there is none
+    int logged;             // messages of the record that the file holds; -1: it holds another dialogue
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
@@ -39,22 +40,6 @@ typedef struct {
     const char **stop;      // texts that end a reply (stb_ds array); NULL: none
     const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
 } App;
-
-typedef struct {
-    char *text;             // what is typed so far, UTF-8 (stb_ds array of bytes, no NUL)
-    int cursor;             // a byte offset at a character's start, or the length
-    int row;                // the screen row of the cursor, counted from the prompt's
-    char **history;         // the messages sent (stb_ds array of strings), oldest first
-    int at;                 // the history entry shown; its length: the new line
-    char *draft;            // the new line, while a history entry is shown (malloc'd)
-    char *cut;              // what Ctrl-U, Ctrl-K or Ctrl-W deleted last (malloc'd), for Ctrl-Y
-    char *sought;           // what Ctrl-R looks for (stb_ds array, ends in NUL); NULL: nothing
-    int missing;            // 1: no message has it
-    char *file;             // where the history is kept (malloc'd); NULL: it is not
-    // What Tab may put in place of typed[*from..]: a stb_ds array of malloc'd names. *from stays -1
-    // where nothing is completed.
-    char **(*complete)(const char *typed, int *from);
-} Line;
 
 typedef struct {
     App app;                // the session of the method, and its own record of the dialogue
@@ -85,12 +70,6 @@ enum {
     WORDS_PLAIN,    // also in lower case and without ASCII punctuation
     WORDS_BARE      // also without the articles a, an, the
 };
-
-// ---- progress
-// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
-// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
-// taken a second.
-void progress(const char *what, double share);
 
 // ---- sampling
 // The index of the largest of x (n); the first of equal ones.
@@ -156,7 +135,6 @@ int rows_fit(const App *a, int n);
 // --ignore-eos.
 int is_stop(const App *a, int id);
 
-// ---- word wrap (--wrap)
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
 // stderr says so.
 int reply_has_room(const App *a);
@@ -193,6 +171,9 @@ void json_pair(FILE *f, const char *key, const char *text);
 // The options that the user set, as one object.
 void json_options(const App *a, FILE *f);
 
+// "ids":[..]
+void json_ids(FILE *f, const int *ids);
+
 // ,"rows": [layer][KV head] = the source tokens of the rows held.
 void json_rows(const Session *s, FILE *f);
 
@@ -218,7 +199,7 @@ int uses_budget(const Session *s);
 int tokens_said(const Session *s);
 
 // The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
-// a head", or that there was no reason to drop any: "nothing compressed yet: 18 of 1024 rows".
+// a head", and why none of those is gone that a method drops.
 void rows_in_words(const Session *s, char out[96]);
 
 // /stats and --stats: three lines of the session, then what each part of the method says of itself.
@@ -260,19 +241,6 @@ int record_overflows(const App *a, const Turn *turns);
 // again, with the reason in a->s->err, and then the session is as it was.
 int replay_within(App *a);
 
-// ---- the terminal
-// The width of the screen in columns; 80 when the terminal does not say.
-int screen_columns(void);
-
-// ---- signals
-// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
-// the write fails and is told.
-void watch_signals(void);
-
-// ---- the line editor
-// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
-unsigned code_point(const char *s, int n);
-
 // ---- a turn of the chat
 // Is there room for n more tokens? When there is not, a line on stderr says what is short.
 int message_fits(const App *a, int n);
@@ -303,17 +271,15 @@ void side_close(Side *x);
 int demo(App *a);
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
-// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
-// cannot be saved is found now, not when there is something to save.
+// --session FILE: locks it, and goes on with the dialogue in it, if there is one. A file that cannot be
+// saved is found now, not when there is something to save.
 void session_begin(App *a);
 
 // --session FILE: keeps the dialogue in it, for the last time.
 void session_end(App *a);
 
-// A message whose reply was not finished when its file was saved goes into the history, from where it
-// can be sent again.
-void pending_tell(const App *a, Line *e, int tty);
+// Says that a message got no reply before its chat ended. offer 1: arrow up brings it back.
+void pending_tell(const App *a, int offer);
 
 // The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
 int chat(App *a);
@@ -374,14 +340,8 @@ void open_session(App *a);
 // Closes whatever was opened.
 void app_close(App *a);
 
-extern volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
-extern volatile sig_atomic_t leaving;           // a signal that ends the program as soon as the turn is saved; 0: none
-extern int quiet;                               // --quiet: errors only on stderr
 extern int arg_count;                           // the command line, for a report's source
 extern char **args;
-
-// Shows how far a long piece of work is, on a terminal: share 0 begins, 1 ends.
-void progress(const char *what, double share);
 
 extern const DemoLine demo_lines[N_DEMO_LINES];
 

@@ -105,6 +105,18 @@ static const char *long_of(const char *flag) {
     return flag[1] == '-' ? flag + 2 : NULL;
 }
 
+// Options that are gone, and what stands in their place.
+static const struct { const char *name, *instead; } retired_options[] = {
+    { "wrap", "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
+};
+
+// Ends the program for an option that is gone: exit 2. Returns for every other name.
+static void retired_option(const char *name) {
+    for (size_t i = 0; i < sizeof retired_options / sizeof *retired_options; i++)
+        if (!strcmp(retired_options[i].name, name))
+            die(EXIT_USAGE, "--%s is no option any more: %s", name, retired_options[i].instead);
+}
+
 // ---- help
 // The paragraphs of --help and the option that each begins with.
 static const struct { const char *title, *first; } help_parts[] = {
@@ -122,7 +134,6 @@ static void help_value(const Opt *o, char out[96]) {
     const char *text = " TEXT";
     if (o->kind == 'b') text = "";
     if (o->kind == 'i') text = " N";
-    if (o->kind == 'o') text = "[=N]";
     if (o->kind == 'f') text = " F";
     if (o->kind == 'p') text = " FILE";
     if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
@@ -239,13 +250,12 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     const char *name = long_of(flag);
     snprintf(unknown, sizeof unknown, "unknown option %s", flag);
     if (!name) unknown_option(unknown, flag + 1);
+    retired_option(name);
     if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
         return parse_files(o, name, value, argc, argv, i + 1);
     const Opt *known = opt_find(o, name);
-    int flag_alone = known && known->kind == 'o' && (i + 1 == argc || !is_whole(argv[i + 1]));
-    if (value || !known || known->kind == 'b' || flag_alone) {
-        const char *alone = flag_alone ? "0" : "1";
-        parse_one(o, name, value ? value : alone);
+    if (value || !known || known->kind == 'b') {
+        parse_one(o, name, value ? value : "1");
         return 1;
     }
     if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
@@ -450,12 +460,40 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     return ids;
 }
 
-// --dump-tokens --dialogue: the ids of every dialogue of a file, one line each.
+// A session file (n bytes) as one line of --dialogue, malloc'd: its messages up to the last one of the
+// user. NULL: the file is none. *size: its length.
+static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
+    static const char begin[] = "{\"session\":", reply[] = "{\"role\":\"assistant\"";
+    char *line = NULL;
+    const char *end, *last = NULL;              // a reply, until a message comes behind it
+    size_t last_size = 0;
+    int any = 0;
+    if (n < sizeof begin || strncmp(text, begin, sizeof begin - 1)) return NULL;
+    FILE *f = memory_stream(&line, size);
+    fprintf(f, "{\"messages\":[");
+    for (const char *p = text; (end = memchr(p, '\n', (size_t)(text + n - p))); p = end + 1) {
+        if (p == text) continue;
+        if (last) fprintf(f, ",%.*s", (int)last_size, last);
+        int is_reply = !strncmp(p, reply, sizeof reply - 1);
+        last = is_reply ? p : NULL;
+        last_size = (size_t)(end - p);
+        if (!is_reply) fprintf(f, "%s%.*s", any++ ? "," : "", (int)last_size, p);
+    }
+    fprintf(f, "]}");
+    memory_stream_close(f);
+    return line;
+}
+
+// --dump-tokens --dialogue: the ids of every dialogue of a file, one line each; of a session those of its
+// last prefill.
 static void dump_dialogues(const App *a, const char *path) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--dialogue %s", err);
+    char *messages = dialogue_of_session(text, n, &n);
+    if (messages) free(text);
+    if (messages) text = messages;
     int line = 1;
     for (char *p = text, *end; p < text + n; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(text + n - p));
@@ -760,13 +798,6 @@ static int request_play(Batch *b, char err[512]) {
     return 0;
 }
 
-// "key":[..], the ids; a comma behind them.
-static void write_ids(FILE *f, const char *key, const int *ids) {
-    fprintf(f, "\"%s\":[", key);
-    for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
-    fprintf(f, "],");
-}
-
 // What was made, or the log-probabilities of what was given.
 static void write_reply(const Batch *b, FILE *f) {
     const App *a = &b->app;
@@ -775,12 +806,13 @@ static void write_reply(const Batch *b, FILE *f) {
         fprintf(f, "\"text\":");
         json_escape(f, b->text, b->size);
         fputc(',', f);
-        write_ids(f, "ids", arrlast(a->turn).dec);
+        json_ids(f, arrlast(a->turn).dec);
+        fputc(',', f);
         json_pair(f, "finish", a->finish);
         return;
     }
-    write_ids(f, "ids", b->given);
-    fprintf(f, "\"logprobs\":[");
+    json_ids(f, b->given);
+    fprintf(f, ",\"logprobs\":[");
     for (int i = 0; i < (int)arrlen(b->logp); i++) {
         if (i) fputc(',', f);
         json_exact(f, b->logp[i]);
@@ -951,7 +983,7 @@ static char *prompt_text(const App *a) {
 static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
-    pending_tell(a, NULL, 0);
+    pending_tell(a, 0);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
     char *reply = NULL;

@@ -4196,7 +4196,7 @@ static void suite_run(const Suite *u, const SuiteRun *r) {
 static void suite_scores(Suite *u) {
     snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
     int fd = mkstemp(u->scores), H = u->a->c->H, n = u->a->c->L * H;
-    u->slot = temp_file_add(u->scores, "");
+    u->slot = temp_file_add(u->scores);
     FILE *f = fd < 0 ? NULL : descriptor_stream(fd);
     if (!f) die(open_failure(), "--bench-suite: %s cannot be written (%s)", u->scores, strerror(errno));
     for (int i = 0; i < n; i++) {

@@ -107,8 +107,6 @@ const Opt program_options[] = {
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "color",         'c', "auto|always|never|on|off",
       "who speaks, warnings and errors in colours; auto: on a terminal, unless NO_COLOR is set or TERM is dumb" },
-    { "wrap",          'o', "-1",
-      "break replies between words after N columns, 0 or no N: the screen's; -1: off", -1, 1 << 16 },
     { "no-history",    'b', "0",
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
@@ -261,7 +259,6 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
     { "stats",          RUN_TALKS | RUN_IDS },
     { "no-stats",       RUN_TALKS },
-    { "wrap",           RUN_TALKS },
     { "no-history",     RUN_CHAT },
     { "eval-file",      RUN_EVAL },
     { "eval-items",     RUN_EVAL | RUN_REPORT },

@@ -21,6 +21,6 @@ printf '%-42s %6s\n' 'a whole build' "$(seconds 'make -j1 NVCC= kvcomp')"
 edit 'an edit of a method (kvcomp.c)' kvcomp.c
 edit 'an edit of kvcomp.h' kvcomp.h
 for f in lib/base.c lib/kernels.c lib/checkpoint.c lib/tokenizer.c lib/template.c \
-         app/options.c app/chat.c app/measure.c app/page.c app/main.c; do
+         app/options.c app/terminal.c app/chat.c app/measure.c app/page.c app/main.c; do
     edit "an edit of $f" $f
 done

@@ -42,7 +42,7 @@ for f in lib/checkpoint lib/tokenizer lib/template; do
 done
 part kvcomp.h
 part inside.h
-for f in app/options app/chat app/measure app/page app/main; do part $f.h; done
+for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.h; done
 part kvcomp.c
-for f in app/options app/chat app/measure app/page app/main; do part $f.c; done
+for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.c; done
 echo '#endif'

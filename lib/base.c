@@ -445,41 +445,31 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
 }
 
 // ---- saving a file
-// Everything that the program keeps for its user, sessions, reports, tables and scores, is written
-// beside its place under a name that nobody can foresee, brought to the disk, and only then renamed.
-// Until then the old file is as it was, whatever happens: a full disk, a signal, an error. What is
-// written beside goes when the program ends before it is done, except by SIGKILL.
+// What the program keeps for its user is written beside its place, under a name that nobody can
+// foresee, brought to the disk, and only then renamed. Until then the old file is as it was,
+// whatever happens: a full disk, a signal, an error. What is written beside goes when the program
+// ends before it is done, except by SIGKILL.
 
-const char *volatile temp_files[TEMP_FILES];     // files in the making, for leave_tidy; NULL: none
-static const char *volatile temp_notes[TEMP_FILES];     // what is said of each that is given up
+const char *volatile temp_files[TEMP_FILES];    // files in the making, for a signal handler; NULL: none
 
-// The file that a path stands for when symbolic links are followed, also one that does not exist
-// yet; malloc'd. NULL, and errno, when the links go round in circles.
-char *link_target(const char *path) {
-    char link[4096];
-    char *at = copy_text(path);
-    for (int i = 0; i < 40; i++) {
-        ssize_t n = readlink(at, link, sizeof link - 1);
-        if (n < 0) return at;                           // no link
-        link[n] = 0;
-        char *slash = link[0] == '/' ? NULL : strrchr(at, '/');
-        size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
-        at = xrealloc(at, max_size(folder + (size_t)n, strlen(at)) + 1);
-        strcpy(at + folder, link);                      // a relative link begins in its own folder
-    }
-    free(at);
-    errno = ELOOP;
-    return NULL;
+// Puts a file in the making into the list of those that go with the program -> its place in it.
+int temp_file_add(const char *temp) {
+    int slot = 0;
+    while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
+    temp_files[slot] = temp;
+    return slot;
 }
 
-// May a file be saved at path? 0, and *st with st_nlink 0 when there is nothing yet; or -1 with
-// errno.
-static int save_allowed(const char *path, struct stat *st) {
-    memset(st, 0, sizeof *st);
-    if (stat(path, st)) return errno == ENOENT && *path ? 0 : -1;
-    if (S_ISREG(st->st_mode)) return access(path, W_OK);
-    errno = S_ISDIR(st->st_mode) ? EISDIR : EINVAL;
-    return -1;
+// Removes the files in the making -> how many there were. Called at exit and by signal handlers, so
+// it calls only what a handler may call.
+int temp_files_remove(void) {
+    int n = 0;
+    for (int i = 0; i < TEMP_FILES; i++) {
+        const char *temp = temp_files[i];
+        temp_files[i] = NULL;
+        if (temp) n += !unlink(temp);
+    }
+    return n;
 }
 
 // The reason in errno as words; a device, FIFO or socket has none of its own.
@@ -487,87 +477,60 @@ const char *save_reason(void) {
     return errno == EINVAL ? "is no regular file" : strerror(errno);
 }
 
-// Opens the file in the making beside x->path. A file that is there lends it its owner, if we may,
-// and its permissions; a new one is for its owner alone. 0, or -1 with errno.
-static int save_open(Saving *x, const struct stat *old) {
-    const char *slash = strrchr(x->path, '/');
-    int folder = slash ? (int)(slash + 1 - x->path) : 0;
-    size_t room = (size_t)folder + 32;
-    x->temp = xmalloc(room);
-    snprintf(x->temp, room, "%.*s.kvcomp-XXXXXX", folder, x->path);
-    int fd = mkostemp(x->temp, O_CLOEXEC);              // O_EXCL: never a file or a link that is there
-    if (fd < 0) return -1;
-    int bad = 0;
-    if (x->old) {
-        (void)!fchown(fd, old->st_uid, old->st_gid);
-        bad = fchmod(fd, old->st_mode & 0777);
-    }
-    x->f = bad ? NULL : descriptor_stream(fd);
-    if (x->f) return 0;
-    int why = errno;
-    close(fd);
-    unlink(x->temp);
-    errno = why;
-    return -1;
-}
-
-// Puts a file in the making into the list of those that go with the program. note: what is said of
-// it then. -> its place in the list.
-int temp_file_add(const char *temp, const char *note) {
-    int slot = 0;
-    while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
-    temp_notes[slot] = note;
-    temp_files[slot] = temp;
-    return slot;
-}
-
-// What is said of the file in the making of x if it is given up, malloc'd: a signal handler could
-// not make it.
-static char *save_note(const Saving *x) {
-    size_t n = strlen(x->path), used = 0;
-    char *name = xmalloc(4 * n + 1), *note = xmalloc(4 * n + 64), one[8];
-    for (size_t i = 0; i < n; used += strlen(one)) {
-        i += (size_t)shown_char(x->path + i, n - i, one);
-        strcpy(name + used, one);
-    }
-    name[used] = 0;
-    sprintf(note, "kvcomp: %s: not written%s\n", name, x->old ? ", the old file stays" : "");
-    free(name);
-    return note;
-}
-
-// Takes it out of the list again, and frees what x holds but its stream.
-static void save_unlist(Saving *x) {
-    temp_files[x->slot] = NULL;
-    free((char *)temp_notes[x->slot]);
-    temp_notes[x->slot] = NULL;
+// Frees what x holds but its stream.
+static void save_free(Saving *x) {
+    if (x->temp) temp_files[x->slot] = NULL;
     free(x->temp);
     free(x->path);
     memset(x, 0, sizeof *x);
 }
 
-// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1
-// with err when nothing can be saved there. Exit 4 when there is no memory.
+// Brings the list of names of a file's folder to the disk, where that can be done: a new name lies
+// there. The file itself is safe already.
+void folder_sync(const char *path) {
+    const char *slash = strrchr(path, '/');
+    char *folder = slash ? copy_bytes(path, (size_t)(slash + 1 - path)) : copy_text(".");
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0) (void)!fsync(fd);
+    if (fd >= 0) close(fd);
+    free(folder);
+}
+
+// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. Symbolic links
+// are followed. A file that is there lends the new one its permissions, and its owner if we may; a new
+// one is for its owner alone. 0, or -1 with err when nothing can be saved there. Exit 4 when there is
+// no memory.
 int save_begin(Saving *x, const char *path, char err[512]) {
-    struct stat st;
-    char *note = NULL;
+    struct stat st = { 0 };
     memset(x, 0, sizeof *x);
-    int bad = save_allowed(path, &st);
-    if (!bad) {
-        x->path = link_target(path);
-        x->old = st.st_nlink > 0;
-        if (x->path) note = save_note(x);       // before there is a file that could be left behind
-        bad = !x->path || save_open(x, &st);
+    x->path = realpath(path, NULL);
+    x->old = x->path != NULL;
+    if (!x->path && errno == ENOENT && *path) x->path = copy_text(path);
+    int bad = !x->path || (x->old && stat(x->path, &st));
+    if (!bad && x->old && !S_ISREG(st.st_mode)) {
+        errno = S_ISDIR(st.st_mode) ? EISDIR : EINVAL;
+        bad = 1;
     }
+    if (!bad && x->old) bad = access(x->path, W_OK);
+    int fd = -1;
     if (!bad) {
-        x->slot = temp_file_add(x->temp, note);
-        return 0;
+        const char *slash = strrchr(x->path, '/');
+        int folder = slash ? (int)(slash + 1 - x->path) : 0;
+        size_t room = (size_t)folder + 32;
+        x->temp = xmalloc(room);
+        snprintf(x->temp, room, "%.*s.kvcomp-XXXXXX", folder, x->path);
+        x->slot = temp_file_add(x->temp);
+        fd = mkostemp(x->temp, O_CLOEXEC);          // O_EXCL: never a file or a link that is there
     }
+    if (fd >= 0 && x->old) (void)!fchown(fd, st.st_uid, st.st_gid);
+    if (fd >= 0 && (!x->old || !fchmod(fd, st.st_mode & 0777))) x->f = descriptor_stream(fd);
+    if (x->f) return 0;
+
     int code = open_failure();
     snprintf(err, 512, "%.400s: %s", path, save_reason());
-    free(note);
-    free(x->temp);
-    free(x->path);
+    if (fd >= 0) close(fd);
+    if (fd >= 0) unlink(x->temp);
+    save_free(x);
     if (code == EXIT_MEMORY) die(code, "out of memory: %s", err);
     return -1;
 }
@@ -586,33 +549,15 @@ void save_drop(Saving *x) {
     if (!x->f) return;
     fclose(x->f);
     unlink(x->temp);
-    save_unlist(x);
+    save_free(x);
 }
 
-// Brings what is written to the disk. 0, or -1 with errno. Some file systems cannot do it on demand
-// (EINVAL), which is no failure.
-static int save_sync(Saving *x) {
+// Brings a file in the making to the disk. 0, or -1 with errno. Some file systems cannot do it on
+// demand (EINVAL), which is no failure.
+static int save_sync(FILE *f) {
     errno = 0;
-    if (ferror(x->f) || fflush(x->f)) return -1;
-    return fsync(fileno(x->f)) && errno != EINVAL ? -1 : 0;
-}
-
-// The file in the making takes its place, and its folder's list of names is brought to the disk. 0,
-// or -1 with errno.
-static int save_rename(Saving *x) {
-    if (rename(x->temp, x->path)) return -1;
-    temp_files[x->slot] = NULL;
-    const char *slash = strrchr(x->path, '/');
-    char *folder = xmalloc(strlen(x->path) + 2);
-    strcpy(folder, slash ? x->path : ".");
-    if (slash) folder[slash + 1 - x->path] = 0;
-    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0) {
-        (void)!fsync(fd);                               // the file itself is safe already
-        close(fd);
-    }
-    free(folder);
-    return 0;
+    if (ferror(f) || fflush(f)) return -1;
+    return fsync(fileno(f)) && errno != EINVAL ? -1 : 0;
 }
 
 // Ends the saving of n files that belong together: none takes its place before all are on the disk.
@@ -620,20 +565,23 @@ static int save_rename(Saving *x) {
 int save_keep(Saving *x, int n, char err[512]) {
     int bad = -1;                                       // the file that failed
     for (int i = 0; i < n && bad < 0; i++)
-        if (save_sync(&x[i])) bad = i;
+        if (save_sync(x[i].f)) bad = i;
     for (int i = 0; i < n && bad < 0; i++)
-        if (save_rename(&x[i])) bad = i;
+        if (rename(x[i].temp, x[i].path)) bad = i;
     if (bad >= 0) {
         const char *why = errno ? strerror(errno) : "not everything could be written (is the disk full?)";
         snprintf(err, 512, "%.380s: %s%s", x[bad].path, why, x[bad].old ? "; the old file stays" : "");
-        for (int i = 0; i < n; i++) save_drop(&x[i]);
-        return -1;
     }
     for (int i = 0; i < n; i++) {
+        if (bad >= 0) {
+            save_drop(&x[i]);
+            continue;
+        }
         fclose(x[i].f);
-        save_unlist(&x[i]);
+        folder_sync(x[i].path);
+        save_free(&x[i]);
     }
-    return 0;
+    return bad >= 0 ? -1 : 0;
 }
 
 // Can a file be saved there? 0, or -1 with err. Asked before hours of work.
@@ -642,18 +590,6 @@ int save_check(const char *path, char err[512]) {
     if (save_begin(&x, path, err)) return -1;
     save_drop(&x);
     return 0;
-}
-
-// Removes the files in the making, and says so if `say` is set. Called at exit and by signal
-// handlers, so it calls only what a handler may call.
-void temp_files_remove(int say) {
-    for (int i = 0; i < TEMP_FILES; i++) {
-        const char *temp = temp_files[i], *note = temp_notes[i];
-        if (!temp) continue;
-        temp_files[i] = NULL;
-        unlink(temp);
-        if (say) (void)!write(2, note, strlen(note));
-    }
 }
 
 // ---- methods that refuse
@@ -899,7 +835,7 @@ static int is_real(const char *v) {
 // May option t have the value v? 0, or -1 with the reason in err.
 int opt_check(const Opt *t, const char *v, char err[256]) {
     switch (t->kind) {
-    case 'i': case 'o':
+    case 'i':
         if (is_whole(v)) return 0;
         snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v);
         return -1;

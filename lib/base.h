@@ -180,18 +180,18 @@ int  save_begin_open(Saving *x, const char *path, char err[512]);      // a new 
 int  save_keep (Saving *x, int n, char err[512]);              // n files take their places together: 0, or -1
 void save_drop (Saving *x);                                    // gives it up; one never begun is left alone
 int  save_check(const char *path, char err[512]);              // can a file be saved there? 0, or -1
-char *link_target(const char *path);                           // behind all symbolic links, malloc'd; NULL
 const char *save_reason(void);                                 // errno as words
-int  temp_file_add(const char *temp, const char *note);        // a file that goes with the program
-void temp_files_remove(int say);                               // what a signal handler may call
+void folder_sync(const char *path);                            // brings a new name to the disk
+int  temp_file_add(const char *temp);                          // a file that goes with the program -> its slot
+int  temp_files_remove(void);                                  // what a signal handler may call -> how many
 enum { TEMP_FILES = 8 };
 extern const char *volatile temp_files[TEMP_FILES];            // files in the making; NULL: none
 
 // ---- options. Names are written without dashes; a value is checked when it is set, so a getter cannot fail
 typedef struct {                // one option
     const char *name;
-    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing; 'p' the name of a file that a
-    // method reads, which only the command line gives
+    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice; 'p' the name of a file that a method reads, which only
+    // the command line gives
     char kind;
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;

@@ -1,0 +1,785 @@
+// app/terminal.c - signals, messages from a terminal or a pipe, the history, columns.
+#define _GNU_SOURCE
+#include "terminal.h"
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <locale.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/select.h>
+#include <termios.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+#ifdef KVCOMP_READLINE
+#include <readline/history.h>
+#include <readline/readline.h>
+#endif
+
+volatile sig_atomic_t interrupts, leaving, turn_runs, saving_turn, chat_busy;
+int quiet;
+
+// ---- progress
+static double progress_start;
+static volatile sig_atomic_t progress_shown;
+
+// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
+// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
+// taken a second.
+void progress(const char *what, double share) {
+    if (quiet || !isatty(2)) return;
+    if (share <= 0) {
+        progress_start = now();
+        progress_shown = 0;
+    } else if (share >= 1) {
+        if (progress_shown) fprintf(stderr, "\r\x1b[K");
+        progress_shown = 0;
+    } else if (now() - progress_start >= 1) {
+        fprintf(stderr, "\r%s %3.0f %%", what, 100 * share);
+        progress_shown = 1;
+    }
+}
+
+// ---- the terminal
+// From the beginning of a chat to its end the terminal shows no keys: while a line is edited readline
+// draws them, and while a reply is made they wait for the next line. Ctrl-C and Ctrl-Z are signals all
+// the time. The terminal's own settings come back when the program stops or ends.
+
+// Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
+// a pasted newline does not send the line. Readline asks for it while it edits; it stays on while a
+// reply is made, for what is pasted ahead.
+#define PASTE_MARKS_ON  "\x1b[?2004h"
+#define PASTE_MARKS_OFF "\x1b[?2004l"
+
+static struct termios terminal_before;      // the terminal's own settings, while terminal_held
+static struct termios terminal_given;       // those that the chat has given it
+static volatile sig_atomic_t terminal_held;
+
+// Does the terminal listen to this process? One that was sent to the background leaves the settings
+// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
+static int in_foreground(void) {
+    pid_t group = tcgetpgrp(0);
+    return group < 0 || group == getpgrp();
+}
+
+// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
+// a terminal that is gone.
+static void terminal_set(const struct termios *settings, const char *marks) {
+    if (!in_foreground()) return;
+    tcsetattr(0, TCSANOW, settings);
+    (void)!write(1, marks, strlen(marks));
+}
+
+// Gives the terminal its settings back. Called in signal handlers and at exit as well; a second
+// call does nothing.
+static void terminal_restore(void) {
+    if (terminal_held) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+    terminal_held = 0;
+}
+
+// The width of the screen in columns; 80 when the terminal does not say.
+int screen_columns(void) {
+    struct winsize w;
+    if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
+    return w.ws_col;
+}
+
+// ---- signals
+// A signal that ends programs (TERM, HUP, QUIT, PIPE, and INT where no chat uses it) ends this one
+// with the status that shells expect, after the terminal has its settings back and files in the
+// making are gone. While a turn is made and saved it waits: the turn ends at the next token or layer,
+// is saved, and then the signal has its way. A second one does not wait. SIGTSTP and SIGCONT, which
+// stop the program and let it go on, hand the terminal over and take it back. A signal that the
+// program was started without (nohup) stays ignored. Handlers call only what a handler may call.
+
+static volatile sig_atomic_t editing;       // 1: readline has the terminal
+static volatile sig_atomic_t interrupted;   // 1: Ctrl-C came meanwhile
+static volatile sig_atomic_t resized;       // 1: the screen has another size
+static volatile sig_atomic_t resumed;       // 1: after a stop, the line is drawn anew
+
+// What is to be put right before the program ends: the terminal, a progress line, files in the
+// making, of which a word is said if `say` is set.
+static void leave_tidy(int say) {
+    static const char lost[] = "kvcomp: not written, the old file stays\n";
+    terminal_restore();
+    if (progress_shown) (void)!write(2, "\r\x1b[K", 4);
+    progress_shown = 0;
+    if (temp_files_remove() && say) (void)!write(2, lost, sizeof lost - 1);
+}
+
+// At exit.
+static void leave_quietly(void) { leave_tidy(0); }
+
+// Does with this process what the signal does when nobody catches it.
+static void signal_default(int sig) {
+    sigset_t only;
+    signal(sig, SIG_DFL);
+    sigemptyset(&only);
+    sigaddset(&only, sig);
+    sigprocmask(SIG_UNBLOCK, &only, NULL);
+    raise(sig);
+}
+
+// Ends the program by the signal.
+void leave(int sig) {
+    leave_tidy(1);
+    signal_default(sig);
+    _exit(128 + sig);                       // not reached: each of these signals ends a process
+}
+
+// TERM, HUP, QUIT, PIPE, and INT outside a chat.
+static void on_leave(int sig) {
+    if (turn_runs && !leaving && sig != SIGPIPE) leaving = sig;
+    else leave(sig);
+}
+
+static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
+    struct sigaction old, sa = { .sa_handler = handler, .sa_flags = SA_RESTART };
+    if (sigaction(sig, NULL, &old)) return;
+    if (old.sa_handler == SIG_IGN && !even_if_ignored) return;
+    sigaction(sig, &sa, NULL);
+}
+
+// Takes the terminal back, if the chat had it, after a stop.
+static void terminal_resume(void) {
+    if (terminal_held) terminal_set(&terminal_given, PASTE_MARKS_ON);
+    resumed = 1;
+}
+
+// SIGTSTP: the program stops, with the terminal's own settings.
+static void on_stop(int sig) {
+    int before = errno;
+    if (terminal_held) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+    signal_default(sig);                    // it goes on here, at once if nobody could let it go on
+    signal_watch(sig, on_stop, 1);
+    terminal_resume();
+    errno = before;
+}
+
+// SIGCONT: SIGSTOP, which cannot be caught, comes before it as well.
+static void on_continue(int sig) {
+    int before = errno;
+    (void)sig;
+    terminal_resume();
+    errno = before;
+}
+
+static void on_resize(int sig) {
+    (void)sig;
+    resized = 1;
+}
+
+// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
+// the write fails and is told.
+void watch_signals(void) {
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE };
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
+    signal_watch(SIGTSTP, on_stop, 0);
+    signal_watch(SIGCONT, on_continue, 0);
+    signal_watch(SIGWINCH, on_resize, 0);
+    signal(SIGXFSZ, SIG_IGN);
+    before_leaving = leave_tidy;
+    atexit(leave_quietly);
+}
+
+// ---- Ctrl-C
+static double interrupt_at;                 // when it was last pressed, in seconds of now()
+
+// Notes that Ctrl-C is pressed. 1: it was pressed less than a second ago, too.
+static int interrupt_again(void) {
+    double before = interrupt_at;
+    interrupt_at = now();
+    return interrupt_at - before < 1;
+}
+
+// SIGINT in a chat. The editor looks at it itself. While a plain line is waited for there is nothing
+// to stop, and the chat ends. While a reply is made, the reply sees interrupts and stops, and a second
+// one leaves, but not before a turn that is being saved is safe.
+static void on_interrupt(int sig) {
+    if (editing) {
+        interrupted = 1;
+        return;
+    }
+    if (!chat_busy) leave(sig);
+    if (interrupt_again() && interrupts) {
+        if (saving_turn) {
+            leaving = sig;
+            return;
+        }
+        leave_tidy(1);
+        _exit(EXIT_INTERRUPT);
+    }
+    interrupts++;
+}
+
+// Ctrl-C on an empty prompt: twice within a second leaves.
+void interrupt_at_prompt(void) {
+    if (interrupt_again()) {
+        terminal_restore();
+        exit(EXIT_INTERRUPT);
+    }
+    fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
+}
+
+// From here on Ctrl-C stops a reply.
+void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
+
+// ---- the history, kept over chats
+#ifdef KVCOMP_READLINE
+// A file with a line for each message, as a JSON string, so that one of several lines is one line.
+// Messages are appended one write each: chats side by side leave each other's lines alone, and a
+// program that is killed has lost nothing. When a chat begins, a file that has grown long is cut to
+// its newest lines, and then saved as every file is.
+enum {
+    HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
+    HISTORY_BYTES = 1 << 20,
+    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay until the file is cut
+    HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
+    MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
+};
+
+static char *history_file;          // where it is kept (malloc'd); NULL: it is not
+
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
+// ~/.local/state. NULL when there is no such place.
+static char *history_path(void) {
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    int own = state && *state == '/';
+    if (!own && !(home && *home == '/')) return NULL;
+    size_t room = strlen(own ? state : home) + 64;
+    char *path = xmalloc(room);
+    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
+    return path;
+}
+
+// From here on the history is not kept, and a line on stderr says why.
+static void history_give_up(const char *why) {
+    if (!quiet) warn("the history is not kept: %s", why);
+    free(history_file);
+    history_file = NULL;
+}
+
+// The newest lines of a text (n): where those begin that are read.
+static char *newest_lines(char *text, size_t n) {
+    char *first = text + n, *end = first;
+    for (int lines = 0; first > text && lines < HISTORY_LINES; lines++) {
+        char *p = first - 1;
+        while (p > text && p[-1] != '\n') p--;
+        if (end - p > HISTORY_BYTES) break;
+        first = p;
+    }
+    return first;
+}
+
+// Saves a text as the file, for its owner alone. 0, or -1 with err.
+static int history_save(const char *path, const char *text, size_t n, char err[512]) {
+    Saving x;
+    if (save_begin(&x, path, err)) return -1;
+    fchmod(fileno(x.f), 0600);
+    fwrite(text, 1, n, x.f);
+    return save_keep(&x, 1, err);
+}
+
+// Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
+// alone. Lines that are no messages are passed over.
+static void history_read(void) {
+    char err[512];
+    size_t n;
+    history_file = history_path();
+    if (!history_file || !file_exists(history_file)) return;
+    char *text = read_bounded(history_file, MOST_HISTORY, &n, err);
+    if (!text) {
+        history_give_up(err);
+        return;
+    }
+    char *first = newest_lines(text, n), *last = text + n, *end;
+    for (char *p = first; p < last; p = end + 1) {
+        end = memchr(p, '\n', (size_t)(last - p));
+        if (!end) end = last;
+        Json *j = json_parse(p, (size_t)(end - p), err);
+        if (j && j->type == JSON_STRING && *j->str) add_history(j->str);
+        json_free(j);
+    }
+    int cut = first - text > HISTORY_OLD;
+    if (cut && history_save(history_file, first, (size_t)(last - first), err)) history_give_up(err);
+    free(text);
+}
+
+// Appends a line (n bytes) to the file, which is for its owner alone. 0, or -1 with err.
+static int history_append(const char *path, const char *line, size_t n, char err[512]) {
+    struct stat st;
+    char *target = copy_text(path);
+    // The folders on the way, for their owner alone as well.
+    for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
+        *p = 0;
+        (void)mkdir(target, 0700);
+        *p = '/';
+    }
+    free(target);
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {
+        bad = 1;
+        errno = EINVAL;
+    }
+    if (!bad) bad = fchmod(fd, 0600);
+    errno = bad ? errno : ENOSPC;
+    ssize_t done = bad ? 0 : write(fd, line, n);
+    if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
+    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);    // no half a line stays
+    if (fd >= 0) close(fd);
+    return done == (ssize_t)n ? 0 : -1;
+}
+
+// Adds a message to the history, and to its file, unless it is the one before once more.
+static void history_keep(const char *text) {
+    const HIST_ENTRY *last = history_get(history_base + history_length - 1);
+    if (last && !strcmp(last->line, text)) return;
+    add_history(text);
+    if (!history_file || strlen(text) > HISTORY_MESSAGE) return;
+    char err[512], *line = NULL;
+    size_t size;
+    FILE *f = memory_stream(&line, &size);
+    json_escape(f, text, strlen(text));
+    fputc('\n', f);
+    memory_stream_close(f);
+    if (history_append(history_file, line, size, err)) history_give_up(err);
+    free(line);
+}
+
+// ---- lines edited by readline
+// Readline is called back for every byte that has come, so that the program waits itself, for bytes and
+// for signals: these are let through only where it waits, and readline catches none.
+static struct termios terminal_quiet;       // the settings while a reply is made
+static NameAt *name_at;             // what Tab completes
+static int name_from;               // where in the line the word to be completed begins
+static char *line_got;              // the line that was sent (malloc'd); NULL: the end of the input
+static int line_over;
+static sigset_t signals_before;     // those let through while it waits
+
+// Waits until there is a byte, or the end of the input. 0: a signal came first.
+static int byte_comes(void) {
+    fd_set f;
+    FD_ZERO(&f);
+    FD_SET(0, &f);
+    return pselect(1, &f, NULL, NULL, NULL, &signals_before) >= 0 || errno != EINTR;
+}
+
+// Readline's next byte. Within a key or a paste it waits here, and Ctrl-C ends even a paste whose end
+// never comes.
+static int byte_read(FILE *f) {
+    unsigned char c;
+    (void)f;
+    while (!byte_comes())
+        if (interrupted) return EOF;
+    return read(0, &c, 1) == 1 ? c : EOF;
+}
+
+// A line was sent, or the input has ended.
+static void line_taken(char *line) {
+    line_got = line;
+    line_over = 1;
+    rl_callback_handler_remove();
+}
+
+// Readline takes the terminal. It shows keys only on one that shows them. At the prompt Ctrl-C drops what
+// was typed before it and not read yet.
+static void line_prepare(int meta) {
+    struct termios shows = terminal_quiet;
+    shows.c_lflag |= ECHO;
+    tcsetattr(0, TCSANOW, &shows);
+    rl_prep_terminal(meta);
+    tcgetattr(0, &terminal_given);
+    terminal_given.c_lflag &= ~(tcflag_t)NOFLSH;
+    tcsetattr(0, TCSANOW, &terminal_given);
+}
+
+// It gives the terminal back: keys wait unseen.
+static void line_release(void) {
+    rl_deprep_terminal();
+    terminal_given = terminal_quiet;
+    terminal_set(&terminal_given, PASTE_MARKS_ON);
+}
+
+// The next name that begins with the word; the first call for a word has again 0.
+static char *name_next(const char *word, int again) {
+    static int i;
+    int paths;
+    const char *name;
+    if (!again) i = 0;
+    while ((name = name_at(rl_line_buffer, name_from, i++, &paths)))
+        if (!strncmp(name, word, strlen(word))) return copy_text(name);
+    return NULL;
+}
+
+// Readline's question what may stand in place of a word; NULL: nothing, or names of files.
+static char **names_for(const char *word, int from, int to) {
+    int paths = 0;
+    (void)to;
+    name_from = from;
+    const char *first = name_at(rl_line_buffer, from, 0, &paths);
+    rl_attempted_completion_over = !paths;
+    rl_completion_append_character = from ? 0 : ' ';
+    return first ? rl_completion_matches(word, name_next) : NULL;
+}
+
+// Where words begin: behind a blank, and behind the + of methods, but not of files.
+static char *word_breaks(void) {
+    static char blank[] = " ", plus[] = " +";
+    int paths = 0;
+    name_at(rl_line_buffer, INT_MAX, 0, &paths);
+    return paths ? blank : plus;
+}
+
+// Alt-Enter: a line break in the message.
+static int line_break(int count, int key) {
+    (void)count;
+    (void)key;
+    return rl_insert_text("\n");
+}
+
+// The first call sets readline up. It reads UTF-8, as the program writes it, whatever the locale says.
+static void lines_prepare(void) {
+    setenv("LC_ALL", "C.UTF-8", 1);
+    setlocale(LC_CTYPE, "");
+    rl_readline_name = "kvcomp";
+    rl_catch_signals = rl_catch_sigwinch = rl_change_environment = 0;
+    rl_instream = stdin;
+    rl_outstream = stdout;
+    rl_getc_function = byte_read;
+    rl_prep_term_function = line_prepare;
+    rl_deprep_term_function = line_release;
+    rl_attempted_completion_function = names_for;
+    rl_completion_word_break_hook = word_breaks;
+    rl_bind_keyseq("\\e\\C-m", line_break);
+    rl_bind_keyseq("\\e\\C-j", line_break);
+}
+
+// Takes the terminal for a chat. 0, or -1 when it does not answer.
+static int terminal_take(void) {
+    if (tcgetattr(0, &terminal_before)) return -1;
+    terminal_quiet = terminal_before;
+    // ICANON: bytes wait as they are typed, not line by line. ECHO: they are not shown. ICRNL: Return
+    // is \r (13), as readline expects it. NOFLSH: Ctrl-C leaves what is typed ahead alone.
+    terminal_quiet.c_lflag &= ~(tcflag_t)(ICANON | ECHO);
+    terminal_quiet.c_lflag |= NOFLSH;
+    terminal_quiet.c_iflag &= ~(tcflag_t)ICRNL;
+    terminal_quiet.c_cc[VMIN] = 1;
+    terminal_quiet.c_cc[VTIME] = 0;
+    terminal_given = terminal_quiet;
+    terminal_held = 1;                      // first: a signal may come behind each of these lines
+    terminal_set(&terminal_given, "");
+    return 0;
+}
+
+// Appends an edited line to the stb_ds array. Returns READ_*.
+static int read_edited(char **out) {
+    static const int answered[] = { SIGINT, SIGTSTP, SIGCONT, SIGWINCH };
+    char prompt[64];
+    sigset_t held;
+    int given_up = 0;
+    const char *color = in_color(stdout, COLOR_USER);
+    sigemptyset(&held);
+    for (int i = 0; i < 4; i++) sigaddset(&held, answered[i]);
+    sigprocmask(SIG_BLOCK, &held, &signals_before);
+    editing = 1;
+    line_over = interrupted = resized = resumed = 0;
+    line_got = NULL;
+    // What stands between \001 and \002 takes no column.
+    snprintf(prompt, sizeof prompt, *color ? "\001%s\002> \001%s\002" : "> ", color, COLOR_OFF);
+    rl_reset_screen_size();
+    rl_callback_handler_install(prompt, line_taken);
+    while (!line_over && !given_up) {
+        if (byte_comes()) rl_callback_read_char();
+        if (line_over) break;
+        if (resized) rl_resize_terminal();
+        if (resumed) rl_forced_update_display();
+        resized = resumed = 0;
+        if (!interrupted) continue;
+        // Ctrl-C: an empty line is given up, behind another one an empty one begins.
+        given_up = !rl_end;
+        interrupted = 0;
+        rl_callback_sigcleanup();
+        rl_callback_handler_remove();
+        fputs("\r\n", stdout);
+        fflush(stdout);
+        if (!given_up) rl_callback_handler_install(prompt, line_taken);
+    }
+    editing = 0;
+    sigprocmask(SIG_SETMASK, &signals_before, NULL);
+    if (given_up) return READ_INTERRUPTED;
+    if (!line_got) return READ_END;
+    bytes_put(out, line_got, strlen(line_got));
+    free(line_got);
+    return READ_DONE;
+}
+
+// Can lines be edited? That takes a terminal at both ends, and one that obeys readline.
+static int can_edit(void) {
+    const char *term = getenv("TERM");
+    return isatty(0) && isatty(1) && !(term && !strcmp(term, "dumb"));
+}
+
+static int edited;                  // 1: lines are edited
+
+int messages_begin(int keep_history, NameAt *names) {
+    name_at = names;
+    edited = can_edit() && !terminal_take();
+    if (!edited) return 0;
+    lines_prepare();
+    if (keep_history) history_read();
+    return 1;
+}
+
+void message_offer(const char *text) {
+    if (edited) add_history(text);
+}
+
+void messages_end(void) {
+    terminal_restore();
+    clear_history();
+    free(history_file);
+    history_file = NULL;
+    edited = 0;
+}
+#else
+// Without readline every line comes as the terminal edits it.
+enum { edited };
+
+static int read_edited(char **out) {
+    (void)out;
+    return READ_END;
+}
+
+static void history_keep(const char *text) { (void)text; }
+
+int messages_begin(int keep_history, NameAt *names) {
+    (void)keep_history;
+    (void)names;
+    return edited;
+}
+
+void message_offer(const char *text) { (void)text; }
+
+void messages_end(void) { terminal_restore(); }
+#endif
+
+// ---- one message: a line, or several
+// """ at the beginning of a message lets it have several lines, up to """ at the end of one.
+static const char quotes[] = "\"\"\"";
+enum { QUOTES = 3 };
+
+static int quotes_begin(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
+
+static int quotes_end(const char *s, int n) {
+    return n >= 2 * QUOTES && !memcmp(s + n - QUOTES, quotes, QUOTES);
+}
+
+// Does the text wait for more lines?
+static int quotes_open(const char *s, int n) { return quotes_begin(s, n) && !quotes_end(s, n); }
+
+// Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
+// when there is none.
+static int read_plain(char **out) {
+    if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
+    int any = 0, c = getchar();
+    while (c != EOF && c != '\n') {
+        arrput(*out, (char)c);
+        any = 1;
+        c = getchar();
+    }
+    return any || c == '\n' ? READ_DONE : READ_END;
+}
+
+// Is more of this message to be read? The mark that says so becomes a line break.
+static int message_goes_on(char **text) {
+    int n = (int)arrlen(*text);
+    if (quotes_begin(*text, n)) {
+        if (quotes_open(*text, n)) arrput(*text, '\n');
+        return quotes_open(*text, n);
+    }
+    if (!n || arrlast(*text) != '\\') return 0;
+    arrlast(*text) = '\n';
+    return 1;
+}
+
+// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
+// when there are none.
+static int message_unquote(char *text) {
+    int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
+    if (!quotes_begin(text, n)) return READ_DONE;
+    if (from < to && text[from] == '\n') from++;
+    if (from < to && text[to - 1] == '\n') to--;
+    memmove(text, text + from, (size_t)(to - from));
+    text[to - from] = 0;
+    return READ_QUOTED;
+}
+
+int read_message(char **out) {
+    int r, more = 1;
+    arrsetlen(*out, 0);
+    while (more) {
+        r = edited ? read_edited(out) : read_plain(out);
+        if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
+        more = r == READ_DONE && message_goes_on(out);
+    }
+    if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
+        warn("the message holds a 0 byte: expected a text; it is not sent");
+        arrsetlen(*out, 0);
+    }
+    arrput(*out, 0);
+    if (edited && (*out)[0]) history_keep(*out);
+    return message_unquote(*out);
+}
+
+// ---- columns
+// Is b a byte inside a UTF-8 character, not its first?
+static int inside_char(char b) { return (b & 0xc0) == 0x80; }
+
+// Code points [from,to) that take no column.
+static const struct { unsigned from, to; } narrow_chars[] = {
+    { 0x300,  0x370  },     // combining marks
+    { 0x200d, 0x200e },     // the joiner of emoji
+    { 0xfe00, 0xfe10 },     // variation selectors
+};
+
+// Code points [from,to) that take two columns.
+static const struct { unsigned from, to; } wide_chars[] = {
+    { 0x1100,  0x1160 },    // Hangul letters
+    { 0x2e80,  0xa4d0 },    // Chinese, Japanese, Yi
+    { 0xac00,  0xd7a4 },    // Hangul syllables
+    { 0xf900,  0xfb00 },    // compatibility ideographs
+    { 0xff00,  0xff61 },    // fullwidth forms
+    { 0x1f300, UINT_MAX },  // emoji, and the ideographs beyond
+};
+
+// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
+unsigned code_point(const char *s, int n) {
+    unsigned c = (unsigned char)s[0];
+    if (n == 2) return (c & 31) << 6 | (s[1] & 63);
+    if (n == 3) return (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63);
+    return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
+}
+
+// Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
+// no UTF-8 are not: a blank stands for them.
+static int is_drawn(const char *s, int n) {
+    char shown[8];
+    return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
+        && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
+}
+
+// The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
+// combining marks.
+static int char_width(const char *s, int n) {
+    if ((unsigned char)s[0] < 0x80 || !is_drawn(s, n)) return 1;
+    unsigned c = code_point(s, n);
+    for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
+        if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
+    for (size_t i = 0; i < sizeof wide_chars / sizeof *wide_chars; i++)
+        if (c >= wide_chars[i].from && c < wide_chars[i].to) return 2;
+    return 1;
+}
+
+// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
+// it is shorter. Line breaks and control characters become blanks.
+void print_cut(FILE *f, const char *text, int width) {
+    int at = 0, cut = 0, n = (int)strlen(text);
+    int columns = 0;
+    for (int i = 0; i < n; i++) columns += !inside_char(text[i]);       // at least; wide ones take two
+    for (int next; at < n && !cut; at = next) {
+        next = at + 1;
+        while (next < n && inside_char(text[next])) next++;
+        int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
+        cut = w > room;
+        if (cut) break;
+        if (is_drawn(text + at, next - at)) fwrite(text + at, 1, (size_t)(next - at), f);
+        else fputc(' ', f);
+        width -= w;
+        columns--;
+    }
+    if (at < n && width >= 2) {
+        fputs("..", f);
+        width -= 2;
+    }
+    fprintf(f, "%*s", width, "");
+}
+
+// Writes text as one line of at most `width` columns.
+void print_short(FILE *f, const char *text, int width) {
+    print_cut(f, text, min_int(width, (int)strlen(text)));
+    fprintf(f, "\n");
+    fflush(f);
+}
+
+// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
+// the first is begun already.
+void print_wrapped(FILE *f, const char *text, int indent, int cols) {
+    int x = indent;
+    while (*text) {
+        int n = (int)strcspn(text, " ");
+        if (x > indent && x + 1 + n > cols) {
+            fprintf(f, "\n%*s", indent, "");
+            x = indent;
+        } else if (x > indent) {
+            fputc(' ', f);
+            x++;
+        }
+        fwrite(text, 1, (size_t)n, f);
+        x += n;
+        text += n + (text[n] == ' ');
+    }
+    fputc('\n', f);
+}
+
+// ---- replies break between words
+// Far from the end of its line a word does not wait. One of more columns than this may be cut there.
+enum { LONG_WORD = 20 };
+
+// Appends what waits to *out: to this line if it fits, else to the next one, without its blanks.
+static void wrap_word(Wrap *w, char **out) {
+    int n = (int)arrlen(w->word), from = 0;
+    if (w->x && w->x + w->blanks + w->width > w->cols) {
+        if (w->width) arrput(*out, '\n');
+        if (w->width) w->x = 0;
+        from = w->blanks;
+    }
+    if (n > from) memcpy(arraddnptr(*out, n - from), w->word + from, (size_t)(n - from));
+    w->x += w->width + w->blanks - from;
+    w->blanks = w->width = 0;
+    arrsetlen(w->word, 0);
+}
+
+// Takes the next character, of n bytes. A word ends before a blank and before a wide character,
+// since Chinese and Japanese have no blanks; one that is wider than a line is cut.
+static void wrap_char(Wrap *w, const char *s, int n, char **out) {
+    int width = char_width(s, n), blank = *s == ' ';
+    if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
+    int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
+    if (ends) wrap_word(w, out);
+    if (*s == '\n') {
+        arrput(*out, '\n');
+        w->x = 0;
+        return;
+    }
+    memcpy(arraddnptr(w->word, n), s, (size_t)n);
+    if (blank) w->blanks++;
+    else w->width += width;
+}
+
+// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes
+// behind.
+void wrap_text(Wrap *w, char **text, int last) {
+    char *out = NULL;
+    size_t n = arrlenu(*text);
+    if (!w->cols) return;
+    for (size_t i = 0, k; i < n; i += k) {
+        k = (size_t)max_int(utf8_length(*text + i, n - i), 1);
+        wrap_char(w, *text + i, (int)k, &out);
+    }
+    if (last || w->x + w->blanks + w->width + LONG_WORD <= w->cols) wrap_word(w, &out);
+    arrfree(*text);
+    *text = out;
+}
+

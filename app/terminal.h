@@ -1,0 +1,90 @@
+// app/terminal.h - what people see and type: signals, messages read from a terminal or a pipe, the history,
+// and text laid out in columns.
+#ifndef APP_TERMINAL_H
+#define APP_TERMINAL_H
+#include "../lib/base.h"
+#include <signal.h>
+
+extern volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
+extern volatile sig_atomic_t leaving;           // a signal that ends the program as soon as the turn is saved; 0: none
+extern volatile sig_atomic_t turn_runs;         // 1: a turn is being made and saved, and signals wait for its end
+extern volatile sig_atomic_t saving_turn;       // 1: its record is being saved
+extern volatile sig_atomic_t chat_busy;         // 1: a chat is not waiting for input
+extern int quiet;                               // --quiet: errors only on stderr
+
+// ---- progress
+// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
+// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
+// taken a second.
+void progress(const char *what, double share);
+
+// ---- signals
+// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
+// the write fails and is told.
+void watch_signals(void);
+
+// From here on Ctrl-C stops a reply.
+void watch_keyboard(void);
+
+// Ctrl-C on an empty prompt: twice within a second leaves.
+void interrupt_at_prompt(void);
+
+// Ends the program by the signal.
+void leave(int sig);
+
+// ---- messages
+enum {                      // how reading a message ends
+    READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
+    READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
+    READ_DONE = 1,
+    READ_QUOTED = 2,        // a message in """, which is never a command
+};
+
+// What Tab may put behind the first `from` bytes of a line: the i-th name, NULL behind the last. Instead
+// of names, *paths 1 asks for those of files.
+typedef const char *NameAt(const char *line, int from, int i, int *paths);
+
+// Begins to read messages: on a terminal, where readline is there, with editing, completion and, with
+// keep_history, the messages of earlier chats. 1: lines are edited.
+int messages_begin(int keep_history, NameAt *names);
+
+// The next message into *out, an stb_ds array that ends in NUL. Returns READ_*; Ctrl-C on an empty line
+// gives up the lines before it, too.
+int read_message(char **out);
+
+// Lets arrow up bring this message back; it is not kept in the file.
+void message_offer(const char *text);
+
+// Gives the terminal back.
+void messages_end(void);
+
+// ---- columns
+int screen_columns(void);                       // the width of the screen; 80 when the terminal does not say
+unsigned code_point(const char *s, int n);      // of a character of n >= 2 bytes; of broken UTF-8 some number
+
+// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
+// it is shorter. Line breaks and control characters become blanks.
+void print_cut(FILE *f, const char *text, int width);
+
+// Writes text as one line of at most `width` columns.
+void print_short(FILE *f, const char *text, int width);
+
+// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
+// the first is begun already.
+void print_wrapped(FILE *f, const char *text, int indent, int cols);
+
+// A reply comes in pieces that end anywhere, so near the end of a line its last word waits until it is
+// known to be whole.
+typedef struct {
+    int cols;               // of a line; 0: lines are left as they come
+    int x;                  // columns of the line so far
+    char *word;             // the blanks and the word behind them that wait (stb_ds array of bytes)
+    int blanks;             // how many blanks those are
+    int width;              // columns of the word
+} Wrap;
+
+// Breaks the lines of the stb_ds array *text, the next piece of a reply, between words. last 1: nothing
+// comes behind.
+void wrap_text(Wrap *w, char **text, int last);
+
+#endif
