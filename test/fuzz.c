@@ -248,27 +248,11 @@ static void target_tokenizer(const char *data, size_t n) {
 
 // ---- sessions on disk
 
-// The bytes as text whose last line is the checksum that belongs to it, so that more than the checksum is
-// tried. *size: its length; the caller frees it.
-static char *with_checksum(const char *data, size_t n, size_t *size) {
-    char *text = xmalloc(n + 64);
-    memcpy(text, data, n);
-    size_t end = n;
-    for (size_t i = 1; i + 6 < n; i++) {
-        if (!memcmp(text + i - 1, "\ncheck ", 7)) end = i;
-    }
-    *size = end + (size_t)sprintf(text + end, "check %016llx\n",
-                                  (unsigned long long)hash_bytes(0, text, end));
-    return text;
-}
-
 // A file that is read must leave a record that fits the session, and be read again as it was saved.
 static void target_session(const char *data, size_t n) {
     char err[512];
-    size_t size;
-    char *text = with_checksum(data, n, &size);
     App a = app_begin(1);
-    if (!session_read(&a, n % 8 ? as_file(text, size) : as_file(data, n), err)) {
+    if (!session_read(&a, as_file(data, n), err)) {
         int tokens = 0;
         for (int i = 0; i < (int)arrlen(a.turn); i++) {
             const Turn *t = &a.turn[i];
@@ -280,7 +264,6 @@ static void target_session(const char *data, size_t n) {
         }
         must(a.s->n_tok == tokens, "the replay saw every token");
     }
-    free(text);
     app_end(&a);
 }
 
@@ -440,26 +423,19 @@ static void target_template(const char *data, size_t n) {
 
 // ---- chat lines
 
-// Keys for the line editor. Its messages are commands or turns of a chat; none may save a file.
+// Lines of a chat: each is a command or a turn; none may save a file.
 static void target_chat(const char *data, size_t n) {
     App a = app_begin(1);
-    Line e = { .complete = chat_complete };
-    char *text = NULL;
-    input.n = (int)(n < sizeof input.buf ? n : sizeof input.buf);
-    input.at = 0;
-    memcpy(input.buf, data, (size_t)input.n);
-    for (int lines = 0; lines < 8 && line_edit(&e) != READ_END; lines++) {
-        must(e.cursor >= 0 && e.cursor <= (int)arrlen(e.text), "the cursor stands in the text or behind it");
-        arrsetlen(text, 0);
-        for (int i = 0; i < (int)arrlen(e.text); i++) arrput(text, e.text[i] ? e.text[i] : ' ');
-        arrput(text, 0);
-        arrput(e.history, copy_text(text));
-        if (!strncmp(text, "/save", 5)) continue;
-        if (text[0] == '/') chat_command(&a, text);
-        else if (text[0]) chat_turn(&a, text, stdout);
+    const char *end;
+    int lines = 0;
+    for (const char *p = data; p < data + n && lines < 8; p = end + 1, lines++) {
+        end = memchr(p, '\n', (size_t)(data + n - p));
+        if (!end) end = data + n;
+        char *text = copy_bytes(p, (size_t)(end - p));
+        if (text[0] == '/' && strncmp(text, "/save", 5)) chat_command(&a, text);
+        else if (text[0] && text[0] != '/') chat_turn(&a, text, stdout);
+        free(text);
     }
-    line_free(&e);
-    arrfree(text);
     app_end(&a);
 }
 
