@@ -1056,7 +1056,7 @@ void write_making(const App *a, FILE *f) {
 }
 
 // "ids":[..]
-void json_ids(FILE *f, const int *ids) {
+void write_ids(FILE *f, const int *ids) {
     fprintf(f, "\"ids\":[");
     for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
     fprintf(f, "]");
@@ -1065,8 +1065,7 @@ void json_ids(FILE *f, const int *ids) {
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
     fprintf(f, "{\"role\":\"user\",");
-    json_pair(f, "content", t->user ? t->user : "");
-    json_ids(f, t->pre);
+    write_ids(f, t->pre);
     fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
 
@@ -1076,7 +1075,7 @@ static void write_said(const App *a, const Turn *t, FILE *f) {
     fprintf(f, "{\"role\":\"assistant\",\"content\":");
     json_escape(f, text, strlen(text));
     fputc(',', f);
-    json_ids(f, t->dec);
+    write_ids(f, t->dec);
     fprintf(f, "}\n");
     free(text);
 }

@@ -172,7 +172,7 @@ void json_pair(FILE *f, const char *key, const char *text);
 void json_options(const App *a, FILE *f);
 
 // "ids":[..]
-void json_ids(FILE *f, const int *ids);
+void write_ids(FILE *f, const int *ids);
 
 // ,"rows": [layer][KV head] = the source tokens of the rows held.
 void json_rows(const Session *s, FILE *f);

@@ -806,12 +806,12 @@ static void write_reply(const Batch *b, FILE *f) {
         fprintf(f, "\"text\":");
         json_escape(f, b->text, b->size);
         fputc(',', f);
-        json_ids(f, arrlast(a->turn).dec);
+        write_ids(f, arrlast(a->turn).dec);
         fputc(',', f);
         json_pair(f, "finish", a->finish);
         return;
     }
-    json_ids(f, b->given);
+    write_ids(f, b->given);
     fprintf(f, ",\"logprobs\":[");
     for (int i = 0; i < (int)arrlen(b->logp); i++) {
         if (i) fputc(',', f);
