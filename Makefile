@@ -136,7 +136,7 @@ force:
 $(eval $(call flavour,cpu,$(CFLAGS)))
 $(eval $(call flavour,cuda,$(CFLAGS) -DKVCOMP_CUDA))
 $(eval $(call flavour,dev,-O1 -g))
-build/cpu/app/terminal.o build/cuda/app/terminal.o build/dev/app/terminal.o: EDITS = $(WITH_READLINE)
+build/cpu/app/terminal.o build/cuda/app/terminal.o build/dev/app/terminal.o build/test/test/test_app.o: EDITS = $(WITH_READLINE)
 -include $(wildcard build/*/*.d build/*/*/*.d)
 
 # Functions that nobody calls are left out when the program is linked: those that only a device session needs
@@ -317,7 +317,7 @@ tests_lib: build/test/test/test_lib.o $(call objects,test,$(TESTS_LIB_WITH)) $(E
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
 tests_app: build/test/test/test_app.o $(call objects,test,$(TESTS_APP_WITH)) $(EMU_O)
-	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
+	$(CC) $(OPENMP) -o $@ $^ $(READLINE) -lm -lpthread
 
 tests_tokenizer: build/test/test/test_tokenizer.o $(call objects,test,lib/base lib/tokenizer)
 	$(CC) $(OPENMP) -o $@ $^ -lm

@@ -25,6 +25,7 @@
 #include "../lib/template.c"
 #include "../kvcomp.c"
 #include "../app/options.c"
+#include "../app/terminal.c"
 #include "../app/chat.c"
 #include "../app/measure.c"
 #include "../app/page.c"

@@ -12,6 +12,7 @@
 #include "../lib/template.c"
 #include "../kvcomp.c"
 #include "../app/options.c"
+#include "../app/terminal.c"
 #include "../app/chat.c"
 #include "../app/measure.c"
 #include "../app/page.c"
@@ -54,7 +55,7 @@ enum { N_SPECIAL = sizeof special_tokens / sizeof *special_tokens };
 
 // A tokenizer.json with the letters a to z, newline, blank and some signs, one merge, and the special
 // tokens. The caller frees it.
-static char *tokenizer_text(void) {
+static char *text_of_tokenizer(void) {
     static const char letters[] = "abcdefghijklmnopqrstuvwxyz{}:/-.0";
     char *text = NULL;
     size_t size = 0;
@@ -79,7 +80,7 @@ static const Tokenizer *the_tokenizer(void) {
     static Tokenizer *t;
     char err[512] = "";
     if (t) return t;
-    char *text = tokenizer_text();
+    char *text = text_of_tokenizer();
     t = tokenizer_parse(text, strlen(text), err);
     free(text);
     if (!t) fprintf(stderr, "%s\n", err);
@@ -679,7 +680,7 @@ static void write_seeds(const char *folder) {
         free(data);
     }
     if (chosen->run == target_tokenizer) {
-        char *text = tokenizer_text();
+        char *text = text_of_tokenizer();
         seed_put(folder, k++, text, strlen(text));
         free(text);
     }
