@@ -11190,6 +11190,19 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
 
 #endif
 
+#ifndef KVCOMP_CUDA
+// How many tests of the CUDA kernels this file has.
+static int cuda_tests(void) {
+    char why[256];
+    size_t n;
+    char *text = read_file("tests.c", &n, why);
+    int count = 0;
+    for (const char *p = text; p && (p = strstr(p, "\nTEST(cuda_")) != NULL; p++) count++;
+    free(text);
+    return count;
+}
+#endif
+
 int main(int argc, char **argv) {
 #ifdef KVCOMP_CUDA
     top_k_chosen = note_gap;

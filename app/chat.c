@@ -1065,6 +1065,7 @@ void write_ids(FILE *f, const int *ids) {
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
     fprintf(f, "{\"role\":\"user\",");
+    json_pair(f, "content", t->user ? t->user : "");
     write_ids(f, t->pre);
     fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
@@ -1104,12 +1105,23 @@ static void session_write(App *a, FILE *f) {
     if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
 }
 
+// Does another chat go on with this file, which then must not be replaced? -1 with err; 0: it is free.
+static int session_free(const App *a, const char *path, char err[512]) {
+    struct stat own, there;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int mine = fd >= 0 && a->log && !fstat(a->log, &own) && !fstat(fd, &there) && own.st_ino == there.st_ino
+            && own.st_dev == there.st_dev;
+    int held = fd >= 0 && !mine && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+    if (fd >= 0) close(fd);
+    return held ? fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path) : 0;
+}
+
 // Saves the dialogue as a file. lock 1: it is --session's, and stays open and locked. 0, or -1 with err,
 // and then the old file stays.
 static int session_save(App *a, const char *path, int lock, char err[512]) {
     Saving x;
     int fd = -1;
-    if (save_begin(&x, path, err)) return -1;
+    if (session_free(a, path, err) || save_begin(&x, path, err)) return -1;
     session_write(a, x.f);
     if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
     if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);       // a new file: nobody else has it
@@ -1280,7 +1292,7 @@ static int session_lines(App *a, SessionFile *x, const char *text, size_t n, cha
     // A message whose reply was not finished is none of the dialogue.
     if (!bad && x->pending) turn_free(arrpop(x->turn));
     for (int i = 0; i < (int)arrlen(x->turn) && !bad; i++)
-        if (!arrlen(x->turn[i].pre) && i + 1 == (int)arrlen(x->turn))      // others' may all stand in a later turn
+        if (!arrlen(x->turn[i].pre) && (!i || i + 1 == (int)arrlen(x->turn)))  // others' may stand in a later turn
             bad = fault(err, "%.300s: damaged: message %d has no ids", x->path, i + 1);
     return bad;
 }

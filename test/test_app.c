@@ -4211,19 +4211,19 @@ TEST(cli_session_lock,
     char d[64];
     CHECK(save_folder(d), "no folder");
     for (int saved = 0; saved < 2; saved++) {
-        const char *begin = saved ? "turn" : "kvcomp";
+        const char *begin = saved ? "assistant" : "session";
         CHECK(sh("rm -f %s/*; { %s sleep .1; while test ! -e %s/go; do sleep .05; done; echo 'who are you?'; } | "
                  "timeout 60 " CHAT "-q -n 4 --session %s/s >%s/first 2>&1 & "
-                 "for i in $(seq 400); do grep -qs ^%s %s/s && break; sleep .05; done; "
+                 "for i in $(seq 400); do grep -qs %s %s/s && break; sleep .05; done; "
                  CHAT "-q -n 4 -p hi --session %s/s; rc=$?; "
                  "printf 'hi\n/save %s/s\n' | " CHAT "-q -n 4; touch %s/go; wait; exit $rc",
                  d, saved ? "echo hello;" : "", d, d, d, begin, d, d, d, d) == 1,
               "%d: %s", saved, sh_err);
         CHECK(strstr(sh_err, "--session ") && lines_in(sh_err) == 2, "%d: %s", saved, sh_err);
-        char *one = strstr(sh_err, "another chat goes on with this file");
-        CHECK(one && strstr(one + 1, "another chat goes on with this file"), "%d: %s", saved, sh_err);
-        CHECK(sh("grep -c ^turn %s/s", d) == 0 && atoi(sh_out) == 1 + saved, "%d: %s turns", saved, sh_out);
-        CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c ^turn %s/s", d, d) == 0, "%s", sh_err);
+        char *one = strstr(sh_err, "another kvcomp is using this session");
+        CHECK(one && strstr(one + 1, "another kvcomp is using this session"), "%d: %s", saved, sh_err);
+        CHECK(sh("grep -c assistant %s/s", d) == 0 && atoi(sh_out) == 1 + saved, "%d: %s turns", saved, sh_out);
+        CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c assistant %s/s", d, d) == 0, "%s", sh_err);
         CHECK(strstr(sh_out, saved ? "\n3\n" : "\n2\n"), "%d: the lock is gone: %s", saved, sh_out);
     }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
