@@ -14735,9 +14735,10 @@ TEST(cli_readme, "every command README.md prints works as typed") {
             continue;
         }
         // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says
-        // so.
+        // so; where SmolLM2 is not, golden_smollm2.
         if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "python3 ", 8))) continue;
         if (*line == 'p' && sh("python3 -c 'import numpy'")) continue;
+        if (strstr(line, "models/smollm2-135m") && access("models/smollm2-135m/model.safetensors", R_OK)) continue;
         n++;
         const char *tmp = strstr(line, " /tmp/");
         int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
@@ -18164,6 +18165,23 @@ TEST(trace_checkers,
         sh("wc -l < data/vectors/check_%s.py", of[i].name);
         CHECK(atoi(sh_out) < 150, "check_%s.py: %s lines", of[i].name, sh_out);
     }
+}
+
+TEST(smollm2_scripts, "data/tasks/book-*.jsonl are what models/smollm2_tasks.py makes; what make smollm2 lacks, and a "
+                      "file that is no GGUF, is said in one line") {
+    if (sh("python3 -c 'import json'")) leave_out("python3");
+    CHECK(!sh("python3 -B models/smollm2_tasks.py check"), "%s", sh_err);
+    CHECK(sh("python3 -B models/smollm2_tasks.py check --seed 2") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
+
+    // -S: without site-packages, where numpy is
+    CHECK(sh("python3 -B -S models/get_smollm2.py") == 1 && lines_in(sh_err) == 1 && strstr(sh_err, "has no numpy"),
+          "%s", sh_err);
+    CHECK(sh("make -s smollm2 PYTHON=/none/python3") && strstr(sh_out, "make smollm2 needs python3"), "%s", sh_out);
+    if (sh("python3 -c 'import numpy'")) return;
+    CHECK(sh("python3 -B models/get_smollm2.py --gguf README.md") == 1 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "README.md begins with b'# kv', expected b'GGUF'"),
+          "%s", sh_err);
+    CHECK(sh("python3 -B models/get_smollm2.py --gguf /none.gguf") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
 }
 
 // Writes a dialogue of data/golden/smollm2 for --ids: a turn ends at each row, and behind the last but
