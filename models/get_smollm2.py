@@ -219,7 +219,7 @@ def config_of(gguf):
 
 
 def tokenizer_of(keys):
-    """tokenizer.json: a byte-level BPE. The GGUF names its rule of cutting, `smollm`: every digit alone, then GPT-2's."""
+    """tokenizer.json: a byte-level BPE. The GGUF says how words are cut: `smollm`, every digit alone, then as GPT-2."""
     if keys["tokenizer.ggml.pre"] != "smollm":
         stop(f"the file's tokenizer cuts words as {keys['tokenizer.ggml.pre']!r}, expected 'smollm'")
     tokens, control = keys["tokenizer.ggml.tokens"], 3
@@ -296,7 +296,8 @@ def write_folder(part, gguf):
 def cached_snapshot(name):
     """The folder of org/name in the cache of the hub, where `hf download org/name` has put it."""
     home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
-    cache = pathlib.Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub")), "models--" + name.replace("/", "--"))
+    hub = pathlib.Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub")))
+    cache = hub / ("models--" + name.replace("/", "--"))
     ref = cache / "refs" / "main"
     if not ref.exists():
         stop(f"the hub's cache has no {cache}; `hf download {name}` fills it")
