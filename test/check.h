@@ -74,7 +74,7 @@ static void check_failed(const char *file, int line, const char *cond, const cha
 static struct {
     const char *what;
     int n;
-} lacks[8];
+} lacks[16];
 
 static int n_lacks;
 static jmp_buf test_leave;

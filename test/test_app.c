@@ -2827,9 +2827,10 @@ TEST(cli_readme, "every command README.md prints works as typed") {
             continue;
         }
         // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says
-        // so.
+        // so; where SmolLM2 is not, golden_smollm2.
         if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "python3 ", 8))) continue;
         if (*line == 'p' && sh("python3 -c 'import numpy'")) continue;
+        if (strstr(line, "models/smollm2-135m") && access("models/smollm2-135m/model.safetensors", R_OK)) continue;
         n++;
         const char *tmp = strstr(line, " /tmp/");
         int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
@@ -6318,6 +6319,101 @@ TEST(trace_checkers,
     // Every tensor of every vector, one at a time
     CHECK(sh("python3 -B data/vectors/faults.py") == 0, "%s%s", sh_out, sh_err);
     CHECK(lines_in(sh_out) == 10 && !strstr(sh_out, ": 0 tensors"), "%s", sh_out);
+}
+
+TEST(smollm2_scripts, "data/tasks/book-*.jsonl are what models/smollm2_tasks.py makes; what make smollm2 lacks, and a "
+                      "file that is no GGUF, is said in one line") {
+    if (sh("python3 -c 'import json'")) leave_out("python3");
+    CHECK(!sh("python3 -B models/smollm2_tasks.py check"), "%s", sh_err);
+    CHECK(sh("python3 -B models/smollm2_tasks.py check --seed 2") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
+
+    // -S: without site-packages, where numpy is
+    CHECK(sh("python3 -B -S models/get_smollm2.py") == 1 && lines_in(sh_err) == 1 && strstr(sh_err, "has no numpy"),
+          "%s", sh_err);
+    CHECK(sh("make -s smollm2 PYTHON=/none/python3") && strstr(sh_out, "make smollm2 needs python3"), "%s", sh_out);
+    if (sh("python3 -c 'import numpy'")) return;
+    CHECK(sh("python3 -B models/get_smollm2.py --gguf README.md") == 1 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "README.md begins with b'# kv', expected b'GGUF'"),
+          "%s", sh_err);
+    CHECK(sh("python3 -B models/get_smollm2.py --gguf /none.gguf") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
+}
+
+// Writes a dialogue of data/golden/smollm2 for --ids: a turn ends at each row, and behind the last but
+// one the rest is decoded.
+static void golden_turns(const char *path, const Json *ids, const Json *rows) {
+    FILE *f = fopen(path, "w");
+    int row = 0;
+    for (int i = 0; i < ids->n; i++) {
+        fprintf(f, " %d", (int)ids->item[i].i);
+        if (i != (int)json_get(&rows->item[row], "at")->i) continue;
+        row++;
+        fputs(row == rows->n - 1 ? " |" : "\n", f);
+    }
+    fclose(f);
+}
+
+// Whether no logit of a row (V) outside its 50 best ids is above the last of them by more than tol.
+static int nothing_above(const float *row, int V, const Json *best, float least, float tol) {
+    char *in = xcalloc((size_t)V, 1);
+    int bad = 0;
+    for (int k = 0; k < best->n; k++) in[best->item[k].i] = 1;
+    for (int id = 0; id < V; id++) bad += !in[id] && row[id] > least + tol;
+    free(in);
+    return !bad;
+}
+
+TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template and the 50 largest "
+                     "logits of transformers, in three dialogues") {
+    static const char *const golden = "data/golden/smollm2/top50.jsonl";
+    enum { V = 49152 };
+    const double tol = 5e-4;    // measured: 3e-5; rows in f16 are off by 2e-3 and more
+    char turns[64], logits[64], err[512] = "";
+    size_t n, m, at = 0;
+
+    if (access("models/smollm2-135m/model.safetensors", R_OK)) leave_out("models/smollm2-135m (make smollm2)");
+    char *text = read_file(golden, &n, err);
+    CHECK(text, "%s", err);
+    if (!text) return;
+    CHECK(!sh("./kvcomp -m models/smollm2-135m --dump-tokens --dialogue %s", golden), "%s", sh_err);
+    char *said = strdup(sh_out), *p = said;
+    snprintf(turns, sizeof turns, "/tmp/kvt_%d_turns", (int)getpid());
+    snprintf(logits, sizeof logits, "/tmp/kvt_%d_logits", (int)getpid());
+
+    for (char *line = text, *end; line < text + n; line = end + 1) {
+        end = memchr(line, '\n', (size_t)(text + n - line));
+        Json *j = json_parse(line, (size_t)(end - line), err);
+        const Json *ids = json_get(j, "ids"), *rows = json_get(j, "rows");
+        for (int i = 0; i < ids->n; i++) {
+            int id = (int)strtol(p, &p, 10);
+            CHECK(id == ids->item[i].i, "id %d is %d, transformers has %d", i, id, (int)ids->item[i].i);
+        }
+        CHECK(*p++ == '\n', "more than %d ids", ids->n);
+
+        golden_turns(turns, ids, rows);
+        CHECK(!sh("./kvcomp -m models/smollm2-135m -ctk f32 -ctv f32 --ids %s --dump-logits %s", turns, logits),
+              "%s", sh_err);
+        float *row = (float *)read_file(logits, &m, err);
+        CHECK(row && m == (size_t)rows->n * V * sizeof *row, "%zu bytes %s", m, err);
+        for (int r = 0; row && r < rows->n; r++) {
+            const Json *best = json_get(&rows->item[r], "ids"), *want = json_get(&rows->item[r], "logits");
+            const float *got = row + (size_t)r * V;
+            for (int k = 0; k < best->n; k++) {
+                int id = (int)best->item[k].i;
+                CHECK(fabs(got[id] - want->item[k].num) < tol, "row %d: logit %d is %.5f, transformers has %.5f", r,
+                      id, got[id], want->item[k].num);
+                at++;
+            }
+            CHECK(nothing_above(got, V, best, (float)want->item[best->n - 1].num, (float)tol),
+                  "row %d has a larger logit elsewhere", r);
+        }
+        free(row);
+        json_free(j);
+    }
+    CHECK(at == 600 && !*p, "%zu logits", at);
+    unlink(turns);
+    unlink(logits);
+    free(said);
+    free(text);
 }
 
 TEST(
