@@ -3821,9 +3821,32 @@ const Method minference_method = {
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
 // read everything).
 
+// ---- the memory of an index, which lies where the rows lie (LycheeCluster's, too)
+
+// `have` bytes at p become `want`, and what was there stays.
+static char *index_grow(const Session *s, char *p, size_t have, size_t want) {
+    (void)s;                                    // read in a build with CUDA only
+    return KV_DEV(s) ? near_grow_cuda(p, have, want) : xrealloc(p, want);
+}
+
+static void index_drop(const Session *s, char *p) {
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda(p);
+    else free(p);
+}
+
+// The bytes at p, where the host can read them: a copy in scratch memory, if they lie on a device.
+static char *index_here(Session *s, char *p, size_t bytes) {
+    if (!KV_DEV(s)) return p;
+    char *copy = scratch(s, bytes);
+    bytes_load_cuda(copy, p, bytes);
+    return copy;
+}
+
+// ---- pages and their bounds
 typedef struct {
     int n, cap;                 // full pages; pages that bound has room for
-    char *bound;                // (n,2D) of each page max_d, then min_d; lies where the rows lie
+    char *bound;                // (n,2D) of each page max_d, then min_d
 } PageList;
 
 typedef struct {
@@ -3832,20 +3855,14 @@ typedef struct {
     PageList *head;             // (L,G)
 } Quest;
 
-// The dtype that holds the numbers of a format exactly.
-static int bound_dtype(const Format *f) {
-    if (!strcmp(f->name, "f16")) return DT_F16;
-    if (!strcmp(f->name, "bf16")) return DT_BF16;
-    return DT_F32;
-}
-
 // Reads the options. Returns 0, or -1 with the reason in s->err.
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
+    const char *rows = s->fk->name;
     x->full_layers = opt_int(s->opt, "quest-full-layers");
     if (x->full_layers < 0)
         return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
-    x->dtype = bound_dtype(s->fk);
+    x->dtype = !strcmp(rows, "f16") ? DT_F16 : !strcmp(rows, "bf16") ? DT_BF16 : DT_F32;
     x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
     return 0;
 }
@@ -3853,11 +3870,13 @@ static int quest_open(Session *s, void *ms) {
 // Gives the bounds back. head is NULL when open has refused.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) {
-        if (KV_DEV(s)) near_free_cuda(x->head[i].bound);
-        else free(x->head[i].bound);
-    }
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) index_drop(s, x->head[i].bound);
     free(x->head);
+}
+
+// Bytes of the bounds of one page.
+static size_t bounds_bytes(const Session *s, const Quest *x) {
+    return (size_t)2 * s->c->D * dtype_size(x->dtype);
 }
 
 // The room that is made for so many pages: a quarter more, so that it seldom has to grow.
@@ -3865,71 +3884,55 @@ static int quest_cap(int pages) {
     return pages + pages / 4 + 4;
 }
 
-// Makes room for so many pages of `row` bytes in a head's list. The bounds may move, and a device was
-// told where they lie: Session.changes says that this is old.
-static void quest_room(Session *s, PageList *a, int pages, size_t row) {
-    int old = a->cap;
-    if (pages <= old) return;
+// Makes room for so many pages in a head's list. The bounds may move, and a device was told where
+// they lie: Session.changes says that this is old.
+static void quest_room(Session *s, const Quest *x, PageList *a, int pages) {
+    size_t have = a->cap * bounds_bytes(s, x);
+    if (pages <= a->cap) return;
     s->changes++;
     a->cap = quest_cap(pages);
-    if (KV_DEV(s)) a->bound = near_grow_cuda(a->bound, old * row, a->cap * row);
-    else a->bound = xrealloc(a->bound, a->cap * row);
+    a->bound = index_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
 }
 
-// ---- after attention: the bounds of every page that has become full
-
-// bound (2D): max_d of one page, then min_d. rows (PAGE,D) is room.
-static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {
+// The bounds of one page of a head, at `to`. room (PAGE + 2,D) is room.
+static void page_bounds(const Session *s, const Quest *x, const KVHead *hd, int page, float *room,
+                        char *to) {
     int D = s->c->D;
-    kv_load_k(s, hd, NULL, page * PAGE, PAGE, rows);
+    float *bound = room + (size_t)PAGE * D;
+    kv_load_k(s, hd, NULL, page * PAGE, PAGE, room);
     for (int d = 0; d < D; d++) {
-        float hi = rows[d], lo = rows[d];
+        float hi = room[d], lo = room[d];
         for (int r = 1; r < PAGE; r++) {
-            float k = rows[(size_t)r * D + d];
+            float k = room[(size_t)r * D + d];
             hi = k > hi ? k : hi;
             lo = k < lo ? k : lo;
         }
         bound[d] = hi;                                          // max_d
         bound[D + d] = lo;                                      // min_d
     }
+    from_f32(to, bound, x->dtype, (size_t)2 * D);
 }
 
-// Brings the bounds of layer l's heads up to date on the host. T: tokens of the pass; row: bytes of
-// a page's bounds.
-static void quest_update(Session *s, Quest *x, int l, size_t row) {
-    int G = s->c->G, D = s->c->D;
-    float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
-    #pragma omp parallel for schedule(static) if (!s->decoding)
-    for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        PageList *a = &x->head[l * G + g];
-        float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
-        int n = hd->len / PAGE;
-        for (int p = a->n; p < n; p++) {
-            page_bounds(s, hd, p, rows, bound);
-            from_f32(a->bound + p * row, bound, x->dtype, (size_t)2 * D);
-        }
-        a->n = n;
-    }
-}
-
-// Adds the pages that this pass has filled in layer l.
+// Hook commit, after attention: the pages that this pass has filled in layer l get their bounds.
 static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     Quest *x = ms;
-    int G = s->c->G;
-    size_t row = (size_t)2 * s->c->D * dtype_size(x->dtype), mark = scratch_mark(s);
+    int G = s->c->G, D = s->c->D;
+    size_t mark = scratch_mark(s), per = (size_t)(PAGE + 2) * D;
     (void)q;
     (void)T;
     if (l == s->c->L || l < x->full_layers) return;
+    for (int g = 0; g < G; g++) quest_room(s, x, &x->head[l * G + g], kv_head(s, l, g)->len / PAGE);
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
+    #pragma omp parallel for schedule(static) if (!s->decoding && !KV_DEV(s))
     for (int g = 0; g < G; g++) {
+        const KVHead *hd = kv_head(s, l, g);
         PageList *a = &x->head[l * G + g];
-        int n = kv_head(s, l, g)->len / PAGE;
-        quest_room(s, a, n, row);
-        if (!KV_DEV(s)) continue;
-        if (n > a->n) page_bounds_cuda(s, l, g, a->bound, a->n, n, x->dtype);
+        int n = hd->len / PAGE;
+        if (KV_DEV(s) && n > a->n) page_bounds_cuda(s, l, g, a->bound, a->n, n, x->dtype);
+        for (int p = a->n; p < n && !KV_DEV(s); p++)
+            page_bounds(s, x, hd, p, room + thread_id() * per, a->bound + p * bounds_bytes(s, x));
         a->n = n;
     }
-    if (!KV_DEV(s)) quest_update(s, x, l, row);
     scratch_reset(s, mark);
 }
 
@@ -3937,66 +3940,38 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
 
 // u (n) of pages 0..n-1 of one KV head, the largest over its R query heads. With q split into its
 // positive part q+ and its negative part q-, max(q_d max_d, q_d min_d) is q+_d max_d + q-_d min_d,
-// so u is one dot product with a page's bounds. bound (n,2D), q (R,D); split (R,2D) and sc (R,n)
-// are room.
+// so u is one dot product with a page's bounds. bound (n,2D), q (R,D); room (R,2D + n) is room.
 static void page_scores(const Quest *x, const char *bound, int n, const float *q, int R, int D,
-                        float *split, float *sc, float *u) {
-    for (int h = 0; h < R; h++) {
-        float *positive = split + (size_t)h * 2 * D, *negative = positive + D;
-        for (int d = 0; d < D; d++) {
-            float a = q[(size_t)h * D + d];
-            positive[d] = a > 0 ? a : 0;
-            negative[d] = a > 0 ? 0 : a;
-        }
+                        float *room, float *u) {
+    float *split = room, *sc = split + (size_t)R * 2 * D;       // (R,2D) (R,n)
+    for (int i = 0; i < R * D; i++) {
+        float *positive = split + (size_t)(i / D) * 2 * D + i % D, *negative = positive + D;
+        *positive = q[i] > 0 ? q[i] : 0;
+        *negative = q[i] > 0 ? 0 : q[i];
     }
     scores_of(sc, split, bound, x->dtype, R, n, 2 * D, 1, (Ahead){0});      // u(page), for every query head
-    for (int p = 0; p < n; p++) u[p] = sc[p];
+    memcpy(u, sc, (size_t)n * sizeof *u);
     for (int h = 1; h < R; h++) {
         const float *other = sc + (size_t)h * n;
         for (int p = 0; p < n; p++) u[p] = other[p] > u[p] ? other[p] : u[p];
     }
 }
 
-// u (G,pages) of layer l's KV heads, in scratch. q (H,D).
-static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {
+// Sets the views of layer l: each KV head reads its `best` pages by u, of its first `pages`, and
+// every row behind those. u (G,pages) are the scores.
+static void quest_choose(Session *s, const Quest *x, int l, const float *q, int pages, int best, float *u) {
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    size_t n_split = (size_t)2 * R * D, per = n_split + (size_t)R * pages;
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
-    float *u = scratch(s, (size_t)G * pages * sizeof(float));
+    size_t per = (size_t)R * (2 * D + pages);
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof *room);
+    int *rows_of = scratch(s, (size_t)G * best * (PAGE + 1) * sizeof *rows_of);
     #pragma omp parallel for schedule(static) if (pages > 64)
     for (int g = 0; g < G; g++) {
-        float *split = room + (size_t)thread_id() * per, *sc = split + n_split;
-        const char *bound = x->head[l * G + g].bound;
-        page_scores(x, bound, pages, q + (size_t)g * R * D, R, D, split, sc, u + (size_t)g * pages);
-    }
-    return u;
-}
-
-// For --trace: u (G,pages).
-static void trace_pages(Session *s, int l, const float *u, int pages) {
-    for (int g = 0; g < s->c->G && traced(s, l); g++)
-        trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
-}
-
-// Sets the views of layer l: each KV head reads its `best` pages by u, of its first `pages`, and
-// every row behind those.
-static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages,
-                              int best) {
-    int G = s->c->G;
-    int *idx = scratch(s, (size_t)G * best * sizeof(int));
-    int *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
-    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
-    for (int g = 0; g < G; g++) {
-        n[g] = pages;
-        k[g] = best;
-    }
-    float *u = quest_scores(s, x, l, q, pages);
-    trace_pages(s, l, u, pages);
-    top_k_rows(s, u, G, pages, n, k, idx, best, found);
-    for (int g = 0; g < G; g++) {
-        int n_rows = found[g] * PAGE;
-        for (int i = 0; i < n_rows; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
-        view_group(s, l, g, rows, n_rows, pages * PAGE);
+        float *ug = u + (size_t)g * pages;
+        int *page = rows_of + (size_t)g * best * (PAGE + 1), *rows = page + best;
+        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, room + thread_id() * per, ug);
+        int n = top_k(ug, pages, best, page) * PAGE;
+        for (int i = 0; i < n; i++) rows[i] = page[i / PAGE] * PAGE + i % PAGE;
+        view_group(s, l, g, rows, n, pages * PAGE);
     }
 }
 
@@ -4011,8 +3986,8 @@ static int quest_steady(const Session *s, const void *ms) {
     return s->n_tok - 1 != quest_dense(s);
 }
 
-// Chooses what layer l reads in this decode step; q (H,D). Where it returns at once, the views say:
-// every row.
+// Hook select: what layer l reads in this decode step; q (H,D). Where it returns at once, the views
+// say: every row.
 static void quest_select(Session *s, void *ms, int l, const float *q) {
     Quest *x = ms;
     int G = s->c->G;
@@ -4021,15 +3996,16 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || s->n_tok <= quest_dense(s)) return;
     double t0 = now();
     size_t mark = scratch_mark(s);
+    float *u = scratch(s, (size_t)G * pages * sizeof *u);
     if (KV_DEV(s)) {
         const char *bound[MAX_G];
         for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
-        float *u = traced(s, l) ? scratch(s, (size_t)G * pages * sizeof *u) : NULL;
-        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype, u);
-        trace_pages(s, l, u, pages);
+        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype, traced(s, l) ? u : NULL);
     } else {
-        quest_select_host(s, x, l, q, pages, best);
+        quest_choose(s, x, l, q, pages, best, u);
     }
+    for (int g = 0; g < G && traced(s, l); g++)
+        trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -4040,22 +4016,18 @@ static void quest_forget(Session *s, void *ms, int n_tok) {
     for (int i = 0; i < s->c->L * s->c->G; i++) x->head[i].n = min_int(x->head[i].n, n_tok / PAGE);
 }
 
-// ---- what the bounds take
-
-// The bytes allocated for bounds now.
+// The bytes allocated for bounds now, and at most so many when n tokens are held.
 static size_t quest_bytes(const Session *s, const void *ms) {
     const Quest *x = ms;
-    size_t n = 0, row = (size_t)2 * s->c->D * dtype_size(x->dtype);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->head[i].cap * row;
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->head[i].cap * bounds_bytes(s, x);
     return n;
 }
 
-// At most so many when n tokens are held.
 static size_t quest_plan(const Session *s, const void *ms, int n) {
     const Quest *x = ms;
-    int layers = s->c->L - x->full_layers;
-    if (layers <= 0) return 0;
-    return (size_t)layers * s->c->G * quest_cap(n / PAGE) * 2 * s->c->D * dtype_size(x->dtype);
+    size_t layers = max_int(s->c->L - x->full_layers, 0);
+    return layers * s->c->G * quest_cap(n / PAGE) * bounds_bytes(s, x);
 }
 
 // Hook trace: the bounds of a layer, (pages,2D), after a pass that has filled a page.
@@ -4063,18 +4035,16 @@ static void quest_trace(Session *s, void *ms, int l) {
     const Quest *x = ms;
     int D = s->c->D, n = s->n_tok / PAGE;
     if (l == s->c->L || l < x->full_layers || n == s->base / PAGE) return;
-    size_t row = (size_t)2 * D, mark = scratch_mark(s), bytes = n * row * dtype_size(x->dtype);
-    float *bound = scratch(s, n * row * sizeof *bound);
-    char *stored = scratch(s, bytes);
+    size_t mark = scratch_mark(s), numbers = (size_t)n * 2 * D;
+    float *bound = scratch(s, numbers * sizeof *bound);
     for (int g = 0; g < s->c->G; g++) {
-        const char *from = x->head[l * s->c->G + g].bound;
-        if (KV_DEV(s)) bytes_load_cuda(stored, from, bytes);
-        to_f32(bound, KV_DEV(s) ? stored : from, x->dtype, n * row);
+        to_f32(bound, index_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
         trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
     }
     scratch_reset(s, mark);
 }
 
+// ---- the table entry
 static const Opt quest_opts[] = {
     { "quest-full-layers", 'i', "2", "first layers that read every row" },
     { NULL, 0, NULL, NULL },

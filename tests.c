@@ -5324,11 +5324,11 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
         Quest *x = s->part[0].ms;
         prefill(s, ids, 250);
         for (int i = 0; i < 20; i++) decode(s, ids[i]);
-        float key[24], q[48], split[96], sc[64], u[64], bound[48];
+        float key[24], q[48], room[96 + 64], u[64], bound[48];
         for (int g = 0; g < 2; g++) {
             CHECK(x->head[g].n == 270 / 16, "%d pages", x->head[g].n);
             for (int d = 0; d < 48; d++) q[d] = rnd_normal();
-            page_scores(x, x->head[g].bound, x->head[g].n, q, 2, 24, split, sc, u);
+            page_scores(x, x->head[g].bound, x->head[g].n, q, 2, 24, room, u);
             for (int r = 0; r < 256; r++) {
                 kv_load_k(s, kv_head(s, 0, g), NULL, r, 1, key);
                 to_f32(bound, x->head[g].bound + (size_t)(r / 16) * 48 * dtype_size(x->dtype),
