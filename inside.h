@@ -149,57 +149,24 @@ typedef struct {                // the last bytes of the stream; a special token
     int n;                      // bytes there are
 } TextTail;
 
-typedef struct {                // statistics of one tree, on request (D51)
-    double recall;              // sums over n_recall head steps: share read of the best k rows
-    double covered;             // attention that the rows read receive
-    double covered_indexed;     // the same of the indexed rows alone
-    long n_recall;
-    double jaccard, hit;        // sums of Eq. 3 over n_jaccard steps, of Eq. 4 over n_hit steps
-    long n_jaccard, n_hit;
-    int *seen, cap;             // (cap) the step a cluster was last used in; room
-    int step;                   // steps since the build
-    int size;                   // |S_t-1|: clusters used in the step before
-} Watch;
-
 typedef struct {
-    float beta, beta_coarse;    // weight of |q| r in the score of a cluster, of a unit
-    int gqa;                    // GQA_*: how the query heads of a group share a list
-    int kg;                     // units opened in a step: a number, KG_FLAT or KG_AUTO
-    int exact;                  // 1: units are opened by upper bound until none can matter
-    int lazy;                   // LAZY_*: what a grafted chunk does to a centre
-    int unit;                   // 1: centres lie on the unit sphere, 0: they are plain means
-    int tokens;                 // 1: centre and radius of a cluster are those of its raw token keys
-    int pool_max;               // 1: a chunk's key is the largest value of every dimension
-    int first_tie, guard;       // see chunk_end and delimiter_level
+    float beta;                 // weight of |q| r in a node's score
+    int kg;                     // units opened in a step; 0: there are none
     int min, max;               // tokens of a chunk
     int buffer, sink;           // recent rows and first rows outside the index
     int full_layers;            // the first layers read every row
     int iters;                  // of k-means
     int per_cluster;            // chunks a cluster has on average
-    int coarse_max;             // most units
-    int stats;                  // 1: measure
     int B;                      // the budget of this turn, sinks included
 
-    unsigned char *level;       // (cap_level) boundary levels of the tokens
-    int n_level, cap_level;     // levels known, the last token seen has none yet; room
-    TextTail tail;              // the text up to token n_level-1
-    int *start;                 // (cap+1) chunk j is tokens start[j]..start[j+1]-1
-    int M, cap;                 // chunks; room
+    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
+    TextTail tail;              // the text up to the last of them
+    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
+    int M;                      // chunks
     int M_built;                // chunks when the index was built; 0: there is none
     int changed;                // 1: the last pass has built the index or grafted on it
-    long ends[CUT_INSIDE + 1];  // chunks by the level of their end
     Tree *tree;                 // (L,G)
-    Watch *watch;               // (L,G); NULL without --lychee-stats
 } Lychee;
-
-enum { KG_FLAT = 0, KG_AUTO = -1 };
-
-typedef struct {                // what a list is sought with: the query heads of a group, or one
-    const float *q;             // (m,D)
-    int m;
-    float w[Q_BLOCK];           // (m) weights: a node's dot product is max over i of (q_i . mu) w_i
-    float slack;                // |q| of Eq. 2
-} Probe;
 
 // --dililazy-alloc, in the order of its words
 enum {
@@ -396,18 +363,6 @@ int t_idx(const Lychee *x);
 
 // Tokens that the chunks of one list may have together.
 int room_for_chunks(const Lychee *x);
-
-// k_g: how many of P coarse units a step opens at least.
-int units_to_open(const Lychee *x, int P);
-
-// ---- scores
-// --lychee-gqa=max: every one of the m query heads q (m,D) may win. Each counts with length 1, so
-// that no head wins by its scale (D45).
-void probe_max(Probe *p, const float *q, int m, int D);
-
-// --lychee-gqa=sum: the sum of the query heads; with m == 1 also --lychee-gqa=head. sum (D) is room
-// for it.
-void probe_sum(Probe *p, const float *q, int m, int D, float *sum);
 
 // ---- Algorithm 1
 // Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.

@@ -5820,29 +5820,26 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 // index stays fresh without being built again.
 //
 //   kbar_j = normalise(mean of the keys of chunk j)                 (Sec. 4.1, the key of a chunk)
-//   r_u = max over the children v of node u of |v - mu_u|           (Sec. 4.1, covering radius)
-//   q.v <= q.mu_u + |q| r_u        for every child v of node u      (Eq. 2, the upper bound UB)
-//   J(S_t, S_t-1) = |S_t n S_t-1| / |S_t u S_t-1|                   (Eq. 3, S_t: clusters read)
-//   WindowHit(S_t) = |S_t n (S_t-1 u .. u S_t-32)| / |S_t|          (Eq. 4)
+//   r_u = max over the chunks v below node u of |v - mu_u|          (Sec. 4.1, covering radius)
+//   q.v <= q.mu_u + |q| r_u        for every chunk v below node u   (Eq. 2, the upper bound UB)
 //
 // The index of one KV head of one layer is a tree: coarse units -> clusters -> chunks. A step reads
 // the first rows [0,sink), the rows of the chunks it retrieves, budget rows in all, and on top of
 // them every row from t_idx on: the recent buffer, which is not indexed yet. Nothing is dropped.
 //
 // **Differs from the paper:**
-//   - A cluster's score is q.mu + beta |q| r with beta 0: the bound favours loose clusters.
-//     --paper: beta 1 at both levels (D40).
+//   - A score is q.mu + beta |q| r with beta 0: the bound favours loose clusters. --paper: beta 1
+//     (D40). Of a group of query heads the best counts, and each counts with length 1 (D45).
 //   - Eq. 2 bounds chunk keys, not token keys. A unit's radius covers the chunks below it, not only
 //     the centres of its clusters; otherwise it bounds nothing (D46).
 //   - A centre that moves adds its shift to the radius; "moving average + expansion" alone loses
-//     the older members. By default the new ball is the smallest that holds the old ball and the
-//     new key (D49).
+//     the older members. The new ball is the smallest that holds the old ball and the new key (D49).
 //   - The first 16 tokens and the last 128 stay outside the index and are always read; Algorithm 1
 //     starts with an empty buffer (D29, D43).
 //   - The index is built again when the chunks have doubled, because grafting alone never makes a
 //     cluster (D41).
 //   - The paper gives k_g and k_c no value: clusters are taken until the budget is full (D44), and
-//     no coarse unit is pruned unless --lychee-kg or --lychee-prune asks for it (D46).
+//     there are no coarse units unless --lychee-kg says how many a step opens (D46).
 //   - k-means starts from evenly spaced chunks, so that runs repeat. The first two layers read
 //     every row, as in Quest (D50).
 //
@@ -5851,30 +5848,20 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 //   Sec. 4.1 -> chunk_key, node_cover, chunk_keys_kernel, cover_kernel
 //   Sec. 4.3 -> chunk_end, kmeans, assign_kernel, centres_kernel
 //   Sec. 4.4 -> node_absorb, graft_kernel
-//   Eq. 2 -> upper_bounds, probe_score, lychee_kernel
-//   Eq. 3 -> watch_step
-//   Eq. 4 -> watch_step
+//   Eq. 2 -> score_nodes, node_score, lychee_kernel
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
 //   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
-//   Algorithm 1, line 9 -> units_by_score, open_units
-//   Algorithm 1, line 10 -> open_top, open_units
-//   Algorithm 1, line 13 -> score_unit, cluster_scores
-//   Algorithm 1, line 14 -> retrieve, take_clusters
-//   Algorithm 1, line 16 -> rows_to_read, take_rows
+//   Algorithm 1, line 9 -> open_units
+//   Algorithm 1, line 10 -> open_units
+//   Algorithm 1, line 13 -> score_clusters, cluster_scores
+//   Algorithm 1, line 14 -> take_clusters
+//   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 21 -> cut_chunks
 //   Algorithm 1, line 22 -> lychee_graft, tree_graft, graft_kernel
-// Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut and the
-// statistics are measured on the host in a device session too.
+// Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut on the host in
+// a device session too.
 //
 // Options: --budget (1024, the first rows included) and lychee_opts below.
-
-// ---- what section 3 does for this one
-static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len,
-                          float *sc, int *label);
-static void heapify(int *heap, int n, const float *S);
-static int  pop_best(int *heap, int *n, const float *S);
-static int  tokens_above(const Nodes *u, const float *S, float bound);
-static int  clusters_that_fill(const Nodes *u, const float *S, int room, int *order);
 
 // ---- the chunker: where may a chunk end? (Table 4, D48)
 TokenText token_text;
@@ -5902,81 +5889,52 @@ static int special_token(int id) {
 
 // Appends the n bytes p to the tail and forgets the oldest ones that have no room any more.
 static void tail_push(TextTail *t, const char *p, int n) {
-    if (n > STREAM_TAIL) {
-        p += n - STREAM_TAIL;
-        n = STREAM_TAIL;
-    }
-    int keep = min_int(t->n, STREAM_TAIL - n);
+    int skip = max_int(n - STREAM_TAIL, 0), keep = min_int(t->n, STREAM_TAIL - (n - skip));
     memmove(t->b, t->b + t->n - keep, (size_t)keep);
-    if (n) memcpy(t->b + keep, p, (size_t)n);
-    t->n = keep + n;
+    if (n) memcpy(t->b + keep, p + skip, (size_t)(n - skip));
+    t->n = keep + n - skip;
 }
 
-// Bytes of the UTF-8 character whose first byte is c; 0: no character begins with c.
-static int claimed_length(int c) {
-    if (c < 0x80) return 1;
-    if (c < 0xc0) return 0;
-    if (c < 0xe0) return 2;
-    if (c < 0xf0) return 3;
-    return c < 0xf8 ? 4 : 0;
-}
-
-// Does the stream end where a character ends? Bytes that are no UTF-8 count as characters of their
+// Does the stream end inside a UTF-8 character? Bytes that are no UTF-8 count as characters of their
 // own.
-static int tail_complete(const TextTail *t) {
+static int ends_inside(const TextTail *t) {
     int k = 0;                                  // continuation bytes at the end
     while (k < 3 && k < t->n && (t->b[t->n - 1 - k] & 0xc0) == 0x80) k++;
-    if (k == t->n) return 1;
-    return k + 1 >= claimed_length(t->b[t->n - 1 - k]);
+    int first = k < t->n ? t->b[t->n - 1 - k] : 0;
+    if (first < 0xc0 || first >= 0xf8) return 0;
+    return k + 1 < (first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4);
 }
 
 // The character of b that ends before byte `end` (> 0); *at: its first byte. A byte that is not
 // part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
 static int char_before(const unsigned char *b, int end, int *at) {
-    static const int least[5] = { 0, 0, 0x80, 0x800, 0x10000 };     // smallest that needs n bytes
     int k = end - 1;
     while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int c = b[k], len = claimed_length(c);
-    *at = end - 1;
-    if (len != end - k) return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
-
+    int n = end - k, c = b[k];
+    if (utf8_length((const char *)b + k, (size_t)n) != n) {
+        *at = end - 1;
+        return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
+    }
     *at = k;
-    c &= len == 1 ? 0x7f : 0xff >> (len + 1);
-    for (int i = 1; i < len; i++) c = c << 6 | (b[k + i] & 0x3f);
-    return c < least[len] ? 0xfffd : c;         // written with more bytes than it needs: not valid
+    if (n > 1) c &= 0x7f >> n;
+    for (int i = 1; i < n; i++) c = c << 6 | (b[k + i] & 0x3f);
+    return c;
 }
 
-// The length of the run of equal bytes that ends at b[at]: 3 for the last '-' of "---".
-static int run_length_before(const unsigned char *b, int at) {
-    int n = 1;
-    while (at - n >= 0 && b[at - n] == b[at]) n++;
-    return n;
-}
-
-// The level of the line end at b[at]: an empty line before it makes it a paragraph's end.
-static int newline_level(const unsigned char *b, int at) {
-    while (at > 0 && (b[at - 1] == ' ' || b[at - 1] == '\t' || b[at - 1] == '\r')) at--;
-    return at > 0 && b[at - 1] == '\n' ? CUT_STRUCTURE : CUT_SENTENCE;
-}
-
-// Does the byte after a mark make the mark part of a word, as in 3.14, a.b, a::b, 10:30, :=?
-static int joins(int next) {
-    return next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':');
-}
-
-// The level of character c, which stands at byte `at` of the tail; WALK_ON or WALK_ENDS when it is
-// no delimiter. next: the byte after c, or NEXT_*. guard 1: a mark inside 3.14, a.b, a::b or -> is
-// no delimiter.
-static int delimiter_level(const TextTail *t, int at, int c, int next, int guard) {
-    int before = at > 0 ? t->b[at - 1] : 0;
-    int arrow = guard && (before == '-' || before == '=' || before == '<');  // -> => <>: one sign
-    int inside = guard && joins(next);
-    int long_run = run_length_before(t->b, at) >= 3;              // --- *** ```
+// The level of the character c, which stands at byte `at` of the tail; WALK_ON or WALK_ENDS when it is
+// no delimiter. next: the byte after c, or NEXT_*. A mark inside 3.14, a.b, a::b, 10:30 or -> is none.
+static int delimiter_level(const TextTail *t, int at, int c, int next) {
+    int before = at > 0 ? t->b[at - 1] : 0, blank = at, run = 1;
+    int arrow = before == '-' || before == '=' || before == '<';  // -> => <>: one sign
+    int inside = next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':');
+    while (at >= run && t->b[at - run] == t->b[at]) run++;        // 3 for the last '-' of ---
+    while (blank > 0 && (t->b[blank - 1] == ' ' || t->b[blank - 1] == '\t' || t->b[blank - 1] == '\r')) blank--;
+    int empty_line = blank > 0 && t->b[blank - 1] == '\n';
     switch (c) {                                                  // Table 4
-    case '\n': return newline_level(t->b, at);
+    case '\n': return empty_line ? CUT_STRUCTURE : CUT_SENTENCE;
     case '}': case ']': return CUT_STRUCTURE;
     case '>': return arrow ? WALK_ENDS : CUT_STRUCTURE;
-    case '-': case '*': case '`': return long_run ? CUT_STRUCTURE : WALK_ENDS;
+    case '-': case '*': case '`': return run >= 3 ? CUT_STRUCTURE : WALK_ENDS;
     case '.': case '?': case '!': return inside ? WALK_ENDS : CUT_SENTENCE;
     case ',': case ';': case ':': return inside ? WALK_ENDS : CUT_PHRASE;
     case 0x3002: case 0xff1f: case 0xff01: return CUT_SENTENCE;   // ideographic . ? !
@@ -5990,75 +5948,52 @@ static int delimiter_level(const TextTail *t, int at, int c, int next, int guard
     }
 }
 
-// Is the text of n bytes nothing but blanks, and at least one?
-static int all_blank(const char *p, int n) {
-    for (int i = 0; i < n; i++) {
-        if (p[i] != ' ' && p[i] != '\t') return 0;
-    }
-    return n > 0;
-}
-
-// The level (CUT_*) of the boundary after the token (text, n), whose bytes end the tail; next: the
-// first byte of the next token, or NEXT_*. It walks backwards over delimiters and closing quotes,
-// as in `."` or `),`, and the best of them counts.
-static int boundary_level(const TextTail *t, const char *text, int n, int next, int guard) {
-    int level = CUT_NONE, end = t->n;
-    if (!tail_complete(t)) return CUT_INSIDE;
-    if (all_blank(text, n)) return CUT_BLANK;
-    for (int i = 0; i < WALK_CHARS && end > 0; i++) {
-        int at;
+// The level (CUT_*) of the boundary after a token of n bytes, which end the tail; next: the first byte
+// of the next token, or NEXT_*. It walks backwards over delimiters and closing quotes, as in `."` or
+// `),`, and the best of them counts.
+static int boundary_level(const TextTail *t, int n, int next) {
+    int level = CUT_NONE, end = t->n, blank = n > 0;
+    if (ends_inside(t)) return CUT_INSIDE;
+    for (int i = max_int(end - n, 0); i < end; i++) blank &= t->b[i] == ' ' || t->b[i] == '\t';
+    if (blank) return CUT_BLANK;
+    for (int i = 0, at; i < WALK_CHARS && end > 0; i++, end = at) {
         int c = char_before(t->b, end, &at);
-        int found = delimiter_level(t, at, c, end < t->n ? t->b[end] : next, guard);
+        int found = delimiter_level(t, at, c, end < t->n ? t->b[end] : next);
         if (found == WALK_ENDS) break;
         if (found != WALK_ON) level = min_int(level, found);
-        end = at;
     }
-    if (level < CUT_NONE) return level;
     int word_ends = next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n';
-    return word_ends ? CUT_BLANK : CUT_NONE;
+    return level == CUT_NONE && word_ends ? CUT_BLANK : level;
 }
 
-// Finds level[from..n), the boundaries after those tokens; t is the text before token `from` and
-// grows with them. The level after token n-1 depends on the token that follows it, so tok has n + 1
-// entries.
-static void levels_extend(unsigned char *level, int from, int n, TextTail *t, const Token *tok,
-                          int guard) {
-    for (int i = from; i < n; i++) {
-        if (special_token(tok[i].id)) {
-            t->n = 0;
-            level[i] = CUT_STRUCTURE;
-            continue;
-        }
-        int len, next_len, next = NEXT_EMPTY;
-        const char *text = text_of(tok[i].id, &len);
-        const char *after = text_of(tok[i + 1].id, &next_len);
-        if (special_token(tok[i + 1].id)) next = NEXT_END;
-        else if (next_len) next = (unsigned char)after[0];
-        tail_push(t, text, len);
-        level[i] = (unsigned char)boundary_level(t, text, len, next, guard);
+// The level of the boundary between two tokens. t is the text before the first one, and grows by it.
+static int level_between(TextTail *t, int id, int then) {
+    int n, n_next, next = NEXT_EMPTY;
+    const char *text = text_of(id, &n), *after = text_of(then, &n_next);
+    if (special_token(id)) {
+        t->n = 0;
+        return CUT_STRUCTURE;
     }
+    if (special_token(then)) next = NEXT_END;
+    else if (n_next) next = (unsigned char)after[0];
+    tail_push(t, text, n);
+    return boundary_level(t, n, next);
 }
 
 // The last token of the chunk that starts at token s and has min to max tokens. It is the possible
-// end with the best level; among equals the last one, or with `first` the first one. Where no end
-// has a level, the last end of a character is taken, and where there is none, the chunk has max
-// tokens.
-static int chunk_end(const unsigned char *level, int s, int min, int max, int first) {
+// end with the best level, and among equals the last one. Where no end has a level, the last end of a
+// character is taken, and where there is none, the chunk has max tokens.
+static int chunk_end(const unsigned char *level, int s, int min, int max) {
     int best = s + max - 1, found = CUT_INSIDE;
     for (int e = s + min - 1; e < s + max; e++) {                 // Sec. 4.3
-        int later_wins = !first || found >= CUT_NONE;
-        if (level[e] == CUT_INSIDE) continue;
-        if (level[e] < found || (level[e] == found && later_wins)) {
-            best = e;
-            found = level[e];
-        }
+        if (level[e] == CUT_INSIDE || level[e] > found) continue;
+        best = e;
+        found = level[e];
     }
     return best;
 }
 
-// ---- the index: the state of the method; Nodes and Tree are in kvcomp.h
-enum { WINDOW_HIT = 32 };       // w of Eq. 4, steps
-
+// ---- the index: Lychee is in inside.h, Nodes and Tree are in kvcomp.h
 // Does layer l have an index?
 int indexed_layer(const Session *s, const Lychee *x, int l) {
     return l >= x->full_layers && layer_acts(s, l);
@@ -6069,256 +6004,63 @@ int t_idx(const Lychee *x) {
     return x->start[x->M];
 }
 
-// Does anything read the coarse level?
-static int wants_coarse(const Lychee *x) {
-    return x->kg != KG_FLAT || x->exact;
-}
-
-// Tokens that the chunks of one list may have together.
+// Tokens that the chunks of a list may have together.
 int room_for_chunks(const Lychee *x) {
     return max_int(x->B - x->sink, 0);
 }
 
-// k_g: how many of P coarse units a step opens at least.
-int units_to_open(const Lychee *x, int P) {
-    return x->kg == KG_AUTO ? max_int((P + 3) / 4, 8) : x->kg;
+static int chunk_tokens(const Lychee *x, int j) {
+    return x->start[j + 1] - x->start[j];
 }
 
 // The number of clusters K and of coarse units P for M chunks (paper, App. A).
 static void tree_shape(const Lychee *x, int M, int *K, int *P) {
     *K = (M + x->per_cluster - 1) / x->per_cluster;
-    *P = wants_coarse(x) ? min_int((*K + 1) / 2, x->coarse_max) : 0;
+    *P = x->kg ? min_int((*K + 1) / 2, MOST_UNITS) : 0;
 }
 
-// What the kernels need to know; P: coarse units. On a device exact pruning is a flat scan, which
-// reads the same rows.
-static LycheeRule lychee_rule(const Lychee *x, int P) {
-    return (LycheeRule){
-        .beta = x->beta,
-        .beta_coarse = x->beta_coarse,
-        .gqa = x->gqa,
-        .units = x->exact ? 0 : units_to_open(x, P),
-        .lazy = x->lazy,
-        .unit = x->unit,
-        .tokens = x->tokens,
-        .pool_max = x->pool_max,
-        .iters = x->iters,
-        .min = x->min,
-        .room = room_for_chunks(x),
-        .sink = x->sink,
-        .M = x->M,
-        .cap = 2 * x->M_built,
-        .start = x->start,
-    };
+// What the kernels need to know.
+static LycheeRule lychee_rule(const Lychee *x) {
+    return (LycheeRule){ .beta = x->beta, .units = x->kg, .iters = x->iters, .room = room_for_chunks(x),
+                         .sink = x->sink, .M = x->M, .start = x->start };
 }
 
-// A tree is one block of memory, out of which its arrays are carved one after the other.
-typedef struct {
-    char *mem;                  // NULL: only the size is wanted
-    size_t at;                  // bytes carved so far
-} Block;
-
-// The next `bytes` of the block, rounded up to 64.
-static void *carve(Block *b, size_t bytes) {
-    void *p = b->mem ? b->mem + b->at : NULL;
-    b->at += (bytes + 63) & ~(size_t)63;
+// The next `bytes` of a block of memory, rounded up to 64. mem NULL: they are only counted in *at.
+static void *carve(char *mem, size_t *at, size_t bytes) {
+    void *p = mem ? mem + *at : NULL;
+    *at += (bytes + 63) & ~(size_t)63;
     return p;
 }
 
-// The arrays of one level: n nodes over so many children.
-static void nodes_carve(Nodes *u, Block *b, int n, int children, int D) {
-    size_t ints = (size_t)n * sizeof(int);
+// Lays out a level of n nodes with room for so many children in mem, from *at on.
+static void nodes_carve(Nodes *u, char *mem, size_t *at, int n, int children, int D) {
     u->n = n;
-    u->mu = carve(b, (size_t)n * D * sizeof *u->mu);
-    u->r = carve(b, (size_t)n * sizeof *u->r);
-    u->chunks = carve(b, ints);
-    u->tokens = carve(b, ints);
-    u->first = carve(b, ints);
-    u->last = carve(b, ints);
-    u->next = carve(b, (size_t)children * sizeof(int));
+    u->mu = carve(mem, at, (size_t)n * D * sizeof *u->mu);
+    u->r = carve(mem, at, (size_t)n * sizeof *u->r);
+    u->tokens = carve(mem, at, (size_t)n * sizeof *u->tokens);
+    u->of = carve(mem, at, n ? (size_t)children * sizeof *u->of : 0);
 }
 
-// Lays out a tree of K clusters and P units for up to cap chunks in mem -> the bytes it takes. mem
-// NULL: only counts them.
+// Lays out a tree of K clusters and P units for up to cap chunks in mem -> the bytes it takes.
 static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {
-    Block b = { mem, 0 };
-    nodes_carve(&t->fine, &b, K, cap, D);
-    nodes_carve(&t->coarse, &b, P, P ? K : 0, D);
-    t->parent = carve(&b, P ? (size_t)K * sizeof(int) : 0);
-    t->rho = carve(&b, (size_t)P * sizeof(float));
-    return b.at;
-}
-
-// Gives the memory of the tree back, wherever it lies.
-static void tree_free(const Session *s, Tree *t) {
-    (void)s;                                    // read in a build with CUDA only
-    if (KV_DEV(s)) near_free_cuda(t->mem);
-    else free(t->mem);
-    t->mem = NULL;
-    t->bytes = 0;
+    size_t at = 0;
+    nodes_carve(&t->fine, mem, &at, K, cap, D);
+    nodes_carve(&t->coarse, mem, &at, P, K, D);
+    return at;
 }
 
 // Gives the tree memory of its size. cap: the most chunks there will be before the next build, so
 // that grafting never asks for memory.
 static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
-    Tree size;
-    size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
+    size_t bytes = tree_carve(&(Tree){ 0 }, NULL, cap, K, P, D);
     if (bytes != t->bytes) {
-        tree_free(s, t);
-        t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes);
+        index_drop(s, t->mem);
+        t->mem = NULL;
+        t->bytes = 0;
+        t->mem = index_grow(s, NULL, 0, bytes);
+        t->bytes = bytes;
     }
-    t->bytes = bytes;
     tree_carve(t, t->mem, cap, K, P, D);
-}
-
-// Makes every node of the level empty; centres stay.
-static void nodes_clear(Nodes *u) {
-    for (int j = 0; j < u->n; j++) {
-        u->r[j] = 0;
-        u->chunks[j] = 0;
-        u->tokens[j] = 0;
-        u->first[j] = -1;
-        u->last[j] = -1;
-    }
-}
-
-// Appends a child, whose number is larger than those the node has, to the node's list.
-static void child_append(Nodes *u, int node, int child) {
-    u->next[child] = -1;
-    if (u->first[node] < 0) u->first[node] = child;
-    else u->next[u->last[node]] = child;
-    u->last[node] = child;
-}
-
-// ---- opening: the options
-static const Opt lychee_opts[] = {
-    { "lychee-beta", 'f', "0",
-      "weight of |q| r in a cluster's score; 1: the upper bound of Eq. 2" },
-    { "lychee-beta-coarse", 'f', "0",
-      "the same for coarse units" },
-    { "lychee-gqa", 'c', "max|sum|head",
-      "query heads of a group: best of them, their sum, or a list for each" },
-    { "lychee-kg", 's', "flat",
-      "coarse units opened in a step: flat (no coarse level), auto, or a number" },
-    { "lychee-prune", 'c', "none|exact",
-      "exact: open units by upper bound until none can matter; reads what flat reads" },
-    { "lychee-lazy", 'c', "ball|mean|freeze",
-      "what a grafted chunk does to its cluster's centre" },
-    { "lychee-centroid", 'c', "unit|mean",
-      "centres on the unit sphere, or plain means" },
-    { "lychee-pool", 'c', "mean|max",
-      "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
-    { "lychee-bound", 'c', "chunk|token",
-      "token: a cluster's centre and radius are those of its raw token keys, "
-      "so Eq. 2 bounds tokens" },
-    { "lychee-tie", 'c', "last|first",
-      "of equally good ends of a chunk" },
-    { "lychee-guard", 'i', "1",
-      "0: marks inside 3.14, a.b, a::b, -> may end a chunk too", 0, 1 },
-    { "lychee-chunk-min", 'i', "8",
-      "fewest tokens of a chunk" },
-    { "lychee-chunk-max", 'i', "16",
-      "most tokens of a chunk" },
-    { "lychee-buffer", 'i', "128",
-      "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
-    { "lychee-sink", 'i', "16",
-      "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
-    { "lychee-full-layers", 'i', "2",
-      "first layers that read every row" },
-    { "lychee-iters", 'i', "10",
-      "iterations of k-means", 0, 1000 },
-    { "lychee-chunks-per-cluster", 'i', "2",
-      "chunks a cluster has on average", 1, 1 << 20 },
-    { "lychee-coarse-max", 'i', "64",
-      "most coarse units" },
-    { "lychee-stats", 'b', "0",
-      "measure recall, attention covered, Jaccard and WindowHit (slow)" },
-    { NULL, 0, NULL, NULL },
-};
-
-// A weight of |q| r: what the user gave, otherwise 1 under --paper (D40).
-static float beta_option(const Options *o, const char *name) {
-    if (opt_int(o, "paper") && !opt_given(o, name)) return 1;
-    return (float)opt_real(o, name);
-}
-
-// Reads every option but --lychee-kg.
-static void lychee_read(Lychee *x, const Options *o) {
-    x->beta        = beta_option(o, "lychee-beta");
-    x->beta_coarse = beta_option(o, "lychee-beta-coarse");
-    x->gqa         = opt_choice(o, "lychee-gqa", "max|sum|head");
-    x->exact       = opt_choice(o, "lychee-prune", "none|exact");
-    x->lazy        = opt_choice(o, "lychee-lazy", "ball|mean|freeze");
-    x->unit        = opt_choice(o, "lychee-centroid", "mean|unit");
-    x->pool_max    = opt_choice(o, "lychee-pool", "mean|max");
-    x->tokens      = opt_choice(o, "lychee-bound", "chunk|token");
-    x->first_tie   = opt_choice(o, "lychee-tie", "last|first");
-    x->guard       = opt_int(o, "lychee-guard");
-    x->min         = opt_int(o, "lychee-chunk-min");
-    x->max         = opt_int(o, "lychee-chunk-max");
-    x->buffer      = opt_int(o, "lychee-buffer");
-    x->sink        = opt_int(o, "lychee-sink");
-    x->full_layers = opt_int(o, "lychee-full-layers");
-    x->iters       = opt_int(o, "lychee-iters");
-    x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
-    x->coarse_max  = opt_int(o, "lychee-coarse-max");
-    x->stats       = opt_int(o, "lychee-stats");
-}
-
-// --lychee-kg: a word, or a number of units. 0, or -1 with s->err set.
-static int lychee_read_kg(Session *s, Lychee *x) {
-    const char *kg = opt_str(s->opt, "lychee-kg");
-    const Opt number = { "lychee-kg", 'i', NULL, NULL };
-    x->kg = KG_FLAT;
-    if (!strcmp(kg, "flat")) return 0;
-    x->kg = KG_AUTO;
-    if (!strcmp(kg, "auto")) return 0;
-    x->kg = atoi(kg);
-    if (opt_check(&number, kg, s->err) || x->kg < 1)
-        return refuse(s, "--lychee-kg wants flat, auto or a number of at least 1");
-    return 0;
-}
-
-// 0, or -1 with s->err set when a value makes no sense.
-static int lychee_check(Session *s, const Lychee *x) {
-    if (x->beta < 0 || x->beta_coarse < 0)
-        return refuse(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
-    if (x->min < 1 || x->max < x->min || x->max > 4096)
-        return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
-    if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0)
-        return refuse(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
-    if (x->per_cluster < 1 || x->coarse_max < 1)
-        return refuse(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
-    if (s->ratio < 0 && s->budget < x->sink)
-        return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
-    return 0;
-}
-
-// An empty index: there are no chunks yet. 0, or -1 with s->err set when the options do not fit.
-static int lychee_open(Session *s, void *ms) {
-    Lychee *x = ms;
-    size_t trees = (size_t)s->c->L * s->c->G;
-    lychee_read(x, s->opt);
-    if (lychee_read_kg(s, x) || lychee_check(s, x)) return -1;
-    x->B = s->budget;
-    x->tree = xcalloc(trees, sizeof *x->tree);
-    if (x->stats) x->watch = xcalloc(trees, sizeof *x->watch);
-    x->cap = 64;
-    x->start = xmalloc(sizeof(int) * (size_t)(x->cap + 1));
-    x->start[0] = x->sink;
-    return 0;
-}
-
-// Gives everything back; open may have failed half way.
-static void lychee_close(Session *s, void *ms) {
-    Lychee *x = ms;
-    int trees = s->c->L * s->c->G;
-    for (int i = 0; x->tree && i < trees; i++) tree_free(s, &x->tree[i]);
-    for (int i = 0; x->watch && i < trees; i++) free(x->watch[i].seen);
-    free(x->tree);
-    free(x->watch);
-    free(x->start);
-    free(x->level);
 }
 
 // ---- keys and k-means: sums are f32; a centre becomes bf16 once, before the last assignment (D42)
@@ -6329,28 +6071,15 @@ static void normalise(float *x, int D) {
     for (int d = 0; d < D; d++) x[d] *= f;
 }
 
-// key (D): the key of the chunk of rows r0..r0+n-1. It is their mean or, under pool_max, their
-// largest value in every dimension (Table 3), of length 1. rows (n,D) is room, which holds the
-// rows' keys afterwards.
-static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows,
-                      float *key) {
-    int D = s->c->D;
-    kv_load_k(s, hd, NULL, r0, n, rows);
+// key (D): the mean key of the rows of chunk j, of length 1. rows (chunk-max,D) is room.
+static void chunk_key(const Session *s, const Lychee *x, const KVHead *hd, int j, float *rows, float *key) {
+    int D = s->c->D, n = chunk_tokens(x, j);
+    kv_load_k(s, hd, NULL, x->start[j], n, rows);
     memcpy(key, rows, (size_t)D * sizeof *key);
-    for (int i = 1; i < n; i++) {
-        const float *k = rows + (size_t)i * D;
-        for (int d = 0; d < D; d++) key[d] = pool_max ? fmaxf(key[d], k[d]) : key[d] + k[d];
-    }
-    for (int d = 0; d < D && !pool_max; d++) key[d] /= (float)n;
+    for (int i = 1; i < n; i++)
+        for (int d = 0; d < D; d++) key[d] += rows[(size_t)i * D + d];
+    for (int d = 0; d < D; d++) key[d] /= (float)n;
     normalise(key, D);                                            // Sec. 4.1: kbar_j
-}
-
-// dst (D) = x (D) rounded to bf16, and x is rounded with it.
-static void round_bf16(uint16_t *dst, float *x, int D) {
-    for (int d = 0; d < D; d++) {
-        dst[d] = f32_to_bf16(x[d]);
-        x[d] = bf16_to_f32(dst[d]);
-    }
 }
 
 // |v - mu|, summed in double. v, mu (D).
@@ -6368,670 +6097,297 @@ static float above(double r) {
     return nextafterf((float)r, INFINITY);
 }
 
-typedef struct {                // what one thread builds a tree in; M chunks, K clusters, P units
-    float *key;                 // (M,D) chunk keys
-    float *mu;                  // (K,D) centres of the clusters in f32
-    float *gmu;                 // (P,D) centres of the units in f32
-    float *sum;                 // (K,D) sums of the points of a centre
-    float *sc;                  // (KV_TILE,KV_TILE) scores of points and centres
-    float *len;                 // (K) 1/|mu|, for --lychee-centroid=mean
-    float *rows;                // (chunk-max,D) keys of the rows of a chunk
-    int *label;                 // (M) the cluster of a chunk
-    int *glabel;                // (K) the unit of a cluster
-    int *count;                 // (K) points of a centre
-} BuildRoom;
-
-// Every centre becomes the mean of its points, on the unit sphere if `unit`; a centre without
-// points stays. x (n,D) points, label (n) their centres, mu (K,D).
-static void update_centres(const float *x, int n, const int *label, float *mu, int K, int D,
-                           int unit, const BuildRoom *w) {
-    memset(w->sum, 0, (size_t)K * D * sizeof(float));
-    memset(w->count, 0, (size_t)K * sizeof(int));
-    for (int i = 0; i < n; i++) {
-        float *to = w->sum + (size_t)label[i] * D;
-        w->count[label[i]]++;
-        for (int d = 0; d < D; d++) to[d] += x[(size_t)i * D + d];
-    }
-    for (int j = 0; j < K; j++) {
-        float *to = w->sum + (size_t)j * D;
-        if (!w->count[j]) continue;
-        if (unit) {
-            normalise(to, D);
-        } else {
-            for (int d = 0; d < D; d++) to[d] /= (float)w->count[j];
+// label (n): the centre of mu (K,D) with the largest product for every point x (n,D); equal ones: the
+// lower number. Tiles of points meet tiles of centres, so that both stay in the nearest cache.
+static void assign_points(const float *x, int n, const float *mu, int K, int D, int *label) {
+    float sc[KV_TILE * KV_TILE];
+    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
+        int m = min_int(KV_TILE, n - i0);
+        float best[KV_TILE];                    // of these points, over the centres so far
+        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
+            int k = min_int(KV_TILE, K - j0);
+            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
+            for (int i = 0; i < m; i++) {
+                const float *row = sc + (size_t)i * k;
+                float top = max_f32(row, k);
+                int j = 0;
+                if (j0 && !(top > best[i])) continue;
+                while (j < k - 1 && row[j] != top) j++;
+                best[i] = top;
+                label[i0 + i] = j0 + j;
+            }
         }
-        memcpy(mu + (size_t)j * D, to, (size_t)D * sizeof(float));
     }
 }
 
-// len (K) = 1/|mu|, by which cosines are made of dot products; NULL when centres have length 1
-// anyway.
-static const float *inverse_lengths(const float *mu, int K, int D, int unit, float *len) {
-    if (unit) return NULL;
-    for (int j = 0; j < K; j++) {
-        const float *m = mu + (size_t)j * D;
-        len[j] = 1 / sqrtf(dot_f32(m, m, D) + 1e-12f);
-    }
-    return len;
-}
-
-// Spherical k-means of the points x (n,D) into K centres. dst (K,D) are the centres in bf16, mu
-// (K,D) the same in f32, label (n) the last assignment, which is made against the rounded centres.
-// The first centres are evenly spaced points (D50).
-static void kmeans(const float *x, int n, int K, int D, int iters, int unit, const BuildRoom *w,
-                   float *mu, uint16_t *dst, int *label) {
+// Spherical k-means of the points x (n,D) into the nodes of u: their centres in bf16, of[] the node of
+// every point by the last assignment, which is made against the rounded centres; radii and tokens are
+// 0. The first centres are evenly spaced points (D50). mu (K,D) gets the centres in f32, sum (K,D) is
+// room.
+static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu, float *sum) {
+    int K = u->n, *points = u->tokens;          // of a centre
+    size_t row = (size_t)D * sizeof *mu, numbers = (size_t)K * D;
     for (int j = 0; j < K; j++) {
         int64_t from = ((int64_t)2 * j + 1) * n / ((int64_t)2 * K);
-        memcpy(mu + (size_t)j * D, x + (size_t)from * D, (size_t)D * sizeof(float));
+        memcpy(mu + (size_t)j * D, x + (size_t)from * D, row);
     }
     for (int it = 0; it < iters; it++) {                          // Sec. 4.3
-        const float *len = inverse_lengths(mu, K, D, unit, w->len);
-        assign_points(x, n, mu, K, D, len, w->sc, label);
-        update_centres(x, n, label, mu, K, D, unit, w);
+        assign_points(x, n, mu, K, D, u->of);
+        memset(sum, 0, K * row);
+        memset(points, 0, (size_t)K * sizeof *points);
+        for (int i = 0; i < n; i++) {
+            float *to = sum + (size_t)u->of[i] * D;
+            points[u->of[i]]++;
+            for (int d = 0; d < D; d++) to[d] += x[(size_t)i * D + d];
+        }
+        for (int j = 0; j < K; j++) {           // a centre without points stays
+            if (!points[j]) continue;
+            normalise(sum + (size_t)j * D, D);
+            memcpy(mu + (size_t)j * D, sum + (size_t)j * D, row);
+        }
     }
-    for (int j = 0; j < K; j++) round_bf16(dst + (size_t)j * D, mu + (size_t)j * D, D);
-    const float *len = inverse_lengths(mu, K, D, unit, w->len);
-    assign_points(x, n, mu, K, D, len, w->sc, label);
+    from_f32(u->mu, mu, DT_BF16, numbers);
+    to_f32(mu, u->mu, DT_BF16, numbers);
+    assign_points(x, n, mu, K, D, u->of);
+    memset(u->r, 0, (size_t)K * sizeof *u->r);
+    memset(u->tokens, 0, (size_t)K * sizeof *u->tokens);
 }
 
 // ---- building the trees (Algorithm 1, line 3)
 
-// The node has one more chunk below it, of this key (D) and so many tokens: counts and radius
-// follow, the centre stays.
+// The node has one more chunk below it, of this key (D) and so many tokens; its centre stays.
 static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) {
-    u->chunks[node]++;
-    u->tokens[node] += tokens;
     double away = distance(key, u->mu + (size_t)node * D, D);
+    u->tokens[node] += tokens;
     u->r[node] = fmaxf(u->r[node], above(away));                  // Sec. 4.1: r_u
 }
 
-// rho of unit g = max over its clusters c of |mu_c - mu_g| + beta r_c: q.mu_g + |q| rho_g bounds
-// the score of all of them. mu (D) is room.
-static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {
-    t->rho[g] = 0;
-    for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
-        if (!t->fine.chunks[c]) continue;
-        to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, (size_t)D);
-        double away = distance(mu, t->coarse.mu + (size_t)g * D, D);
-        t->rho[g] = fmaxf(t->rho[g], above(away + (double)beta * t->fine.r[c]));
-    }
-}
-
-// --lychee-bound=token: centre and radius of every cluster anew, from the raw keys of its tokens.
-// The index has the same bytes and Eq. 2 the same form, but what it bounds are token keys.
-static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd,
-                         const BuildRoom *w) {
-    Nodes *u = &t->fine;
-    int D = s->c->D;
-    for (int c = 0; c < u->n; c++) {
-        uint16_t *mu = u->mu + (size_t)c * D;
-        if (!u->chunks[c]) continue;
-
-        // The centre: the mean of the keys.
-        memset(w->sum, 0, (size_t)D * sizeof *w->sum);
-        for (int j = u->first[c]; j >= 0; j = u->next[j]) {
-            int n = x->start[j + 1] - x->start[j];
-            kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
-            for (int i = 0; i < n; i++) {
-                const float *k = w->rows + (size_t)i * D;
-                for (int d = 0; d < D; d++) w->sum[d] += k[d] / (float)u->tokens[c];
-            }
-        }
-        round_bf16(mu, w->sum, D);
-
-        // The radius: the farthest key.
-        u->r[c] = 0;
-        for (int j = u->first[c]; j >= 0; j = u->next[j]) {
-            int n = x->start[j + 1] - x->start[j];
-            kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
-            for (int i = 0; i < n; i++) {
-                double away = distance(w->rows + (size_t)i * D, mu, D);
-                u->r[c] = fmaxf(u->r[c], above(away));
-            }
-        }
-    }
+// Numbers of room that tree_build needs for trees of K clusters and P units.
+static size_t build_room(const Session *s, const Lychee *x, int K, int P) {
+    return ((size_t)x->M + K + P + max_int(K, x->max)) * s->c->D;
 }
 
 // The tree of one KV head, from all M chunks: keys, clusters of chunks, units of clusters, and what
 // covers what.
-static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd,
-                       const BuildRoom *w) {
+static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, float *room) {
     int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
-    for (int j = 0; j < M; j++) {
-        int n = x->start[j + 1] - x->start[j];
-        chunk_key(s, x->pool_max, hd, x->start[j], n, w->rows, w->key + (size_t)j * D);
-    }
+    float *key = room, *mu = key + (size_t)M * D, *units = mu + (size_t)K * D, *sum = units + (size_t)P * D;
+    for (int j = 0; j < M; j++) chunk_key(s, x, hd, j, sum, key + (size_t)j * D);
 
     // Algorithm 1, line 3: the fine level C, then the coarse level G
-    kmeans(w->key, M, K, D, x->iters, x->unit, w, w->mu, t->fine.mu, w->label);
-    if (P) kmeans(w->mu, K, P, D, x->iters, x->unit, w, w->gmu, t->coarse.mu, w->glabel);
-
-    nodes_clear(&t->fine);
-    nodes_clear(&t->coarse);
-    for (int c = 0; c < K && P; c++) {
-        t->parent[c] = w->glabel[c];
-        child_append(&t->coarse, w->glabel[c], c);
-    }
+    kmeans(key, M, &t->fine, D, x->iters, mu, sum);
+    if (P) kmeans(mu, K, &t->coarse, D, x->iters, units, sum);
     for (int j = 0; j < M; j++) {
-        const float *key = w->key + (size_t)j * D;
-        int c = w->label[j], tokens = x->start[j + 1] - x->start[j];
-        child_append(&t->fine, c, j);
-        node_cover(&t->fine, c, key, tokens, D);
-        if (P) node_cover(&t->coarse, t->parent[c], key, tokens, D);
+        int c = t->fine.of[j];
+        node_cover(&t->fine, c, key + (size_t)j * D, chunk_tokens(x, j), D);
+        if (P) node_cover(&t->coarse, t->coarse.of[c], key + (size_t)j * D, chunk_tokens(x, j), D);
     }
-    if (x->tokens) cover_tokens(s, x, t, hd, w);
-    for (int g = 0; g < P; g++) unit_rho(t, g, x->beta, D, w->rows);
-}
-
-// The room of one thread for trees of M chunks, K clusters and P units.
-static BuildRoom build_room(Session *s, const Lychee *x, int K, int P) {
-    size_t M = (size_t)x->M, row = (size_t)s->c->D * sizeof(float);
-    return (BuildRoom){
-        .key = scratch(s, M * row),
-        .mu = scratch(s, (size_t)K * row),
-        .gmu = scratch(s, (size_t)P * row),
-        .sum = scratch(s, (size_t)K * row),
-        .sc = scratch(s, (size_t)KV_TILE * KV_TILE * sizeof(float)),
-        .len = scratch(s, (size_t)K * sizeof(float)),
-        .rows = scratch(s, (size_t)x->max * row),
-        .label = scratch(s, M * sizeof(int)),
-        .glabel = scratch(s, (size_t)K * sizeof(int)),
-        .count = scratch(s, (size_t)K * sizeof(int)),
-    };
-}
-
-// Builds the trees of all indexed layers on the CPU, a tree a thread.
-static void build_host(Session *s, Lychee *x, int K, int P) {
-    int L = s->c->L, G = s->c->G, threads = n_threads();
-    size_t mark = scratch_mark(s);
-    BuildRoom *room = scratch(s, (size_t)threads * sizeof *room);
-    for (int i = 0; i < threads; i++) room[i] = build_room(s, x, K, P);
-    #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < L * G; i++) {
-        if (!indexed_layer(s, x, i / G)) continue;
-        tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
-    }
-    scratch_reset(s, mark);
-}
-
-// Starts the statistics of a tree anew: cluster numbers mean something else after a build.
-static void watch_restart(Watch *a, int clusters) {
-    if (clusters > a->cap) {
-        a->cap = clusters;
-        a->seen = xrealloc(a->seen, (size_t)clusters * sizeof(int));
-    }
-    for (int c = 0; c < clusters; c++) a->seen[c] = -2 * WINDOW_HIT;
-    a->step = 0;
-    a->size = 0;
 }
 
 // Builds the index of all layers from the M chunks there are, on the session's device.
 static void lychee_build(Session *s, Lychee *x) {
-    int G = s->c->G, K, P;
+    int G = s->c->G, D = s->c->D, n = s->c->L * G, K, P;
     tree_shape(x, x->M, &K, &P);
-    LycheeRule rule = lychee_rule(x, P);
-    for (int l = 0; l < s->c->L; l++) {
-        if (!indexed_layer(s, x, l)) continue;
-        for (int i = l * G; i < (l + 1) * G; i++) {
-            tree_room(s, &x->tree[i], 2 * x->M, K, P, s->c->D);
-            if (x->watch) watch_restart(&x->watch[i], K);
-        }
-        if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
+    LycheeRule rule = lychee_rule(x);
+    for (int i = 0; i < n; i++) {
+        if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
     }
-    if (!KV_DEV(s)) build_host(s, x, K, P);
+    size_t mark = scratch_mark(s), per = build_room(s, x, K, P);
+    float *room = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *room);
+    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s))
+    for (int i = 0; i < n; i++) {
+        if (!indexed_layer(s, x, i / G)) continue;
+        if (!KV_DEV(s)) tree_build(s, x, &x->tree[i], &s->head[i], room + thread_id() * per);
+        else if (i % G == 0) lychee_build_cuda(s, &rule, i / G, &x->tree[i]);
+    }
+    scratch_reset(s, mark);
     x->M_built = x->M;
     s->changes++;                               // the trees may lie elsewhere now
 }
 
 // ---- scores
-typedef struct {                // what one thread retrieves in; R query heads a group, N rows
-    float *sc;                  // (R,max(K,P)) dot products
-    float *S, *Sg;              // (K) (P) scores of clusters, of units; -INFINITY: not to be read
-    int *unit;                  // (P) units, a heap
-    int *used;                  // (K+1) clusters to take chunks from, in order
-    int n_used;                 // so many of them gave a chunk
-    unsigned char *taken;       // (M) 1: the chunk is read
-    int *rows;                  // (N) rows
-    float *q;                   // (D) summed query
-    float *mu;                  // (KV_TILE,D) gathered centres; also keys, for statistics
-    float *prob;                // (N) with --lychee-stats
-} SeekRoom;
 
-// A room a thread, for trees of the size of t and R queries at once.
-static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
-    int threads = n_threads();
-    size_t K = (size_t)t->fine.n, P = (size_t)t->coarse.n;
-    size_t D = (size_t)s->c->D, N = (size_t)s->n_tok;
-    SeekRoom *w = scratch(s, (size_t)threads * sizeof *w);
-    for (int i = 0; i < threads; i++) {
-        w[i] = (SeekRoom){
-            .sc = scratch(s, (size_t)R * max_size(K, P) * sizeof(float)),
-            .S = scratch(s, K * sizeof(float)),
-            .Sg = scratch(s, P * sizeof(float)),
-            .unit = scratch(s, P * sizeof(int)),
-            .used = scratch(s, (K + 1) * sizeof(int)),
-            .taken = scratch(s, (size_t)x->M),
-            .rows = scratch(s, N * sizeof(int)),
-            .q = scratch(s, D * sizeof(float)),
-            .mu = scratch(s, KV_TILE * D * sizeof(float)),
-            .prob = x->watch ? scratch(s, N * sizeof(float)) : NULL,
-        };
-    }
-    return w;
-}
-
-// --lychee-gqa=max: every one of the m query heads q (m,D) may win. Each counts with length 1, so
-// that no head wins by its scale (D45).
-void probe_max(Probe *p, const float *q, int m, int D) {
-    *p = (Probe){ .q = q, .m = m, .slack = 1 };
-    for (int i = 0; i < m; i++) {
-        const float *qi = q + (size_t)i * D;
-        p->w[i] = 1 / fmaxf(sqrtf(dot_f32(qi, qi, D)), 1e-20f);
-    }
-}
-
-// --lychee-gqa=sum: the sum of the query heads; with m == 1 also --lychee-gqa=head. sum (D) is room
-// for it.
-void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {
-    *p = (Probe){ .q = sum, .m = 1, .w = { 1 } };
-    memset(sum, 0, (size_t)D * sizeof *sum);
-    for (int i = 0; i < m; i++) {
-        const float *qi = q + (size_t)i * D;
-        for (int d = 0; d < D; d++) sum[d] += qi[d];
-        p->slack += sqrtf(dot_f32(qi, qi, D));
-    }
-}
-
-// S (n): the scores of n nodes with radii r (n), which are the upper bound UB when beta is 1. sc
-// (m,n): q_i . mu.
-static void upper_bounds(const Probe *p, const float *sc, int n, const float *r, float beta,
-                         float *S) {
-    float slack = beta * p->slack;
+// S (n): the scores of nodes from..from+n-1 of a level for the query heads q (R,D) of a group;
+// -INFINITY for an empty node. Every query counts with length 1, so that no head wins by its scale
+// (D45); w (R) are 1 / their lengths. sc (R,n) is room.
+static void score_nodes(const Nodes *u, int from, int n, const float *q, const float *w, int R, int D,
+                        float beta, float *sc, float *S) {
+    scores_of(sc, q, u->mu + (size_t)from * D, DT_BF16, R, n, D, 1, (Ahead){0});
     for (int j = 0; j < n; j++) S[j] = -INFINITY;
-    for (int i = 0; i < p->m; i++) {
+    for (int i = 0; i < R; i++) {
         const float *row = sc + (size_t)i * n;
-        float w = p->w[i];
-        for (int j = 0; j < n; j++) S[j] = row[j] * w > S[j] ? row[j] * w : S[j];
+        for (int j = 0; j < n; j++) S[j] = row[j] * w[i] > S[j] ? row[j] * w[i] : S[j];
     }
-    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];     // Eq. 2: q.mu_u + |q| r_u
+    for (int j = 0; beta && j < n; j++) S[j] += beta * u->r[from + j];      // Eq. 2: q.mu_u + |q| r_u
+    for (int j = 0; j < n; j++) S[j] = u->tokens[from + j] ? S[j] : -INFINITY;
 }
 
-// The scores S (n) of all nodes of a level, with radii r (n); an empty node has -INFINITY. sc (m,n)
-// is room.
-static void score_level(const Probe *p, const Nodes *u, const float *r, float beta, int D,
-                        float *sc, float *S) {
-    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1, (Ahead){0});
-    upper_bounds(p, sc, u->n, r, beta, S);
-    for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
-}
-
-// The scores of the clusters below unit g, into w->S. They lie apart, so their centres are gathered
-// tile by tile.
-static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {
-    const Nodes *u = &t->fine;
-    float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
-    int id[KV_TILE];
-    int c = t->coarse.first[g];
-    while (c >= 0) {
-        int k = 0;
-        for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
-            if (!u->chunks[c]) continue;
-            to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
-            r[k] = u->r[c];
-            id[k] = c;
-            k++;
-        }
-        attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
-        upper_bounds(p, sc, k, r, x->beta, S);                    // Algorithm 1, line 13: Scores_c
-        for (int j = 0; j < k; j++) w->S[id[j]] = S[j];
+// The node with the largest of the scores S (n), equal ones by number; -1: all are -INFINITY.
+static int best_node(const float *S, int n) {
+    int best = -1;
+    float top = -INFINITY;
+    for (int j = 0; j < n; j++) {
+        if (!(S[j] > top)) continue;
+        best = j;
+        top = S[j];
     }
+    return best;
 }
 
 // ---- grafting: a chunk that is complete joins the index (Algorithm 1, lines 18-23)
 
-// How far a centre moves towards a new key: 0 not at all, 1 onto it. n: members so far, d: the key's
-// distance, r: the radius. LAZY_MEAN makes it the mean of n + 1 members, LAZY_BALL the centre of the
-// smallest ball that holds the old ball and the key, and LAZY_FREEZE leaves it.
-static double centre_step(int lazy, int n, double d, double r) {
-    if (lazy == LAZY_MEAN) return 1 / (n + 1.0);
-    if (lazy == LAZY_BALL && d > r) return (d - r) / (2 * d);
-    return 0;
-}
-
-// Moves the centre mu (D) by `step` of the way to v (D), and onto the unit sphere if `unit` -> the
-// length of its shift, as rounded to bf16. room (D) is room.
-static double centre_move(uint16_t *mu, const float *v, double step, int unit, int D, float *room) {
-    double shift = 0;
-    to_f32(room, mu, DT_BF16, (size_t)D);
-    for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
-    if (unit) normalise(room, D);
-    for (int i = 0; i < D; i++) {
-        uint16_t to = f32_to_bf16(room[i]);
-        double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
-        shift += e * e;
-        mu[i] = to;
-    }
-    return sqrt(shift);
-}
-
-// The node takes in one more key v (D) beside the n it has: its centre follows, and its radius goes
-// on covering all of them (D49). unit: under LAZY_MEAN the centre stays on the sphere. room (D) is
-// room.
+// The node takes in one more chunk of key v (D). Its new ball is the smallest that holds the old one
+// and v, and then its radius covers what rounding the centre to bf16 has shifted (D49).
 //   r' = max(r + |mu' - mu|, |v - mu'|)
-static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D,
-                        float *room) {
+static void node_absorb(Nodes *u, int node, const float *v, int tokens, int D) {
     uint16_t *mu = u->mu + (size_t)node * D;
     double d = distance(v, mu, D), r = u->r[node], shift = 0;
-    double step = centre_step(x->lazy, n, d, r);
-    if (step > 0) {
-        shift = centre_move(mu, v, step, x->lazy == LAZY_MEAN && unit, D, room);
-        d = distance(v, mu, D);
+    u->tokens[node] += tokens;
+    if (d <= r) return;
+    double step = (d - r) / (2 * d);            // 0: the centre stays, 1: it moves onto v
+    for (int i = 0; i < D; i++) {
+        float old = bf16_to_f32(mu[i]);
+        mu[i] = f32_to_bf16((float)(old + step * ((double)v[i] - old)));
+        double e = (double)bf16_to_f32(mu[i]) - old;
+        shift += e * e;
     }
-    if (shift > 0 || d > r) u->r[node] = above(fmax(r + shift, d));  // Sec. 4.4
+    u->r[node] = above(fmax(r + sqrt(shift), distance(v, mu, D)));          // Sec. 4.4
 }
 
-// The cluster whose centre has the largest dot product with the chunk key v (D); mu (D) is room.
-static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu,
-                           SeekRoom *w) {
-    Probe p = { .q = v, .m = 1, .w = { 1 } };
-    score_level(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);
-    for (int i = 0; i < t->fine.n && x->tokens; i++) {      // centres of raw keys differ in length
-        to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
-        w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
-    }
-    int c = 0;
-    for (int i = 0; i < t->fine.n; i++) {
-        if (w->S[i] > w->S[c]) c = i;
-    }
-    return c;
+// Chunk j joins the cluster whose centre has the largest product with its key, and the unit above it.
+// room (chunk-max + 1,D) and sc (2,K) are room.
+static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *room,
+                       float *sc) {
+    int D = s->c->D, K = t->fine.n, tokens = chunk_tokens(x, j);
+    float *key = room, *S = sc + K, one = 1;
+    chunk_key(s, x, hd, j, room + D, key);
+    score_nodes(&t->fine, 0, K, key, &one, 1, D, 0, sc, S);
+    int c = t->fine.of[j] = max_int(best_node(S, K), 0);
+    node_absorb(&t->fine, c, key, tokens, D);
+    if (t->coarse.n) node_absorb(&t->coarse, t->coarse.of[c], key, tokens, D);
 }
 
-// Chunk j joins the nearest cluster and the unit above it. room (chunk-max + 2,D) is room.
-static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j,
-                       float *room, SeekRoom *w) {
-    int D = s->c->D, n = x->start[j + 1] - x->start[j];
-    float *v = room, *mu = room + D, *rows = room + (size_t)2 * D;
-    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
-    int c = nearest_cluster(x, t, v, D, mu, w);
-    if (x->tokens) {
-        for (int i = 0; i < n; i++) {
-            const float *k = rows + (size_t)i * D;
-            node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, k, 0, D, mu);
-        }
-    } else {
-        node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, mu);
-    }
-    child_append(&t->fine, c, j);
-    t->fine.chunks[c]++;
-    t->fine.tokens[c] += n;
-    if (!t->coarse.n) return;
-
-    int g = t->parent[c];
-    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, mu);
-    t->coarse.chunks[g]++;
-    t->coarse.tokens[g] += n;
-    unit_rho(t, g, x->beta, D, mu);
-}
-
-// Grafts chunks from..M-1 onto the trees on the CPU, in order in every tree.
-static void graft_host(Session *s, Lychee *x, int from) {
-    int L = s->c->L, G = s->c->G;
-    int first = 0;                              // the first layer with an index
-    while (first < L && !indexed_layer(s, x, first)) first++;
-    if (first == L) return;
-    size_t mark = scratch_mark(s), per = (size_t)(x->max + 2) * s->c->D;
-    SeekRoom *w = seek_rooms(s, x, &x->tree[first * G], 1);
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
-    #pragma omp parallel for schedule(static) if (x->M > 256)
-    for (int i = first * G; i < L * G; i++) {
-        int me = thread_id();
-        for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
-            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + me * per, &w[me]);
+// Grafts chunks from..M-1 onto the index, in order in every tree, on the session's device.
+static void lychee_graft(Session *s, Lychee *x, int from) {
+    int G = s->c->G, n = s->c->L * G, K, P;
+    tree_shape(x, x->M_built, &K, &P);
+    LycheeRule rule = lychee_rule(x);
+    size_t mark = scratch_mark(s), keys = (size_t)(x->max + 1) * s->c->D, per = keys + 2 * (size_t)K;
+    float *all = scratch(s, (size_t)n_threads() * per * sizeof *all);
+    #pragma omp parallel for schedule(static) if (x->M > 256 && !KV_DEV(s))
+    for (int i = 0; i < n; i++) {
+        float *room = all + thread_id() * per;
+        if (!indexed_layer(s, x, i / G)) continue;
+        if (KV_DEV(s) && i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);
+        for (int j = from; j < x->M && !KV_DEV(s); j++)
+            tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
     }
     scratch_reset(s, mark);
 }
 
-// Grafts chunks from..M-1 onto the index, on the session's device.
-static void lychee_graft(Session *s, Lychee *x, int from) {
-    if (!KV_DEV(s)) {
-        graft_host(s, x, from);
-        return;
-    }
-    LycheeRule rule = lychee_rule(x, 0);
-    for (int l = 0; l < s->c->L; l++) {
-        if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
-    }
-}
-
 // ---- retrieval (Algorithm 1, lines 8-16)
 
-// Makes w->unit a heap of the P units by score, and says that no cluster is opened yet -> how many
-// units hold anything. r (P), beta: what their score adds to q.mu_g.
-static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D,
-                          SeekRoom *w) {
-    int n = 0;
-    score_level(p, &t->coarse, r, beta, D, w->sc, w->Sg);         // Algorithm 1, line 9: Scores_g
-    for (int g = 0; g < t->coarse.n; g++) {
-        if (!t->coarse.chunks[g]) continue;
-        w->unit[n] = g;
-        n++;
-    }
-    heapify(w->unit, n, w->Sg);
-    for (int c = 0; c < t->fine.n; c++) w->S[c] = -INFINITY;
-    return n;
-}
-
-// Opens the best k_g units, and more while those opened hold less than four times what the budget
-// has room for (D46).
-static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int kg = units_to_open(x, t->coarse.n), enough = 4 * room_for_chunks(x), tokens = 0;
-    int units = units_by_score(t, p, t->coarse.r, x->beta_coarse, D, w);
-    for (int i = 0; units > 0 && (i < kg || tokens < enough); i++) {
-        int g = pop_best(w->unit, &units, w->Sg);                 // Algorithm 1, line 10: TopK
-        tokens += t->coarse.tokens[g];
-        score_unit(x, t, p, g, D, w);
+// open (P) = 1 for the best kg units, and for more while those opened hold less than four times what
+// the budget has room for (D46). S (P): the units' scores, which are used up.
+static void open_units(const Lychee *x, const Nodes *u, float *S, char *open) {
+    int enough = 4 * room_for_chunks(x), tokens = 0;
+    memset(open, 0, (size_t)u->n);
+    for (int i = 0; i < x->kg || tokens < enough; i++) {
+        int g = best_node(S, u->n);                               // Algorithm 1, line 10: TopK
+        if (g < 0) break;
+        S[g] = -INFINITY;
+        open[g] = 1;
+        tokens += u->tokens[g];
     }
 }
 
-// --lychee-prune=exact: opens units by their upper bound, until the budget fills with clusters that
-// score above the bound of every unit left. The bound gets 1e-4 |q| on top, which is more than dot
-// products in f32 lose by rounding; so the result is that of a flat scan.
-static void open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int units = units_by_score(t, p, t->rho, 1, D, w);
-    while (units > 0) {
-        float bound = w->Sg[w->unit[0]] + 1e-4f * p->slack;
-        if (tokens_above(&t->fine, w->S, bound) > room_for_chunks(x)) break;
-        int g = pop_best(w->unit, &units, w->Sg);
-        score_unit(x, t, p, g, D, w);
+// S (K): the scores of the clusters that take part in this step, for the queries q (R,D); -INFINITY
+// for the others. Below coarse units those of opened ones take part. room (R + (R + 1) K + 2 P).
+static void score_clusters(const Lychee *x, const Tree *t, const float *q, int R, int D, float *room, float *S) {
+    int K = t->fine.n, P = t->coarse.n;
+    float *w = room, *sc = w + R, *Sg = sc + (size_t)R * K;
+    char *open = (char *)(Sg + P);
+    for (int i = 0; i < R; i++) {
+        const float *qi = q + (size_t)i * D;
+        w[i] = 1 / fmaxf(sqrtf(dot_f32(qi, qi, D)), 1e-20f);
+    }
+    if (!P) {
+        score_nodes(&t->fine, 0, K, q, w, R, D, x->beta, sc, S);
+        return;
+    }
+    score_nodes(&t->coarse, 0, P, q, w, R, D, x->beta, sc, Sg);   // Algorithm 1, line 9: Scores_g
+    open_units(x, &t->coarse, Sg, open);
+    for (int c = 0; c < K; c++) {                                 // Algorithm 1, line 13: Scores_c
+        S[c] = -INFINITY;
+        if (open[t->coarse.of[c]]) score_nodes(&t->fine, c, 1, q, w, R, D, x->beta, sc, S + c);
     }
 }
 
-// The scores of the clusters that take part in this step -> w->S (K).
-static void open_clusters(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    if (x->exact) open_exact(x, t, p, D, w);
-    else if (x->kg != KG_FLAT) open_top(x, t, p, D, w);
-    else score_level(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S);
-}
-
-// Takes the chunks of cluster c in their order, as long as they fit -> 0 when one did not. *tokens:
-// those of the chunks taken so far.
-static int take_chunks(const Lychee *x, const Tree *t, int c, int *tokens, SeekRoom *w) {
-    for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-        int n = x->start[j + 1] - x->start[j];
-        if (*tokens + n > room_for_chunks(x)) return 0;
-        if (j == t->fine.first[c]) w->n_used++;
-        w->taken[j] = 1;
-        *tokens += n;
+// The clusters that are read: the best one, then the next, equal ones by number, until the first chunk
+// that does not fit (D44). Nothing is sorted. order_key gives every float an unsigned number in the
+// same order, and the fewer clusters count, the less they hold. So the score at which the budget
+// overflows is found like a word in a dictionary, one bit after the other from the top: a bit is 1 if
+// the clusters from there on still hold too much. S (K): scores.
+static Taken take_clusters(const Lychee *x, const Nodes *u, const float *S) {
+    int room = room_for_chunks(x);
+    Taken t = { 0, u->n, x->M };
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {               // Algorithm 1, line 14: C_top
+        if (weight_from(S, u->tokens, u->n, t.key | bit) > room) t.key |= bit;
     }
-    return 1;
-}
-
-// Marks the chunks to read in w->taken (M) -> their tokens. Takes the chunks of the best cluster,
-// then those of the next one, equal ones by number, until the first chunk that does not fit into the
-// budget (D44). clusters_that_fill gives the clusters in such an order without sorting them.
-static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int tokens = 0, fits = 1;
-    open_clusters(x, t, p, D, w);
-    int n = clusters_that_fill(&t->fine, w->S, room_for_chunks(x), w->used);
-    memset(w->taken, 0, (size_t)x->M);
-    w->n_used = 0;
-    for (int i = 0; i < n && fits; i++) {                         // Algorithm 1, line 14: C_top
-        fits = take_chunks(x, t, w->used[i], &tokens, w);
+    if (t.key <= order_key(-INFINITY)) return (Taken){ 0, u->n, x->M };     // all of them fit
+    room -= weight_from(S, u->tokens, u->n, t.key + 1);
+    for (t.part = 0; order_key(S[t.part]) != t.key || u->tokens[t.part] <= room; t.part++) {
+        if (order_key(S[t.part]) == t.key) room -= u->tokens[t.part];
     }
-    return tokens;
+    for (t.stop = 0; u->of[t.stop] != t.part || chunk_tokens(x, t.stop) <= room; t.stop++) {
+        if (u->of[t.stop] == t.part) room -= chunk_tokens(x, t.stop);
+    }
+    return t;
 }
 
-// rows: the first rows and those of the chunks taken, ascending -> how many.
-static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {
+// Is chunk j of cluster c, whose score is S, read?
+static int takes(const Taken *t, float S, int c, int j) {
+    uint32_t key = order_key(S);
+    if (c == t->part) return j < t->stop;
+    return S > -INFINITY && (key > t->key || (key == t->key && c < t->part));
+}
+
+// rows: the first rows and those of the chunks taken, ascending -> how many. S (K): scores.
+static int take_rows(const Lychee *x, const Nodes *u, const float *S, int *rows) {
+    Taken t = take_clusters(x, u, S);
     int n = 0;
     for (int r = 0; r < x->sink; r++) rows[n++] = r;
     for (int j = 0; j < x->M; j++) {                              // Algorithm 1, line 16: KV_active
-        if (!taken[j]) continue;
+        if (!takes(&t, S[u->of[j]], u->of[j], j)) continue;
         for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
     }
     return n;
 }
 
-// ---- statistics on request (D51): against exact dot products, for every query head
+// The tree as the host can read it.
+static Tree tree_here(Session *s, const Lychee *x, const Tree *from) {
+    Tree t = *from;
+    tree_carve(&t, index_here(s, t.mem, t.bytes), 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
+    return t;
+}
 
-// Adds one head step to the sums of `a`: which of the k best indexed rows were read, and what share
-// of the attention the rows read receive. q (D); k: tokens of the chunks taken; top (N) is room.
-static void watch_head(Session *s, const Lychee *x, Watch *a, const KVHead *hd, const float *q,
-                       int k, SeekRoom *w, int *top) {
-    int D = s->c->D, N = hd->len, lo = x->sink, hi = t_idx(x), hits = 0;
-    double read = 0, indexed = 0, read_indexed = 0;             // sums of exponentials
-    if (!k) return;
-
-    // Scores of all rows, and the best k of the indexed ones.
-    for (int r = 0; r < N; r += KV_TILE) {
-        int n = min_int(KV_TILE, N - r);
-        kv_load_k(s, hd, NULL, r, n, w->mu);
-        attn_scores(w->prob + r, q, w->mu, 1, n, D, 1 / sqrtf((float)D));
-    }
-    int m = top_k(w->prob + lo, hi - lo, k, top), i = 0;
-    float max = max_f32(w->prob, N);
-
-    // Indexed rows; top ascends as they do.
-    for (int j = 0; j < x->M; j++) {
-        for (int r = x->start[j]; r < x->start[j + 1]; r++) {
-            double e = exp((double)w->prob[r] - max);
-            int is_top = i < m && top[i] == r - lo;
-            i += is_top;
-            indexed += e;
-            if (!w->taken[j]) continue;
-            hits += is_top;
-            read_indexed += e;
+// For --trace: the scores S (K) of all clusters of a head, -INFINITY of those that were not looked at,
+// and the clusters that gave chunks; those with the score at which the budget is full come last.
+static void trace_seek(Session *s, const Lychee *x, int l, int g, const float *S) {
+    size_t mark = scratch_mark(s);
+    Tree tree = tree_here(s, x, &x->tree[l * s->c->G + g]);
+    const Nodes *u = &tree.fine;
+    Taken t = take_clusters(x, u, S);
+    int *used = scratch(s, (size_t)u->n * sizeof *used), *gave = scratch(s, (size_t)u->n * sizeof *gave), n = 0;
+    memset(gave, 0, (size_t)u->n * sizeof *gave);
+    for (int j = 0; j < x->M; j++) gave[u->of[j]] |= takes(&t, S[u->of[j]], u->of[j], j);
+    for (int last = 0; last < 2; last++)
+        for (int c = 0; c < u->n; c++) {
+            if (gave[c] && (order_key(S[c]) == t.key) == last) used[n++] = c;
         }
-    }
-
-    // First and recent rows, which are read anyway.
-    for (int r = 0; r < lo; r++) read += exp((double)w->prob[r] - max);
-    for (int r = hi; r < N; r++) read += exp((double)w->prob[r] - max);
-    a->recall += (double)hits / k;
-    a->covered += (read + read_indexed) / (read + indexed);
-    a->covered_indexed += read_indexed / indexed;
-    a->n_recall++;
-}
-
-typedef struct {                // the clusters S_t of one step
-    int size;                   // |S_t|
-    int again;                  // |S_t n S_t-1|
-    int recent;                 // |S_t n (S_t-1 u .. u S_t-32)|
-} StepSet;
-
-// S_t grows by the clusters used (n). One that another query head of the group has brought counts
-// once.
-static void watch_mark(Watch *a, const int *used, int n, StepSet *set) {
-    for (int i = 0; i < n; i++) {
-        int ago = a->step - a->seen[used[i]];
-        if (!ago) continue;
-        set->size++;
-        set->again += ago == 1;
-        set->recent += ago <= WINDOW_HIT;
-        a->seen[used[i]] = a->step;
-    }
-}
-
-// Adds the step's Eq. 3 and Eq. 4 to the sums. The first step after a build has no past.
-static void watch_step(Watch *a, const StepSet *set) {
-    int united = set->size + a->size - set->again;
-    if (a->step > 1 && united) {
-        a->jaccard += (double)set->again / united;                // Eq. 3: J(S_t, S_t-1)
-        a->n_jaccard++;
-    }
-    if (a->step > 1 && set->size) {
-        a->hit += (double)set->recent / set->size;                // Eq. 4: WindowHit(S_t)
-        a->n_hit++;
-    }
-    a->size = set->size;
-}
-
-// ---- hook select: what the query heads of a layer read in this decode step
-
-// The rows that the heads q (m,D) of one list read: w->rows (*n) -> the tokens of the chunks among
-// them.
-static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {
-    Probe p;
-    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D);
-    else probe_sum(&p, q, m, D, w->q);
-    int tokens = retrieve(x, t, &p, D, w);
-    *n = rows_to_read(x, w->taken, w->rows);
-    return tokens;
-}
-
-// As seek(), from the list that the GPU has found: LIST_HEAD numbers, the rows (per), the clusters
-// used (per).
-static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {
-    *n = found[LIST_ROWS];
-    w->n_used = found[LIST_CLUSTERS];
-    memcpy(w->rows, found + LIST_HEAD, (size_t)*n * sizeof(int));
-    memcpy(w->used, found + LIST_HEAD + per, (size_t)w->n_used * sizeof(int));
-    int i = x->sink;                            // statistics want the chunks marked
-    for (int j = 0; j < x->M && x->watch; j++) {
-        w->taken[j] = i < *n && w->rows[i] == x->start[j];
-        if (w->taken[j]) i += x->start[j + 1] - x->start[j];
-    }
-    return found[LIST_TOKENS];
-}
-
-// For --trace: the scores S of all clusters, -INFINITY of those that were not looked at, and the
-// clusters that gave chunks. head: a KV head if of_group is 1, else a query head.
-static void trace_seek(Session *s, int l, int head, int of_group, const Tree *t, const float *S,
-                       const SeekRoom *w) {
-    const char *kind = of_group ? "head" : "qhead";
-    trace_f32(s, S, t->fine.n, 0, "layer%02d.%s%02d.lychee.scores", l, kind, head);
-    trace_i32(s, w->used, w->n_used, 0, "layer%02d.%s%02d.lychee.clusters", l, kind, head);
-}
-
-// Sets the views of the query heads q (R,D) of KV head g: one list for the group or, under
-// --lychee-gqa=head, one for each. found: what the GPU has found, (lists,LIST_HEAD + 2 per), and in a
-// trace by which scores, S (lists,clusters); NULL: look here.
-static void select_group(Session *s, const Lychee *x, int l, int g, const float *q,
-                         const int *found, const float *S, int per, SeekRoom *w) {
-    int R = s->c->H / s->c->G, D = s->c->D;
-    int lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists;
-    const Tree *t = &x->tree[l * s->c->G + g];
-    Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
-    StepSet step = {0};
-    if (a) a->step++;
-    for (int i = 0; i < lists; i++) {
-        const float *qi = q + (size_t)i * each * D;
-        int n, tokens;
-        if (found) tokens = seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n);
-        else tokens = seek(x, t, qi, each, D, w, &n);
-        if (traced(s, l)) {
-            const float *Si = found ? S + (size_t)i * t->fine.n : w->S;
-            trace_seek(s, l, lists == 1 ? g : g * R + i, lists == 1, t, Si, w);
-        }
-        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x));
-        else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
-        if (!a) continue;
-        watch_mark(a, w->used, w->n_used, &step);
-        for (int h = 0; h < each; h++) {
-            watch_head(s, x, a, kv_head(s, l, g), qi + (size_t)h * D, tokens, w, w->rows);
-        }
-    }
-    if (a) watch_step(a, &step);
+    trace_f32(s, S, u->n, 0, "layer%02d.head%02d.lychee.scores", l, g);
+    trace_i32(s, used, n, 0, "layer%02d.head%02d.lychee.clusters", l, g);
+    scratch_reset(s, mark);
 }
 
 // Up to so many tokens every row is read, and there is nothing to select.
@@ -7039,47 +6395,37 @@ static long lychee_dense(const Lychee *x) {
     return (long)x->B + x->buffer;
 }
 
-// Must the host see what the GPU finds? It measures the statistics, writes traces, and sets views that
-// differ between the heads of a group.
-static int lychee_bring(const Session *s, const Lychee *x) {
-    return x->watch || x->gqa == GQA_HEAD || s->trace;
-}
-
 // A step launches what the last one did, but for the first that reads a list.
 static int lychee_steady(const Session *s, const void *ms) {
-    return !lychee_bring(s, ms) && s->n_tok != lychee_dense(ms) + 1;
+    return !s->trace && s->n_tok != lychee_dense(ms) + 1;
 }
 
-// Sets the views of layer l for this step; q (H,D). Where it returns at once, the views say: every
-// row.
+// Hook select: what the query heads of layer l read in this step; q (H,D). Where it returns at once,
+// the views say: every row.
 static void lychee_select(Session *s, void *ms, int l, const float *q) {
     Lychee *x = ms;
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
     if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;
     double t0 = now();
-    size_t mark = scratch_mark(s);
     const Tree *tree = &x->tree[l * G];         // (G)
-    int per = x->sink + room_for_chunks(x);     // most rows of a list
-    int bring = lychee_bring(s, x), *found = NULL;
-    int lists = x->gqa == GQA_HEAD ? R : 1;     // of a KV head
-    size_t each = (size_t)lists * (LIST_HEAD + 2 * per);    // numbers the GPU finds for a KV head
-    size_t scores = (size_t)lists * tree->fine.n;           // of a KV head
-    float *S = NULL;
+    size_t mark = scratch_mark(s), K = (size_t)tree->fine.n, per = R + (R + 1) * K + 2 * (size_t)tree->coarse.n;
+    int most = x->sink + room_for_chunks(x);    // rows of a list
+    float *S = scratch(s, G * K * sizeof *S);
     if (KV_DEV(s)) {
-        LycheeRule rule = lychee_rule(x, tree->coarse.n);
-        if (traced(s, l)) S = scratch(s, G * scores * sizeof *S);
-        found = lychee_seek_cuda(s, &rule, l, tree, q, per, bring, S);
-        if (x->watch) q = on_host(s, q, 0, 1);
-    }
-    if (!KV_DEV(s) || bring) {
-        SeekRoom *w = seek_rooms(s, x, tree, R);
-        #pragma omp parallel for schedule(static) if (x->M > 256 && !found && !s->trace)
+        LycheeRule rule = lychee_rule(x);
+        lychee_seek_cuda(s, &rule, l, tree, q, traced(s, l) ? S : NULL);
+    } else {
+        float *room = scratch(s, (size_t)n_threads() * per * sizeof *room);
+        int *rows = scratch(s, (size_t)n_threads() * most * sizeof *rows);
+        #pragma omp parallel for schedule(static) if (x->M > 256)
         for (int g = 0; g < G; g++) {
-            const int *of_head = found ? found + g * each : NULL;
-            const float *Sg = S ? S + g * scores : NULL;
-            select_group(s, x, l, g, q + (size_t)g * R * D, of_head, Sg, per, &w[thread_id()]);
+            int *mine = rows + (size_t)thread_id() * most;
+            score_clusters(x, &tree[g], q + (size_t)g * R * D, R, D, room + thread_id() * per, S + g * K);
+            int n = take_rows(x, &tree[g].fine, S + g * K, mine);
+            view_group(s, l, g, mine, n, t_idx(x));
         }
     }
+    for (int g = 0; g < G && traced(s, l); g++) trace_seek(s, x, l, g, S + g * K);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -7090,23 +6436,12 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
 // at least one, because the level of a boundary depends on the token that follows (D43).
 static void cut_chunks(const Session *s, Lychee *x) {
     int N = s->n_tok, behind = max_int(x->buffer, 1) + x->max;
-    if (N > x->cap_level) {
-        x->cap_level = N + N / 2 + 256;
-        x->level = xrealloc(x->level, (size_t)x->cap_level);
-    }
-    if (x->n_level < N - 1) {
-        levels_extend(x->level, x->n_level, N - 1, &x->tail, s->tok, x->guard);
-        x->n_level = N - 1;
-    }
+    for (int i = (int)arrlen(x->level); i < N - 1; i++)
+        arrput(x->level, (unsigned char)level_between(&x->tail, s->tok[i].id, s->tok[i + 1].id));
     while (N - t_idx(x) >= behind) {
-        int e = chunk_end(x->level, t_idx(x), x->min, x->max, x->first_tie);
-        if (x->M == x->cap) {
-            x->cap += x->cap / 2;
-            x->start = xrealloc(x->start, (size_t)(x->cap + 1) * sizeof(int));
-        }
-        x->ends[x->level[e]]++;
+        int e = chunk_end(x->level, t_idx(x), x->min, x->max);
+        arrput(x->start, e + 1);                                  // Algorithm 1, line 21: Pack(B)
         x->M++;
-        x->start[x->M] = e + 1;                                   // Algorithm 1, line 21: Pack(B)
     }
 }
 
@@ -7138,16 +6473,12 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
 // (n), and the node above each of its children.
 static void trace_nodes(Session *s, int l, int g, const char *what, const char *child, const Nodes *u,
                         int children) {
-    int D = s->c->D;
-    size_t mark = scratch_mark(s);
-    float *mu = scratch(s, (size_t)u->n * D * sizeof *mu);
-    int *parent = scratch(s, (size_t)children * sizeof *parent);
-    to_f32(mu, u->mu, DT_BF16, (size_t)u->n * D);
-    for (int i = 0; i < u->n; i++)
-        for (int c = u->first[i]; c >= 0; c = u->next[c]) parent[c] = i;
-    trace_f32(s, mu, u->n, D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
+    size_t mark = scratch_mark(s), numbers = (size_t)u->n * s->c->D;
+    float *mu = scratch(s, numbers * sizeof *mu);
+    to_f32(mu, u->mu, DT_BF16, numbers);
+    trace_f32(s, mu, u->n, s->c->D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
     trace_f32(s, u->r, u->n, 0, "layer%02d.head%02d.lychee.%sradii", l, g, what);
-    trace_i32(s, parent, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
+    trace_i32(s, u->of, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
     scratch_reset(s, mark);
 }
 
@@ -7157,44 +6488,93 @@ static void lychee_trace(Session *s, void *ms, int l) {
     const Lychee *x = ms;
     if (!x->changed) return;
     if (l == s->c->L) trace_i32(s, x->start + 1, x->M, 0, "lychee.chunk_ends");
-    if (l == s->c->L || !indexed_layer(s, x, l)) return;
-    for (int g = 0; g < s->c->G; g++) {
+    for (int g = 0; g < s->c->G && l < s->c->L && indexed_layer(s, x, l); g++) {
         size_t mark = scratch_mark(s);
-        Tree t = x->tree[l * s->c->G + g];
-        if (KV_DEV(s)) {
-            char *here = scratch(s, t.bytes);
-            bytes_load_cuda(here, t.mem, t.bytes);
-            tree_carve(&t, here, 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
-        }
+        Tree t = tree_here(s, x, &x->tree[l * s->c->G + g]);
         trace_nodes(s, l, g, "", "", &t.fine, x->M);
         if (t.coarse.n) trace_nodes(s, l, g, "unit_", "cluster_", &t.coarse, t.fine.n);
         scratch_reset(s, mark);
     }
 }
 
-// ---- the other hooks
+// ---- the other hooks, and the table entry
 
 // Tokens from n_tok on are gone. Other tokens may follow, so the text is read again when it is
 // needed. An index of only the tokens that stay is kept; one that reaches further is dropped (D47).
 static void lychee_forget(Session *s, void *ms, int n_tok) {
     Lychee *x = ms;
     (void)s;
-    x->n_level = 0;
+    arrsetlen(x->level, 0);
     x->tail.n = 0;
     if (t_idx(x) <= n_tok) return;
+    arrsetlen(x->start, 1);
     x->M = 0;
     x->M_built = 0;
-    x->start[0] = x->sink;
 }
 
-// Bytes the index holds: levels, starts, trees, statistics.
+static const Opt lychee_opts[] = {
+    { "lychee-beta", 'f', "0",
+      "weight of |q| r in a node's score; 1: the upper bound of Eq. 2" },
+    { "lychee-kg", 'i', "0",
+      "coarse units opened in a step; 0: there is no coarse level", 0, 1 << 20 },
+    { "lychee-chunk-min", 'i', "8",
+      "fewest tokens of a chunk" },
+    { "lychee-chunk-max", 'i', "16",
+      "most tokens of a chunk" },
+    { "lychee-buffer", 'i', "128",
+      "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
+    { "lychee-sink", 'i', "16",
+      "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
+    { "lychee-full-layers", 'i', "2",
+      "first layers that read every row" },
+    { "lychee-iters", 'i', "10",
+      "iterations of k-means", 0, 1000 },
+    { "lychee-chunks-per-cluster", 'i', "2",
+      "chunks a cluster has on average", 1, 1 << 20 },
+    { NULL, 0, NULL, NULL },
+};
+
+// Reads the options: an index without chunks. 0, or -1 with s->err set when they make no sense.
+static int lychee_open(Session *s, void *ms) {
+    Lychee *x = ms;
+    const Options *o = s->opt;
+    x->beta        = (float)opt_real(o, "lychee-beta");
+    x->kg          = opt_int(o, "lychee-kg");
+    x->min         = opt_int(o, "lychee-chunk-min");
+    x->max         = opt_int(o, "lychee-chunk-max");
+    x->buffer      = opt_int(o, "lychee-buffer");
+    x->sink        = opt_int(o, "lychee-sink");
+    x->full_layers = opt_int(o, "lychee-full-layers");
+    x->iters       = opt_int(o, "lychee-iters");
+    x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
+    x->B           = s->budget;
+    if (opt_int(o, "paper") && !opt_given(o, "lychee-beta")) x->beta = 1;  // D40
+    if (x->beta < 0 || x->kg < 0 || x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0)
+        return refuse(s, "--lychee-beta, -kg, -buffer, -sink, -full-layers and -iters must not be negative");
+    if (x->min < 1 || x->max < x->min || x->max > 4096)
+        return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
+    if (x->per_cluster < 1) return refuse(s, "--lychee-chunks-per-cluster must be at least 1");
+    if (s->ratio < 0 && s->budget < x->sink)
+        return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
+    x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
+    arrput(x->start, x->sink);
+    return 0;
+}
+
+// Gives everything back; open may have failed half way.
+static void lychee_close(Session *s, void *ms) {
+    Lychee *x = ms;
+    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) index_drop(s, x->tree[i].mem);
+    free(x->tree);
+    arrfree(x->start);
+    arrfree(x->level);
+}
+
+// Bytes the index holds: levels, starts, trees.
 static size_t lychee_bytes(const Session *s, const void *ms) {
     const Lychee *x = ms;
-    size_t n = (size_t)x->cap_level + (size_t)(x->cap + 1) * sizeof(int);
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        n += x->tree[i].bytes;
-        if (x->watch) n += sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int);
-    }
+    size_t n = arrcap(x->level) + arrcap(x->start) * sizeof(int);
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes;
     return n;
 }
 
@@ -7203,83 +6583,9 @@ static size_t lychee_bytes(const Session *s, const void *ms) {
 static size_t lychee_plan(const Session *s, const void *ms, int n) {
     const Lychee *x = ms;
     int M = n / x->min, K, P, heads = 0;
-    Tree t = {0};
     tree_shape(x, M, &K, &P);
     for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
-    size_t tree = tree_carve(&t, NULL, 2 * M, K, P, s->c->D);
-    tree += (size_t)2 * M * sizeof(int);        // on a device, the cluster of every chunk
-    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree;
-}
-
-// The sums of all trees.
-static Watch watch_total(const Session *s, const Lychee *x) {
-    Watch a = {0};
-    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) {
-        const Watch *b = &x->watch[i];
-        a.recall += b->recall;
-        a.covered += b->covered;
-        a.covered_indexed += b->covered_indexed;
-        a.n_recall += b->n_recall;
-        a.jaccard += b->jaccard;
-        a.n_jaccard += b->n_jaccard;
-        a.hit += b->hit;
-        a.n_hit += b->n_hit;
-    }
-    return a;
-}
-
-typedef struct {                // clusters of all trees, by their chunks
-    long all, single, empty;    // all of them; with one chunk; with none
-    long most;                  // chunks of the largest
-} ClusterCount;
-
-// Counts the clusters; those of a device session are fetched first.
-static ClusterCount clusters_count(const Session *s, const Lychee *x) {
-    ClusterCount n = {0};
-    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
-        const Nodes *u = &x->tree[i].fine;
-        int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
-        const int *chunks = copy ? copy : u->chunks;
-        if (KV_DEV(s) && copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
-        for (int c = 0; c < u->n; c++) {
-            n.all++;
-            n.single += chunks[c] == 1;
-            n.empty += !chunks[c];
-            if (chunks[c] > n.most) n.most = chunks[c];
-        }
-        free(copy);
-    }
-    return n;
-}
-
-// Prints how chunks end, how full clusters are and, with --lychee-stats, what was measured.
-static void lychee_stats(const Session *s, const void *ms, FILE *out) {
-    const Lychee *x = ms;
-    const long *ends = x->ends;
-    long forced = ends[CUT_NONE] + ends[CUT_INSIDE], cut = forced;
-    for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += ends[k];
-    ClusterCount n = clusters_count(s, x);
-    if (!n.all) {
-        fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer);
-        return;
-    }
-    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, "
-                 "%.0f%% blank, %.0f%% forced\n",
-            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * ends[CUT_STRUCTURE] / cut,
-            100.0 * ends[CUT_SENTENCE] / cut, 100.0 * ends[CUT_PHRASE] / cut, 100.0 * ends[CUT_BLANK] / cut,
-            100.0 * forced / cut);
-    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; "
-                 "index %zu bytes, %.2f%% of the rows'\n",
-            n.all, 100.0 * n.single / n.all, 100.0 * n.empty / n.all, n.most, lychee_bytes(s, x),
-            100.0 * lychee_bytes(s, x) / kv_bytes(s));
-    Watch a = watch_total(s, x);
-    if (a.n_recall)
-        fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, "
-                     "over %ld head steps\n",
-                a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
-    if (a.n_jaccard && a.n_hit)
-        fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT,
-                a.hit / a.n_hit);
+    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
 }
 
 // ---- the table entry
@@ -7303,127 +6609,8 @@ const Method lychee_method = {
     .bytes   = lychee_bytes,
     .plan    = lychee_plan,
     .forget  = lychee_forget,
-    .stats   = lychee_stats,
     .trace   = lychee_trace,
 };
-
-// ---- LycheeCluster: k-means in tiles, units in a heap, clusters without sorting them
-
-// label (n): the centre with the largest cosine for every point x (n,D); equal ones: the lower
-// number. mu (K,D) are the centres and len (K) 1 / their lengths, NULL when those are 1. Tiles of
-// points meet tiles of centres, so that both stay in L1 and the (n,K) scores never exist at once;
-// sc (KV_TILE,KV_TILE) is room.
-static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len,
-                          float *sc, int *label) {
-    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
-        int m = min_int(KV_TILE, n - i0);
-        float best[KV_TILE];                    // of these points, over the centres so far
-        for (int i = 0; i < m; i++) {
-            best[i] = -INFINITY;
-            label[i0 + i] = 0;
-        }
-        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
-            int k = min_int(KV_TILE, K - j0);
-            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
-            for (int i = 0; i < m; i++) {
-                float *row = sc + (size_t)i * k;
-                for (int j = 0; len && j < k; j++) row[j] *= len[j0 + j];
-                float top = max_f32(row, k);
-                if (!(top > best[i])) continue;
-                int j = 0;
-                while (row[j] != top) j++;
-                best[i] = top;
-                label[i0 + i] = j0 + j;
-            }
-        }
-    }
-}
-
-// A heap of nodes, the best on top. Only the units that a step opens leave it, which is cheaper than
-// sorting all of them. Is node a better than b: a larger score, or the same one and a lower number?
-static int before_in(const float *S, int a, int b) {
-    return S[a] > S[b] || (S[a] == S[b] && a < b);
-}
-
-// Moves heap[i] down to where neither node below it is better.
-static void sift_down(int *heap, int n, int i, const float *S) {
-    int x = heap[i];
-    for (;;) {
-        int k = 2 * i + 1;
-        if (k + 1 < n && before_in(S, heap[k + 1], heap[k])) k++;
-        if (k >= n || !before_in(S, heap[k], x)) break;
-        heap[i] = heap[k];
-        i = k;
-    }
-    heap[i] = x;
-}
-
-// Makes a heap of n nodes in any order. S: their scores, by node.
-static void heapify(int *heap, int n, const float *S) {
-    for (int i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, S);
-}
-
-// Takes the best of *n > 0 nodes off the heap -> its number.
-static int pop_best(int *heap, int *n, const float *S) {
-    int top = heap[0];
-    --*n;
-    heap[0] = heap[*n];
-    if (*n) sift_down(heap, *n, 0, S);
-    return top;
-}
-
-// The tokens of the clusters that score above `bound`.
-static int tokens_above(const Nodes *u, const float *S, float bound) {
-    return weight_from(S, u->tokens, u->n, order_key(bound) + 1);
-}
-
-// The largest score (as its order_key) at which the budget overflows: the clusters that score that
-// much or more hold more than `room` tokens, and those that score more than it fit. 0 when all
-// clusters fit together.
-//
-// order_key gives every float an unsigned number in the same order, and the fewer clusters count,
-// the less they hold. So the number is found like a word in a dictionary, one bit after the other
-// from the top: a bit is 1 if the clusters from there on still hold too much. That takes 32 sums
-// over the clusters, whatever their number, and no sorting.
-static uint32_t score_that_fills(const Nodes *u, const float *S, int room) {
-    uint32_t key = 0;
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
-        if (weight_from(S, u->tokens, u->n, key | bit) > room) key |= bit;
-    }
-    return key;
-}
-
-// Asks for the first chunk of the n clusters in `order` and for the one behind it. They lie
-// anywhere in memory, so all of them are asked for at once and not one after the other.
-static void chunks_ask_ahead(const Nodes *u, const int *order, int n) {
-    for (int i = 0; i < n; i++) __builtin_prefetch(&u->first[order[i]]);
-    for (int i = 0; i < n; i++) __builtin_prefetch(&u->next[u->first[order[i]]]);
-}
-
-// order (K+1): the clusters to take chunks from until `room` tokens are full -> how many. S (K) are
-// the scores; a cluster with -INFINITY does not take part. Taking their chunks in this order reads
-// what best first reads, larger score, then lower number: the clusters that score above
-// score_that_fills all fit, so their order does not matter, and they come by number. Those that
-// score exactly that much follow, by number too, and the last of them is the first that does not
-// fit as a whole.
-static int clusters_that_fill(const Nodes *u, const float *S, int room, int *order) {
-    uint32_t full = score_that_fills(u, S, room);
-    int n = 0, tokens = 0;
-    for (int c = 0; c < u->n; c++) {
-        int above = order_key(S[c]) > full && S[c] > -INFINITY;
-        order[n] = c;                           // overwritten unless it counts: takes no branch
-        n += above;
-        tokens += above ? u->tokens[c] : 0;
-    }
-    for (int c = 0; c < u->n && tokens <= room; c++) {
-        if (order_key(S[c]) != full || !(S[c] > -INFINITY)) continue;
-        order[n] = c;
-        n++;
-        tokens += u->tokens[c];
-    }
-    chunks_ask_ahead(u, order, n);
-    return n;
-}
 
 // ==================================================================================================== 12 SONIC INFERENCE
 // Chen, Liu, Wang, Fan, Chu, Li, Chu, Hu: SONIC: Segmented Optimized Nexus for Information

@@ -372,13 +372,11 @@ enum {
     ROOM_TREES,                 // LycheeCluster: (L,G) Tree
     ROOM_KEYS,                  // LycheeCluster: keys of chunks while an index is built
     ROOM_CENTRES,               // LycheeCluster: centres while an index is built
-    ROOM_LABELS,                // LycheeCluster: labels while an index is built
     ROOM_SEEK,                  // LycheeCluster: what a search needs
     ROOM_RING,                  // LoopServe: queries of the ring, oldest first
     ROOM_PROBS,                 // LoopServe: sampled softmax rows
     ROOM_PICKS,                 // LoopServe: what the choice of lines needs
     ROOM_VIEWS,                 // (L,G,stride) the lists that select hooks chose on the device
-    ROOM_OWNER,                 // LycheeCluster: (L,G,cap) the cluster of each chunk
     ROOM_ARRIVED,               // counters of blocks that have come by, all 0 between two launches
     N_ROOMS
 };
@@ -5458,7 +5456,7 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
 // it would wait for the device as often. So a list is left where it was made, with the View's n and
 // tail in front:
 //
-//     list of a KV head     | n | tail | tokens | clusters | row 0 | row 1 | ..   four: LIST_HEAD
+//     list of a KV head     | n | tail | row 0 | row 1 | ..           two: LIST_HEAD
 //
 // Attention reads it there, and only its number of rows comes to the host, together with the
 // logits. views_fetch_cuda() brings copies for whoever asks (kv_meta_bytes, view_rows).
@@ -8314,10 +8312,10 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // Indexing.
 // The index is device memory (Tree and Nodes of kvcomp.h point into it): it is built, grafted on
 // and searched here. The host cuts the text into chunks, knows how many there are, asks for memory,
-// decides when to build anew, and measures statistics.
+// and decides when to build anew.
 //   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
 // Map:
-//   Eq. 2 -> probe_score, lychee_kernel
+//   Eq. 2 -> node_score, lychee_kernel
 //   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
 //   Algorithm 1, line 9 -> open_units
 //   Algorithm 1, line 10 -> open_units
@@ -8325,9 +8323,9 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 14 -> take_clusters
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
-// On the host stay the chunker (line 2), Eq. 3 and 4 (statistics), and the decision whether a step
-// chooses at all. Attention over the chosen rows (line 17) is decode attention through views: by the
-// format of the rows gqa_kernel, decode_kernel or attend_kernel (run_items, section 3).
+// On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
+// the chosen rows (line 17) is decode attention through views: by the format of the rows gqa_kernel,
+// decode_kernel or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
@@ -8365,24 +8363,18 @@ static __device__ double distance(const float *v, const uint16_t *mu, int D) {
 // An f32 that is never below r: a radius must not lose a member to rounding.
 static __device__ float above(double r) { return nextafterf((float)r, INFINITY); }
 
-
 // The level of a tree that a kernel works on.
 static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coarse : &t->fine; }
 
 // ---- keys and k-means
 // blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units.
 
-// key (D), shared = the normalised mean, or maximum, of the keys of rows r0 .. r0+n-1 of head h.
-// One warp.
-static __device__ void chunk_key(const LayerRows &a, int pool_max, const HeadRef &h, int r0, int n,
-                                 float *key) {
+// key (D), shared = the normalised mean of the keys of rows r0 .. r0+n-1 of head h. One warp.
+static __device__ void chunk_key(const LayerRows &a, const HeadRef &h, int r0, int n, float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
         float x = row_value(a, h, r0, d);
-        for (int i = 1; i < n; i++) {
-            float k = row_value(a, h, r0 + i, d);
-            x = pool_max ? fmaxf(x, k) : x + k;
-        }
-        key[d] = pool_max ? x : x / (float)n;
+        for (int i = 1; i < n; i++) x += row_value(a, h, r0 + i, d);
+        key[d] = x / (float)n;
     }
     normalise(key, a.D);
 }
@@ -8390,10 +8382,10 @@ static __device__ void chunk_key(const LayerRows &a, int pool_max, const HeadRef
 // keys (G,M,D): the key of every chunk; chunk j is rows start[j] .. start[j+1]-1.
 // Block: one warp, chunk blockIdx.x. Lane: every 32nd dimension. Shared: the key, for its length is
 // a sum over all lanes. Bound by reading the rows once.
-static __global__ void chunk_keys_kernel(LayerRows a, int pool_max, const int *start, float *keys) {
+static __global__ void chunk_keys_kernel(LayerRows a, const int *start, float *keys) {
     __shared__ float key[MAX_D];
     int j = blockIdx.x;
-    chunk_key(a, pool_max, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
+    chunk_key(a, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
     float *to = keys + ((size_t)blockIdx.y * gridDim.x + j) * a.D;
     for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
 }
@@ -8405,14 +8397,6 @@ static __global__ void first_centres_kernel(float *mu, const float *x, int n, in
     size_t point = (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K));
     const float *from = x + ((size_t)blockIdx.y * n + point) * D;
     for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
-}
-
-// len (G,K) = 1/|mu| of every centre mu (G,K,D).
-// Block: one warp, centre blockIdx.x; both halves make the same sum. Bound by latency.
-static __global__ void lengths_kernel(float *len, const float *mu, int D) {
-    const float *m = mu + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * D;
-    float f = 1 / sqrtf(dot_lanes(m, m, D) + 1e-12f);
-    if (!threadIdx.x) len[blockIdx.y * gridDim.x + blockIdx.x] = f;
 }
 
 enum { POINTS = 32 };  // points, and centres, of a tile of assign_kernel
@@ -8450,8 +8434,8 @@ static __device__ void pair_dots(float (&acc)[4][16], const float *xs, const flo
             for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
 }
 
-// label (G,n): for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product,
-// times len (G,K) unless that is NULL; ties go to the lower centre. assign_points of kvcomp.c.
+// of[] of a level: for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product;
+// ties go to the lower centre. assign_points of kvcomp.c.
 // Block: POINTS = 32 points against all centres, 32 at a time. Thread: 2 points and 2 centres, and
 // all 16 lanes of their four dot products, so that the sums have the CPU's order without a shuffle;
 // 16 threads share the points and join their best at the end. Shared: 32 points and 32 centres,
@@ -8459,14 +8443,13 @@ static __device__ void pair_dots(float (&acc)[4][16], const float *xs, const flo
 // loads from shared memory serve four multiply-adds, and 64 sums still fit into registers. Bound by
 // f32 multiply-adds and shared memory (n K D of each).
 static __global__ void __launch_bounds__(256)
-assign_kernel(const float *x, int n, const float *mu, int K, int D, const float *len, int *label) {
+assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K, int D) {
     KV_DYN_SHARED(float, xs);  // (POINTS,P) points, (POINTS,P) centres
-    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS;
+    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS, *of = level_of(&t[blockIdx.y], coarse)->of;
     int tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
     float *ms = xs + POINTS * P, best[2] = { -INFINITY, -INFINITY };
     x += (size_t)blockIdx.y * n * D;
     mu += (size_t)blockIdx.y * K * D;
-    label += (size_t)blockIdx.y * n;
     points_load(xs, P, x + (size_t)i0 * D, n - i0, D);
 
     for (int j0 = 0; j0 < K; j0 += POINTS) {
@@ -8477,12 +8460,9 @@ assign_kernel(const float *x, int n, const float *mu, int K, int D, const float 
         pair_dots(acc, xs, ms, ti, tj, P);
         for (int p = 0; p < 4; p++) {
             int j = j0 + tj + p % 2 * 16;
-            if (j >= K) continue;
-            float v = len ? acc[p][0] * len[(size_t)blockIdx.y * K + j] : acc[p][0];
-            if (v > best[p / 2]) {
-                best[p / 2] = v;
-                at[p / 2] = j;
-            }
+            if (j >= K || !(acc[p][0] > best[p / 2])) continue;
+            best[p / 2] = acc[p][0];
+            at[p / 2] = j;
         }
     }
 
@@ -8495,25 +8475,23 @@ assign_kernel(const float *x, int n, const float *mu, int K, int D, const float 
                 at[p] = j;
             }
         }
-        if (!tj && i0 + ti + 16 * p < n) label[i0 + ti + 16 * p] = at[p];
+        if (!tj && i0 + ti + 16 * p < n) of[i0 + ti + 16 * p] = at[p];
     }
 }
 
-// mu (G,K,D): every centre becomes the mean of its points, or with `unit` their direction; an empty
-// one stays. update_centres of kvcomp.c.
-// Block: one warp, centre blockIdx.x, which walks through the labels 32 at a time and adds its
+// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c.
+// Block: one warp, centre blockIdx.x, which walks through the points' nodes 32 at a time and adds its
 // points in ascending order, so no float is added atomically. Lane: every 32nd dimension, in
-// registers. Shared: the sum while it is normalised. Bound by reading the labels: K centres read n
-// of them each, from the cache.
-static __global__ void centres_kernel(float *mu, const float *x, const int *label, int n, int D,
-                                      int unit) {
+// registers. Shared: the sum while it is normalised. Bound by reading the nodes of the points: K
+// centres read n of them each, from the cache.
+static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const float *x, int n, int D) {
     __shared__ float sum[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x, count = 0;
+    const int *of = level_of(&t[blockIdx.y], coarse)->of;
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
     x += (size_t)blockIdx.y * n * D;
-    label += (size_t)blockIdx.y * n;
     for (int i = 0; i < n; i += 32) {
-        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
+        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && of[i + lane] == j);
         count += __popc(m);
         for (; m; m &= m - 1) {
             const float *p = x + (size_t)(i + lowest_bit(m)) * D;
@@ -8524,9 +8502,8 @@ static __global__ void centres_kernel(float *mu, const float *x, const int *labe
 
     if (!count) return;                                          // the whole warp
     for (int c = 0; c < MAX_D / 32; c++)
-        if (lane + 32 * c < D) sum[lane + 32 * c] = unit ? acc[c] : acc[c] / (float)count;
-    if (unit) normalise(sum, D);
-    else __syncwarp();
+        if (lane + 32 * c < D) sum[lane + 32 * c] = acc[c];
+    normalise(sum, D);
     for (int d = lane; d < D; d += 32) to[d] = sum[d];
 }
 
@@ -8541,114 +8518,28 @@ static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int 
     *x = bf16_to_f32(rounded);
 }
 
-// ---- the nodes: children in ascending order, counts and radii
-// A block of one warp has node blockIdx.x of tree blockIdx.y.
-
-// first, last and next of every node from label (G,n), the node of each child; on the coarse level
-// also Tree.parent, on the fine one owner (G,cap), the cluster of each chunk.
-// Lane: every 32nd label. One lane then links the children that a ballot found. Bound by reading
-// the labels, as centres_kernel.
-static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n, int *owner, int cap) {
-    int j = blockIdx.x, lane = threadIdx.x, last = -1;
-    Nodes *u = level_of(&t[blockIdx.y], coarse);
-    int *parent = coarse ? t[blockIdx.y].parent : owner + (size_t)blockIdx.y * cap;
-    label += (size_t)blockIdx.y * n;
-    if (!lane) u->first[j] = -1;
-    for (int i = 0; i < n; i += 32) {
-        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
-        if (m >> lane & 1) parent[i + lane] = j;
-        for (; m; m &= m - 1) {
-            int child = i + lowest_bit(m);
-            if (!lane) {
-                if (last < 0) u->first[j] = child;
-                else u->next[last] = child;
-                u->next[child] = -1;
-            }
-            last = child;
-        }
-    }
-    if (!lane) u->last[j] = last;
-}
-
-// r, chunks and tokens of every node: node_cover of kvcomp.c over all chunks below it, on either
-// level. keys (G,M,D), label (G,M): the cluster of each chunk.
-// Lane: every 32nd chunk, its distance included, which is a serial sum of D terms; a maximum joins
-// the lanes. Bound by latency and by those sums in double.
-static __global__ void cover_kernel(Tree *t, int coarse, const float *keys, const int *label,
-                                    const int *start, int M, int D) {
-    int j = blockIdx.x, lane = threadIdx.x, chunks = 0, tokens = 0;
-    Tree *tree = &t[blockIdx.y];
-    Nodes *u = level_of(tree, coarse);
+// r and tokens of every node: node_cover of kvcomp.c over all chunks below it, on either level. keys
+// (G,M,D).
+// Block: one warp, node blockIdx.x. Lane: every 32nd chunk, its distance included, which is a serial
+// sum of D terms; a maximum joins the lanes. Bound by latency and by those sums in double.
+static __global__ void cover_kernel(Tree *trees, int coarse, const float *keys, const int *start, int M, int D) {
+    int j = blockIdx.x, lane = threadIdx.x, tokens = 0;
+    Tree *t = &trees[blockIdx.y];
+    Nodes *u = level_of(t, coarse);
     float r = 0;
-    label += (size_t)blockIdx.y * M;
     keys += (size_t)blockIdx.y * M * D;
     for (int i = lane; i < M; i += 32) {
-        int node = coarse ? tree->parent[label[i]] : label[i];
-        if (node != j) continue;
-        chunks++;
+        int c = t->fine.of[i];
+        if ((coarse ? t->coarse.of[c] : c) != j) continue;
         tokens += start[i + 1] - start[i];
         r = fmaxf(r, above(distance(keys + (size_t)i * D, u->mu + (size_t)j * D, D)));
     }
     r = lanes_max<32>(r);
-    chunks = lanes_sum<32>(chunks);
     tokens = lanes_sum<32>(tokens);
     if (!lane) {
         u->r[j] = r;
-        u->chunks[j] = chunks;
         u->tokens[j] = tokens;
     }
-}
-
-// --lychee-bound=token, cover_tokens of kvcomp.c: centre and radius of a cluster from the raw keys
-// of its tokens.
-// Lane: every 32nd dimension of the mean; then all lanes make the same distances. Shared: one key.
-// Bound by latency: a warp reads its cluster's rows twice, one after the other.
-static __global__ void cover_tokens_kernel(Tree *t, LayerRows a, const int *start) {
-    __shared__ float row[MAX_D];
-    int j = blockIdx.x, lane = threadIdx.x;
-    const HeadRef &h = a.heads.at[blockIdx.y];
-    Nodes *u = &t[blockIdx.y].fine;
-    float acc[MAX_D / 32] = {0}, r = 0, tokens = (float)u->tokens[j];
-    if (!u->chunks[j]) return;                                   // the whole warp
-    for (int i = u->first[j]; i >= 0; i = u->next[i])
-        for (int k = start[i]; k < start[i + 1]; k++)
-            for (int c = 0; c < MAX_D / 32; c++)
-                if (lane + 32 * c < a.D) acc[c] += row_value(a, h, k, lane + 32 * c) / tokens;
-    for (int c = 0; c < MAX_D / 32; c++)
-        if (lane + 32 * c < a.D) u->mu[(size_t)j * a.D + lane + 32 * c] = f32_to_bf16(acc[c]);
-    __syncwarp();
-    for (int i = u->first[j]; i >= 0; i = u->next[i])
-        for (int k = start[i]; k < start[i + 1]; k++) {
-            for (int d = lane; d < a.D; d += 32) row[d] = row_value(a, h, k, d);
-            __syncwarp();
-            r = fmaxf(r, above(distance(row, u->mu + (size_t)j * a.D, a.D)));
-            __syncwarp();
-        }
-    if (!lane) u->r[j] = r;
-}
-
-// The largest |mu_c - mu_g| + beta r_c over the clusters c of unit g, which exact pruning needs.
-// One warp, every lane the same; room (D) shared.
-static __device__ float unit_rho(const Tree *t, int g, float beta, int D, float *room) {
-    float rho = 0;
-    for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
-        if (!t->fine.chunks[c]) continue;
-        for (int d = threadIdx.x & 31; d < D; d += 32)
-            room[d] = bf16_to_f32(t->fine.mu[(size_t)c * D + d]);
-        __syncwarp();
-        double away = distance(room, t->coarse.mu + (size_t)g * D, D);
-        double slack = __dmul_rn((double)beta, t->fine.r[c]);
-        rho = fmaxf(rho, above(__dadd_rn(away, slack)));
-        __syncwarp();
-    }
-    return rho;
-}
-
-// rho of every unit. Shared: one centre. Bound by latency.
-static __global__ void rho_kernel(Tree *t, float beta, int D) {
-    __shared__ float room[MAX_D];
-    float rho = unit_rho(&t[blockIdx.y], blockIdx.x, beta, D, room);
-    if (!threadIdx.x) t[blockIdx.y].rho[blockIdx.x] = rho;
 }
 
 // ---- the host's side of building
@@ -8665,27 +8556,17 @@ static Tree *trees_of(const Session *s, int l) {
     return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G;
 }
 
-// (G,cap) the cluster of each chunk of layer l's heads. A tree lists the chunks of a cluster; a
-// selection asks the other way around, so that it can go through all chunks side by side.
-static int *owners_of(Session *s, int l, int cap) {
-    size_t layer = (size_t)s->c->G * cap;
-    return room_kept<int>(s, ROOM_OWNER, s->c->L * layer) + l * layer;
-}
-
-// kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, the mu of the trees' level, label
-// (G,n). len (G,K) is room.
-static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse,
-                          const float *points, int n, int K, float *mu, float *len, int *label) {
+// kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, and mu and of[] of the trees' level.
+static void kmeans_device(Session *s, int iters, Tree *t, int coarse, const float *points, int n, int K,
+                          float *mu) {
     int D = s->c->D, G = s->c->G;
-    const float *weight = x->unit ? NULL : len;                  // centres of length 1 need none
     size_t smem = assign_smem(D);
     dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
-    for (int i = 0; i <= x->iters; i++) {  // the last assignment is against the rounded centres
-        if (i == x->iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
-        if (!x->unit) KV_LAUNCH(lengths_kernel, nodes, 32, 0, len, mu, D);
-        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, points, n, mu, K, D, weight, label);
-        if (i < x->iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, mu, points, label, n, D, x->unit);
+    for (int i = 0; i <= iters; i++) {  // the last assignment is against the rounded centres
+        if (i == iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
+        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, t, coarse, points, n, mu, K, D);
+        if (i < iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, mu, points, n, D);
     }
 }
 
@@ -8698,83 +8579,55 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     Tree *t = trees_of(s, l);
     upload(t, trees, G * sizeof(Tree));
     float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D);
-    // Centres of clusters and units, and a length each.
-    float *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
-    float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
-    int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
-    int cap = 2 * M, *owner = owners_of(s, l, cap);              // LycheeRule.cap, from this build on
+    float *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * D), *units = mu + (size_t)G * K * D;
 
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
-    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), x->pool_max, start, keys);
-    kmeans_device(s, x, t, 0, keys, M, K, mu, len, label);
-    if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);               // Algorithm 1, line 3
-    KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M, owner, cap);
-    KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, label, start, M, D);
-    if (P) KV_LAUNCH(children_kernel, coarse, 32, 0, t, 1, glabel, K, (int *)NULL, 0);
-    if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, label, start, M, D);
-    if (x->tokens) KV_LAUNCH(cover_tokens_kernel, fine, 32, 0, t, keys_of(s, l), start);
-    if (P) KV_LAUNCH(rho_kernel, coarse, 32, 0, t, x->beta, D);
+    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), start, keys);
+    kmeans_device(s, x->iters, t, 0, keys, M, K, mu);            // Algorithm 1, line 3
+    if (P) kmeans_device(s, x->iters, t, 1, mu, K, P, units);
+    KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, start, M, D);
+    if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, start, M, D);
 }
 
 // ---- grafting (D49): tree_graft of kvcomp.c
 enum { GRAFT_THREADS = 256 };
 
-// How far a centre moves towards a key at distance d, as a share of d; n: keys it has, r: its
-// radius. The ball is the smallest that holds the old one and the key.
-static __device__ double graft_step(int lazy, int n, double d, double r) {
-    if (lazy == LAZY_MEAN) return 1 / (n + 1.0);
-    return lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;
-}
-
-// The node takes in one more key v beside the n it has: its centre follows, and its radius goes on
-// covering all. One warp; v, room (D) shared.
-static __device__ void node_absorb(const LycheeRule &x, Nodes *u, int node, int n, const float *v,
-                                   int unit, int D, float *room) {
+// The node takes in one more chunk of key v: the smallest ball that holds the old one and v, and what
+// rounding shifts. One warp; v, to (D) shared.
+static __device__ void node_absorb(Nodes *u, int node, const float *v, int tokens, int D, float *to) {
     uint16_t *mu = u->mu + (size_t)node * D;
     int lane = threadIdx.x & 31;
-    // delta: how far the rounded centre moves
-    double d = distance(v, mu, D), r = u->r[node], delta = 0;
-    double step = graft_step(x.lazy, n, d, r);
-    if (step > 0) {
-        for (int i = lane; i < D; i += 32) {
-            float m = bf16_to_f32(mu[i]);
-            room[i] = (float)__dadd_rn(m, __dmul_rn(step, (double)v[i] - m));
-        }
-        if (x.lazy == LAZY_MEAN && unit) normalise(room, D);
-        else __syncwarp();
-        for (int i = 0; i < D; i++) {                            // every lane the same sum
-            double e = (double)bf16_to_f32(f32_to_bf16(room[i])) - bf16_to_f32(mu[i]);
-            delta = __dadd_rn(delta, __dmul_rn(e, e));
-        }
-        __syncwarp();                                            // the old centre has been read
-        for (int i = lane; i < D; i += 32) mu[i] = f32_to_bf16(room[i]);
-        __syncwarp();
-        delta = sqrt(delta);
-        d = distance(v, mu, D);
+    double d = distance(v, mu, D), r = u->r[node], shift = 0;
+    __syncwarp();
+    if (!lane) u->tokens[node] += tokens;
+    if (d <= r) return;
+    double step = (d - r) / (2 * d);
+    for (int i = lane; i < D; i += 32) {
+        float old = bf16_to_f32(mu[i]);
+        to[i] = bf16_to_f32(f32_to_bf16((float)__dadd_rn(old, __dmul_rn(step, (double)v[i] - old))));
     }
     __syncwarp();
-    if (!lane && (delta > 0 || d > r))
-        u->r[node] = above(fmax(r + delta, d));                  // Algorithm 1, line 22
+    for (int i = 0; i < D; i++) {                                // every lane the same sum
+        double e = (double)to[i] - bf16_to_f32(mu[i]);
+        shift = __dadd_rn(shift, __dmul_rn(e, e));
+    }
+    __syncwarp();                                                // the old centre has been read
+    for (int i = lane; i < D; i += 32) mu[i] = f32_to_bf16(to[i]);
+    __syncwarp();
+    if (!lane) u->r[node] = above(fmax(r + sqrt(shift), distance(v, mu, D)));    // Algorithm 1, line 22
     __syncwarp();
 }
 
 // The cluster whose centre has the largest dot product with v (D), shared; ties go to the lower
 // one. All threads of a block; a half warp takes every 16th cluster. best_of, at_of (GRAFT_THREADS
-// / 16) shared. tokens: centres are raw means, which differ in length, so directions are compared.
-static __device__ int nearest_cluster(const Nodes *u, const float *v, int tokens, int D,
-                                      float *best_of, int *at_of) {
+// / 16) shared.
+static __device__ int nearest_cluster(const Nodes *u, const float *v, int D, float *best_of, int *at_of) {
     int half = threadIdx.x >> 4, halves = GRAFT_THREADS / 16, at = 0;
     float best = -INFINITY;
     for (int c0 = 0; c0 < u->n; c0 += halves) {  // all lanes take part in every shuffle
         int c = c0 + half < u->n ? c0 + half : u->n - 1;
-        const uint16_t *mu = u->mu + (size_t)c * D;
-        float S = dot_centre(v, mu, D), ss = 0;
-        if (tokens) {
-            for (int d = threadIdx.x & 15; d < D; d += 16)
-                ss = fmaf(bf16_to_f32(mu[d]), bf16_to_f32(mu[d]), ss);
-            S /= sqrtf(lanes_fold(ss) + 1e-12f);
-        }
-        if (u->chunks[c] && (S > best || (S == best && c < at))) {
+        float S = dot_centre(v, u->mu + (size_t)c * D, D);
+        if (u->tokens[c] && (S > best || (S == best && c < at))) {
             best = S;
             at = c;
         }
@@ -8793,58 +8646,26 @@ static __device__ int nearest_cluster(const Nodes *u, const float *v, int tokens
     return at;
 }
 
-// The child, of so many tokens, becomes the last of the node. One thread.
-static __device__ void child_append(Nodes *u, int node, int child, int tokens) {
-    u->next[child] = -1;
-    if (u->first[node] < 0) u->first[node] = child;
-    else u->next[u->last[node]] = child;
-    u->last[node] = child;
-    u->chunks[node]++;
-    u->tokens[node] += tokens;
-}
-
 // Chunks from .. M-1 join the tree blockIdx.x, one after the other, for each sees what the one
 // before changed.
 // Block: one tree. Half warp: every 16th cluster in the search for the nearest; the first warp then
-// takes the chunk in. Shared: the chunk's key, a raw key (bound=token), a centre that moves, and
-// the half warps' best. Bound by latency: there is a chunk every 8 to 16 tokens and G blocks only,
-// while the search reads the K centres once.
+// takes the chunk in. Shared: the chunk's key, a centre that moves, and the half warps' best. Bound by
+// latency: there is a chunk every 8 to 16 tokens and G blocks only, while the search reads the K
+// centres once.
 static __global__ void __launch_bounds__(GRAFT_THREADS, 1)
-graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from, int *owner) {
-    __shared__ float v[MAX_D], row[MAX_D], tmp[MAX_D], best_of[GRAFT_THREADS / 16];
+graft_kernel(Tree *trees, LayerRows a, const int *start, int from, int M) {
+    __shared__ float v[MAX_D], to[MAX_D], best_of[GRAFT_THREADS / 16];
     __shared__ int at_of[GRAFT_THREADS / 16];
     Tree *t = &trees[blockIdx.x];
-    const HeadRef &h = a.heads.at[blockIdx.x];
-    int lane = threadIdx.x & 31, D = a.D;
-    for (int j = from; j < x.M; j++) {
+    for (int j = from; j < M; j++) {
         int n = start[j + 1] - start[j];
-        if (threadIdx.x < 32) chunk_key(a, x.pool_max, h, start[j], n, v);
+        if (threadIdx.x < 32) chunk_key(a, a.heads.at[blockIdx.x], start[j], n, v);
         __syncthreads();
-        int c = nearest_cluster(&t->fine, v, x.tokens, D, best_of, at_of);
+        int c = nearest_cluster(&t->fine, v, a.D, best_of, at_of);
         if (threadIdx.x < 32) {
-            // With bound=token, the chunk's raw keys one by one.
-            for (int i = 0; i < (x.tokens ? n : 1); i++) {
-                for (int d = lane; d < D; d += 32)
-                    row[d] = x.tokens ? row_value(a, h, start[j] + i, d) : v[d];
-                __syncwarp();
-                int has = x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c];
-                node_absorb(x, &t->fine, c, has, row, x.unit && !x.tokens, D, tmp);
-            }
-            if (!lane) {
-                child_append(&t->fine, c, j, n);
-                owner[(size_t)blockIdx.x * x.cap + j] = c;
-            }
-            __syncwarp();
-            if (t->coarse.n) {
-                int g = t->parent[c];
-                node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x.unit, D, tmp);
-                float rho = unit_rho(t, g, x.beta, D, tmp);
-                if (!lane) {
-                    t->coarse.chunks[g]++;
-                    t->coarse.tokens[g] += n;
-                    t->rho[g] = rho;
-                }
-            }
+            node_absorb(&t->fine, c, v, n, a.D, to);
+            if (t->coarse.n) node_absorb(&t->coarse, t->coarse.of[c], v, n, a.D, to);
+            if (!threadIdx.x) t->fine.of[j] = c;
         }
         __syncthreads();  // the next chunk sees what this one changed
     }
@@ -8853,136 +8674,89 @@ graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from,
 // Chunks from .. M-1 join the trees of layer l.
 void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     const int *start = starts_upload(s, x);
-    LycheeRule rule = *x;
-    rule.start = NULL;                          // on the host: no kernel may see it
-    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), rule, start,
-              from, owners_of(s, l, x->cap));
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), start, from, x->M);
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
-// A list is what a group of query heads reads, or one head under gqa=head (D45).
-// --lychee-prune=exact reads what a flat scan reads, so on the device it is one (D46).
-struct Probes {                 // argument of the kernels that score
-    const float *q;             // (H,D)
-    int m, R;                   // query heads of a list, and of a KV head
-    int D, gqa;                 // head_dim; GQA_*
-};
-
-struct Probe {                  // a node's score is max over i of (q_i . mu) w_i, + beta slack r
-    const float *q;             // (m,D) shared
-    int m;
-    const float *w;             // (m) shared; NULL: 1
-    float slack;
-};
-
-// Query heads of a probe, rounded up for lychee_kernel, which takes four at a time.
-KV_HD static int probe_heads(int m) { return (m + 3) / 4 * 4; }
-
-// Numbers that probe_make writes.
-KV_HD static size_t probe_floats(int m, int D) { return (size_t)probe_heads(m) * D + D + m + 1; }
-
-// probe_max and probe_sum of kvcomp.c for list `list`. All threads of a block; room (probe_floats)
-// shared.
-static __device__ Probe probe_make(const Probes &a, int list, float *room) {
-    const float *q = a.q + (size_t)list * a.m * a.D;
-    int heads = probe_heads(a.m);               // those that are not there are the last one once more
-    float *own = room, *sum = own + heads * a.D, *w = sum + a.D, slack = 0;      // (heads,D) (D) (m)
-    for (int i = threadIdx.x; i < heads * a.D; i += blockDim.x)
-        own[i] = q[min_int(i / a.D, a.m - 1) * a.D + i % a.D];
-    __syncthreads();
-    for (int d = threadIdx.x; d < a.D; d += blockDim.x) {
-        float x = 0;
-        for (int i = 0; i < a.m; i++) x += own[i * a.D + d];
-        sum[d] = x;
-    }
-    for (int i = 0; i < a.m; i++) {                              // every half warp the same
-        float length = sqrtf(dot_lanes(own + i * a.D, own + i * a.D, a.D));
-        if (!threadIdx.x) w[i] = 1 / fmaxf(length, 1e-20f);
-        slack += length;
-    }
-    __syncthreads();
-    if (a.gqa == GQA_MAX) return { own, a.m, w, 1 };             // scale free: every head may win
-    return { sum, 1, NULL, slack };
-}
-
-// The score of a node with centre mu and radius r, by a pair of lanes. beta 1: the bound UB.
-template <int NQ, int WIDE>
-static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {
-    float top = -INFINITY;
-    for (int i0 = 0; i0 < p.m; i0 += NQ) {
-        float dot[NQ];
-        const float *q = p.q + (size_t)i0 * D;
-        pair_dots<DT_BF16, NQ, WIDE>(dot, (const char *)mu, D, q);
-        KV_UNROLL()
-        for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
-            float v = dot[j];
-            if (p.w) v *= p.w[min_int(i0 + j, p.m - 1)];
-            top = v > top ? v : top;
-        }
-    }
-    return beta ? __fadd_rn(top, __fmul_rn(__fmul_rn(beta, p.slack), r)) : top;  // Eq. 2
-}
-
 struct LycheeSeek {             // argument of lychee_kernel
     const Tree *trees;          // (G)
-    Probes probes;
-    float beta, beta_coarse;
+    const float *q;             // (H,D)
+    float beta;
     int units, least;           // units opened at least, and the tokens they hold; units 0: a flat scan
     const int *chunks;          // M, then the M+1 starts
-    const int *owner;           // (G,cap) the cluster of each chunk
-    float *score;               // (lists,K)
-    float *unit;                // (lists,blocks,P) scores of units, where they do not fit into shared memory
-    int *out;                   // (lists,stride): LIST_HEAD numbers, rows (per), clusters if wanted
-    int *arrived;               // (1+lists) blocks that have come by: lists, and blocks of each list
+    float *score;               // (G,K)
+    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
+    int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
     StepWorks works;
-    int K, P, stride, per;
-    int lists, all, cap;        // lists of a KV head, of the layer; chunks there is room for
+    int K, stride, G, R, D;
     int room, sink;             // tokens of all chunks at most; rows before the index
     int shared;                 // 1: the scores of a list fit into shared memory
 };
 
 struct LycheeShared {
-    float *probe;               // what probe_make fills
-    float *unit;                // (2,P) scores of the units, then 1 for those that are opened; or NULL
+    float *q;                   // (R or up to three more,D) the group's queries
+    float *w;                   // (R) 1 / their lengths
     float *score;               // (K) or NULL
 };
 
-// Carves the block's shared memory -> bytes.
+// Carves the block's shared memory -> bytes. Queries come by fours: those that are not there are the
+// last one once more.
 KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a) {
     Block b = { mem, 0 };
-    m->probe = carve<float>(&b, probe_floats(a.probes.m, a.probes.D));
-    m->unit = a.units && !a.unit ? carve<float>(&b, (size_t)2 * a.P) : NULL;
+    m->q = carve<float>(&b, (size_t)(a.R + 3) / 4 * 4 * a.D);
+    m->w = carve<float>(&b, a.R);
     m->score = a.shared ? carve<float>(&b, a.K) : NULL;
     return b.at;
 }
 
-// open_top of kvcomp.c: opens the `units` units that score best, and more while they hold fewer
-// than `least` tokens. unit (2,P): scores, then 1 for those opened. All threads of a block, and
-// every block of a list does it again: there are at most --lychee-coarse-max (64) units, and
-// whoever waited for one block to tell the others would wait longer. A pair of lanes scores every
-// 256th unit; a thread opens every 512th, if those before it are too few.
-template <int NQ, int WIDE>
-static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nodes *u, float *unit) {
-    int D = a.probes.D, pair = threadIdx.x >> 1;
-    for (int g0 = 0; g0 < u->n; g0 += SEEK_UNITS) {              // all lanes take part in every shuffle
-        int g = min_int(g0 + pair, u->n - 1);
-        const uint16_t *mu = u->mu + (size_t)g * D;
-        float S = probe_score<NQ, WIDE>(p, mu, u->r[g], a.beta_coarse, D);   // Algorithm 1, line 9
-        if (!(threadIdx.x & 1) && g0 + pair < u->n) unit[g] = S;
+// Fills q and w for KV head g. All threads of a block.
+static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShared &m) {
+    const float *q = a.q + (size_t)g * a.R * a.D;
+    for (int i = threadIdx.x; i < (a.R + 3) / 4 * 4 * a.D; i += blockDim.x)
+        m.q[i] = q[min_int(i / a.D, a.R - 1) * a.D + i % a.D];
+    __syncthreads();
+    for (int i = 0; i < a.R; i++) {                              // every half warp the same
+        float length = sqrtf(dot_lanes(m.q + i * a.D, m.q + i * a.D, a.D));
+        if (!threadIdx.x) m.w[i] = 1 / fmaxf(length, 1e-20f);
     }
     __syncthreads();
+}
 
-    for (int g = threadIdx.x; g < u->n; g += TOP_THREADS) {
-        int before = 0, tokens = 0;
-        for (int i = 0; i < u->n; i++) {
-            int first = unit[i] > unit[g] || (unit[i] == unit[g] && i < g);
-            if (!u->chunks[i] || !first) continue;
-            before++;
-            tokens += u->tokens[i];
+// The score of node `at` of a level, by a pair of lanes. beta 1: the bound UB.
+template <int NQ, int WIDE>
+static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, int at) {
+    const char *mu = (const char *)(u->mu + (size_t)at * a.D);
+    float top = -INFINITY;
+    for (int i0 = 0; i0 < a.R; i0 += NQ) {
+        float dot[NQ];
+        pair_dots<DT_BF16, NQ, WIDE>(dot, mu, a.D, m.q + (size_t)i0 * a.D);
+        KV_UNROLL()
+        for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
+            float v = dot[j] * m.w[min_int(i0 + j, a.R - 1)];
+            top = v > top ? v : top;
         }
-        int opens = u->chunks[g] && (before < a.units || tokens < a.least);      // Algorithm 1, line 10
-        unit[u->n + g] = opens ? 1.0f : 0.0f;
     }
+    return a.beta ? __fadd_rn(top, __fmul_rn(a.beta, u->r[at])) : top;           // Eq. 2
+}
+
+// open_units of kvcomp.c: open (P) = 1 for the `units` units that score best, and for more while they
+// hold fewer than `least` tokens. All threads of a block, and every block of a list does it again:
+// whoever waited for one block to tell the others would wait longer. A pair of lanes scores a unit, a
+// thread opens one, if those before it are too few.
+template <int NQ, int WIDE>
+static __device__ void open_units(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, char *open) {
+    __shared__ float unit[MOST_UNITS];
+    int pair = threadIdx.x >> 1, g = threadIdx.x, before = 0, tokens = 0;
+    float S = node_score<NQ, WIDE>(a, m, u, min_int(pair, u->n - 1));            // Algorithm 1, line 9
+    if (!(threadIdx.x & 1) && pair < u->n) unit[pair] = S;
+    __syncthreads();
+    for (int i = 0; i < u->n && g < u->n; i++) {
+        int first = unit[i] > unit[g] || (unit[i] == unit[g] && i < g);
+        if (!u->tokens[i] || !first) continue;
+        before++;
+        tokens += u->tokens[i];
+    }
+    if (g < u->n) open[g] = u->tokens[g] && (before < a.units || tokens < a.least);      // Algorithm 1, line 10
     __syncthreads();
 }
 
@@ -8990,39 +8764,26 @@ static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nod
 // or lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads
 // none.
 template <int NQ, int WIDE>
-static __device__ void cluster_scores(const LycheeSeek &a, const Probe &p, const Tree *t, int c0,
-                                      const float *unit, float *score) {
+static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m, const Tree *t, int c0,
+                                      const char *open, float *score) {
     const Nodes *u = &t->fine;
-    int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1), D = a.probes.D;
-    int dead = !u->chunks[at] || (unit && !(unit[a.P + t->parent[at]] > 0));
+    int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1);
+    int dead = !u->tokens[at] || (a.units && !open[t->coarse.of[at]]);
     float S = -INFINITY;
-    if (!__all_sync(ALL_LANES, dead))
-        S = probe_score<NQ, WIDE>(p, u->mu + (size_t)at * D, u->r[at], a.beta, D);   // Algorithm 1, line 13
+    if (!__all_sync(ALL_LANES, dead)) S = node_score<NQ, WIDE>(a, m, u, at);     // Algorithm 1, line 13
     if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
 }
 
-// ---- retrieval: chunks under the budget, and their rows (retrieve and rows_to_read of kvcomp.c)
+// ---- retrieval: chunks under the budget, and their rows
 
-struct Taken {                  // the clusters whose chunks are read
-    uint32_t key;               // whole: those with a greater key ..
-    int part;                   // .. and those with this key that come before cluster `part`
-    int stop;                   // of `part`, the chunks before this one
-};
-
-// Is cluster c, whose score is S, taken whole?
-static __device__ int takes_whole(const Taken &t, float S, int c) {
-    uint32_t key = order_key(S);
-    return S > -INFINITY && (key > t.key || (key == t.key && c < t.part));
-}
-
-// Takes clusters, the best first, of equal ones the lower number, as long as they fit into the
-// room. Of the first that does not fit, it takes the chunks up to the first that does not (D44).
+// take_clusters of kvcomp.c: the best first, of equal ones the lower number, as long as they fit into
+// the room; of the first that does not fit, the chunks up to the first that does not (D44).
 // Nothing is sorted: the cluster at which the sum of tokens passes the room is found by its digits,
 // as top_key finds a rank, and among clusters of one score by a prefix sum over their numbers. So
 // is the chunk at which that cluster stops. x (K): scores. All threads of a block.
-static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const float *x, const int *start,
-                                      int M, const int *owner, TopShared *top) {
-    int left = a.room + 1, before = 0;          // tokens wanted, until they do not fit
+static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const float *x, TopShared *top) {
+    const int *start = a.chunks + 1;
+    int M = a.chunks[0], left = a.room + 1, before = 0;          // tokens wanted, until they do not fit
     Taken t = { 0, u->n, M };
     auto tokens = [&](int c) { return x[c] > -INFINITY ? u->tokens[c] : 0; };
     t.key = top_key(x, u->n, tokens, &left, top);                // Algorithm 1, line 14
@@ -9030,131 +8791,104 @@ static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const
     auto equal = [&](int c) { return order_key(x[c]) == t.key ? tokens(c) : 0; };
     t.part = crossing(u->n, equal, left, &before, top);
     left -= before;
-    auto of_part = [&](int j) { return owner[j] == t.part ? start[j + 1] - start[j] : 0; };
+    auto of_part = [&](int j) { return u->of[j] == t.part ? start[j + 1] - start[j] : 0; };
     t.stop = crossing(M, of_part, left, &before, top);
     return t;
 }
 
-// The list of a list's clusters: the sinks, the rows of the chunks taken, ascending, and a tail
-// from the first token behind the index. All threads of a block.
-static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const float *x, const int *owner,
-                                 int *out, TopShared *top) {
-    int M = a.chunks[0], *rows = out + LIST_HEAD, used = 0;
+// The list of a KV head: the sinks, the rows of the chunks taken, ascending, and a tail from the first
+// token behind the index. All threads of a block.
+static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const float *x, int *list, TopShared *top) {
     const int *start = a.chunks + 1;
-    Taken t = take_clusters(a, u, x, start, M, owner, top);
+    int M = a.chunks[0], *rows = list + LIST_HEAD;
+    Taken t = take_clusters(a, u, x, top);
     auto chunk = [&](int j) {
-        int c = owner[j], takes = takes_whole(t, x[c], c) || (c == t.part && j < t.stop);
-        return takes ? start[j + 1] - start[j] : 0;
+        int c = u->of[j];
+        uint32_t key = order_key(x[c]);
+        int whole = x[c] > -INFINITY && (key > t.key || (key == t.key && c < t.part));
+        return whole || (c == t.part && j < t.stop) ? start[j + 1] - start[j] : 0;
     };
     auto put_chunk = [&](int j, int at) {
         for (int r = start[j]; r < start[j + 1]; r++)
             rows[a.sink + at + r - start[j]] = r;                // Algorithm 1, line 16
     };
-    auto cluster = [&](int c) { return takes_whole(t, x[c], c) || (c == t.part && u->first[c] < t.stop); };
-    auto put_cluster = [&](int c, int at) { rows[a.per + at] = c; };
-
     for (int r = threadIdx.x; r < a.sink; r += TOP_THREADS) rows[r] = r;
     int n = spread(M, chunk, put_chunk, top);
-    if (a.stride > LIST_HEAD + a.per) used = spread(u->n, cluster, put_cluster, top);
     if (threadIdx.x) return;
-    out[LIST_ROWS] = a.sink + n;
-    out[LIST_TAIL] = start[M];
-    out[LIST_TOKENS] = n;
-    out[LIST_CLUSTERS] = used;                  // counted where they are told
+    list[LIST_ROWS] = a.sink + n;
+    list[LIST_TAIL] = start[M];
 }
 
 // A decode step of one layer in one launch: the scores of all clusters, those that fit into the
 // room, the lists of their rows, and in a step in one go the works that read them.
-//   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a list (blockIdx.y). The last block of a list
+//   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a KV head (blockIdx.y). The last block of a list
 //           chooses among all its clusters
 //   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ
 //           query heads share what is read. A cluster, and then a chunk, while the last block
 //           chooses: neighbours side by side, in stretches of the warps, and prefix sums say what
 //           comes before
-//   Shared  the probe, which all clusters need; units, if some are closed; all scores of the list,
-//           if they fit, for the six times that the last block goes through them; the bins of a
-//           digit
+//   Shared  the queries, which all clusters need; which units are open; all scores of the list, if
+//           they fit, for the times that the last block goes through them; the bins of a digit
 //   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
-//           way in a block. What the last block does is bound by latency: it reads M chunks three
-//           times
+//           way in a block. What the last block does is bound by latency: it reads M chunks twice
 template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 lychee_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
+    __shared__ char open[MOST_UNITS];
     __shared__ int last;
     LycheeShared m;
     lychee_carve(&m, mem, a);
-    int list = blockIdx.y, g = list / a.lists;
+    int g = blockIdx.y;
     const Tree *t = &a.trees[g];
-    float *score = a.score + (size_t)list * a.K, *unit = a.unit ? a.unit : m.unit;
-    if (a.unit) unit += ((size_t)list * gridDim.x + blockIdx.x) * 2 * a.P;
-    Probe p = probe_make(a.probes, list, m.probe);
-    if (a.units) open_units<NQ, WIDE>(a, p, &t->coarse, unit);
-    cluster_scores<NQ, WIDE>(a, p, t, blockIdx.x * SEEK_UNITS, a.units ? unit : NULL, score);
-    if (!arrives_last(a.arrived + 1 + list, gridDim.x, &last)) return;
+    float *score = a.score + (size_t)g * a.K;
+    queries_load(a, g, m);
+    if (a.units) open_units<NQ, WIDE>(a, m, &t->coarse, open);
+    cluster_scores<NQ, WIDE>(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
+    if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
 
-    const float *x = seek_scores(m.score, score, a.K);
-    take_rows(a, &t->fine, x, a.owner + (size_t)g * a.cap, a.out + (size_t)list * a.stride, &top);
-    seek_end(a.works, a.out, a.arrived, a.all, &last);
+    take_rows(a, &t->fine, seek_scores(m.score, score, a.K), a.lists + (size_t)g * a.stride, &top);
+    seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
 // Launches lychee_kernel with NQ queries at a time.
 template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
     LycheeShared m;
-    dim3 grid(blocks(a.K, SEEK_UNITS), a.all);
+    dim3 grid(blocks(a.K, SEEK_UNITS), a.G);
     size_t smem = lychee_carve(&m, NULL, a);
     KV_LAUNCH_WIDE((lychee_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
-// What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads; per:
-// rows of a list at most (sink + room or more); M > 0. bring: -> (lists,LIST_HEAD + 2 per) on the
-// host, in scratch, clusters included. Otherwise the lists, one a KV head, become the layer's views
-// (chosen_room), and NULL is returned. S (lists,K) on the host gets the scores of all clusters, if it
-// is not NULL.
-int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q,
-                      int per, int bring, float *S) {
-    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, K = trees->fine.n, P = trees->coarse.n;
-    int m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, stride = LIST_HEAD + (bring ? 2 : 1) * per;
-    int many = (size_t)8 * P > (size_t)seek_shared / 4;          // units, for shared memory
-    size_t n_unit = x->units && many ? (size_t)lists * blocks(K, SEEK_UNITS) * 2 * P : 0;
-    size_t n_score = (size_t)lists * K, n_out = bring ? (size_t)lists * stride : 0;
-    float *score = room<float>(s, ROOM_SEEK, n_score + n_unit + n_out);
-
+// What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
+// one a KV head, become the layer's views (chosen_room). S (G,K) on the host gets the scores of all
+// clusters, if it is not NULL.
+void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, float *S) {
+    int G = s->c->G, K = trees->fine.n;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
     a.trees = trees_of(s, l);
-    a.probes = { q, m, R, D, x->gqa };
+    a.q = q;
     a.beta = x->beta;
-    a.beta_coarse = x->beta_coarse;
     a.units = x->units;
     a.least = 4 * x->room;
     a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
-    a.owner = owners_of(s, l, x->cap);
-    a.score = score;
-    a.unit = n_unit ? score + n_score : NULL;
-    a.out = bring ? (int *)(score + n_score + n_unit) : chosen_room(s, l, stride);
-    a.arrived = arrivals(s, 1 + H);
+    a.score = room<float>(s, ROOM_SEEK, (size_t)G * K);
+    a.stride = LIST_HEAD + x->sink + x->room;
+    a.lists = chosen_room(s, l, a.stride);
+    a.arrived = arrivals(s, 1 + s->c->H);
     a.works = step_works(s, l);
     a.K = K;
-    a.P = P;
-    a.stride = stride;
-    a.per = per;
-    a.lists = R / m;
-    a.all = lists;
-    a.cap = x->cap;
+    a.G = G;
+    a.R = s->c->H / G;
+    a.D = s->c->D;
     a.room = x->room;
     a.sink = x->sink;
-    a.shared = probe_floats(m, D) + (size_t)2 * P + K <= (size_t)seek_shared / sizeof(float);
-    if (D % 8)                           lychee_launch<1, 0>(a);
-    else if (m > 1 && x->gqa == GQA_MAX) lychee_launch<4, 1>(a);
-    else                                 lychee_launch<1, 1>(a);
-
-    if (S) download(S, score, n_score * sizeof(float));
-    if (!bring) return NULL;
-    int *host = (int *)scratch(s, n_out * sizeof(int));
-    download(host, a.out, n_out * sizeof(int));
-    return host;
+    a.shared = (size_t)(a.R + 4) * (a.D + 1) + K <= (size_t)seek_shared / sizeof(float);
+    if (a.D % 8)      lychee_launch<1, 0>(a);
+    else if (a.R > 1) lychee_launch<4, 1>(a);
+    else              lychee_launch<1, 1>(a);
+    if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 
 // ==================================================================================================== 12 SONIC INFERENCE

@@ -415,45 +415,35 @@ typedef struct {                // what a choice came to
 typedef struct {                // one level of a tree: n nodes over some children. On the device in a device session
     int n;
     uint16_t *mu;               // (n,D) centres, bf16
-    // (n) covers every chunk key below the node, measured against the rounded mu
-    float *r;
-    int *chunks, *tokens;       // (n) how many are below the node
-    int *first, *last;          // (n) its children, ascending; -1: none
-    int *next;                  // (children) the sibling after a child; -1: none
+    float *r;                   // (n) radii: every chunk key below lies so near to the rounded mu
+    int *tokens;                // (n) of the chunks below; 0: the node is empty
+    int *of;                    // (children) the node above a child
 } Nodes;
 
 typedef struct {                // the index of one KV head of one layer
     Nodes fine;                 // clusters of chunks
-    Nodes coarse;               // units of clusters; n 0 where nothing reads them
-    int *parent;                // (clusters) their unit
-    // (units) max over its clusters c of |mu_c - mu_g| + beta r_c: what exact pruning needs
-    float *rho;
+    Nodes coarse;               // units of clusters; n 0 without --lychee-kg
     char *mem;                  // (bytes) where all of it lies
     size_t bytes;
 } Tree;
 
-enum { GQA_MAX, GQA_SUM, GQA_HEAD };            // D45
-enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };     // D49
-enum {                                          // numbers before the rows of a list that was made on the device
-    LIST_ROWS, LIST_TAIL,                       // a View's n and tail
-    LIST_TOKENS, LIST_CLUSTERS,                 // LycheeCluster: tokens and clusters used
-    LIST_HEAD,
-};
+enum { MOST_UNITS = 64 };       // coarse units of a tree
+
+typedef struct {                // the clusters whose chunks are read, by the order_key of their scores
+    uint32_t key;               // whole: those with a greater key ..
+    int part;                   // .. and those with this key that come before cluster `part`
+    int stop;                   // of `part`, the chunks before this one
+} Taken;
+
+enum { LIST_ROWS, LIST_TAIL, LIST_HEAD };       // a View's n and tail, before the rows of a list made on the device
 
 typedef struct {                // what the kernels need to know of a session's index
-    float beta, beta_coarse;
-    int gqa;                    // GQA_*
-    int units;                  // coarse units opened at least; 0: a flat scan
-    int lazy;                   // LAZY_*
-    int unit;                   // 1: centres lie on the unit sphere
-    int tokens;                 // 1: centre and radius of a cluster are those of its raw token keys
-    int pool_max;               // 1: a chunk's key is the largest value in every dimension, 0: the mean
+    float beta;                 // weight of |q| r in a score
+    int units;                  // coarse units opened at least; 0: there are none
     int iters;                  // of k-means
-    int min;                    // fewest tokens of a chunk
     int room;                   // tokens that the chunks of a list may have
     int sink;                   // rows before the index
     int M;                      // chunks
-    int cap;                    // most chunks there will be before the next build
     const int *start;           // (M+1) their first tokens, on the host
 } LycheeRule;
 
@@ -792,9 +782,8 @@ void ring_select_cuda(Session *s, int l, const float *score, const int *n, int b
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from);
 
-// bring: (lists, LIST_HEAD + 2 per) on the host; S (lists,clusters): the scores come here, or NULL
-int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per,
-                      int bring, float *S);
+// q (H,D) on the device; S (G,clusters): the scores come here, or NULL
+void   lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, float *S);
 
 #ifdef __cplusplus
 }

@@ -3540,8 +3540,7 @@ static int ends_with(const unsigned char *b, int lo, int hi, const char *w) {
 }
 
 // Text b[lo..hi), the token is its last tok_n bytes.
-static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n, int next,
-                               int guard) {
+static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n, int next) {
     static const struct {
         const char *w;
         int level;
@@ -3566,7 +3565,7 @@ static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n
     if (blanks) return 4;
     for (int step = 0; step < 8 && p > lo; step++) {
         int c = b[p - 1], nx = p < hi ? b[p] : next, found = -1, len = 1;
-        int glued = guard && nx >= 0 &&
+        int glued = nx >= 0 &&
                     (strchr("_=:", nx) ? nx != 0
                                        : (nx >= '0' && nx <= '9') || (nx >= 'a' && nx <= 'z') ||
                                              (nx >= 'A' && nx <= 'Z'));
@@ -3577,7 +3576,7 @@ static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n
         } else if (c == '}' || c == ']')
             found = 1;
         else if (c == '>')
-            found = guard && p - 2 >= lo && strchr("-=<", b[p - 2]) && b[p - 2] ? -1 : 1;
+            found = p - 2 >= lo && strchr("-=<", b[p - 2]) && b[p - 2] ? -1 : 1;
         else if (ends_with(b, lo, p, "---") || ends_with(b, lo, p, "***") ||
                  ends_with(b, lo, p, "```"))
             found = 1;
@@ -3603,8 +3602,7 @@ static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n
 
 // Chunks of the whole stream: end[] of each; a chunk needs keep tokens behind its longest form.
 // Returns their number.
-static int twin_chunks(const int *id, int n, int sink, int min, int max, int keep, int first,
-                       int guard, int *end) {
+static int twin_chunks(const int *id, int n, int sink, int min, int max, int keep, int *end) {
     unsigned char *b = xcalloc((size_t)n * 16 + 16, 1);
     int *hi = xcalloc(n + 1, sizeof(int)), *lo = xcalloc(n + 1, sizeof(int)), at = 0;
     int seg = 0, m = 0, len;
@@ -3624,12 +3622,12 @@ static int twin_chunks(const int *id, int n, int sink, int min, int max, int kee
                                                 : NEXT_EMPTY;
             text_of(id[e], &len);
             level[e - s] =
-                special_token(id[e]) ? 1 : twin_boundary_level(b, lo[e], hi[e], len, next, guard);
+                special_token(id[e]) ? 1 : twin_boundary_level(b, lo[e], hi[e], len, next);
             if (level[e - s] < best) best = level[e - s];
             if (level[e - s] != 9) complete = e;
         }
         for (int e = s + min - 1; e < s + max && best <= 4; e++)
-            if (level[e - s] == best && (pick < 0 || !first)) pick = e;
+            if (level[e - s] == best) pick = e;
         end[m] = pick >= 0 ? pick : complete >= 0 ? complete : s + max - 1;
     }
     free(b);
@@ -3651,18 +3649,17 @@ static void online_chunks(Lychee *x, const int *id, int n) {
     free(s.tok);
 }
 
-// A chunker that has seen nothing, with room for four chunks.
-static Lychee chunker(int sink, int min, int max, int buffer, int first, int guard) {
-    Lychee x = { .sink = sink,
-                 .min = min,
-                 .max = max,
-                 .buffer = buffer,
-                 .first_tie = first,
-                 .guard = guard,
-                 .cap = 4 };
-    x.start = xcalloc(5, sizeof(int));
-    x.start[0] = sink;
+// A chunker that has seen nothing.
+static Lychee chunker(int sink, int min, int max, int buffer) {
+    Lychee x = { .sink = sink, .min = min, .max = max, .buffer = buffer };
+    arrput(x.start, sink);
     return x;
+}
+
+// Gives a chunker's lists back.
+static void chunker_free(Lychee *x) {
+    arrfree(x->start);
+    arrfree(x->level);
 }
 
 TEST(lychee_chunk_vector, "the chunks of D48, item by item") {
@@ -3680,99 +3677,93 @@ TEST(lychee_chunk_vector, "the chunks of D48, item by item") {
     id[n++] = t.n++;
     for (int y = toy_add(&t, "y"); m < 17; m++) id[n++] = y;
     toy_use(&t);
-    Lychee x = chunker(16, 8, 16, 0, 0, 1);
+    Lychee x = chunker(16, 8, 16, 0);
     online_chunks(&x, id, n);
     CHECK(x.M == 3, "%d chunks", x.M);
     int want[4] = { 16, 31, 47, 63 };
     for (int j = 0; j <= 3; j++)
         CHECK(x.start[j] == want[j], "boundary %d: %d, expected %d", j, x.start[j], want[j]);
-    free(x.start);
-    free(x.level);
+    chunker_free(&x);
     token_text = (TokenText){ 0 };
     // No tokenizer: chunks of 16.
-    x = chunker(16, 8, 16, 0, 0, 1);
+    x = chunker(16, 8, 16, 0);
     online_chunks(&x, id, 64);
     CHECK(x.M == 2 && x.start[1] == 32 && x.start[2] == 48, "forced: %d", x.M);
-    free(x.start);
-    free(x.level);
+    chunker_free(&x);
 }
 
 TEST(lychee_levels, "boundary levels worked by hand") {
     // Text before, the token, the token after; b NULL: special.
     static const struct {
         const char *a, *b, *c;
-        int guard, level;
+        int level;
     } v[] = {
-        { "pi is 3", ".", "14", 1, 5 },
-        { "pi is 3", ".", "14", 0, 2 },
-        { "foo", ".", "bar", 1, 5 },
-        { "it ended", ".", " Then", 1, 2 },
-        { "a", "::", "b", 1, 5 },
-        { "10", ":", "30", 1, 5 },
-        { "x", ":", "=", 1, 5 },
-        { "p", "->", "x", 1, 5 },
-        { "p", "->", "x", 0, 1 },
-        { "a ", "=>", " b", 1, 4 },
-        { "a<", ">", "b", 1, 5 },
-        { "<b", ">", "x", 1, 1 },
-        { "f()", "}", "\n", 1, 1 },
-        { "a[1", "]", ".", 1, 1 },
-        { "a", "-", "b", 1, 5 },
-        { "a", "--", " b", 1, 4 },
-        { "a --", "-", "b", 1, 1 },
-        { "`", "``", "c", 1, 1 },
-        { "x **", "*", "x", 1, 1 },
-        { "a\n", "\n", "b", 1, 1 },
-        { "a\n  \t\r", "\n", "b", 1, 1 },
-        { "a", "\n", "b", 1, 2 },
-        { "a\n", "  ", "b", 1, 4 },
-        { "a", "\t", "b", 1, 4 },
-        { "a\n", " b", "c", 1, 5 },
-        { "he said.", "\"", "x", 1, 2 },
-        { "came", ").", " End", 1, 2 },
-        { "came", ").", "End", 1, 5 },
-        { "so", ",", " it", 1, 3 },
-        { "so", ",\n", "x", 1, 2 },
-        { "word", "s", " next", 1, 4 },
-        { "word", "s", "x", 1, 5 },
-        { "word", "s", NULL, 1, 4 },
-        { "end.", ")", NULL, 1, 2 },
-        { "你好", "。", "世", 1, 2 },
-        { "你好", "，", "世", 1, 3 },
-        { "你好，", "”", "世", 1, 3 },
-        { "\xe3\x80", "\x82", "x", 1, 2 },
-        { "a", "\xe3\x80", "\x82", 1, 9 },
-        { "a", "\xe3", "\x80", 1, 9 },
-        { "a", "\xf0\x9f\x98", "\x80", 1, 9 },
-        { "a", "\xff", "b", 1, 5 },
-        { "a", "\x80", "b", 1, 5 },
-        { "", "", "b", 1, 5 },
-        { "a.", "", "b", 1, 5 },
-        { "a.", "", " b", 1, 2 },
-        { "x", "\xe3\x80\x80", "b", 1, 4 },
-        { "a. ) ' \" )", " )", "b", 1, 4 },
-        { "a.)'\")'", "\"", "b", 1, 2 },
-        { "a.)'\")'))", "\"", "b", 1, 5 },
-        { "\xc0\xae", "", "x", 1, 5 },
-        { "\n                                                                ", "\n", "b", 1, 2 },
-        { "\n                                                             ", "\n", "b", 1, 1 },
+        { "pi is 3", ".", "14", 5 },
+        { "foo", ".", "bar", 5 },
+        { "it ended", ".", " Then", 2 },
+        { "a", "::", "b", 5 },
+        { "10", ":", "30", 5 },
+        { "x", ":", "=", 5 },
+        { "p", "->", "x", 5 },
+        { "a ", "=>", " b", 4 },
+        { "a<", ">", "b", 5 },
+        { "<b", ">", "x", 1 },
+        { "f()", "}", "\n", 1 },
+        { "a[1", "]", ".", 1 },
+        { "a", "-", "b", 5 },
+        { "a", "--", " b", 4 },
+        { "a --", "-", "b", 1 },
+        { "`", "``", "c", 1 },
+        { "x **", "*", "x", 1 },
+        { "a\n", "\n", "b", 1 },
+        { "a\n  \t\r", "\n", "b", 1 },
+        { "a", "\n", "b", 2 },
+        { "a\n", "  ", "b", 4 },
+        { "a", "\t", "b", 4 },
+        { "a\n", " b", "c", 5 },
+        { "he said.", "\"", "x", 2 },
+        { "came", ").", " End", 2 },
+        { "came", ").", "End", 5 },
+        { "so", ",", " it", 3 },
+        { "so", ",\n", "x", 2 },
+        { "word", "s", " next", 4 },
+        { "word", "s", "x", 5 },
+        { "word", "s", NULL, 4 },
+        { "end.", ")", NULL, 2 },
+        { "你好", "。", "世", 2 },
+        { "你好", "，", "世", 3 },
+        { "你好，", "”", "世", 3 },
+        { "\xe3\x80", "\x82", "x", 2 },
+        { "a", "\xe3\x80", "\x82", 9 },
+        { "a", "\xe3", "\x80", 9 },
+        { "a", "\xf0\x9f\x98", "\x80", 9 },
+        { "a", "\xff", "b", 5 },
+        { "a", "\x80", "b", 5 },
+        { "", "", "b", 5 },
+        { "a.", "", "b", 5 },
+        { "a.", "", " b", 2 },
+        { "x", "\xe3\x80\x80", "b", 4 },
+        { "a. ) ' \" )", " )", "b", 4 },
+        { "a.)'\")'", "\"", "b", 2 },
+        { "a.)'\")'))", "\"", "b", 5 },
+        { "\xc0\xae", "", "x", 5 },
+        { "\n                                                                ", "\n", "b", 2 },
+        { "\n                                                             ", "\n", "b", 1 },
     };
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
         Toy t = { 0 };
         TextTail tail = { 0 };
-        unsigned char level[4];
-        Token tok[3] = { { .id = toy_add(&t, v[i].a) },
-                         { .id = toy_add(&t, v[i].b) },
-                         { .id = 2 } };
+        int a = toy_add(&t, v[i].a), b = toy_add(&t, v[i].b);
         if (v[i].c)
             toy_add(&t, v[i].c);
         else
             t.p[t.n++] = (ToyPiece){ "", 0, 1 };
         toy_use(&t);
-        levels_extend(level, 0, 2, &tail, tok, v[i].guard);
-        CHECK(level[1] == v[i].level, "case %zu '%s|%s|%s': level %d, expected %d", i, v[i].a,
-              v[i].b, v[i].c ? v[i].c : "<special>", level[1], v[i].level);
+        level_between(&tail, a, b);
+        int level = level_between(&tail, b, 2);
+        CHECK(level == v[i].level, "case %zu '%s|%s|%s': level %d, expected %d", i, v[i].a,
+              v[i].b, v[i].c ? v[i].c : "<special>", level, v[i].level);
     }
     token_text = (TokenText){ 0 };
 }
@@ -3790,8 +3781,7 @@ TEST(lychee_chunks_online,
     for (int trial = 0; trial < 400; trial++) {
         rnd_seed(trial + 1);
         int min = trial % 5 ? 8 : 1 + rnd_int(8), max = trial % 5 ? 16 : min + rnd_int(12);
-        int sink = rnd_int(20), buffer = rnd_int(30), first = trial % 3 == 0;
-        int guard = trial % 7 != 0, n = rnd_int(500);
+        int sink = rnd_int(20), buffer = rnd_int(30), n = rnd_int(500);
         int id[512], end[512], k = trial % 6;
         for (int i = 0; i < n; i++) {
             id[i] = kind[k][0] + rnd_int(kind[k][1] - kind[k][0]);
@@ -3799,9 +3789,9 @@ TEST(lychee_chunks_online,
             // Outside the tokenizer: empty.
             if (!rnd_int(40)) id[i] = 120;
         }
-        Lychee x = chunker(sink, min, max, buffer, first, guard);
+        Lychee x = chunker(sink, min, max, buffer);
         online_chunks(&x, id, n);
-        int m = twin_chunks(id, n, sink, min, max, buffer > 1 ? buffer : 1, first, guard, end);
+        int m = twin_chunks(id, n, sink, min, max, buffer > 1 ? buffer : 1, end);
         CHECK(x.M == m, "trial %d: %d chunks, twin %d", trial, x.M, m);
         for (int j = 0; j < m && j < x.M; j++) {
             CHECK(x.start[j + 1] == end[j] + 1, "trial %d chunk %d ends at %d, twin %d", trial, j,
@@ -3812,9 +3802,8 @@ TEST(lychee_chunks_online,
         CHECK(n - t_idx(&x) < (buffer > 1 ? buffer : 1) + max || n < sink, "buffer of %d",
               n - t_idx(&x));
         cut += x.M;
-        forced += x.ends[CUT_NONE] + x.ends[CUT_INSIDE];
-        free(x.start);
-        free(x.level);
+        for (int j = 0; j < x.M; j++) forced += x.level[x.start[j + 1] - 1] >= CUT_NONE;
+        chunker_free(&x);
     }
     CHECK(cut > 5000 && forced > 50 && forced < cut / 2, "%ld chunks, %ld forced", cut, forced);
     token_text = (TokenText){ 0 };
@@ -3838,16 +3827,11 @@ typedef struct {
     int K;
     TwinUnit *u;
     int P;
-    int *ago;
-    int steps, last;
-    double recall, cover, cover_in, jac, hit;
-    long n_recall, n_jac, n_hit;
 } TwinTree;
 
 typedef struct {
-    int B, sink, buffer, min, max, first_tie, guard, full, iters, per, coarse_max, gqa, kg;
-    int lazy, unit, largest;
-    double beta, beta_coarse;
+    int B, sink, buffer, min, max, full, iters, per, kg;
+    double beta;
     int start[TW], M, built;  // chunk j: start[j]..start[j+1]-1
     TwinTree *tree;           // (L,G)
     // (L,H,8192) rows a head reads in this step; see[0] of a head 2: all.
@@ -3882,24 +3866,19 @@ static void twin_unit(double *x, int D) {
     for (int d = 0; d < D; d++) x[d] *= f;
 }
 
-// The key of chunk j: the mean (or the largest elements) of its rows' keys, scaled to length 1.
+// The key of chunk j: the mean of its rows' keys, scaled to length 1.
 static void twin_key(const TwinLychee *y, Twin *t, int l, int g, int j, double *key) {
     int D = t->c->D;
     for (int d = 0; d < D; d++) {
-        double sum = 0, most = -INFINITY;
-        for (int r = y->start[j]; r < y->start[j + 1]; r++) {
-            double k = t->row[l * t->c->G + g][r].k[d];
-            sum += k;
-            most = fmax(most, k);
-        }
-        key[d] = y->largest ? most : sum / (y->start[j + 1] - y->start[j]);
+        double sum = 0;
+        for (int r = y->start[j]; r < y->start[j + 1]; r++) sum += t->row[l * t->c->G + g][r].k[d];
+        key[d] = sum / (y->start[j + 1] - y->start[j]);
     }
     twin_unit(key, D);
 }
 
 // x (n) points of TWD doubles -> mu (K), label (n)
-static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D, int iters,
-                        int unit, int *label) {
+static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D, int iters, int *label) {
     for (int j = 0; j < K; j++) memcpy(mu[j], x[(2 * j + 1) * n / (2 * K)], sizeof *mu);
     for (int it = 0; it <= iters; it++) {
         if (it == iters)
@@ -3908,8 +3887,7 @@ static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D
         for (int i = 0; i < n; i++) {
             double best = -INFINITY;
             for (int j = 0; j < K; j++) {
-                double c =
-                    twin_dot(x[i], mu[j], D) / (unit ? 1 : sqrt(twin_dot(mu[j], mu[j], D) + 1e-12));
+                double c = twin_dot(x[i], mu[j], D);
                 if (c > best) {
                     best = c;
                     label[i] = j;
@@ -3925,10 +3903,7 @@ static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D
                     for (int d = 0; d < D; d++) sum[d] += x[i][d];
                 }
             if (!k) continue;
-            if (unit)
-                twin_unit(sum, D);
-            else
-                for (int d = 0; d < D; d++) sum[d] /= k;
+            twin_unit(sum, D);
             memcpy(mu[j], sum, sizeof sum);
         }
     }
@@ -3938,27 +3913,23 @@ static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D
 static void twin_index_build(TwinLychee *y, Twin *t, int l, int g) {
     TwinTree *w = &y->tree[l * t->c->G + g];
     int D = t->c->D, M = y->M, K = (M + y->per - 1) / y->per;
-    int P = (K + 1) / 2 < y->coarse_max ? (K + 1) / 2 : y->coarse_max;
+    int P = (K + 1) / 2 < 64 ? (K + 1) / 2 : 64;
     int *label = xcalloc(M + K, sizeof(int));
     double (*x)[TWD] = xcalloc(M, sizeof *x), (*mu)[TWD] = xcalloc(K, sizeof *mu),
            (*gm)[TWD] = xcalloc(P, sizeof *gm);
     for (int j = 0; j < M; j++) twin_key(y, t, l, g, j, x[j]);
-    twin_kmeans(x, M, mu, K, D, y->iters, y->unit, label);
-    twin_kmeans(mu, K, gm, P, D, y->iters, y->unit, label + M);
+    twin_kmeans(x, M, mu, K, D, y->iters, label);
+    twin_kmeans(mu, K, gm, P, D, y->iters, label + M);
     free(w->c);
     free(w->u);
-    free(w->ago);
     w->c = xcalloc(K, sizeof *w->c);
     w->u = xcalloc(P, sizeof *w->u);
-    w->ago = xcalloc(K, sizeof(int));
     w->K = K;
     w->P = P;
-    w->steps = w->last = 0;
     for (int p = 0; p < P; p++) memcpy(w->u[p].mu, gm[p], sizeof *gm);
     for (int j = 0; j < K; j++) {
         memcpy(w->c[j].mu, mu[j], sizeof *mu);
         w->c[j].parent = label[M + j];
-        w->ago[j] = 1000;
     }
     for (int i = 0; i < M; i++) {
         TwinCluster *c = &w->c[label[i]];
@@ -3980,18 +3951,13 @@ static int twin_chunks_below(const TwinTree *w, int p) {
     return n;
 }
 
-// Moves a centre mu of n points towards a new point v and widens its radius r so that it covers all
-// of them.
-static void twin_absorb(const TwinLychee *y, double *mu, double *r, int n, const double *v, int D) {
+// Moves a centre mu towards a new point v, so that the ball of radius r becomes the smallest that holds
+// the old one and v.
+static void twin_absorb(double *mu, double *r, const double *v, int D) {
     double d = twin_dist(mu, v, D), to[TWD], shift;
+    if (d <= *r) return;
     memcpy(to, mu, sizeof to);
-    if (y->lazy == 0 && d > *r)
-        for (int i = 0; i < D; i++) to[i] = mu[i] + (v[i] - mu[i]) * (d - *r) / (2 * d);
-    if (y->lazy == 1) {
-        for (int i = 0; i < D; i++) to[i] = (n * mu[i] + v[i]) / (n + 1);
-        if (y->unit) twin_unit(to, D);
-    }
-    for (int i = 0; i < D; i++) to[i] = twin_bf16(to[i]);
+    for (int i = 0; i < D; i++) to[i] = twin_bf16(mu[i] + (v[i] - mu[i]) * (d - *r) / (2 * d));
     shift = twin_dist(to, mu, D);
     memcpy(mu, to, sizeof to);
     *r = fmax(*r + shift, twin_dist(mu, v, D));
@@ -4011,8 +3977,8 @@ static void twin_graft(TwinLychee *y, Twin *t, int l, int g, int j) {
         }
     }
     TwinCluster *c = &w->c[best];
-    twin_absorb(y, w->u[c->parent].mu, &w->u[c->parent].R, twin_chunks_below(w, c->parent), v, D);
-    twin_absorb(y, c->mu, &c->r, c->n, v, D);
+    twin_absorb(w->u[c->parent].mu, &w->u[c->parent].R, v, D);
+    twin_absorb(c->mu, &c->r, v, D);
     c->chunk[c->n++] = j;
 }
 
@@ -4024,8 +3990,7 @@ static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const do
     (void)qp;
     (void)n;
     if (l < t->c->L || (!y->built && N <= y->B + y->buffer)) return;
-    y->M = twin_chunks(t->id, N, y->sink, y->min, y->max, y->buffer > 1 ? y->buffer : 1,
-                       y->first_tie, y->guard, end);
+    y->M = twin_chunks(t->id, N, y->sink, y->min, y->max, y->buffer > 1 ? y->buffer : 1, end);
     y->start[0] = y->sink;
     for (int j = 0; j < y->M; j++) y->start[j + 1] = end[j] + 1;
     if (y->M == old) return;
@@ -4044,31 +4009,26 @@ static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const do
         y->grafts += y->M - old;
 }
 
-static double twin_cluster_score(const TwinLychee *y, const double *q, int m, const double *mu,
-                                 double r, double beta, int D) {
-    double best = -INFINITY, dot = 0, len = 0;
+static double twin_cluster_score(const TwinLychee *y, const double *q, int m, const double *mu, double r, int D) {
+    double best = -INFINITY;
     for (int i = 0; i < m; i++) {
         double x = twin_dot(q + i * D, mu, D), n = sqrt(twin_dot(q + i * D, q + i * D, D));
-        best = fmax(best, x / n + beta * r);
-        dot += x;
-        len += n;
+        best = fmax(best, x / n + y->beta * r);
     }
-    return y->gqa == 0 ? best : dot + beta * r * len;
+    return best;
 }
 
-// Take (M), used (K)
+// Take (M)
 static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *q, int m, int D,
-                          char *take, char *used) {
+                          char *take) {
     int room = y->B > y->sink ? y->B - y->sink : 0, fill = 0, left = 0, tokens = 0;
-    int kg = y->kg < 0                   ? (int)fmin(w->P, fmax(8, ceil(w->P / 4.0)))
-             : y->kg > 0 && y->kg < w->P ? y->kg
-                                         : w->P;
+    int kg = y->kg > 0 && y->kg < w->P ? y->kg : w->P;
     char *open = xcalloc(w->P, 1), *done = xcalloc(w->K, 1);
     for (int i = 0; i < w->P; i++) {  // units, best first
         int p = -1;
         double top = 0;
         for (int g = 0; g < w->P; g++) {
-            double x = twin_cluster_score(y, q, m, w->u[g].mu, w->u[g].R, y->beta_coarse, D);
+            double x = twin_cluster_score(y, q, m, w->u[g].mu, w->u[g].R, D);
             if (!open[g] && twin_chunks_below(w, g) && (p < 0 || x > top)) {
                 p = g;
                 top = x;
@@ -4086,7 +4046,7 @@ static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *
         double top = 0;
         for (int c = 0; c < w->K; c++) {
             if (done[c] || !w->c[c].n || (y->kg && !open[w->c[c].parent])) continue;
-            double x = twin_cluster_score(y, q, m, w->c[c].mu, w->c[c].r, y->beta, D);
+            double x = twin_cluster_score(y, q, m, w->c[c].mu, w->c[c].r, D);
             if (b < 0 || x > top) {
                 b = c;
                 top = x;
@@ -4101,52 +4061,11 @@ static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *
                 break;
             }
             take[k] = 1;
-            used[b] = 1;
             left += len;
         }
     }
     free(open);
     free(done);
-}
-
-// Recall and mass of one query head.
-static void twin_watch(const TwinLychee *y, TwinTree *w, Twin *t, int l, int h, const double *q,
-                       const char *take) {
-    int D = t->c->D, N = (int)arrlen(t->id), hi = y->start[y->M], k = 0, hits = 0;
-    TwinRow *row = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
-    double *s = xcalloc(N, 8), all = 0, in = 0, got = 0, max = -INFINITY;
-    char *read = xcalloc(N, 1);
-    for (int j = 0; j < y->M; j++)
-        for (int r = y->start[j]; take[j] && r < y->start[j + 1]; r++) {
-            read[r] = 1;
-            k++;
-        }
-    for (int r = 0; r < N; r++) {
-        s[r] = twin_dot(q, row[r].k, D) / sqrt(D);
-        max = fmax(max, s[r]);
-    }
-    for (int r = 0; r < N; r++) {
-        double e = exp(s[r] - max);
-        all += e;
-        if (r >= y->sink && r < hi) {
-            in += e;
-            if (read[r]) got += e;
-        }
-    }
-    for (int r = y->sink; r < hi; r++) {
-        int rank = 0;
-        for (int o = y->sink; o < hi && read[r]; o++)
-            rank += s[o] > s[r] || (s[o] == s[r] && o < r);
-        hits += rank < k && read[r];
-    }
-    if (k) {
-        w->recall += (double)hits / k;
-        w->cover += (all - in + got) / all;
-        w->cover_in += got / in;
-        w->n_recall++;
-    }
-    free(s);
-    free(read);
 }
 
 // Before a decode step's attention: the rows of the best clusters, the sink and the buffer are
@@ -4158,42 +4077,15 @@ static void lychee_twin_before(void *u, Twin *t, int l, const double *q, int n) 
     for (int h = 0; h < H; h++) y->see[((size_t)l * H + h) * 8192] = 2;
     if (!t->decoding || l < y->full || !y->built || N <= y->B + y->buffer) return;
     for (int g = 0; g < G; g++) {
-        TwinTree *w = &y->tree[l * G + g];
-        char *set = xcalloc(w->K, 1);
-        int both = 0, size = 0, hit = 0;
-        for (int i = 0; i < (y->gqa == 2 ? R : 1); i++) {
-            char *take = xcalloc(y->M, 1);
-            int m = y->gqa == 2 ? 1 : R;
-            twin_retrieve(y, w, q + (size_t)(g * R + i) * D, m, D, take, set);
-            for (int h = g * R + i; h < g * R + i + m; h++) {
-                char *see = y->see + ((size_t)l * H + h) * 8192;
-                for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
-                for (int j = 0; j < y->M; j++)
-                    if (take[j]) memset(see + y->start[j], 1, y->start[j + 1] - y->start[j]);
-                twin_watch(y, w, t, l, h, q + (size_t)h * D, take);
-            }
-            free(take);
+        char *take = xcalloc(y->M, 1);
+        twin_retrieve(y, &y->tree[l * G + g], q + (size_t)g * R * D, R, D, take);
+        for (int h = g * R; h < (g + 1) * R; h++) {
+            char *see = y->see + ((size_t)l * H + h) * 8192;
+            for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
+            for (int j = 0; j < y->M; j++)
+                if (take[j]) memset(see + y->start[j], 1, y->start[j + 1] - y->start[j]);
         }
-        w->steps++;
-        for (int c = 0; c < w->K; c++) {
-            w->ago[c]++;
-            if (set[c]) {
-                size++;
-                both += w->ago[c] == 1;
-                hit += w->ago[c] <= 32;
-                w->ago[c] = 0;
-            }
-        }
-        if (w->steps > 1 && size + w->last - both) {
-            w->jac += (double)both / (size + w->last - both);
-            w->n_jac++;
-        }
-        if (w->steps > 1 && size) {
-            w->hit += (double)hit / size;
-            w->n_hit++;
-        }
-        w->last = size;
-        free(set);
+        free(take);
     }
 }
 
@@ -4205,84 +4097,53 @@ static int lychee_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
            (see[0] == 2 || see[row]);
 }
 
-// ---- invariants of a live index: lists, counts, radii, bounds
+// ---- invariants of a live index: counts, radii, bounds
 
-// Checks one head's index: lists, counts, radii and bounds.
-static void check_tree(Session *s, const Lychee *x, int l, int g) {
-    Tree *t = &x->tree[l * s->c->G + g];
-    int D = s->c->D, seen = 0, *in = xcalloc(x->M, sizeof(int));
-    float rows[64 * TWD], key[TWD], q[TWD];
-    for (int d = 0; d < D; d++) q[d] = rnd_normal();
-    float len = sqrtf(dot_f32(q, q, D));
-    for (int c = 0; c < t->fine.n; c++) {
-        int last = -1, n = 0, tokens = 0;
-        float mu[TWD];
-        to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, D);
-        double ub = dot_f32(q, mu, D) + len * t->fine.r[c];
-        for (int j = t->fine.first[c]; j >= 0; last = j, j = t->fine.next[j]) {
-            CHECK(j > last, "children ascend");
-            in[j]++;
-            n++;
-            seen++;
-            tokens += x->start[j + 1] - x->start[j];
-            chunk_key(s, x->pool_max, kv_head(s, l, g), x->start[j], x->start[j + 1] - x->start[j],
-                      rows, key);
-            // bound=token: every token key, else the chunk key.
-            for (int i = x->tokens ? 0 : -1; i < (x->tokens ? x->start[j + 1] - x->start[j] : 0);
-                 i++) {
-                const float *k = i < 0 ? key : rows + (size_t)i * D;
-                CHECK(distance(k, t->fine.mu + (size_t)c * D, D) <= t->fine.r[c] + 1e-7,
-                      "chunk %d outside its cluster: %g > %g", j,
-                      distance(k, t->fine.mu + (size_t)c * D, D), t->fine.r[c]);
-                CHECK(dot_f32(q, k, D) <= ub + 1e-5 * len * (1 + t->fine.r[c]), "Eq. 2: %g > %g",
-                      dot_f32(q, k, D), ub);
-            }
-            if (t->coarse.n)
-                CHECK(distance(key, t->coarse.mu + (size_t)t->parent[c] * D, D) <=
-                          t->coarse.r[t->parent[c]] + 1e-7,
-                      "chunk %d outside its unit", j);
-        }
-        CHECK(n == t->fine.chunks[c] && tokens == t->fine.tokens[c] && t->fine.last[c] == last,
-              "counts of cluster %d", c);
-        if (t->coarse.n && n)
-            CHECK(distance(mu, t->coarse.mu + (size_t)t->parent[c] * D, D) +
-                          x->beta * t->fine.r[c] <=
-                      t->rho[t->parent[c]] + 1e-6,
-                  "rho of unit %d", t->parent[c]);
-    }
-    CHECK(seen == x->M, "%d of %d chunks listed", seen, x->M);
-    for (int j = 0; j < x->M; j++) CHECK(in[j] == 1, "chunk %d listed %d times", j, in[j]);
-    free(in);
+// One level of an index: the counts of its nodes, and that chunk j of key (D) and so many tokens lies in
+// the ball of its node. q (D): a query for Eq. 2.
+static void check_node(const Nodes *u, int node, int j, const float *key, const float *q, int D) {
+    float mu[TWD], len = sqrtf(dot_f32(q, q, D));
+    to_f32(mu, u->mu + (size_t)node * D, DT_BF16, D);
+    double away = distance(key, u->mu + (size_t)node * D, D), ub = dot_f32(q, mu, D) + len * u->r[node];
+    CHECK(away <= u->r[node] + 1e-7, "chunk %d outside its node: %g > %g", j, away, u->r[node]);
+    CHECK(dot_f32(q, key, D) <= ub + 1e-5 * len * (1 + u->r[node]), "Eq. 2: %g > %g", dot_f32(q, key, D), ub);
 }
 
-// the twin reads the same options, with its own eyes
-static int twin_word(const Options *o, const char *name, const char *w1, const char *w2) {
-    return !strcmp(opt_str(o, name), w1) ? 1 : !strcmp(opt_str(o, name), w2) ? 2 : 0;
+// Checks one head's index: counts, radii and bounds.
+static void check_tree(Session *s, const Lychee *x, int l, int g) {
+    Tree *t = &x->tree[l * s->c->G + g];
+    int D = s->c->D, P = t->coarse.n;
+    int *tokens = xcalloc((size_t)t->fine.n + P, sizeof(int));      // of clusters, then of units
+    float rows[64 * TWD], key[TWD], q[TWD];
+    for (int d = 0; d < D; d++) q[d] = rnd_normal();
+    for (int j = 0; j < x->M; j++) {
+        int c = t->fine.of[j], n = x->start[j + 1] - x->start[j];
+        CHECK(c >= 0 && c < t->fine.n, "chunk %d is of cluster %d", j, c);
+        chunk_key(s, x, kv_head(s, l, g), j, rows, key);
+        check_node(&t->fine, c, j, key, q, D);
+        tokens[c] += n;
+        if (!P) continue;
+        CHECK(t->coarse.of[c] >= 0 && t->coarse.of[c] < P, "cluster %d is of unit %d", c, t->coarse.of[c]);
+        check_node(&t->coarse, t->coarse.of[c], j, key, q, D);
+        tokens[t->fine.n + t->coarse.of[c]] += n;
+    }
+    CHECK(!memcmp(tokens, t->fine.tokens, t->fine.n * sizeof(int)), "tokens of clusters");
+    CHECK(!P || !memcmp(tokens + t->fine.n, t->coarse.tokens, P * sizeof(int)), "tokens of units");
+    free(tokens);
 }
 
 // The twin's settings out of the program's options.
 static TwinLychee twin_settings(const Options *o) {
-    const char *kg = opt_str(o, "lychee-kg");
     return (TwinLychee){ .B = opt_int(o, "budget"),
                          .sink = opt_int(o, "lychee-sink"),
                          .buffer = opt_int(o, "lychee-buffer"),
                          .min = opt_int(o, "lychee-chunk-min"),
                          .max = opt_int(o, "lychee-chunk-max"),
-                         .first_tie = twin_word(o, "lychee-tie", "first", ""),
-                         .guard = opt_int(o, "lychee-guard"),
                          .full = opt_int(o, "lychee-full-layers"),
                          .iters = opt_int(o, "lychee-iters"),
                          .per = opt_int(o, "lychee-chunks-per-cluster"),
-                         .coarse_max = opt_int(o, "lychee-coarse-max"),
-                         .gqa = twin_word(o, "lychee-gqa", "sum", "head"),
-                         .kg = !strcmp(kg, "flat")   ? 0
-                               : !strcmp(kg, "auto") ? -1
-                                                     : atoi(kg),
-                         .lazy = twin_word(o, "lychee-lazy", "mean", "freeze"),
-                         .unit = !twin_word(o, "lychee-centroid", "mean", ""),
-                         .largest = twin_word(o, "lychee-pool", "max", ""),
-                         .beta = opt_real(o, "lychee-beta"),
-                         .beta_coarse = opt_real(o, "lychee-beta-coarse") };
+                         .kg = opt_int(o, "lychee-kg"),
+                         .beta = opt_real(o, "lychee-beta") };
 }
 
 // The program's own state of a session with LycheeCluster.
@@ -4354,20 +4215,8 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     for (int i = 0; i < k->L * k->G; i++) {
         TwinTree *w = &y->tree[i];
         if (x->M_built && i / k->G >= x->full_layers) check_tree(s, x, i / k->G, i % k->G);
-        if (x->watch) {
-            Watch *a = &x->watch[i];
-            CHECK(a->n_recall == w->n_recall && a->n_jaccard == w->n_jac && a->n_hit == w->n_hit,
-                  "tree %d: counts %ld %ld %ld, twin %ld %ld %ld", i, a->n_recall, a->n_jaccard,
-                  a->n_hit, w->n_recall, w->n_jac, w->n_hit);
-            CHECK(fabs(a->recall - w->recall) < 1e-6 && fabs(a->covered - w->cover) < 1e-4 &&
-                      fabs(a->covered_indexed - w->cover_in) < 1e-4,
-                  "recall %g %g, mass %g %g", a->recall, w->recall, a->covered, w->cover);
-            CHECK(fabs(a->jaccard - w->jac) < 1e-9 && fabs(a->hit - w->hit) < 1e-9,
-                  "Jaccard %g %g, hit %g %g", a->jaccard, w->jac, a->hit, w->hit);
-        }
         free(w->c);
         free(w->u);
-        free(w->ago);
     }
     free(y->tree);
     free(y->see);
@@ -4383,9 +4232,9 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     return set.builds;
 }
 
-#define BASE_OPT "lychee-buffer=24 lychee-full-layers=1 lychee-stats "
+#define BASE_OPT "lychee-buffer=24 lychee-full-layers=1 "
 
-TEST(lychee_twin, "sets, logits, statistics and index agree with the slow twin: GQA shapes, all "
+TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, all "
                   "options, turns, grafts, rebuilds") {
     static const LycheeCase k[] = {
         { 2, 4, 4, 24, 400, { 3, { 200, 60, 1 }, { 40, 30, 60 }, 1 }, BASE_OPT "budget=64" },
@@ -4402,66 +4251,51 @@ TEST(lychee_twin, "sets, logits, statistics and index agree with the slow twin: 
           32,
           200,
           { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 },
-          BASE_OPT "budget=80 lychee-gqa=sum lychee-beta=0.25" },
+          BASE_OPT "budget=80 lychee-beta=0.25" },
         { 3,
           6,
           3,
           40,
           400,
           { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
-          BASE_OPT "budget=64 lychee-gqa=head lychee-beta=0.5" },
+          BASE_OPT "budget=64 lychee-kg=2 lychee-beta=0.5" },
         { 2,
           6,
           3,
           24,
           400,
           { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
-          BASE_OPT "budget=48 lychee-lazy=mean lychee-kg=3 lychee-beta=1 lychee-beta-coarse=1" },
+          BASE_OPT "budget=48 lychee-kg=3 lychee-beta=1" },
         { 2,
           4,
           2,
           24,
           300,
           { 2, { 330, 40 }, { 60, 40 }, 6 },
-          BASE_OPT
-          "budget=64 lychee-lazy=freeze lychee-kg=auto lychee-gqa=sum lychee-coarse-max=9" },
+          BASE_OPT "budget=64 lychee-kg=1 lychee-chunks-per-cluster=1" },
         { 2,
           4,
           2,
           24,
           300,
           { 2, { 150, 70 }, { 170, 40 }, 7 },
-          BASE_OPT "budget=56 lychee-centroid=mean lychee-lazy=mean lychee-beta=0.5" },
+          BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
         { 2,
           4,
           2,
           24,
           300,
           { 2, { 220, 70 }, { 50, 40 }, 8 },
-          "lychee-buffer=5 lychee-full-layers=1 lychee-stats budget=40 lychee-sink=3 "
-          "lychee-chunk-min=3 lychee-chunk-max=9 lychee-tie=first lychee-guard=0 lychee-iters=3 "
+          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 "
+          "lychee-chunk-min=3 lychee-chunk-max=9 lychee-iters=3 "
           "lychee-chunks-per-cluster=3 lychee-beta=1" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 300, 31 }, { 90, 70 }, 9 },
-          BASE_OPT "budget=64 lychee-prune=exact lychee-beta=0.5" },
         { 2,
           4,
           2,
           24,
           200,
           { 2, { 150, 31 }, { 60, 40 }, 10 },
-          "lychee-buffer=0 lychee-full-layers=0 lychee-stats budget=16" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 200, 40 }, { 110, 40 }, 11 },
-          BASE_OPT "budget=56 lychee-pool=max lychee-beta=0.5" },
+          "lychee-buffer=0 lychee-full-layers=0 budget=16" },
     };
     int threads = one_thread();
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
@@ -4499,7 +4333,7 @@ TEST(lychee_limits, "a budget that covers the context, or layers that are all fu
         const char *method, *opt;
         int same;
     } v[] = { { "lychee", "budget=320 lychee-full-layers=0", 1 },
-              { "lychee", "budget=5000 lychee-full-layers=0 lychee-gqa=head", 1 },
+              { "lychee", "budget=5000 lychee-full-layers=0 lychee-kg=2", 1 },
               { "lychee", "budget=296 lychee-buffer=24 lychee-full-layers=0", 1 },
               { "lychee", "budget=64 lychee-full-layers=2", 1 },
               { "lychee", "budget=64", 1 },
@@ -4543,42 +4377,10 @@ TEST(lychee_short, "contexts shorter than sinks, window and one chunk; one-token
     tiny_free(m);
 }
 
-TEST(lychee_exact, "prune=exact reads what the flat scan reads, bit for bit, under every score") {
-    static const char *score[] = { "",
-                                   " lychee-beta=1",
-                                   " lychee-beta=0.5 lychee-gqa=sum",
-                                   " lychee-beta=1 lychee-gqa=head",
-                                   " lychee-gqa=sum",
-                                   " lychee-lazy=mean lychee-beta=0.25",
-                                   " lychee-centroid=mean lychee-coarse-max=5 lychee-beta=2",
-                                   " lychee-bound=token lychee-beta=1" };
-    Script p = { 2, { 400, 60 }, { 30, 50 }, 23 };
-    Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 5);
-    int threads = one_thread(), kg_differs = 0;
-    for (size_t i = 0; i < sizeof score / sizeof *score; i++) {
-        char opt[3][256];
-        float *a[3];
-        for (int k = 0; k < 3; k++) {
-            snprintf(opt[k], sizeof opt[k], "budget=96 lychee-buffer=24 lychee-full-layers=1%s%s",
-                     score[i],
-                     k == 1   ? " lychee-prune=exact"
-                     : k == 2 ? " lychee-kg=1"
-                              : "");
-            a[k] = lychee_run(&m, "lychee", opt[k], &p, NULL);
-        }
-        CHECK(same_logits(&m, &p, a[0], a[1]), "%s", opt[1]);
-        kg_differs += !same_logits(&m, &p, a[0], a[2]);
-        for (int k = 0; k < 3; k++) free(a[k]);
-    }
-    CHECK(kg_differs > 3, "one coarse unit must not be enough everywhere (%d)", kg_differs);
-    threads_back(threads);
-    tiny_free(m);
-}
-
 TEST(lychee_deterministic, "1, 2, 3 threads and -b 7, 64, 512 give the same bits; so do two runs") {
     static const char *method[] = { "lychee", "quest" };
     static const char *base[] = {
-        "budget=64 lychee-buffer=16 lychee-full-layers=1 lychee-beta=1 lychee-kg=auto",
+        "budget=64 lychee-buffer=16 lychee-full-layers=1 lychee-beta=1 lychee-kg=2",
         "budget=64 quest-full-layers=1"
     };
     Script p = { 2, { 300, 40 }, { 40, 20 }, 24 };
@@ -4604,92 +4406,99 @@ TEST(lychee_deterministic, "1, 2, 3 threads and -b 7, 64, 512 give the same bits
     tiny_free(m);
 }
 
+// Nodes for n points of 8 dimensions at most, which kmeans divides among K centres.
+static Nodes nodes_of(int K) {
+    static uint16_t mu[600 * 8];
+    static float r[600];
+    static int tokens[600], of[600];
+    return (Nodes){ .n = K, .mu = mu, .r = r, .tokens = tokens, .of = of };
+}
+
 TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cases; empty clusters "
                     "keep their centre") {
     // four points on a circle at 0, 10, 90, 100 degrees, two centres: start at points 1 and 3, end
     // at 5 and 95 degrees
-    float x[8], mu[8 * TWD], sum[600 * 8], sc[KV_TILE * KV_TILE], len[600];
-    int label[600], want[600], count[600];
-    uint16_t dst[600 * 8];
-    BuildRoom w = { .sum = sum, .sc = sc, .len = len, .count = count };
+    static float x[8], mu[600 * 8], sum[600 * 8];
     for (int i = 0; i < 4; i++) {
         double a = (i / 2 * 90 + i % 2 * 10) * M_PI / 180;
         x[2 * i] = (float)cos(a);
         x[2 * i + 1] = (float)sin(a);
     }
-    kmeans(x, 4, 2, 2, 10, 1, &w, mu, dst, label);
-    CHECK(label[0] == 0 && label[1] == 0 && label[2] == 1 && label[3] == 1, "labels %d %d %d %d",
-          label[0], label[1], label[2], label[3]);
-    CHECK(dst[0] == f32_to_bf16((float)cos(5 * M_PI / 180)) &&
-              dst[1] == f32_to_bf16((float)sin(5 * M_PI / 180)),
-          "centre at 5 degrees: %g %g", bf16_to_f32(dst[0]), bf16_to_f32(dst[1]));
+    Nodes u = nodes_of(2);
+    kmeans(x, 4, &u, 2, 10, mu, sum);
+    CHECK(u.of[0] == 0 && u.of[1] == 0 && u.of[2] == 1 && u.of[3] == 1, "labels %d %d %d %d", u.of[0], u.of[1],
+          u.of[2], u.of[3]);
+    CHECK(u.mu[0] == f32_to_bf16((float)cos(5 * M_PI / 180)) &&
+              u.mu[1] == f32_to_bf16((float)sin(5 * M_PI / 180)),
+          "centre at 5 degrees: %g %g", bf16_to_f32(u.mu[0]), bf16_to_f32(u.mu[1]));
     // Four equal points, three centres: ties go to the lowest, the others stay empty where they
     // began.
     for (int i = 0; i < 8; i++) x[i] = i % 2 ? 0 : 1;
-    kmeans(x, 4, 3, 2, 10, 1, &w, mu, dst, label);
-    for (int i = 0; i < 4; i++) CHECK(label[i] == 0, "tie of point %d went to %d", i, label[i]);
-    CHECK(bf16_to_f32(dst[4]) == 1 && bf16_to_f32(dst[5]) == 0, "an empty cluster moved");
+    u = nodes_of(3);
+    kmeans(x, 4, &u, 2, 10, mu, sum);
+    for (int i = 0; i < 4; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
+    CHECK(bf16_to_f32(u.mu[4]) == 1 && bf16_to_f32(u.mu[5]) == 0, "an empty cluster moved");
     // Both centres round to 1: the last assignment is made against those, and ties.
     static const float near[8] = { 1, 0, 1.002f, 0, 1, 0, 1.003f, 0 };
-    kmeans(near, 4, 2, 2, 0, 1, &w, mu, dst, label);
+    u = nodes_of(2);
+    kmeans(near, 4, &u, 2, 0, mu, sum);
     for (int i = 0; i < 4; i++)
-        CHECK(label[i] == 0, "point %d was labelled %d against unrounded centres", i, label[i]);
-    static float key[600 * 8], big[600 * 8];
+        CHECK(u.of[i] == 0, "point %d was labelled %d against unrounded centres", i, u.of[i]);
+    static float key[600 * 8];
     // The same with 130 centres: ties across blocks of scores.
     for (int i = 0; i < 260; i++) key[i] = i % 2 ? 0 : 1;
-    kmeans(key, 130, 130, 2, 2, 1, &w, big, dst, label);
-    for (int i = 0; i < 130; i++) CHECK(label[i] == 0, "tie of point %d went to %d", i, label[i]);
+    u = nodes_of(130);
+    kmeans(key, 130, &u, 2, 2, mu, sum);
+    for (int i = 0; i < 130; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
     static double dkey[600][TWD], dmu[600][TWD];
+    static int want[600];
     int differ = 0, points = 0;
     for (int trial = 0; trial < 60; trial++) {
         int n = 1 + rnd_int(trial < 40 ? 80 : 600), K = 1 + rnd_int(n), D = 8;
-        int iters = rnd_int(12), unit = trial % 4 != 3;
+        int iters = rnd_int(12);
         rnd_seed(trial + 77);
         for (int i = 0; i < n; i++) {
             for (int d = 0; d < D; d++) key[i * D + d] = rnd_normal();
             normalise(key + (size_t)i * D, D);
             for (int d = 0; d < D; d++) dkey[i][d] = key[i * D + d];
         }
-        kmeans(key, n, K, D, iters, unit, &w, big, dst, label);
-        twin_kmeans(dkey, n, dmu, K, D, iters, unit, want);
-        for (int i = 0; i < n; i++, points++) differ += label[i] != want[i];
+        u = nodes_of(K);
+        kmeans(key, n, &u, D, iters, mu, sum);
+        twin_kmeans(dkey, n, dmu, K, D, iters, want);
+        for (int i = 0; i < n; i++, points++) differ += u.of[i] != want[i];
         for (int i = 0; i < K * D; i++)
-            CHECK(fabs(bf16_to_f32(dst[i]) - dmu[i / D][i % D]) <=
+            CHECK(fabs(bf16_to_f32(u.mu[i]) - dmu[i / D][i % D]) <=
                       1e-6 + fabs(dmu[i / D][i % D]) / 120,
-                  "trial %d centre %d: %g %g", trial, i / D, bf16_to_f32(dst[i]),
+                  "trial %d centre %d: %g %g", trial, i / D, bf16_to_f32(u.mu[i]),
                   dmu[i / D][i % D]);
     }
     CHECK(differ * 1000 <= points, "%d of %d labels differ", differ, points);
 }
 
-TEST(lychee_lazy, "a node covers every chunk after 1,000 additions, under each rule; the literal "
-                  "rule of the paper does not") {
+TEST(lychee_absorb, "a node covers every chunk after 1,000 additions; a radius that is only as large as the new "
+                    "chunk is far does not") {
     enum { D = 24, N = 1003 };
 
     static float v[N][D];
-    static const char *rule[] = { "ball", "mean", "freeze" };
-    for (int trial = 0; trial < 12; trial++) {
-        Lychee x = { .lazy = trial % 3, .unit = trial % 2 };
+    for (int trial = 0; trial < 4; trial++) {
         uint16_t mu[D];
-        float r[1] = { 0 }, room[D], mean[D] = { 0 }, q[D], literal = 0;
-        int chunks[1] = { 3 }, outside = 0;
+        float r[1] = { 0 }, mean[D] = { 0 }, q[D], literal = 0;
+        int tokens[1] = { 0 }, outside = 0;
         rnd_seed(500 + trial);
         for (int i = 0; i < N; i++) {
-            float spread = i < 3 ? .2f : .1f + .4f * (float)(trial / 3);
+            float spread = i < 3 ? .2f : .1f + .4f * (float)trial;
             for (int d = 0; d < D; d++) v[i][d] = (d ? 0 : 1) + spread * rnd_normal();
             normalise(v[i], D);
         }
         for (int i = 0; i < 3; i++)
             for (int d = 0; d < D; d++) mean[d] += v[i][d] / 3;
-        if (x.unit) normalise(mean, D);
-        round_bf16(mu, mean, D);
-        Nodes u = { .n = 1, .mu = mu, .r = r, .chunks = chunks };
-        for (int i = 0; i < 3; i++) r[0] = fmaxf(r[0], above(distance(v[i], mu, D)));
+        from_f32(mu, mean, DT_BF16, D);
+        Nodes u = { .n = 1, .mu = mu, .r = r, .tokens = tokens };
+        for (int i = 0; i < 3; i++) node_cover(&u, 0, v[i], 8, D);
         for (int i = 3; i < N; i++) {
             float before = r[0];
-            node_absorb(&x, &u, 0, chunks[0], v[i], x.unit, D, room);
-            chunks[0]++;
-            CHECK(r[0] >= before || x.lazy != LAZY_FREEZE, "a radius shrank");
+            node_absorb(&u, 0, v[i], 8, D);
+            CHECK(r[0] >= before && tokens[0] == 8 * (i + 1), "a radius shrank, or %d tokens", tokens[0]);
             // The paper's text: expand to hold the new chunk, and no more.
             literal = fmaxf(literal, (float)distance(v[i], mu, D));
             if (i % 100 && i + 1 < N) continue;
@@ -4698,15 +4507,12 @@ TEST(lychee_lazy, "a node covers every chunk after 1,000 additions, under each r
             to_f32(top, mu, DT_BF16, D);
             for (int j = 0; j <= i; j++) {
                 double far = distance(v[j], mu, D);
-                CHECK(far <= r[0], "%s: chunk %d of %d is %g away, radius %g", rule[x.lazy], j, i,
-                      far, r[0]);
-                CHECK(dot_f32(q, v[j], D) <= dot_f32(q, top, D) + len * r[0] + 1e-5 * len,
-                      "%s: Eq. 2", rule[x.lazy]);
+                CHECK(far <= r[0], "chunk %d of %d is %g away, radius %g", j, i, far, r[0]);
+                CHECK(dot_f32(q, v[j], D) <= dot_f32(q, top, D) + len * r[0] + 1e-5 * len, "Eq. 2");
                 outside += far > literal;
             }
         }
-        if (x.lazy == LAZY_MEAN && trial >= 3)
-            CHECK(outside > 0, "the paper's literal rule held: this case shows nothing");
+        CHECK(outside > 0 || !trial, "the paper's literal rule held: this case shows nothing");
     }
 }
 
@@ -4756,31 +4562,6 @@ TEST(lychee_rollback, "a rollback below the buffer drops the index, one inside i
     token_text = (TokenText){ 0 };
     threads_back(threads);
     options_free(o);
-    tiny_free(m);
-}
-
-TEST(lychee_bound_token, "bound=token: Eq. 2 holds for every token key, after builds and grafts, "
-                         "under each lazy rule") {
-    static const char *lazy[] = { "ball", "mean", "freeze" };
-    Script p = { 2, { 200, 20 }, { 60, 30 }, 26 };
-    Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 5);
-    int threads = one_thread();
-    for (int i = 0; i < 3; i++) {
-        char opt[256];
-        snprintf(opt, sizeof opt,
-                 "budget=64 lychee-buffer=24 lychee-full-layers=1 lychee-beta=1 lychee-bound=token "
-                 "lychee-kg=auto lychee-lazy=%s",
-                 lazy[i]);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "lychee");
-        free(run_session(s, &p));
-        CHECK(lychee_of(s)->M > lychee_of(s)->M_built && lychee_of(s)->M_built > 0,
-              "no graft after the build");
-        for (int g = 0; g < 2; g++) check_tree(s, lychee_of(s), 1, g);
-        session_close(s);
-        options_free(o);
-    }
-    threads_back(threads);
     tiny_free(m);
 }
 
@@ -4837,13 +4618,13 @@ TEST(lychee_long_chat, "50 turns: the index follows, bytes are those of its arra
           builds);
     for (int g = 0; g < 2; g++) check_tree(s, x, 1, g);
     size_t want = 0, K = x->tree[2].fine.n, P = x->tree[2].coarse.n, cap = 2 * x->M_built, D = 16;
-    // Mu r chunks tokens first last; next; the same of units; parent; rho.
-    want = K * (2 * D + 4 * 5) + cap * 4 + P * (2 * D + 4 * 5) + K * 4 + K * 4 + P * 4;
-    CHECK(x->tree[2].bytes >= want && x->tree[2].bytes <= want + 16 * 63,
+    // Mu, r and tokens of a node, and the node above each child.
+    want = (K + P) * (2 * D + 4 * 2) + cap * 4 + K * 4;
+    CHECK(x->tree[2].bytes >= want && x->tree[2].bytes <= want + 8 * 63,
           "a tree holds %zu bytes, its arrays need %zu", x->tree[2].bytes, want);
     CHECK(x->tree[0].bytes == 0 && lychee_bytes(s, x) == x->tree[2].bytes + x->tree[3].bytes +
-                                                             (x->cap + 1) * sizeof(int) +
-                                                             x->cap_level,
+                                                             arrcap(x->start) * sizeof(int) +
+                                                             arrcap(x->level),
           "bytes");
     CHECK(kv_bytes(s) == kv_bytes_full(s), "no row is dropped");
     threads_back(threads);
@@ -4984,93 +4765,73 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
     tiny_free(m);
 }
 
-TEST(lychee_order, "units leave the heap by score, then number, ties and all, 300 random lists") {
-    float S[200];
-    int heap[200], seen[200];
-    for (int trial = 0; trial < 300; trial++) {
-        int n = rnd_int(200), left = n, last = -1;
-        for (int i = 0; i < n; i++) {
-            S[i] = trial % 2 ? (float)rnd_int(5) : rnd_normal();
-            heap[i] = n - 1 - i;
-            seen[i] = 0;
-        }
-        heapify(heap, n, S);
-        while (left) {
-            int c = pop_best(heap, &left, S);
-            CHECK(last < 0 || S[last] > S[c] || (S[last] == S[c] && last < c),
-                  "%d (%g) after %d (%g)", c, S[c], last, S[last]);
-            CHECK(!seen[c]++, "%d came twice", c);
-            last = c;
-        }
-    }
-}
-
 TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first chunk that does not "
-                      "fit, empty clusters, the three GQA scores") {
+                      "fit, empty clusters, closed units") {
     // 6 chunks of 8, 10, 12, 9, 8, 16 tokens in clusters {0, 3}, {1}, {}, {2, 4}, {5}; centres in
     // the plane
     static const float centre[5][2] = { { 1, 0 }, { 0, 1 }, { 1, 1 }, { 1, 0 }, { -1, 0 } };
-    static const int member[6] = { 0, 1, 3, 0, 3, 4 }, start[7] = { 16, 24, 34, 46, 55, 63, 79 };
-    float q[4] = { 2, 0, 0, 1 }, sc[64], S[8], sum[2];
-    int used[8];
-    unsigned char taken[6];
-    Tree t = { 0 };
-    SeekRoom w = { .sc = sc, .S = S, .used = used, .taken = taken };
-    tree_room(&(Session){ 0 }, &t, 6, 5, 0, 2);
-    nodes_clear(&t.fine);
-    for (int c = 0; c < 5; c++) {
-        t.fine.mu[2 * c] = f32_to_bf16(centre[c][0]);
-        t.fine.mu[2 * c + 1] = f32_to_bf16(centre[c][1]);
-    }
-    for (int j = 0; j < 6; j++) {
-        child_append(&t.fine, member[j], j);
-        t.fine.chunks[member[j]]++;
-        t.fine.tokens[member[j]] += start[j + 1] - start[j];
-    }
     static const float radius[5] = { .25f, 0, 9, .5f, 3 };
+    // Units {0, 1, 4} of 43 tokens and {2, 3} of 20.
+    static const float unit[2][2] = { { 1, 0 }, { 0, 1 } };
+    static const int member[6] = { 0, 1, 3, 0, 3, 4 }, above[5] = { 0, 0, 1, 1, 0 };
+    static int start[7] = { 16, 24, 34, 46, 55, 63, 79 };
+    float q[4] = { 2, 0, 0, 1 }, room[64], S[8];
+    int rows[100];
+    Tree t = { 0 };
+    tree_room(&(Session){ 0 }, &t, 6, 5, 2, 2);
+    from_f32(t.fine.mu, centre[0], DT_BF16, 10);
+    from_f32(t.coarse.mu, unit[0], DT_BF16, 4);
     memcpy(t.fine.r, radius, sizeof radius);
+    memset(t.fine.tokens, 0, 5 * sizeof(int));
+    memset(t.coarse.tokens, 0, 2 * sizeof(int));
+    memset(t.coarse.r, 0, 2 * sizeof(float));
+    memcpy(t.coarse.of, above, sizeof above);
+    for (int j = 0; j < 6; j++) {
+        t.fine.of[j] = member[j];
+        t.fine.tokens[member[j]] += start[j + 1] - start[j];
+        t.coarse.tokens[above[member[j]]] += start[j + 1] - start[j];
+    }
 
     static const struct {
-        int gqa, budget;
+        int kg, R, budget;
         float beta;
         int tokens;
         const char *taken;
-    } v[] = { { GQA_MAX, 16 + 79, 0, 63, "111111" },  // everything: 63 tokens fit
+    } v[] = { { 0, 2, 16 + 79, 0, 63, "111111" },  // everything: 63 tokens fit
               // Equal scores 1: clusters 0, 1, 3 in order: 8 + 9 + 10 + 12 = 39; chunk 4 (8 tokens)
               // ends it.
-              { GQA_MAX, 16 + 40, 0, 39, "111100" },
+              { 0, 2, 16 + 40, 0, 39, "111100" },
               // Cluster 1's 10 tokens do not fit, so cluster 3 is not reached.
-              { GQA_MAX, 16 + 18, 0, 17, "100100" },
-              { GQA_MAX, 16 + 16, 0, 8, "100000" },  // the second chunk of cluster 0 ends it
-              { GQA_MAX, 16 + 7, 0, 0, "000000" },   // less than any chunk
-              { GQA_MAX, 16, 0, 0, "000000" },       // the sinks alone
-              // The empty cluster scores 3 and takes nobody's place.
-              { GQA_SUM, 16 + 8, 0, 8, "100000" },
-              // Scores 2, 1, -, 2, -2: clusters 0 and 3 hold 17 + 20; cluster 1 does not fit.
-              { GQA_SUM, 16 + 40, 0, 37, "101110" },
-              // 1.25, 1, -, 1.5, 3: cluster 4 (16), 3 (20); chunk 0 does not fit.
-              { GQA_MAX, 16 + 40, 1, 36, "001011" },
-              { GQA_SUM, 16 + 40, 1, 36, "001011" },  // 2 + 3/4, 1, -, 2 + 3/2, -2 + 9: the same
-              // 2.1875, 1, -, 2.375, .25: cluster 3 (20), 0 (17)
-              { GQA_SUM, 16 + 40, .25f, 37, "101110" } };
+              { 0, 2, 16 + 18, 0, 17, "100100" },
+              { 0, 2, 16 + 16, 0, 8, "100000" },  // the second chunk of cluster 0 ends it
+              { 0, 2, 16 + 7, 0, 0, "000000" },   // less than any chunk
+              { 0, 2, 16, 0, 0, "000000" },       // the sinks alone
+              // One query: scores 1, 0, -, 1, -1. The empty cluster takes nobody's place.
+              { 0, 1, 16 + 40, 0, 37, "101110" },
+              // 1.25, 1, -, 1.5, 2 (-1 + 3): cluster 4 (16), 3 (20); chunk 0 does not fit.
+              { 0, 1, 16 + 40, 1, 36, "001011" },
+              // 1.0625, 1, -, 1.125, -.25: cluster 3 (20), 0 (17); cluster 1 does not fit.
+              { 0, 2, 16 + 40, .25f, 37, "101110" },
+              // 1.0625, 0, -, 1.125, -.25: cluster 3 is the best, and its first chunk has 12 tokens.
+              { 0, 1, 16 + 10, .25f, 0, "000000" },
+              { 2, 1, 16 + 10, .25f, 0, "000000" },
+              // Of the units the first is the best, and 43 tokens are 4 times the room: cluster 0.
+              { 1, 1, 16 + 10, .25f, 8, "100000" },
+              // They are not 4 times as much, so that the other unit is opened, too.
+              { 1, 1, 16 + 11, .25f, 0, "000000" } };
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
-        Lychee x = { .B = v[i].budget,
-                     .sink = 16,
-                     .min = 8,
-                     .gqa = v[i].gqa,
-                     .beta = v[i].beta,
-                     .M = 6,
-                     .start = (int *)start };
-        Probe p;
-        if (x.gqa == GQA_MAX)
-            probe_max(&p, q, 2, 2);
-        else
-            probe_sum(&p, q, 2, 2, sum);
-        int n = retrieve(&x, &t, &p, 2, &w);
+        Lychee x = { .B = v[i].budget, .sink = 16, .min = 8, .kg = v[i].kg, .beta = v[i].beta, .M = 6, .start = start };
+        Tree look = t;
+        if (!x.kg) look.coarse.n = 0;
+        score_clusters(&x, &look, q, v[i].R, 2, room, S);
+        int n = take_rows(&x, &t.fine, S, rows) - 16;
         CHECK(n == v[i].tokens, "case %zu: %d tokens, expected %d", i, n, v[i].tokens);
-        for (int j = 0; j < 6; j++)
-            CHECK(taken[j] == v[i].taken[j] - '0', "case %zu chunk %d: %d", i, j, taken[j]);
+        for (int j = 0, at = 16; j < 6; j++) {
+            int taken = at < n + 16 && rows[at] == start[j];
+            CHECK(taken == v[i].taken[j] - '0', "case %zu chunk %d: %d", i, j, taken);
+            if (taken) at += start[j + 1] - start[j];
+        }
     }
     free(t.mem);
 }
@@ -5156,34 +4917,27 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     tiny_free(m);
 }
 
-TEST(lychee_options,
-     "--paper sets both betas unless given; what makes no sense is refused; statistics print") {
+TEST(lychee_options, "--paper sets beta unless it is given; what makes no sense is refused") {
     Tiny m = tiny_model(3, 4, 2, 16, 32, 48, 53, 9);
-    int threads = one_thread();
 
     static const struct {
         const char *opt;
-        float beta, coarse;
-    } v[] = { { "", 0, 0 },
-              { "paper", 1, 1 },
-              { "paper lychee-beta=0.25", .25f, 1 },
-              { "lychee-beta=0.5 lychee-beta-coarse=2", .5f, 2 } };
+        float beta;
+    } v[] = { { "", 0 }, { "paper", 1 }, { "paper lychee-beta=0.25", .25f } };
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
         Options *o = options_of(v[i].opt);
         Session *s = session_open(m.c, m.w, o, "lychee");
-        CHECK(lychee_of(s)->beta == v[i].beta && lychee_of(s)->beta_coarse == v[i].coarse &&
-                  s->budget == 1024 && lychee_of(s)->sink == 16 && lychee_of(s)->buffer == 128 &&
-                  lychee_of(s)->full_layers == 2,
+        CHECK(lychee_of(s)->beta == v[i].beta && s->budget == 1024 && lychee_of(s)->sink == 16 &&
+                  lychee_of(s)->buffer == 128 && lychee_of(s)->full_layers == 2 && !lychee_of(s)->kg,
               "%s", v[i].opt);
         session_close(s);
         options_free(o);
     }
     static const char *bad[] = {
-        "lychee-kg=0",         "lychee-kg=-1",     "lychee-kg=some",
-        "lychee-kg=8x",        "lychee-beta=-1",   "lychee-chunk-min=0",
+        "lychee-kg=-1",        "lychee-beta=-1",   "lychee-chunk-min=0",
         "lychee-chunk-min=20", "lychee-buffer=-1", "lychee-chunks-per-cluster=0",
-        "lychee-coarse-max=0", "budget=15",        "lychee-iters=-1"
+        "budget=15",           "lychee-iters=-1",  "lychee-sink=-1"
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         Options *o = options_of(bad[i]);
@@ -5193,23 +4947,6 @@ TEST(lychee_options,
               die_text);
         options_free(o);
     }
-    Options *o = options_of("budget=48 lychee-buffer=16 lychee-stats");
-    Session *s = session_open(m.c, m.w, o, "lychee");
-    char *text = NULL;
-    size_t size = 0;
-    Script p = { 1, { 200 }, { 20 }, 25 };
-    FILE *f = open_memstream(&text, &size);
-    lychee_stats(s, s->part[0].ms, f);
-    free(run_session(s, &p));
-    lychee_stats(s, s->part[0].ms, f);
-    fclose(f);
-    CHECK(strstr(text, "no index yet") && strstr(text, "recall") && strstr(text, "WindowHit(32)") &&
-              !strstr(text, "nan"),
-          "%s", text);
-    threads_back(threads);
-    free(text);
-    session_close(s);
-    options_free(o);
     tiny_free(m);
 }
 
@@ -9210,9 +8947,7 @@ static int floats_differ(const void *host, const void *dev, size_t n) {
 static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {
     size_t n = a->n;
     return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) ||
-           floats_differ(a->chunks, b->chunks, n) || floats_differ(a->tokens, b->tokens, n) ||
-           floats_differ(a->first, b->first, n) || floats_differ(a->last, b->last, n) ||
-           (n && floats_differ(a->next, b->next, children));
+           floats_differ(a->tokens, b->tokens, n) || (n && floats_differ(a->of, b->of, children));
 }
 
 // To the bit.
@@ -9223,9 +8958,6 @@ static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
         if (!x->mem) continue;
         bad += nodes_differ(&x->fine, &y->fine, a->M, D) ||
                nodes_differ(&x->coarse, &y->coarse, x->fine.n, D) || x->bytes != y->bytes;
-        if (x->coarse.n)
-            bad += floats_differ(x->parent, y->parent, x->fine.n) ||
-                   floats_differ(x->rho, y->rho, x->coarse.n);
     }
     return bad;
 }
@@ -9261,28 +8993,16 @@ static void lychee_pair(Tiny m, const char *method, const char *text) {
     char all[300];
     snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 %s", text);
     Pair p = pair_open(m, method, all);
-    const Method *lychee = p.c->part[0].m;
     lychee_pass(&p, 90, text);
     for (int i = 0; i < 12; i++) lychee_pass(&p, 7, text);  // grafts
     // Twice the chunks: built anew.
     lychee_pass(&p, 130, text);
     lychee_pass(&p, 30, text);
-    char *a = NULL, *b = NULL;
-    size_t na, nb;
-    FILE *f = open_memstream(&a, &na), *g = open_memstream(&b, &nb);
-    lychee->stats(p.c, p.c->part[0].ms, f);
-    lychee->stats(p.d, p.d->part[0].ms, g);
-    fclose(f);
-    fclose(g);
-    CHECK(na == nb && !memcmp(a, b, na) && strstr(a, "clusters"), "%s: statistics\n%s%s", text, a,
-          b);
-    free(a);
-    free(b);
     pair_close(&p);
 }
 
 TEST(cuda_lychee_index, "from equal rows both devices make the same index to the bit, and read the "
-                        "same rows: every score, rule, level and bound, f16 and packed rows") {
+                        "same rows: every score, with and without units, f16 and packed rows") {
     // No fused multiply-add: equal to rounding only.
     if (!strcmp(simd_name(), "plain")) return;
     Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3);
@@ -9293,21 +9013,13 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
     EACH_SEED(seed) {
         if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
         if (all || seed != 2)
-            lychee_pair(n, "lychee",
-                        "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum "
-                        "lychee-lazy=mean ctk=f16 ctv=f16");
+            lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16");
         if (all || seed != 0)
-            lychee_pair(n, "lychee",
-                        "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token "
-                        "lychee-beta=.5 lychee-stats");
-        if (all || seed == 1)
-            lychee_pair(o, "lychee",
-                        "budget=40 lychee-pool=max lychee-prune=exact lychee-beta=.3 "
-                        "lychee-centroid=mean lychee-lazy=mean lychee-stats");
+            lychee_pair(n, "lychee", "budget=30 lychee-kg=2 lychee-beta=.5 lychee-chunks-per-cluster=1");
+        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-beta=.3");
         if (all || seed == 2)
             lychee_pair(n, "lychee+pats",
-                        "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 "
-                        "pats-window=8 pats-round=mid ctk=f16 ctv=f16");
+                        "budget=40 lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
     }
     tiny_free(m);
     tiny_free(n);
@@ -9408,7 +9120,7 @@ TEST(cuda_trace,
         { "snapkv", "budget=20 obs-window=4", ".snapkv.scores" },
         { "quest", "budget=16 quest-full-layers=0", ".quest.scores" },
         { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", ".lychee.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0 lychee-gqa=head",
+        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0 lychee-kg=1",
           ".lychee.clusters" },
         { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2", ".loopserve.scores" },
         { "pats", "pats-window=8 ctk=f16 ctv=f16", ".pats.packed" },
@@ -9577,9 +9289,6 @@ TEST(cuda_steady,
                   52, 4, 0);
     // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
-    free(step_logits(m, "lychee",
-                     "budget=40 lychee-buffer=8 lychee-full-layers=1 lychee-sink=4 lychee-gqa=head",
-                     60, 3, 3));
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 47, 9, 0);
     steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0, 0,
@@ -10770,10 +10479,10 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
         // Room for nothing but the sinks.
         snprintf(text, sizeof text, "%s budget=2 lychee-kg=2", small);
         seek_passes(n, "lychee", text, 60, 1, 20, 1);
-        snprintf(text, sizeof text, "%s budget=303 lychee-gqa=sum lychee-beta=.5", small);
+        snprintf(text, sizeof text, "%s budget=303 lychee-beta=.5", small);
         seek_passes(n, "lychee", text, 300, 0, 300, 1);
         // 400 clusters: two blocks.
-        snprintf(text, sizeof text, "%s budget=%d lychee-kg=auto", small, seed ? 100 : 2900);
+        snprintf(text, sizeof text, "%s budget=%d lychee-kg=16", small, seed ? 100 : 2900);
         if (seed < 2) seek_passes(m, "lychee", text, 3000, 1, 200, 0);
     }
     tiny_free(m);

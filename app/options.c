@@ -177,10 +177,29 @@ static void nearer_option(const Opt *list, const char *name, const char **best, 
     for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
 }
 
+// ---- options that are gone: what to use instead
+typedef struct { const char *name, *instead; } Retired;
+
+static const Retired retired[] = {
+    { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
+    { "lychee-gqa",         "the best query head of a group counts" },
+    { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },
+    { "lychee-lazy",        "a cluster takes a new chunk in as the smallest ball does" },
+    { "lychee-centroid",    "centres lie on the unit sphere" },
+    { "lychee-pool",        "the key of a chunk is the mean of its keys" },
+    { "lychee-bound",       "the key of a chunk stands for its tokens" },
+    { "lychee-tie",         "of equally good ends of a chunk the last one counts" },
+    { "lychee-guard",       "marks inside words end no chunk" },
+    { "lychee-coarse-max",  "there are 64 coarse units at most" },
+    { "lychee-stats",       "--trace writes down what every step scores and reads" },
+};
+
 // Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
-// when the name without dashes is near to that of an option here or in other programs.
+// when the name is that of an option that is gone, or near to one here or in other programs.
 void unknown_option(const char *reason, const char *name) {
     const char *best = NULL;
+    for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
+        if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is gone: %s", name, retired[i].instead);
     int distance = farthest_misspelling(name);
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);

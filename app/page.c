@@ -1967,32 +1967,28 @@ typedef struct {                // what the tree is drawn from: one list of one 
     const Lychee *x;
     const Tree *t;
     int l, h;                   // the layer, and a query head that reads by the list
-    Probe p;                    // the queries it is sought with
+    const float *q;             // (R,D) the queries it is sought with
     unsigned char *read;        // (n_tok) 1: a row that the step read
     unsigned char *opened;      // (units) 1: the step looked into the unit
     float lo, hi;               // the least and the largest score of its nodes
-    float *mu, *sum;            // (D) room for a centre, for a summed query
+    float *mu;                  // (D) room for a centre
 } TreeView;
 
-// How well the node's centre matches: the largest q.mu w of the queries.
+// How well the node's centre matches: the largest q.mu / |q| of the queries.
 static float node_match(TreeView *v, const Nodes *u, int node) {
     int D = v->s->c->D;
     float best = -INFINITY;
     to_f32(v->mu, u->mu + (size_t)node * D, DT_BF16, (size_t)D);
-    for (int i = 0; i < v->p.m; i++) {
-        const float *q = v->p.q + (size_t)i * D;
-        best = fmaxf(best, dot_f32(q, v->mu, D) * v->p.w[i]);
+    for (int i = 0; i < v->s->c->H / v->s->c->G; i++) {
+        const float *q = v->q + (size_t)i * D;
+        best = fmaxf(best, dot_f32(q, v->mu, D) / fmaxf(sqrtf(dot_f32(q, q, D)), 1e-20f));
     }
     return best;
 }
 
-// What a node's score adds to its match, as section 11 does: beta |q| r. Exact pruning opens units by
-// their bound.
+// What a node's score adds to its match, as section 11 does: beta |q| r.
 static float node_slack(const TreeView *v, const Nodes *u, int node) {
-    const Lychee *x = v->x;
-    int unit = u == &v->t->coarse;
-    if (unit && x->exact) return v->p.slack * v->t->rho[node];
-    return (unit ? x->beta_coarse : x->beta) * v->p.slack * u->r[node];
+    return v->x->beta * u->r[node];
 }
 
 // The score by which a step chooses among the nodes of a level.
@@ -2000,10 +1996,24 @@ static float node_score(TreeView *v, const Nodes *u, int node) {
     return node_match(v, u, node) + node_slack(v, u, node);
 }
 
-// How many chunks of cluster c the step read.
+// How many chunks of cluster c the step read, and how many it has.
 static int cluster_read(const TreeView *v, int c) {
     int n = 0;
-    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) n += v->read[v->x->start[j]];
+    for (int j = 0; j < v->x->M; j++) n += v->t->fine.of[j] == c && v->read[v->x->start[j]];
+    return n;
+}
+
+static int cluster_chunks(const TreeView *v, int c) {
+    int n = 0;
+    for (int j = 0; j < v->x->M; j++) n += v->t->fine.of[j] == c;
+    return n;
+}
+
+// How many chunks are below the node.
+static int node_chunks(const TreeView *v, const Nodes *u, int node) {
+    int n = 0;
+    if (u == &v->t->fine) return cluster_chunks(v, node);
+    for (int c = 0; c < v->t->fine.n; c++) n += u->of[c] == node ? cluster_chunks(v, c) : 0;
     return n;
 }
 
@@ -2017,8 +2027,8 @@ static int chunk_answers(const Report *r, const TreeView *v, int j) {
 
 // 1: a chunk of cluster c holds the answer.
 static int cluster_answers(const Report *r, const TreeView *v, int c) {
-    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j])
-        if (chunk_answers(r, v, j)) return 1;
+    for (int j = 0; j < v->x->M; j++)
+        if (v->t->fine.of[j] == c && chunk_answers(r, v, j)) return 1;
     return 0;
 }
 
@@ -2029,7 +2039,7 @@ static void node_begin(Report *r, TreeView *v, const Nodes *u, int node, const c
     float match = node_match(v, u, node), slack = node_slack(v, u, node);
     float score = match + slack;
     int shade = v->hi > v->lo ? (int)((score - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
-    int chunks = u->chunks[node];
+    int chunks = node_chunks(v, u, node);
     fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>",
             n_read || answers ? " open=\"open\"" : "", n_read ? "read" : "skip", shade);
     fprintf(r->f, "%s %d: score %.2f", what, node, score);
@@ -2047,8 +2057,9 @@ static void node_end(Report *r) { fprintf(r->f, "</details>\n"); }
 static void tree_cluster(Report *r, TreeView *v, int c) {
     const int *start = v->x->start;
     node_begin(r, v, &v->t->fine, c, "cluster", cluster_read(v, c), cluster_answers(r, v, c));
-    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) {
+    for (int j = 0; j < v->x->M; j++) {
         int read = v->read[start[j]];
+        if (v->t->fine.of[j] != c) continue;
         fprintf(r->f, "<p class=\"%s\">%s, tokens %d to %d: <span%s>",
                 read ? "read" : "skip", read ? "read" : "skipped", start[j], start[j + 1] - 1,
                 chunk_answers(r, v, j) ? " class=\"gold\"" : "");
@@ -2058,17 +2069,12 @@ static void tree_cluster(Report *r, TreeView *v, int c) {
     node_end(r);
 }
 
-// The nodes of a list that have chunks, best score first (stb array). The list starts at `first`
-// and goes on by `next`; next NULL: all nodes of the level. There are few, so an insertion sort
-// does; equal scores keep their order.
-static int *by_score(TreeView *v, const Nodes *u, int first, const int *next) {
+// The nodes of a level that have chunks, best score first (stb array): those whose of[] is `above`, or
+// all of them (of NULL). There are few, so an insertion sort does; equal scores keep their order.
+static int *by_score(TreeView *v, const Nodes *u, const int *of, int above) {
     int *order = NULL;
-    int node = first;
-    while (node >= 0) {
-        if (u->chunks[node]) arrput(order, node);
-        if (next) node = next[node];
-        else node = node + 1 < u->n ? node + 1 : -1;
-    }
+    for (int node = 0; node < u->n; node++)
+        if (u->tokens[node] && (!of || of[node] == above)) arrput(order, node);
     for (int i = 1; i < (int)arrlen(order); i++)
         for (int j = i; j > 0 && node_score(v, u, order[j]) > node_score(v, u, order[j - 1]); j--) {
             int x = order[j];
@@ -2079,8 +2085,8 @@ static int *by_score(TreeView *v, const Nodes *u, int first, const int *next) {
 }
 
 // The clusters of a list, as in by_score.
-static void tree_clusters(Report *r, TreeView *v, int first, const int *next) {
-    int *order = by_score(v, &v->t->fine, first, next);
+static void tree_clusters(Report *r, TreeView *v, const int *of, int above) {
+    int *order = by_score(v, &v->t->fine, of, above);
     for (int i = 0; i < (int)arrlen(order); i++) tree_cluster(r, v, order[i]);
     arrfree(order);
 }
@@ -2089,12 +2095,13 @@ static void tree_clusters(Report *r, TreeView *v, int first, const int *next) {
 static void tree_unit(Report *r, TreeView *v, int unit) {
     const Nodes *top = &v->t->coarse;
     int n_read = 0, answers = 0;
-    for (int c = top->first[unit]; c >= 0; c = top->next[c]) {
+    for (int c = 0; c < v->t->fine.n; c++) {
+        if (top->of[c] != unit) continue;
         n_read += cluster_read(v, c);
         answers |= cluster_answers(r, v, c);
     }
     node_begin(r, v, top, unit, "unit", n_read, answers);
-    tree_clusters(r, v, top->first[unit], top->next);
+    tree_clusters(r, v, top->of, unit);
     node_end(r);
 }
 
@@ -2102,11 +2109,11 @@ static void tree_unit(Report *r, TreeView *v, int unit) {
 static void tree_draw(Report *r, TreeView *v) {
     fprintf(r->f, "<div class=\"tree\">\n");
     if (v->t->coarse.n) {
-        int *order = by_score(v, &v->t->coarse, 0, NULL);
+        int *order = by_score(v, &v->t->coarse, NULL, 0);
         for (int i = 0; i < (int)arrlen(order); i++) tree_unit(r, v, order[i]);
         arrfree(order);
     } else {
-        tree_clusters(r, v, 0, NULL);
+        tree_clusters(r, v, NULL, 0);
     }
     fprintf(r->f, "</div>\n");
 }
@@ -2130,23 +2137,21 @@ static void tree_range(TreeView *v) {
     v->hi = -INFINITY;
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < level[k]->n; i++) {
-            if (!level[k]->chunks[i]) continue;
+            if (!level[k]->tokens[i]) continue;
             float score = node_score(v, level[k], i);
             v->lo = fminf(v->lo, score);
             v->hi = fmaxf(v->hi, score);
         }
 }
 
-// Marks the units that the step looked into, as open_top does: the best k_g, and more until they
-// hold four times what the budget has room for. A flat scan and exact pruning come to looking into
-// all of them.
+// Marks the units that the step looked into, as open_units does: the best k_g, and more until they
+// hold four times what the budget has room for.
 static void tree_opened(TreeView *v) {
     const Nodes *top = &v->t->coarse;
-    int *order = top->n ? by_score(v, top, 0, NULL) : NULL;
-    int kg = units_to_open(v->x, top->n), enough = 4 * room_for_chunks(v->x), tokens = 0;
+    int *order = by_score(v, top, NULL, 0);
+    int enough = 4 * room_for_chunks(v->x), tokens = 0;
     for (int i = 0; i < (int)arrlen(order); i++) {
-        int all = v->x->exact || v->x->kg == KG_FLAT;
-        if (!all && i >= kg && tokens >= enough) break;
+        if (i >= v->x->kg && tokens >= enough) break;
         v->opened[order[i]] = 1;
         tokens += top->tokens[order[i]];
     }
@@ -2170,19 +2175,15 @@ static int fact_head(const Report *r, int first) {
 
 // The tree of layer l by which query head h reads, and which rows its last step read. q (L,H,D): the
 // queries of that step. The head's list is sought as section 11 does: with all queries of the KV
-// head's group, with their sum, or with its own.
+// head's group.
 static TreeView tree_view_open(const Session *s, const float *q, int l, int h) {
     int H = s->c->H, G = s->c->G, D = s->c->D, R = H / G, g = h / R;
     const Lychee *x = s->part[0].ms;
     TreeView v = { .s = s, .x = x, .t = &x->tree[l * G + g], .l = l, .h = h };
-    const float *group = q + ((size_t)l * H + g * R) * D, *own = q + ((size_t)l * H + h) * D;
+    v.q = q + ((size_t)l * H + g * R) * D;
     v.read = xcalloc((size_t)s->n_tok + 1, 1);
     v.opened = xcalloc((size_t)v.t->coarse.n + 1, 1);
     v.mu = xmalloc((size_t)D * sizeof(float));
-    v.sum = xmalloc((size_t)D * sizeof(float));
-    if (x->gqa == GQA_MAX) probe_max(&v.p, group, R, D);
-    else if (x->gqa == GQA_HEAD) probe_sum(&v.p, own, 1, D, v.sum);
-    else probe_sum(&v.p, group, R, D, v.sum);
     int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
     int n = view_rows(s, l, h, rows);
     for (int i = 0; i < n; i++) v.read[rows[i]] = 1;
@@ -2196,7 +2197,6 @@ static void tree_view_close(TreeView *v) {
     free(v->read);
     free(v->opened);
     free(v->mu);
-    free(v->sum);
 }
 
 // The sentence above the tree: the question, the reply so far, and how much is read to go on.
@@ -2218,14 +2218,6 @@ static int answer_chunk(const Report *r, const TreeView *v) {
     return j;
 }
 
-// The cluster that chunk j belongs to.
-static int cluster_of(const TreeView *v, int j) {
-    for (int c = 0; c < v->t->fine.n; c++)
-        for (int k = v->t->fine.first[c]; k >= 0; k = v->t->fine.next[k])
-            if (k == j) return c;
-    return -1;
-}
-
 // The place of a node in an order, from 1.
 static int rank_in(const int *order, int node) {
     int i = 0;
@@ -2237,12 +2229,12 @@ static int rank_in(const int *order, int node) {
 // the budget, or the list ends before it because a chunk did not fit.
 static void tree_reason(Report *r, TreeView *v, int j) {
     const Tree *t = v->t;
-    int c = cluster_of(v, j), room = room_for_chunks(v->x), better = 0, tokens = 0;
-    int *order = by_score(v, &t->fine, 0, NULL), *units = NULL;
-    int unit = t->coarse.n ? t->parent[c] : -1;
+    int c = v->t->fine.of[j], room = room_for_chunks(v->x), better = 0, tokens = 0;
+    int *order = by_score(v, &t->fine, NULL, 0), *units = NULL;
+    int unit = t->coarse.n ? t->coarse.of[c] : -1;
     char what[256];
     for (int i = 0; order[i] != c; i++) {
-        if (unit >= 0 && !v->opened[t->parent[order[i]]]) continue;
+        if (unit >= 0 && !v->opened[t->coarse.of[order[i]]]) continue;
         better++;
         tokens += t->fine.tokens[order[i]];
     }
@@ -2252,7 +2244,7 @@ static void tree_reason(Report *r, TreeView *v, int j) {
         picture_note(r, "Why this head reads the answer: %s; %d of those looked at score better, and the "
                         "budget has room for it.", what, better);
     } else if (unit >= 0 && !v->opened[unit]) {
-        units = by_score(v, &t->coarse, 0, NULL);
+        units = by_score(v, &t->coarse, NULL, 0);
         picture_note(r, "Why this head skips the answer: unit %d, which holds it, has a score of %.2f, place %d "
                         "of %d, and was not opened: better units hold enough.",
                      unit, node_score(v, &t->coarse, unit), rank_in(units, unit), (int)arrlen(units));
@@ -2296,8 +2288,6 @@ static void tree_others(Report *r, const TreeView *v, int row) {
 
 // Draws the tree of the head that finds facts best. q (L,H,D): the queries of the last step.
 static void lychee_picture(Report *r, Session *s, const float *q) {
-    static const char *by[] = { "q.mu / |q| of the query head of the group where it is best (1: the same direction)",
-                                "q.mu of the summed queries of the group", "q.mu of the head's query" };
     const Lychee *x = s->part[0].ms;
     int H = s->c->H, at = fact_head(r, x->full_layers), l = at / H;
     if (!x->M_built || !indexed_layer(s, x, l)) {
@@ -2317,11 +2307,11 @@ static void lychee_picture(Report *r, Session *s, const float *q) {
     }
     tree_draw(r, &v);
     tree_legend(r, &v);
-    picture_note(r, "The score decides: match + %g |q| radius (--lychee-beta; of units %g). Match: %s, mu the "
-                    "node's centre; radius: how far the key of a chunk below lies from mu at most. The first %d "
+    picture_note(r, "The score decides: match + %g radius (--lychee-beta). Match: q.mu / |q| of the query head of the "
+                    "group where it is best (1: the same direction), mu the node's centre; radius: how far the key of a chunk below lies from mu at most. The first %d "
                     "tokens and the last %d are outside the tree and always read. The chunk with the answer is "
                     "underlined.",
-                 x->beta, x->exact ? 1. : x->beta_coarse, by[x->gqa], x->sink, s->n_tok - t_idx(x));
+                 x->beta, x->sink, s->n_tok - t_idx(x));
     tree_view_close(&v);
 }
 
@@ -3528,16 +3518,17 @@ static void web_node(FILE *f, TreeView *v, const Nodes *u, int node) {
 }
 
 // The clusters of a list (by_score), the best first, with their chunks: [from, to, read].
-static void web_clusters(FILE *f, TreeView *v, int first, const int *next) {
-    int *order = by_score(v, &v->t->fine, first, next);
+static void web_clusters(FILE *f, TreeView *v, const int *of, int above) {
+    int *order = by_score(v, &v->t->fine, of, above);
     fputs("\"clusters\":[", f);
     for (int i = 0; i < (int)arrlen(order); i++) {
         if (i) fputc(',', f);
         web_node(f, v, &v->t->fine, order[i]);
         fputs("\"chunks\":[", f);
         int begun = 0;
-        for (int j = v->t->fine.first[order[i]]; j >= 0; j = v->t->fine.next[j]) {
+        for (int j = 0; j < v->x->M; j++) {
             const int *start = v->x->start;
+            if (v->t->fine.of[j] != order[i]) continue;
             fprintf(f, "%s[%d,%d,%d]", begun++ ? "," : "", start[j], start[j + 1], v->read[start[j]]);
         }
         fputs("]}", f);
@@ -3558,17 +3549,17 @@ WEB const char *web_tree(int l, int h) {
     }
     TreeView v = tree_view_open(s, web_queries, l, h);
     const Nodes *top = &v.t->coarse;
-    int *order = top->n ? by_score(&v, top, 0, NULL) : NULL;
+    int *order = top->n ? by_score(&v, top, NULL, 0) : NULL;
     fprintf(f, "{\"lo\":%.4f,\"hi\":%.4f,\"sink\":%d,\"recent\":%d,\"units\":[", v.lo, v.hi, x->sink, t_idx(x));
     for (int i = 0; i < (int)arrlen(order); i++) {
         if (i) fputc(',', f);
         web_node(f, &v, top, order[i]);
         fprintf(f, "\"opened\":%d,", v.opened[order[i]]);
-        web_clusters(f, &v, top->first[order[i]], top->next);
+        web_clusters(f, &v, top->of, order[i]);
     }
     if (!top->n) {
         fputs("{\"id\":-1,\"opened\":1,", f);
-        web_clusters(f, &v, 0, NULL);
+        web_clusters(f, &v, NULL, 0);
     }
     fputs("]}", f);
     arrfree(order);

@@ -2244,6 +2244,8 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--bench --bench-suite /nonexistent/x", 1, "No such file" },
         { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
         { "--lychee-chunks-per-cluster 2147483647 -p hi", 2, "is outside" },
+        { "--lychee-gqa sum -p hi", 2, "is gone: the best query head of a group counts" },
+        { "--lychee-stats -p hi", 2, "is gone: --trace" },
         { "--loopserve-alpha 2 -p hi", 2, "0..1" },
         { "-ctk 'f16|f32' -p hi", 2, "wants one of" },
         { "--eval needle --compare window,full --budgets=-3", 2, "-3 is outside" },
