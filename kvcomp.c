@@ -6513,24 +6513,15 @@ static void lychee_forget(Session *s, void *ms, int n_tok) {
 }
 
 static const Opt lychee_opts[] = {
-    { "lychee-beta", 'f', "0",
-      "weight of |q| r in a node's score; 1: the upper bound of Eq. 2" },
-    { "lychee-kg", 'i', "0",
-      "coarse units opened in a step; 0: there is no coarse level", 0, 1 << 20 },
-    { "lychee-chunk-min", 'i', "8",
-      "fewest tokens of a chunk" },
-    { "lychee-chunk-max", 'i', "16",
-      "most tokens of a chunk" },
-    { "lychee-buffer", 'i', "128",
-      "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
-    { "lychee-sink", 'i', "16",
-      "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
-    { "lychee-full-layers", 'i', "2",
-      "first layers that read every row" },
-    { "lychee-iters", 'i', "10",
-      "iterations of k-means", 0, 1000 },
-    { "lychee-chunks-per-cluster", 'i', "2",
-      "chunks a cluster has on average", 1, 1 << 20 },
+    { "lychee-beta", 'f', "0", "weight of |q| r in a node's score; 1: the upper bound of Eq. 2" },
+    { "lychee-kg", 'i', "0", "coarse units opened in a step; 0: there is no coarse level", 0, 1 << 20 },
+    { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk" },
+    { "lychee-chunk-max", 'i', "16", "most tokens of a chunk" },
+    { "lychee-buffer", 'i', "128", "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
+    { "lychee-sink", 'i', "16", "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
+    { "lychee-full-layers", 'i', "2", "first layers that read every row" },
+    { "lychee-iters", 'i', "10", "iterations of k-means", 0, 1000 },
+    { "lychee-chunks-per-cluster", 'i', "2", "chunks a cluster has on average", 1, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
 
