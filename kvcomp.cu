@@ -372,7 +372,7 @@ enum {
     ROOM_TREES,                 // LycheeCluster: (L,G) Tree
     ROOM_KEYS,                  // LycheeCluster: keys of chunks while an index is built
     ROOM_CENTRES,               // LycheeCluster: centres while an index is built
-    ROOM_SEEK,                  // LycheeCluster: what a search needs
+    ROOM_SEEK,                  // Quest, LycheeCluster: scores of pages or clusters
     ROOM_RING,                  // LoopServe: queries of the ring, oldest first
     ROOM_PROBS,                 // LoopServe: sampled softmax rows
     ROOM_PICKS,                 // LoopServe: what the choice of lines needs
@@ -6540,6 +6540,32 @@ static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
 enum { SEEK_UNITS = TOP_THREADS / 2, SEEK_SHARED = 64 << 10 };
 static int seek_shared = SEEK_SHARED;
 
+struct Seek {                   // what both kernels are told
+    const float *q;             // (H,D)
+    float *score;               // (G,cap)
+    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
+    int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
+    StepWorks works;
+    int cap, stride;            // units there are room for; ints of a list
+    int G, R, D;
+    int shared;                 // 1: the scores of a list fit into shared memory
+};
+
+// Fills it for layer l, lists of `most` rows, and `beside` numbers in shared memory beside the scores.
+static void seek_fill(Session *s, Seek *a, int l, const float *q, int cap, int most, size_t beside) {
+    a->G = s->c->G;
+    a->R = s->c->H / a->G;
+    a->D = s->c->D;
+    a->q = q;
+    a->cap = cap;
+    a->score = room<float>(s, ROOM_SEEK, (size_t)a->G * cap);
+    a->stride = LIST_HEAD + most;
+    a->lists = chosen_room(s, l, a->stride);
+    a->arrived = arrivals(s, 1 + s->c->H);
+    a->works = step_works(s, l);
+    a->shared = (beside + cap) * sizeof(float) <= (size_t)seek_shared;
+}
+
 // x (n) in shared memory = the scores, or `score` itself where there is no such memory (NULL).
 static __device__ const float *seek_scores(float *x, const float *score, int n) {
     if (!x) return score;
@@ -7306,18 +7332,10 @@ void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, i
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
 
-struct QuestSeek {              // argument of quest_kernel
+struct QuestSeek : Seek {       // argument of quest_kernel
     const char *bound[MAX_G];   // (G) the bounds of each KV head, (pages,2,D)
-    const float *q;             // (H,D)
-    float *score;               // (G,cap)
     int *best_of;               // (G,best) the pages chosen
-    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
-    int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
-    StepWorks works;
-    int n, cap;                 // pages there are, if no step says it; room for pages
-    int best, stride;           // pages wanted; ints of a list
-    int G, R, D;
-    int shared;                 // 1: the scores of a head fit into shared memory
+    int n, best;                // pages there are, if no step says it; pages wanted
 };
 
 struct QuestShared {
@@ -7423,21 +7441,11 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     int G = s->c->G;
     QuestSeek a;
     memset(&a, 0, sizeof a);
+    seek_fill(s, &a, l, q, cap, best * PAGE, 0);
     for (int g = 0; g < G; g++) a.bound[g] = bound[g];
-    a.q = q;
-    a.score = room<float>(s, ROOM_POOL, (size_t)G * cap);
     a.best_of = room<int>(s, ROOM_TOP_IDX, (size_t)G * best);
-    a.arrived = arrivals(s, 1 + s->c->H);
     a.n = pages;
-    a.cap = cap;
     a.best = best;
-    a.stride = LIST_HEAD + best * PAGE;
-    a.lists = chosen_room(s, l, a.stride);
-    a.works = step_works(s, l);
-    a.G = G;
-    a.R = s->c->H / G;
-    a.D = s->c->D;
-    a.shared = (size_t)cap * sizeof(float) <= (size_t)seek_shared;
     if (dtype == DT_F32)      quest_group<DT_F32>(a);
     else if (dtype == DT_F16) quest_group<DT_F16>(a);
     else                      quest_group<DT_BF16>(a);
@@ -8678,19 +8686,12 @@ void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
-struct LycheeSeek {             // argument of lychee_kernel
-    const Tree *trees;          // (G)
-    const float *q;             // (H,D)
+struct LycheeSeek : Seek {      // argument of lychee_kernel
+    const Tree *trees;          // (G), of `cap` clusters each
+    const int *chunks;          // M, then the M+1 starts
     float beta;
     int units, least;           // units opened at least, and the tokens they hold; units 0: a flat scan
-    const int *chunks;          // M, then the M+1 starts
-    float *score;               // (G,K)
-    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
-    int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
-    StepWorks works;
-    int K, stride, G, R, D;
     int room, sink;             // tokens of all chunks at most; rows before the index
-    int shared;                 // 1: the scores of a list fit into shared memory
 };
 
 struct LycheeShared {
@@ -8705,7 +8706,7 @@ KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a
     Block b = { mem, 0 };
     m->q = carve<float>(&b, (size_t)(a.R + 3) / 4 * 4 * a.D);
     m->w = carve<float>(&b, a.R);
-    m->score = a.shared ? carve<float>(&b, a.K) : NULL;
+    m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
     return b.at;
 }
 
@@ -8842,20 +8843,20 @@ lychee_kernel(const __grid_constant__ LycheeSeek a) {
     lychee_carve(&m, mem, a);
     int g = blockIdx.y;
     const Tree *t = &a.trees[g];
-    float *score = a.score + (size_t)g * a.K;
+    float *score = a.score + (size_t)g * a.cap;
     queries_load(a, g, m);
     if (a.units) open_units<NQ, WIDE>(a, m, &t->coarse, open);
     cluster_scores<NQ, WIDE>(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
 
-    take_rows(a, &t->fine, seek_scores(m.score, score, a.K), a.lists + (size_t)g * a.stride, &top);
+    take_rows(a, &t->fine, seek_scores(m.score, score, a.cap), a.lists + (size_t)g * a.stride, &top);
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
 // Launches lychee_kernel with NQ queries at a time.
 template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
     LycheeShared m;
-    dim3 grid(blocks(a.K, SEEK_UNITS), a.G);
+    dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = lychee_carve(&m, NULL, a);
     KV_LAUNCH_WIDE((lychee_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
@@ -8867,24 +8868,14 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     int G = s->c->G, K = trees->fine.n;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
+    seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
     a.trees = trees_of(s, l);
-    a.q = q;
+    a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
     a.beta = x->beta;
     a.units = x->units;
     a.least = 4 * x->room;
-    a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
-    a.score = room<float>(s, ROOM_SEEK, (size_t)G * K);
-    a.stride = LIST_HEAD + x->sink + x->room;
-    a.lists = chosen_room(s, l, a.stride);
-    a.arrived = arrivals(s, 1 + s->c->H);
-    a.works = step_works(s, l);
-    a.K = K;
-    a.G = G;
-    a.R = s->c->H / G;
-    a.D = s->c->D;
     a.room = x->room;
     a.sink = x->sink;
-    a.shared = (size_t)(a.R + 4) * (a.D + 1) + K <= (size_t)seek_shared / sizeof(float);
     if (a.D % 8)      lychee_launch<1, 0>(a);
     else if (a.R > 1) lychee_launch<4, 1>(a);
     else              lychee_launch<1, 1>(a);
