@@ -2308,9 +2308,9 @@ static void lychee_picture(Report *r, Session *s, const float *q) {
     tree_draw(r, &v);
     tree_legend(r, &v);
     picture_note(r, "The score decides: match + %g radius (--lychee-beta). Match: q.mu / |q| of the query head of the "
-                    "group where it is best (1: the same direction), mu the node's centre; radius: how far the key of a chunk below lies from mu at most. The first %d "
-                    "tokens and the last %d are outside the tree and always read. The chunk with the answer is "
-                    "underlined.",
+                    "group where it is best (1: the same direction), mu the node's centre; radius: how far the "
+                    "key of a chunk below lies from mu at most. The first %d tokens and the last %d are outside "
+                    "the tree and always read. The chunk with the answer is underlined.",
                  x->beta, x->sink, s->n_tok - t_idx(x));
     tree_view_close(&v);
 }
