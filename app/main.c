@@ -105,18 +105,6 @@ static const char *long_of(const char *flag) {
     return flag[1] == '-' ? flag + 2 : NULL;
 }
 
-// Options that are gone, and what stands in their place.
-static const struct { const char *name, *instead; } retired_options[] = {
-    { "wrap", "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
-};
-
-// Ends the program for an option that is gone: exit 2. Returns for every other name.
-static void retired_option(const char *name) {
-    for (size_t i = 0; i < sizeof retired_options / sizeof *retired_options; i++)
-        if (!strcmp(retired_options[i].name, name))
-            die(EXIT_USAGE, "--%s is no option any more: %s", name, retired_options[i].instead);
-}
-
 // ---- help
 // The paragraphs of --help and the option that each begins with.
 static const struct { const char *title, *first; } help_parts[] = {
@@ -250,7 +238,6 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     const char *name = long_of(flag);
     snprintf(unknown, sizeof unknown, "unknown option %s", flag);
     if (!name) unknown_option(unknown, flag + 1);
-    retired_option(name);
     if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
         return parse_files(o, name, value, argc, argv, i + 1);
     const Opt *known = opt_find(o, name);

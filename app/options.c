@@ -181,6 +181,7 @@ static void nearer_option(const Opt *list, const char *name, const char **best, 
 typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
+    { "wrap",               "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
     { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
     { "lychee-gqa",         "the best query head of a group counts" },
     { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },
@@ -199,7 +200,7 @@ static const Retired retired[] = {
 void unknown_option(const char *reason, const char *name) {
     const char *best = NULL;
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
-        if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is gone: %s", name, retired[i].instead);
+        if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is no option any more: %s", name, retired[i].instead);
     int distance = farthest_misspelling(name);
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
