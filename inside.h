@@ -46,14 +46,9 @@ typedef struct {                // a line in a heap or in a sorted list
 typedef struct {                // working memory of one thread; a head holds at most N rows
     float *P;                   // (m,N) softmax rows
     double *g;                  // (2N) residuals of the lines on the selecting samples
-    int64_t *fixed_g;           // (2N) tile64: the same in fixed point, in the memory of g
-    int64_t *fixed_one;         // (2N) tile64: the most that one sample gave to fixed_g at first
     float *top;                 // (2N) variant a: w^max, the largest cell of every line
     LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
-    LineRange *run;             // (N) tile64: runs of chosen offsets
-    LineRange *range;           // (N) tile64: ranges of columns of a block
-    int *v;                     // (N) tile64: chosen columns
-    int *cols;                  // (N) tile64: single columns of a block
+    LineRange *run;             // (N) runs of lines, for who draws them
     int *R;                     // (m) sampled rows
 } LoopRoom;
 
@@ -61,19 +56,14 @@ typedef struct {
     // The prefill.
     LoopRule rule;              // alpha, kept lines, hold-out, limits
     int variant_a;              // 1: Algorithm 2 as in the paper
-    int tile64;                 // 1: --loopserve-unit=tile64
     int m;                      // sampled rows of a pass
     int min_context;            // heads with at most so many rows are computed in full
-    uint64_t seed;              // of the sampled rows
 
     // Decode, Algorithm 3.
     int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
     int first;                  // the token of an answer at which the first choice is made: 16
     int interval;               // n_d: tokens from one choice to the next
     int obs;                    // queries that choose, |X^obs|
-    int per_query;              // 1: a set of rows for each query head, 0: for each KV head
-    int literal;                // 1: the rows of this answer compete for the budget
-    int keep_answer;            // 1: do not prefill the previous answer again
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
     int chosen;                 // 1: in this answer some head reads chosen rows only
@@ -83,7 +73,7 @@ typedef struct {
     // Statistics.
     long passes, dense;         // prefills of single heads; how many of these were computed in full
     double mass, least;         // of the others: sum and least of the shares of attention recovered
-    double cells;               // sum of their shares of the cells (tile64: of the tiles)
+    double cells;               // sum of their shares of the cells
     double n_v, n_s;            // sums of their numbers of verticals and slashes
     long selections, steps;     // choices of rows; decode steps
     long steps_all;             // decode steps that read every row
@@ -320,16 +310,16 @@ void line_probs(const Session *s, int l, int h, const float *q, int T, const int
 
 // ---- samples and lengths
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
-// equal size; the last sample is the last row. The rows depend on (seed, turn, layer) only (D31).
+// equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
-int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R);
+int sample_rows(int nh, int want, int turn, int layer, int *R);
 
 // ---- prefill
 // Working memory for every thread, in scratch: m samples of heads with at most N rows.
 LoopRoom *loop_rooms(Session *s, int m, int N);
 
-// Chooses the lines of one head from its sample, by the variant and unit the options say. Sets
-// a->dense when the choice fails.
+// Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
+// the choice fails.
 void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f);
 
 // ---- opening, bytes, statistics

@@ -4108,9 +4108,8 @@ const Method quest_method = {
 //     bit.
 //   - Decode chooses at n_o >= 16 only; the paper's formula would also choose at n_o = 0, because
 //     (0 - 16) % 16 is 0 (D37). The candidates are the rows held at the end of the prefill, and the
-//     rows of this answer are read on top of B; with --loopserve-gen=literal they compete for B
-//     like the others. A KV head has one set of rows; with --loopserve-sel=q every query head has
-//     its own (D32).
+//     rows of this answer are read on top of B. A KV head has one set of rows, for all its query
+//     heads (D32).
 //   - Algorithm 3 also hands the lines of all prefills to decode, but no formula uses them: here
 //     they are not kept.
 //
@@ -4120,13 +4119,13 @@ const Method quest_method = {
 //
 // Map:
 //   Definition 1 -> loopserve_enter
-//   Eq. 1 -> cells_of, tally_done, select_exact, select_tiles, recovered, select_lines_kernel
+//   Eq. 1 -> cells_of, tally_done, select_exact, recovered, select_lines_kernel
 //   Algorithm 1, line 3 -> loopserve_enter
 //   Algorithm 1, line 5 -> loopserve_attend, loop_heads, loop_heads_device, choose_lines_cuda
 //   Algorithm 1, line 7 -> loopserve_select
 //   Algorithm 2, line 1 -> sample_rows
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
-//   Algorithm 2, line 5 -> line_sums, residuals, band_residuals, line_residuals
+//   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
 //   Algorithm 2, line 9 -> select_faithful
 //   Algorithm 2, line 10 -> select_faithful
@@ -4140,23 +4139,19 @@ const Method quest_method = {
 //   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 7 -> view_group, view_set
 //
-// Options: --loopserve-alpha, -variant, -unit, -samples, -min-context, -max-cells, -max-tiles,
-// -sink, -local, -holdout, -seed (prefill); --loopserve-first, -interval, -obs, -sel, -gen
-// (decode); --loopserve-keep-answer-kv; --budget (B, 1024) and --paper.
-
-// Section 17: the line with the largest residual per length is taken from a heap (2n). best_line
-// returns -1 when none is left.
-static int line_heap(const LineSample *p, const double *g, LineItem *heap);
-static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap);
+// Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
+// --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
 // ---- samples and lengths
 
+enum { LOOP_SEED = 1 };         // of the sampled rows
+
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
-// equal size; the last sample is the last row. The rows depend on (seed, turn, layer) only (D31).
+// equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
-int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R) {
+int sample_rows(int nh, int want, int turn, int layer, int *R) {
     int m = min_int(want, nh);
-    uint64_t state = mix64(mix64(mix64(seed) ^ (uint64_t)turn) ^ (uint64_t)layer);
+    uint64_t state = mix64(mix64(mix64(LOOP_SEED) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
         int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
         R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));     // Algorithm 2, line 1
@@ -4258,6 +4253,65 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
     return failed;
 }
 
+// ---- variant b: the line with the largest residual per length, by a heap
+// Every line has its residual per length as it was at some earlier moment for a key. Residuals only
+// fall, so a key is an upper bound: a top entry that stays the first after its key is renewed is
+// the best line there is (D35).
+
+static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
+
+// The order of the greedy choice: larger keys first; of equal keys slashes before verticals, then
+// the smaller number.
+static int item_before(LineItem a, LineItem b, int n) {
+    int slash_a = a.id >= n, slash_b = b.id >= n;
+    if (a.key != b.key) return a.key > b.key;
+    if (slash_a != slash_b) return slash_a;
+    return a.id < b.id;
+}
+
+// Moves entry i of the heap h (n_heap) down to its place.
+static void heap_down(LineItem *h, int n_heap, int i, int n) {
+    for (int child = 2 * i + 1; child < n_heap; child = 2 * i + 1) {
+        if (child + 1 < n_heap && item_before(h[child + 1], h[child], n)) child++;
+        if (!item_before(h[child], h[i], n)) return;
+        LineItem x = h[i];
+        h[i] = h[child];
+        h[child] = x;
+        i = child;
+    }
+}
+
+// The key of line `id`, g (2n): its residual per length.
+static double line_gain(const LineSample *p, const double *g, int id) {
+    return g[id] / (double)line_len(id % p->n, p->p0, p->n);
+}
+
+// Makes a heap (2n) of the lines that gain something. Returns how many they are.
+static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
+    int n_heap = 0;
+    for (int id = 0; id < 2 * p->n; id++)
+        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_gain(p, g, id), id };
+    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(heap, n_heap, i, p->n);
+    return n_heap;
+}
+
+// Takes the line with the largest residual per length out of the heap and returns its id, or -1
+// when no line is left that gains something.
+static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap) {
+    while (*n_heap > 0) {
+        int id = heap[0].id, gains = g[id] > LEAST_GAIN;
+        if (gains) {
+            heap[0].key = line_gain(p, g, id);
+            heap_down(heap, *n_heap, 0, p->n);
+            if (heap[0].id != id) continue;              // another line's bound is larger
+        }
+        heap[0] = heap[--*n_heap];
+        heap_down(heap, *n_heap, 0, p->n);
+        if (gains) return id;
+    }
+    return -1;
+}
+
 // ---- variant b: exact residuals
 
 typedef struct {                // attention of the sampled rows: [0] selecting, [1] validating ones
@@ -4290,7 +4344,7 @@ static double sum_lanes32(double *x) {
 }
 
 // The attention that every line would add to the kept lines, into g (2n): verticals, then slashes;
-// selecting samples only. Even samples select; with --loopserve-holdout the odd ones validate
+// selecting samples only. Even samples select; with 32 samples or more the odd ones validate
 // (D34). Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
 // GPU can add in the same order.
 static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
@@ -4354,112 +4408,6 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
     return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
 }
 
-// ---- --loopserve-unit=tile64: verticals, and bands of 64 slashes, for GPUs that read 64x64 tiles
-// Lines are chosen by thresholds, which a GPU can do without a heap. Attention is summed in fixed
-// point (fixed_mass), so that a GPU that adds in another order finds the same lines (D30). Line
-// ids: id < n is the vertical id, n + k is band k.
-
-enum { BAND = 64 };             // offsets of a band; band k: offsets [k*BAND,(k+1)*BAND)
-
-// The sum of the lengths of the slashes of band k.
-static double band_len(int k, int p0, int n) {
-    double sum = 0;
-    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += (double)line_len(o, p0, n);
-    return sum;
-}
-
-// The attention that verticals and bands would add to the lines in `a`, into g: g[c] for column c,
-// g[n+k] for band k. one (2n), or NULL: the largest part of each that a single selecting sample
-// gives. Returns what `a` recovers.
-static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a,
-                            int64_t *g, int64_t *one) {
-    int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
-    int n = p->n;
-    memset(g, 0, 2 * (size_t)n * sizeof *g);
-    if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
-    for (int i = 0; i < p->m; i++) {
-        int half = u->holdout & i;
-        int64_t part = 0;                                // what this row gives to column c's band
-        for (int c = 0; c <= p->R[i]; c++) {
-            int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
-            int o = p->R[i] - c, k = n + o / BAND;
-            tot[half] += x;
-            if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
-            else if (!half) {
-                g[c] += x;                               // Algorithm 2, line 5, less chosen lines
-                g[k] += x;
-                part += x;
-                if (one && x > one[c]) one[c] = x;
-            }
-            int last_of_band = o % BAND == 0;            // offsets fall as columns rise
-            if (last_of_band) {
-                if (one && part > one[k]) one[k] = part;
-                part = 0;
-            }
-        }
-    }
-    return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
-}
-
-// The share of the 64-wide tiles of full attention that the row blocks of the pass read: their
-// ranges of columns cut into tiles, and their single columns gathered 64 at a time.
-static double tile_share(const Lines *a, LoopRoom *w) {
-    double tiles = 0, dense = 0;
-    int nv = bit_list(a->v, a->n, w->v), n_run = bit_runs(a->s, a->n, w->run), n_cols;
-    for (int b = 0; b < a->n - a->p0; b += LINE_BLOCK) {
-        int E = min_int(a->p0 + b + LINE_BLOCK, a->n);
-        int k = block_index(a, b, w->run, n_run, w->v, nv, w->range, w->cols, &n_cols);
-        for (int j = 0; j < k; j++)
-            tiles += (w->range[j].hi - w->range[j].lo + KV_TILE - 1) / KV_TILE;
-        tiles += (n_cols + KV_TILE - 1) / KV_TILE;
-        dense += (E + KV_TILE - 1) / KV_TILE;
-    }
-    return tiles / dense;
-}
-
-// The gain of line `id` per cell, less what its best single sample gave: a line needs the support
-// of two samples. 0 when it gains no more than 2^-40.
-static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {
-    int64_t gain = g[id] - one[id];
-    if (gain <= 1) return 0;
-    return (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n));
-}
-
-// Greedy for Eq. 1 in rounds: every line within .9 of the best gain per cell is taken at once, then
-// all residuals are computed anew. The threshold only falls from round to round.
-// Returns 1, and the head is dense, when the lines read more than max_tiles of the tiles or when no
-// line is left that two samples support; otherwise 0.
-static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, ids = n + (n + BAND - 1) / BAND;
-    int64_t *g = w->fixed_g, *one = w->fixed_one;
-    double threshold = INFINITY;
-    keep_lines(u, a);
-
-    Tally t = band_residuals(p, u, a, g, one);
-    *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
-    while (!tally_done(&t, u->alpha)) {                  // Eq. 1: the constraint
-        double best = 0;
-        for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
-        if (best <= 0) return 1;
-
-        threshold = .9 * fmin(threshold, best);
-        for (int id = 0; id < ids; id++) {
-            if (gain_of(g, one, id, p->p0, n) < threshold) continue;
-            if (id < n) {
-                bit_set(a->v, id);
-                continue;
-            }
-            int from = (id - n) * BAND;
-            for (int o = from; o < n && o < from + BAND; o++) bit_set(a->s, o);
-        }
-
-        t = band_residuals(p, u, a, g, NULL);
-        *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
-        if (f->cells > u->max_tiles) return 1;
-    }
-    return 0;
-}
-
 // ---- prefill: Algorithm 1, line 5
 
 typedef struct {                // one layer of one prefill
@@ -4478,15 +4426,10 @@ LoopRoom *loop_rooms(Session *s, int m, int N) {
     size_t n = (size_t)N;
     for (int i = 0; i < threads; i++) {
         w[i].P = scratch(s, m * n * sizeof(float));
-        w[i].fixed_g = scratch(s, 2 * n * sizeof(int64_t));     // a pass uses this or g, never both
-        w[i].g = (double *)w[i].fixed_g;
-        w[i].fixed_one = scratch(s, 2 * n * sizeof(int64_t));
+        w[i].g = scratch(s, 2 * n * sizeof(double));
         w[i].top = scratch(s, 2 * n * sizeof(float));
         w[i].item = scratch(s, 2 * n * sizeof(LineItem));
         w[i].run = scratch(s, n * sizeof(LineRange));
-        w[i].range = scratch(s, n * sizeof(LineRange));
-        w[i].v = scratch(s, n * sizeof(int));
-        w[i].cols = scratch(s, n * sizeof(int));
         w[i].R = scratch(s, m * sizeof(int));
     }
     return w;
@@ -4499,12 +4442,10 @@ static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
     return (LineSample){ m, a->n, a->p0, w->R, w->P };
 }
 
-// Chooses the lines of one head from its sample, by the variant and unit the options say. Sets
-// a->dense when the choice fails.
+// Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
+// the choice fails.
 void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
-    a->tile64 = x->tile64;
     if (x->variant_a) a->dense = select_faithful(p, &x->rule, a, w, f);
-    else if (x->tile64) a->dense = select_tiles(p, &x->rule, a, w, f);
     else a->dense = select_exact(p, &x->rule, a, w, f);
 }
 
@@ -4533,8 +4474,8 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
         // Algorithm 2, line 4: A[X~]
         float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->T, pass->rows, m);
         if (!x->variant_a) {
-            choose_lines_cuda(s, l, h0 / R, groups, &x->rule, x->tile64, P, pass->T, m,
-                              lines + h0, pass->found + h0);
+            choose_lines_cuda(s, l, h0 / R, groups, &x->rule, P, pass->T, m, lines + h0,
+                              pass->found + h0);
             for (int h = h0; h < h0 + heads; h++) lines[h].dense |= lines[h].n <= x->min_context;
             continue;
         }
@@ -4613,7 +4554,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     pass.found = scratch(s, (size_t)H * sizeof *pass.found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
 
-    sample_rows(T, m, x->seed, s->turn, l, rows);
+    sample_rows(T, m, s->turn, l, rows);
     pass.rows = rows;
     for (int h = 0; h < H; h++) {
         pass.lines[h].dense = pass.lines[h].n <= x->min_context;
@@ -4640,7 +4581,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
 static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
     LoopServe *x = ms;
     int k = s->n_tok - x->prompt_end;
-    if (x->keep_answer || k <= 0) return n;
+    if (k <= 0) return n;
     if (n + k > cap) die(EXIT_RUN, "loopserve: no room to prefill an answer of %d tokens again", k);
     memmove(t + k, t, (size_t)n * sizeof *t);            // Definition 1: X^ = [y_(j-1), X_j]
     for (int i = 0; i < k; i++) {                        // Algorithm 1, line 3
@@ -4672,77 +4613,63 @@ static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q)
 // What every row of layer l receives from the queries in the ring, those of the tokens from `first`
 // on: their softmax rows over every row held, summed over the queries and over the heads of a group
 // (the sum ranks like the mean). The tokens of the ring are the last ones held, and each sees the
-// rows up to its own.
-// end (G): number of candidates, the first rows of each head. Returns (lists,N), lists = G or, per
-// query head, H, in the memory that the rows are in: sums or means over the queries.
+// rows up to its own. end (G): number of candidates, the first rows of each head. Returns (G,N), in
+// the memory that the rows are in.
 static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {
-    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), lists = x->per_query ? H : G;
-    int w = s->base - first + 1;                         // queries
-    size_t row = (size_t)H * s->c->D;
+    int G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1;     // w queries
+    size_t row = (size_t)s->c->H * s->c->D;
     if (KV_DEV(s)) {
         float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-        return x->per_query ? score : join_rows_cuda(s, score, end, N, AGG_SUM);
+        return join_rows_cuda(s, score, end, N, AGG_SUM);
     }
     float *obs = scratch(s, w * row * sizeof(float));
-    float *score = scratch(s, (size_t)lists * N * sizeof(float));
+    float *score = scratch(s, (size_t)G * N * sizeof(float));
     for (int i = 0; i < w; i++)
         memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    mean_rows(s, l, obs, first, w, lists / G, score);    // Algorithm 3, line 5: sums of A[b][a]
+    mean_rows(s, l, obs, first, w, 1, score);            // Algorithm 3, line 5: sums of A[b][a]
     return score;
 }
 
-// The number of candidates of a KV head: its rows older than this answer, or than this step
-// (--loopserve-gen=literal).
+// The number of candidates of a KV head: its rows older than this answer.
 static int candidate_rows(const Session *s, const LoopServe *x, int l, int g) {
     const KVHead *hd = kv_head(s, l, g);
-    int limit = x->literal ? s->base : x->prompt_end, n = hd->len;
-    while (n > 0 && hd->src[n - 1] >= limit) n--;
+    int n = hd->len;
+    while (n > 0 && hd->src[n - 1] >= x->prompt_end) n--;
     return n;
 }
 
-// Chooses the rows that layer l reads from now on: for every KV head (or query head) the B
-// candidates with the largest score, and every row behind the candidates. A head with at most B
-// candidates reads every row.
+// Chooses the rows that layer l reads from now on: for every KV head the B candidates with the
+// largest score, and every row behind the candidates. A head with at most B candidates reads every
+// row.
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l);
-    int lists = x->per_query ? H : G;                    // lists of rows
-    int each = H / lists;                                // query heads that share one
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
     int most = min_int(x->budget, N);                    // rows of a list
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
 
     size_t mark = scratch_mark(s);
-    int *idx = scratch(s, (size_t)lists * most * sizeof(int));
-    int *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
-    int *n = end + G, *want = n + lists, *found = want + lists;
-    for (int g = 0; g < G; g++) end[g] = candidate_rows(s, x, l, g);
-
-    for (int i = 0; i < lists; i++) {
-        n[i] = end[i * each / R];
-        want[i] = n[i] > x->budget ? x->budget : 0;
-        x->chosen |= want[i] > 0;
+    int *idx = scratch(s, (size_t)G * most * sizeof(int));
+    int *end = scratch(s, (size_t)3 * G * sizeof(int)), *want = end + G, *found = want + G;
+    for (int g = 0; g < G; g++) {
+        end[g] = candidate_rows(s, x, l, g);
+        want[g] = end[g] > x->budget ? x->budget : 0;
+        x->chosen |= want[g] > 0;
     }
+
     // Where every list has fitted into the budget so far, all rows are read as it is.
-    float *score = x->chosen ? loop_scores(s, x, l, first, end) : NULL;
-    if (score)
-        trace_scores(s, l, "loopserve", x->per_query ? "qhead" : "head", score, lists, end,
-                     s->base - first + 1);
-    int on_device = KV_DEV(s) && each == R;
-    if (KV_DEV(s) && score && on_device) ring_select_cuda(s, l, score, n, x->budget);
-    if (!score || on_device) {
-        scratch_reset(s, mark);
-        return;
+    if (x->chosen) {
+        float *score = loop_scores(s, x, l, first, end);
+        trace_scores(s, l, "loopserve", "head", score, G, end, s->base - first + 1);
+        if (KV_DEV(s)) {
+            ring_select_cuda(s, l, score, end, x->budget);
+        } else {
+            top_k_rows(s, score, G, N, end, want, idx, most, found);     // line 5: arg max
+            for (int g = 0; g < G; g++)                  // Algorithm 3, line 7: what decode reads
+                view_group(s, l, g, idx + (size_t)g * most, found[g], want[g] ? end[g] : 0);
+            // The chosen rows are copied side by side.
+            #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * most * s->c->D))
+            for (int g = 0; g < G; g++) view_near(s, l, g * R);
+        }
     }
-    // Algorithm 3, line 5: arg max
-    top_k_rows(s, score, lists, N, n, want, idx, most, found);
-
-    for (int i = 0; i < lists; i++) {                    // Algorithm 3, line 7: what decode reads
-        int tail = n[i] > x->budget ? n[i] : 0, *list = idx + (size_t)i * most;
-        if (each == R) view_group(s, l, i, list, found[i], tail);
-        else view_set(s, l, i, list, found[i], tail);
-    }
-    // On a CPU the chosen rows are copied side by side.
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * most * s->c->D))
-    for (int i = 0; i < lists; i++) view_near(s, l, i * each);
     scratch_reset(s, mark);
 }
 
@@ -4755,11 +4682,11 @@ static int loop_due(const Session *s, const LoopServe *x) {
 
 // Method.steady: a step that chooses nothing launches the same kernels as the one before it. One that
 // chooses launches more, but its lists lie where those of the choice before lie. The first choice of an
-// answer is not steady, because it makes them, nor is one that the host has a part in.
+// answer is not steady, because it makes them.
 static int loopserve_steady(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     if (!loop_due(s, x)) return STEADY;
-    return x->chosen && !x->per_query ? STEADY_ONCE : UNSTEADY;
+    return x->chosen ? STEADY_ONCE : UNSTEADY;
 }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
@@ -4774,17 +4701,14 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
 // The end of a prefill: fixes the candidates and the budget, and makes room for the views now, so
 // that decode allocates nothing.
 static void loop_prompt_done(Session *s, LoopServe *x) {
-    int H = s->c->H, G = s->c->G, each = x->per_query ? 1 : H / G;
+    int G = s->c->G, R = s->c->H / G;
     x->prompt_end = s->n_tok;
     x->budget = budget_now(s);
     x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
-        for (int h = 0; h < H && layer_acts(s, l); h += each) {
-            int n = kv_head(s, l, h * G / H)->len;
-            int room = x->budget < n + x->literal * 1024 ? x->budget : 0;
-            view_room(s, l, h, room, 1);
-        }
+        for (int g = 0; g < G && layer_acts(s, l); g++)
+            view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0, 1);
 }
 
 // The end of a decode step, for the statistics.
@@ -4823,43 +4747,29 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
 // Reads the options of the prefill. Returns 0, or -1 with s->err set.
 int loop_rule(Session *s, LoopServe *x) {
     const Options *o = s->opt;
-    int paper = opt_int(o, "paper");
-    const char *hold = opt_str(o, "loopserve-holdout");
-    x->variant_a = paper;
-    if (opt_given(o, "loopserve-variant"))
-        x->variant_a = !strcmp(opt_str(o, "loopserve-variant"), "a");
-    x->tile64 = !strcmp(opt_str(o, "loopserve-unit"), "tile64");
-    x->seed = (uint64_t)opt_int(o, "loopserve-seed");
+    x->variant_a = opt_int(o, "paper");
     x->rule.alpha = opt_real(o, "loopserve-alpha");
-    if (paper && !opt_given(o, "loopserve-alpha")) x->rule.alpha = .955;
+    if (x->variant_a && !opt_given(o, "loopserve-alpha")) x->rule.alpha = .955;
     x->rule.max_cells = opt_real(o, "loopserve-max-cells");
-    x->rule.max_tiles = opt_real(o, "loopserve-max-tiles");
 
     if (opt_least(s, "loopserve-samples", 1, &x->m)) return -1;
     if (opt_least(s, "loopserve-min-context", 0, &x->min_context)) return -1;
     if (opt_least(s, "loopserve-sink", 0, &x->rule.sink)) return -1;
     if (opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
-    x->rule.holdout = !strcmp(hold, "auto") ? x->m >= 32 : !strcmp(hold, "on");
+    x->rule.holdout = x->m >= 32;
     if (x->rule.alpha < 0)
         return refuse(s, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
-    if (x->variant_a && x->tile64)
-        return refuse(s, "--loopserve-unit=tile64 has no variant a (nor --paper)");
     return lines_open(s, "loopserve");
 }
 
 // Method.open of the prefill alone.
 static int loopserve_p_open(Session *s, void *ms) {
-    LoopServe *x = ms;
-    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
-    return loop_rule(s, x);
+    return loop_rule(s, ms);
 }
 
 // Method.open of decode alone.
 static int loopserve_d_open(Session *s, void *ms) {
     LoopServe *x = ms;
-    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
-    x->per_query = !strcmp(opt_str(s->opt, "loopserve-sel"), "q");
-    x->literal = !strcmp(opt_str(s->opt, "loopserve-gen"), "literal");
     if (opt_least(s, "loopserve-first", 1, &x->first)) return -1;
     if (opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
     if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
@@ -4896,10 +4806,9 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
     if (x->m)
         fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
     if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, "
-                     "sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells",
-                x->mass / sparse, x->least);
+        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its "
+                     "cells, sampled mass %.4f (least %.4f)\n",
+                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->mass / sparse, x->least);
     if (!x->decodes) return;
     fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n",
             x->selections, x->steps, x->steps_all);
@@ -4908,36 +4817,22 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
 #define LOOPSERVE_OPTS_P \
     { "loopserve-alpha", 'f', "0.98", \
       "share of the attention the lines recover (--paper: .955); 1: dense", 0, 1 }, \
-    { "loopserve-variant", 'c', "b|a", "b: exact overlaps, a: the paper's bound (--paper: a)" }, \
-    { "loopserve-unit", 'c', "line|tile64", \
-      "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
     { "loopserve-samples", 'i', "64", \
       "query rows looked at; a turn of fewer than 4 times as many is dense", 1, 1 << 16 }, \
     { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
     { "loopserve-max-cells", 'f', "0.33", \
-      "share of the causal cells beyond which a head is dense (unit line)", 0, 1 }, \
-    { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)", 0, 1 }, \
+      "share of the causal cells beyond which a head is dense", 0, 1 }, \
     { "loopserve-sink", 'i', "4", "first columns always read" }, \
-    { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }, \
-    { "loopserve-holdout", 'c', "auto|on|off", \
-      "odd samples only validate; auto: from 32 samples on" }, \
-    { "loopserve-seed", 'i', "1", "of the sampled rows" }
+    { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }
 
 #define LOOPSERVE_OPTS_D \
     { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
     { "loopserve-interval", 'i', "16", "n_d, tokens between selections", 1, 1 << 16 }, \
-    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval", 0, 1 << 16 }, \
-    { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
-    { "loopserve-gen", 'c', "keep|literal", \
-      "this answer's tokens: read on top of B, or chosen like the others" }
+    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval", 0, 1 << 16 }
 
-#define LOOPSERVE_OPTS_PD \
-    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, \
-    { NULL, 0, NULL, NULL }
-
-static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
-static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_PD };
-static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
+static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, { NULL, 0, NULL, NULL } };
+static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, { NULL, 0, NULL, NULL } };
+static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, { NULL, 0, NULL, NULL } };
 
 const Method loopserve_method = {
     .name    = "loopserve",
@@ -5001,65 +4896,6 @@ const Method loopserve_d_method = {
     .forget  = loopserve_forget,
     .stats   = loopserve_stats,
 };
-
-// ---- LoopServe: the line with the largest residual per length, by a heap
-// Every line has its residual per length as it was at some earlier moment for a key. Residuals only
-// fall, so a key is an upper bound: a top entry that stays the first after its key is renewed is
-// the best line there is (D35).
-
-static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
-
-// The order of the greedy choice: larger keys first; of equal keys slashes before verticals, then
-// the smaller number.
-static int item_before(LineItem a, LineItem b, int n) {
-    int slash_a = a.id >= n, slash_b = b.id >= n;
-    if (a.key != b.key) return a.key > b.key;
-    if (slash_a != slash_b) return slash_a;
-    return a.id < b.id;
-}
-
-// Moves entry i of the heap h (n_heap) down to its place.
-static void heap_down(LineItem *h, int n_heap, int i, int n) {
-    for (int child = 2 * i + 1; child < n_heap; child = 2 * i + 1) {
-        if (child + 1 < n_heap && item_before(h[child + 1], h[child], n)) child++;
-        if (!item_before(h[child], h[i], n)) return;
-        LineItem x = h[i];
-        h[i] = h[child];
-        h[child] = x;
-        i = child;
-    }
-}
-
-// The key of line `id`, g (2n): its residual per length.
-static double line_gain(const LineSample *p, const double *g, int id) {
-    return g[id] / (double)line_len(id % p->n, p->p0, p->n);
-}
-
-// Makes a heap (2n) of the lines that gain something. Returns how many they are.
-static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
-    int n_heap = 0;
-    for (int id = 0; id < 2 * p->n; id++)
-        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_gain(p, g, id), id };
-    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(heap, n_heap, i, p->n);
-    return n_heap;
-}
-
-// Takes the line with the largest residual per length out of the heap and returns its id, or -1
-// when no line is left that gains something.
-static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap) {
-    while (*n_heap > 0) {
-        int id = heap[0].id, gains = g[id] > LEAST_GAIN;
-        if (gains) {
-            heap[0].key = line_gain(p, g, id);
-            heap_down(heap, *n_heap, 0, p->n);
-            if (heap[0].id != id) continue;              // another line's bound is larger
-        }
-        heap[0] = heap[--*n_heap];
-        heap_down(heap, *n_heap, 0, p->n);
-        if (gains) return id;
-    }
-    return -1;
-}
 
 // ==================================================================================================== 10 PATS
 // PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.

@@ -7463,11 +7463,11 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // picks the best (Algorithm 3).
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
-//   Eq. 1 -> recovered, select_lines_kernel, select_tiles_kernel
+//   Eq. 1 -> recovered, select_lines_kernel
 //   Algorithm 2, line 4 -> sample_scores_kernel, softmax_rows_kernel
-//   Algorithm 2, line 5 -> line_residuals, column_gains, band_gains
-//   Algorithm 2, line 12 -> segment_best, gain_of
-//   Algorithm 2, line 13 -> take_one, take_lines
+//   Algorithm 2, line 5 -> line_residuals
+//   Algorithm 2, line 12 -> segment_best
+//   Algorithm 2, line 13 -> take_one
 //   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
 // On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
@@ -7476,7 +7476,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //
 // Bits: scores of the ring agree with the CPU's to rounding, as window scores do; what is made of
 // them is exact. Lines are those of kvcomp.c for the same probabilities: gains are the CPU's
-// doubles or 64-bit integers, and their sums have the CPU's order or none at all.
+// doubles, and their sums have the CPU's order.
 
 // ---- decode: the ring of queries
 // ring (L,obs,H,D): the query of token i in layer l goes into slot (l,i % obs). A decode step's queries are put
@@ -7555,35 +7555,39 @@ void ring_select_cuda(Session *s, int l, const float *score, const int *n, int b
 }
 
 // ---- the choice of lines: a block a query head
-// Both kernels below have one block of PICK_THREADS threads a query head, since a greedy choice
-// depends on the one before it: a head cannot be spread over blocks that would have to meet after
-// every line. Heads of a batch run side by side.
-enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
+// A query head has one block of PICK_THREADS threads, since a greedy choice depends on the one before
+// it: a head cannot be spread over blocks that would have to meet after every line. Heads of a batch
+// run side by side.
+enum { PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
 
-struct Picks {                  // argument of the kernels; arrays hold the parts of all heads in turn
+enum { SEG = PICK_THREADS };    // lines of a segment
+
+struct BestLine {
+    double key;                 // gain a cell
+    int id;
+};
+
+struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn
     HeadRefs heads;
     LoopRule rule;
     const float *P;             // (m,N) softmax rows of the samples
     const int *t;               // (m) their tokens, from the pass's first on; one list for all heads
-    int64_t *gain;              // (ids) residual gain of every line; of single lines as doubles
-    int64_t *one;               // (ids) tile64: its largest part that one sample gave. Single lines:
-                                // the best line of every segment
+    double *gain;               // (2N) residual gain of every line
+    BestLine *bound;            // (segments) the best line of every segment
     double *row;                // (2,m) a number or two of every sample
     uint64_t *v, *s;            // (words) chosen verticals and offsets
-    uint64_t *wide;             // (words) tile64: columns that chosen offsets make a block need
-    int *run;                   // (N/2 + 2,3) tile64: runs of them
-    double *found;              // (3) failed; share of the mass; share of the tiles or cells
+    double *found;              // (3) failed; share of the mass; share of the cells
     int g0, R;                  // first KV head of the batch; query heads of a KV head
     int m, N, T;                // samples; columns of P; tokens of the pass
-    int ids, words;             // lines a head has room for; 64-bit words of N bits
+    int segments, words;        // segments of 2N lines; 64-bit words of N bits
 };
 
 struct PickHead {               // the block's own part
     const float *P;
-    int64_t *gain, *one;
+    double *gain;
+    BestLine *bound;
     double *row;
-    uint64_t *v, *s, *wide;
-    int *run;
+    uint64_t *v, *s;
     int n, p0, words;           // rows held; the first row of the pass; words of n bits
 };
 
@@ -7598,9 +7602,9 @@ static __device__ uint64_t first_bits(int n, int w) {
 static __device__ PickHead pick_head(const Picks &a) {
     size_t h = blockIdx.x;
     int n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
-    PickHead x = { a.P + h * a.m * a.N, a.gain + h * a.ids, a.one + h * a.ids, a.row + 2 * h * a.m,
-                   a.v + h * a.words, a.s + h * a.words, a.wide + h * a.words,
-                   a.run + h * 3 * (a.N / 2 + 2), n, n - a.T, (n + 63) / 64 };
+    PickHead x = { a.P + h * a.m * a.N, a.gain + h * 2 * a.N, a.bound + h * a.segments,
+                   a.row + 2 * h * a.m, a.v + h * a.words, a.s + h * a.words,
+                   n, n - a.T, (n + 63) / 64 };
     for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
         x.v[w] = first_bits(min_int(a.rule.sink, n), w);
         x.s[w] = first_bits(min_int(a.rule.local, n), w);
@@ -7638,253 +7642,10 @@ static __device__ int64_t sum_block(int64_t x, int64_t *part) {
     return x;
 }
 
-// ---- unit tile64 (select_tiles of kvcomp.c): rounds of thresholds until enough is recovered
-// Lines are verticals, ids 0..n-1, and bands of BAND offsets, ids from n on. Masses are 64-bit
-// integers, so no order of additions matters. Tiles are counted, not estimated.
-// A thread's sums over the samples that select and over those that validate. They are fields, not an
-// array whose index only the run knows, so that they stay in registers.
-struct Masses {
-    int64_t got_select, got_validate;   // mass that chosen lines cover
-    int64_t all_select, all_validate;   // all mass
-};
-
-// Does a chosen line hold the cell of row r and column c?
-static __device__ int covered(const PickHead &x, int c, int r) {
-    return bit_of(x.v, c) || bit_of(x.s, r - c);
-}
-
-// The residual gain of every column: the mass of its cells that no chosen line covers, over the
-// samples that select. first: the largest of these cells too. -> the thread's share of the masses
-static __device__ Masses column_gains(const Picks &a, const PickHead &x, int first) {
-    int hold = a.rule.holdout;
-    Masses sum = { 0, 0, 0, 0 };
-    for (int c = threadIdx.x; c < x.n; c += PICK_THREADS) {
-        int64_t gain = 0, most = 0;
-        for (int i = 0; i < a.m; i++) {
-            int r = x.p0 + a.t[i], validates = hold & i;
-            if (c > r) continue;
-            int64_t mass = fixed_mass(x.P[(size_t)i * a.N + c]);
-            if (validates) sum.all_validate += mass;
-            else sum.all_select += mass;
-            if (covered(x, c, r)) {
-                if (validates) sum.got_validate += mass;
-                else sum.got_select += mass;
-            } else if (!validates) {
-                gain += mass;                                    // Algorithm 2, line 5
-                most = mass > most ? mass : most;
-            }
-        }
-        x.gain[c] = gain;
-        if (first) x.one[c] = most;
-    }
-    return sum;
-}
-
-// The same for every band; a warp takes a band, and each sample's cells of it are summed over the
-// lanes.
-static __device__ void band_gains(const Picks &a, const PickHead &x, int first) {
-    int lane = threadIdx.x & 31, hold = a.rule.holdout;
-    for (int k = threadIdx.x >> 5; k < (x.n + BAND - 1) / BAND; k += PICK_WARPS) {
-        int64_t gain = 0, most = 0;
-        for (int i = 0; i < a.m; i++) {
-            int r = x.p0 + a.t[i];
-            int64_t mass = 0;
-            for (int o = k * BAND + lane; o < (k + 1) * BAND && o <= r && !(hold & i); o += 32)
-                if (!covered(x, r - o, r)) mass += fixed_mass(x.P[(size_t)i * a.N + r - o]);
-            mass = lanes_sum<32>(mass);
-            gain += mass;                                        // Algorithm 2, line 5
-            most = mass > most ? mass : most;
-        }
-        if (!lane) x.gain[x.n + k] = gain;
-        if (!lane && first) x.one[x.n + k] = most;
-    }
-}
-
-// band_residuals of kvcomp.c: all gains given the lines chosen so far. rec, tot (2) as in
-// recovered.
-static __device__ void band_residuals(const Picks &a, const PickHead &x, int first, double *rec,
-                                      double *tot, int64_t *part) {
-    Masses sum = column_gains(a, x, first);
-    band_gains(a, x, first);
-    rec[0] = (double)sum_block(sum.got_select, part);
-    tot[0] = (double)sum_block(sum.all_select, part);
-    rec[1] = (double)sum_block(sum.got_validate, part);
-    tot[1] = (double)sum_block(sum.all_validate, part);
-}
-
-// How many bits of x are set.
-static __device__ int bits_of(uint64_t x) {
-    return __popc((unsigned)x) + __popc((unsigned)(x >> 32));
-}
-
-// Runs of set bits of x.wide, ascending: run[3 j] = first bit, bit behind the last, tiles of this
-// run and all to its right. One thread; a word that changes nothing is skipped whole. -> how many
-static __device__ int wide_runs(const PickHead &x) {
-    int k = 0, open = -1, tiles = 0;
-    for (int i = 0; i < x.n; i++) {
-        uint64_t w = x.wide[i >> 6];
-        if (!(i & 63) && i + 64 <= x.n && w == (open < 0 ? 0 : ~0ull)) {
-            i += 63;
-            continue;
-        }
-        int bit = (int)(w >> (i & 63) & 1);
-        if (bit && open < 0) open = i;
-        if (!bit && open >= 0) {
-            x.run[3 * k] = open;
-            x.run[3 * k + 1] = i;
-            k++;
-            open = -1;
-        }
-    }
-
-    if (open >= 0) {
-        x.run[3 * k] = open;
-        x.run[3 * k + 1] = x.n;
-        k++;
-    }
-
-    for (int j = k - 1; j >= 0; j--) {
-        tiles += (x.run[3 * j + 1] - x.run[3 * j] + BAND - 1) / BAND;
-        x.run[3 * j + 2] = tiles;
-    }
-    return k;
-}
-
-// x.wide for row blocks of `rows` rows: bit n-1-o is set if some offset of [o-rows+1, o] is chosen.
-// Seen from its last row E-1, such a block needs column E-1-o, so one bit set, in the order of
-// columns and aligned at the right, serves the blocks of a length wherever they end. All threads of
-// a block.
-static __device__ void widen_offsets(const PickHead &x, int rows) {
-    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
-        uint64_t bits = 0;
-        for (int i = 0; i < 64 && w * 64 + i < x.n; i++) {
-            int o = x.n - 1 - (w * 64 + i);
-            if (bits_from(x.s, x.n, o - rows + 1) & ~0ull >> (64 - rows)) bits |= (uint64_t)1 << i;
-        }
-        x.wide[w] = bits;
-    }
-    __syncthreads();
-}
-
-// The thread's share of the tiles that the row blocks of `rows` rows need, which end at E = first,
-// first + 64, .. <= last: ranges of columns from the offsets, cut into tiles, and the verticals
-// left of the block that no range holds, gathered. *shared: the number of runs.
-static __device__ int64_t count_tiles(const PickHead &x, int rows, int first, int last, int *shared) {
-    int64_t tiles = 0;
-    widen_offsets(x, rows);
-    if (!threadIdx.x) *shared = wide_runs(x);
-    __syncthreads();
-
-    for (int E = first + 64 * (int)threadIdx.x; E <= last; E += 64 * PICK_THREADS) {
-        int j = 0, left = x.n - E, cols = 0;                     // columns c < E stand at left + c
-        while (x.run[3 * j + 1] <= left) j++;
-        int lo = max_int(x.run[3 * j], left), hi = x.run[3 * j + 1];
-        tiles += (hi - lo + BAND - 1) / BAND + (j + 1 < *shared ? x.run[3 * j + 5] : 0);
-        for (int c = 0; c < E - rows; c += 64) {
-            uint64_t single = x.v[c >> 6] & ~bits_from(x.wide, x.n, left + c);
-            if (E - rows - c < 64) single &= ~0ull >> (64 - (E - rows - c));
-            cols += bits_of(single);
-        }
-        tiles += (cols + BAND - 1) / BAND;
-    }
-    __syncthreads();                                             // the runs have been read
-    return tiles;
-}
-
-// Share of the dense tiles that the chosen lines need. All threads of a block.
-static __device__ double tile_share(const Picks &a, const PickHead &x, int *shared, int64_t *part) {
-    int full = x.p0 + a.T / 64 * 64;                             // where the last whole block ends
-    int64_t tiles = count_tiles(x, 64, x.p0 + 64, full, shared), dense = 0;
-    if (a.T % 64) tiles += count_tiles(x, a.T % 64, x.n, x.n, shared);
-    for (int b = threadIdx.x; b < (a.T + 63) / 64; b += PICK_THREADS) {
-        int E = min_int(x.p0 + b * 64 + 64, x.n);
-        dense += (E + BAND - 1) / BAND;
-    }
-    tiles = sum_block(tiles, part);
-    return (double)tiles / (double)sum_block(dense, part);
-}
-
-// Cells of band k.
-static __device__ double band_len(int k, int p0, int n) {
-    int64_t sum = 0;
-    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += n - max_int(o, p0);
-    return (double)sum;
-}
-
-// The gain of a line a cell, less what its best single sample gave at the start: a line needs two.
-// 0: not even 2^-40.
-static __device__ double gain_of(const PickHead &x, int id) {
-    int64_t gain = x.gain[id] - x.one[id];
-    if (gain <= 1) return 0;
-    double cells = id < x.n ? (double)line_len(x, id) : band_len(id - x.n, x.p0, x.n);
-    return (double)gain / cells;                                 // Algorithm 2, line 12
-}
-
-// The largest of all gains, in every thread. part (PICK_WARPS) shared.
-static __device__ double best_gain(const PickHead &x, double *part) {
-    int ids = x.n + (x.n + BAND - 1) / BAND;
-    double best = 0;
-    for (int id = threadIdx.x; id < ids; id += PICK_THREADS) best = fmax(best, gain_of(x, id));
-    for (int d = 16; d; d >>= 1) best = fmax(best, __shfl_xor_sync(0xffffffffu, best, d));
-    __syncthreads();                                             // the last round's have been read
-    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = best;
-    __syncthreads();
-    for (int w = 0; w < PICK_WARPS; w++) best = fmax(best, part[w]);
-    return best;
-}
-
-// Chooses every line whose gain is lam or more. A thread has a word of columns, and the band that
-// is the same word of offsets.
-static __device__ void take_lines(const PickHead &x, double lam) {
-    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
-        uint64_t v = 0;
-        for (int i = 0; i < 64 && w * 64 + i < x.n; i++)
-            if (gain_of(x, w * 64 + i) >= lam) v |= (uint64_t)1 << i;
-        x.v[w] |= v;                                             // Algorithm 2, line 13
-        if (gain_of(x, x.n + w) >= lam) x.s[w] |= first_bits(x.n, w);
-    }
-    __syncthreads();
-}
-
-// Lines of one query head in unit tile64: in every round all lines within .9 of the best gain are
-// taken, until alpha of both halves is recovered (Eq. 1). Fails where too many tiles are needed, or
-// no line is left that two samples support.
-// Block: one query head, PICK_THREADS threads. Thread: every 256th column of P for the gains of
-// columns, every 256th row block when tiles are counted. Warp: every 8th band. Shared: the partial
-// sums of the warps; P (m,N), gains and bits lie in global memory, for N may be 10^5. Bound by
-// reading P twice a round, by columns and along diagonals, and by latency.
-static __global__ void __launch_bounds__(PICK_THREADS, 1) select_tiles_kernel(Picks a) {
-    __shared__ int64_t part[PICK_WARPS];
-    __shared__ double high[PICK_WARPS];
-    __shared__ int shared;
-    int failed = 0;
-    PickHead x = pick_head(a);
-    double rec[2], tot[2], lam = INFINITY, share;
-    for (int round = 0; ; round++) {
-        band_residuals(a, x, !round, rec, tot, part);
-        share = tile_share(a, x, &shared, part);
-        failed = round && share > a.rule.max_tiles;
-        if (failed || recovered(a, rec, tot)) break;
-        double best = best_gain(x, high);
-        failed = best <= 0;
-        if (failed) break;
-        lam = .9 * fmin(lam, best);
-        take_lines(x, lam);
-    }
-    if (!threadIdx.x) tell_found(a, failed, rec, tot, share);
-}
-
 // ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
 // Lines are verticals, ids 0..n-1, and slashes, ids n..2n-1. Gains only ever fall, so the best line
 // of every SEG lines, once known, stays an upper bound. The segment with the best bound is looked
 // at again; if its best line is still that one, it is the best of all (D35).
-enum { SEG = PICK_THREADS };
-
-struct BestLine {
-    double key;                 // gain a cell
-    int id;
-};
-
 // The one to take first: item_before of kvcomp.c. Larger key; slashes; the lower number.
 static __device__ BestLine better(BestLine a, BestLine b, int n) {
     if (a.key != b.key) return a.key > b.key ? a : b;
@@ -7911,8 +7672,7 @@ static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
 // line.
 static __device__ BestLine segment_best(const PickHead &x, int seg, BestLine *part) {
     int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
-    const double *gain = (const double *)x.gain;
-    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? gain[id] : 0;
+    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? x.gain[id] : 0;
     BestLine own = { g > 1e-12 ? g / (double)line_len(x, y) : 0, id };  // Algorithm 2, line 12
     return best_block(own, x.n, part);
 }
@@ -7922,7 +7682,7 @@ static __device__ BestLine segment_best(const PickHead &x, int seg, BestLine *pa
 // lanes are folded as the CPU's lanes32 are.
 static __device__ void line_residuals(const Picks &a, const PickHead &x, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
-    double *g = (double *)x.gain;
+    double *g = x.gain;
     for (int id = threadIdx.x; id < 2 * x.n; id += PICK_THREADS) {
         double sum = 0;
         for (int i = 0; i < a.m; i++) {
@@ -7964,7 +7724,7 @@ static __device__ void line_residuals(const Picks &a, const PickHead &x, double 
 // one gain. All threads of a block; rec (2) shared.
 static __device__ void take_one(const Picks &a, const PickHead &x, int id, double *rec) {
     int slash = id >= x.n, y = slash ? id - x.n : id;
-    double *g = (double *)x.gain;
+    double *g = x.gain;
     for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
         int other = x.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? x.v : x.s, other);
         double cell = on ? x.P[(size_t)i * a.N + (slash ? other : y)] : 0;
@@ -8003,7 +7763,7 @@ static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Pi
     __shared__ double rec[2], tot[2];
     PickHead x = pick_head(a);
     int n = x.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
-    BestLine *bound = (BestLine *)x.one;                         // (segs)
+    BestLine *bound = x.bound;                                   // (segs)
     double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1));
     double cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
     line_residuals(a, x, rec, tot);
@@ -8032,14 +7792,14 @@ static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Pi
 }
 
 // ---- the host's side
-// The kernels' argument for `heads` query heads from KV head g0 on, and the room they work in: one
+// The kernel's argument for `heads` query heads from KV head g0 on, and the room it works in: one
 // block of device memory.
-static Picks picks_room(Session *s, int l, int g0, int heads, const LoopRule *rule, int tile64,
-                        const float *P, int T, int m) {
-    int N = kv_longest(s, l), words = (N + 63) / 64, each = tile64 ? N + words : 2 * N;
-    size_t ids = (size_t)heads * each, bits = (size_t)heads * words;
-    size_t runs = (size_t)heads * 3 * (N / 2 + 2), reals = (size_t)heads * (3 + 2 * m);
-    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + reals * 8 + runs * 4);
+static Picks picks_room(Session *s, int l, int g0, int heads, const LoopRule *rule, const float *P,
+                        int T, int m) {
+    int N = kv_longest(s, l), words = (N + 63) / 64, segments = (2 * N + SEG - 1) / SEG;
+    size_t lines = (size_t)heads * 2 * N, bounds = (size_t)heads * segments;
+    size_t bits = (size_t)heads * words, reals = (size_t)heads * (3 + 2 * m);
+    char *dev = room<char>(s, ROOM_PICKS, (lines + 2 * bits + reals) * 8 + bounds * sizeof(BestLine));
     Picks a;
     memset(&a, 0, sizeof a);
     a.heads = head_refs(s, l);
@@ -8047,35 +7807,32 @@ static Picks picks_room(Session *s, int l, int g0, int heads, const LoopRule *ru
     a.P = P;
     a.t = (const int *)s->dev->room[ROOM_TOP].p;  // line_probs_cuda has left them there
 
-    a.gain = (int64_t *)dev;
-    a.one = a.gain + ids;
-    a.v = (uint64_t *)(a.one + ids);
+    a.gain = (double *)dev;
+    a.bound = (BestLine *)(a.gain + lines);
+    a.v = (uint64_t *)(a.bound + bounds);
     a.s = a.v + bits;
-    a.wide = a.s + bits;
-    a.found = (double *)(a.wide + bits);
+    a.found = (double *)(a.s + bits);
     a.row = a.found + (size_t)heads * 3;
-    a.run = (int *)(a.row + (size_t)heads * 2 * m);
 
     a.g0 = g0;
     a.R = s->c->H / s->c->G;
     a.m = m;
     a.N = N;
     a.T = T;
-    a.ids = each;
+    a.segments = segments;
     a.words = words;
     return a;
 }
 
 // The lines of the query heads of ng KV heads from g0 on, from P (ng R,m,N), which line_probs_cuda
-// has just made for the same heads and tokens. lines (ng R), on the host, get their bits, tile64
-// and dense; found (ng R) what they recover and cost.
-void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64,
-                       const float *P, int T, int m, Lines *lines, LoopFound *found) {
+// has just made for the same heads and tokens. lines (ng R), on the host, get their bits and dense;
+// found (ng R) what they recover and cost.
+void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T,
+                       int m, Lines *lines, LoopFound *found) {
     int heads = ng * (s->c->H / s->c->G);
     size_t mark = scratch_mark(s);
-    Picks a = picks_room(s, l, g0, heads, rule, tile64, P, T, m);
-    if (tile64) KV_LAUNCH(select_tiles_kernel, heads, PICK_THREADS, 0, a);
-    else        KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);
+    Picks a = picks_room(s, l, g0, heads, rule, P, T, m);
+    KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);
 
     size_t bits = (size_t)heads * a.words;
     uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);  // verticals of all heads, then offsets
@@ -8086,7 +7843,6 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
     for (int h = 0; h < heads; h++) {
         memcpy(lines[h].v, host + (size_t)h * a.words, bit_bytes(lines[h].n));
         memcpy(lines[h].s, host + bits + (size_t)h * a.words, bit_bytes(lines[h].n));
-        lines[h].tile64 = tile64;
         lines[h].dense = told[3 * h] != 0;
         found[h] = { told[3 * h + 1], told[3 * h + 2] };
     }

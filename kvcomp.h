@@ -403,12 +403,12 @@ typedef struct {                // how LoopServe chooses them
     double alpha;               // share of the sampled attention that must be recovered
     int sink, local;            // lines that are always taken
     int holdout;                // 1: odd samples only validate (D34)
-    double max_cells, max_tiles;// beyond these shares of dense: dense
+    double max_cells;           // beyond this share of the cells: dense
 } LoopRule;
 
 typedef struct {                // what a choice came to
     double mass;                // share of the sampled attention
-    double cells;               // share of the cells (tile64: of the tiles)
+    double cells;               // share of the cells
 } LoopFound;
 
 // ------------------------------------------------------------------------ LycheeCluster's index (section 11)
@@ -763,8 +763,8 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 
 // ---- LoopServe (section 9). P (ng R,m,N) and ring (obs,H,D) on the device; lines and found (ng R)
 // here
-void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T,
-                         int m, Lines *lines, LoopFound *found);
+void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m,
+                         Lines *lines, LoopFound *found);
 
 // ring (L,obs,H,D) is where decode steps put their queries from now on
 void ring_keep_cuda(Session *s, float *ring, int obs);

@@ -1037,7 +1037,7 @@ TEST(baselines_expected,
 // Lines of one head in n rows of which p0 are old; samples R (m) with their rows P (m,n) in double.
 typedef struct {
     int n, p0, m, hold, sink, local, *R;
-    double alpha, max_cells, max_tiles, *P;
+    double alpha, max_cells, *P;
     char *v, *s;  // (n) chosen
     double rec[2], tot[2], cells;
 } Brute;
@@ -1052,8 +1052,7 @@ static Brute brute_new(int n, int p0, int m) {
                     .v = xcalloc(n, 1),
                     .s = xcalloc(n, 1),
                     .local = 1,
-                    .max_cells = 2,
-                    .max_tiles = 2 };
+                    .max_cells = 2 };
 }
 
 // Frees what brute_new made.
@@ -1183,92 +1182,15 @@ static int brute_faithful(Brute *b, double *sum) {
     return *sum < b->alpha * tot;
 }
 
-// The columns that 64 rows from s0 read under tile64: cover (n); returns the number of tiles
-static int brute_cover(const Brute *b, int s0, char *cover) {
-    int E = s0 + 64 < b->n ? s0 + 64 : b->n, tiles = 0, single = 0;
+// The columns that 64 rows from s0 read under tile64: cover (n).
+static void brute_cover(const Brute *b, int s0, char *cover) {
+    int E = s0 + 64 < b->n ? s0 + 64 : b->n;
     memset(cover, 0, b->n);
     for (int o = 0; o < E; o++)
         for (int c = s0 - o; b->s[o] && c < E - o; c++)
             if (c >= 0) cover[c] = 1;
-    for (int c = 0, d; c < b->n; c = d + 1) {
-        for (d = c; d < b->n && cover[d];) d++;
-        tiles += (d - c + 63) / 64;
-    }
     for (int c = 0; c < s0; c++)
-        if (b->v[c] && !cover[c]) {
-            cover[c] = 1;
-            single++;
-        }
-    return tiles + (single + 63) / 64;
-}
-
-// The share of the tiles of dense attention that the marked lines touch.
-static double brute_tiles(const Brute *b) {
-    double tiles = 0, dense = 0;
-    char *cover = xmalloc(b->n);
-    for (int s0 = b->p0; s0 < b->n; s0 += 64) {
-        tiles += brute_cover(b, s0, cover);
-        dense += ((s0 + 64 < b->n ? s0 + 64 : b->n) + 63) / 64;
-    }
-    free(cover);
-    return tiles / dense;
-}
-
-// tile64 -> dense?
-static int brute_bands(Brute *b) {
-    int n = b->n, ids = n + (n + 63) / 64, dense = 0;
-    double *g = xcalloc(ids, sizeof *g), *one = xcalloc(ids, sizeof *one);
-    double *part = xcalloc(ids, sizeof *part), *cost = xcalloc(ids, sizeof *cost);
-    double lam = INFINITY;
-    for (int x = 0; x < n; x++) {
-        cost[x] = brute_len(b, x);
-        cost[n + x / 64] += brute_len(b, x);
-    }
-    brute_kept(b);
-    for (int round = 0; brute_count(b), brute_short(b); round++) {
-        double best = 0;
-        if (round && brute_tiles(b) > b->max_tiles) {
-            dense = 1;
-            break;
-        }
-        memset(g, 0, ids * sizeof *g);
-        for (int i = 0; i < b->m; i += 1 + b->hold) {
-            memset(part, 0, ids * sizeof *part);
-            for (int c = 0; c <= b->R[i]; c++)
-                if (!b->v[c] && !b->s[b->R[i] - c]) {
-                    part[c] += b->P[i * n + c];
-                    part[n + (b->R[i] - c) / 64] += b->P[i * n + c];
-                }
-            for (int x = 0; x < ids; x++) {
-                g[x] += part[x];
-                if (!round && part[x] > one[x]) one[x] = part[x];
-            }
-        }
-        for (int x = 0; x < ids; x++)
-            if (g[x] - one[x] > 1e-12) best = fmax(best, (g[x] - one[x]) / cost[x]);
-        if (best == 0) {
-            dense = 1;
-            break;
-        }
-        lam = .9 * fmin(lam, best);
-        for (int x = 0; x < ids; x++) {
-            if (!(g[x] - one[x] > 1e-12) || (g[x] - one[x]) / cost[x] < lam) continue;
-            if (x < n)
-                b->v[x] = 1;
-            else
-                for (int o = (x - n) * 64; o < n && o < (x - n + 1) * 64; o++) b->s[o] = 1;
-        }
-    }
-    if (!dense && memchr(b->v + (b->sink < n ? b->sink : n), 1, n - (b->sink < n ? b->sink : n)))
-        dense = brute_tiles(b) > b->max_tiles;
-    if (!dense &&
-        memchr(b->s + (b->local < n ? b->local : n), 1, n - (b->local < n ? b->local : n)))
-        dense = brute_tiles(b) > b->max_tiles;
-    free(g);
-    free(one);
-    free(part);
-    free(cost);
-    return dense;
+        if (b->v[c]) cover[c] = 1;
 }
 
 // ---- the program's selections on the same input
@@ -1280,7 +1202,7 @@ typedef struct {
     float *P;
 } Chosen;
 
-// Kind 0: b, 1: a, 2: tile64.
+// Kind 0: b, 1: a.
 static Chosen choose(const Brute *b, int kind) {
     int n = b->n;
     Chosen x = {
@@ -1288,20 +1210,12 @@ static Chosen choose(const Brute *b, int kind) {
         .P = xmalloc((size_t)b->m * n * sizeof(float))
     };
     x.w = (LoopRoom){ .g = xmalloc(2 * n * sizeof(double)),
-                      .fixed_g = xmalloc(2 * n * sizeof(int64_t)),
-                      .fixed_one = xmalloc(2 * n * sizeof(int64_t)),
                       .top = xmalloc(2 * n * sizeof(float)),
-                      .item = xmalloc(2 * n * sizeof(LineItem)),
-                      .run = xmalloc(n * sizeof(LineRange)),
-                      .range = xmalloc(n * sizeof(LineRange)),
-                      .v = xmalloc(n * sizeof(int)),
-                      .cols = xmalloc(n * sizeof(int)) };
+                      .item = xmalloc(2 * n * sizeof(LineItem)) };
     for (int i = 0; i < b->m * n; i++) x.P[i] = (float)b->P[i];
     LineSample p = { b->m, n, b->p0, b->R, x.P };
-    LoopRule u = { b->alpha, b->sink, b->local, b->hold, b->max_cells, b->max_tiles };
-    x.a.dense = (kind == 0   ? select_exact
-                 : kind == 1 ? select_faithful
-                             : select_tiles)(&p, &u, &x.a, &x.w, &x.f);
+    LoopRule u = { b->alpha, b->sink, b->local, b->hold, b->max_cells };
+    x.a.dense = (kind == 0 ? select_exact : select_faithful)(&p, &u, &x.a, &x.w, &x.f);
     return x;
 }
 
@@ -1311,14 +1225,8 @@ static void chosen_free(Chosen *x) {
     free(x->a.s);
     free(x->P);
     free(x->w.g);
-    free(x->w.fixed_g);
-    free(x->w.fixed_one);
     free(x->w.top);
     free(x->w.item);
-    free(x->w.run);
-    free(x->w.range);
-    free(x->w.v);
-    free(x->w.cols);
 }
 
 // How many lines are marked on one side only.
@@ -1359,7 +1267,6 @@ static Brute brute_random(int most_n, int grid) {
     b.local = 1 + rnd_int(4);
     b.hold = rnd_int(2) && m > 1;
     if (rnd_int(2)) b.max_cells = .3 + rnd_unit();
-    if (rnd_int(2)) b.max_tiles = .3 + rnd_unit();
     return b;
 }
 
@@ -1371,16 +1278,16 @@ TEST(loopserve_rows,
     CHECK(mix64(mix64(mix64(1) ^ 0) ^ 0) == 0xb18a02f46d8d86c3ull &&
               mix64(mix64(mix64(1) ^ 1) ^ 2) == 0x449356e76b1ec655ull,
           "mix chain");
-    CHECK(sample_rows(1300, 8, 1, 0, 0, R) == 8 && !memcmp(R, a, sizeof a), "8 of 1300: %d %d",
+    CHECK(sample_rows(1300, 8, 0, 0, R) == 8 && !memcmp(R, a, sizeof a), "8 of 1300: %d %d",
           R[0], R[1]);
-    CHECK(sample_rows(1300, 64, 1, 0, 0, R) == 64 && !memcmp(R, b, sizeof b) && R[61] == 1256 &&
+    CHECK(sample_rows(1300, 64, 0, 0, R) == 64 && !memcmp(R, b, sizeof b) && R[61] == 1256 &&
               R[62] == 1277 && R[63] == 1299,
           "64 of 1300");
-    CHECK(sample_rows(300, 64, 1, 1, 2, R) == 64 && !memcmp(R, c, sizeof c) && R[61] == 287 &&
+    CHECK(sample_rows(300, 64, 1, 2, R) == 64 && !memcmp(R, c, sizeof c) && R[61] == 287 &&
               R[62] == 292 && R[63] == 299,
           "64 of 300");
     for (int i = 0; i < 300; i++) {
-        int nh = 1 + rnd_int(200), m = sample_rows(nh, 1 + rnd_int(64), i, 2, 3, R);
+        int nh = 1 + rnd_int(200), m = sample_rows(nh, 1 + rnd_int(64), i, 3, R);
         int bad = R[m - 1] != nh - 1;
         for (int j = 0; j < m; j++)
             bad += R[j] < (long)j * nh / m || R[j] >= (long)(j + 1) * nh / m;
@@ -1490,13 +1397,11 @@ TEST(loopserve_ends, "alpha 0 keeps only the lines always kept; the order of sam
     for (int i = 0; i < 200; i++) {
         Brute b = brute_random(90, 0);
         b.alpha = 0;
-        b.max_cells = b.max_tiles = 2;
-        for (int kind = 0; kind < 3; kind += 2) {
-            Chosen x = choose(&b, kind);
-            brute_kept(&b);
-            CHECK(!x.a.dense && !lines_differ(&x.a, &b), "case %d", i);
-            chosen_free(&x);
-        }
+        b.max_cells = 2;
+        Chosen none = choose(&b, 0);
+        brute_kept(&b);
+        CHECK(!none.a.dense && !lines_differ(&none.a, &b), "case %d", i);
+        chosen_free(&none);
         b.alpha = .7;
         b.hold = 0;
         Chosen x = choose(&b, 0);
@@ -1517,30 +1422,6 @@ TEST(loopserve_ends, "alpha 0 keeps only the lines always kept; the order of sam
         chosen_free(&y);
         brute_free(&b);
     }
-}
-
-TEST(loopserve_tiles, "tile64: the thresholds are those of the definition, alpha is recovered or "
-                      "the head is dense, tiles are counted right") {
-    rnd_seed(24);
-    int dense = 0;
-    for (int i = 0; i < 300; i++) {
-        Brute b = brute_random(i % 3 ? 60 : 400, 0);
-        Chosen x = choose(&b, 2);
-        int d = brute_bands(&b);
-        CHECK(d == x.a.dense && !lines_differ(&x.a, &b),
-              "case %d: n %d: %d lines differ, dense %d %d", i, b.n, lines_differ(&x.a, &b), d,
-              x.a.dense);
-        brute_count(&b);
-        CHECK(x.a.dense ||
-                  (b.rec[0] >= b.alpha * b.tot[0] - 1e-6 && b.rec[1] >= b.alpha * b.tot[1] - 1e-6),
-              "case %d: recovers %g of %g", i, b.rec[0], b.tot[0]);
-        CHECK(fabs(tile_share(&x.a, &x.w) - brute_tiles(&b)) < 1e-12, "case %d: tiles %g, are %g",
-              i, tile_share(&x.a, &x.w), brute_tiles(&b));
-        dense += d;
-        chosen_free(&x);
-        brute_free(&b);
-    }
-    CHECK(dense > 20 && dense < 250, "%d of 300 dense", dense);
 }
 
 TEST(loopserve_index, "tile64: what a block reads holds every exact cell, nothing twice, nothing "
@@ -1718,9 +1599,8 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
 
 typedef struct {
     int prefill, decode, kind, m, min_context, sink, local, hold, first, interval, obs;
-    int per_query, literal, B, keep_answer;
-    double alpha, max_cells, max_tiles;
-    uint64_t seed;
+    int B;
+    double alpha, max_cells;
     int prompt_end, ring_from, probing, n, N[16];
     // Per query head (n,N): the cells of this layer and pass; NULL: all.
     char *mask[16];
@@ -1759,8 +1639,7 @@ static void loop_twin_mask(LoopTwin *u, Twin *t, int l, int h, const double *q, 
     b.local = u->local;
     b.hold = u->hold && u->kind != 1;
     b.max_cells = u->max_cells;
-    b.max_tiles = u->max_tiles;
-    sample_rows(n, u->m, u->seed, t->turn, l, R);
+    sample_rows(n, u->m, t->turn, l, R);
     u->probing = 1;
     for (int i = 0; i < u->m; i++) {
         b.R[i] = N - n + R[i];
@@ -1768,17 +1647,11 @@ static void loop_twin_mask(LoopTwin *u, Twin *t, int l, int h, const double *q, 
     }
     u->probing = 0;
     double sum;
-    if (!(u->kind == 0   ? brute_exact(&b)
-          : u->kind == 1 ? brute_faithful(&b, &sum)
-                         : brute_bands(&b))) {
+    if (!(u->kind ? brute_faithful(&b, &sum) : brute_exact(&b))) {
         u->dense--;
         u->mask[h] = xcalloc((size_t)n * N, 1);
         for (int i = 0; i < n; i++) {
             int r = N - n + i;
-            if (u->kind == 2) {
-                brute_cover(&b, N - n + i / 64 * 64, u->mask[h] + (size_t)i * N);
-                continue;
-            }
             for (int c = 0; c <= r; c++) u->mask[h][(size_t)i * N + c] = b.v[c] || b.s[r - c];
         }
     }
@@ -1792,19 +1665,19 @@ static void loop_twin_choose(LoopTwin *u, Twin *t, int l) {
     for (int g = 0; g < t->c->G; g++) {
         TwinRow *rows = t->row[l * t->c->G + g];
         int N = (int)arrlen(rows), cand = 0;
-        double *p = xmalloc(N * sizeof *p), *score = xcalloc((size_t)R * N, sizeof *score);
-        for (int j = 0; j < N; j++) cand += rows[j].src < (u->literal ? t->base : u->prompt_end);
+        double *p = xmalloc(N * sizeof *p), *score = xcalloc(N, sizeof *score);
+        for (int j = 0; j < N; j++) cand += rows[j].src < u->prompt_end;
         u->probing = 1;
         for (int r = 0; r < R; r++)
             for (int i = from; i <= t->base; i++) {
                 twin_probs(t, l, g * R + r, i - t->base,
                            u->q[l] + (size_t)i * H * D + (g * R + r) * D, p);
-                for (int j = 0; j < N; j++) score[(u->per_query ? r : 0) * N + j] += p[j];
+                for (int j = 0; j < N; j++) score[j] += p[j];
             }
         u->probing = 0;
         for (int r = 0; r < R; r++) {
             int at = l * H + g * R + r;
-            double *x = score + (u->per_query ? r : 0) * N;
+            double *x = score;
             free(u->chosen[at]);
             u->chosen[at] = xcalloc(cand + 1, 1);
             u->end[at] = cand;
@@ -1854,22 +1727,14 @@ static LoopTwin loop_twin(const Options *o, const Config *c, const char *method)
                    .m = opt_int(o, "loopserve-samples"),
                    .sink = opt_int(o, "loopserve-sink"),
                    .local = opt_int(o, "loopserve-local"),
-                   .alpha = paper ? .955 : opt_real(o, "loopserve-alpha"),
+                   .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
                    .max_cells = opt_real(o, "loopserve-max-cells"),
-                   .max_tiles = opt_real(o, "loopserve-max-tiles"),
                    .first = opt_int(o, "loopserve-first"),
                    .interval = opt_int(o, "loopserve-interval"),
-                   .B = opt_int(o, "budget"),
-                   .seed = opt_int(o, "loopserve-seed") };
-    u.kind = paper || !strcmp(opt_str(o, "loopserve-variant"), "a") ? 1
-             : !strcmp(opt_str(o, "loopserve-unit"), "tile64")      ? 2
-                                                                    : 0;
-    u.hold = !strcmp(opt_str(o, "loopserve-holdout"), "on") ||
-             (!strcmp(opt_str(o, "loopserve-holdout"), "auto") && u.m >= 32);
+                   .B = opt_int(o, "budget") };
+    u.kind = paper;
+    u.hold = u.m >= 32;
     u.obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : u.interval;
-    u.per_query = !strcmp(opt_str(o, "loopserve-sel"), "q");
-    u.literal = !strcmp(opt_str(o, "loopserve-gen"), "literal");
-    u.keep_answer = opt_int(o, "loopserve-keep-answer-kv");
     u.q = xcalloc(c->L, sizeof *u.q);
     u.end = xcalloc((size_t)c->L * c->H, sizeof(int));
     u.chosen = xcalloc((size_t)c->L * c->H, sizeof(char *));
@@ -1888,7 +1753,7 @@ static void loop_twin_free(LoopTwin *u, const Config *c) {
 
 // Definition 1 on the twin: this turn's prefill, with the previous answer in front of it
 static void loop_twin_prefill(LoopTwin *u, Twin *t, const int *ids, int n, double *logits) {
-    int k = u->keep_answer ? 0 : (int)arrlen(t->id) - u->prompt_end;
+    int k = (int)arrlen(t->id) - u->prompt_end;
     int *all = xmalloc((n + k + 1) * sizeof *all);
     if (k) memcpy(all, t->id + u->prompt_end, k * sizeof *all);
     memcpy(all + k, ids, n * sizeof *all);
@@ -1967,37 +1832,32 @@ static double loop_agree(const char *method, const char *options, const Script *
 }
 
 #define LOOP_SMALL \
-    "loopserve-min-context=0 loopserve-samples=16 loopserve-local=8 loopserve-max-cells=.9 " \
-    "loopserve-max-tiles=.95 "
+    "loopserve-min-context=0 loopserve-samples=16 loopserve-local=8 loopserve-max-cells=.9 "
 
-TEST(loopserve_twin, "the method agrees with its slow twin over three turns, both variants and "
-                     "units, and its halves alone") {
-    Script p = { 3, { 100, 66, 70 }, { 34, 20, 17 }, 5 };
+TEST(loopserve_twin, "the method agrees with its slow twin over three turns, both "
+                     "variants, and its halves alone") {
+    Script p = { 3, { 140, 100, 70 }, { 34, 20, 17 }, 5 };
     const char *run[][2] = {
         { "loopserve", LOOP_SMALL "loopserve-alpha=.85 budget=32" },
-        { "loopserve", LOOP_SMALL "loopserve-alpha=.8 budget=20 loopserve-holdout=on "
-                                  "loopserve-seed=9 loopserve-sel=q loopserve-gen=literal" },
-        { "loopserve", LOOP_SMALL "loopserve-alpha=.85 budget=24 loopserve-unit=tile64 "
+        { "loopserve", "loopserve-min-context=0 loopserve-samples=33 loopserve-local=8 "
+                       "loopserve-max-cells=.95 loopserve-sink=0 loopserve-alpha=.6 budget=20" },
+        { "loopserve", LOOP_SMALL "loopserve-alpha=.7 budget=24 loopserve-sink=0 loopserve-local=1 "
                                   "loopserve-first=5 loopserve-interval=3 loopserve-obs=7" },
-        { "loopserve", LOOP_SMALL
-          "loopserve-alpha=.6 budget=24 loopserve-unit=tile64 loopserve-sink=0 loopserve-local=1" },
-        { "loopserve",
-          LOOP_SMALL "loopserve-variant=a loopserve-alpha=.6 budget=40 loopserve-keep-answer-kv" },
+        { "loopserve", LOOP_SMALL "paper loopserve-alpha=.6 budget=40" },
         { "loopserve", LOOP_SMALL "paper budget=40 loopserve-first=1 loopserve-interval=1" },
         { "loopserve-p", LOOP_SMALL "loopserve-alpha=.9" },
         { "loopserve-d", "budget=30 loopserve-first=3 loopserve-interval=5 loopserve-obs=20" },
-        { "loopserve-d", "budget=30 loopserve-keep-answer-kv loopserve-sel=q" },
         // In a sliding window.
         { "loopserve", LOOP_SMALL "loopserve-alpha=.9 budget=30" }
     };
     int shape[4][2] = { { 4, 2 }, { 6, 3 }, { 4, 1 }, { 3, 3 } };
     double sparse = 0;
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < 8; i++) {
         double dense = 1;
         double e = loop_agree(run[i][0], run[i][1], &p, 2, shape[i % 4][0], shape[i % 4][1],
-                              i == 9 ? 45 : 0, 0, 1e-5, &dense);
+                              i == 7 ? 45 : 0, 0, 1e-5, &dense);
         CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
-        if (i < 4 || i == 6 || i == 9)
+        if (i < 4 || i == 5 || i == 7)
             CHECK(dense < .9, "%s %s: %g of the heads are dense: tests nothing", run[i][0],
                   run[i][1], dense);
         sparse += 1 - dense;
@@ -2032,8 +1892,7 @@ TEST(loopserve_limits, "alpha 1 and a budget of the whole context equal full att
         { "loopserve-p", "" },
         { "loopserve-d", "budget=203" },
         { "loopserve-d", "budget=2000000000" },
-        { "loopserve-d", "budget=220 loopserve-gen=literal loopserve-sel=q" },
-        { "loopserve", LOOP_SMALL "loopserve-alpha=1 loopserve-keep-answer-kv" },
+        { "loopserve", LOOP_SMALL "loopserve-alpha=1" },
         { "a-shape", "" },
         { "tri-shape", "a-shape-local=1" },
         { "a-shape", "a-shape-init=0 a-shape-local=220" },
@@ -2046,16 +1905,16 @@ TEST(loopserve_limits, "alpha 1 and a budget of the whole context equal full att
         { "a-shape", "a-shape-init=0 a-shape-local=89" }
     };
     float *ref = NULL;
-    for (int i = 0; i < 18; i++) {
+    for (int i = 0; i < 17; i++) {
         Options *o = options_of(run[i][1]);
         Session *s = session_open(m.c, m.w, o, run[i][0]);
         float *a = run_session(s, &p);
         size_t n = (size_t)script_rows(&p) * m.c->V;
         // Minference has no "every line" that it knows to be dense.
-        int exact = i != 14;
+        int exact = i != 13;
         int same = !ref || (exact ? !memcmp(a, ref, n * sizeof *a)
                                   : worst(a, ref, n, 1e-5, 1e-5, NULL) <= 1);
-        CHECK(same == (i < 15), "%s %s", run[i][0], run[i][1]);
+        CHECK(same == (i < 14), "%s %s", run[i][0], run[i][1]);
         CHECK(s->n_tok == 220 && s->head[0].len == 220, "%s: %d tokens, %d rows", run[i][0],
               s->n_tok, s->head[0].len);
         CHECK(arena_bytes(s->scratch) < 64 << 20, "%s %s: a pass takes %zu bytes", run[i][0], run[i][1],
@@ -2096,17 +1955,15 @@ TEST(loopserve_limits_long,
 TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly B rows and this "
                        "answer are read; dropped when a turn begins") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 7);
-    for (int kind = 0; kind < 3; kind++) {
-        Options *o = options_of(
-            kind == 0   ? "budget=20 loopserve-first=6 loopserve-interval=4"
-            : kind == 1 ? "budget=20 loopserve-first=6 loopserve-interval=4 loopserve-gen=literal"
-                        : "ratio=.75 loopserve-first=6 loopserve-interval=4 loopserve-sel=q");
+    for (int kind = 0; kind < 2; kind++) {
+        Options *o = options_of(kind ? "ratio=.75 loopserve-first=6 loopserve-interval=4"
+                                     : "budget=20 loopserve-first=6 loopserve-interval=4");
         Session *s = session_open(m.c, m.w, o, "loopserve-d");
         int ids[64], rows[256], last[32] = { 0 }, changed = 0, differ = 0;
         for (int i = 0; i < 64; i++) ids[i] = (i * 37 + 5) % 61;
         for (int turn = 0; turn < 3; turn++) {
             int held = s->n_tok, fed = turn ? 40 : 60;
-            int B = kind == 2 ? (held + fed) - (int)floor((held + fed) * .75 + 1e-6) : 20;
+            int B = kind ? (held + fed) - (int)floor((held + fed) * .75 + 1e-6) : 20;
             prefill(s, ids, fed);
             CHECK(s->n_tok == held + fed, "answers are prefilled again: %d tokens", s->n_tok);
             for (int n_o = 1; n_o <= 15; n_o++) {
@@ -2114,11 +1971,10 @@ TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly
                 for (int h = 0; h < 8; h++) {
                     const View *w = kv_view(s, h / 4, h % 4);
                     int n = view_rows(s, h / 4, h % 4, rows);
-                    int since = kind == 1 ? (n_o < 6 ? 0 : (n_o - 6) % 4 + 1) : n_o;
                     int all = s->n_tok;
-                    CHECK(n == (n_o < 6 ? all : B + since),
+                    CHECK(n == (n_o < 6 ? all : B + n_o),
                           "kind %d turn %d n_o %d: reads %d rows of %d", kind, turn, n_o, n, all);
-                    CHECK(n_o < 6 || w->tail == (kind == 1 ? all - since : held + fed),
+                    CHECK(n_o < 6 || w->tail == held + fed,
                           "kind %d n_o %d: tail %d", kind, n_o, w->tail);
                     if (n_o >= 6 && (n_o - 6) % 4 && !h)
                         CHECK(!memcmp(rows, last, 16 * sizeof(int)),
@@ -2134,8 +1990,7 @@ TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly
         CHECK(x->selections == 9 && x->steps == 45 && x->steps_all == 15,
               "%ld selections, %ld steps, %ld dense", x->selections, x->steps, x->steps_all);
         CHECK(changed > 2, "the set must follow the answer (%d)", changed);
-        CHECK(kind == 2 ? differ > 0 : !differ, "one set a KV head, unless sel=q: %d differ",
-              differ);
+        CHECK(!differ, "one set a KV head: %d differ", differ);
         session_close(s);
         options_free(o);
     }
@@ -2147,14 +2002,13 @@ TEST(loopserve_same, "threads and -b change no bit; a reset session repeats itse
     Script p = { 3, { 100, 20, 66 }, { 18, 17, 2 }, 5 };
     Tiny m = tiny_model(2, 6, 3, 16, 32, 48, 61, 8);
     float *ref = NULL;
-    const char *method[] = { "loopserve", "loopserve", "minference+loopserve-d" };
-    for (int kind = 0; kind < 3; kind++) {
+    const char *method[] = { "loopserve", "minference+loopserve-d" };
+    for (int kind = 0; kind < 2; kind++) {
         for (int i = 0; i < 4; i++) {
             char opt[512];
             snprintf(opt, sizeof opt,
                      LOOP_SMALL "loopserve-alpha=.8 budget=30 minference-verticals=40 "
-                                "minference-slashes=40 %s batch-size=%d",
-                     kind == 1 ? "loopserve-unit=tile64" : "",
+                                "minference-slashes=40 batch-size=%d",
                      i == 1   ? 7
                      : i == 2 ? 64
                               : 512);
@@ -2220,36 +2074,33 @@ TEST(loopserve_same, "threads and -b change no bit; a reset session repeats itse
 }
 
 TEST(loopserve_answer, "the previous answer is prefilled again in front of the turn: the same rows "
-                       "as if it had been, kept with keep-answer-kv") {
+                       "as if it had been") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
     int ids[80];
     for (int i = 0; i < 80; i++) ids[i] = (i * 29 + 3) % 61;
     float ref[61];
-    for (int keep = 0; keep < 2; keep++) {
-        Options *o = options_of(
-            keep ? "budget=10 loopserve-first=1 loopserve-interval=1 loopserve-keep-answer-kv"
-                 : "budget=10 loopserve-first=1 loopserve-interval=1");
-        Options *f = options_of("");
-        Session *s = session_open(m.c, m.w, o, "loopserve-d");
-        Session *full = session_open(m.c, m.w, f, "full");
-        prefill(s, ids, 40);
-        // Read from 10 rows each, so their own rows are off in layer 1.
-        for (int i = 40; i < 60; i++) decode(s, ids[i]);
-        memcpy(ref, prefill(s, ids + 60, 20), sizeof ref);
-        prefill(full, ids, 40);
-        int same = !memcmp(ref, prefill(full, ids + 40, 40), sizeof ref);
-        CHECK(same == !keep, "keep %d: %s full attention's", keep, same ? "equals" : "is not");
-        CHECK(s->clk.n_prefill == (keep ? 60 : 80), "%ld tokens prefilled", s->clk.n_prefill);
-        // Rolled back behind the prompt: nothing to prefill again.
-        kv_truncate(s, 30);
-        CHECK(((LoopServe *)s->part[0].ms)->prompt_end == 30, "prompt end");
-        prefill(s, ids, 5);
-        CHECK(s->n_tok == 35, "%d tokens", s->n_tok);
-        session_close(s);
-        session_close(full);
-        options_free(o);
-        options_free(f);
-    }
+    Options *o = options_of("budget=10 loopserve-first=1 loopserve-interval=1"), *f = options_of("");
+    Session *s = session_open(m.c, m.w, o, "loopserve-d");
+    Session *full = session_open(m.c, m.w, f, "full");
+    prefill(s, ids, 40);
+    prefill(full, ids, 40);
+    // Read from 10 rows each, so their own rows are off in layer 1.
+    for (int i = 40; i < 60; i++) memcpy(ref, decode(s, ids[i]), sizeof ref);
+    for (int i = 40; i < 60; i++) decode(full, ids[i]);
+    CHECK(memcmp(ref, full->logits, sizeof ref), "the answer reads chosen rows only");
+    kv_truncate(full, 40);
+    memcpy(ref, prefill(s, ids + 60, 20), sizeof ref);
+    CHECK(!memcmp(ref, prefill(full, ids + 40, 40), sizeof ref), "is not full attention's");
+    CHECK(s->clk.n_prefill == 80, "%ld tokens prefilled", s->clk.n_prefill);
+    // Rolled back behind the prompt: nothing to prefill again.
+    kv_truncate(s, 30);
+    CHECK(((LoopServe *)s->part[0].ms)->prompt_end == 30, "prompt end");
+    prefill(s, ids, 5);
+    CHECK(s->n_tok == 35, "%d tokens", s->n_tok);
+    session_close(s);
+    session_close(full);
+    options_free(o);
+    options_free(f);
     tiny_free(m);
 }
 
@@ -2260,12 +2111,11 @@ TEST(loopserve_refuses, "bad options and combinations end in one line and exit c
                              { "minference+loopserve-p", "", "cannot be combined" },
                              { "loopserve", "loopserve-local=0", "loopserve-local" },
                              { "loopserve", "loopserve-alpha=-1", "alpha" },
-                             { "loopserve", "paper loopserve-unit=tile64", "variant a" },
                              { "loopserve-d", "loopserve-interval=0", "interval" },
                              { "a-shape", "a-shape-local=0", "a-shape-local" },
                              { "minference", "minference-ratio=-1", "ratio" },
                              { "loopserve-p", "loopserve-samples=0", "samples" } };
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < (int)(sizeof run / sizeof *run); i++) {
         Options *o = options_of(run[i][1]);
         int code;
         EXPECT_DIE(code, session_open(m.c, m.w, o, run[i][0]));
@@ -2425,7 +2275,7 @@ static void check_mass(const Lines *a, int n, int D, const float *q, const float
             if (bit_get(a->v, c) || bit_get(a->s, r - c)) kept += p[c] / sum;
         for (int d = 0; d < D; d++)
             e += pow((double)out[(size_t)r * D + d] - dense[(size_t)r * D + d], 2);
-        CHECK(a->tile64 || sqrt(e) <= 2 * (1 - kept) * top + 1e-4, "row %d: off by %g, mass %g", r,
+        CHECK(sqrt(e) <= 2 * (1 - kept) * top + 1e-4, "row %d: off by %g, mass %g", r,
               sqrt(e), kept);
         *least = fmin(*least, kept);
         *mean += kept / 100;
@@ -2440,13 +2290,12 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
     size_t len = (size_t)N * D;
     float *q = xmalloc(len * 4), *K = xmalloc(len * 4), *V = xmalloc(len * 4);
     float *out = xmalloc(len * 4), *ref = xmalloc(len * 4);
-    const char *name[] = { "peaky", "mixed", "diffuse" }, *unit[] = { "line", "tile64" };
+    const char *name[] = { "peaky", "mixed", "diffuse" };
     Tiny m = tiny_model(1, 1, 1, D, 16, 16, 7, 3);
-    for (int run = 0; run < 6; run++) {
+    for (int run = 0; run < 3; run++) {
         rnd_seed(77);
-        synth_head(run / 2, N, D, slash, 3, q, K, V);
-        Options *o =
-            options_of(run % 2 ? "loopserve-unit=tile64 ctk=f16 ctv=f16" : "ctk=f16 ctv=f16");
+        synth_head(run, N, D, slash, 3, q, K, V);
+        Options *o = options_of("ctk=f16 ctv=f16");
         Session *s = session_open(m.c, m.w, o, "loopserve-p");
         LoopServe *x = s->part[0].ms;
         feed_rows(s, K, V, N, N);
@@ -2457,24 +2306,24 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
         loopserve_attend(s, x, 0, out, q, N);
         double t2 = now();
         if (getenv("KVCOMP_BENCH")) {
-            printf("%-8s %-6s %d rows: dense %.3f s, loopserve %.3f s (choosing %.3f), %.2f times "
+            printf("%-8s %d rows: dense %.3f s, loopserve %.3f s (choosing %.3f), %.2f times "
                    "as fast; ",
-                   name[run / 2], unit[run % 2], N, t1 - t0, t2 - t1, s->clk.index,
+                   name[run], N, t1 - t0, t2 - t1, s->clk.index,
                    (t1 - t0) / (t2 - t1));
             loopserve_stats(s, x, stdout);
         }
-        if (run / 2 == DIFFUSE)
+        if (run == DIFFUSE)
             CHECK(x->dense == 1 && !memcmp(out, ref, len * 4),
                   "a diffuse head must be full attention");
-        if (run / 2 == PEAKY) {
+        if (run == PEAKY) {
             Lines *a = lines_new(s, 0, N);
             LoopRoom *w = loop_rooms(s, x->m, N);
             LoopFound f;
             LineSample p = { x->m, N, 0, w->R, w->P };
-            sample_rows(N, x->m, 1, 0, 0, w->R);
+            sample_rows(N, x->m, 0, 0, w->R);
             line_probs(s, 0, 0, q, N, w->R, x->m, w->P, tiles_new(s));
             loop_choose(x, &p, a, w, &f);
-            CHECK(!x->dense || (run % 2 && N < 4096), "a peaky head must be sparse");
+            CHECK(!x->dense, "a peaky head must be sparse");
             CHECK(x->n_v < 80 && x->n_s < 400, "%g verticals, %g slashes", x->n_v, x->n_s);
             CHECK(a->dense || N > 1500 ||
                       (bit_get(a->s, slash[1]) && bit_get(a->v, 77) && bit_get(a->v, 77 + 509)),
@@ -4841,22 +4690,22 @@ TEST(lychee_with_others, "lychee and quest with pats that cuts nothing, and with
     static const char *sel[] = { "lychee", "quest" };
     static const char *opt[] = { "budget=64 lychee-buffer=24 lychee-full-layers=1",
                                  "budget=64 quest-full-layers=1" };
-    Script p = { 2, { 250, 60 }, { 40, 40 }, 27 };
+    Script p = { 2, { 250, 60 }, { 40, 40 }, 27 }, turn = { 1, { 250 }, { 40 }, 27 };
     Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 10);
     int threads = one_thread();
     for (int i = 0; i < 2; i++) {
         char o16[256], o32[256], with[64];
         snprintf(o16, sizeof o16, "%s ctk=f16 ctv=f16", opt[i]);
-        snprintf(o32, sizeof o32, "%s loopserve-alpha=1 loopserve-keep-answer-kv", opt[i]);
+        snprintf(o32, sizeof o32, "%s loopserve-alpha=1", opt[i]);
         float *a = lychee_run(&m, sel[i], o16, &p, NULL);
-        float *c = lychee_run(&m, sel[i], opt[i], &p, NULL);
+        float *c = lychee_run(&m, sel[i], opt[i], &turn, NULL);
         snprintf(o16 + strlen(o16), sizeof o16 - strlen(o16), " pats-bmax=0");
         snprintf(with, sizeof with, "%s+pats", sel[i]);
         float *b = lychee_run(&m, with, o16, &p, NULL);
         CHECK(same_logits(&m, &p, a, b), "%s", with);
         snprintf(with, sizeof with, "loopserve-p+%s", sel[i]);
-        float *d = lychee_run(&m, with, o32, &p, NULL);
-        CHECK(same_logits(&m, &p, c, d), "%s", with);
+        float *d = lychee_run(&m, with, o32, &turn, NULL);
+        CHECK(same_logits(&m, &turn, c, d), "%s", with);
         free(a);
         free(b);
         free(c);
@@ -8564,9 +8413,8 @@ static void draw_lines(Lines *a, int kind) {
     a->dense = kind == 3;
 }
 
-// select_exact or select_tiles from the same probabilities (H,m,N)
-static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q,
-                          int tile64) {
+// select_exact from the same probabilities (H,m,N) on both sides.
+static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
     const Config *c = p->m.c;
     int N = kv_longest(p->c, 0), R = c->H / c->G;
     for (int i = T % 3; i < 12; i += 3) {
@@ -8574,12 +8422,11 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
                        i % 4,
                        1 + i % 5 * 7,
                        i % 2,
-                       i % 4 ? .9 : .3,
-                       i % 5 ? .9 : .4 };
+                       i % 4 ? .9 : .3 };
         Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
         LoopFound f[16], g[16];
         LoopRoom *w = loop_rooms(p->c, m, N);
-        choose_lines_cuda(p->d, 0, 0, c->G, &u, tile64, dev, T, m, b, g);
+        choose_lines_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
         for (int h = 0; h < c->H; h++) {
             for (int j = 0; j < m; j++) {
                 w->R[j] = a[h].p0 + t[j];
@@ -8587,11 +8434,10 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
                        a[h].n * sizeof(float));
             }
             LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
-            a[h].dense = (tile64 ? select_tiles : select_exact)(&x, &u, &a[h], w, &f[h]);
+            a[h].dense = select_exact(&x, &u, &a[h], w, &f[h]);
             CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells,
-                  "tile64 %d, rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g "
-                  "%.17g",
-                  tile64, i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
+                  "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g",
+                  i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
                   g[h].cells);
             CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) &&
                       !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)),
@@ -8631,11 +8477,11 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
             }
         }
     }
-    for (int tile64 = 0; tile64 < 2; tile64++) choices_agree(p, T, t, m, dev, Q, tile64);
+    choices_agree(p, T, t, m, dev, Q);
     // Many equal gains.
     for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
     float *even = cuda_put(Q, c->H * each * sizeof *Q);
-    for (int tile64 = 0; tile64 < 2; tile64++) choices_agree(p, T, t, m, even, Q, tile64);
+    choices_agree(p, T, t, m, even, Q);
     cuda_drop(even);
     free(P);
     free(Q);
@@ -9354,23 +9200,19 @@ TEST(cuda_gqa_steps,
     tiny_free(m);
 }
 
-TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections in decode, per "
-                     "head, with this answer's rows; other fixed lines") {
+TEST(cuda_loopserve, "loopserve, dense and over lines; selections in decode; other fixed lines") {
     dialogues("loopserve", "budget=24");
     dialogues_more("loopserve-p+streaming", "budget=24");
     dialogues_more("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
-    dialogues_more(
-        "loopserve-d",
-        "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3 loopserve-sel=q");
+    dialogues_more("loopserve-d",
+                   "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3");
     dialogues_more("loopserve-d+pats", "budget=20 loopserve-first=2 loopserve-interval=2 "
-                                       "loopserve-gen=literal pats-window=8 ctk=f16 ctv=f16");
+                                       "pats-window=8 ctk=f16 ctv=f16");
     dialogues_more("loopserve",
                    "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 "
                    "loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
     dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 "
-                                  "loopserve-alpha=.7 loopserve-variant=a");
-    dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 "
-                                  "loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
+                                  "loopserve-alpha=.7 paper");
     Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
     Script p = { 2, { 130, 20 }, { 1, 1 }, 4 };
     dialogue_agrees(m, "minference",
@@ -10207,7 +10049,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
                            "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
                            "ctx-size=300 budget=64",
                            "ctx-size=300 budget=64 lychee-buffer=8 lychee-sink=4",
-                           "ctx-size=300 loopserve-min-context=0 loopserve-unit=tile64" };
+                           "ctx-size=300 loopserve-min-context=0" };
     for (int i = 0; emu_set_memory && i < 8; i++) {
         Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         int ids[300];

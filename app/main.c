@@ -86,7 +86,6 @@ static const struct { const char *flag, *name; } short_options[] = {
     { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
     { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
     { "-s", "seed" },       { "-v", "verbose" },    { "-q", "quiet" },      { "-r", "repeat" },
-    { "--keep-answer-kv", "loopserve-keep-answer-kv" },
 };
 enum { N_SHORT = sizeof short_options / sizeof *short_options };
 

@@ -2424,7 +2424,7 @@ static Lines map_choose(Session *s, const LoopServe *x, int l, int h, const floa
     a.v = scratch(s, bit_bytes(T));
     a.s = scratch(s, bit_bytes(T));
     LineSample p = { .n = T, .R = w->R, .P = w->P };
-    p.m = sample_rows(T, x->m, x->seed, 0, l, w->R);
+    p.m = sample_rows(T, x->m, 0, l, w->R);
     lines_clear(&a);
     line_probs(s, l, h, q, T, w->R, p.m, w->P, tile);
     *found = (LoopFound){ 1, 1 };

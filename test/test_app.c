@@ -3973,7 +3973,7 @@ TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode 
         { "loopserve", "budget=24 loopserve-first=2 loopserve-interval=2 loopserve-min-context=0 "
                        "loopserve-samples=8 loopserve-local=4" },
         { "loopserve-p",
-          "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4 loopserve-unit=tile64" },
+          "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4" },
         { "pats", "pats-window=4 ctk=f16 ctv=f16" }
     };
     snprintf(path, sizeof path, "/tmp/kvt_%d_heads", (int)getpid());
@@ -5381,7 +5381,7 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
                            "ctx-size=600 budget=64",
                            "ctx-size=600 budget=64",
                            "ctx-size=600 budget=64 lychee-buffer=8 lychee-sink=4",
-                           "ctx-size=600 loopserve-min-context=0 loopserve-unit=tile64" };
+                           "ctx-size=600 loopserve-min-context=0" };
     for (int i = 0; i < 7; i++) {
         char err[512];
         Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);

@@ -22,8 +22,7 @@ SHAPES: H query heads, G KV heads, R = H/G; D head_dim; T tokens of the pass; N 
 are the pass's own; m samples. Under tensor parallelism H and G count this process's heads, which need nothing from
 others. The lines become a mask: what is saved is what a kernel that skips masked tiles saves.
 
-LEFT OUT: variant a, tiles, one set of rows a query head, choosing among the answer's rows (--loopserve-variant, -unit,
--sel, -gen), sliding windows, and what common.py leaves out.
+LEFT OUT: variant a (--paper), sliding windows, and what common.py leaves out.
 """
 from dataclasses import make_dataclass
 
