@@ -3066,7 +3066,7 @@ const Method q8_method = {
 // offset. Row r of a head with verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
 // in the head's own row numbers (D39). Under tile64 the slashes are rounded up to what a GPU block
-// of 64 rows reads: whole ranges of columns (block_index).
+// of 64 rows reads: whole ranges of columns (block_columns).
 //   A-shape      the first columns and the nearest offsets
 //   Tri-shape    the same, and the last rows of a turn see everything
 //   MInference   the columns and offsets to which the last 64 rows attend most; tile64
@@ -3083,6 +3083,15 @@ static int bit_get(const uint64_t *b, int i) {
 // Sets bit i.
 static void bit_set(uint64_t *b, int i) {
     b[i >> 6] |= (uint64_t)1 << (i & 63);
+}
+
+// Sets the bits lo..hi-1.
+static void bit_fill(uint64_t *b, int lo, int hi) {
+    while (lo < hi) {
+        int end = min_int((lo | 63) + 1, hi);
+        b[lo >> 6] |= ~(uint64_t)0 >> (64 - (end - lo)) << (lo & 63);
+        lo = end;
+    }
 }
 
 // list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
@@ -3139,136 +3148,24 @@ static long line_len(int x, int p0, int n) {
     return n - max_int(x, p0);
 }
 
-// What the 64 rows from p0+b on read under tile64: disjoint ascending ranges of columns, and in
-// cols (n_cols) the single columns outside of them, which all lie left of the block (a column
-// inside the block lies in the range of offset 0). run (n_run) are the runs of S, v (nv) the
-// columns of V, both ascending. Returns the number of ranges.
-static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv,
-                       LineRange *range, int *cols, int *n_cols) {
-    int start = a->p0 + b, end = min_int(start + LINE_BLOCK, a->n);
-    int k = 0;
+// ---- attention over lines, a block of rows at a time
+// The rows of a block read the columns that any of them needs, KV_TILE at a time, and fold them into
+// their running softmax (section 3). Columns side by side are read where they lie, others are
+// gathered. A row masks the cells that lie on none of its lines; under tile64 it reads every column
+// of its block that causality allows.
+// A lone slash makes a block read as many columns as the block has rows. So a block has few rows,
+// LINE_ROWS, where runs of slashes are short, and LINE_BLOCK elsewhere, which share more.
 
-    // At the offsets lo..hi-1 of a run, the rows start..end-1 see the columns from start-hi+1 to
-    // end-lo-1. Offsets are walked downwards, so columns come upwards, and a range that touches the
-    // one before extends it.
-    for (int j = n_run - 1; j >= 0; j--) {
-        if (run[j].lo >= end) continue;
-        int lo = max_int(start - run[j].hi + 1, 0), hi = end - run[j].lo;
-        if (k && lo <= range[k - 1].hi) range[k - 1].hi = hi;
-        else range[k++] = (LineRange){ lo, hi };
-    }
+enum { LINE_ROWS = 16 };
 
-    // Verticals that no range covers; `at` is the first range that ends behind the vertical.
-    int at = 0;
-    *n_cols = 0;
-    for (int j = 0; j < nv && v[j] < start; j++) {
-        while (at < k && range[at].hi <= v[j]) at++;
-        if (at == k || v[j] < range[at].lo) cols[(*n_cols)++] = v[j];
-    }
-    return k;
-}
-
-// ---- the plan of one head: bands of offsets, single runs, verticals
-// Chosen offsets that stand close together are computed as one band: all columns that its offsets
-// reach are scored, and the cells at offsets not chosen are masked. The other offsets are computed
-// diagonal by diagonal: every cell reads its own rows, which costs LONE_CELL times as much as a
-// cell of a band.
-
-enum { LONE_CELL = 8 };
-
-typedef struct {
-    int lo, hi;                 // the offsets lo..hi-1
-    int used;                   // how many of them are chosen
-    int run0, run1;             // they are the runs run0..run1-1
-} LineBand;
-
-typedef struct {
+typedef struct {                // the lines of one query head, as its blocks use them
     const Lines *line;
-    LineRange *run;             // (n_run) runs of S; where lines are exact, those in no band
+    LineRange *run;             // (n_run) runs of S, ascending
     int n_run;
-    int *v, nv;                 // (nv) columns of V
-    float *vertical_k;          // (nv,D) their keys, side by side; exact only
-    float *vertical_v;          // (nv,D) their values
-    LineBand *band;             // (n_band) exact only
-    int n_band;
-    float *miss;                // (n) exact only; miss[n-1-o]: 0 if offset o is chosen, else -INFINITY
+    int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
+    float *skip_v;              // (n) exact only; 0 where column c is a vertical, else -INFINITY
+    float *skip_s;              // (n) exact only; skip_s[n-1-o]: the same of offset o
 } LinePlan;
-
-// The columns that a block of LINE_BLOCK rows reads of a band.
-static int band_width(const LineBand *b) {
-    return b->hi - b->lo + LINE_BLOCK - 1;
-}
-
-// Is the band cheaper as a whole than diagonal by diagonal?
-static int band_whole(const LineBand *b) {
-    return band_width(b) <= LONE_CELL * b->used;
-}
-
-// The cost of the band, in cells a row, in the cheaper way.
-static int band_cost(const LineBand *b) {
-    return band_whole(b) ? band_width(b) : LONE_CELL * b->used;
-}
-
-// Makes bands of the runs: neighbours join as long as that costs no more. Those that are cheaper as
-// a whole become p->band; the runs of the others stay in p->run. A run of ten offsets or more
-// always becomes part of a band.
-static void plan_bands(LinePlan *p) {
-    LineBand *band = p->band;
-    int joined = 0;
-    for (int j = 0; j < p->n_run; j++) {
-        LineBand one = { p->run[j].lo, p->run[j].hi, p->run[j].hi - p->run[j].lo, j, j + 1 };
-        if (joined) {
-            LineBand *before = &band[joined - 1];
-            LineBand both = { before->lo, one.hi, before->used + one.used, before->run0, j + 1 };
-            if (band_cost(&both) <= band_cost(before) + band_cost(&one)) {
-                *before = both;
-                continue;
-            }
-        }
-        band[joined++] = one;
-    }
-
-    int whole = 0, lone = 0;
-    for (int j = 0; j < joined; j++) {
-        if (band_whole(&band[j])) {
-            band[whole++] = band[j];
-            continue;
-        }
-        for (int r = band[j].run0; r < band[j].run1; r++) p->run[lone++] = p->run[r];
-    }
-    p->n_band = whole;
-    p->n_run = lone;
-}
-
-// The plan of one head with lines a, in scratch. K, V (n,D): the unpacked rows of its KV head. A
-// dense head needs none.
-static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float *V) {
-    LinePlan p = { .line = a };
-    size_t D = s->c->D, row = D * sizeof(float);
-    if (a->dense) return p;
-    p.v = scratch(s, (size_t)bit_list(a->v, a->n, NULL) * sizeof(int));
-    p.nv = bit_list(a->v, a->n, p.v);
-    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
-    p.n_run = bit_runs(a->s, a->n, p.run);
-    if (a->tile64) return p;
-
-    p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
-    plan_bands(&p);
-    p.miss = scratch(s, (size_t)a->n * sizeof(float));
-    for (int o = 0; o < a->n; o++) p.miss[a->n - 1 - o] = bit_get(a->s, o) ? 0 : -INFINITY;
-    p.vertical_k = scratch(s, p.nv * row);
-    p.vertical_v = scratch(s, p.nv * row);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * D))
-    for (int j = 0; j < p.nv; j++) {
-        memcpy(p.vertical_k + j * D, K + p.v[j] * D, row);
-        memcpy(p.vertical_v + j * D, V + p.v[j] * D, row);
-    }
-    return p;
-}
-
-// ---- one block of query rows of one head
-// Every fold_ function scores some columns of the block, masks the cells that do not belong to its
-// lines, and folds the rest into the running softmax of the tile (section 3).
 
 typedef struct {
     Tile *t;
@@ -3276,147 +3173,81 @@ typedef struct {
     int D;
     int m, r0;                  // the block is the rows r0..r0+m-1
     int first[LINE_BLOCK];      // (m) first row each query may see: 0, or where its window begins
+    uint64_t *need;             // (n bits) room for the columns that the block reads
+    int *cols;                  // (n) room for the same as a list
 } RowBlock;
 
-// The tile's scores (m,n): the block's queries against the keys k (n,D), not masked.
-static void block_scores(RowBlock *b, const float *k, int n) {
-    attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D));
+// The plan of one head with lines a, in scratch. A dense head needs none.
+static LinePlan plan_new(Session *s, const Lines *a) {
+    LinePlan p = { .line = a, .rows = LINE_BLOCK };
+    size_t n = a->n;
+    if (a->dense) return p;
+    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
+    p.n_run = bit_runs(a->s, a->n, p.run);
+    if (a->tile64) return p;
+
+    if (bit_list(a->s, a->n, NULL) < LINE_BLOCK * p.n_run) p.rows = LINE_ROWS;
+    p.skip_v = scratch(s, n * sizeof(float));
+    p.skip_s = scratch(s, n * sizeof(float));
+    for (int x = 0; x < a->n; x++) {
+        p.skip_v[x] = bit_get(a->v, x) ? 0 : -INFINITY;
+        p.skip_s[a->n - 1 - x] = bit_get(a->s, x) ? 0 : -INFINITY;
+    }
+    return p;
 }
 
-// Folds in the columns [lo,hi). Without a band, row r sees those up to itself. With a band of the
-// plan p, row r sees the columns r-o for the chosen offsets o of the band.
-static void fold_range(RowBlock *b, int lo, int hi, const LinePlan *p, const LineBand *band) {
-    int gaps = band && band->used < band->hi - band->lo;
-    for (int c = lo; c < hi; c += KV_TILE) {
-        int n = min_int(hi - c, KV_TILE);
-        block_scores(b, b->K + (size_t)c * b->D, n);
-        for (int i = 0; i < b->m; i++) {
-            float *sc = b->t->sc + (size_t)i * n;
-            int r = b->r0 + i;
-            // Row r sees columns [from,to).
-            int from = max_int(band ? r - band->hi + 1 : 0, b->first[i]);
-            int to = r + 1 - (band ? band->lo : 0);
-            for (int j = 0; j < n && c + j < from; j++) sc[j] = -INFINITY;
-            for (int j = max_int(to - c, 0); j < n; j++) sc[j] = -INFINITY;
-            if (!gaps || to <= c) continue;
-            const float *miss = p->miss + (p->line->n - 1 - (r - c));   // miss[j]: offset r - (c + j)
-            int end = min_int(to - c, n);
-            for (int j = max_int(from - c, 0); j < end; j++) sc[j] += miss[j];
-        }
-        tile_fold(b->t, b->m, n, b->D, b->V + (size_t)c * b->D);
+// The columns that the block needs, ascending, into b->cols; returns their number. At the offsets
+// lo..hi-1 of a run, the rows r0..E-1 see the columns from r0-hi+1 to E-lo-1.
+static int block_columns(RowBlock *b, const LinePlan *p) {
+    int E = b->r0 + b->m;
+    if (p->line->dense) {
+        for (int c = 0; c < E; c++) b->cols[c] = c;
+        return E;
+    }
+    memcpy(b->need, p->line->v, bit_bytes(E));
+    for (int j = 0; j < p->n_run && p->run[j].lo < E; j++)
+        bit_fill(b->need, max_int(b->r0 - p->run[j].hi + 1, 0), E - p->run[j].lo);
+    int n = bit_list(b->need, E, b->cols);
+    while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
+    return n;
+}
+
+// Masks what row i of the block may not read of the columns c (n): what causality or the window
+// forbids, and the cells on no line.
+static void row_mask(RowBlock *b, const LinePlan *p, int i, const int *c, int n) {
+    float *sc = b->t->sc + (size_t)i * n;
+    int r = b->r0 + i, lo = 0, hi = n;
+    while (hi > 0 && c[hi - 1] > r) sc[--hi] = -INFINITY;
+    while (lo < hi && c[lo] < b->first[i]) sc[lo++] = -INFINITY;
+    if (!p->skip_v) return;
+    const float *skip_s = p->skip_s + (p->line->n - 1 - r);     // skip_s[c]: offset r - c
+    int side = c[n - 1] - c[0] < n;                     // the columns lie side by side
+    for (int j = lo; j < hi; j++) {
+        int at = side ? c[0] + j : c[j];
+        float v = p->skip_v[at], o = skip_s[at];
+        sc[j] += v > o ? v : o;
     }
 }
 
-// Folds in the n <= KV_TILE single columns c (n), whose keys and values are gathered in k, v (n,D).
-// With a given, a cell that lies on a chosen slash of a is left out, so that it does not count
-// twice.
-static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v,
-                         const Lines *a) {
-    block_scores(b, k, n);
-    for (int i = 0; i < b->m; i++) {
-        float *sc = b->t->sc + (size_t)i * n;
-        for (int j = 0; j < n; j++) {
-            int o = b->r0 + i - c[j];
-            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) sc[j] = -INFINITY;
-        }
-    }
-    tile_fold(b->t, b->m, n, b->D, v);
-}
-
-// Of the columns that row i of the block reaches at the offsets of run it sees [*lo,*hi), maybe
-// none. Returns the column of the run's first cell, which may be negative.
-static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, int *hi) {
-    int r = b->r0 + i, first = r - run->hi + 1;
-    *lo = max_int(first, b->first[i]);
-    *hi = max_int(r - run->lo + 1, *lo);
-    return first;
-}
-
-// The tile's scores (m,n) of the runs run[0..n_run-1], n offsets in all: a row has its cells run
-// after run, and -INFINITY where it sees nothing. Run by run and not row by row, so that the keys
-// read follow each other.
-static void runs_score(RowBlock *b, const LineRange *run, int n_run, int n) {
+// Attention of the block over the cells of its lines.
+static void block_attend(RowBlock *b, const LinePlan *p) {
     Tile *t = b->t;
-    float scale = 1 / sqrtf((float)b->D);
-    int at = 0;
-    for (int j = 0; j < n_run; j++) {
-        int width = run[j].hi - run[j].lo;
-        for (int i = 0; i < b->m; i++) {
-            int lo, hi, first = run_columns(b, i, &run[j], &lo, &hi);
-            const float *query = t->q + (size_t)i * b->D, *key = b->K + (size_t)lo * b->D;
-            float *sc = t->sc + (size_t)i * n + at;
-            for (int c = 0; c < width; c++) sc[c] = -INFINITY;
-            if (hi > lo) attn_scores(sc + (lo - first), query, key, 1, hi - lo, b->D, scale);
-        }
-        at += width;
-    }
-}
-
-// Adds the values of the same cells, weighted by the probabilities that runs_score and tile_fold
-// left in the tile.
-static void runs_mix(RowBlock *b, const LineRange *run, int n_run, int n) {
-    Tile *t = b->t;
-    int at = 0;
-    for (int j = 0; j < n_run; j++) {
-        for (int i = 0; i < b->m; i++) {
-            int lo, hi, first = run_columns(b, i, &run[j], &lo, &hi);
-            const float *p = t->sc + (size_t)i * n + at + (lo - first);
-            attn_mix(t->acc + (size_t)i * b->D, p, b->V + (size_t)lo * b->D, 1, hi - lo, b->D);
-        }
-        at += run[j].hi - run[j].lo;
-    }
-}
-
-// Folds in single runs of offsets, as many at a time as have at most KV_TILE cells a row. Each run
-// alone has fewer.
-static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
-    int begin = 0;
-    while (begin < n_run) {
-        int end = begin, n = 0;
-        while (end < n_run && n + run[end].hi - run[end].lo <= KV_TILE) {
-            n += run[end].hi - run[end].lo;
-            end++;
-        }
-        runs_score(b, run + begin, end - begin, n);
-        tile_fold(b->t, b->m, n, b->D, NULL);           // maximum, sum, scores into probabilities
-        runs_mix(b, run + begin, end - begin, n);
-        begin = end;
-    }
-}
-
-// Attention of the block over exactly the cells of its lines: bands, then single runs, then
-// verticals.
-static void block_exact(RowBlock *b, const LinePlan *p) {
-    const Lines *a = p->line;
-    int last = b->r0 + b->m - 1, n_run = p->n_run;
-    for (int j = 0; j < p->n_band && p->band[j].lo <= last; j++) {
-        const LineBand *d = &p->band[j];
-        fold_range(b, max_int(b->r0 - d->hi + 1, 0), last - d->lo + 1, p, d);
-    }
-    while (n_run && p->run[n_run - 1].lo > last) n_run--;       // no row reaches so far back
-    fold_runs(b, p->run, n_run);
-    for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE) {
-        size_t at = (size_t)j * b->D;
-        int n = min_int(p->nv - j, KV_TILE);
-        fold_columns(b, p->v + j, n, p->vertical_k + at, p->vertical_v + at, a);
-    }
-}
-
-// Attention of the block over what a GPU block would read of its lines (tile64). range, cols (n)
-// are room.
-static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *cols) {
-    const Lines *a = p->line;
-    int D = b->D, n_cols;
+    int D = b->D, all = block_columns(b, p);
     size_t row = (size_t)D * sizeof(float);
-    int n_range = block_index(a, b->r0 - a->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols);
-    for (int j = 0; j < n_range; j++) fold_range(b, range[j].lo, range[j].hi, NULL, NULL);
-    for (int j = 0; j < n_cols; j += KV_TILE) {
-        int n = min_int(n_cols - j, KV_TILE);
-        for (int i = 0; i < n; i++) {
-            memcpy(b->t->k + (size_t)i * D, b->K + (size_t)cols[j + i] * D, row);
-            memcpy(b->t->v + (size_t)i * D, b->V + (size_t)cols[j + i] * D, row);
+    for (int j = 0; j < all; j += KV_TILE) {
+        const int *c = b->cols + j, n = min_int(all - j, KV_TILE);
+        const float *k = b->K + (size_t)c[0] * D, *v = b->V + (size_t)c[0] * D;
+        if (c[n - 1] - c[0] >= n) {                     // they do not lie side by side
+            for (int x = 0; x < n; x++) {
+                memcpy(t->k + (size_t)x * D, b->K + (size_t)c[x] * D, row);
+                memcpy(t->v + (size_t)x * D, b->V + (size_t)c[x] * D, row);
+            }
+            k = t->k;
+            v = t->v;
         }
-        fold_columns(b, cols + j, n, b->t->k, b->t->v, NULL);
+        attn_scores(t->sc, t->q, k, b->m, n, D, 1 / sqrtf((float)D));
+        for (int i = 0; i < b->m; i++) row_mask(b, p, i, c, n);
+        tile_fold(t, b->m, n, D, v);
     }
 }
 
@@ -3452,33 +3283,35 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
     int blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
     const KVHead *hd = kv_head(s, l, g);
-    size_t mark = scratch_mark(s), n = hd->len;
+    size_t mark = scratch_mark(s), n = hd->len, words = bit_bytes(hd->len) / sizeof(uint64_t);
     float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
-    LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
+    uint64_t *need = scratch(s, (size_t)n_threads() * words * sizeof *need);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
     rows_unpack(s, hd, K, V);
-    for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
+    for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r]);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
     for (int item = R * blocks - 1; item >= 0; item--) {
         const LinePlan *p = &plan[item % R];
-        int h = g * R + item % R, t0 = item / R * LINE_BLOCK, m = min_int(T - t0, LINE_BLOCK);
-        size_t own = thread_id();
-        Tile *t = &tiles[own];
-        RowBlock b = { .t = t, .K = K, .V = V, .D = D, .m = m, .r0 = hd->len - T + t0 };
+        int h = g * R + item % R, own = thread_id(), rows = p->rows;
+        int t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
+        RowBlock b = { .t = &tiles[own], .K = K, .V = V, .D = D,
+                       .need = need + own * words, .cols = cols + own * n };
         if (pass_unwanted(s)) continue;             // the pass ends behind this attention
-        for (int i = 0; i < m; i++) {
-            const float *from = q + ((size_t)(t0 + i) * H + h) * D;
-            memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
-        }
-        window_starts(s, l, hd, &b);
-        tile_begin(t, m, D);
-        if (lines[h].dense) fold_range(&b, 0, b.r0 + m, NULL, NULL);
-        else if (lines[h].tile64) block_tiles(&b, p, range + own * n, cols + own * n);
-        else block_exact(&b, p);
-        for (int i = 0; i < m; i++) {
-            float *to = out + ((size_t)(t0 + i) * H + h) * D;
-            for (int d = 0; d < D; d++) to[d] = t->acc[(size_t)i * D + d] / t->sum[i];
+        for (; t0 < end; t0 += rows) {
+            b.m = min_int(end - t0, rows);
+            b.r0 = hd->len - T + t0;
+            for (int i = 0; i < b.m; i++) {
+                const float *from = q + ((size_t)(t0 + i) * H + h) * D;
+                memcpy(b.t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
+            }
+            window_starts(s, l, hd, &b);
+            tile_begin(b.t, b.m, D);
+            block_attend(&b, p);
+            for (int i = 0; i < b.m; i++) {
+                float *to = out + ((size_t)(t0 + i) * H + h) * D;
+                for (int d = 0; d < D; d++) to[d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
+            }
         }
     }
     scratch_reset(s, mark);

@@ -54,6 +54,15 @@ fail() {
 EXPECTED='
 *lychee*/totals.*.meta_bytes  an index holds fewer numbers: a node has no list of its children
 */loopserve*/totals.1.pass_bytes  a choice of lines works in less memory, which comes in other pieces
+cpu/[!c]*/*a-shape*/*           lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[!c]*/minference*/*         lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/text*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/text*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/text*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[uw][ni]*/loopserve/*       lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[uw][ni]*/loopserve+pats/*  lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[uw][ni]*/loopserve-p*/*    lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[!c]*/tri-shape/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
 # What is played, beside every method of --list-methods.
