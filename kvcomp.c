@@ -3501,38 +3501,29 @@ const Method tri_shape_method = {
 //   S = the nearest 100 offsets and the heaviest others, --minference-slashes in all
 // The slashes are rounded up to blocks of 64 rows (tile64).
 // **Differs from the paper:** every head is of the vertical-slash kind, and one size serves all heads
-// instead of an offline search per head.
-// Options: --minference-verticals (1000), --minference-slashes (6096), --minference-ratio (1).
+// instead of an offline search per head: 512 columns and 2,048 offsets, the authors' newer table
+// for all heads of Llama-3.1-8B, and as in their code at least 30 and 50.
+// Options: --minference-verticals (512), --minference-slashes (2048).
 
 enum { MINF_LAST = 64 };        // rows looked at
-enum { MINF_V = 30 };           // columns always taken
-enum { MINF_S = 100 };          // offsets always taken
+enum { MINF_V = 30 };           // columns that come first, whatever their weight
+enum { MINF_S = 100 };          // offsets that do
 
 typedef struct {
-    int nv, ns;                 // columns and offsets asked for, --minference-ratio included
+    int n[2];                   // columns and offsets of a head
 } Minference;
 
 // Reads the options. Returns 0, or -1 with the reason in s->err.
 static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
-    double ratio = opt_real(s->opt, "minference-ratio");
     if (lines_open(s, "minference")) return -1;
-    if (opt_least(s, "minference-verticals", 0, &x->nv)) return -1;
-    if (opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
-    if (ratio < 0) return refuse(s, "--minference-ratio must not be negative, found %g", ratio);
-    x->nv = (int)fmin(x->nv * ratio, INT_MAX);
-    x->ns = (int)fmin(x->ns * ratio, INT_MAX);
-    return 0;
+    if (opt_least(s, "minference-verticals", 30, &x->n[0])) return -1;
+    return opt_least(s, "minference-slashes", 50, &x->n[1]);
 }
 
-// How many lines of a kind are always taken.
+// How many lines of a kind come first, whatever their weight.
 static int minference_least(int slash) {
     return slash ? MINF_S : MINF_V;
-}
-
-// How many lines of a kind a head reads.
-static int minference_count(const Minference *x, int slash) {
-    return max_int(slash ? x->ns : x->nv, minference_least(slash));
 }
 
 // Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
@@ -3544,7 +3535,7 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         for (int i = 0; i < m; i++)
             for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
         for (int j = 0; j < a->n && j < minference_least(slash); j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, minference_count(x, slash), idx);
+        int k = top_k(sum, a->n, x->n[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
@@ -3563,7 +3554,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
-                k[i] = minference_count(x, slash);
+                k[i] = x->n[slash];
             }
             float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least(slash));
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
@@ -3596,27 +3587,27 @@ static void minference_host(Session *s, const Minference *x, int l, const float 
 }
 
 // Prefill attention: chooses the lines of every head, then attends over them. out, q (T,H,D). A
-// head of at most MINF_S rows is dense, because the offsets always taken are every cell.
+// head with no more rows than it takes offsets is dense.
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    const Minference *x = ms;
     int m = min_int(T, MINF_LAST);
     size_t mark = scratch_mark(s);
     Lines *a = lines_new(s, l, T);
     double t = now();
     for (int h = 0; h < s->c->H; h++) {
         a[h].tile64 = 1;
-        a[h].dense = a[h].n <= MINF_S;
+        a[h].dense = a[h].n <= x->n[1];
     }
-    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
-    else minference_host(s, ms, l, q, T, a, m);
+    if (KV_DEV(s)) minference_device(s, x, l, q, T, a, m);
+    else minference_host(s, x, l, q, T, a, m);
     timed(&s->clk.index, t);
     lines_attend(s, l, a, out, q, T);
     scratch_reset(s, mark);
 }
 
 static const Opt minference_opts[] = {
-    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
-    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
-    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
+    { "minference-verticals", 'i', "512", "columns a head, 30 at least" },
+    { "minference-slashes", 'i', "2048", "diagonals a head, 50 at least" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -3626,8 +3617,7 @@ const Method minference_method = {
     .keeps   = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's "
                "last 64 rows (saves reads only)",
     .limits  = "decides the prefill attention only; combine it with a decode method by +. Its "
-               "sizes are for 32k rows and more: on short contexts give a small "
-               "--minference-ratio",
+               "sizes are for 32k rows and more: on short contexts give fewer diagonals",
     .opts    = minference_opts,
     .role    = ROLE_PREFILL,
     .state   = sizeof(Minference),

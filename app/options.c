@@ -182,6 +182,7 @@ static const struct { const char *name, *instead; } retired[] = {
     { "loopserve-gen",            "this answer's tokens are read on top of --budget" },
     { "loopserve-keep-answer-kv", "each answer is prefilled again" },
     { "keep-answer-kv",           "each answer is prefilled again" },
+    { "minference-ratio",         "--minference-verticals and --minference-slashes" },
 };
 
 enum { RETIRED = sizeof retired / sizeof *retired };
