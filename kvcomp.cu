@@ -6816,7 +6816,7 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // dense attention.
 //
 // A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
-// block of the matrix needs (block_index of kvcomp.c). The 64 rows are [s0,E); column c is needed
+// block of the matrix needs (block_columns of kvcomp.c). The 64 rows are [s0,E); column c is needed
 // if it is a vertical left of the block, or if one of the offsets [s0-c, E-1-c] is chosen, which is
 // one look at 64 bits. Needed columns are gathered into tiles of TILE. Under tile64 every row reads
 // all of them that causality allows, else exactly the cells of its lines.
