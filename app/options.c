@@ -171,22 +171,6 @@ static const struct { const char *theirs, *ours; } foreign_options[] = {
 
 enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
 
-// Options that there were once, and what to use instead.
-static const struct { const char *name, *instead; } retired[] = {
-    { "loopserve-variant",        "--paper is variant a, the paper's bound" },
-    { "loopserve-unit",           "single lines are chosen and read" },
-    { "loopserve-max-tiles",      "--loopserve-max-cells" },
-    { "loopserve-holdout",        "odd samples validate from --loopserve-samples 32 on" },
-    { "loopserve-seed",           "the sampled rows depend on turn and layer" },
-    { "loopserve-sel",            "a KV head has one set of rows" },
-    { "loopserve-gen",            "this answer's tokens are read on top of --budget" },
-    { "loopserve-keep-answer-kv", "each answer is prefilled again" },
-    { "keep-answer-kv",           "each answer is prefilled again" },
-    { "minference-ratio",         "--minference-verticals and --minference-slashes" },
-};
-
-enum { RETIRED = sizeof retired / sizeof *retired };
-
 // ---- suggestions for misspelt options
 // Takes into *best the option of the list that is nearer to name than *distance.
 static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
@@ -198,6 +182,16 @@ typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
     { "wrap",               "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
+    { "loopserve-variant",        "--paper is variant a, the paper's bound" },
+    { "loopserve-unit",           "single lines are chosen and read" },
+    { "loopserve-max-tiles",      "--loopserve-max-cells" },
+    { "loopserve-holdout",        "odd samples validate from --loopserve-samples 32 on" },
+    { "loopserve-seed",           "the sampled rows depend on turn and layer" },
+    { "loopserve-sel",            "a KV head has one set of rows" },
+    { "loopserve-gen",            "this answer's tokens are read on top of --budget" },
+    { "loopserve-keep-answer-kv", "each answer is prefilled again" },
+    { "keep-answer-kv",           "each answer is prefilled again" },
+    { "minference-ratio",         "--minference-verticals and --minference-slashes" },
     { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
     { "lychee-gqa",         "the best query head of a group counts" },
     { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },
@@ -214,8 +208,6 @@ static const Retired retired[] = {
 // Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
 // when the name is that of an option that is gone, or near to one here or in other programs.
 void unknown_option(const char *reason, const char *name) {
-    for (int i = 0; i < RETIRED; i++)
-        if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "%s; it has left: %s", reason, retired[i].instead);
     const char *best = NULL;
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
         if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is no option any more: %s", name, retired[i].instead);
