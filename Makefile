@@ -208,12 +208,11 @@ gpu-test: tests.c kvcomp.cu $(call objects,test,$(TESTS_WITH)) | deps
 	@s="$(SANITIZER)"; if [ -z "$$s" ]; then echo "compute-sanitizer is not installed: its checks are left out"; \
 	else for t in $(SANITIZE); do "$$s" --tool $$t --error-exitcode 1 ./tests_gpu $(SANITIZED) || exit 1; done; fi
 
-# Speed on a real device: the papers' methods on random weights of a real shape. A table on stdout,
-# gpu-bench.csv beside it.
+# Speed on a real device: the papers' methods on random weights of a real shape, one table a method.
 GPU_SHAPE = llama-3.1-8b
 gpu-bench: kvcomp
-	./kvcomp --bench -d cuda --synthetic $(GPU_SHAPE) -b 2048 -r 3 --bench-suite gpu-bench.csv \
-	  --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072
+	for m in full streaming snapkv quest lychee pats loopserve-d; do ./kvcomp --bench -d cuda --method $$m -b 2048 -r 3 \
+	  --synthetic $(GPU_SHAPE) --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072 || exit 1; done
 
 else    # no toolkit, or no GPU
 
@@ -431,4 +430,4 @@ fuzz: fuzz_targets
 clean:
 	rm -rf build/web build/cpu build/cuda build/dev build/test build/asan build/race
 	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c $(TESTS) tests_hard tests_race tests*_asan tests_gpu
-	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm gpu-bench.csv fuzz_ignored
+	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm fuzz_ignored

@@ -9388,23 +9388,6 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
     }
 }
 
-// Lines of a table or CSV about a method; every line's columns.
-static int suite_text(char *text, char comma, const char *method, int *fields) {
-    int lines = 0, first = -1;
-    for (char *p = text, *end; *p; p = end + 1) {
-        int n = 0;
-        end = strchr(p, '\n');
-        for (char *q = p, in = 0; q < end; q++) {
-            in ^= comma == ',' && *q == '"';
-            n += !in && *q == comma;
-        }
-        if (n && first < 0) first = n;
-        if (n && n != first) *fields = n;
-        lines += memmem(p, (size_t)(end - p), method, strlen(method)) != NULL;
-    }
-    return lines;
-}
-
 TEST(cuda_wide, "head_dim 256 and 160: every method's kernels agree with the CPU where a head is "
                 "wider than a tensor-core tile's sums") {
     const char *run[][2] = {
@@ -9434,44 +9417,6 @@ TEST(cuda_wide, "head_dim 256 and 160: every method's kernels agree with the CPU
     logit_bound = 1e-3;
     tiny_free(m[0]);
     tiny_free(m[1]);
-}
-
-TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, what refuses or "
-                 "has no time is a row too; the CSV has the same") {
-    char err[256], *text[2] = { NULL, NULL };
-    size_t size[2];
-    App a = { .o = options_of_program() };
-    const char *set[][2] = { { "device", "cuda" },
-                             { "obs-window", "2000" },
-                             { "pats-window", "8" },
-                             { "ctx-size", "400" } };
-    for (int i = 0; i < 4; i++) options_set(a.o, set[i][0], set[i][1], err);
-    a.c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
-    a.w = weights_synthetic(a.c, 1);
-    FILE *table = open_memstream(&text[0], &size[0]), *csv = open_memstream(&text[1], &size[1]);
-    int *prompt = NULL, *depth = NULL;
-    arrput(prompt, 33);
-    arrput(depth, 0);
-    arrput(depth, 100);
-    suite(&a, prompt, depth, 1, table, csv);
-    fclose(table);
-    fclose(csv);
-    for (int i = 0; i < 2; i++) {
-        int odd = 0;
-        CHECK(suite_text(text[i], i ? ',' : '|', i ? "\"full\"" : "| full ", &odd) == 3,
-              "full: one prefill, two depths: %s", text[i]);
-        CHECK(suite_text(text[i], i ? ',' : '|', "loopserve-p", &odd) == 1 &&
-                  suite_text(text[i], i ? ',' : '|', "streaming", &odd) == 2,
-              "%s", text[i]);
-        CHECK(suite_text(text[i], i ? ',' : '|', "leaves no row", &odd) == 2,
-              "snapkv and dililazy refuse such a window: %s", text[i]);
-        CHECK(!i || !odd, "a CSV line has %d commas: %s", odd, text[i]);
-        free(text[i]);
-    }
-    arrfree(prompt);
-    arrfree(depth);
-    weights_close(a.w, a.c);
-    options_free(a.o);
 }
 
 // The exit code opening a session ends with; 0: it opened.
@@ -9786,109 +9731,6 @@ TEST(cuda_step_launches,
             CHECK(n == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, n,
                   STEP_LAYERS);
         }
-}
-
-// ---- kernels one by one
-
-// What kernels_test writes for this test.
-static char *kernels_text(Session *s, Options *o, const char *test, int n, int json) {
-    static char *text;
-    static size_t size;
-    char err[256];
-    FILE *f = memory_stream(&text, &size);
-    options_set(o, "json", json ? "1" : "0", err);
-    kernels_test(s, o, test, n, f);
-    memory_stream_close(f);
-    return text;
-}
-
-// The number behind a key of the JSON line at p.
-static double kernels_number(const char *p, const char *key) {
-    char name[40];
-    snprintf(name, sizeof name, "\"%s\":", key);
-    const char *at = p ? strstr(p, name) : NULL;
-    return at ? strtod(at + strlen(name), NULL) : NAN;
-}
-
-// launches times a number, summed over the JSON lines of kernels whose name has this part.
-static double kernels_sum(const char *text, const char *part, const char *key) {
-    double sum = 0;
-    char name[64];
-    snprintf(name, sizeof name, "\"kernel\":\"%s", part);
-    for (const char *line = text; *line; line = strchr(line, '\n') + 1) {
-        const char *at = strstr(line, name);
-        if (at && at < strchr(line, '\n'))
-            sum += kernels_number(line, "launches") * kernels_number(line, key);
-    }
-    return sum;
-}
-
-TEST(cuda_bench_kernels,
-     "--bench-kernels: the launches of a step and of a prefill, their bytes add up to the "
-     "weights, rows and index, every line is JSON, a step is a graph again afterwards") {
-    const double us = 1000;  // of every launch in the emulator
-    char err[256];
-    Options *o =
-        options_of("ctk=f16 ctv=f16 batch-size=128 repeat=1 bench=1 bench-kernels=1 budget=48");
-    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
-    Weights *w = weights_synthetic(c, 1);
-    options_set(o, "device", "cuda", err);
-    Session *s = session_open(c, w, o, "full");
-    char *tg = kernels_text(s, o, "tg", 100, 1), *pp = kernels_text(s, o, "pp", 300, 1);
-    char *table = kernels_text(s, o, "tg", 100, 0);
-    double norms = (2.0 * c->L + 1) * c->C * 2, embed = (double)c->V * c->C * 2;
-    double matrices = (double)w->bytes - norms - (c->tied ? 0 : embed);
-    double product =
-        kernels_sum(tg, "gemv_kernel", "bytes") + kernels_sum(tg, "qkv_kernel", "bytes");
-    // x and y of qkv, o, gate and up, down; and of the logits.
-    double ends = 4.0 * (c->L * ((32 + 128) + (64 + 32) + (32 + 128) + (64 + 32)) + 32 + 64);
-    CHECK(product == matrices + ends,
-          "%g bytes of products, the matrices have %g, their vectors %g", product, matrices, ends);
-    CHECK(kernels_sum(tg, "", "us") == (5 * c->L + 4) * us || !emu_count, "%g us",
-          kernels_sum(tg, "", "us"));
-    CHECK(kernels_sum(tg, "decode_kernel", "bytes") > 100 * c->L * 2 * 64 &&
-              kernels_sum(tg, "decode_kernel", "bytes") < 140 * c->L * 2 * 64,
-          "%g bytes of rows", kernels_sum(tg, "decode_kernel", "bytes"));
-    double flops = kernels_sum(pp, "cublasGemmEx", "us") / us, gemm = c->L * 3 + (c->L - 1) * 9;
-    CHECK(flops == gemm || !emu_count, "%g products of a prefill in three blocks, should be %g",
-          flops, gemm);
-    CHECK(kernels_number(strstr(pp, "tensor_kernel"), "tflop_s") > 0, "%s", pp);
-    int lines = 0;
-    for (char *line = tg, *end; *line; line = end + 1, lines++) {
-        end = strchr(line, '\n');
-        *end = 0;
-        Json *j = json_parse(line, (size_t)(end - line), err);
-        CHECK(j, "%s: %s", line, err);
-        json_free(j);
-        double gb_s = kernels_number(line, "bytes") / kernels_number(line, "us") * 1e-3;
-        double share = gb_s / kernels_number(line, "copy_gb_s");
-        CHECK(fabs(share - kernels_number(line, "share")) <= .05 * share, "%s", line);
-    }
-    int rows = 0, width = 0;
-    for (char *line = table, *end; *line; line = end + 1) {
-        end = strchr(line, '\n');
-        if (*line != '|') continue;
-        if (!width) width = (int)(end - line);
-        CHECK(end - line == width, "a line of %d characters: %.*s", (int)(end - line),
-              (int)(end - line), line);
-        rows++;
-    }
-    CHECK(rows == lines + 3, "%d rows of a table, %d lines", rows, lines);
-    decode(s, 1);
-    decode(s, 2);
-    CHECK(cuda_graphs(s), "a step is no graph any more");
-    session_close(s);
-    options_set(o, "quest-full-layers", "0", err);
-    s = session_open(c, w, o, "quest");
-    char *quest = kernels_text(s, o, "tg", 100, 1);
-    CHECK(kernels_number(strstr(quest, "quest_kernel"), "bytes") > 0, "%s", quest);
-    session_close(s);
-    free(quest);
-    free(table);
-    free(tg);
-    free(pp);
-    weights_close(w, c);
-    options_free(o);
 }
 
 // ---- the best of the logits

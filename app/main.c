@@ -323,11 +323,6 @@ static void check_options(const Options *o) {
     if (opt_int(o, "think") && opt_int(o, "no-think"))
         die(EXIT_USAGE, "--think and --no-think contradict each other; give one");
     check_trace(o);
-    if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
-    if (opt_int(o, "bench-kernels") && !bench) die(EXIT_USAGE, "--bench-kernels goes with --bench");
-    if (opt_int(o, "bench-file") && !bench) die(EXIT_USAGE, "--bench-file goes with --bench");
-    if (opt_int(o, "bench-kernels") && (*opt_str(o, "bench-suite") || opt_int(o, "csv")))
-        die(EXIT_USAGE, "--bench-kernels prints a table or --json, and goes neither with --bench-suite nor with --csv");
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
     if (opt_int(o, "csv") && !eval && !bench && !*opt_str(o, "eval-merge"))

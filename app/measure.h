@@ -174,8 +174,7 @@ int *ids_put(int *ids, const int *x, int n);
 int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o);
 
 // ---- --bench
-// The mode --bench: opens the model and prints the table of one method, with --bench-suite of all,
-// with --bench-kernels of the kernels of one. Returns the exit code.
+// The mode --bench: opens the model and prints the table of one method. Returns the exit code.
 int bench(Options *o);
 
 #endif

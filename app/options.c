@@ -134,12 +134,6 @@ const Opt program_options[] = {
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
-    { "bench-kernels", 'b', "0",
-      "with -d cuda: every kernel of those prefills and decode steps by itself, its time, bytes and share" },
-    { "bench-file",    'b', "0",
-      "with --bench: a checkpoint from its files: first token cold and warm, memory at its peak, threads" },
-    { "bench-suite",   's', "",
-      "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts", 1, 1000 },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
@@ -192,6 +186,9 @@ static const Retired retired[] = {
     { "loopserve-keep-answer-kv", "each answer is prefilled again" },
     { "keep-answer-kv",           "each answer is prefilled again" },
     { "minference-ratio",         "--minference-verticals and --minference-slashes" },
+    { "bench-suite",        "run --bench once a method" },
+    { "bench-file",         "run --bench -m DIR, and --inspect for its memory" },
+    { "bench-kernels",      "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
     { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
     { "lychee-gqa",         "the best query head of a group counts" },
     { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },
@@ -303,7 +300,6 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "markdown",       RUN_EVAL | RUN_MERGE },
     { "bench-depths",   RUN_BENCH },
     { "bench-prompts",  RUN_BENCH },
-    { "bench-file",     RUN_BENCH },
     { "repeat",         RUN_BENCH },
 };
 
@@ -387,7 +383,7 @@ static int run_looks_at(const char *name, int run) {
 
 // Says in one line which of the given options this run never looks at, and in another one which the
 // methods do not; and which ones --temp 0 and --raw leave without effect. Greedy sampling is what an
-// evaluation does anyway, so --temp 0 there is no mistake. The suite, the report, the demonstration
+// evaluation does anyway, so --temp 0 there is no mistake. The report, the demonstration
 // and the lines of a batch name their own methods.
 void say_without_effect(const Options *o) {
     static const char *const only_drawn[3] = { "top-k", "top-p", "min-p" };
@@ -395,7 +391,7 @@ void say_without_effect(const Options *o) {
     char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
     int run = run_kind(o);
-    int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run & (RUN_DEMO | RUN_BATCH);
+    int own_choice = *opt_str(o, "report") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
     if (run & RUN_TALKS && opt_real(o, "temp") <= 0) flags_add(greedy_text, o, only_drawn);
     if (run & RUN_REPLIES && opt_int(o, "raw")) flags_add(raw_text, o, only_rendered);

@@ -22,8 +22,8 @@ int is_of_methods(const char *name);
 
 // Says in one line which of the given options this run never looks at, and in another one which the
 // methods do not; and which ones --temp 0 and --raw leave without effect. Greedy sampling is what an
-// evaluation does anyway, so --temp 0 there is no mistake. The suite, the report, the demonstration
-// and the lines of a batch name their own methods.
+// evaluation does anyway, so --temp 0 there is no mistake. The report, the demonstration and the lines
+// of a batch name their own methods.
 void say_without_effect(const Options *o);
 
 extern const Opt program_options[];     // the table, ended by name NULL

@@ -1,12 +1,12 @@
 #!/bin/sh
 # The first ten minutes on a GPU, in one command:   sh data/gpu_slot.sh [report.txt]
 #
-# It builds, runs the CUDA tests on the device, measures what NOTES.md predicts, whole steps and single
-# kernels, and writes one text file: every prediction beside what was measured, and which ones missed.
+# It builds, runs the CUDA tests on the device, measures the whole steps that NOTES.md predicts, has ncu count
+# in single kernels, and writes one text file: every prediction beside what was measured, and which ones missed.
 #
 # It needs make, a C compiler, nvcc with cuBLAS, stb_ds.h (CPATH=DIR where it lies in DIR/stb/), and nothing
 # else: no model, no network. ncu is used where it is installed. SHAPE, PROMPTS, DEPTHS and STEPS ("build
-# tests bench kernels ncu") choose less of it; PREDICTIONS=FILE are others than those below, DEVICE another
+# tests bench ncu") choose less of it; PREDICTIONS=FILE are others than those below, DEVICE another
 # -d.
 #
 # A step that fails is written down, and the next one begins. Exit code 0: every test passed and every
@@ -16,7 +16,7 @@ REPORT=${1:-gpu-slot.txt}
 SHAPE=${SHAPE:-llama-3.1-8b}
 PROMPTS=${PROMPTS:-2048,8192}
 DEPTHS=${DEPTHS:-0,65536}
-STEPS=${STEPS:-build tests bench kernels ncu}
+STEPS=${STEPS:-build tests bench ncu}
 KVCOMP=${KVCOMP:-./kvcomp}
 WORK=$(mktemp -d) || exit 1
 trap 'rm -rf "$WORK"' EXIT
@@ -26,8 +26,7 @@ BAD=0
 # key | least | most | what it is, and why. Shares are per cent of the copy rate that the same line measured,
 # so they hold for any card; what is in ms or us is for an H200 (copies 4.3 TB/s; 132 multiprocessors at
 # 1.98 GHz issue 1,045 G instructions of a warp a second). METHOD:TEST:N:FIELD is a line of --bench --json,
-# METHOD:TEST:N:KERNEL:ROWSxCOLS:FIELD one of --bench-kernels (0x0: no shape), METHOD:TEST:N:launches and :us
-# the sum over its lines. FIELDs are its keys; ms: milliseconds a token.
+# and FIELDs are its keys; ms: milliseconds a token.
 #
 # The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth
 # 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164
@@ -57,25 +56,6 @@ pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at 
                                       packed anew
 full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250
                                       to 400, 28 to 60 ms of rounding, scaling, adding
-full:tg:65536:launches  | 164 | 164 | five a layer and four
-full:tg:65536:gqa_kernel:0x0:share            | 80 | 93 | 268 MB a launch: 62 us at the copy rate, and 2 for
-                                                          the start, the joining and the events
-full:tg:65536:qkv_kernel:6144x4096:share      | 65 | 88 | 50 MB: 11.7 us, and 2 to 5
-full:tg:65536:gemv_kernel:4096x4096:share     | 55 | 85 | 34 MB: 7.8 us, and 2 to 5
-full:tg:65536:gemv_kernel:28672x4096:share    | 86 | 97 | 235 MB: 54.6 us, and 2 to 8
-full:tg:65536:gemv_kernel:4096x14336:share    | 80 | 95 | 117 MB: 27.3 us, and 2 to 6
-full:tg:65536:gemv_kernel:128256x4096:share   | 90 | 99 | 1,051 MB: 244 us, and 2 to 20
-full:tg:65536:pick_kernel:1x128256:us         | 5  | 16 | two selections one behind the other: about 30
-                                                          meetings of a block at .1 us each, three reads
-                                                          from L2, three from shared memory
-quest:tg:65536:quest_kernel:0x0:us            | 10 | 25 | 21 MB of bounds: 4.9 us, and a selection among
-                                                          4,096 pages
-lychee:tg:65536:lychee_kernel:0x0:us          | 10 | 30 | 4.8 MB of centres: 1.1 us, and a selection in
-                                                          rounds
-pats:tg:8192:gqa_kernel:0x0:share             | 40 | 85 | 21.7 MB: 5.1 us, and 1 to 7
-full:pp:8192:cublasGemmEx:28672x4096:tflop_s  | 550 | 800 | 2,048 rows fill the card
-full:pp:8192:tensor_kernel:0x0:tflop_s        | 220 | 420 | 2.5 other instructions a product, no warp-group
-                                                            products: half of the rate of a GEMM at best
 P
 }
 
@@ -148,17 +128,9 @@ if wants bench; then
     for method in lychee quest loopserve-d; do bench $method "$first" "$last"; done
 fi
 
-if wants kernels; then
-    title "single kernels, by events"
-    bench full "${PROMPTS##*,}" "$last" --bench-kernels
-    bench pats "$first" "${SHORT:-8192}" "--pats-bmax 8 --bench-kernels"
-    for method in lychee quest; do bench $method "$first" "$last" --bench-kernels; done
-fi
-
 # ---- predicted beside measured
 # A JSON line of a test becomes lines "METHOD:TEST:N:KEY value"; ms, and tera: TFLOP/s of a prefill's
-# products, which take GFLOP_A_TOKEN. One of a kernel becomes "METHOD:TEST:N:KERNEL:ROWSxCOLS:KEY value", and
-# counts in the two sums.
+# products, which take GFLOP_A_TOKEN.
 measured() {
     awk -v products="${GFLOP_A_TOKEN:-15.0}" '
         function field(key,   at, rest) {
@@ -169,16 +141,6 @@ measured() {
             gsub(/"/, "", rest)
             return rest
         }
-        /"kernel":/ {
-            test = field("method") ":" field("test") ":" field("n") ":"
-            key = test field("kernel") ":" field("rows") "x" field("cols") ":"
-            launches[test] += field("launches")
-            us[test] += field("launches") * field("us")
-            print key "share", 100 * field("share")
-            print key "us", field("us")
-            print key "tflop_s", field("tflop_s")
-            next
-        }
         {
             key = field("method") ":" field("test") ":" field("n") ":"
             print key "share", 100 * field("share")
@@ -186,12 +148,6 @@ measured() {
             print key "tera", products * field("tok_s") / 1000
             print key "growth_ms", field("growth_ms")
             print key "read_gb_s", field("read_gb_s")
-        }
-        END {
-            for (test in launches) {
-                print test "launches", launches[test]
-                print test "us", us[test]
-            }
         }' "$WORK/lines"
 }
 

@@ -2233,15 +2233,12 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--budgets 5 -p hi", 2, "--compare" },
         { "--csv -p hi", 2, "--eval" },
         { "--json-rows -p hi", 2, "--json" },
-        { "--bench-suite x.csv -p hi", 2, "--bench" },
-        { "--bench-kernels -p hi", 2, "goes with --bench" },
-        { "--bench-file -p hi", 2, "goes with --bench" },
-        { "--bench --bench-kernels --csv", 2, "--json" },
-        { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
+        { "--bench-suite x.csv -p hi", 2, "--bench-suite is no option any more: run --bench once a method" },
+        { "--bench --bench-kernels", 2, "is no option any more: profile --bench" },
+        { "--bench-file=1", 2, "is no option any more: run --bench -m DIR" },
         { "--bench --json --csv", 2, "--json and --csv" },
         { "--ids x --dump-logits - --json", 2, "standard output" },
         { "--think --no-think", 2, "contradict" },
-        { "--bench --bench-suite /nonexistent/x", 1, "No such file" },
         { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
         { "--lychee-chunks-per-cluster 2147483647 -p hi", 2, "is outside" },
         { "--lychee-gqa sum -p hi", 2, "is no option any more: the best query head of a group counts" },
@@ -2884,45 +2881,6 @@ TEST(
           sqrt(error / square));
 }
 
-TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold and warm, its memory "
-                     "beside the plan and "
-                     "1, 2, 4 .. threads; random weights have no files") {
-    char err[256];
-    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 40 --repeat 1 -t 3 --json") == 0, "%s",
-          sh_err);
-    Json *j = json_parse(sh_out, strlen(sh_out), err);
-    CHECK(j, "%s", err);
-    if (!j) return;
-    const Json *threads = json_get(j, "threads"), *cached = json_get(j, "cached");
-    CHECK(threads && threads->type == JSON_ARRAY && threads->n == 3, "%s", sh_out);
-    static const int want[] = { 1, 2, 3 };
-    for (int i = 0; i < 3; i++) {
-        const Json *x = &threads->item[i];
-        CHECK(json_get(x, "threads")->i == want[i], "%s", sh_out);
-        CHECK(json_get(x, "pp_tok_s")->num > 0 && json_get(x, "tg_tok_s")->num > 0, "%s", sh_out);
-    }
-    CHECK(json_get(j, "file_bytes")->i == 6449928 && json_get(j, "n")->i == 40, "%s", sh_out);
-    CHECK(cached->num >= 0 && cached->num <= 1 && json_get(j, "ttft_cold_s")->num > 0, "%s",
-          sh_out);
-    CHECK(json_get(j, "rss_peak")->i > 6449928 && json_get(j, "planned_bytes")->i > 6449928, "%s",
-          sh_out);
-    json_free(j);
-    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 8 --repeat 1 -t 1 --huge-pages off "
-             "--weights q8_0") == 0,
-          "%s", sh_err);
-    CHECK(strstr(sh_out, "q8_0 weights, 0.01 GB on disk, huge pages off") &&
-              strstr(sh_out, "files in memory"),
-          "%s", sh_out);
-    CHECK(sh("./kvcomp --bench --bench-file --synthetic tiny") == 2 &&
-              strstr(sh_err, "--bench-file"),
-          "%s", sh_err);
-    CHECK(sh("./kvcomp --bench --bench-file --csv") == 2 && strstr(sh_err, "--bench-file"), "%s",
-          sh_err);
-    CHECK(sh("./kvcomp --bench --bench-file --bench-depths 0") == 2 &&
-              strstr(sh_err, "has no --bench-depths"),
-          "%s", sh_err);
-}
-
 TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge "
                        "pages and without") {
     for (int huge = 0; huge < 2; huge++) {
@@ -3506,10 +3464,9 @@ TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU pr
 }
 
 // A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and
-// depths it is asked for; with --bench-kernels those of every kernel that a prediction names.
+// depths it is asked for.
 static const char fake_bench[] =
     "#!/bin/sh\n"
-    "case \"$*\" in *--bench-kernels*) kernels=1 ;; esac\n"
     "while [ $# -gt 0 ]; do\n"
     "    case $1 in --method) m=$2 ;; --bench-prompts) p=$2 ;; --bench-depths) d=$2 ;; esac\n"
     "    shift\n"
@@ -3518,28 +3475,15 @@ static const char fake_bench[] =
     "line() { echo "
     "\"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:"
     "L2,H4\\\",$3}\"; }\n"
-    "kernel() { line $1 $2 "
-    "\"\\\"kernel\\\":\\\"$3\\\",\\\"rows\\\":$4,\\\"cols\\\":$5,\\\"launches\\\":$6,\\\"us\\\":$7,"
-    "\\\"bytes\\\":1,\\\"gb_s\\\":2,\\\"copy_gb_s\\\":4,\\\"share\\\":0.5,\\\"tflop_s\\\":300.5\"; "
-    "}\n"
-    "for n in $(echo $p | tr , ' '); do\n"
-    "    if [ -z \"$kernels\" ]; then line pp $n '\"tok_s\":200.0,\"share\":0.1'; continue; fi\n"
-    "    kernel pp $n cublasGemmEx 28672 4096 31 100; kernel pp $n tensor_kernel 0 0 32 80\n"
-    "done\n"
+    "for n in $(echo $p | tr , ' '); do line pp $n '\"tok_s\":200.0,\"share\":0.1'; done\n"
     "for n in $(echo $d | tr , ' '); do\n"
-    "    if [ -z \"$kernels\" ]; then line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'; "
-    "continue; fi\n"
-    "    kernel tg $n qkv_kernel 6144 4096 32 12; kernel tg $n gqa_kernel 0 0 32 62.5\n"
-    "    kernel tg $n quest_kernel 0 0 0.5 20; kernel tg $n lychee_kernel 0 0 0.5 20\n"
-    "    for w in 4096\\ 4096 28672\\ 4096 4096\\ 14336; do kernel tg $n gemv_kernel $w 32 10; "
-    "done\n"
-    "    kernel tg $n gemv_kernel 128256 4096 1 244; kernel tg $n pick_kernel 1 128256 1 9\n"
+    "    line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'\n"
     "done\n";
 
 // Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the
 // exit code.
 static int fake_slot(const char *folder, const char *variables, char *report, size_t size) {
-    int rc = sh("%s KVCOMP=%s/kvcomp STEPS='bench kernels' sh data/gpu_slot.sh %s/report.txt",
+    int rc = sh("%s KVCOMP=%s/kvcomp STEPS=bench sh data/gpu_slot.sh %s/report.txt",
                 variables, folder, folder);
     char path[200];
     snprintf(path, sizeof path, "%s/report.txt", folder);
@@ -3557,7 +3501,7 @@ static int slot_says(const char *report, const char *key, const char *verdict) {
 
 TEST(cli_gpu_slot,
      "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
-     "measured, sums over kernels, a run that fails; its own predictions all name what is "
+     "measured, a run that fails; its own predictions all name what is "
      "measured") {
     static char report[65536];
     static const char *const wanted[][3] = {
@@ -3567,12 +3511,7 @@ TEST(cli_gpu_slot,
         { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
         { "full:pp:2048:share", "1 | 9.9", "MISSED, more" },
         { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
-        { "full:tg:65536:launches", "163 | 163", "held" },
-        { "full:tg:65536:us", "3616 | 3618", "held" },
-        { "full:tg:65536:gemv_kernel:4096x4096:us", "10 | 10", "held" },
-        { "full:pp:8192:tensor_kernel:0x0:tflop_s", "300 | 301", "held" },
         { "full:tg:7:ms", "1 | 2", "not measured" },
-        { "full:tg:65536:gemv_kernel:1x1:us", "1 | 2", "not measured" },
     };
     char d[64] = "/tmp/kvt-slot-XXXXXX", path[100], table[4096] = "", held[200];
     CHECK(mkdtemp(d), "no folder");
@@ -3605,7 +3544,7 @@ TEST(cli_gpu_slot,
           report);
 
     rc = fake_slot(d, "", report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "pick_kernel:1x128256:us") && !strstr(report, "not measured"),
+    CHECK(rc == 1 && strstr(report, "pats:tg:8192:ms") && !strstr(report, "not measured"),
           "exit %d: %s", rc, report);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
@@ -4256,11 +4195,6 @@ TEST(cli_save_full,
     CHECK(sh("./kvcomp -q --report %s/x.html --eval file --eval-file /nonexistent; test ! -e "
              "%s/x.html -a ! -e %s/x.csv",
              d, d, d) == 0,
-          "%s", sh_err);
-    CHECK(sh("%s " SYN "--bench --bench-prompts 4,5,6,7,8,9,10,11,12 --bench-depths 0 -r 1 "
-                       "--bench-suite %s/b.csv >/dev/null",
-             limit, d) == 1 &&
-              strstr(sh_err, "the old file stays"),
           "%s", sh_err);
     CHECK(holds(d, "r.html", "old\n") && holds(d, "r.csv", "old\n") && holds(d, "b.csv", "old\n"),
           "an old file is gone");
@@ -4955,32 +4889,22 @@ TEST(cli_signals_stop, "Ctrl-Z and SIGSTOP at the prompt and in a reply: the she
 }
 
 TEST(cli_signals_work,
-     "TERM, HUP, QUIT and INT in loading, evaluation, report and a bench suite: the status is the "
+     "TERM, HUP, QUIT and INT in loading, evaluation and report: the status is the "
      "signal's, the old file stays, the one in the making goes") {
     char d[64], path[100];
     CHECK(save_folder(d), "no folder");
     snprintf(path, sizeof path, "%s/r.html", d);
     char *eval[] = { "./kvcomp", "-v",       "--eval", "all", "--eval-items",
                      "100000",   "--report", path,     NULL };
-    char *suite[] = { "./kvcomp",
-                      "--synthetic",
-                      "L2,H4,G2,D16,C64,F96,V2048",
-                      "--bench",
-                      "--bench-depths",
-                      "100000,200000,400000,800000",
-                      "--bench-suite",
-                      path,
-                      NULL };
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4; i++) {
         int sig = i % 4 < 3 ? ending_signals[i % 4] : SIGINT;
         write_text_file(path, "old\n");
-        Pty *p = pty_start(i < 4 ? eval : suite, 0, 0);
+        Pty *p = pty_start(eval, 0, 0);
         if (!p) {
             CHECK(0, "no terminal: %s", strerror(errno));
             return;
         }
-        CHECK(pty_wait(p, i < 4 ? "--temp=" : "|"), "it has not begun: %.300s", p->seen);
-        CHECK(i < 4 || files_in(d) == 2, "the table is made beside its place: %d", files_in(d));
+        CHECK(pty_wait(p, "--temp="), "it has not begun: %.300s", p->seen);
         kill(p->pid, sig);
         int status = pty_end(p);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p),
