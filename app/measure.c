@@ -49,26 +49,16 @@
 // ---- what an item is
 // An item is a dialogue with its right answers: a list of turns, some of which are scored.
 
-// The metrics by which a reply can be scored, and their names in a file of dialogues.
+// The scores by which a reply can be judged, and their names in a file of dialogues.
 enum {
     METRIC_F1,                  // F1 of the two bags of words
     METRIC_CLASS,               // accuracy among the labels of the turn
     METRIC_ROUGE,               // Rouge-L over words in their order
-    METRIC_ROUGE_LONGBENCH,     // Rouge-L as LongBench's package counts it
     METRIC_FOUND,               // 1 if the reply holds the answer
     METRIC_EXACT,               // 1 if the reply is the answer
-    METRIC_F1_ZH,               // F1 of Chinese text: a character counts as a word
-    METRIC_ROUGE_ZH,            // LongBench's Rouge-L, likewise
-    METRIC_NUMBER,              // share of the numbers in the reply that are the answer's
-    METRIC_CODE,                // how alike the first line of code and the right one are
-    METRIC_MATCH_ALL,           // RULER: share of the answers that the reply holds
-    METRIC_MATCH_PART,          // RULER: 1 if the reply holds one of the answers
     METRICS
 };
-static const char *eval_metrics[METRICS] = {
-    "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact", "f1-zh", "rouge-zh", "number", "code", "match-all",
-    "match-part"
-};
+static const char *eval_metrics[METRICS] = { "f1", "choice", "rouge", "found", "exact" };
 
 // ---- what a run measures
 
@@ -91,7 +81,6 @@ void eval_set_free(EvalSet *e) {
     }
     arrfree(e->item);
     strreset(&e->mem);
-    json_free(e->prompts);
 }
 
 // Frees the lists of a row.
@@ -1027,15 +1016,15 @@ static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *le
 }
 
 // ---- items from a file
-// --eval-file has one JSON object a line; blank lines are skipped. A line is one of three things:
-//   A dialogue   {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
-//                In place of "user" a turn may have "paras":[..] and "query":.. A turn without answers
-//                is not scored. The reply is the whole sentence around the first answer.
-//   LongBench    {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}
-//                It becomes one turn: the prompt that --eval-prompts has for the dataset, or without it
-//                the context, and behind it the input.
-//   RULER        {"index":..,"input":..,"outputs":[..],"answer_prefix":..,"length":..}
-//                It becomes one turn: the input, and behind it the prefix.
+// --eval-file has one JSON object a line; blank lines are skipped:
+//   {"task":..,"score":..,"messages":[{"role":"user","content":..},
+//                                     {"role":"assistant","content":..,"answers":[..],"choices":[..]},..]}
+// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers,
+// and may then lack "content". The reply is the whole sentence around the first answer. What the last user
+// message is to be answered with may stand beside "messages", as "answers" and "choices".
+//
+// The same in turns: {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
+// In place of "user" a turn may have "paras":[..] and "query":..
 // The readers return 0; or -1, with err filled, when the line is none of them.
 
 // Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
@@ -1065,6 +1054,15 @@ static const char *read_task(EvalSet *e, const Json *obj, const char *key, const
     return *name ? set_text(e, name, strlen(name)) : other;
 }
 
+// Notes where the first answer stands in the right reply.
+static void mark_answer(EvalTurn *t) {
+    const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
+    if (!at) return;
+    int from = (int)(at - t->reply);
+    arrput(t->span, from);
+    arrput(t->span, from + (int)strlen(t->answers[0]));
+}
+
 // Reads one turn of a dialogue into *t, whose fields are 0.
 static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
     char **paras = NULL, *query = NULL;
@@ -1083,208 +1081,79 @@ static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
     arrfree(paras);
     if (bad) return -1;
 
-    // Where the first answer stands in the reply
-    const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
-    if (at) {
-        int from = (int)(at - t->reply);
-        arrput(t->span, from);
-        arrput(t->span, from + (int)strlen(t->answers[0]));
-    }
+    mark_answer(t);
     return t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
 }
 
-// Reads a dialogue into *it.
-static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalItem *it, char err[512]) {
-    const char *metric = json_text(obj, "metric");
+// Takes the score that an item names into *metric; METRIC_FOUND when it names none.
+static int read_metric(const char *name, int *metric, char err[512]) {
+    *metric = METRIC_FOUND;
+    if (!*name) return 0;
+    if (!strcmp(name, "accuracy")) name = "choice";
+    *metric = 0;
+    while (*metric < METRICS && strcmp(name, eval_metrics[*metric])) ++*metric;
+    if (*metric < METRICS) return 0;
+    return fault(err, "'score' wants one of f1, choice, rouge, found, exact, found '%.40s' (other benchmarks: "
+                 "data/lm_eval_kvcomp.py)", name);
+}
+
+// Reads the turns of a dialogue into *it.
+static int read_dialogue(EvalSet *e, const Json *turns, EvalItem *it, char err[512]) {
     char why[512];
     if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
-
-    it->metric = METRIC_FOUND;
-    if (*metric) {
-        it->metric = 0;
-        while (it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
-    }
-    if (it->metric == METRICS)
-        return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, f1-zh, "
-                     "rouge-zh, number, code, match-all, match-part, found '%.40s'", metric);
-    it->task = read_task(e, obj, "type", it->task);
-
     for (int i = 0; i < turns->n; i++) {
         EvalTurn t = { 0 };
         int bad = read_turn(e, &turns->item[i], &t, why);
         arrput(it->turn, t);
         if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
-        if (it->metric == METRIC_CLASS && t.answers && !t.classes)
-            return fault(err, "turn %d: metric accuracy wants 'classes'", i + 1);
     }
     return 0;
 }
 
-// What a benchmark's own scripts do with the answers to one of its data sets.
-typedef struct {
-    const char *name;           // how the set's name begins: "trec_e" is a trec
-    int metric;
-    int most;                   // tokens of a reply
-    int first_line;             // 1: only the first line of a reply is scored
-    int plain;                  // 1: its prompts go without a chat template
-} Dataset;
-
-static const Dataset longbench_sets[] = {
-    { "narrativeqa",          METRIC_F1,              128, 0, 0 },
-    { "qasper",               METRIC_F1,              128, 0, 0 },
-    { "multifieldqa_en",      METRIC_F1,              64,  0, 0 },
-    { "multifieldqa_zh",      METRIC_F1_ZH,           64,  0, 0 },
-    { "hotpotqa",             METRIC_F1,              32,  0, 0 },
-    { "2wikimqa",             METRIC_F1,              32,  0, 0 },
-    { "musique",              METRIC_F1,              32,  0, 0 },
-    { "dureader",             METRIC_ROUGE_ZH,        128, 0, 0 },
-    { "gov_report",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
-    { "qmsum",                METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
-    { "multi_news",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
-    { "vcsum",                METRIC_ROUGE_ZH,        512, 0, 0 },
-    { "trec",                 METRIC_CLASS,           64,  1, 1 },
-    { "triviaqa",             METRIC_F1,              32,  1, 1 },
-    { "samsum",               METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
-    { "lsht",                 METRIC_CLASS,           64,  1, 1 },
-    { "passage_count",        METRIC_NUMBER,          32,  0, 0 },
-    { "passage_retrieval",    METRIC_NUMBER,          32,  0, 0 },
-    { "lcc",                  METRIC_CODE,            64,  0, 1 },
-    { "repobench-p",          METRIC_CODE,            64,  0, 1 },
-    { NULL, 0, 0, 0, 0 },
-};
-
-static const Dataset ruler_sets[] = {
-    { "niah", METRIC_MATCH_ALL,  128, 0, 0 },
-    { "vt",   METRIC_MATCH_ALL,  30,  0, 0 },
-    { "cwe",  METRIC_MATCH_ALL,  120, 0, 0 },
-    { "fwe",  METRIC_MATCH_ALL,  50,  0, 0 },
-    { "qa",   METRIC_MATCH_PART, 32,  0, 0 },
-    { NULL,   METRIC_MATCH_ALL,  128, 0, 0 },           // a task of somebody's own
-};
-
-// The set of this name; the last one, whose name is NULL, when it is none.
-static const Dataset *dataset_of(const Dataset *sets, const char *name) {
-    while (sets->name && strncmp(name, sets->name, strlen(sets->name))) sets++;
-    return sets;
+// Reads what a reply is scored by into *t: from an assistant's message, or from the item itself.
+static int read_gold(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
+    return read_list(e, obj, "answers", &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
 }
 
-// Puts context and input into a prompt, where {context} and {input} stand; {{ and }} stand for braces.
-// Anything else in braces is refused.
-static int prompt_fill(EvalSet *e, const char *form, const char *context, const char *input, char **text,
-                       char err[512]) {
-    char *out = NULL;
-    const struct { const char *mark, *put; } marks[] = {
-        { "{context}", context }, { "{input}", input }, { "{{", "{" }, { "}}", "}" },
-    };
-    for (const char *p = form; *p; ) {
-        size_t n = strcspn(p, "{}"), k = 0;
-        bytes_put(&out, p, n);
-        p += n;
-        if (!*p) break;
-        while (k < 4 && strncmp(p, marks[k].mark, strlen(marks[k].mark))) k++;
-        if (k == 4) {
-            arrfree(out);
-            return fault(err, "its prompt has '%.12s', expected {context}, {input}, {{ or }}", p);
-        }
-        bytes_put(&out, marks[k].put, strlen(marks[k].put));
-        p += strlen(marks[k].mark);
+// Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it.
+static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem *it, char err[512]) {
+    char why[512];
+    if (list->type != JSON_ARRAY || !list->n) return fault(err, "'messages' is no list of messages");
+    for (int i = 0; i < list->n; i++) {
+        const Json *m = &list->item[i];
+        const char *role = json_text(m, "role"), *want = i % 2 ? "assistant" : "user";
+        if (m->type != JSON_OBJECT || strcmp(role, want))
+            return fault(err, "message %d is of '%.20s', expected '%s' (a system message: --system)", i + 1, role, want);
+        if (i % 2 == 0) arrput(it->turn, ((EvalTurn){ .position = -1, .depth = -1 }));
+        EvalTurn *t = &arrlast(it->turn);
+        int bad = read_text(e, m, "content", i % 2 ? &t->reply : &t->user, why);
+        if (!bad && i % 2) bad = read_gold(e, m, t, why);
+        if (!bad && i % 2 == 0 && !t->user) bad = fault(why, "no 'content'");
+        if (bad) return fault(err, "message %d: %.400s", i + 1, why);
+        if (i % 2) mark_answer(t);
     }
-    *text = set_text(e, out, arrlenu(out));
-    arrfree(out);
-    return 0;
-}
-
-// The prompt that --eval-prompts has for a dataset, for "trec_e" that of "trec". "": none.
-static const char *prompt_of(const Json *prompts, const char *dataset) {
-    char name[160];
-    size_t n = strlen(dataset);
-    if (n > 2 && !strcmp(dataset + n - 2, "_e") && !*json_text(prompts, dataset)) n -= 2;
-    snprintf(name, sizeof name, "%.*s", (int)min_size(n, 159), dataset);
-    return json_text(prompts, name);
-}
-
-// Reads a LongBench item into *it, scored as its dataset is. A dataset that LongBench does not have is
-// scored by accuracy where there are classes, otherwise by F1.
-static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
-    char *context = "", *input = "", **lines = NULL;
-    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
-
-    // The item
-    it->task = read_task(e, obj, "dataset", it->task);
-    const Dataset *set = dataset_of(longbench_sets, it->task);
-    it->most = set->most;
-    it->first_line = set->first_line;
-    it->plain = e->prompts && set->plain;
-
-    // The turn
-    int bad = read_text(e, obj, "context", &context, err)
-           || read_text(e, obj, "input", &input, err)
-           || read_list(e, obj, "answers", &t.answers, err)
-           || read_list(e, obj, "all_classes", &t.classes, err);
-    if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
-    it->metric = set->metric;
-    if (!set->name) it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
-    if (!bad && it->metric == METRIC_CLASS && !t.classes) bad = fault(err, "a %.40s without 'all_classes'", it->task);
-    if (!bad && e->prompts) {
-        const char *form = prompt_of(e->prompts, it->task);
-        bad = *form ? prompt_fill(e, form, context, input, &t.user, err)
-                    : fault(err, "--eval-prompts has no prompt for dataset '%.40s'", it->task);
-    } else {
-        if (*context) arrput(lines, context);
-        t.user = message(e, lines, "\n\n", *input ? input : NULL, BEHIND_TEXT);
-        arrfree(lines);
-    }
-    arrput(it->turn, t);
-    if (!bad && !*context && !*input) bad = fault(err, "'context' and 'input' are both empty");
-    return bad;
-}
-
-// What RULER calls the task of a file: it writes TASK/validation.jsonl, and predictions to TASK.jsonl.
-static const char *file_task(EvalSet *e, const char *path) {
-    const char *end = path + strlen(path), *name = end;
-    while (name > path && name[-1] != '/') name--;
-    int folder = !strcmp(name, "validation.jsonl") || !strcmp(name, "test.jsonl");
-    if (folder && name > path) {
-        end = name - 1;
-        name = end;
-        while (name > path && name[-1] != '/') name--;
-    } else if (strchr(name, '.')) {
-        end = strchr(name, '.');
-    }
-    return end > name ? set_text(e, name, (size_t)(end - name)) : "ruler";
-}
-
-// Reads an item of RULER's task into *it. The end of its question, which is there to be gone on from,
-// stands apart in newer files: the two are put together again.
-static int read_ruler(EvalSet *e, const Json *obj, const char *task, EvalItem *it, char err[512]) {
-    char *input = NULL, *prefix = "";
-    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
-    int bad = read_text(e, obj, "input", &input, err) || read_text(e, obj, "answer_prefix", &prefix, err)
-           || read_list(e, obj, "outputs", &t.answers, err);
-    if (!bad && (!input || !t.answers)) bad = fault(err, "a RULER item without 'input' or 'outputs'");
-    if (!bad) t.user = set_printf(e, "%s%s", input, prefix);
-    if (!bad && !*t.user) bad = fault(err, "'input' is empty");
-    arrput(it->turn, t);
-    it->task = task;
-    it->metric = dataset_of(ruler_sets, task)->metric;
-    it->most = dataset_of(ruler_sets, task)->most;
-    return bad;
+    return list->n % 2 ? read_gold(e, obj, &arrlast(it->turn), err) : 0;
 }
 
 // Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
-// it. task is what RULER calls the file.
-static int read_item(EvalSet *e, const Tokenizer *tok, const char *task, const char *line, size_t n, char err[512]) {
+// it.
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
     Json *obj = json_parse(line, n, err);
     if (!obj) return -1;
-    const Json *turns = json_get(obj, "turns");
-    EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
+    const Json *turns = json_get(obj, "turns"), *messages = json_get(obj, "messages");
+    EvalItem it = { .number = (int)arrlen(e->item) };
     int bad;
+    it.task = read_task(e, obj, "task", read_task(e, obj, "type", "file"));
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
-    else if (turns) bad = read_dialogue(e, obj, turns, &it, err);
-    else if (json_get(obj, "outputs")) bad = read_ruler(e, obj, task, &it, err);
-    else if (json_get(obj, "input") || json_get(obj, "context")) bad = read_longbench(e, obj, &it, err);
-    else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' with 'context' (LongBench) or 'outputs' (RULER)");
+    else if (messages) bad = read_messages(e, obj, messages, &it, err);
+    else if (turns) bad = read_dialogue(e, turns, &it, err);
+    else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
+    if (!bad) bad = read_metric(*json_text(obj, "score") ? json_text(obj, "score") : json_text(obj, "metric"), &it.metric,
+                                err);
+    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++)
+        if (it.metric == METRIC_CLASS && it.turn[i].answers && !it.turn[i].classes)
+            bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
 
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
         int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
@@ -1305,7 +1174,6 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
     if (!text) die(EXIT_USAGE, "--eval-file %s", err);
 
     char *stop = text + n, *end;
-    const char *task = file_task(e, path);
     int line = 1, scored = 0;
     for (char *p = text; p < stop; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(stop - p));
@@ -1313,7 +1181,7 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
         char *solid = p;
         while (solid < end && isspace((unsigned char)*solid)) solid++;
         if (solid == end) continue;
-        if (!read_item(e, tok, task, p, (size_t)(end - p), err)) continue;
+        if (!read_item(e, tok, p, (size_t)(end - p), err)) continue;
         free(text);
         die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
     }
@@ -1368,8 +1236,8 @@ static void note_cost(const Session *s, Score *sc) {
     sc->n_decode += (double)s->clk.n_decode;
 }
 
-// The free pass: the method answers every turn. A reply may be as long as --n-predict, by default
-// what a benchmark allows, else 64 tokens or twice the right reply, whichever is more.
+// The free pass: the method answers every turn. A reply may be as long as --n-predict, by default 64
+// tokens or twice the right reply, whichever is more.
 static void play_free(App *a, const EvalItem *it, Score *sc) {
     int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
     int limit = opt_int(a->o, "n-predict");             // negative: the default
@@ -1377,7 +1245,7 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
     for (int i = 0; i < (int)arrlen(it->turn); i++) {
         char *said = NULL;
         size_t n = 0;
-        int *right = gold_ids(a, &it->turn[i]), most = it->most ? it->most : max_int(2 * (int)arrlen(right), 64);
+        int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
         FILE *f = memory_stream(&said, &n);
         play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
@@ -1524,235 +1392,6 @@ static double rouge_l(const char *said, const char *gold) {
     return f_measure(same, n, m);
 }
 
-// The sentences of a text, each a list of words: an stb_ds array of stb_ds arrays. Sentences end at
-// full stops. A sentence of blanks counts as one empty word, as it does in LongBench's package.
-static char ***sentences_of(const char *text) {
-    char ***list = NULL;
-    for (const char *p = text; *p; p += *p == '.') {
-        size_t n = strcspn(p, ".");
-        if (!n) continue;
-        char *one = copy_bytes(p, n), **words = words_of(one, WORDS_RAW);
-        if (!words) arrput(words, copy_text(""));
-        arrput(list, words);
-        free(one);
-        p += n;
-    }
-    return list;
-}
-
-// Frees a list that sentences_of made.
-static void sentences_free(char ***list) {
-    while (arrlen(list)) words_free(arrpop(list));
-    arrfree(list);
-}
-
-// Adds a word to a set (stb_ds) if it is new. The set does not own it.
-static void set_add(char ***set, char *w) {
-    if (word_in(*set, w) < 0) arrput(*set, w);
-}
-
-// The number of different words in all sentences.
-static int count_words(char ***sentences) {
-    char **set = NULL;
-    for (int i = 0; i < (int)arrlen(sentences); i++) {
-        for (int j = 0; j < (int)arrlen(sentences[i]); j++) set_add(&set, sentences[i][j]);
-    }
-    int n = (int)arrlen(set);
-    arrfree(set);
-    return n;
-}
-
-// Adds the words of one longest common subsequence of the sentences a and b to *common. The path
-// through the table is walked backwards; at a tie it goes to the left, as LongBench's package does.
-static void add_common(char ***common, char **a, char **b) {
-    int i = (int)arrlen(a), j = (int)arrlen(b), w = j + 1, *t = lcs_table(a, i, b, j);
-    while (i && j) {
-        int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
-        if (!strcmp(a[i - 1], b[j - 1])) {
-            set_add(common, a[i - 1]);
-            i--;
-            j--;
-        } else if (up > left) {
-            i--;
-        } else {
-            j--;
-        }
-    }
-    free(t);
-}
-
-// Rouge-L as LongBench's package counts it: the words of the longest common subsequences of all
-// pairs of sentences are united as a set, and P and R are its shares of the sets of words of the
-// two texts.
-static double rouge_l_longbench(const char *said, const char *gold) {
-    char ***a = sentences_of(gold), ***b = sentences_of(said), **common = NULL;
-    for (int x = 0; x < (int)arrlen(a); x++) {
-        for (int y = 0; y < (int)arrlen(b); y++) add_common(&common, a[x], b[y]);
-    }
-    double same = (double)arrlen(common);
-    double r = same / (double)max_int(count_words(a), 1);
-    double p = same / (double)max_int(count_words(b), 1);
-    arrfree(common);
-    sentences_free(a);
-    sentences_free(b);
-    return 2 * p * r / (p + r + 1e-8);
-}
-
-// ---- metrics: Chinese, numbers, code, RULER
-// LongBench cuts Chinese text into words with a dictionary (the package jieba). Here a character is a
-// word, and so is a run of ASCII letters and digits: no dictionary is needed, and scores are other ones
-// (D88).
-
-// The code point of the character at s, of *n bytes; a byte of broken UTF-8 counts as one.
-static unsigned character_at(const char *s, size_t left, size_t *n) {
-    *n = (size_t)max_int(utf8_length(s, left), 1);
-    return *n > 1 ? code_point(s, (int)*n) : (unsigned char)*s;
-}
-
-// Is the code point punctuation of Chinese text?
-static int zh_punctuation(unsigned c) {
-    static const struct { unsigned from, to; } ranges[] = {
-        { 0x2010, 0x2027 }, { 0x3000, 0x303f }, { 0xfe4f, 0xfe4f }, { 0xff01, 0xff0f }, { 0xff1a, 0xff20 },
-        { 0xff3b, 0xff40 }, { 0xff5b, 0xff65 },
-    };
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-        if (c >= ranges[i].from && c <= ranges[i].to) return 1;
-    return c < 128 && ispunct((int)c);
-}
-
-// The words of a Chinese text: an stb_ds array of malloc'd strings. plain: in lower case, without
-// punctuation.
-static char **zh_words(const char *text, int plain) {
-    char **words = NULL;
-    size_t left = strlen(text), n;
-    for (const char *p = text; left; p += n, left -= n) {
-        unsigned c = character_at(p, left, &n);
-        if (isspace((unsigned char)*p) || (plain && zh_punctuation(c))) continue;
-        if (c < 128 && isalnum((int)c))
-            while (n < left && isalnum((unsigned char)p[n])) n++;
-        char *word = copy_bytes(p, n);
-        for (size_t i = 0; i < n && plain; i++)
-            if ((unsigned char)word[i] < 128) word[i] = (char)tolower(word[i]);
-        arrput(words, word);
-    }
-    return words;
-}
-
-// LongBench's Rouge-L of texts whose words are set apart.
-static double rouge_zh(const char *said, const char *gold) {
-    const char *text[2] = { said, gold };
-    char *apart[2] = { NULL, NULL };
-    for (int i = 0; i < 2; i++) {
-        char **words = zh_words(text[i], 0);
-        for (int k = 0; k < (int)arrlen(words); k++) put_part(&apart[i], " ", words[k]);
-        arrput(apart[i], 0);
-        words_free(words);
-    }
-    double score = rouge_l_longbench(apart[0], apart[1]);
-    arrfree(apart[0]);
-    arrfree(apart[1]);
-    return score;
-}
-
-// The first run of digits in a text, *n of them; n 0: there is none.
-static const char *next_number(const char *text, size_t *n) {
-    text += strcspn(text, "0123456789");
-    *n = strspn(text, "0123456789");
-    return text;
-}
-
-// Of the numbers in the reply, the share that is the answer's: "Paragraph 7" is right if only 7 is said.
-static double number_share(const char *said, const char *gold) {
-    size_t n, right_n;
-    const char *right = next_number(gold, &right_n);
-    int all = 0, same = 0;
-    for (const char *p = next_number(said, &n); n; p = next_number(p + n, &n)) {
-        all++;
-        same += n == right_n && !strncmp(p, right, n);
-    }
-    return all ? (double)same / all : 0;
-}
-
-// Does the reply hold the answer, in any case of its ASCII letters?
-static int holds_text(const char *said, const char *gold) { return strcasestr(said, gold) != NULL; }
-
-// The code points of a text (stb_ds).
-static unsigned *code_points(const char *text, size_t left) {
-    unsigned *list = NULL;
-    for (size_t n; left; text += n, left -= n) arrput(list, character_at(text, left, &n));
-    return list;
-}
-
-// Which characters of b come too often to begin a run, as Python's difflib has it: in a text of 200 or
-// more, those that make up over a hundredth of it. (n) flags, malloc'd.
-static char *too_frequent(const unsigned *b, int n) {
-    char *often = xcalloc((size_t)n + 1, 1);
-    if (n < 200) return often;
-    int *count = xcalloc(0x110000, sizeof *count);      // of every code point there is
-    for (int i = 0; i < n; i++) count[b[i]]++;
-    for (int i = 0; i < n; i++) often[i] = count[b[i]] > n / 100 + 1;
-    free(count);
-    return often;
-}
-
-// How many characters of a[0,n) and b[0,m) are in runs that both have: the longest run, the first of
-// several in a and then in b, and likewise what stands before it, and behind it. row (m+1) is room, all
-// zeros.
-static int common_runs(const unsigned *a, int n, const unsigned *b, const char *often, int m, int *row) {
-    int best = 0, from_a = 0, from_b = 0;
-    if (!n || !m) return 0;
-    for (int i = 0; i < n; i++) {
-        for (int j = m - 1; j >= 0; j--) row[j + 1] = a[i] == b[j] && !often[j] ? row[j] + 1 : 0;
-        for (int j = 0; j < m; j++) {
-            if (row[j + 1] <= best) continue;
-            best = row[j + 1];
-            from_a = i + 1 - best;
-            from_b = j + 1 - best;
-        }
-    }
-    memset(row, 0, ((size_t)m + 1) * sizeof *row);
-    while (from_a && from_b && a[from_a - 1] == b[from_b - 1]) {        // frequent characters may go on with it
-        from_a--;
-        from_b--;
-        best++;
-    }
-    while (from_a + best < n && from_b + best < m && a[from_a + best] == b[from_b + best]) best++;
-    if (!best) return 0;
-    int end_a = from_a + best, end_b = from_b + best;
-    return best + common_runs(a, from_a, b, often, from_b, row)
-         + common_runs(a + end_a, n - end_a, b + end_b, often + end_b, m - end_b, row);
-}
-
-// The first line of a reply that is code: without `, # and //, after leading newlines. malloc'd.
-static char *code_line(const char *said) {
-    said += strspn(said, "\n");
-    for (;;) {
-        size_t n = strcspn(said, "\n");
-        char *line = copy_bytes(said, n);
-        if (!strpbrk(line, "`#") && !strstr(line, "//")) return line;
-        free(line);
-        if (!said[n]) return copy_text("");
-        said += n + 1;
-    }
-}
-
-// How alike the first line of code and the right one are, in hundredths: twice the characters in common
-// runs over those of both, as LongBench has it from fuzzywuzzy, and that from difflib.
-static double code_likeness(const char *said, const char *gold) {
-    char *line = code_line(said);
-    unsigned *a = code_points(line, strlen(line)), *b = code_points(gold, strlen(gold));
-    int n = (int)arrlen(a), m = (int)arrlen(b), *row = xcalloc((size_t)m + 1, sizeof *row);
-    char *often = too_frequent(b, m);
-    int same = common_runs(a, n, b, often, m, row);
-    double score = n + m ? rint(100.0 * (2.0 * same / (n + m))) / 100 : 1;
-    free(often);
-    free(row);
-    free(line);
-    arrfree(a);
-    arrfree(b);
-    return score;
-}
-
 // ---- metrics: the score of a reply
 
 // The score of a reply against one right answer.
@@ -1760,29 +1399,18 @@ static double score_by(int metric, const char *said, const char *gold, char **cl
     switch (metric) {
     case METRIC_CLASS:           return class_accuracy(said, gold, classes);
     case METRIC_ROUGE:           return rouge_l(said, gold);
-    case METRIC_ROUGE_LONGBENCH: return rouge_l_longbench(said, gold);
     case METRIC_FOUND:           return holds_answer(said, gold, 0);
     case METRIC_EXACT:           return holds_answer(said, gold, 1);
-    case METRIC_F1_ZH:           return bag_f1(zh_words(said, 1), zh_words(gold, 1));
-    case METRIC_ROUGE_ZH:        return rouge_zh(said, gold);
-    case METRIC_NUMBER:          return number_share(said, gold);
-    case METRIC_CODE:            return code_likeness(said, gold);
-    case METRIC_MATCH_ALL:
-    case METRIC_MATCH_PART:      return holds_text(said, gold);
     default:                     return word_f1(said, gold);
     }
 }
 
-// The best score over the right answers of a turn; the mean where all of them are wanted.
+// The best score over the right answers of a turn.
 static double best_score(int metric, const char *said, const EvalTurn *t) {
-    double best = 0, sum = 0;
-    int n = (int)arrlen(t->answers);
-    for (int i = 0; i < n; i++) {
-        double score = score_by(metric, said, t->answers[i], t->classes);
-        best = fmax(best, score);
-        sum += score;
-    }
-    return metric == METRIC_MATCH_ALL && n ? sum / n : best;
+    double best = 0;
+    for (int i = 0; i < (int)arrlen(t->answers); i++)
+        best = fmax(best, score_by(metric, said, t->answers[i], t->classes));
+    return best;
 }
 
 // The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
@@ -1833,26 +1461,21 @@ static void add_answer(Score *sc, const Answer *x) {
     sc->found += x->found;
     sc->f1 += x->f1;
     sc->rouge += x->rouge;
-    sc->rouge_lb += x->rouge_lb;
 }
 
 // Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
 // play_forced.
 static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
     const EvalTurn *t = &it->turn[turn];
-    while (it->first_line && *said == '\n') said++;
-    char *line = copy_bytes(said, it->first_line ? strcspn(said, "\n") : strlen(said));
-    char *rest = without_frame(t, line);
+    char *rest = without_frame(t, said);
     add_answer(sc, &(Answer){
         .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
         .position = t->position, .length = it->length, .depth = t->depth,
         .score = best_score(it->metric, rest, t),
         .exact = best_score(METRIC_EXACT, rest, t), .found = best_score(METRIC_FOUND, rest, t),
         .f1 = best_score(METRIC_F1, rest, t), .rouge = best_score(METRIC_ROUGE, rest, t),
-        .rouge_lb = best_score(METRIC_ROUGE_LONGBENCH, rest, t),
     });
     free(rest);
-    free(line);
 }
 
 // ---- metrics: logits
@@ -2115,7 +1738,6 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     add_field(c, 1, "found", s->found / n, "%.3f", s->found / n);
     add_field(c, 0, "f1", s->f1 / n, "%.3f", s->f1 / n);
     add_field(c, 0, "rouge_l", s->rouge / n, "%.3f", s->rouge / n);
-    add_field(c, 0, "rouge_l_longbench", s->rouge_lb / n, "%.3f", s->rouge_lb / n);
     add_field(c, 1, "nll", nll, "%.3f", nll);
 }
 
@@ -2346,7 +1968,6 @@ static const Number answer_numbers[] = {
     { "found",             offsetof(Answer, found),     0 },
     { "f1",                offsetof(Answer, f1),        0 },
     { "rouge_l",           offsetof(Answer, rouge),     0 },
-    { "rouge_l_longbench", offsetof(Answer, rouge_lb),  0 },
     { "nll",               offsetof(Answer, nll),       0 },
     { "predicted",         offsetof(Answer, predicted), 1 },
     { "top1",              offsetof(Answer, top1),      1 },
@@ -2434,7 +2055,7 @@ static uint64_t items_hash(const EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         const EvalItem *it = &e->item[i];
         const int numbers[] = {
-            it->number, it->length, it->metric, it->first_line, it->most, it->plain, (int)arrlen(it->turn)
+            it->number, it->length, it->metric, (int)arrlen(it->turn)
         };
         h = hash_bytes(h, numbers, sizeof numbers);
         h = hash_bytes(h, it->task, strlen(it->task));
@@ -2876,8 +2497,6 @@ void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced
     full.s = session_open(a->c, a->w, full.o, "full");
     for (int i = first; i < n; i += step) {
         const EvalItem *it = &e->item[i];
-        Template *tp = a->tp;
-        if (it->plain) a->tp = NULL;
         a->s = full.s;
         arrsetlen(ref, 0);
         if (forced && !(x && item_is_there(x, i))) play_forced(a, it, &ref, NULL);
@@ -2893,7 +2512,6 @@ void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced
             score_add(&rows[r], one);
             score_free(one);
         }
-        a->tp = tp;
         eval_progress(a, ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
@@ -2915,46 +2533,6 @@ static void check_fit(const App *a, const EvalSet *e) {
             die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)",
                 e->item[i].task, i + 1, need, ctx_limit(a));
     }
-}
-
-// LongBench's items that do not fit into the context lose what is in their middle, as its own script
-// does it: half of the room is for the beginning of the prompt, half for its end. A line says how many.
-static void shorten_items(const App *a, EvalSet *e) {
-    enum { TEMPLATE_TOKENS = 64 };
-    int cut = 0;
-    for (int i = 0; i < (int)arrlen(e->item); i++) {
-        EvalTurn *t = &e->item[i].turn[0];
-        int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, NULL), *gold = gold_ids(a, t);
-        int n = (int)arrlen(ids);
-        int half = (ctx_limit(a) - max_int(e->item[i].most, (int)arrlen(gold)) - TEMPLATE_TOKENS) / 2;
-        if (e->item[i].most && n > 2 * half && half > 0) {
-            Decoder d = { .t = a->tok };
-            char *text = NULL;
-            for (int k = 0; k < n; k++)
-                if (k < half || k >= n - half) text = decode_token(&d, ids[k], text);
-            text = decode_flush(&d, text);
-            t->user = set_text(e, text, arrlenu(text));
-            arrfree(text);
-            cut++;
-        }
-        arrfree(ids);
-        arrfree(gold);
-    }
-    if (cut && !quiet) warn("--eval-file: %d items lose their middle, to fit into -c %d", cut, ctx_limit(a));
-}
-
-// Reads --eval-prompts. Exit 2 when it is not what LongBench's dataset2prompt.json is.
-static Json *eval_prompts(const char *path) {
-    char err[256];
-    size_t n;
-    char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--eval-prompts %s", err);
-    Json *j = json_parse(text, n, err);
-    free(text);
-    if (!j || j->type != JSON_OBJECT || json_holds_nul(j))
-        die(EXIT_USAGE, "--eval-prompts %s: expected an object of datasets and their prompts%s%s", path, j ? "" : ": ",
-            j ? "" : err);
-    return j;
 }
 
 // Makes the items of --eval A,B,.. or all.
@@ -3112,9 +2690,7 @@ int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, 
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
     if (file) {
-        if (*opt_str(a->o, "eval-prompts")) e.prompts = eval_prompts(opt_str(a->o, "eval-prompts"));
         read_items(&e, a->tok, path);
-        if (e.prompts) shorten_items(a, &e);
         check_fit(a, &e);
     } else if (!ppl) {
         eval_items(a, what, &e);

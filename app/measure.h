@@ -21,16 +21,12 @@ typedef struct {
     int number;                 // of the text in the run; all versions of one text share it
     int length;                 // tokens: for a made item as asked for, for one of a file as counted
     int metric;                 // METRIC_*
-    int first_line;             // 1: only the first line of a reply is scored
-    int most;                   // tokens a reply may have; 0: see play_free
-    int plain;                  // 1: the message is the whole prompt, without a chat template
     EvalTurn *turn;             // stb_ds
 } EvalItem;
 
 typedef struct {
     EvalItem *item;             // stb_ds
     stbds_string_arena mem;     // every text of the items
-    Json *prompts;              // --eval-prompts: LongBench's prompt of every dataset; NULL: not given
 } EvalSet;
 
 // One scored answer. Tables, intervals and the report are made from lists of these.
@@ -41,7 +37,7 @@ typedef struct {
     int length;                 // tokens of the context
     int depth;                  // of the evidence in the text, in per cent; -1 does not apply
     double score;               // 0..1 by the task's own metric
-    double exact, found, f1, rouge, rouge_lb;   // by every other one
+    double exact, found, f1, rouge;   // by every other one
     double nll;                 // NLL of the right answer per token, in nats (forced pass)
     int predicted;              // tokens of the right reply ...
     int top1;                   // ... and those of them where the best token is that of full attention
@@ -51,7 +47,7 @@ typedef struct {
 typedef struct {
     char name[160];
     int budget, items;
-    double exact, found, f1, rouge, rouge_lb;   // sums over the answers, one of every metric
+    double exact, found, f1, rouge;   // sums over the answers, one of every metric
     double nll;                                 // ppl, kld: sum over predicted tokens
     double kld, kld_top, top1;                  // sums over predicted tokens, but kld_top is the 99th
                                                 //   percentile of the KLD

@@ -319,7 +319,7 @@ static void target_ids(const char *data, size_t n) {
 
 // ---- --eval-file
 
-// Dialogues and LongBench items; every answer is scored by every metric, too.
+// Dialogues; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {
     static EvalSet e;                           // given back here when the last one was refused
     eval_set_free(&e);
@@ -517,7 +517,7 @@ static const char *const seeds_answers[] = {
     "{\"kvcomp\":\"answers 1\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
     "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answer\":1,\"answers\":1,\"text\":0,"
     "\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,"
-    "\"f1\":0.5,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":null,\"predicted\":2,\"top1\":1,"
+    "\"f1\":0.5,\"rouge_l\":0,\"nll\":null,\"predicted\":2,\"top1\":1,"
     "\"kld\":[0,1e-3],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1.5,"
     "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n"
     "{\"task\":\"t\",\"item\":2,\"method\":\"full\",\"budget\":0,\"answer\":0,\"answers\":0,"
