@@ -1991,7 +1991,8 @@ enum {
 // only; a file that a run goes on with is of the same shard.
 static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
 enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
-enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file
+enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file ...
+enum { EVAL_CELLS = 1 << 20 };                  // ... and most items times rows
 
 // What row r made of item i.
 static Score *eval_cell(const EvalFile *x, int i, int r) {
@@ -2182,12 +2183,14 @@ static int rows_take(EvalFile *x, const char *p) {
 
 // Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
 static int head_take(EvalFile *x, const Json *head, char err[512]) {
-    const char *items = json_text(head, "items");
-    if (rows_take(x, json_text(head, "rows")))
+    const char *items = json_text(head, "items"), *end = items;
+    if (number_read(&end, EVAL_CELLS, &x->items) || x->items < 1 || *end != ' ')
+        return fault(err, "'items' is '%.40s', expected 1 to %d and a hash", items, EVAL_CELLS);
+    if (rows_take(x, json_text(head, "rows")) || !arrlen(x->row))
         return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
-    int odd = number_read(&items, 1 << 24, &x->items) || *items != ' ';
-    if (odd || x->items < 1 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
-        return fault(err, "'items' and 'rows' are none of a run");
+    int rows = (int)arrlen(x->row);
+    if (rows > EVAL_CELLS / x->items)
+        return fault(err, "'items' and 'rows': %d of %d are more than %d", x->items, rows, EVAL_CELLS);
     x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
     return 0;
 }
