@@ -472,9 +472,10 @@ int temp_files_remove(void) {
     return n;
 }
 
-// The reason in errno as words; a device, FIFO or socket has none of its own.
+// The reason in errno as words; a device, FIFO or socket has none of its own, but ENXIO where open() found
+// a socket.
 const char *save_reason(void) {
-    return errno == EINVAL ? "is no regular file" : strerror(errno);
+    return errno == EINVAL || errno == ENXIO ? "is no regular file" : strerror(errno);
 }
 
 // Frees what x holds but its stream.
