@@ -49,10 +49,8 @@
 // Every launch goes through KV_LAUNCH: kernel, grid, block, bytes of dynamic shared memory,
 // arguments.
 #define KV_LAUNCH(k, grid, block, smem, ...) do { \
-    launch_begins(#k); \
     k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); \
     KV_CUDA(cudaGetLastError()); \
-    launch_ends(); \
 } while (0)
 
 static int kv_early;                            // 1: the device can start a kernel early, sm_90 and later
@@ -76,9 +74,7 @@ static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t sme
     return cudaLaunchKernelEx(&c, k, (P)a...);
 }
 #define KV_LAUNCH_EARLY(k, grid, block, smem, ...) do { \
-    launch_begins(#k); \
     KV_CUDA(launch_early(k, grid, block, smem, kv_stream, __VA_ARGS__)); \
-    launch_ends(); \
 } while (0)
 
 // KV_UNROLL(n) stands before a loop whose loads are to be under way n at once, KV_UNROLL() before one
@@ -194,50 +190,6 @@ static int blas_open(char *) { return 0; }
 #define blas_set_stream cublasSetStream
 #define blas_gemm       cublasGemmEx
 #endif
-
-// ---- launches timed one by one
-// While --bench-kernels watches, an event is recorded before and after every launch. No kernel begins
-// before the one ahead has ended then, and its time has the microsecond or two of an event in it.
-
-struct Watch {
-    int on;
-    int n, room;                // launches seen; launches there is room for
-    Launch *seen;               // (room)
-    cudaEvent_t *mark;          // (room,2) before and after
-    Launch next;                // what launch_is said of the launch that comes next
-};
-static Watch kv_watch;
-
-// Room for twice as many launches.
-static void watch_grow(Watch *w) {
-    int room = 2 * w->room + 256;
-    w->seen = (Launch *)xrealloc(w->seen, (size_t)room * sizeof *w->seen);
-    w->mark = (cudaEvent_t *)xrealloc(w->mark, 2 * (size_t)room * sizeof *w->mark);
-    for (; w->room < room; w->room++)
-        for (int i = 0; i < 2; i++)
-            KV_CUDA(cudaEventCreateWithFlags(&w->mark[2 * w->room + i], cudaEventDefault));
-}
-
-// Says of the launch that comes next what its name does not (Launch).
-static void launch_is(int rows, int cols, double bytes, double flops) {
-    kv_watch.next = { NULL, rows, cols, bytes, flops, 0 };
-}
-
-// Before and after every launch.
-static void launch_begins(const char *kernel) {
-    Watch *w = &kv_watch;
-    if (!w->on) return;
-    if (w->n == w->room) watch_grow(w);
-    w->seen[w->n] = w->next;
-    w->seen[w->n].kernel = kernel;
-    KV_CUDA(cudaEventRecord(w->mark[2 * w->n], kv_stream));
-}
-
-static void launch_ends(void) {
-    Watch *w = &kv_watch;
-    if (w->on) KV_CUDA(cudaEventRecord(w->mark[2 * w->n++ + 1], kv_stream));
-    launch_is(0, 0, 0, 0);
-}
 
 // ---- device memory
 
@@ -1235,18 +1187,11 @@ static int gemv_blocks(const Gemv &a) {
     return blocks(a.rows, GEMV_WARPS * GEMV_ROWS / a.split);
 }
 
-// Says what a launch with this argument moves and computes.
-static void gemv_is(const Gemv &a, int dtype) {
-    double cells = (double)a.rows * a.cols;
-    launch_is(a.rows, a.cols, cells * dtype_size(dtype) + 4.0 * (a.rows + a.cols), 2 * cells);
-}
-
 // Launches gemv_kernel for weights of dtype; x is on the device.
 template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
     GemvShared m;
     size_t smem = gemv_carve(&m, NULL);
     int grid = gemv_blocks(a);
-    gemv_is(a, dtype);
     if (dtype == DT_F32)
         KV_LAUNCH_EARLY((gemv_kernel<DT_F32, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
     else if (dtype == DT_F16)
@@ -1402,8 +1347,6 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
     int threads = a.n < 512 ? 32 : 256;
     float eps = s->c->eps;
-    double read = a.kind == ROWS_SWIGLU ? 8 : 4;
-    launch_is(T, a.n, (read + dtype_size(OUT)) * T * a.n, 0);
     if (a.kind == ROWS_PLAIN)     KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>),  T, threads, 0, y, scale, a, eps);
     else if (a.kind == ROWS_NORM) KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
     else                          KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
@@ -1445,13 +1388,9 @@ static void blas_product(Session *s, float *y, int stride, const Copied *c, int 
                          int I, int add) {
     const float one = 1, zero = 0;
     cudaDataType type = blas_type(c->dtype);
-    double cells = (double)O * I, in = dtype_size(c->dtype);
-    launch_is(O, I, in * (cells + (double)T * I) + 4.0 * T * O, 2 * cells * T);
-    launch_begins("cublasGemmEx");
     KV_BLAS(blas_gemm(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &c->scale, c->dev, type, I,
                          x, type, I, add ? &one : &zero, y, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F,
                          CUBLAS_GEMM_DEFAULT));
-    launch_ends();
 }
 
 // The same for a factor: one product or, for 16-bit matrices and f32 rows, two, with the rounded rows and
@@ -1538,7 +1477,6 @@ template <int ADD> static void product_finish(Session *s, const Product &m, cons
         f.type[i] = f.bias[i] ? p[i].b->dtype : 0;
     }
     dim3 grid(m.T, blocks(m.cols, 256));
-    launch_is(m.T, m.cols, (ADD ? 12.0 : 8.0) * m.T * m.cols, 0);
     KV_LAUNCH((finish_kernel<ADD>), grid, 256, 0, f, m);
 }
 
@@ -2273,8 +2211,6 @@ static void project_append(Session *s, const Layer *y, int l, const Step *step, 
         }
         Product m = products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
         dim3 grid(n, h.H + 2 * h.G);
-        double row = (double)(s->fk->row_bytes(h.D) + s->fv->row_bytes(h.D));
-        launch_is(n, m.cols, n * (4.0 * m.cols + 4.0 * h.H * h.D + h.G * row), 0);
         KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
         return;
     }
@@ -2283,7 +2219,6 @@ static void project_append(Session *s, const Layer *y, int l, const Step *step, 
     GemvShared m;
     size_t smem = gemv_carve(&m, NULL);
     int grid = gemv_blocks(a), dtype = c[0]->dtype;
-    gemv_is(a, dtype);
     if (dtype == DT_F32)      KV_LAUNCH_EARLY(qkv_kernel<DT_F32>, grid, GEMV_WARPS * 32, smem, a, h, x);
     else if (dtype == DT_F16) KV_LAUNCH_EARLY(qkv_kernel<DT_F16>, grid, GEMV_WARPS * 32, smem, a, h, x);
     else                      KV_LAUNCH_EARLY(qkv_kernel<DT_BF16>, grid, GEMV_WARPS * 32, smem, a, h, x);
@@ -8791,15 +8726,13 @@ pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, in
 static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
     PickPlan p;
     pick_carve(&p, V, k, room<char>(s, ROOM_BEST, pick_carve(NULL, V, k, NULL)));
-    launch_is(1, V, 4.0 * V, 0);
     KV_LAUNCH(pick_kernel, blocks(V, BEST_CHUNK), TOP_THREADS, 0, logits, V, k, p, arrivals(s, 1));
     KV_CUDA(cudaMemcpyAsync(s->dev->picks, p.all, offsetof(BestLogits, best) + k * sizeof(Cand),
                             cudaMemcpyDeviceToHost, kv_stream));
 }
 
 // ==================================================================================================== BENCHMARK
-// What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies
-// and of products, and single launches (HELPERS).
+// What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies.
 enum { RATE_RUNS = 5 };
 
 // Two marks in the stream; the time between them is the device's, without the way of a call from
@@ -8809,7 +8742,7 @@ struct Stopwatch {
 };
 
 static Stopwatch watch_open(void) {
-    Stopwatch w;
+    Stopwatch w = {};
     KV_CUDA(cudaEventCreateWithFlags(&w.from, cudaEventDefault));
     KV_CUDA(cudaEventCreateWithFlags(&w.to, cudaEventDefault));
     return w;
@@ -8831,13 +8764,6 @@ static double watch_stop(const Stopwatch *w) {
 static void watch_close(const Stopwatch *w) {
     KV_CUDA(cudaEventDestroy(w->from));
     KV_CUDA(cudaEventDestroy(w->to));
-}
-
-// x (n) = numbers of normal size in bf16, with bits as random as those of a model: a GPU multiplies
-// equal numbers faster, because fewer wires change. A thread a number.
-static __global__ void random_kernel(uint16_t *x, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) x[i] = f32_to_bf16((float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f);
 }
 
 // x (n) in device memory; to be given back with device_drop.
@@ -8873,57 +8799,6 @@ double device_copy_rate(void) {
     watch_close(&w);
     device_free(from);
     return best;
-}
-
-void kernels_watch_cuda(Session *s, int on) {
-    graph_drop(s->dev, on);
-    kv_watch.on = on;
-    kv_watch.n = 0;
-}
-
-const Launch *kernels_seen_cuda(int *n) {
-    Watch *w = &kv_watch;
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    for (int i = 0; i < w->n; i++) {
-        float ms;
-        KV_CUDA(cudaEventElapsedTime(&ms, w->mark[2 * i], w->mark[2 * i + 1]));
-        w->seen[i].seconds = 1e-3 * ms;
-    }
-    *n = w->n;
-    w->n = 0;
-    return w->seen;
-}
-
-// FLOP a second of one product (T,I) (O,I)^T as cuBLAS does it with ordinary bf16 factors and f32
-// sums: the median of some runs over random numbers, after one that is not timed.
-double device_gemm_rate(Session *s, int O, int I, int T) {
-    size_t nw = (size_t)O * I, nx = (size_t)T * I;
-    uint16_t *w = (uint16_t *)device_new(nw * 2), *x = (uint16_t *)device_new(nx * 2);
-    float *y = (float *)device_new((size_t)T * O * sizeof(float));
-    const float one = 1, zero = 0;
-    double seconds[RATE_RUNS];
-    KV_LAUNCH(random_kernel, blocks(nw, 256), 256, 0, w, nw);
-    KV_LAUNCH(random_kernel, blocks(nx, 256), 256, 0, x, nx);
-    Stopwatch watch = watch_open();
-    for (int i = -1; i < RATE_RUNS; i++) {
-        watch_start(&watch);
-        KV_BLAS(blas_gemm(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I,
-                             x, CUDA_R_16BF, I, &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F,
-                             CUBLAS_GEMM_DEFAULT));
-        double t = watch_stop(&watch);
-        if (i >= 0) seconds[i] = t;
-    }
-    watch_close(&watch);
-    for (int i = 1; i < RATE_RUNS; i++)                          // ascending
-        for (int j = i; j > 0 && seconds[j] < seconds[j - 1]; j--) {
-            double t = seconds[j];
-            seconds[j] = seconds[j - 1];
-            seconds[j - 1] = t;
-        }
-    device_free(w);
-    device_free(x);
-    device_free(y);
-    return 2.0 * O * I * T / seconds[RATE_RUNS / 2];
 }
 
 // ==================================================================================================== TESTS

@@ -615,13 +615,6 @@ void trace_f32(Session *s, const float *x, int n, int d, const char *fmt, ...) K
 void trace_i32(Session *s, const int *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 void trace_u8 (Session *s, const void *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 
-typedef struct {                // one launch on a device, timed (--bench-kernels)
-    const char *kernel;         // as the source names it where it is launched
-    int rows, cols;             // of the matrix that it multiplies by, or of what it goes through; 0: not told
-    double bytes, flops;        // that it moves and computes at least; 0: not told
-    double seconds;
-} Launch;
-
 // ------------------------------------------------------------------------ the GPU half (kvcomp.cu)
 // When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.
 #ifdef KVCOMP_CUDA
@@ -665,15 +658,6 @@ void   near_free_cuda(char *p);
 
 // bytes a second that a copy on the device reads and writes
 double device_copy_rate(void);
-
-// FLOP/s of the product (T,I) (O,I)^T in bf16
-double device_gemm_rate(Session *s, int O, int I, int T);
-
-// 1: from now on every launch is timed, and a decode step is no graph
-void kernels_watch_cuda(Session *s, int on);
-
-// the launches (n) since this was last called, valid until the next one
-const Launch *kernels_seen_cuda(int *n);
 
 // ---- rows
 // room for cap raw rows; h->packed is the new number already

@@ -10066,16 +10066,16 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
     tiny_free(m);
 }
 
-TEST(cuda_rates, "the rates that --bench measures by need no more memory than is free; on the "
+TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free; on the "
                  "device decode goes on until heads have grown") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
     Options *o;
     Session *s = cuda_session(m, "full", "", &o);
     // Of the 128 KB that a test's copy wants.
     if (emu_set_memory) emu_set_memory(held_now() + 70000);
-    double copy = device_copy_rate(), gemm = device_gemm_rate(s, 24, 16, 8);
+    double copy = device_copy_rate();
     if (emu_set_memory) emu_set_memory(0);
-    CHECK(copy > 0 && gemm > 0, "%g bytes/s, %g FLOP/s", copy, gemm);
+    CHECK(copy > 0, "%g bytes/s", copy);
     CHECK(!emu_set_memory || fabs(copy - 65536e3) < 100,
           "%g bytes/s of a copy of 32768 bytes in a millisecond", copy);
     BenchLine b = bench_decode(s, 20, 1);

@@ -1634,10 +1634,8 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
 
 // What kvcomp.cu says instead of kernel<<<...>>>, and its other words for which nvcc has its own.
 #define EMU_LAUNCH(early, k, grid, block, smem, ...) do { \
-    launch_begins(#k); \
     emu_launch_as(early, #k, grid, block, smem, k, __VA_ARGS__); \
     KV_CUDA(cudaGetLastError()); \
-    launch_ends(); \
 } while (0)
 #define KV_LAUNCH(...) EMU_LAUNCH(0, __VA_ARGS__)
 #define KV_LAUNCH_EARLY(...) EMU_LAUNCH(1, __VA_ARGS__)
