@@ -1123,7 +1123,8 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
         const Json *m = &list->item[i];
         const char *role = json_text(m, "role"), *want = i % 2 ? "assistant" : "user";
         if (m->type != JSON_OBJECT || strcmp(role, want))
-            return fault(err, "message %d is of '%.20s', expected '%s' (a system message: --system)", i + 1, role, want);
+            return fault(err, "message %d is of '%.20s', expected '%s' (a system message: --system)", i + 1, role,
+                         want);
         if (i % 2 == 0) arrput(it->turn, ((EvalTurn){ .position = -1, .depth = -1 }));
         EvalTurn *t = &arrlast(it->turn);
         int bad = read_text(e, m, "content", i % 2 ? &t->reply : &t->user, why);
@@ -1149,8 +1150,8 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
     else if (messages) bad = read_messages(e, obj, messages, &it, err);
     else if (turns) bad = read_dialogue(e, turns, &it, err);
     else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
-    if (!bad) bad = read_metric(*json_text(obj, "score") ? json_text(obj, "score") : json_text(obj, "metric"), &it.metric,
-                                err);
+    const char *score = json_text(obj, *json_text(obj, "score") ? "score" : "metric");
+    if (!bad) bad = read_metric(score, &it.metric, err);
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++)
         if (it.metric == METRIC_CLASS && it.turn[i].answers && !it.turn[i].classes)
             bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
