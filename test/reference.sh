@@ -53,16 +53,15 @@ fail() {
 #   cpu/*/h2o/*  h2o evicts in every decode step
 EXPECTED='
 *lychee*/totals.*.meta_bytes  an index holds fewer numbers: a node has no list of its children
-*/loopserve*/totals.1.pass_bytes  a choice of lines works in less memory, which comes in other pieces
 cpu/[!c]*/*a-shape*/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 */[!cw]*/minference*/*          60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
 */we*/minference*/*             60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
 cpu/text*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/[uw][ni]*/loopserve/*       lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/[uw][ni]*/loopserve+pats/*  lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/[uw][ni]*/loopserve-p*/*    lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/[!c]*/tri-shape/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
