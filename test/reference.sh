@@ -59,9 +59,9 @@ cpu/[!c]*/*a-shape*/*           lines are summed in the order of their columns: 
 cpu/text*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve/*                lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve+pats/*           lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve-p*/*             lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/[!c]*/tri-shape/*           lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
