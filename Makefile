@@ -116,19 +116,35 @@ PARTS = $(LIB) kvcomp $(APP)
 
 # The parts that a test program is linked with, beside those that it includes.
 TESTS_WITH     = lib/base lib/kernels lib/tokenizer lib/template app/terminal app/page app/main
-TESTS_LIB_WITH = lib/tokenizer lib/template $(APP)
+TESTS_LIB_WITH = lib/kernels lib/tokenizer lib/template $(APP)
 TESTS_APP_WITH = lib/kernels lib/tokenizer lib/template
 TESTS_TEXT_WITH = lib/base lib/kernels lib/checkpoint lib/template
 TESTS_TURNS_WITH = $(filter-out lib/tokenizer,$(PARTS))
 
+# lib/kernels.c is compiled once for each instruction set of the machine that the program is for, by the flags
+# of that set (head of lib/kernels.c); which one runs is chosen at its start.
+ARCH := $(firstword $(subst -, ,$(shell $(CC) -dumpmachine 2>/dev/null || uname -m)))
+SETS_x86_64    = avx2 avx512 avx512vnni
+SET_avx2       = -mavx2 -mfma -mf16c
+SET_avx512     = $(SET_avx2) -mavx512f -mavx512bw -mavx512vl -mprefer-vector-width=512
+SET_avx512vnni = $(SET_avx512) -mavx512vnni
+SETS     = $(SETS_$(ARCH))
+KERNELS  = lib/kernels $(SETS:%=lib/kernels_%) $(if $(SETS),lib/kernels_x86)
+WITH_X86 = $(if $(SETS),-DKERNELS_X86)
+
 # objects of the parts $(2) in the flavour $(1)
-objects = $(patsubst %,build/$(1)/%.o,$(2))
+objects = $(patsubst %,build/$(1)/%.o,$(foreach part,$(2),$(if $(filter lib/kernels,$(part)),$(KERNELS),$(part))))
 
 # $(1): a flavour; $(2): its flags
 define flavour
 build/$(1)/%.o: %.c build/$(1)/flags | deps
 	@mkdir -p $$(@D)
 	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(EDITS) -ffunction-sections -MMD -MP -c -o $$@ $$<
+$(SETS:%=build/$(1)/lib/kernels_%.o): build/$(1)/lib/kernels_%.o: lib/kernels.c build/$(1)/flags | deps
+	@mkdir -p $$(@D)
+	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(SET_$$*) -DSET=$$* -ffunction-sections -MMD -MP -c -o $$@ $$<
+build/$(1)/lib/kernels.o: EDITS = $$(WITH_X86)
+build/$(1)/lib/kernels_x86.o: EDITS = $$(WITH_X86) $$(SET_avx512vnni)
 build/$(1)/flags: force
 	@mkdir -p $$(@D)
 	@echo '$$(CC) $(2)' | cmp -s - $$@ || echo '$$(CC) $(2)' >$$@
@@ -324,6 +340,10 @@ tests: build/test/tests.o $(call objects,test,$(TESTS_WITH)) $(EMU_O)
 tests_lib: build/test/test/test_lib.o $(call objects,test,$(TESTS_LIB_WITH)) $(EMU_O)
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
+build/test/test/test_kernels.o build/asan/test/test_kernels.o: EDITS = $(WITH_X86)
+tests_kernels: build/test/test/test_kernels.o $(call objects,test,lib/base lib/kernels)
+	$(CC) $(OPENMP) -o $@ $^ -lm
+
 tests_app: build/test/test/test_app.o $(call objects,test,$(TESTS_APP_WITH)) $(EMU_O)
 	$(CC) $(OPENMP) -o $@ $^ $(READLINE) -lm -lpthread
 
@@ -336,7 +356,7 @@ tests_template: build/test/test/test_template.o $(call objects,test,$(TESTS_TEXT
 tests_turns: build/test/test/test_turns.o $(call objects,test,$(TESTS_TURNS_WITH)) $(EMU_O)
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
-TESTS = tests tests_lib tests_tokenizer tests_template tests_turns tests_app
+TESTS = tests tests_kernels tests_lib tests_tokenizer tests_template tests_turns tests_app
 
 # Each runs, whether one before it failed or not.
 test: kvcomp $(TESTS) $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
@@ -375,9 +395,8 @@ tests_hard: build/test/tests.o $(call objects,test,$(TESTS_WITH)) build/kvcomp_h
 
 # The emulated kernels under ThreadSanitizer: every CUDA thread is a fiber it knows.
 RACE = -Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -DKVCOMP_NO_MAIN
-build/race/%.o: %.c | deps
-	@mkdir -p $(@D)
-	$(CC) $(WARN) $(RACE) -MMD -MP -c -o $@ $<
+build/race/%.o: OPENMP =
+$(eval $(call flavour,race,$(RACE)))
 
 build/race/emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h
 	@mkdir -p $(@D)
@@ -400,11 +419,15 @@ tests_asan: build/asan/tests.o $(call objects,asan,$(TESTS_WITH))
 tests_lib_asan: build/asan/test/test_lib.o $(call objects,asan,$(TESTS_LIB_WITH))
 	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
 
+tests_kernels_asan: build/asan/test/test_kernels.o $(call objects,asan,lib/base lib/kernels)
+	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
+
 tests_app_asan: build/asan/test/test_app.o $(call objects,asan,$(TESTS_APP_WITH))
 	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
 
-asan: kvcomp tests_asan tests_lib_asan tests_app_asan
+asan: kvcomp tests_asan tests_kernels_asan tests_lib_asan tests_app_asan
 	./tests_asan
+	./tests_kernels_asan
 	./tests_lib_asan
 	./tests_app_asan
 

@@ -5298,7 +5298,6 @@ static int pats_open(Session *s, void *ms) {
     x->T_end = opt_int(o, "pats-tend");
     if (pats_check(s, x)) return -1;
     if (x->policy == PATS_STATIC && !x->T_end && pats_find_end(s, x)) return -1;
-    unpack_choose();
     x->packed = xcalloc((size_t)s->c->L, 1);
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing[x->rows64];

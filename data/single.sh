@@ -13,6 +13,9 @@ cat <<'HEAD'
 // Read kvcomp.h and kvcomp.c instead: this file is for who wants to carry one file along. Its parts stand in
 // the order of their floors, and each calls only those before it: base, kernels, checkpoint, tokenizer,
 // template, kvcomp (the subject), and then what people use it through. It needs stb_ds.h (Debian: libstb-dev).
+//
+// The kernels are those of the instruction set that the flags name: -march=native makes them fast, on the
+// machine that compiles.
 #define _GNU_SOURCE
 HEAD
 
@@ -21,22 +24,12 @@ part() {
     awk -v name="$1" '
         BEGIN { printf "\n// #################### %s\n", name }
         /^#include "..\/data\/unicode.h"/ { while ((getline line <"data/unicode.h") > 0) print line; next }
-        /^#include "kernels.c"/ { print "#include \"kvcomp_single.c\""; next }
         /^#include "/ { next }
         /^#define _GNU_SOURCE/ { next }
         { print }' "$1"
 }
 
-# The kernels include the file that they stand in, once for each instruction set, with SIMD defined: everything
-# around them is left out then.
-echo '#ifndef SIMD'
-part lib/base.h
-part lib/base.c
-part lib/kernels.h
-echo '#endif'
-part lib/kernels.c
-echo '#ifndef SIMD'
-for f in lib/checkpoint lib/tokenizer lib/template; do
+for f in lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template; do
     part $f.h
     part $f.c
 done
@@ -45,4 +38,3 @@ part inside.h
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.h; done
 part kvcomp.c
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.c; done
-echo '#endif'

@@ -1,7 +1,7 @@
 // How long the parts of a decode step take, without a model around them: the numbers of NOTES.md for
 // which --bench is too coarse.
 //
-//     gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm
+//     make NVCC= kvcomp && gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c build/cpu/lib/kernels*.o -lm
 //
 // /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS [BUDGET]]]]]
 //     Attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400
@@ -19,7 +19,6 @@
 // There are 8 KV heads, and 32 query heads unless HEADS says otherwise.
 #define KVCOMP_NO_MAIN
 #include "../lib/base.c"
-#include "../lib/kernels.c"
 #include "../lib/checkpoint.c"
 #include "../lib/tokenizer.c"
 #include "../lib/template.c"
@@ -165,10 +164,7 @@ static void time_method(const char *method, int D, int rows, int layers, const c
     time_attention(s, rows, q, out);
     if (!strcmp(method, "lychee")) time_select(s, q);
     if (!strncmp(method, "loopserve", 9)) time_loopserve(s, rows, q, out);
-    if (!strcmp(method, "pats")) {
-        unpack_choose();
-        time_unpack();
-    }
+    if (!strcmp(method, "pats")) time_unpack();
 }
 
 // ---- a prefill, and several methods in turns

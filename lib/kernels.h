@@ -99,8 +99,11 @@ void from_f32(void *dst, const float *src, int dtype, size_t n);
 // d = max|x| / 127, and then one signed byte round(x / d) a value
 enum { Q8_BLOCK = 32 };
 enum { ROWS_Q8 = 16 };          // what rows in the hands of a kernel may be beside DT_*: of this format
-size_t q8_bytes(int D);                                         // of a row of D values
-size_t kind_bytes(int dtype, int D);                            // of a row of D values of dtype, or ROWS_Q8
+static inline size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }       // a row
+static inline size_t kind_bytes(int dtype, int D) {            // of a row of D values of dtype, or ROWS_Q8
+    return dtype == ROWS_Q8 ? q8_bytes(D) : D * dtype_size(dtype);
+}
+
 void   q8_unpack(float *x, const char *o, int n, int D);        // x (n,D) = n rows
 
 // ---- weights in 8 bits (DT_Q8)
@@ -131,7 +134,8 @@ void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);   
 
 // With keys of q8_0 these are sums of integers (D89): q8_pieces(D) of these hold four queries (m,D).
 typedef struct Q8Query Q8Query;
-int    q8_pieces(int D);
+enum { Q8_COLS = 512 };         // columns that one factor of an integer query holds for, at most
+static inline int q8_pieces(int D) { return (D + Q8_COLS - 1) / Q8_COLS; }
 size_t q8_query_bytes(int m, int D);
 void   q8_queries(Q8Query *to, const float *q, int m, int D);
 void   q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next);
@@ -146,10 +150,10 @@ void exp_shift(float *x, float max, int n, float *sum);
 // x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
 void softmax_columns(float *x, int n, int m, float *max, float *sum);
 
-// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0; mid is set in all but zeros
-void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w);   // the plain way, without mid
-extern void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
-void unpack_choose(void);               // takes the fastest way this processor has
+// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0. unpack_f16, which may read
+// 16 bytes behind the last one, also sets mid, a bit that is cut, in all but zeros
+void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w);           // the plain way
+void unpack_f16 (uint16_t *h, const unsigned char *p, int n, int w, int mid);
 
 // ---- choosing
 float max_f32(const float *x, int n);                           // the largest; -INFINITY when n is 0
@@ -168,6 +172,86 @@ static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t byt
 // "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
 // "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
 const char *simd_name(void);
+
+// ---- behind the interface: for lib/kernels.c, lib/kernels_x86.c and tests
+enum {
+    LANES   = 16,       // floats of a vector, on every instruction set
+    Q8_TOP  = 32512,    // the largest integer of a query
+    Q8_PANEL = LANES * (2 + Q8_BLOCK),  // bytes of 16 rows by 32 columns of DT_Q8
+};
+
+struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor t
+    int16_t t[Q8_COLS / 8][4][8];               // 8 columns of every row, then the next 8
+    float factor[LANES];                        // lane 4i + j: of row i
+};
+
+typedef struct {        // a block of dot products: y (m,n) = scale * x (m,K) w (n,K)^T, or y += that
+    float *y;
+    size_t ldy;         // numbers from a row of y to the next
+    const float *x;
+    size_t ldx;         // numbers from a row of x to the next
+    const Q8Query *q8;  // dots_q8: x as integers, group after group of four rows
+    const char *w;      // of the dtype whose function is called
+    size_t ldw;         // bytes from a row of w to the next
+    int m, n, K;
+    int add;            // 1: y += the products
+    float scale;
+    Ahead next;         // memory that is read after this block; none: the rows of w that follow
+} Dots;
+
+typedef struct {        // the same for 16 rows of w of DT_Q8, by x as whole numbers
+    float *y;           // (m,n)
+    size_t ldy;
+    const int16_t *x;   // (m,blocks,Q8_BLOCK)
+    const float *scale; // (m,blocks)
+    size_t all;         // blocks of a whole row of x, from one to the next
+    const char *w;      // (blocks,Q8_PANEL)
+    int m, n, blocks;   // n: rows of w that there are
+    int add;
+} Dots8;
+
+typedef struct {        // a block of weighted sums of rows: o (m,D) = p (m,n) v (n,D), or o += that
+    float *o;
+    const float *p;
+    const char *v;      // of the dtype whose function is called, rows side by side
+    int m, n, D;
+    int add;
+    Ahead next;         // as in Dots
+} Mix;
+
+// The kernels of one instruction set. An array has an entry for DT_F32, DT_F16 and DT_BF16: of the right side
+// of a product, or of src.
+typedef struct {
+    const char *name;
+    void (*dots[3])(const Dots *a);
+    void (*dots_q8)(const Dots *a);             // w: rows of q8_0, of whole blocks
+    void (*integers)(Q8Query *to, const float *x, size_t ldx, int m, int n);    // m <= 4 rows, n <= Q8_COLS
+    void (*dots8)(const Dots8 *a);
+    void (*whole)(int16_t *q, float *scale, const float *x, int n);     // x (n) for dots8
+    void (*mix[3])(const Mix *a);
+    void (*mix_q8)(const Mix *a);
+    void (*widen[3])(float *dst, const void *src, size_t n);
+    void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
+    void (*unpack_q8)(float *dst, const char *src, int n, int D);
+    void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
+    void (*exp_shift)(float *x, float max, size_t n, float *sum);
+    void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);
+    void (*swiglu)(float *g, const float *u, size_t n);
+    float (*max)(const float *x, size_t n);
+    int (*sum_from)(const float *x, const int *w, int n, uint32_t key);
+    int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);     // places from i to n-1
+
+    // Instructions for matrices (kernels_x86.c), for weights of bf16: a product by numbers of bf16, and the
+    // bytes of room that it takes. terms: the most for which it is used; 0: the set has none.
+    void (*product)(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
+    size_t (*product_room)(size_t T, size_t n);
+    int terms;
+} Kernels;
+
+extern const char *const simd_names[];  // of all sets this program has, best first; NULL ends the list
+int simd_set(const char *name);         // takes that set, NULL: the best -> 0; -1: this machine cannot run it
+int simd_x86(Kernels *k, const char *name);     // makes that set of *k, which is avx512vnni -> 0, or -1
+void *product_room(size_t bytes);       // one room for another form of x, 64-byte aligned, kept and reused
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,673 @@
+// lib/kernels_x86.c - instructions of x86-64 that multiply matrices, behind the table of kernels.c: the tiles of
+// Intel's AMX and the pairs of bf16 of AVX-512, for weights of bf16. And the packed rows of PATS by AVX-512 VBMI.
+// A reader of the methods never needs this file.
+//
+// It is compiled for AVX-512 with VNNI, which every processor with tiles or pairs has; what needs more says so
+// by TARGET. simd_find in kernels.c sees to it that nothing here runs where it cannot. Every kernel can be made
+// with twins of its instructions in plain C, which say what the instructions mean, from Intel's manual. So what
+// is built on them is tested on machines without them.
+#define _GNU_SOURCE
+#include "kernels.h"
+#if defined(KERNELS_X86)
+#include <cpuid.h>
+#include <float.h>
+#include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#define TARGET(what) __attribute__((target(what)))
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(enable)")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
+
+enum {
+    TILE       = 16,    // rows of a tile
+    TILE_COLS  = 32,    // columns of a tile of bf16: a step
+    TILE_PANEL = 32,    // rows of W that a job takes
+    TILE_BLOCK = 256,   // rows of x that a job takes: three terms of TILE_CHUNK columns fill 768 KiB of L2
+    TILE_CHUNK = 512,   // columns that one sum runs over
+    TILE_ROWS  = 512,   // rows of x that are split into terms at a time, a multiple of TILE_BLOCK
+    TILES      = 8,     // of a thread
+    TILE_BYTES = TILE * 64,
+
+    PAIR_CHUNK = 1024,  // products in pairs: columns of a sum
+    PAIR_T     = 128,   // rows of x of a job
+    PAIR_ROWS  = 64,    // rows of W of a job
+    PM = 2, PN = 8, P1 = 4,     // rows of x and of w in a tile; of w where a block has no more
+};
+
+// The bf16 nearest to x. Unlike f32_to_bf16 it does not saturate: an infinity must not look finite.
+INLINE uint16_t bf16_nearest(float x) {
+    FloatBits a = { x };
+    if (a.f != a.f) return 0x7fc0;
+    return (uint16_t)((a.u + 0x7fff + (a.u >> 16 & 1)) >> 16);
+}
+
+// Subnormal numbers count as zero, as they come in and as they go out.
+static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
+
+// ---- the twins of tiles
+// A thread has eight tiles. A tile has up to 16 rows of up to 64 bytes: 16 floats, or 16 pairs of bf16.
+
+// The shape of every tile, as the instruction ldtilecfg reads it.
+typedef struct {
+    uint8_t palette;            // 1: the eight tiles of AMX
+    uint8_t start, zero[14];
+    uint16_t bytes[16];         // of a row, for each tile
+    uint8_t rows[16];
+} TileShape;
+
+static _Thread_local struct {
+    TileShape shape;
+    unsigned char tile[TILES][TILE][64];
+} twin;
+
+// The tiles get these shapes, and are zeros.
+void twin_tile_shape(const void *shape) {
+    memset(&twin, 0, sizeof twin);
+    memcpy(&twin.shape, shape, sizeof twin.shape);
+}
+
+// The end of the tiles' use.
+void twin_tile_end(void) {
+    memset(&twin.shape, 0, sizeof twin.shape);
+}
+
+// Tile t is zeros.
+void twin_tile_zero(int t) {
+    memset(twin.tile[t], 0, TILE_BYTES);
+}
+
+// The rows of tile t are those at p, `stride` bytes apart.
+void twin_tile_load(int t, const void *p, size_t stride) {
+    twin_tile_zero(t);
+    for (int i = 0; i < twin.shape.rows[t]; i++)
+        memcpy(twin.tile[t][i], (const char *)p + i * stride, twin.shape.bytes[t]);
+}
+
+// The rows of tile t go to p, `stride` bytes apart.
+void twin_tile_store(int t, void *p, size_t stride) {
+    for (int i = 0; i < twin.shape.rows[t]; i++)
+        memcpy((char *)p + i * stride, twin.tile[t][i], twin.shape.bytes[t]);
+}
+
+// The bf16 at p.
+static float tile_number(const unsigned char *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return no_subnormal(bf16_to_f32(h));
+}
+
+// Tile c (rows of a,columns), f32, += a (rows,pairs) b (pairs,columns), pairs of bf16. The first
+// numbers of all pairs are summed, pair after pair, and so are the second ones; then the two sums are
+// added, and that is added to c. Every sum is rounded to the nearest f32. A product of two bf16
+// has 16 bits, so it is exact in f32.
+void twin_tile_product(int c, int a, int b) {
+    int pairs = twin.shape.bytes[a] / 4, n = twin.shape.bytes[c] / 4;
+    float x[TILE][2][TILE];                     // the numbers of b
+    for (int k = 0; k < pairs; k++)
+        for (int j = 0; j < 2 * n; j++) x[k][j % 2][j / 2] = tile_number(twin.tile[b][k] + 2 * j);
+    for (int i = 0; i < twin.shape.rows[c]; i++) {
+        float sum[2][TILE] = {{0}}, out[TILE];
+        for (int k = 0; k < pairs; k++)
+            for (int half = 0; half < 2; half++) {
+                float w = tile_number(twin.tile[a][i] + 4 * k + 2 * half);
+                for (int j = 0; j < n; j++)
+                    sum[half][j] = no_subnormal(sum[half][j] + w * x[k][half][j]);
+            }
+        memcpy(out, twin.tile[c][i], sizeof out);
+        for (int j = 0; j < n; j++)
+            out[j] = no_subnormal(out[j] + no_subnormal(sum[0][j] + sum[1][j]));
+        memcpy(twin.tile[c][i], out, sizeof out);
+    }
+}
+
+// ---- tiles: the instruction, or its twin
+// The numbers of tiles are part of the instructions and must be literals, so these are macros; twins is a
+// constant where they stand. GCC does not know that tileloadd and ldtilecfg read memory: it must be told to
+// have stored what they read.
+#define TARGET_AMX TARGET("amx-tile,amx-bf16")
+#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
+#define tile_shape(shape)   do { MEMORY_IS_READ; if (twins) twin_tile_shape(shape); else _tile_loadconfig(shape); } while (0)
+#define tile_end()          do { if (twins) twin_tile_end(); else _tile_release(); } while (0)
+#define tile_zero(t)        do { if (twins) twin_tile_zero(t); else _tile_zero(t); } while (0)
+#define tile_load(t, p, by) \
+    do { MEMORY_IS_READ; if (twins) twin_tile_load(t, p, by); else _tile_loadd(t, p, by); } while (0)
+#define tile_store(t, p, by) do { if (twins) twin_tile_store(t, p, by); else _tile_stored(t, p, by); } while (0)
+#define tile_product(c, a, b) do { if (twins) twin_tile_product(c, a, b); else _tile_dpbf16ps(c, a, b); } while (0)
+
+// No instruction of AMX, but what tiles need: to (TILE,TILE) = from (TILE,TILE) with rows and columns
+// exchanged, elements of 4 bytes.
+// Sixteen registers of 16 elements. Rows 0 and 1, 2 and 3, .. are interleaved, then pairs of rows;
+// now register 4 g + c has, in its part i of 128 bits, column 4 i + c of rows 4 g to 4 g + 3. The
+// last steps bring the parts of one column together.
+INLINE void tile_turn(void *to, const void *from) {
+    __m512i a[TILE], b[TILE], *out = to;
+    UNROLL for (int i = 0; i < TILE; i++) a[i] = _mm512_loadu_si512((const __m512i *)from + i);
+    UNROLL for (int i = 0; i < TILE; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < TILE; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);              // parts 0 and 2
+        __m512i odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);               // parts 1 and 3
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_si512(out + c, _mm512_shuffle_i32x4(even, even2, 0x88));
+        _mm512_storeu_si512(out + 4 + c, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        _mm512_storeu_si512(out + 8 + c, _mm512_shuffle_i32x4(even, even2, 0xdd));
+        _mm512_storeu_si512(out + 12 + c, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+    }
+}
+
+// ---- products in tiles
+// A tile of W is 16 of its rows by 32 columns, as they lie in memory. It meets a tile of x: 16 pairs
+// of columns by 16 rows of x. Their product is a tile of y^T: 16 rows of W by 16 rows of x.
+//
+// Tiles are multiplied as numbers of bf16, so a number of x is split into `terms` of them
+// (--bf16-terms): x rounded to bf16, what is left rounded, and what is left then. A bf16 has 8 bits and
+// x has 24, so three terms are x exactly, and the error is that of the sums. Two leave at most 2^-17 of
+// x, one leaves 2^-8. With 2,048 columns of random numbers the rms error of y, as a share of y's rms, is
+//   three terms 1.4e-7     two 2.5e-6     one 1.7e-3     vectors (f32) 1.6e-7
+//
+// The order of a sum: 32 columns after 32 columns, and of those the first terms, the second, the third,
+// all added to one tile (tile_product says in which order within the 32). The sums of TILE_CHUNK
+// columns each are added in order; one longer sum would lose accuracy (2.6e-7 over all 2,048). Rows of
+// x do not meet each other and what is missing is zeros, so a row of y has the same bits in every place
+// of every block, and in decode, where a tile of x has one column. Subnormal numbers count as zero. An
+// infinity in x gives a NaN, as a NaN does.
+//
+// Two tiles of W by two of x are four sums, and each tile that is loaded is used twice. A product takes
+// 16 cycles, and its sum is ready after 52, so the four sums take turns.
+
+// A product of matrices in tiles: y (m,n) = x w^T, whose columns come in several calls: k0 to k1-1 in this one.
+typedef struct {
+    float *y;           // (m,n), after the call with k1 = K
+    size_t ldy;
+    float *sums;        // (groups of TILE rows of x,2,TILE,columns): y^T, from call to call
+    size_t group;       // elements of sums from a group to the next
+    const uint16_t *x;  // (groups,steps,terms,TILE,columns,2), as tile_terms makes it
+    const char *w;      // (n,K)
+    int m, n;           // n: at most TILE_PANEL
+    int K, k0, k1;      // k0: a multiple of TILE_CHUNK
+    int columns;        // of a tile of x: TILE, or 1 where x is a single row
+    int terms;          // numbers of bf16 that make one of x
+} Tiles;
+
+// Steps of TILE_COLS columns; the last may be shorter.
+static int tile_steps(int cols) { return (cols + TILE_COLS - 1) / TILE_COLS; }
+
+// to (terms,TILE,TILE_COLS): row t of each = the terms of x (n).
+INLINE void split_row(uint16_t (*to)[TILE][TILE_COLS], int t, const float *x, int n, int terms) {
+    float rest[TILE_COLS];
+    memcpy(rest, x, (size_t)n * sizeof *rest);
+    for (int q = 0; q < terms; q++) {
+        uint16_t *term = to[q][t];
+        for (int i = 0; i < n; i++) {
+            term[i] = bf16_nearest(rest[i]);
+            rest[i] -= bf16_to_f32(term[i]);
+        }
+    }
+}
+
+// to (steps,terms,TILE,columns,2) = m <= columns rows of x, ldx apart, of n columns, step by step. Missing rows
+// and columns are zeros.
+static void tile_terms(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns,
+                              int terms) {
+    uint16_t part[3][TILE][TILE_COLS] __attribute__((aligned(64)));
+    for (int k = 0; k < n; k += TILE_COLS) {
+        int cols = min_int(n - k, TILE_COLS);
+        if (m < columns || cols < TILE_COLS) memset(part, 0, sizeof part);
+        for (int t = 0; t < m; t++) {
+            if (cols == TILE_COLS) split_row(part, t, x + t * ldx + k, TILE_COLS, terms);
+            else split_row(part, t, x + t * ldx + k, cols, terms);
+        }
+        for (int q = 0; q < terms; q++, to += TILE_COLS * columns) {
+            if (columns == TILE) tile_turn(to, part[q]);
+            else memcpy(to, part[q], TILE_COLS * sizeof *to);
+        }
+    }
+}
+
+// panel (steps,2,TILE,TILE_COLS) = rows of w (n, at most TILE_PANEL) of `cols` columns, ldw bytes
+// apart, as tiles that lie side by side. Rows 4 KB apart would drive each other out of the first-level
+// cache. Missing rows and columns are zeros.
+INLINE void tile_panel(char *panel, const char *w, size_t ldw, int n, int cols) {
+    if (n < TILE_PANEL || cols % TILE_COLS) memset(panel, 0, TILE_PANEL * TILE_CHUNK * 2);
+    for (int r = 0; r < n; r++) {
+        char *to = panel + r * 64;
+        const char *from = w + r * ldw;
+        int k = 0;
+        for (; k + TILE_COLS <= cols; k += TILE_COLS, to += 2 * TILE_BYTES, from += 64)
+            memcpy(to, from, 64);
+        if (k < cols) memcpy(to, from, (size_t)(cols - k) * 2);
+    }
+}
+
+// Where the tiles of a walk lie, and what it asks memory for.
+typedef struct {
+    const char *w;      // the first tile of W
+    size_t row;         // bytes from a row of it to the next,
+    size_t tile;        // to the second tile,
+    size_t step;        // and to the next step's first tile
+    const char *x[2];   // the first tiles of two groups of rows of x; the terms and steps follow
+    size_t columns;     // of a tile of x
+    int steps, terms;
+    const char *next;   // rows of W that are read later: so many of them, ldw bytes apart
+    int next_rows;
+    size_t ldw;
+} TileWalk;
+
+// Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Meanwhile the next rows
+// are asked for: 64 bytes a step for each of them, but row after row, as memory has them, and into the
+// second-level cache, because there may be as many bytes as the first has.
+TARGET_AMX INLINE void tile_walk(const TileWalk *a, int groups, int twins) {
+    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
+    size_t row = 4 * a->columns, tile = TILE * row;
+    size_t at = 0, width = (size_t)a->steps * 64;       // of a row that is asked for
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int k = 0; k < a->steps; k++, w += a->step) {
+        tile_load(4, w, a->row);
+        tile_load(5, w + a->tile, a->row);
+        for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
+            tile_load(6, x0, row);
+            if (groups == 2) tile_load(7, x1, row);
+            tile_product(0, 4, 6);
+            tile_product(1, 5, 6);
+            if (groups == 2) tile_product(2, 4, 7);
+            if (groups == 2) tile_product(3, 5, 7);
+        }
+        for (int i = 0; i < a->next_rows; i++) {
+            __builtin_prefetch(next + at, 0, 2);
+            at += 64;
+            if (at < width) continue;
+            at = 0;
+            next += a->ldw;
+        }
+    }
+}
+
+// y (m,n) = the transpose of c (TILE,columns).
+INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, int n) {
+    float turned[TILE][TILE] __attribute__((aligned(64)));
+    if (columns == TILE) tile_turn(turned, c);
+    else memcpy(turned, c, TILE * sizeof *c);
+    for (int t = 0; t < m; t++, y += ldy) {
+        if (n == TILE) memcpy(y, turned[t], TILE * sizeof *y);
+        else memcpy(y, turned[t], (size_t)n * sizeof *y);
+    }
+}
+
+// A walk for the one or two groups of x that begin with row t. What it sums up is added to the sums
+// of earlier columns. first: there are none; last: none follow, and the sums go to y.
+TARGET_AMX INLINE void tile_groups(const Tiles *a, const TileWalk *walk, int t, int first, int last, int twins) {
+    float c[4][TILE * TILE] __attribute__((aligned(64)));
+    size_t row = 4 * walk->columns, n_sums = TILE * walk->columns;
+    int groups = a->m - t > TILE ? 2 : 1;
+    if (groups == 2) {
+        tile_walk(walk, 2, twins);
+        tile_store(2, c[2], row);
+        tile_store(3, c[3], row);
+    } else {
+        tile_walk(walk, 1, twins);
+    }
+    tile_store(0, c[0], row);
+    tile_store(1, c[1], row);
+    for (int i = 0; i < 2 * groups; i++) {
+        int t0 = t + i / 2 * TILE, r0 = i % 2 * TILE;
+        float *sums = a->sums + t0 / TILE * a->group + i % 2 * n_sums;
+        for (size_t j = 0; j < n_sums && !first; j++) c[i][j] += sums[j];
+        if (!last) memcpy(sums, c[i], n_sums * sizeof *sums);
+        else if (r0 < a->n)
+            tile_out(a->y + t0 * a->ldy + r0, a->ldy, c[i], a->columns, min_int(a->m - t0, TILE),
+                     min_int(a->n - r0, TILE));
+    }
+}
+
+// TILE_CHUNK columns after TILE_CHUNK columns. A lone group of x reads W where it lies,
+// and asks for the columns after these, or after the last ones for the next panel. Where more groups
+// meet a panel of W, it is copied (tile_panel), and they ask for these columns of the next panel, each
+// two of them for their share of its rows.
+TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
+    char panel[TILE_PANEL * TILE_CHUNK * 2] __attribute__((aligned(64)));
+    size_t ldw = (size_t)a->K * 2, group = (size_t)tile_steps(a->K) * a->terms * a->columns * 64;
+    int lone = a->m <= TILE, pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
+    TileShape shape = { .palette = 1 };
+    for (int t = 0; t < TILES; t++) {
+        shape.rows[t] = TILE;
+        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : 4 * a->columns);        // W; x and sums
+    }
+    tile_shape(&shape);
+
+    for (int k = a->k0; k < a->k1; k += TILE_CHUNK) {
+        int cols = min_int(a->k1 - k, TILE_CHUNK), last = k + cols == a->K;
+        const char *w = a->w + (size_t)k * 2, *below = w + TILE_PANEL * ldw;
+        const char *x = (const char *)a->x + (size_t)k / TILE_COLS * a->terms * a->columns * 64;
+        TileWalk walk = {
+            .w = w, .row = ldw, .tile = TILE * ldw, .step = 64,
+            .columns = (size_t)a->columns, .steps = tile_steps(cols), .terms = a->terms,
+            .next = !lone ? below : last ? a->w + TILE_PANEL * ldw : w + TILE_CHUNK * 2, .ldw = ldw,
+        };
+        if (!lone || a->n < TILE_PANEL || cols % TILE_COLS) {
+            tile_panel(panel, w, ldw, a->n, cols);
+            walk.w = panel;
+            walk.row = 64;
+            walk.tile = TILE_BYTES;
+            walk.step = 2 * TILE_BYTES;
+        }
+        for (int p = 0; p < pairs; p++) {
+            int from = p * TILE_PANEL / pairs, to = (p + 1) * TILE_PANEL / pairs;
+            walk.x[0] = x + 2 * p * group;
+            walk.x[1] = walk.x[0] + group;
+            walk.next_rows = to - from;
+            tile_groups(a, &walk, p * 2 * TILE, k == 0, last, twins);
+            walk.next += (to - from) * ldw;
+        }
+    }
+    tile_end();
+}
+
+TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
+TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
+
+// matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
+// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
+// through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
+// all panels before the next, so that their terms stay in the second-level cache; a thread meets the
+// same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
+// to add them.
+static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T,
+                         void (*block_of)(const Tiles *)) {
+    int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
+    int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
+    int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
+    int block = (pairs + blocks - 1) / blocks * 2 * TILE;
+    size_t step = (size_t)terms * TILE_COLS * columns, group = tile_steps(K) * step;
+    size_t panels = ((size_t)w->rows + TILE_PANEL - 1) / TILE_PANEL, panel = TILE_PANEL * columns;
+    uint16_t *split = product_room(groups * (group * sizeof *split + panels * panel * sizeof(float)));
+    float *sums = (float *)(split + groups * group);
+    #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
+    {
+        #pragma omp for collapse(2) schedule(static)
+        for (int g = 0; g < groups; g++)
+            for (int k = 0; k < K; k += TILE_CHUNK)
+                tile_terms(split + g * group + k / TILE_COLS * step, x + g * TILE * ldx + k, ldx,
+                             min_int(T - g * TILE, TILE), min_int(K - k, TILE_CHUNK), columns, terms);
+
+        for (int k = 0; k < K; k += part) {
+            #pragma omp for collapse(2) schedule(static) nowait
+            for (int t = 0; t < T; t += block)
+                for (int r = 0; r < w->rows; r += TILE_PANEL)
+                    block_of(&(Tiles){
+                        .y = y + t * ldy + r, .ldy = ldy,
+                        .sums = sums + (t / TILE * panels + r / TILE_PANEL) * panel,
+                        .group = panels * panel,
+                        .x = split + t / TILE * group,
+                        .w = (const char *)w->data + (size_t)r * K * 2,
+                        .m = min_int(T - t, block), .n = min_int(w->rows - r, TILE_PANEL),
+                        .K = K, .k0 = k, .k1 = min_int(k + part, K),
+                        .columns = columns, .terms = terms,
+                    });
+        }
+    }
+}
+
+
+// Kernels.product; tests call it without AMX, too, and trap its instructions.
+void product_amx(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
+void product_amx(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    for (int t = 0; t < T; t += TILE_ROWS)
+        matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS), tile_block_amx);
+}
+
+static void product_twins(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    for (int t = 0; t < T; t += TILE_ROWS)
+        matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS), tile_block_twins);
+}
+
+// Kernels.product_room
+static size_t room_amx(size_t T, size_t n) { return min_size(T, TILE_ROWS) * n * (2 * (size_t)bf16_terms + 4); }
+
+// ---- products in pairs
+// x is rounded to bf16 (--bf16-terms 1), as W is. A vector of 32 columns of x meets 32 of W: lane j adds
+// the products of columns 2 j + 1 and 2 j to its sum, and 32 columns follow 32 columns; then the lanes
+// are folded, as everywhere. A product of two bf16 is exact in f32. So the error is that of rounding x:
+// 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. Subnormal numbers count
+// as zero. Again the order does not depend on tiles, batch or threads. The instruction does twice the
+// multiply-adds of f32.
+
+// Lane j: sum + a b at place 2 j + 1, and then + a b at place 2 j. Each of the two sums is rounded once.
+static __m512 twin_pairs(__m512 sum, __m512i a, __m512i b) {
+    float lane[16];
+    uint16_t x[32], w[32];
+    memcpy(lane, &sum, sizeof lane);
+    memcpy(x, &a, sizeof x);
+    memcpy(w, &b, sizeof w);
+    for (int i = 31; i >= 0; i--) {
+        float f = no_subnormal(bf16_to_f32(x[i])), g = no_subnormal(bf16_to_f32(w[i]));
+        lane[i / 2] = no_subnormal(fmaf(f, g, no_subnormal(lane[i / 2])));
+    }
+    return _mm512_loadu_ps(lane);
+}
+
+// n numbers of bf16 at p; the others are 0.
+INLINE __m512i pairs_load(const void *p, int n) {
+    if (n == 32) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+
+// out (n) = the sum of the lanes of each of a (n), n <= 16: 8 onto 8, 4 onto 4, 2 onto 2, 1 onto 1. Each step puts
+// one part of two vectors side by side and adds the other parts; lane i of the last one is the sum of a[i].
+#define FOLD(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
+INLINE void pairs_folds(float *out, const __m512 *a, int n) {
+    __m512 b[8], c[4], d[2];
+    UNROLL for (int i = 0; i < 8; i++) {
+        int x = min_int(i / 4 * 8 + i % 4, n - 1), y = min_int(i / 4 * 8 + i % 4 + 4, n - 1);
+        b[i] = FOLD(_mm512_shuffle_f32x4, a[x], a[y], 0x44, 0xee);
+    }
+    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
+    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
+    _mm512_mask_storeu_ps(out, (__mmask16)((1u << n) - 1), FOLD(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd));
+}
+
+typedef struct {        // a block: y (m,n) = x (m,K) w (n,K)^T, both of bf16
+    float *y;
+    const uint16_t *x;
+    const char *w;
+    size_t ldy, ldx, ldw;       // ldw: in bytes
+    int m, n, K, add;
+    const char *next;   // what is read after it; NULL: nothing
+} Pairs;
+
+// acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, pair by pair.
+TARGET("avx512bf16") INLINE void pairs_step(__m512 *acc, const uint16_t *const *x, const char *const *w, int M, int N,
+                                            int k, int n, int twins) {
+    __m512i b[PN];
+    UNROLL for (int j = 0; j < N; j++) b[j] = pairs_load(w[j] + (size_t)k * 2, n);
+    UNROLL for (int i = 0; i < M; i++) {
+        __m512i v = pairs_load(x[i] + k, n);
+        UNROLL for (int j = 0; j < N; j++)
+            acc[i * N + j] = twins ? twin_pairs(acc[i * N + j], v, b[j])
+                                   : _mm512_dpbf16_ps(acc[i * N + j], (__m512bh)v, (__m512bh)b[j]);
+    }
+}
+
+// The tile of M rows of x from i0 on and N rows of w from j0 on. Where the block ends before the tile does, its
+// last row is read again in place of the missing ones. The first tile of a panel asks for as many bytes of what
+// is read next as it reads.
+TARGET("avx512bf16") INLINE void pairs_tile(const Pairs *a, int M, int N, int i0, int j0, int twins) {
+    __m512 acc[PM * PN];
+    const uint16_t *x[PM];
+    const char *w[PN], *ahead = a->next && !i0 ? a->next + (size_t)j0 * a->K * 2 : NULL;
+    int m = min_int(a->m - i0, M), n = min_int(a->n - j0, N), k = 0;
+    float sum[PM * PN];
+    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
+    UNROLL for (int j = 0; j < N; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw;
+    UNROLL for (int i = 0; i < M * N; i++) acc[i] = _mm512_setzero_ps();
+    for (; k + 32 <= a->K; k += 32) {
+        if (ahead) {
+            UNROLL for (int j = 0; j < N; j++, ahead += 64) __builtin_prefetch(ahead);
+        }
+        pairs_step(acc, x, w, M, N, k, 32, twins);
+    }
+    if (k < a->K) pairs_step(acc, x, w, M, N, k, a->K - k, twins);
+    pairs_folds(sum, acc, M * N);
+    for (int i = 0; i < m; i++) {
+        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0;
+        for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * N + j] : sum[i * N + j];
+    }
+}
+
+// All tiles of a block: panels of N rows of w, and for each panel PM rows of x at a time.
+TARGET("avx512bf16") INLINE void pairs_panels(const Pairs *a, int N, int twins) {
+    for (int j = 0; j < a->n; j += N) {
+        int i = 0;
+        for (; a->m - i > 1; i += PM) pairs_tile(a, PM, N, i, j, twins);
+        if (i < a->m) pairs_tile(a, 1, N, i, j, twins);         // one row is left
+    }
+}
+
+// Few rows of x (decode) come with P1 rows of w.
+TARGET("avx512bf16") static void pairs_block(const Pairs *a) {
+    if (a->n <= P1) pairs_panels(a, P1, 0);
+    else pairs_panels(a, PN, 0);
+}
+
+TARGET("avx512bf16") static void pairs_block_twins(const Pairs *a) { pairs_panels(a, 1, 1); }
+
+// y (T,rows) = x (T,cols) W^T, x rounded to bf16. Jobs and panels are those of matmul_strided.
+static void matmul_pairs(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T,
+                         void (*block_of)(const Pairs *)) {
+    int K = w->cols, panels = T <= 4, panel = panels ? P1 : PAIR_ROWS;
+    uint16_t *x16 = product_room((size_t)T * K * sizeof *x16);
+    #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
+    {
+        #pragma omp for schedule(static)
+        for (int t = 0; t < T; t++)
+            for (int k = 0; k < K; k++) x16[(size_t)t * K + k] = bf16_nearest(x[t * ldx + k]);
+
+        #pragma omp for collapse(2) schedule(static)
+        for (int t = 0; t < T; t += PAIR_T)
+            for (int r0 = 0; r0 < w->rows; r0 += PAIR_ROWS)
+                for (int r = r0, end = min_int(r0 + PAIR_ROWS, w->rows); r < end; r += panel)
+                    for (int k = 0; k < K; k += PAIR_CHUNK) {
+                        const char *row = (const char *)w->data + (size_t)r * K * 2;
+                        block_of(&(Pairs){
+                            .y = y + t * ldy + r, .ldy = ldy,
+                            .x = x16 + (size_t)t * K + k, .ldx = (size_t)K,
+                            .w = row + (size_t)k * 2, .ldw = (size_t)K * 2,
+                            .m = min_int(T - t, PAIR_T), .n = min_int(end - r, panel),
+                            .K = min_int(K - k, PAIR_CHUNK), .add = k > 0,
+                            .next = panels ? row + (size_t)panel * (K + k) * 2 : NULL,
+                        });
+                    }
+    }
+}
+
+// Kernels.product
+static void product_pairs(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    matmul_pairs(y, ldy, x, ldx, w, T, pairs_block);
+}
+
+static void product_pairs_twins(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    matmul_pairs(y, ldy, x, ldx, w, T, pairs_block_twins);
+}
+
+// Kernels.product_room
+static size_t room_pairs(size_t T, size_t n) { return T * n * 2; }
+
+// ---- packed rows by VBMI: 32 elements from the bytes they stand in, 4 from each lane of 64 bits
+// For every w, the 8 bytes of each lane, and for each byte of a result the bit of the lane it begins at.
+static struct {
+    unsigned char bytes[64], bits[64];
+} packed[17];
+
+// Elements 4j .. 4j+3 start at bit 4jw, on a whole or a half byte. An element is to fill the top w bits of an
+// f16, so the 16 bits begin 16 - w bits before the element does.
+static void packed_init(void) {
+    for (int w = 1; w <= 16; w++)
+        for (int j = 0; j < 8; j++)
+            for (int b = 0; b < 8; b++) {
+                int start = j * w % 2 * 4 + b / 2 * w, bit = start + w - 16 + b % 2 * 8;
+                packed[w].bytes[8 * j + b] = (unsigned char)(j * w / 2 + b);
+                packed[w].bits[8 * j + b] = (unsigned char)(bit & 63);
+            }
+}
+
+// Kernels.unpack: groups of 32 elements, four at a time while 64 bytes can be read from the start of each, then
+// one at a time with masks.
+TARGET("avx512vbmi") INLINE __m512i unpack_32(__m512i x, __m512i bytes, __m512i bits, __m512i kept, __m512i add) {
+    x = _mm512_multishift_epi64_epi8(bits, _mm512_permutexvar_epi8(bytes, x));
+    x = _mm512_and_si512(x, kept);
+    return _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add);
+}
+
+TARGET("avx512vbmi") static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    __m512i bytes = _mm512_loadu_si512(packed[w].bytes), bits = _mm512_loadu_si512(packed[w].bits);
+    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
+    int i = 0;
+    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)
+        UNROLL for (int j = 0; j < 4; j++) {
+            __m512i x = _mm512_loadu_si512(p + 4 * w * j);
+            _mm512_storeu_si512(h + i + 32 * j, unpack_32(x, bytes, bits, kept, add));
+        }
+    for (; i < n; i += 32, p += 4 * w) {
+        int m = min_int(n - i, 32);
+        __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
+        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, bytes, bits, kept, add));
+    }
+}
+
+// ---- the sets
+// AMX with bf16, and Linux lets this process use it. The tiles' 8 KB are part of what the system saves for a
+// thread, so a process has to ask once.
+static int amx_can(void) {
+#if defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return 0;
+    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+#else
+    return 0;
+#endif
+}
+
+// Adds to *k, which is avx512vnni, what the set of that name has -> 0; -1: this processor cannot.
+int simd_x86(Kernels *k, const char *name) {
+    static const Kernels sets[] = {
+        { .name = "amx",         .product = product_amx,         .product_room = room_amx,   .terms = 3 },
+        { .name = "amx-plain",   .product = product_twins,       .product_room = room_amx,   .terms = 3 },
+        { .name = "avx512bf16",  .product = product_pairs,       .product_room = room_pairs, .terms = 1 },
+        { .name = "pairs-plain", .product = product_pairs_twins, .product_room = room_pairs, .terms = 1 },
+    };
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        packed_init();
+        k->unpack = unpack_vbmi;
+    }
+    if (!strcmp(name, "avx512vnni")) return 0;
+    if (!strcmp(name, "amx") && !amx_can()) return -1;
+    if (!strcmp(name, "avx512bf16") && !__builtin_cpu_supports("avx512bf16")) return -1;
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
+        if (strcmp(sets[i].name, name)) continue;
+        k->name = sets[i].name;
+        k->product = sets[i].product;
+        k->product_room = sets[i].product_room;
+        k->terms = sets[i].terms;
+        return 0;
+    }
+    return -1;
+}
+#endif  // KERNELS_X86
