@@ -472,14 +472,39 @@ INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, floa
     return most / most_t + vec_fold(odd);
 }
 
-// Kernels.integers. Missing rows repeat the last one.
-static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
-    int16_t t[Q8_COLS];
-    for (int i = 0; i < 4; i++) {
-        float factor = whole_numbers(t, x + (size_t)min_int(i, m - 1) * ldx, n, Q8_TOP, 1e-30f);
-        for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
-        for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
+#if defined(__AVX512VNNI__)
+// vpdpbusd sums four products of an unsigned byte and a signed one, so the 16 bits of t are two bytes, t = 256 upper +
+// lower, both signed, and the key's are u + 128: sums start at -128 times those of t. For each half of a block (16
+// columns) the upper bytes of the four rows stand before the lower ones.
+INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
+    for (int b = 0; b < n / Q8_BLOCK; b++, t += Q8_BLOCK) {
+        signed char *bytes = (signed char *)to->t[b * (Q8_BLOCK / 8)];
+        int32_t *start = to->start[b] + 4 * i;
+        for (int j = 0; j < 4; j++) start[j] = 0;
+        for (int c = 0; c < Q8_BLOCK; c++) {
+            signed char *at = bytes + c / 16 * 128 + 16 * i + c % 16;
+            at[0] = (signed char)((t[c] + 128) >> 8);
+            at[64] = (signed char)(t[c] - 256 * at[0]);
+            start[c % 16 / 4] -= 128 * t[c];
+        }
     }
+}
+
+// The sums of block b by the 32 bytes at u. The four lanes of quarter i add up to row i's sum.
+INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
+    const char *t = (const char *)q->t[b * (Q8_BLOCK / 8)];
+    __m512i upper = _mm512_setzero_si512(), lower = _mm512_loadu_si512(q->start[b]);
+    UNROLL for (int half = 0; half < 2; half++, t += 128) {
+        __m512i key = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(u + 16 * half)));
+        key = _mm512_xor_si512(key, _mm512_set1_epi8(-128));                    // u + 128
+        upper = _mm512_dpbusd_epi32(upper, key, _mm512_loadu_si512(t));
+        lower = _mm512_dpbusd_epi32(lower, key, _mm512_loadu_si512(t + 64));
+    }
+    return (Ints){ { (I32)_mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower) } };
+}
+#else
+INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
+    for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
 }
 
 // sum, whose quarter i belongs to row i, += the products of t (4,8) with the key in every quarter.
@@ -492,9 +517,10 @@ INLINE Ints q8_eight(Ints sum, I32 key, const int16_t (*t)[8]) {
     return sum;
 }
 
-// The sums of a block: t (4,8) after t (4,8) by the 32 bytes at u, of which a register holds WIDTH / 4 times
-// eight. The four lanes of quarter i add up to row i's sum.
-INLINE Ints q8_block(const int16_t (*t)[4][8], const signed char *u) {
+// The sums of block b by the 32 bytes at u, of which a register holds WIDTH / 4 times eight. The four lanes of
+// quarter i add up to row i's sum.
+INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
+    const int16_t (*t)[4][8] = (const int16_t (*)[4][8])q->t + b * (Q8_BLOCK / 8);
     Ints sum = {0};
     UNROLL for (int c = 0; c < Q8_BLOCK / 8; c += WIDTH / 4) {
         I32 key = (I32)reg_pairs(u + 8 * c);
@@ -508,6 +534,17 @@ INLINE Ints q8_block(const int16_t (*t)[4][8], const signed char *u) {
 #endif
     }
     return sum;
+}
+#endif
+
+// Kernels.integers. Missing rows repeat the last one.
+static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
+    int16_t t[Q8_COLS];
+    for (int i = 0; i < 4; i++) {
+        float factor = whole_numbers(t, x + (size_t)min_int(i, m - 1) * ldx, n, Q8_TOP, 1e-30f);
+        for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
+        q8_put(to, i, t, n);
+    }
 }
 
 // Lane 4i + j is the sum of quarter i of a[j], j < 4.
@@ -544,7 +581,7 @@ INLINE Vec q8_tile(const Dots *a, const Q8Query *q, int j, int k0, int blocks) {
         Ints part[4];
         size_t at = b * (size_t)(Q8_BLOCK + 2);
         UNROLL for (int r = 0; r < 4; r++)
-            part[r] = q8_block(q->t + b * (Q8_BLOCK / 8), (const signed char *)w[r] + at + 2);
+            part[r] = q8_block(q, b, (const signed char *)w[r] + at + 2);
         sum = vec_fma(q8_sums(part), four_f16(w, at), sum);
     }
     return vec_mul(sum, vec_mul(vec_load(q->factor, DT_F32, LANES), vec_all(a->scale)));

@@ -182,6 +182,7 @@ enum {
 
 struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor t
     int16_t t[Q8_COLS / 8][4][8];               // 8 columns of every row, then the next 8
+    int32_t start[Q8_COLS / Q8_BLOCK][LANES];   // sets with vpdpbusd have t by bytes, and where sums start
     float factor[LANES];                        // lane 4i + j: of row i
 };
 
