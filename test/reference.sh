@@ -52,17 +52,20 @@ fail() {
 # nothing of what it names differs is reported, too, so that no line outlives its reason. For instance
 #   cpu/*/h2o/*  h2o evicts in every decode step
 EXPECTED='
-*lychee*/totals.*.meta_bytes  an index holds fewer numbers: a node has no list of its children
-cpu/[!c]*/*a-shape*/*           lines are summed in the order of their columns: other roundings, and what hangs on them
-*/[!cw]*/minference*/*          60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
-*/we*/minference*/*             60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
-cpu/text*/loopserve/*           lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/text*/loopserve+pats/*      lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/text*/loopserve-p*/*        lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve/*                lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve+pats/*           lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve-p*/*             lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/[!c]*/tri-shape/*           lines are summed in the order of their columns: other roundings, and what hangs on them
+*lychee*/totals.*.meta_bytes               an index holds fewer numbers: a node has no list of its children
+cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
+*/[!cw]*/minference*/*                     60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
+*/we*/minference*/*                        60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
+cpu/text*/loopserve/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/text*/loopserve+pats/*                 lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/text*/loopserve-p*/*                   lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/un*/loopserve/totals.1.pass_bytes      the choice of lines works in memory of other sizes
+cpu/un*/loopserve+pats/totals.1.pass_bytes the choice of lines works in memory of other sizes
+cpu/un*/loopserve-p*/totals.1.pass_bytes   the choice of lines works in memory of other sizes
+cpu/wi*/loopserve/*                        lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve+pats/*                   lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/wi*/loopserve-p*/*                     lines are summed in the order of their columns: other roundings, and what hangs on them
+cpu/[!c]*/tri-shape/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
 # What is played, beside every method of --list-methods.
