@@ -65,6 +65,7 @@ cpu/un*/loopserve-p*/totals.1.pass_bytes   the choice of lines works in memory o
 cpu/wi*/loopserve/*                        lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/wi*/loopserve+pats/*                   lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/wi*/loopserve-p*/*                     lines are summed in the order of their columns: other roundings, and what hangs on them
+device/*lychee*/trace                      a device lists the clusters of a step in another order (the same ones)
 cpu/[!c]*/tri-shape/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
