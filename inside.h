@@ -171,7 +171,10 @@ enum {
 // that a name means the same in a shorter trace. The model writes what every method has; a method
 // adds its own values where it computes them, or in its trace hook.
 struct Trace {
-    SafeWriter out;
+    SafeWriter out;             // the file ..
+    // .. or, if it is set, who takes the tensors instead; their names have no pass then
+    void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
+                int dims);
     unsigned char *layer;       // (L) 1: it is written down
     Numbers *step;              // decode steps that are (stb_ds); NULL: all
     int pass;                   // passes that have begun

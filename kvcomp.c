@@ -7540,7 +7540,8 @@ static void trace_put(Session *s, const char *type, size_t size, const void *x, 
     char name[160];
     int n = snprintf(name, sizeof name, "pass%04d.", s->trace->pass - 1);
     vsnprintf(name + n, sizeof name - (size_t)n, fmt, ap);
-    safe_write(&s->trace->out, name, type, size, x, dim, dims);
+    if (s->trace->put) s->trace->put(s->trace, name + n, type, size, x, dim, dims);
+    else safe_write(&s->trace->out, name, type, size, x, dim, dims);
 }
 
 #define TRACE_AS(function, type, width, T) \

@@ -993,7 +993,7 @@ static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
     if (*opt_str(a->o, "batch")) return batch(a);
     if (evaluates(a->o)) return evaluate(a, report_write);
-    if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
+    if (*opt_str(a->o, "report")) return report(a);
     if (opt_int(a->o, "demo")) return demo(a);
     if (text) return answer_prompt(a, text);
     return chat(a);

@@ -1510,7 +1510,7 @@ static void note_logits(const float *ref, const float *y, int V, Score *sc) {
 enum { RESAMPLES = 1000 };
 
 // Orders doubles, for qsort.
-int double_order(const void *a, const void *b) {
+static int double_order(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
@@ -1556,7 +1556,7 @@ static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed,
 enum { TEXTS_FOR_INTERVAL = 5 };
 
 // Are there enough different texts among these n answers, those of a text side by side?
-int interval_allowed(const Answer *x, int n) {
+static int interval_allowed(const Answer *x, int n) {
     int texts = 0;
     for (int i = 0; i < n; i++) texts += !i || x[i].item != x[i - 1].item;
     return texts >= TEXTS_FOR_INTERVAL;
@@ -1601,7 +1601,7 @@ static double mean_nll(const Answer *x) {
 
 // Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
 // the KLD.
-void finish_row(Score *s, uint64_t seed) {
+static void finish_row(Score *s, uint64_t seed) {
     int n = (int)arrlen(s->each);
     if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
     if (!n) return;
@@ -1613,23 +1613,6 @@ void finish_row(Score *s, uint64_t seed) {
 }
 
 // ---- tables: the fields of a row
-
-// One number of a row. CSV and JSON print all fields, the Markdown table some.
-typedef struct {
-    char name[48];
-    double x;               // as CSV and JSON print it
-    int in_table;           // 1: the Markdown table has it
-    char text[48];          // as the table prints it
-} Field;
-
-// What the rows of a run share.
-typedef struct {
-    const App *a;
-    const Score *rows;      // all rows (stb_ds)
-    const char *model;      // its folder
-    uint64_t seed;          // of the intervals
-    int ppl;                // 1: --eval ppl and kld
-} EvalRun;
 
 static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...)
     KV_PRINTF(5, 6);
@@ -1709,7 +1692,7 @@ static void add_score(Field **c, int detail, const char *name, const Score *s, c
 }
 
 // Is answer i the first one of its task?
-int first_of_task(const Answer *x, int i) {
+static int first_of_task(const Answer *x, int i) {
     for (int j = 0; j < i; j++) {
         if (!strcmp(x[i].task, x[j].task)) return 0;
     }
@@ -1744,7 +1727,7 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
 
 // All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes
 // and speed.
-static Field *row_fields(const Score *s, const EvalRun *run) {
+Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
     double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
     double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
@@ -1771,13 +1754,16 @@ static Field *row_fields(const Score *s, const EvalRun *run) {
 // ---- tables: text, CSV, JSON
 enum { AS_TABLE, AS_CSV, AS_JSON };
 
+// The head of a field's column in a table.
+const char *field_head(const Field *c) { return strstr(c->name, "_hi") ? "95 %" : c->name; }
+
 // A row of the Markdown table, with the head of the table before the first one.
 static void print_table_row(const Score *s, const Field *c, int first, FILE *f) {
     int n = (int)arrlen(c);
     if (first) {
         fprintf(f, "| method | budget");
         for (int i = 0; i < n; i++) {
-            if (c[i].in_table) fprintf(f, " | %s", strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
+            if (c[i].in_table) fprintf(f, " | %s", field_head(&c[i]));
         }
         fprintf(f, " |\n|---|---:");
         for (int i = 0; i < n; i++) {
@@ -1861,7 +1847,7 @@ static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
 }
 
 // A JSON object on one line, with the options that the user set.
-static void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
+void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
     fprintf(f, "{");
     json_pair(f, "method", s->name);
     fprintf(f, "\"budget\":%d,", s->budget);
@@ -1900,7 +1886,7 @@ const char *list_word(const char *list, int k, char out[160]) {
 }
 
 // Closes a row's session.
-void open_close(OpenRow *p) {
+static void open_close(OpenRow *p) {
     session_close(p->s);
     options_free(p->o);
 }
@@ -1916,7 +1902,7 @@ static int has_budget(const Session *s) {
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
 // program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
 // sessions in *open.
-Score *open_rows(const App *a, OpenRow **open) {
+static Score *open_rows(const App *a, OpenRow **open) {
     char name[160], budget[160], err[256];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     const char *budgets = opt_str(a->o, "budgets");
@@ -2491,7 +2477,7 @@ static void eval_progress(const App *a, int done, int all, double t0) {
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
 // the file x already is not played again, and what is played goes there; NULL: there is none.
-void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
     int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
@@ -2540,7 +2526,7 @@ static void check_fit(const App *a, const EvalSet *e) {
 }
 
 // Makes the items of --eval A,B,.. or all.
-void eval_items(const App *a, const char *what, EvalSet *e) {
+static void eval_items(const App *a, const char *what, EvalSet *e) {
     char word[160];
     int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
     int n = opt_int(a->o, "eval-items");
@@ -2608,7 +2594,7 @@ static void trace_row(const App *a, OpenRow *open) {
 }
 
 // Frees the rows (stb_ds) of a run.
-void rows_free(Score *rows) {
+static void rows_free(Score *rows) {
     for (int r = 0; r < (int)arrlen(rows); r++) score_free(&rows[r]);
     arrfree(rows);
 }
@@ -2674,7 +2660,7 @@ int eval_merge(App *a) {
 
 // --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
-int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, const char *chosen)) {
+int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
     if (!*what) what = *path ? "file" : "all";
     int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
@@ -2717,7 +2703,7 @@ int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, 
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
                 (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
-    if (*opt_str(a->o, "report")) report(a, opt_str(a->o, "report"), rows, "");
+    if (*opt_str(a->o, "report")) report(a, &run);
 
     rows_free(rows);
     arrfree(open);
@@ -2729,20 +2715,6 @@ int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, 
 // ==================================================================================================== CALIBRATION
 // Head scores of DiliLazyKV and HeadKV (section 13): the files that hold them, and --calibrate,
 // which measures them, once per model.
-
-// ---- score files
-// A score file maps "layer-head" to a number or to a list of numbers, which stands for its mean.
-// The keys come in any order, and every head of the model has exactly one. The map is the whole
-// file, the only object inside it, or one of several objects under a name that we write or that the
-// authors' script writes (D22).
-
-// The same for --dililazy-scores, which err then names.
-double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
-    char why[512];
-    double *x = scores_read(path, which, L, H, why);
-    if (!x) snprintf(err, 512, "--dililazy-scores: %.470s", why);
-    return x;
-}
 
 // ---- needles and hay
 // --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the

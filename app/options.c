@@ -128,7 +128,7 @@ const Opt program_options[] = {
     { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "report",        's', "",
-      "write OUT.html: scores (of --eval, else of needles) and pictures of what each method keeps; numbers in OUT.csv" },
+      "write one page: scores (of --eval, else of needles) and pictures of what each method keeps" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },

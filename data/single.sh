@@ -24,6 +24,7 @@ part() {
     awk -v name="$1" '
         BEGIN { printf "\n// #################### %s\n", name }
         /^#include "..\/data\/unicode.h"/ { while ((getline line <"data/unicode.h") > 0) print line; next }
+        /^#include "page_html.h"/ { while ((getline line <"build/page_html.h") > 0) print line; next }
         /^#include "/ { next }
         /^#define _GNU_SOURCE/ { next }
         { print }' "$1"
