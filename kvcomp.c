@@ -7037,7 +7037,7 @@ static size_t sonic_file_bytes(const Sonic *x) {
 //
 // **Differs from the paper:**
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
-//     hold those. By its text they are numbers of keys: --calibrate-score=count.
+//     hold those. By its text they are numbers of keys.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
 //     capacities is b_c. --dililazy-alloc=paper-literal is line 17 as printed,
 //     --dililazy-alloc=code what the authors' program computes.
@@ -7298,20 +7298,9 @@ static const Opt dililazy_opts[] = {
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
     { "dililazy-eps",       'f', "0.01", "least share of a layer" },
     { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
-    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
-    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
-    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
-    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
-    { "calibrate-predict",  'i', "32", "longest answer" },
     { "calibrate-needles",  's', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "",
-      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
-      "what follows it; {}: the question" },
     { NULL, 0, NULL, NULL },
 };
 

@@ -6132,7 +6132,7 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
 // 1: refused with a line that names `expected`.
 static int load_fails(const char *text, const char *which, const char *expected) {
     char err[512] = "", *path = temp_text(text);
-    double *x = scores_load(path, which, 2, 2, err);
+    double *x = scores_read(path, which, 2, 2, err);
     if (x) {
         free(x);
         temp_done(path);
@@ -6163,7 +6163,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
     };
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         char err[512] = "", *path = temp_text(good[i][0]);
-        double *x = scores_load(path, good[i][1], 2, 2, err);
+        double *x = scores_read(path, good[i][1], 2, 2, err);
         CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
         free(x);
         temp_done(path);
@@ -6189,7 +6189,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
               load_fails("", "inf", "byte 0"),
           "no object");
     char err[512] = "";
-    CHECK(!scores_load("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
+    CHECK(!scores_read("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
 }
 
 // ---- the slow twin
@@ -6683,33 +6683,28 @@ TEST(dililazy_batch, "-b 7, 64 or 512 and one or two threads: the same logits bi
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form, the counts and the "
-                      "paper's text in 300 random rows") {
-    Calibration r = { .at = 2, .n = 3, .k = 3 };
-    // needle: keys 2, 3, 4; T = 0, 2, 6.
-    float a[8] = { .4f, .02f, .2f, .01f, .05f, .02f, .2f, .1f };
+TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and the counts in 300 random rows") {
+    Calibration r = { .at = 2, .n = 3 };
+    // needle: keys 2, 3, 4; T: all but key 3 and one of .02
+    float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
     int idx[64];
     double score[3], counts[4];
-    head_scores(&r, a, 8, idx, score, counts);
-    CHECK(fabs(score[1] - .2 / .8) < 1e-6 && fabs(score[2] - .2 / .26) < 1e-6 &&
-              fabs(score[0] - .4 / 1.06) < 1e-6,
+    head_scores(&r, a, 12, idx, score, counts);
+    CHECK(fabs(score[1] - .25 / .995) < 1e-6 && fabs(score[2] - .25 / .251) < 1e-6 &&
+              fabs(score[0] - .5 / 1.246) < 1e-6,
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
-    CHECK(counts[0] == 1 && counts[1] == 2 && counts[2] == 2 && counts[3] == 3,
+    CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
           "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
-    r.count = 1;
-    head_scores(&r, a, 8, idx, score, counts);
-    CHECK(fabs(score[1] - 1 / 3.) < 1e-9 && fabs(score[2] - (2 / 3. + 2 / 3. + 3 / 5.) / 3) < 1e-9,
-          "counted: Dili %g Lazy %g", score[1], score[2]);
     rnd_seed(15);
     for (int c = 0; c < 300; c++) {
         int n = 12 + rnd_int(50), taken[64] = { 0 };
         float x[64], all = 0;
         double hit = 0, top = 0, needle = 0;
-        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7), .k = rnd_int(11) };
+        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7) };
         for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
         for (int i = 0; i < n; i++) x[i] /= all;
         head_scores(&k, x, n, idx, score, counts);
-        for (int i = 0; i < (k.k ? k.k : k.n); i++) {
+        for (int i = 0; i < LARGEST; i++) {
             int best = -1;
             for (int j = 0; j < n; j++)
                 if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
@@ -6832,7 +6827,7 @@ static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char te
         dup2(end[1], 2);
         close(end[0]);
         close(end[1]);
-        _exit(calibrate(m.c, m.w, t, o));
+        _exit(calibrate(m.c, m.w, t, NULL, o));
     }
     close(end[1]);
     while (n < 1023 && (got = (int)read(end[0], text + n, 1023 - n)) > 0) n += got;
@@ -6840,6 +6835,17 @@ static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char te
     close(end[0]);
     waitpid(pid, &status, 0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// The plan of --calibrate with other lengths, three depths, and every run accepted.
+static Plan short_plan(Tiny m, const Options *o, int length, int answer) {
+    Plan p = plan_make(m.c, NULL, o);
+    p.length = length;
+    p.answer = answer;
+    p.all = 1;
+    arrsetlen(p.depth, 0);
+    for (int depth = 0; depth <= 100; depth += 50) arrput(p.depth, depth);
+    return p;
 }
 
 TEST(dililazy_calibrate,
@@ -6852,41 +6858,39 @@ TEST(dililazy_calibrate,
     int code, *hay = hay_ids(t, "", 300), *again = hay_ids(t, "", 700);
     CHECK(arrlen(hay) >= 300 && !memcmp(hay, again, arrlen(hay) * sizeof(int)),
           "hay depends on its length");
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=300,420 calibrate-depths=0:100:50 "
-             "calibrate-accept=all quiet",
-             out);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     Options *o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    Plan p = short_plan(m, o, 420, 32);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
     double mean[24] = { 0 }, *file[3];
     CalTwin x = { xcalloc(1, sizeof(Calibration)), mean };
     int runs = 0;
-    for (int len = 300; len <= 420; len += 120)
-        for (int depth = 0; depth <= 100; depth += 50)
-            for (int k = 0; k < 3; k++, runs++) {
-                Run run = { &own_needles[k], len, depth, 0 };
-                int *ids = run_prompt(t, o, &run, again, x.r);
-                int room = len < 400 ? len - len / 2 : len - 200;
-                char *text = xcalloc(arrlen(ids) + 1, 1), *found;
-                for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
-                found = strstr(text, own_needles[k].needle);
-                CHECK(found && found - text == x.r->at + 1 &&
-                          x.r->n == (int)strlen(own_needles[k].needle) + 1,
-                      "the needle (and the blank before it) stands at %td, said %d", found - text,
-                      x.r->at);
-                CHECK(x.r->at == (room - x.r->n) * depth / 100 &&
-                          strstr(text, own_needles[k].question) &&
-                          !strcmp(text + strlen(text) - 7, "Answer:"),
-                      "prompt");
-                Twin *tw = twin_new(m.c, m.w, DT_F32);
-                tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
-                twin_prefill(tw, ids, (int)arrlen(ids), NULL);
-                twin_free(tw);
-                free(text);
-                arrfree(ids);
-            }
+    for (int length = 420, depth = 0; depth <= 100; depth += 50)
+        for (int k = 0; k < 3; k++, runs++) {
+            Run run = { &own_needles[k], length, depth, 0 };
+            int *ids = run_prompt(t, &p.frame, &run, again, x.r);
+            int place = (length - 200 - x.r->n) * depth / 100;
+            while (place > 0 && again[place - 1] != '.') place--;
+            char *text = xcalloc(arrlen(ids) + 1, 1), *found;
+            for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
+            found = strstr(text, own_needles[k].needle);
+            CHECK(found && found - text == x.r->at + 1 &&
+                      x.r->n == (int)strlen(own_needles[k].needle) + 1,
+                  "the needle (and the blank before it) stands at %td, said %d", found - text,
+                  x.r->at);
+            CHECK(x.r->at == place &&
+                      strstr(text, own_needles[k].question) &&
+                      !strcmp(text + strlen(text) - 7, "Answer:"),
+                  "prompt");
+            Twin *tw = twin_new(m.c, m.w, DT_F32);
+            tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
+            twin_prefill(tw, ids, (int)arrlen(ids), NULL);
+            twin_free(tw);
+            free(text);
+            arrfree(ids);
+        }
     for (int k = 0; k < 3; k++) {
-        file[k] = scores_load(out, score_names[k][0], 2, 4, err);
+        file[k] = scores_read(out, score_names[k][0], 2, 4, err);
         CHECK(file[k] != NULL, "%s", err);
         for (int i = 0; file[k] && i < 8; i++)
             CHECK(fabs(file[k][i] - mean[k * 8 + i] / runs) < 1e-5,
@@ -6896,10 +6900,10 @@ TEST(dililazy_calibrate,
     }
     options_free(o);
     unlink(out);
-    o = options_of("calibrate-boundary calibrate-prefix=<user> calibrate-prompt=({})");
+    Frame chat = { "<user>", "(", ")" };
     for (int depth = 0; depth <= 100; depth += 20) {
         Run run = { &own_needles[1], 500, depth, 0 };
-        int *ids = run_prompt(t, o, &run, again, x.r);
+        int *ids = run_prompt(t, &chat, &run, again, x.r);
         CHECK(!memcmp((char[]){ (char)ids[0], (char)ids[1], (char)ids[5] }, "<u>", 3) &&
                   arrlast(ids) == ')',
               "prefix and prompt");
@@ -6908,16 +6912,14 @@ TEST(dililazy_calibrate,
         CHECK(ids[x.r->at + x.r->n - 1] == '.' && x.r->at <= 6 + 300 * depth / 100, "the needle");
         arrfree(ids);
     }
-    options_free(o);
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=300 calibrate-depths=50 calibrate-predict=3 quiet",
-             out);
+    plan_free(&p);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     o = options_of(all);
-    code = calibrate_child(m, t, o, said);  // a random model does not answer
-    CHECK(code == EXIT_RUN && strstr(said, "calibrate-accept") && !file_exists(out), "exit %d: %s",
+    code = calibrate_child(m, t, o, said);  // a random model does not answer: it stops early
+    CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s",
           code, said);
     options_free(o);
-    o = options_of("calibrate=no/such/folder/x.json calibrate-lengths=300");
+    o = options_of("calibrate=no/such/folder/x.json");
     code = calibrate_child(m, t, o, said);
     CHECK(code == EXIT_RUN, "exit %d", code);
     code = calibrate_child(m, NULL, o, said);
@@ -7094,19 +7096,17 @@ TEST(headkv_calibrate,
     char *out = temp_text(""), all[512], err[512];
     int *hay = hay_ids(t, "", 700), runs = 0, top[8];
     double sum[2][8] = { { 0 } }, mass[8], logits[257];
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=450 calibrate-depths=0:100:50 calibrate-accept=all "
-             "calibrate-predict=%d quiet",
-             out, STEPS);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     Options *o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
-    Calibration r = { .k = 10 };
+    Plan p = short_plan(m, o, 450, STEPS);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
+    Calibration r = { .at = 0 };
     LookTwin x = { &r, mass, top };
     for (int depth = 0; depth <= 100; depth += 50)
         for (int k = 0; k < 3; k++, runs++)
             for (int reasoning = 0; reasoning < 2; reasoning++) {
                 Run run = { &own_needles[k], 450, depth, reasoning };
-                int *ids = run_prompt(t, o, &run, hay, &r), n = (int)arrlen(ids);
+                int *ids = run_prompt(t, &p.frame, &run, hay, &r), n = (int)arrlen(ids);
                 char want[2048], *text = xcalloc(n + 1, 1);
                 for (int i = 0; i < n; i++) text[i] = (char)ids[i];
                 snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s",
@@ -7158,17 +7158,17 @@ TEST(headkv_calibrate,
     char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": "
                            "\"so\", \"reasoning\": 3}]");
     char said[1024];
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-needles=%s calibrate-lengths=300 calibrate-depths=50 "
-             "calibrate-accept=all quiet",
-             out, plain);
+    plan_free(&p);
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, plain);
     o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    p = short_plan(m, o, 300, 32);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 3, "calibrate");
+    plan_free(&p);
     double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
     options_free(o);
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s calibrate-lengths=300 quiet", out,
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out,
              half);
     o = options_of(all);
     int code = calibrate_child(m, t, o, said);

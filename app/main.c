@@ -1034,7 +1034,7 @@ static int run_app(App *a, const char *text) {
         return 0;
     }
     if (opt_int(o, "verbose")) print_memory(a, stderr);
-    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
+    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, a->tp, o);
     open_session(a);
     trace_open(a);
     int rc = run_mode(a, text);

@@ -2460,16 +2460,16 @@ static int merge_rows(EvalFile *x, Score **rows) {
 
 // ---- the modes: dialogues
 
-// Shows how far the run is: on a terminal one line that is rewritten; elsewhere, with -v, a line at
-// every tenth of the items.
-static void eval_progress(const App *a, int done, int all, double t0) {
+// Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, with -v, a
+// line at every tenth of its parts.
+static void count_down(const Options *o, const char *parts, int done, int all, double t0) {
     int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
     if (quiet) return;
     if (terminal) {
-        fprintf(stderr, "\r\x1b[K%d of %d items, %d:%02d left", done, all, seconds / 60, seconds % 60);
+        fprintf(stderr, "\r\x1b[K%d of %d %s, %d:%02d left", done, all, parts, seconds / 60, seconds % 60);
         if (done == all) fprintf(stderr, "\r\x1b[K");
-    } else if (opt_int(a->o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
-        fprintf(stderr, "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
+    } else if (opt_int(o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
+        fprintf(stderr, "%d of %d %s, %d:%02d left\n", done, all, parts, seconds / 60, seconds % 60);
     }
 }
 
@@ -2502,7 +2502,7 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
             score_add(&rows[r], one);
             score_free(one);
         }
-        eval_progress(a, ++done, (n - first + step - 1) / step, t0);
+        count_down(a->o, "items", ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
     open_close(&full);
@@ -2892,11 +2892,11 @@ static double word_recall(const char *answer, const char *text, size_t n) {
 
 // ---- the scores of one run
 
+enum { LARGEST = 10 };          // |T|, as in the published scores
+
 typedef struct {
     int at, n;                  // N, the needle's keys: the first one, and how many
     int right;                  // the first key of c2, the right answer, which ends where N ends
-    int k;                      // size of T; 0: as many as N has
-    int count;                  // 1: --calibrate-score=count
     double *score;              // (SCORES,L,H) of this run
     double *sum;                // (SCORES,L,H) their sums over the accepted runs
     double counts[4];           // mean over the heads of this run: see head_scores
@@ -2909,12 +2909,11 @@ typedef struct {
 // The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
 // both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
 // idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
-// as in the published scores. Under --calibrate-score=count, Lazy is the weighted sum of the
-// paper's text. The paper does not give the weights; 1/3 each is our choice.
+// as in the published scores.
 static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
                         double counts[4]) {
     double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
-    int k = top_k(a, n, r->k ? r->k : r->n, idx);
+    int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
         int in = idx[i] >= r->at && idx[i] < r->at + r->n;
         top += a[idx[i]];
@@ -2927,14 +2926,9 @@ static void head_scores(const Calibration *r, const float *a, int n, int *idx, d
     counts[2] = r->n - hits;
     counts[3] = n - r->n - counts[1];
 
-    double dili, lazy, inf = 0;
-    if (r->count) {
-        dili = hits / k;
-        lazy = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
-    } else {
-        dili = top > 1e-9 ? hit / top : 0;              // Sec. 3.1: DiliScore, a weighted precision
-        lazy = needle > 1e-9 ? hit / needle : 0;        // Sec. 3.1: LazyScore, a weighted recall
-    }
+    double dili = top > 1e-9 ? hit / top : 0;           // Sec. 3.1: DiliScore, a weighted precision
+    double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
+    double inf = 0;
     if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
     score[0] = inf;
     score[1] = dili;
@@ -3015,20 +3009,9 @@ int *ids_put(int *ids, const int *x, int n) {
     return ids;
 }
 
-// The question of a run in the frame of --calibrate-prompt. Exit 2 when the frame has no place for
-// it.
-static void run_question(const Options *o, const Run *run, char *text, size_t size) {
-    const char *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
-    if (!hole || strlen(prompt) > 2000)
-        die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
-    snprintf(text, size, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
-}
-
-// Where the needle goes among n ids of hay: at depth % of them, or at the end of the sentence
-// before (--calibrate-boundary).
-static int needle_place(const Tokenizer *t, const Options *o, const Run *run, const int *hay, int n) {
+// Where the needle goes among n ids of hay: at the end of the sentence before depth % of them.
+static int needle_place(const Tokenizer *t, const Run *run, const int *hay, int n) {
     int at = (int)((long)n * run->depth / 100), len;
-    if (!opt_int(o, "calibrate-boundary")) return at;
     for (; at > 0; at--) {
         const char *b = tokenizer_bytes(t, hay[at - 1], &len);
         if (len && b[len - 1] == '.') break;
@@ -3068,29 +3051,63 @@ static int has_reasoning(const Tokenizer *t, const Run *run) {
     return n < run_room(run);
 }
 
-// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
+// What stands around hay and question: before the hay, before the question, behind it. malloc'd.
+typedef struct { char *before, *ask, *behind; } Frame;
+
+// The frame of a chat, where the model has a template (tp); else that of the authors' script.
+static Frame frame_make(const Template *tp) {
+    Message m = { .role = "user", .content = "{}" };
+    char err[512], *text = NULL;
+    uint16_t *from = NULL;
+    size_t size, at = 0;
+    if (tp) text = template_render(tp, &m, 1, RENDER_PROMPT, &size, &from, err);
+    if (tp && !text) die(EXIT_MODEL, "--calibrate: %s", err);
+    if (!tp) return (Frame){ copy_text(""), copy_text("Based on the content in the book, answer the question: "),
+                             copy_text("\nAnswer:") };
+    while (at < size && !from[at]) at++;
+    if (at + 2 > size) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
+    Frame f = { .ask = copy_text(" "), .behind = copy_text(text + at + 2) };
+    text[at] = 0;
+    f.before = copy_text(text);
+    free(text);
+    free(from);
+    return f;
+}
+
+static void frame_free(Frame f) {
+    free(f.before);
+    free(f.ask);
+    free(f.behind);
+}
+
+// 1: the frame has the BOS token already.
+static int frame_has_bos(const Tokenizer *t, const Frame *f) {
+    int len = 0;
+    const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
+    return len && !strncmp(f->before, bos, (size_t)len);
+}
+
+// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame.
 // Sets r->at, r->n and r->right.
-static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
-    char question[4096];
-    const char *prefix = opt_str(o, "calibrate-prefix");
+static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const int *hay, Calibration *r) {
+    char question[8192];
     int right;
-    run_question(o, run, question, sizeof question);
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
-        die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question",
-            run->length, n_needle);
-    int at = needle_place(t, o, run, hay, n_hay);
+        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length, n_needle);
+    int at = needle_place(t, run, hay, n_hay);
 
     int *ids = NULL;
-    if (tokenizer_adds_bos(t)) arrput(ids, tokenizer_bos(t));
-    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
+    if (tokenizer_adds_bos(t) && !frame_has_bos(t, f)) arrput(ids, tokenizer_bos(t));
+    ids = encode_at(t, f->before, strlen(f->before), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;
     r->right = r->at + right;
     ids = ids_put(ids, hay, at);
     ids = ids_put(ids, needle, n_needle);
     ids = ids_put(ids, hay + at, n_hay - at);
+    snprintf(question, sizeof question, "%s%s%s", f->ask, run->needle->question, f->behind);
     ids = encode_at(t, question, strlen(question), 1, 0, ids);
     arrfree(needle);
     return ids;
@@ -3116,27 +3133,48 @@ static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const
     return text;
 }
 
+// ---- all runs
+
+// What --calibrate goes through: every depth with every needle is a run.
+typedef struct {
+    int length;                 // tokens of a prompt, about
+    int *depth;                 // (stb_ds) per cent of the text
+    Needle *needle;             // (stb_ds)
+    Json *file;                 // of the needles; NULL: they are ours
+    Frame frame;
+    int answer;                 // tokens of an answer, at most
+    int all;                    // 1: every run is accepted, whatever its answer
+} Plan;
+
+// The plan from the options; exit 2 when they do not fit. The length is cut to what a small model can hold.
+static Plan plan_make(const Config *c, const Template *tp, const Options *o) {
+    Plan p = { .length = min_int(2048, c->max_pos), .answer = 32, .frame = frame_make(tp) };
+    for (int depth = 2; depth <= 98; depth += 3) arrput(p.depth, depth);
+    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
+    return p;
+}
+
+static void plan_free(Plan *p) {
+    arrfree(p->depth);
+    arrfree(p->needle);
+    json_free(p->file);
+    frame_free(p->frame);
+}
+
 // One run, in a session with the probe as its last part. A run is accepted when its answer has half
-// of the expected words, or when every run is (--calibrate-accept all); then its scores are added
-// to r->sum: R2 in the run made for it, all others in the plain one. *recall is the share of the
-// words, -1 when the answer does not count. Returns 1 for an accepted run, else 0.
-static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay,
-                         Calibration *r, double *recall) {
-    int *ids = run_prompt(t, o, run, hay, r);
-    int accepted = 1;
+// of the expected words, or when every run is; then its scores are added
+// to r->sum: R2 in the run made for it, all others in the plain one. Returns 1 for an accepted run, else 0.
+static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Run *run, const int *hay,
+                         Calibration *r) {
+    int *ids = run_prompt(t, &p->frame, run, hay, r);
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part].ms)->run = r;
     memset(r->counts, 0, sizeof r->counts);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
-    char *answer = greedy_answer(s, t, r, ids, logits, opt_int(o, "calibrate-predict"));
-
-    *recall = -1;
-    if (strcmp(opt_str(o, "calibrate-accept"), "all")) {
-        *recall = word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
-        accepted = *recall >= .5;
-    }
+    char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
+    int accepted = p->all || word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer)) >= .5;
     arrfree(answer);
     arrfree(ids);
     if (!accepted) return 0;
@@ -3147,64 +3185,23 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const
     return 1;
 }
 
-// ---- all runs
-
-// What --calibrate goes through: every length with every depth with every needle is a run.
-typedef struct {
-    int *length, *depth;        // stb_ds arrays
-    Needle *needle;             // stb_ds array
-    Json *file;                 // of the needles; NULL: they are ours
-} Plan;
-
-// The plan from the options; exit 2 when they do not fit. The default length is cut to what a small
-// model can hold.
-static Plan plan_read(const Config *c, const Options *o) {
-    Plan p = { .file = NULL };
-    char limit[16];
-    snprintf(limit, sizeof limit, "%d", c->max_pos);
-    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;
-    const char *lengths = cut ? limit : opt_str(o, "calibrate-lengths");
-    p.length = number_list("calibrate-lengths", lengths, 16, c->max_pos);
-    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
-    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
-    if (opt_int(o, "calibrate-k") < 0)
-        die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
-    return p;
-}
-
-static void plan_free(Plan *p) {
-    arrfree(p->length);
-    arrfree(p->depth);
-    arrfree(p->needle);
-    json_free(p->file);
-}
-
-// Goes through the plan with a session of method full and the probe beside it, with a line on
-// stderr for each run and for its second one, with a wrong answer, where the needle has one. Fills
-// r->sum, r->total and r->reasoned; returns how many plain runs were accepted.
+// Goes through the plan with a session of method full and the probe beside it: for each run, and for its
+// second one, with a wrong answer, where the needle has one. Fills r->sum, r->total and r->reasoned;
+// returns how many plain runs were accepted. When none of the first is, none will be: it stops.
 static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
                           const Plan *p, Calibration *r) {
-    int n_depths = (int)arrlen(p->depth), n_needles = (int)arrlen(p->needle);
-    int runs = (int)arrlen(p->length) * n_depths * n_needles, accepted = 0, longest = 0;
-    for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
-    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    enum { FIRST = 24 };
+    int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
+    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), p->length);
     Session *s = session_open(c, w, o, "full");
+    double t0 = now();
     observe(s, &head_probe);
-    for (int i = 0; i < runs; i++) {
-        int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
-        Run run = { &p->needle[needle], p->length[length], p->depth[depth], 0 };
-        int both = has_reasoning(t, &run);
-        for (int reasoning = 0; reasoning <= both; reasoning++) {
-            run.reasoning = reasoning;
-            double recall;
-            int *count = reasoning ? &r->reasoned : &accepted;
-            *count += calibrate_run(s, t, o, &run, hay, r, &recall);
-            if (opt_int(o, "quiet")) continue;
-            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d%s", i + 1, runs,
-                    run.length, run.depth, needle + 1, reasoning ? ", a wrong answer before it" : "");
-            if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, *count);
-            fputc('\n', stderr);
-        }
+    for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
+        Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
+        accepted += calibrate_run(s, t, p, &run, hay, r);
+        run.reasoning = has_reasoning(t, &run);
+        if (run.reasoning) r->reasoned += calibrate_run(s, t, p, &run, hay, r);
+        count_down(o, "runs", i + 1, runs, t0);
     }
     session_close(s);
     arrfree(hay);
@@ -3213,27 +3210,18 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
 
 // ---- the file
 
-// Writes "name": [..] of an stb_ds array, and a comma.
-static void list_write(FILE *f, const char *name, const int *list) {
-    fprintf(f, "  \"%s\": [", name);
-    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
-    fprintf(f, "],\n");
-}
-
-// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had
-// any. The model is named by its folder's last name, because the file travels and the path does not.
-static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r,
-                         int accepted) {
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any. The model is named by its folder's last name, because the file travels and the path does not.
+static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibration *r, int accepted) {
     const char *slash = strrchr(c->dir, '/');
     const char *name = slash && slash[1] ? slash + 1 : c->dir;
     fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
     json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, ",
-            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"));
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"mass\", \"k\": %d, ", c->L, c->H, LARGEST);
     fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n",
-            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted, r->reasoned);
-    list_write(f, "lengths", p->length);
-    list_write(f, "depths", p->depth);
+            p->all ? "all" : "recall", (int)arrlen(p->needle), accepted, r->reasoned);
+    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", p->length);
+    for (int i = 0; i < (int)arrlen(p->depth); i++) fprintf(f, "%s%d", i ? ", " : "", p->depth[i]);
+    fprintf(f, "],\n");
     fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
     for (int i = 0; i < 4; i++) {
         if (i) fputs(", ", f);
@@ -3255,36 +3243,39 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Plan 
     fprintf(f, "\n}\n");
 }
 
-// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
-// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
-// shows at once.
-int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
+// Goes through a plan and writes the file. Returns how many runs were accepted; of none there is no file. The
+// saving begins before the work, so that a bad path shows at once.
+static int calibrate_plan(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p) {
     char err[512];
     Saving out;
-    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
-    Plan p = plan_read(c, o);
     if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
-
     size_t LH = (size_t)c->L * c->H;
-    Calibration r = {
-        .k = opt_int(o, "calibrate-k"),
-        .count = opt_choice(o, "calibrate-score", "mass|count"),
-    };
+    Calibration r = { .at = 0 };
     r.score = xcalloc(SCORES * LH, sizeof(double));
     r.sum = xcalloc(SCORES * LH, sizeof(double));
     r.mass = xcalloc(LH, sizeof(double));
     r.top = xcalloc(LH, sizeof(int));
-    int accepted = calibrate_runs(c, w, t, o, &p, &r);
-    if (accepted) scores_write(out.f, c, o, &p, &r, accepted);
+    int accepted = calibrate_runs(c, w, t, o, p, &r);
+    if (accepted) scores_write(out.f, c, p, &r, accepted);
     else save_drop(&out);
-    if (!accepted)
-        die(EXIT_RUN, "--calibrate: no answer had half of the expected words "
-                      "(--calibrate-accept all takes every run)");
-    if (save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (accepted && save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
     free(r.score);
     free(r.sum);
     free(r.mass);
     free(r.top);
+    return accepted;
+}
+
+// --calibrate OUT.json: makes the score file of a model. Returns the exit code.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
+    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
+    Plan p = plan_make(c, tp, o);
+    int accepted = calibrate_plan(c, w, t, o, &p);
+    if (!accepted)
+        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the expected "
+                      "words. Give it facts and a text that it can read: --calibrate-needles FILE (our facts are English "
+                      "sentences) and --calibrate-haystack FILE", p.length);
+    if (!quiet) tell("%d of %d runs accepted: %s", accepted, (int)(arrlen(p.depth) * arrlen(p.needle)), opt_str(o, "calibrate"));
     plan_free(&p);
     return EXIT_OK;
 }

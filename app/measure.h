@@ -150,10 +150,9 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run));
 int *ids_put(int *ids, const int *x, int n);
 
 // ---- the file
-// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
-// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
-// shows at once.
-int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o);
+// --calibrate OUT.json: makes the score file of a model, in the frame of its chat template (tp; NULL: it has none).
+// Returns the exit code; exit 1 when no run is accepted or the file cannot be written.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o);
 
 // ---- --bench
 // The mode --bench: opens the model and prints the table of one method. Returns the exit code.
