@@ -79,12 +79,6 @@ typedef struct {
     long steps_all;             // decode steps that read every row
 } LoopServe;
 
-enum {                              // Pats.policy
-    PATS_RATCHET,
-    PATS_STATIC,
-    PATS_FROZEN,
-};
-
 enum {
     PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
     PATS_MAX_D = 1024,              // largest head_dim
@@ -92,25 +86,20 @@ enum {
 
 typedef struct {
     // Options.
-    int schedule, policy;           // PATS_MIDDLE, ..; PATS_RATCHET, ..
-    int rounding;                   // PATS_TRUNC, PATS_NEAREST or PATS_MID
+    int schedule;                   // PATS_MIDDLE, ..
+    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
+    int mid;                        // 1: half a step is added on reading
     int rows64;                     // 1: the paper's format, 0: dense
-    int write;                      // 1: --pats-when=write, a pass reads its own rows cut already
     int b_min, b_max;               // fewest and most bits a row outside the window loses
     int sink;                       // first tokens, which lose b_min bits only
     int window;                     // last tokens, which stay raw
     int T_end;                      // static: tokens of the whole dialogue
 
     // State.
-    int T_last;                     // ratchet: tokens seen at the last re-pack
-    int repacks;                    // ratchet: re-packs so far
-    int T1;                         // frozen: tokens of the first prefill; 0: it has not been yet
-    int n1;                         // frozen: tokens [0,n1) are the first prefill's: T1, or fewer when
-                                    // some of them were truncated
+    int T_last;                     // tokens seen at the last re-pack
     int cut;                        // tokens [0,cut) are packed, in every head that holds them
     int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
     int due;                        // 1: this pass packs rows, layer by layer
-    char *packed;                   // (L) 1: it has packed this layer
     unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
     int cap;
 } Pats;
@@ -330,11 +319,6 @@ int loop_rule(Session *s, LoopServe *x);
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen
 // (D25).
 int pats_bits(const Pats *x, int src, int T);
-
-// ---- elements
-// --pats-round=mid, on reading: adds half a step, bit b-1, to n elements that have lost b bits.
-// Zeros stay zero.
-void pats_mid(uint16_t *h, int n, int b);
 
 // ---- rows
 // Bytes of a row of D elements of w bits.

@@ -4739,18 +4739,17 @@ const Method loopserve_d_method = {
 //   Sec. 3, fetch   element [t,c] is in block floor(c/B), at bit (c mod B) w: a load, a shift, a mask
 //
 // A head's packed rows lie in regions of one w each (KVHead.reg). Its raw f16 rows follow: those of
-// the last `window` tokens and, under the ratchet, of all tokens since the last re-pack.
+// the last `window` tokens, and of all tokens since the last re-pack. Rows are packed, and packed
+// again, whenever T has grown by an eighth.
 //   --pats-format=dense    element e of a region starts at bit e*w; a row takes D*w/8 bytes
 //   --pats-format=rows64   the paper's format; a row takes 64 ceil(D/B) bytes
-// While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows. The policy
-// says when rows are cut:
-//   ratchet   at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
-//   static    once, when a row leaves the raw window, with b(t,T_end)
-//   frozen    once: with b(t,T_1) the T_1 rows of the first prefill, with b_min all later ones
+// While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows.
+//   --pats-policy=ratchet  B[t] = max(B[t], b(t,T)) at every re-pack
+//   --pats-policy=static   B[t] = b(t,T_end), as the paper, whose T is known beforehand
 //
 // **Differs from the paper:**
-//   - The paper's T is known beforehand, and it says nothing about decoding, packing across rows,
-//     the formula of f, or rounding: the policies and all of these are ours (D24, D25, D27).
+//   - The paper says nothing about decoding, packing across rows, the formula of f, or rounding: the
+//     re-packs, the ratchet and all of these are ours (D24, D25, D27).
 //   - The first `sink` tokens lose b_min bits only, the last `window` tokens none (as the paper:
 //     --pats-sink=0 --pats-window=0).
 //   - Rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128 and for w >=
@@ -4760,17 +4759,18 @@ const Method loopserve_d_method = {
 //
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
-//   Sec. 3, w -> pats_pack_head, pats_recut, repacked_half, cut_kernel
+//   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_bits, pats_read_row, pats_load_region, packed_half, packed_read, two_elements
+//   Sec. 3, fetch -> unpack_f16 (lib/kernels), pats_load_region, packed_half, packed_read, two_elements
 //
-// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
+// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
 enum {                              // Pats.schedule
     PATS_MIDDLE,
     PATS_OLD,
     PATS_NEW,
 };
+
 // ---- how many bits a token loses
 
 // b(t,T) of a schedule, in integers: u = a/n, f is rounded half up. t = 1..T; a larger t, in a
@@ -4793,21 +4793,10 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
-    if (x->policy == PATS_FROZEN && src >= x->n1) return x->b_min;
-    if (x->policy == PATS_STATIC) T = x->T_end;
-    if (x->policy == PATS_FROZEN) T = x->T1;
-    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
+    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);
 }
 
-// ---- elements: an f16 that loses b bits is pats_cut of kvcomp.h
-
-// --pats-round=mid, on reading: adds half a step, bit b-1, to n elements that have lost b bits.
-// Zeros stay zero.
-void pats_mid(uint16_t *h, int n, int b) {
-    if (!b) return;
-    #pragma omp simd
-    for (int i = 0; i < n; i++) h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? 1 << (b - 1) : 0));
-}
+// ---- rows of w bits an element
 
 // Packs n elements of w bits, the upper w bits of h (n), to p: low bits first. Eight elements take
 // w bytes, so a row (D is a multiple of 8) begins and ends on a byte.
@@ -4829,8 +4818,6 @@ static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
     }
 }
 
-// ---- rows
-
 // Elements of w bits that one of the paper's blocks holds.
 static int block_elements(int w) {
     return 8 * PATS_BLOCK / w;                           // Sec. 3, B
@@ -4842,22 +4829,29 @@ size_t pats_row_bytes(int rows64, int D, int w) {
     return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
 }
 
-// Packs one row to p; h (D) f16 is cut already.
+// Packs one row h (D) f16 to p: its bits below the upper w are cut.
 static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {
     int B = rows64 ? block_elements(w) : D;
     for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, min_int(B, D - c), w);
 }
 
-// Unpacks one row from p to h (D) f16, cut bits 0.
-static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int rows64) {
-    int B = rows64 ? block_elements(w) : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, min_int(B, D - c), w);
+// n rows of region g, packed at p, to buf (n,D) f16, cut bits 0; mid 1: with half a step added to what
+// is not 0. Rows of the dense format are one stream of elements.
+static void pats_load_region(int rows64, int mid, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
+    int half_step = mid && g->w < 16 ? 1 << (15 - g->w) : 0;
+    if (!rows64) {
+        unpack_f16(buf, p, n * D, g->w, half_step);
+        return;
+    }
+    int B = block_elements(g->w);
+    size_t bytes = pats_row_bytes(rows64, D, g->w);
+    for (int r = 0; r < n; r++, p += bytes, buf += D)
+        for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
+            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, half_step);
 }
 
-// Where row r of a head lies: in region g, whose rows have `bytes` bytes; K (OF_K) or V (OF_V).
-static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
-    return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
-}
+// ---- regions
 
 // The region that holds row r, at g or behind it.
 static const Region *region_of(const Region *g, int r) {
@@ -4865,65 +4859,18 @@ static const Region *region_of(const Region *g, int r) {
     return g;
 }
 
-static int pats_open(Session *s, void *ms);
-
-// The session's Pats, for the storage hooks: they are called without it.
-static const Pats *pats_of(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->open == pats_open) return s->part[i].ms;
-    return NULL;
+// Where row r of region g lies in the packed memory of K or V.
+static unsigned char *pats_row(char *memory, const Region *g, int r, size_t bytes) {
+    return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * bytes;
 }
 
-// ---- reading rows: the hot path of attention
-
-// n rows of region g, packed at p, to buf (n,D) f16. Rows of the dense format are one stream of
-// elements.
-static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
-                             uint16_t *buf) {
-    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0;
-    if (!x->rows64) {
-        unpack_f16(buf, p, n * D, g->w, mid);
-        return;
-    }
-    int B = block_elements(g->w);
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    for (int r = 0; r < n; r++, p += bytes, buf += D)
-        for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
-            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, mid);
+// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
+// many.
+static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
+    if (!n) return 0;
+    const Region *last = &reg[n - 1];
+    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
 }
-
-// The same where p is in device memory: the packed bytes are copied to the host, some rows at a
-// time.
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
-                             uint16_t *buf) {
-    unsigned char raw[1 << 14];
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
-    for (int r = 0; r < n; r += step) {
-        int m = min_int(step, n - r);
-        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
-        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
-    }
-}
-
-// Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
-static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
-    const Pats *x = pats_of(s);
-    const Region *g = region_of(h->reg, r0);
-    int D = s->c->D;
-    while (n > 0) {
-        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
-        int m = min_int(n, g->row0 + g->n - r0);
-        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
-        else pats_load_region(x, g, p, m, D, buf);
-        buf += (size_t)m * D;
-        r0 += m;
-        n -= m;
-        g++;
-    }
-}
-
-// ---- tables of regions
 
 // Adds one row of width w behind the others of the table reg (an stb array). Returns the table,
 // which may have moved.
@@ -4935,165 +4882,148 @@ static Region *region_add(Region *reg, int w, int rows64, int D) {
     }
     Region next = { .n = 1, .w = w };
     if (n) {
-        const Region *last = &reg[n - 1];
-        size_t end = last->base + last->n * pats_row_bytes(rows64, D, last->w);
-        next.row0 = last->row0 + last->n;
+        size_t end = regions_bytes(reg, n, rows64, D) - PATS_GUARD;
+        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
         next.base = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
     }
     arrput(reg, next);
     return reg;
 }
 
-// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
-// many.
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
-    if (!n) return 0;
-    const Region *last = &reg[n - 1];
-    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
+// ---- reading rows: what attention calls
+
+static int pats_open(Session *s, void *ms);
+
+// The session's Pats, for the storage hooks: they are called without it.
+static const Pats *pats_of(const Session *s) {
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->open == pats_open) return s->part[i].ms;
+    return NULL;
 }
 
-// Gives a head the table reg as its own: an exact copy of the stb array, which is freed. The number
-// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
-static void regions_set(Session *s, KVHead *h, Region *reg) {
-    int n = (int)arrlen(reg);
-    h->n_reg = n;
-    h->packed = n ? reg[n - 1].row0 + reg[n - 1].n : 0;
-    if (n) {
-        h->reg = xrealloc(h->reg, n * sizeof(Region));
-        memcpy(h->reg, reg, n * sizeof(Region));
-    } else {
-        free(h->reg);
-        h->reg = NULL;
+// pats_load_region where p is in device memory: the packed bytes are copied to the host, some rows at
+// a time.
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
+    unsigned char raw[1 << 14];
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = min_int(step, n - r);
+        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
+        pats_load_region(x->rows64, x->mid, g, raw, m, D, buf + (size_t)r * D);
     }
-    if (KV_DEV(s)) s->changes++;
-    arrfree(reg);
 }
 
-// Packing.keep: of the packed rows of a head only keep (n), ascending, stay, bit for bit as they
-// are.
-static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
+// Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
+static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
-    const Region *from = h->reg;
+    const Region *g = region_of(h->reg, r0);
     int D = s->c->D;
-    Region *reg = NULL;
-    for (int i = 0; i < n; i++) {
-        from = region_of(from, keep[i]);
-        reg = region_add(reg, from->w, x->rows64, D);
+    while (n > 0) {
+        const unsigned char *p = pats_row(v ? h->pv : h->pk, g, r0, pats_row_bytes(x->rows64, D, g->w));
+        int m = min_int(n, g->row0 + g->n - r0);
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
+        else pats_load_region(x->rows64, x->mid, g, p, m, D, buf);
+        buf += (size_t)m * D;
+        r0 += m;
+        n -= m;
+        g++;
     }
-    int n_reg = (int)arrlen(reg);
-    size_t total = regions_bytes(reg, n_reg, x->rows64, D);
-    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, n_reg, total, 0, keep, x->rounding, x->rows64);
-    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        char **held = v ? &h->pv : &h->pk;
-        char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
-        if (to) memset(to, 0, total);
-        const Region *g = h->reg, *t = reg;
-        for (int i = 0; i < n; i++) {
-            g = region_of(g, keep[i]);
-            t = region_of(t, i);
-            size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-            size_t at = t->base + (size_t)(i - t->row0) * bytes;
-            memcpy(to + at, pats_row(h, g, v, keep[i], bytes), bytes);
-        }
-        free(*held);
-        *held = to;
-    }
-    h->pk_bytes = total;
-    regions_set(s, h, reg);
 }
 
-// Section 17: where rows lie, for prefetching; what a new table leaves as it is.
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n);
-static int rows_unmoved(const KVHead *h, const Region *reg);
-static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D);
-
-static size_t pats_plan(const Session *s, int n, int *raw);
-
-static const Packing pats_packing[] = {                  // by Pats.rows64
-    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
-    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
-};
+// Packing.stored: where rows r0 .. r0+n-1 of K (OF_K) or V (OF_V) lie, for prefetching; only those in
+// the region of r0.
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Region *g = region_of(h->reg, r0);
+    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
+    int rows = min_int(n, g->row0 + g->n - r0);
+    return (Ahead){ (const char *)pats_row(v ? h->pv : h->pk, g, r0, bytes), rows * bytes };
+}
 
 // ---- cutting rows
 
-// Makes the rows from `from` on of the new table reg, at `to`: K (OF_K) or V (OF_V). Rows are read
-// from where they are stored now, packed or raw. Bits that are cut stay cut: a row is never made
-// anew.
-static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
-                       int from, char *to) {
+// -> the packed bytes of K (OF_K) or V (OF_V) under the new table reg (n_reg), `total` of them. Row i
+// is the head's row keep[i] (NULL: row i), packed or raw now.
+static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
+                           int n_reg, size_t total, const int *keep) {
     int D = s->c->D;
-    const Region *g = h->reg;
+    char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
+    char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
+    const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
-    for (int i = 0; i < (int)arrlen(reg); i++) {
+    if (to) memset(to, 0, total);
+    for (int i = 0; i < n_reg; i++) {
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = max_int(from, reg[i].row0); r < reg[i].row0 + reg[i].n; r++) {
-            int b = 16 - reg[i].w, lost = 0;             // bits to lose; bits lost already
-            if (r < h->packed) {
-                g = region_of(g, r);
-                const unsigned char *p = pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w));
-                lost = 16 - g->w;
-                pats_read_row(row, p, D, g->w, x->rows64);
+        for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
+            int from = keep ? keep[r] : r;
+            if (from < h->packed) {
+                old = region_of(old, from);
+                size_t old_bytes = pats_row_bytes(x->rows64, D, old->w);
+                pats_load_region(x->rows64, 0, old, pats_row(held, old, from, old_bytes), 1, D, row);
             } else {
-                memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
+                memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
             }
-            if (b > lost)
-                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-            size_t at = reg[i].base + (size_t)(r - reg[i].row0) * bytes;
-            pats_write_row((unsigned char *)to + at, row, D, reg[i].w, x->rows64);
+            pats_write_row(pats_row(to, &reg[i], r, bytes), row, D, reg[i].w, x->rows64);   // Sec. 3, w
         }
     }
+    return to;
 }
 
-// Stores K and V of a head under the new table reg of n packed rows, on the host. `unmoved` rows
-// keep their bytes: when these are all rows packed so far, the new ones go behind them in place.
-static void pats_repack(const Session *s, const Pats *x, KVHead *h, const Region *reg, int n,
-                        int unmoved) {
-    int D = s->c->D, gone = n - h->packed;
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), old = h->pk_bytes;
-    for (int v = 0; v < 2; v++) {
-        char **held = v ? &h->pv : &h->pk;
-        char *raw = v ? h->v : h->k;
-        if (unmoved == h->packed) {
-            *held = rows_realloc(*held, old, total, s->huge_pages);
-            memset(*held + old, 0, total - old);
-            pats_recut(s, x, h, v, reg, unmoved, *held);
-        } else {
-            char *to = rows_realloc(NULL, 0, total, s->huge_pages);
-            memset(to, 0, total);
-            if (unmoved) memcpy(to, *held, bytes_unmoved(reg, unmoved, x->rows64, D));
-            pats_recut(s, x, h, v, reg, unmoved, to);
-            free(*held);
-            *held = to;
-        }
-        memmove(raw, raw + (size_t)gone * D * 2, (size_t)(h->len - n) * D * 2);
+// Gives a head the table reg (an stb array, which is freed) and packs its rows anew: row i is row
+// keep[i] (NULL: row i). Bits that are cut stay cut, for a row is made of what is stored. The number
+// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
+static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
+    const Pats *x = pats_of(s);
+    int n_reg = (int)arrlen(reg);
+    size_t total = regions_bytes(reg, n_reg, x->rows64, s->c->D);
+    if (KV_DEV(s)) {
+        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->mid, x->rows64);
+    } else {
+        char *k = pats_repacked(s, x, h, OF_K, reg, n_reg, total, keep);
+        char *v = pats_repacked(s, x, h, OF_V, reg, n_reg, total, keep);
+        free(h->pk);
+        free(h->pv);
+        h->pk = k;
+        h->pv = v;
     }
+    free(h->reg);
+    h->reg = n_reg ? xmalloc(n_reg * sizeof(Region)) : NULL;
+    if (n_reg) memcpy(h->reg, reg, n_reg * sizeof(Region));
+    h->n_reg = n_reg;
+    h->packed = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
+    h->pk_bytes = total;
+    arrfree(reg);
 }
 
-// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says. Only
-// the ratchet cuts packed rows again; under the other policies a table of regions is only added to.
-static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
-    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;
+// Packing.keep: of the packed rows of a head only those of keep (n), ascending, stay, bit for bit as
+// they are.
+static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
+    const Region *from = h->reg;
     Region *reg = NULL;
-    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
+    for (int i = 0; i < n; i++) {
+        from = region_of(from, keep[i]);
+        reg = region_add(reg, from->w, pats_of(s)->rows64, s->c->D);
+    }
+    pats_repack(s, h, reg, keep);
+}
+
+// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says.
+static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
+    int D = s->c->D, old = h->packed, n = 0;
+    size_t row = (size_t)D * 2;
+    Region *reg = NULL;
     for (; n < h->len && h->src[n] < x->cut; n++)
         reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);    // Sec. 3, w
+    if (!n) return;
 
-    int unmoved = rows_unmoved(h, reg);
-    int gone = n - h->packed;                            // raw rows that are packed now
-    if (unmoved == n && !gone) {
-        arrfree(reg);
-        return;
-    }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
+    pats_repack(s, h, reg, NULL);
     if (KV_DEV(s)) {
-        size_t stay = bytes_unmoved(reg, unmoved, x->rows64, D);
-        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
-        rows_drop_cuda(s, h, gone, h->len - n);
+        rows_drop_cuda(s, h, n - old, h->len - n);
     } else {
-        pats_repack(s, x, h, reg, n, unmoved);
+        memmove(h->k, h->k + (n - old) * row, (h->len - n) * row);
+        memmove(h->v, h->v + (n - old) * row, (h->len - n) * row);
     }
-    h->pk_bytes = total;
-    regions_set(s, h, reg);
     head_reserve(s, h, h->len - n);
 }
 
@@ -5106,39 +5036,17 @@ static void bits_room(Pats *x, int T) {
     x->cap = cap;
 }
 
-// B[t] = max(B[t], b(t,T)) for the tokens from .. to-1.
-static void bits_raise(Pats *x, int from, int to, int T) {
-    for (int t = from; t < to; t++) {
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
-}
-
-// Decides what a pass packs after which T tokens have been seen: raises B[t] -> 1 when rows are to
-// be packed. The ratchet does so only when T has grown by an eighth since the last time (D24).
-static int pats_decide(Session *s, Pats *x, int T) {
-    int cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
-    if (!x->T1) x->T1 = x->n1 = T;
+// Decides after a pass whether it packs rows, and raises B[t]: when the T tokens seen are an eighth
+// more than at the last re-pack (D24). -> 1: rows are to be packed.
+static int pats_decide(Pats *x, int T) {
+    int cut = T - x->window;
     bits_room(x, T);
-    if (x->write) bits_raise(x, s->base, cut, T);        // pats_write has cut these rows by so much
-    if (ratchet) {
-        if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
-        x->T_last = T;
-        x->repacks++;
-    }
-    bits_raise(x, ratchet ? 0 : x->cut, cut, T);
-    if (cut <= 0) return 0;
+    if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
+    x->T_last = T;
+    for (int t = 0; t < cut; t++)
+        x->bits[t] = (unsigned char)max_int(x->bits[t], pats_bits(x, t, T));
     x->cut = max_int(x->cut, cut);
-    return 1;
-}
-
-// Packs the heads of layer l, once in a pass.
-static void pats_pack_layer(Session *s, Pats *x, int l) {
-    int G = s->c->G;
-    if (x->packed[l]) return;
-    #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
-    for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, l, g));
-    x->packed[l] = 1;
+    return cut > 0;
 }
 
 // Method.commit. Rows of a layer are packed when all of the pass has read them raw (D26), before
@@ -5147,71 +5055,28 @@ static void pats_pack_layer(Session *s, Pats *x, int l) {
 // layer waits for the end, because that part may read raw rows there.
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
+    int L = s->c->L, G = s->c->G, end = l == L, late = turn_hooks(s);
     (void)q;
     (void)T_pass;
     if (!x->b_max) return;
     if (x->decided != s->n_tok) {
-        x->due = pats_decide(s, x, s->n_tok);
+        x->due = pats_decide(x, s->n_tok);
         x->decided = s->n_tok;
-        memset(x->packed, 0, (size_t)s->c->L);
     }
-    if (l == s->c->L) x->decided = 0;
-    if (!x->due || (l < s->c->L && turn_hooks(s))) return;
-    int from = l < s->c->L ? l : 0, to = min_int(l + 1, s->c->L);
-    for (int i = from; i < to; i++) pats_pack_layer(s, x, i);
+    if (end) x->decided = 0;
+    for (int i = end ? 0 : l; x->due && i < min_int(l + 1, L); i++) {
+        int now = late || !layer_acts(s, i);            // is this layer's time the end of the pass?
+        if (now != end) continue;
+        #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
+        for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, i, g));
+    }
 }
 
-// Method.spans: without --pats-when=write the prefill's attention is the model's own.
+// Method.spans: the prefill's attention is the model's own.
 static int pats_spans(const Session *s, const void *ms) {
     (void)s;
-    return !((const Pats *)ms)->write;
-}
-
-// ---- --pats-when=write: the pass reads its own rows cut already
-
-// Cuts the last T_pass rows of layer l before attention reads them. Only their values change: their
-// bytes are packed at the end of the pass.
-static void pats_write(Session *s, Pats *x, int l, int T_pass) {
-    int D = s->c->D, T = s->n_tok;
-    if (!x->write || !x->b_max) return;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (KV_DEV(s)) {
-        size_t mark = scratch_mark(s);
-        unsigned char *bits = scratch(s, (size_t)T_pass);
-        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
-        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
-        scratch_reset(s, mark);
-        return;
-    }
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        for (int r = h->len - T_pass; r < h->len; r++) {
-            int b = pats_bits(x, h->src[r], T);
-            for (int v = 0; v < 2; v++) {
-                uint16_t *row = (uint16_t *)(v ? h->v : h->k) + (size_t)(r - h->packed) * D;
-                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-                if (x->rounding == PATS_MID) pats_mid(row, D, b);
-            }
-        }
-    }
-}
-
-// Method.attend: full attention.
-static void pats_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    pats_write(s, ms, l, T);
-    attn_prefill(s, l, out, q, 0, T);
-}
-
-// Method.steady: without --pats-when=write a decode step does nothing before its end.
-static int pats_steady(const Session *s, const void *ms) {
-    (void)s;
-    return !((const Pats *)ms)->write;
-}
-
-// Method.select: cuts the step's own row under --pats-when=write; chooses no rows.
-static void pats_select(Session *s, void *ms, int l, const float *q) {
-    (void)q;
-    pats_write(s, ms, l, 1);
+    (void)ms;
+    return 1;
 }
 
 // Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
@@ -5220,22 +5085,29 @@ static void pats_forget(Session *s, void *ms, int n_tok) {
     (void)s;
     if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
     x->cut = min_int(x->cut, n_tok);
-    x->n1 = min_int(x->n1, n_tok);
     x->decided = 0;
 }
 
-// ---- opening, bytes, statistics
+// ---- opening, bytes, traces
 
-// How many numbers an --ids file holds. Returns -1, and the reason in err, when it cannot be read.
-static int count_ids(const char *path, char err[256]) {
-    size_t size, n = 0;
-    char *text = read_plain_text(path, &size, err);
-    if (!text) return -1;
-    for (size_t i = 0; i < size; i++)
-        n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
-    free(text);
-    return n > INT_MAX ? INT_MAX : (int)n;
+// Packing.plan. What is packed lost the bits that B[t] says. The last ninth is raw, at most: B[t] was
+// last raised when there were 8/9 n tokens, or the pass has ended just now.
+static size_t pats_plan(const Session *s, int n, int *raw) {
+    const Pats *x = pats_of(s);
+    int D = s->c->D, last = n - n / 9, cut = x->b_max ? max_int(last - x->window, 0) : 0;
+    size_t all = 4096 + PATS_GUARD;             // what a device rounds up to (PACK_STEP)
+    *raw = n - cut;
+    for (int t = 0, b, before = -1; t < cut; t++, before = b) {
+        b = pats_bits(x, t, last);
+        all += pats_row_bytes(x->rows64, D, 16 - b) + (b != before ? PATS_ALIGN : 0);
+    }
+    return cut ? 2 * all : 0;
 }
+
+static const Packing pats_packing[] = {                  // by Pats.rows64
+    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
+    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
+};
 
 // Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
 // s->err set.
@@ -5246,37 +5118,19 @@ static int pats_check(Session *s, const Pats *x) {
     if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
     if (x->sink < 0 || x->window < 0 || x->T_end < 0)
         return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
+    if (x->is_static && !x->T_end)
+        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: give --pats-tend");
+    if (x->schedule == PATS_NEW && !x->is_static)
+        return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
+                         "gone: give --pats-policy=static and --pats-tend");
     if (s->c->D % 8 || s->c->D > PATS_MAX_D)
         return refuse(s, "pats: head_dim is %d, needs a multiple of 8 up to %d "
                          "(a packed row must end on a byte)", s->c->D, PATS_MAX_D);
     if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
         return refuse(s, "pats: packs f16 rows, so -ctk and -ctv must be f16");
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (x->write && m->attend && m->open != pats_open)
-            return refuse(s, "pats: --pats-when=write cannot be combined with a method "
-                             "that has its own prefill attention");
-        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
+    for (int i = 0; i < s->n_part; i++)
+        if (!strcmp(s->part[i].m->name, "streaming") && opt_int(o, "streaming-rerotate"))
             return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
-    }
-    for (int l = 0; l < s->c->L; l++)
-        if (x->write && !layer_acts(s, l))
-            return refuse(s, "pats: --pats-when=write needs a model whose layers are "
-                             "all global or all windowed");
-    return 0;
-}
-
-// Policy static without --pats-tend: the dialogue is as long as --ids. Returns 0, or -1 with s->err
-// set.
-static int pats_find_end(Session *s, Pats *x) {
-    const char *ids = opt_str(s->opt, "ids");
-    char err[256];
-    if (!*ids)
-        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: "
-                         "give --pats-tend");
-    x->T_end = count_ids(ids, err);
-    if (x->T_end < 0) return refuse(s, "pats: %s", err);
-    if (x->T_end == 0) return refuse(s, "pats: --ids holds no ids, so --pats-tend must be given");
     return 0;
 }
 
@@ -5284,21 +5138,16 @@ static int pats_find_end(Session *s, Pats *x) {
 static int pats_open(Session *s, void *ms) {
     Pats *x = ms;
     const Options *o = s->opt;
-    int policy = opt_choice(o, "pats-policy", "auto|ratchet|static|frozen");
     x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    if (policy) x->policy = policy - 1;
-    else x->policy = x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;       // D25
-    x->rounding = opt_choice(o, "pats-round", "trunc|nearest|mid");
+    x->is_static = opt_choice(o, "pats-policy", "ratchet|static");
+    x->mid = opt_choice(o, "pats-round", "trunc|mid");
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
-    x->write = opt_choice(o, "pats-when", "after|write");
     x->b_max = opt_int(o, "pats-bmax");
     x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // D23
     x->sink = opt_int(o, "pats-sink");
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
     if (pats_check(s, x)) return -1;
-    if (x->policy == PATS_STATIC && !x->T_end && pats_find_end(s, x)) return -1;
-    x->packed = xcalloc((size_t)s->c->L, 1);
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing[x->rows64];
     return 0;
@@ -5306,28 +5155,8 @@ static int pats_open(Session *s, void *ms) {
 
 // Method.close.
 static void pats_close(Session *s, void *ms) {
-    Pats *x = ms;
     (void)s;
-    free(x->bits);
-    free(x->packed);
-}
-
-// Packing.plan. What is packed lost the bits that B[t] says. The ratchet leaves the last ninth raw,
-// at most: B[t] was last raised when there were 8/9 n tokens, or the pass has ended just now. The
-// other policies leave the window raw; of frozen, only b_min is certain.
-static size_t pats_plan(const Session *s, int n, int *raw) {
-    const Pats *x = pats_of(s);
-    int D = s->c->D, last = x->policy == PATS_RATCHET ? n - n / 9 : n, cut = max_int(last - x->window, 0);
-    Pats then = *x;                             // as it is when `last` tokens have been seen
-    size_t all = 0, step = 4096 + PATS_GUARD;   // what a device rounds up to (PACK_STEP)
-    *raw = x->b_max ? n - cut : n;
-    if (!x->b_max) return 0;
-    if (x->policy == PATS_FROZEN) then.n1 = 0;
-    for (int t = 0, b, before = -1; t < cut; t++, before = b) {
-        b = pats_bits(&then, t, last);
-        all += pats_row_bytes(x->rows64, D, 16 - b) + (b != before ? PATS_ALIGN : 0);
-    }
-    return 2 * (all + step);
+    free(((Pats *)ms)->bits);
 }
 
 // Method.bytes: B[t].
@@ -5336,30 +5165,9 @@ static size_t pats_bytes(const Session *s, const void *ms) {
     return (size_t)((const Pats *)ms)->cap;
 }
 
-// Method.stats: the share of the bits that are cut, and the share of the bytes that is really
-// saved.
-static void pats_stats(const Session *s, const void *ms, FILE *out) {
-    const Pats *x = ms;
-    size_t rows = 0, packed = 0, bits = 0, regions = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        const KVHead *h = &s->head[i];
-        rows += h->len;
-        packed += h->packed;
-        regions += h->n_reg;
-        for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
-    }
-    double f16 = (double)rows * s->c->D * 4;             // bytes of K and V if every row were raw
-    double held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
-    double mean_bits = rows ? (double)bits / rows : 0;
-    double ideal = rows ? 100.0 * bits / rows / 16 : 0;
-    double real = rows ? 100 * (1 - held / f16) : 0;
-    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: "
-                 "ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
-            packed, rows, x->repacks, mean_bits, ideal, real);
-}
-
 // Hook trace, after a pass that has packed rows: B[t] of every token; of every head its regions (row0,
-// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8.
+// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8: behind the last row lies
+// the guard.
 static void pats_trace(Session *s, void *ms, int l) {
     const Pats *x = ms;
     if (!x->b_max || !x->due) return;
@@ -5372,19 +5180,19 @@ static void pats_trace(Session *s, void *ms, int l) {
     for (int g = 0; g < s->c->G && l < s->c->L; g++) {
         const KVHead *h = kv_head(s, l, g);
         int *reg = scratch(s, (size_t)(4 * h->n_reg + 1) * sizeof *reg);
-        size_t bytes = regions_bytes(h->reg, h->n_reg, x->rows64, s->c->D);
-        size_t used = h->n_reg ? bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
-        char *copy = scratch(s, filled + 1);
+        size_t used = h->n_reg ? h->pk_bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
         for (int i = 0; i < h->n_reg; i++) {
             const Region r = h->reg[i];
             memcpy(reg + 4 * i, (int[]){ r.row0, r.n, r.w, (int)r.base }, 4 * sizeof *reg);
         }
         trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
         for (int v = 0; v < 2; v++) {
-            const char *from = v ? h->pv : h->pk;
-            memset(copy, 0, filled);
-            if (KV_DEV(s) && used) bytes_load_cuda(copy, from, used);
-            else if (used) memcpy(copy, from, used);
+            char *copy = v ? h->pv : h->pk;
+            if (KV_DEV(s)) {
+                copy = scratch(s, filled + 1);
+                memset(copy, 0, filled);
+                if (used) bytes_load_cuda(copy, v ? h->pv : h->pk, used);
+            }
             trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
@@ -5392,20 +5200,16 @@ static void pats_trace(Session *s, void *ms, int l) {
 }
 
 static const Opt pats_opts[] = {
-    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
-    { "pats-policy",   'c', "auto|ratchet|static|frozen",
-      "when rows are cut; auto: ratchet, frozen for schedule new" },
+    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with policy static only" },
+    { "pats-policy",   'c', "ratchet|static", "bits a row loses as the dialogue grows: more, or those of its end" },
     { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
     { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
     { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
     { "pats-window",   'i', "128", "last tokens that stay raw" },
-    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
+    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue" },
     { "pats-format",   'c', "dense|rows64",
       "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
-    { "pats-round",    'c', "trunc|nearest|mid",
-      "how bits are cut; mid: half a step is added on reading" },
-    { "pats-when",     'c', "after|write",
-      "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
+    { "pats-round",    'c', "trunc|mid", "mid: half a step is added on reading" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -5414,58 +5218,19 @@ const Method pats_method = {
     .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs",
     .keeps   = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low "
                "bits of f16 and are packed",
-    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream "
-               "(frozen), middle drifts towards more cutting in long decodes (ratchet)",
+    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (static only), "
+               "middle drifts towards more cutting in long decodes (ratchet)",
     .opts    = pats_opts,
     .role    = ROLE_STORE,
     .state   = sizeof(Pats),
     .open    = pats_open,
     .close   = pats_close,
-    .attend  = pats_attend,
-    .select  = pats_select,
-    .steady  = pats_steady,
     .commit  = pats_commit,
     .spans   = pats_spans,
     .bytes   = pats_bytes,
     .forget  = pats_forget,
-    .stats   = pats_stats,
     .trace   = pats_trace,
 };
-
-// ---- PATS: what new rows leave as it is, and where rows lie
-
-// How many leading rows keep both place and width when a head gets the new table reg (an stb
-// array): their bytes need not be touched. Up to the first region that differs, both tables agree
-// in row0 and base.
-static int rows_unmoved(const KVHead *h, const Region *reg) {
-    int rows = 0;
-    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
-        const Region *a = &h->reg[i], *b = &reg[i];
-        if (a->w != b->w) break;
-        rows = a->row0 + min_int(a->n, b->n);
-        if (a->n != b->n) break;
-    }
-    return rows;
-}
-
-// The bytes of these rows under the table reg (an stb array), with the gaps between regions.
-static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D) {
-    size_t bytes = 0;
-    for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < unmoved; i++) {
-        int rows = min_int(unmoved - reg[i].row0, reg[i].n);
-        bytes = reg[i].base + rows * pats_row_bytes(rows64, D, reg[i].w);
-    }
-    return bytes;
-}
-
-// Packing.stored: where rows r0 .. r0+n-1 of K (OF_K) or V (OF_V) lie, for prefetching; only those in
-// the region of r0.
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Region *g = region_of(h->reg, r0);
-    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
-    int rows = min_int(n, g->row0 + g->n - r0);
-    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), rows * bytes };
-}
 
 // ==================================================================================================== 11 LYCHEECLUSTER
 // Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware

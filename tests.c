@@ -2442,23 +2442,24 @@ static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {
     return b < b_min ? b_min < b_max ? b_min : b_max : b > b_max ? b_max : b;
 }
 
-// X an f16 value; b of its 10 mantissa bits go.
-static double slow_cut(double x, int b, int rounding) {
+// X an f16 value; b of its 10 mantissa bits go. mid: half a step is added, but not to zero.
+static double slow_cut(double x, int b, int mid) {
     int e;
     if (!b || !x) return x;
     frexp(fabs(x), &e);
     // What one unit of the last place left is worth.
-    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b);
-    double y = rounding == PATS_NEAREST ? rint(fabs(x) / q) * q : floor(fabs(x) / q) * q;
-    // No mantissa left: even is the exponent's last bit.
-    if (rounding == PATS_NEAREST && b == 10 && fabs(x) / q == 1.5) y = (e + 14) % 2 ? 2 * q : q;
-    if (rounding == PATS_NEAREST) {
-        double top = floor(65504 / ldexp(1, 5 + b)) * ldexp(1, 5 + b);
-        if (y > top) y = top;
-    }
-    if (rounding == PATS_MID && y > 0) y += q / 2;
-    if (rounding == PATS_MID && !y) return copysign(0, x);
+    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b), y = floor(fabs(x) / q) * q;
+    if (mid && y > 0) y += q / 2;
     return copysign(y, x);
+}
+
+// n elements h, packed without their b low bits and read again.
+static void cut_row(uint16_t *h, int n, int b, int mid) {
+    Region reg = { .n = 1, .w = 16 - b };
+    unsigned char *p = xcalloc((size_t)n * 2 + PATS_GUARD, 1);
+    pats_write_row(p, h, n, reg.w, 0);
+    pats_load_region(0, mid, &reg, p, 1, n, h);
+    free(p);
 }
 
 TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of every step)") {
@@ -2604,76 +2605,61 @@ TEST(pats_mem_table,
           "row bytes");
 }
 
-TEST(pats_cut,
-     "one element: every f16 value against the slow cut, composition, sign, zero, saturation") {
-    for (int b = 0; b <= 10; b++)
-        for (unsigned u = 0; u < 0x10000; u++) {
+TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is and with half a step; what is "
+               "cut twice is cut by the most") {
+    enum { N = 0x10000 };
+
+    static uint16_t plain[N], mid[N], twice[N];
+    for (int b = 0; b <= 10; b++) {
+        for (int i = 0; i < N; i++) plain[i] = mid[i] = twice[i] = (uint16_t)i;
+        cut_row(plain, N, b, 0);
+        cut_row(mid, N, b, 1);
+        cut_row(twice, N, b / 2, 0);
+        cut_row(twice, N, b, 0);
+        for (unsigned u = 0; u < N; u++) {
             if ((u & 0x7c00) == 0x7c00) continue;
             double x = f16_to_f32((uint16_t)u);
-            uint16_t mid = pats_cut((uint16_t)u, b, PATS_MID), one = mid;
-            pats_mid(&mid, 1, b);
-            CHECK(f16_to_f32(pats_cut((uint16_t)u, b, PATS_TRUNC)) == slow_cut(x, b, PATS_TRUNC),
-                  "truncate %04x by %d", u, b);
-            CHECK(
-                f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)) == slow_cut(x, b, PATS_NEAREST),
-                "nearest %04x by %d: %g", u, b, f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)));
-            CHECK(f16_to_f32(mid) == slow_cut(x, b, PATS_MID), "mid %04x by %d: %g", u, b,
-                  f16_to_f32(mid));
-            CHECK(one == pats_cut((uint16_t)u, b, PATS_TRUNC),
-                  "the read bit of mid is never stored");
-            for (int a = 0; a <= b; a++)
-                CHECK(pats_cut(pats_cut((uint16_t)u, a, PATS_TRUNC), b, PATS_TRUNC) ==
-                          pats_cut((uint16_t)u, b, PATS_TRUNC),
-                      "trunc(trunc) %04x %d %d", u, a, b);
+            CHECK(f16_to_f32(plain[u]) == slow_cut(x, b, 0), "%04x by %d: %04x", u, b, plain[u]);
+            CHECK(f16_to_f32(mid[u]) == slow_cut(x, b, 1), "mid %04x by %d: %04x", u, b, mid[u]);
+            CHECK(twice[u] == plain[u], "%04x by %d and by %d: %04x", u, b / 2, b, twice[u]);
         }
-    CHECK(pats_cut(0x8000, 8, PATS_NEAREST) == 0x8000 &&
-              pats_cut(0x7bff, 8, PATS_NEAREST) == 0x7b00 &&
-              pats_cut(0x7e01, 2, PATS_NEAREST) == 0x7e00,
-          "-0, the largest, NaN");
-    CHECK(pats_cut(0x3c01, 1, PATS_NEAREST) == 0x3c00 &&
-              pats_cut(0x3c03, 1, PATS_NEAREST) == 0x3c04 &&
-              pats_cut(0x3fff, 4, PATS_NEAREST) == 0x4000,
-          "ties to even, carry into the exponent");
+    }
 }
 
 TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by hand; b <= 3 costs "
                "values from bf16 nothing") {
     struct {
         int b;
-        double mse[3], shrink;
-    } want[] = { { 2, { 1.8e-6, 7.7e-7, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5, 1.1e-5 }, .995 },
-                 { 6, { 6.7e-4, 1.8e-4, 1.8e-4 }, .978 }, { 7, { 2.6e-3, 7.0e-4, 7.1e-4 }, .957 },
-                 { 8, { 9.6e-3, 2.8e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.1e-2, 1.2e-2 }, .842 },
-                 { 10, { 9.8e-2, 3.8e-2, 5.4e-2 }, .721 } };
+        double mse[2], shrink;
+    } want[] = { { 2, { 1.8e-6, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4 }, .978 },
+                 { 7, { 2.6e-3, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.2e-2 }, .842 },
+                 { 10, { 9.8e-2, 5.4e-2 }, .721 } };
 
     enum { N = 200000 };
 
-    static float x[N];
+    static uint16_t x[N], cut[N];
     rnd_seed(3);
-    for (int i = 0; i < N; i++) x[i] = rnd_normal();
+    for (int i = 0; i < N; i++) x[i] = f32_to_f16(rnd_normal());
     for (int k = 0; k < 7; k++)
-        for (int mode = 0; mode < 3; mode++) {
+        for (int mid = 0; mid < 2; mid++) {
             double err = 0, sum = 0, shrink = 0;
+            memcpy(cut, x, sizeof x);
+            cut_row(cut, N, want[k].b, mid);
             for (int i = 0; i < N; i++) {
-                uint16_t h = f32_to_f16(x[i]);
-                double v = f16_to_f32(h);
-                h = pats_cut(h, want[k].b, mode);
-                if (mode == PATS_MID) pats_mid(&h, 1, want[k].b);
-                double y = f16_to_f32(h);
+                double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
                 err += (v - y) * (v - y);
                 sum += v * v;
                 if (v != 0) shrink += fabs(y) / fabs(v) / N;
             }
-            CHECK(fabs(err / sum / want[k].mse[mode] - 1) < .05, "b %d mode %d: %g", want[k].b,
-                  mode, err / sum);
-            if (mode == PATS_TRUNC)
+            CHECK(fabs(err / sum / want[k].mse[mid] - 1) < .05, "b %d mid %d: %g", want[k].b, mid, err / sum);
+            if (!mid)
                 CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
                       "b %d shrinks to %g", want[k].b, shrink);
         }
-    for (int i = 0; i < N; i++) {
-        uint16_t h = f32_to_f16(bf16_to_f32(f32_to_bf16(x[i])));
-        if (fabsf(x[i]) > 1e-4f) CHECK(pats_cut(h, 3, PATS_TRUNC) == h, "bf16 value %g", x[i]);
-    }
+    for (int i = 0; i < N; i++) x[i] = cut[i] = f32_to_f16(bf16_to_f32(f32_to_bf16(f16_to_f32(x[i]))));
+    cut_row(cut, N, 3, 0);
+    for (int i = 0; i < N; i++)
+        if (fabsf(f16_to_f32(x[i])) > 1e-4f) CHECK(cut[i] == x[i], "bf16 value %g", f16_to_f32(x[i]));
 }
 
 // ---- timing, without any rows: one table for all heads
@@ -2681,7 +2667,7 @@ TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by 
 // A session with a table of bits for one head and no rows.
 static Session *pats_table_session(Config *c, Options *o) {
     *c = (Config){ .D = 64 };
-    static Part *p;
+    Part *p;
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .opt = o, .n_part = 1 };
     p = &s->part[0];
@@ -2722,13 +2708,14 @@ TEST(pats_ratchet,
         Session *s = pats_table_session(&c, o);
         Pats *x = s->part[0].ms;
         unsigned char *before = xcalloc(40000, 1);
+        int repacks = 0;
         for (int T = want[i].from; T <= want[i].to; T++) {
-            int n = x->repacks;
             s->base = T == want[i].from ? 0 : T - 1;
             s->n_tok = T;
             pats_commit(s, x, 0, NULL, 1);
-            CHECK((x->repacks > n) == (x->T_last == T), "T_last");
-            if (x->repacks == n) continue;
+            CHECK(x->due == (x->T_last == T), "T_last");
+            repacks += x->due;
+            if (!x->due) continue;
             for (int t = 0; t < x->cut; t++) {
                 CHECK(x->bits[t] >= before[t] && x->bits[t] >= pats_bits(x, t, T),
                       "T %d t %d: %d after %d", T, t, x->bits[t], before[t]);
@@ -2736,8 +2723,7 @@ TEST(pats_ratchet,
             }
             CHECK(x->cut == T - 128 && !x->bits[x->cut], "the window stays raw");
         }
-        CHECK(x->repacks == want[i].repacks, "%d..%d: %d re-packs", want[i].from, want[i].to,
-              x->repacks);
+        CHECK(repacks == want[i].repacks, "%d..%d: %d re-packs", want[i].from, want[i].to, repacks);
         for (int t = 16; t < x->cut; t++)
             CHECK(pats_bits(x, t, want[i].to) - x->bits[t] <= 10 / 9.0 + 1,
                   "t %d is %d bits under the definition", t,
@@ -2763,21 +2749,19 @@ TEST(pats_ratchet,
 // `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
 // rules where they stand. Logits must be the same bits.
 typedef struct {
-    int schedule, policy, rounding, b_min, b_max, sink, window, T_end, T_last, T1, n1, forgets;
+    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last, forgets;
     unsigned char bits[20000];
 } SlowPats;
 
 // What a pass does to the bits and rows: each row is cut in place to its bits by age, never to
 // more.
 static void slow_pats_pass(SlowPats *x, Session *s) {
-    int T = s->n_tok, D = s->c->D, repack = x->policy != PATS_RATCHET || 8 * T >= 9 * x->T_last;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (!repack) return;
+    int T = s->n_tok, D = s->c->D;
+    if (8 * T < 9 * x->T_last) return;
     x->T_last = T;
     for (int t = 0; t < T - x->window; t++) {
-        if (x->policy != PATS_RATCHET && x->bits[t]) continue;
-        int len = x->policy == PATS_RATCHET ? T : x->policy == PATS_STATIC ? x->T_end : x->T1;
-        int b = t < x->sink || (x->policy == PATS_FROZEN && t >= x->n1) ? x->b_min
+        int len = x->is_static ? x->T_end : T;
+        int b = t < x->sink ? x->b_min
                 : t >= len ? x->schedule == PATS_NEW ? x->b_max : x->b_min
                            : (int)slow_bits(x->schedule, x->b_min, x->b_max, t + 1, len);
         if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
@@ -2787,7 +2771,7 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
         for (int r = 0; r < h->len; r++)
             for (int d = 0; d < 2 * D; d++) {
                 uint16_t *e = (uint16_t *)(d < D ? h->k : h->v) + (size_t)r * D + d % D;
-                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->rounding));
+                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->mid));
             }
     }
 }
@@ -2803,10 +2787,7 @@ static float *run_pats(Session *s, SlowPats *x, const Script *p) {
                    i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
                    V * sizeof *out);
             // The last answer was truncated and prefilled again (D28)
-            if (x && i < 0 && x->forgets && t) {
-                memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
-                if (prompt_end < x->n1) x->n1 = prompt_end;
-            }
+            if (x && i < 0 && x->forgets && t) memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
             if (i < 0) prompt_end = s->n_tok;
             if (x) slow_pats_pass(x, s);
         }
@@ -2857,8 +2838,8 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
     const Pats *x = pats_of(s);
     SlowPats *slow = xcalloc(1, sizeof *slow);
     *slow = (SlowPats){ .schedule = x->schedule,
-                        .policy = x->policy,
-                        .rounding = x->rounding,
+                        .is_static = x->is_static,
+                        .mid = x->mid,
                         .b_min = x->b_min,
                         .b_max = x->b_max,
                         .sink = x->sink,
@@ -2885,18 +2866,16 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
 
 TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in "
                  "place, bit for bit, in both formats") {
-    const char *schedule[] = { "middle", "old", "new" };
-    const char *policy[] = { "auto", "ratchet", "static", "frozen" };
-    const char *rounding[] = { "trunc", "nearest", "mid" };
+    const char *schedule[] = { "schedule=middle", "schedule=old", "schedule=middle pats-policy=static",
+                               "schedule=old pats-policy=static", "schedule=new pats-policy=static" };
     Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
-    for (int i = 0; i < 36; i++) {
+    for (int i = 0; i < 20; i++) {
         char opt[256];
         snprintf(opt, sizeof opt,
-                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-policy=%s "
-                 "pats-round=%s pats-tend=%d pats-format=%s",
-                 i % 5 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 3], policy[i / 3 % 4],
-                 rounding[i / 12], i % 2 ? 188 : 90, i % 2 ? "dense" : "rows64");
+                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-%s pats-round=%s pats-tend=%d pats-format=%s",
+                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
+                 i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
         pats_against_slow("full", opt, m, &p);
     }
     tiny_free(m);
@@ -2941,10 +2920,7 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
         snprintf(opt, sizeof opt,
                  "%s%s pats-window=12 pats-sink=3 pats-policy=%s pats-tend=150 pats-format=%s",
                  method[i][1], i == 10 ? path : "",
-                 i % 3 == 0   ? "ratchet"
-                 : i % 3 == 1 ? "static"
-                              : "frozen",
-                 i % 2 ? "dense" : "rows64");
+                 i % 3 ? "ratchet" : "static", i % 2 ? "dense" : "rows64");
         pats_against_slow(method[i][0], opt, m, &p);
         if (i == 10) unlink(path);
     }
@@ -2981,7 +2957,7 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does, 
 
 TEST(pats_limits,
      "b_max = 0, or a dialogue inside the raw window, equals full with f16 rows bit for bit, bytes "
-     "included; both formats give the same logits; schedule new is frozen by default") {
+     "included; both formats give the same logits") {
     Script p = { 3, { 70, 1, 30 }, { 5, 4, 6 }, 5 };
     Tiny m = tiny_model(2, 4, 1, 16, 32, 48, 61, 6);
     const char *opt[] = { "",
@@ -2989,13 +2965,11 @@ TEST(pats_limits,
                           "pats-window=116",
                           "pats-window=20 pats-format=dense",
                           "pats-window=20 pats-format=rows64",
-                          "pats-schedule=new pats-window=20",
-                          "pats-schedule=new pats-window=20 pats-policy=frozen",
                           "pats-bmin=5 pats-bmax=3 pats-window=20",
                           "pats-bmin=3 pats-bmax=3 pats-window=20" };
-    float *a[9];
-    size_t bytes[9];
-    for (int i = 0; i < 9; i++) {
+    float *a[7];
+    size_t bytes[7];
+    for (int i = 0; i < 7; i++) {
         char text[128];
         snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt[i]);
         Options *o = options_of(text);
@@ -3011,9 +2985,8 @@ TEST(pats_limits,
     CHECK(!memcmp(a[0], a[2], n) && bytes[0] == bytes[2], "window 116 of 116 tokens");
     CHECK(memcmp(a[0], a[3], n), "cutting changes logits");
     CHECK(!memcmp(a[3], a[4], n), "formats differ in bytes only");
-    CHECK(!memcmp(a[5], a[6], n), "new: frozen");
-    CHECK(!memcmp(a[7], a[8], n), "b_min above b_max");
-    for (int i = 0; i < 9; i++) free(a[i]);
+    CHECK(!memcmp(a[5], a[6], n), "b_min above b_max");
+    for (int i = 0; i < 7; i++) free(a[i]);
     tiny_free(m);
 }
 
@@ -3055,8 +3028,8 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     for (int i = 0; i < 200; i++) {
         char text[128];
         snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s",
-                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "frozen");
+                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s pats-tend=200",
+                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "static");
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         for (int round = 0; round < 4; round++) {
@@ -3111,7 +3084,7 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
         { "pats", "ctk=f16 ctv=f16 pats-bmin=-1", 16, "bmin" },
         { "pats", "ctk=f16 ctv=f16 pats-window=-1", 16, "window" },
         { "pats", "ctk=f16 ctv=f16 pats-policy=static", 16, "--pats-tend" },
-        { "pats", "ctk=f16 ctv=f16 pats-policy=static ids=/nowhere", 16, "/nowhere" },
+        { "pats", "ctk=f16 ctv=f16 pats-schedule=new", 16, "--pats-policy=static" },
         { "streaming+pats", "ctk=f16 ctv=f16 streaming-rerotate", 16, "rerotate" },
         { "pats+q8", "ctk=f16 ctv=f16", 16, "cannot be combined" },
         { "q8", "ctk=f16 ctv=f16", 16, "leave them out" },
@@ -3131,10 +3104,10 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
 
 TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under those of full") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 31, 6);
-    const char *policy[] = { "ratchet", "frozen" };
+    const char *policy[] = { "ratchet", "static" };
     for (int i = 0; i < 2; i++) {
         char text[128];
-        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-policy=%s", policy[i]);
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-tend=300 pats-policy=%s", policy[i]);
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         rnd_seed(5);
@@ -3157,87 +3130,60 @@ TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under 
 
 // ---- the twin in double
 
-// Rows cut by `after`, own rows by `before` under --pats-when=write. Rows are f16, so a key on the
-// edge of two values may fall on the other side; the bound allows that, a wrong B[t] moves logits
-// ten times further.
-typedef struct {
-    SlowPats p;
-    int write;
-} PatsTwin;
+// Rows are f16, so a key on the edge of two values may fall on the other side; the bound allows that, a
+// wrong B[t] moves logits ten times further.
 
-// Cuts the rows of layer l from token `from` on to their bits.
-static void pats_twin_cut(Twin *t, int l, const unsigned char *bits, int from, int rounding) {
+// What PATS does in a pass of n tokens, once their rows are there.
+static inline void pats_pass_ends(Session *s, int n) {
+    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
+}
+
+// Cuts the rows of layer l to their bits.
+static void pats_twin_cut(Twin *t, int l, const SlowPats *p) {
     for (int g = 0; g < t->c->G; g++) {
         TwinRow *r = t->row[l * t->c->G + g];
         for (int i = 0; i < (int)arrlen(r); i++)
-            for (int d = 0; r[i].src >= from && d < t->c->D; d++) {
-                r[i].k[d] = slow_cut(r[i].k[d], bits[r[i].src], rounding);
-                r[i].v[d] = slow_cut(r[i].v[d], bits[r[i].src], rounding);
+            for (int d = 0; d < t->c->D; d++) {
+                r[i].k[d] = slow_cut(r[i].k[d], p->bits[r[i].src], p->mid);
+                r[i].v[d] = slow_cut(r[i].v[d], p->bits[r[i].src], p->mid);
             }
     }
 }
 
-// Raises the bits that tokens from `from` on lose to what the schedule says at this length.
-static void pats_twin_table(PatsTwin *u, Twin *t, unsigned char *bits, int from) {
-    int T = (int)arrlen(t->id);
-    for (int i = from; i < T - u->p.window; i++) {
-        int b = i < u->p.sink ? u->p.b_min
-                              : (int)slow_bits(u->p.schedule, u->p.b_min, u->p.b_max, i + 1, T);
-        if (b > bits[i]) bits[i] = (unsigned char)b;
-    }
-}
-
-// --pats-when=write: new rows are cut before they are attended to.
-static void pats_twin_before(void *v, Twin *t, int l, const double *q, int n) {
-    PatsTwin *u = v;
-    (void)q;
-    (void)n;
-    if (!u->write) return;
-    pats_twin_table(u, t, u->p.bits, t->base);
-    pats_twin_cut(t, l, u->p.bits, t->base, u->p.rounding);
-}
-
 // After a pass whose sequence grew by an eighth: all bits and rows anew.
 static void pats_twin_after(void *v, Twin *t, int l, const double *q, const double *qp, int n) {
-    PatsTwin *u = v;
+    SlowPats *p = v;
     int T = (int)arrlen(t->id);
     (void)q;
     (void)qp;
     (void)n;
-    if (l < t->c->L || 8 * T < 9 * u->p.T_last) return;
-    u->p.T_last = T;
-    pats_twin_table(u, t, u->p.bits, 0);
-    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, u->p.bits, 0, u->p.rounding);
+    if (l < t->c->L || 8 * T < 9 * p->T_last) return;
+    p->T_last = T;
+    for (int i = 0; i < T - p->window; i++) {
+        int b = i < p->sink ? p->b_min : (int)slow_bits(p->schedule, p->b_min, p->b_max, i + 1, T);
+        if (b > p->bits[i]) p->bits[i] = (unsigned char)b;
+    }
+    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, p);
 }
 
-TEST(pats_twin, "the ratchet over three turns, after the pass and at write time, agrees with the "
-                "twin in double") {
+TEST(pats_twin, "the ratchet over three turns agrees with the twin in double") {
     Script p = { 3, { 60, 20, 9 }, { 12, 4, 5 }, 13 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 4; i++) {
         char text[160];
-        const char *rounding[] = { "trunc", "nearest", "mid" };
-        int window = i % 2 ? 0 : 10;
-        snprintf(
-            text, sizeof text,
-            "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-when=%s pats-round=%s",
-            window, i % 2 ? 0 : 4, i % 2 ? "write" : "after", rounding[i / 2]);
+        int window = i % 2 ? 0 : 10, sink = i % 2 ? 0 : 4, mid = i / 2;
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-round=%s",
+                 window, sink, mid ? "mid" : "trunc");
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         Twin *t = twin_new(m.c, m.w, DT_F16);
-        PatsTwin *u = xcalloc(1, sizeof *u);
-        *u = (PatsTwin){ .write = i % 2,
-                         .p = { .schedule = PATS_MIDDLE,
-                                .rounding = i / 2,
-                                .b_min = 2,
-                                .b_max = 6,
-                                .sink = i % 2 ? 0 : 4,
-                                .window = window } };
-        t->hook = (TwinHooks){ .u = u, .before = pats_twin_before, .after = pats_twin_after };
+        SlowPats *u = xcalloc(1, sizeof *u);
+        *u = (SlowPats){ .schedule = PATS_MIDDLE, .mid = mid, .b_min = 2, .b_max = 6, .sink = sink, .window = window };
+        t->hook = (TwinHooks){ .u = u, .after = pats_twin_after };
         float *a = run_session(s, &p), *b = run_twin(t, &p);
         double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 3e-2, 0, NULL);
         CHECK(e <= 1, "%s: %g times the bound", text, e);
-        CHECK(!memcmp(u->p.bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
+        CHECK(!memcmp(u->bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
         CHECK(!rows_differ(s, t), "rows");
         free(a);
         free(b);
@@ -5670,7 +5616,7 @@ TEST(sonic_store, "50 short turns under q8 and PATS and alone: finite, rows as p
     Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
     const char *opt[] = {
         "sonic-k=2 quiet", "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10",
-        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-policy=frozen"
+        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-policy=static pats-tend=400"
     };
     for (int i = 0; i < 3; i++) {
         Options *o;
@@ -8077,7 +8023,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         pair_append(&p, 100, 1);
         pair_prefill(&p, 0, 100);                        // nothing is packed yet
         for (Session *s = p.c; s && i == 0; s = s == p.c ? p.d : NULL)
-            pats_commit(s, s->part[0].ms, s->c->L, NULL, 100);
+            pats_pass_ends(s, 100);
         for (int g = 0; g < 3; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         pair_append(&p, 70, 1);
         CHECK(i || kv_head(p.d, 1, 0)->packed > 50, "packed rows");
@@ -8116,7 +8062,7 @@ static void pair_loads(Pair *p, int l, int g) {
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
     for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        pats_commit(s, s->part[0].ms, s->c->L, NULL, n);
+        pats_pass_ends(s, n);
 }
 
 TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
@@ -8124,7 +8070,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     const char *text[] = {
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3",
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-round=nearest",
+        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-policy=static pats-tend=120",
         "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static "
         "pats-tend=150 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10"
@@ -8268,7 +8214,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
         { 6, 3, 64, 41, 6, 1, "pats-bmax=7 pats-round=mid" },
         { 7, 1, 80, 83, 1, 0, "pats-bmax=10" },
         { 3, 1, 80, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
-        { 16, 1, 96, 75, 1, 0, "pats-bmax=10 pats-round=nearest" },
+        { 16, 1, 96, 75, 1, 0, "pats-bmax=10" },
         { 4, 2, 96, 60, 2, 0, "pats-bmax=10" },
         { 8, 1, 128, 150, 1, 0, "pats-bmax=10" },
         { 2, 1, 128, 90, 6, 1, "pats-bmax=8 pats-round=mid" },
@@ -8521,7 +8467,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL)
-            pats_commit(s, s->part[0].ms, 1, NULL, 90);
+            pats_pass_ends(s, 90);
         // Each i tries other rules.
         int T = (int[]){ 131, 70, 33, 64 }[i];
         rnd_seed(40 + i);
@@ -9130,7 +9076,6 @@ TEST(cuda_steady,
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
-    free(step_logits(m, "pats", "pats-window=8 pats-when=write ctk=f16 ctv=f16", 60, 3, 3));
     tiny_free(m);
     tiny_free(w);
 }
@@ -9228,14 +9173,13 @@ static Tensor tiny_as(Tensor t, int dtype) {
     return x;
 }
 
-TEST(cuda_pats, "pats: every policy, rounding and format, cut before attention too; with methods "
+TEST(cuda_pats, "pats: every policy, rounding and format; with methods "
                 "that drop and select rows") {
     dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
     dialogues_more(
         "pats",
-        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
-    dialogues_more("pats",
-                   "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
+        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-policy=static pats-tend=100 pats-format=rows64");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 "
                            "pats-bmax=10 pats-schedule=old");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-bmax=0");

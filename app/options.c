@@ -188,6 +188,7 @@ static const Retired retired[] = {
     { "bench-suite",        "run --bench once a method" },
     { "bench-file",         "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",      "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
+    { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
     { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
     { "lychee-gqa",         "the best query head of a group counts" },
     { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },

@@ -1768,12 +1768,9 @@ static void draw_heads(Report *r) {
 // The schedule's b(t,T) of every token in a first prefill of T tokens, as a step line.
 static Series pats_line(Report *r, const char *name, int colour, const Pats *x, int T) {
     Series s = { name, colour, NULL };
-    Pats y = *x;
-    y.T1 = T;                                           // the frozen policy: all tokens are the first prefill's
-    y.n1 = T;
     int b = -1;                                         // of the step so far
     for (int t = 0; t <= T; t++) {
-        int next = t < T ? pats_bits(&y, t, T) : b;
+        int next = t < T ? pats_bits(x, t, T) : b;
         if (next == b && t < T) continue;
         Spot end = { .x = t, .y = b }, begin = { .x = t, .y = next };
         if (b >= 0) arrput(s.spot, end);
@@ -1810,7 +1807,7 @@ static void pats_schedules(Report *r, const Pats *x) {
     for (int i = 0; i < 3; i++) {
         Pats y = *x;
         y.schedule = i;
-        y.policy = PATS_RATCHET;
+        y.is_static = 0;
         arrput(s, pats_line(r, kind[i], i + 1, &y, 1024));
     }
     pats_chart(r, s, "The three schedules at 1,024 tokens");
