@@ -6058,7 +6058,7 @@ const Method lychee_method = {
 //     and could not be cached. Incremental mode is therefore causal across segments (VIS_SEGMENT):
 //     a Nexus token sees those of its own and of earlier segments. --sonic-oneshot has the exact
 //     mask (VIS_SEGMENT_EXACT): the whole history goes through one pass, every turn.
-//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio a share of every message.
+//   - K_i = max(1, min(K, |B_i|)), or by --ratio a share of every message.
 //   - The first --sonic-sink tokens count as system message: the rows of the first tokens draw
 //     attention and must stay.
 //   - The paper does not say which positions Nexus tokens have, what T_max is, or what exactly a
@@ -6080,8 +6080,7 @@ const Method lychee_method = {
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
 // run of rows, and kv_keep gathers the rows that stay.
 //
-// Options: --sonic-k, --sonic-ratio (or --ratio), --sonic-weights, --sonic-untrained, --sonic-seed,
-// --sonic-pos, --sonic-oneshot, --sonic-sink, --sonic-force.
+// Options: --sonic-k, --sonic-weights, --sonic-untrained, --sonic-oneshot, --sonic-sink, and --ratio.
 
 // A finished message m_i.
 typedef struct {
@@ -6111,16 +6110,167 @@ typedef struct {
     int n_user;                 // how many tokens of the current turn are the user's message
     int drop;                   // commit drops the text rows of segments [0,drop)
     SonicMessage *msg;          // (h) the finished messages, stb_ds array; one-shot mode only
-    // statistics
-    long n_body, n_nexus;       // sums of |B_i| and of K_i
-    double seconds;             // spent at turn starts on finished messages
-    int warned;                 // Nexus tokens embedded with a turn beyond T_max
+    int warned;                 // 1: a Nexus token had a turn beyond T_max
 } Sonic;
 
-// Reads the adapter at `path` into x (lib/checkpoint). Returns 0, or -1 with s->err set.
-static int sonic_load(Session *s, Sonic *x, const char *path);
-// Bytes of the adapter's tensors (lib/checkpoint).
-static size_t sonic_file_bytes(const Sonic *x);
+// ---- the adapter's file
+// A safetensors file: embeddings nexus.embed.*, matrices nexus.layers.N.*, and metadata that say which
+// base model it was trained for. Everything that the base can contradict is checked. All functions that
+// return int return 0, or -1 with s->err set.
+
+// The metadata string must be `want`, or `or` where that is not NULL.
+static int sonic_meta(Session *s, const SafeFile *f, const char *key, const char *want, const char *or) {
+    const char *v = safetensors_meta(f, key);
+    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
+    return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", f->path, key, v ? v : "missing",
+                  want, or ? " or " : "", or ? or : "");
+}
+
+// Reads a metadata number from 1 to 65536 into *value.
+static int sonic_meta_int(Session *s, const SafeFile *f, const char *key, int *value) {
+    const char *v = safetensors_meta(f, key);
+    char *end = NULL;
+    long n = v ? strtol(v, &end, 10) : 0;
+    if (!v || !*v || *end || n < 1 || n > 65536)
+        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", f->path, key,
+                      v ? v : "missing");
+    *value = (int)n;
+    return 0;
+}
+
+// Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
+// (rows,cols) or, with rows 0, (cols), its type that of the file's first tensor.
+static int sonic_tensor(Session *s, SafeFile *f, Tensor *t, int l, const char *what, int rows, int cols) {
+    char name[128];
+    if (l < 0) snprintf(name, sizeof name, "nexus.embed.%s", what);
+    else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, what);
+
+    const SafeTensor *x = safetensors_find(f, name), *first = safetensors_find(f, "nexus.embed.base");
+    if (!x) return refuse(s, "sonic: %.200s: %s is missing", f->path, name);
+    if (!safe_has_shape(x, rows, cols)) {
+        char found[200], want[64];
+        safe_shape_texts(x, rows, cols, found, want);
+        return refuse(s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name, found,
+                      want);
+    }
+    if (x->dtype < 0) return refuse(s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
+    if (x->dtype != first->dtype)
+        return refuse(s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,
+                      first->name, first->type);
+    *t = (Tensor){ x->data, x->dtype, max_int(rows, 1), cols };
+    return 0;
+}
+
+// Replaces the matrices in y, a copy of the base's layer l: q, k, v, o with the biases that the
+// base has, and the MLP if the adapter has its own (mlp 1). The norms stay the base's.
+static int sonic_layer(Session *s, SafeFile *f, Layer *y, int l, int mlp) {
+    const Config *c = s->c;
+    int C = c->C, F = c->F, HD = c->H * c->D, GD = c->G * c->D;
+    const struct { int there; Tensor *t; const char *name; int rows, cols; } parts[] = {
+        { 1,                   &y->wq,   "self_attn.q_proj.weight", HD, C  },
+        { 1,                   &y->wk,   "self_attn.k_proj.weight", GD, C  },
+        { 1,                   &y->wv,   "self_attn.v_proj.weight", GD, C  },
+        { 1,                   &y->wo,   "self_attn.o_proj.weight", C,  HD },
+        { y->bq.data != NULL,  &y->bq,   "self_attn.q_proj.bias",   0,  HD },
+        { y->bk.data != NULL,  &y->bk,   "self_attn.k_proj.bias",   0,  GD },
+        { y->bv.data != NULL,  &y->bv,   "self_attn.v_proj.bias",   0,  GD },
+        { mlp,                 &y->gate, "mlp.gate_proj.weight",    F,  C  },
+        { mlp,                 &y->up,   "mlp.up_proj.weight",      F,  C  },
+        { mlp,                 &y->down, "mlp.down_proj.weight",    C,  F  },
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (parts[i].there && sonic_tensor(s, f, parts[i].t, l, parts[i].name, parts[i].rows, parts[i].cols))
+            return -1;
+    return 0;
+}
+
+// Continues the FNV-1a 64 hash h over the bytes of a tensor.
+static uint64_t fnv1a(uint64_t h, const Tensor *t) {
+    const unsigned char *p = t->data;
+    size_t n = tensor_bytes(t);
+    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+    return h;
+}
+
+// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
+// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
+uint64_t sonic_fingerprint(const Weights *w) {
+    Tensor known[2];
+    weights_known(w, known);
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
+}
+
+// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree.
+static int sonic_check_base(Session *s, const SafeFile *f) {
+    const Config *c = s->c;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL },
+        { "version", "1", NULL },
+        { "model_type", c->model_type, NULL },
+        { "body", "full_message", NULL },
+        { "attention_bias", s->w->layer[0].bq.data ? "true" : "false", NULL },
+        { "position_mode", "augmented", "original" },
+        { "mlp", "dedicated", "shared" },
+    };
+    const struct { const char *key; int want; } sizes[] = {
+        { "hidden_size", c->C },
+        { "num_hidden_layers", c->L },
+        { "num_attention_heads", c->H },
+        { "num_key_value_heads", c->G },
+        { "head_dim", c->D },
+        { "intermediate_size", c->F },
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (sonic_meta(s, f, words[i].key, words[i].want, words[i].or)) return -1;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char want[16];
+        snprintf(want, sizeof want, "%d", sizes[i].want);
+        if (sonic_meta(s, f, sizes[i].key, want, NULL)) return -1;
+    }
+
+    // The fingerprint is written in hexadecimal, with or without 0x.
+    char own[20];
+    const char *made = safetensors_meta(f, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (made && !strcasecmp(made, own)) return 0;
+    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
+                  "weights?)", f->path, made ? made : "missing", own);
+}
+
+// Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
+// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
+static int sonic_load(Session *s, Sonic *x, const char *path) {
+    const int C = s->c->C;
+    char why[512];
+    Tensor base, pos, turn;
+    SafeFile *f = x->file = safetensors_open(path, why);
+    if (!f) return refuse(s, "sonic: %.200s: %.250s", path, why);
+    if (sonic_check_base(s, f)) return -1;
+
+    // Sizes and embeddings
+    if (sonic_meta_int(s, f, "k_max", &x->K_max)) return -1;
+    if (sonic_meta_int(s, f, "k_default", &x->K)) return -1;
+    if (sonic_meta_int(s, f, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(s, f, &base, -1, "base", 0, C)) return -1;
+    if (sonic_tensor(s, f, &pos, -1, "pos", x->K_max, C)) return -1;
+    if (sonic_tensor(s, f, &turn, -1, "turn", x->T_max, C)) return -1;
+
+    // The layers. A tensor that nothing has asked for by then is one that is not understood.
+    int mlp = !strcmp(safetensors_meta(f, "mlp"), "dedicated");
+    for (int l = 0; l < s->c->L; l++)
+        if (sonic_layer(s, f, &x->alt[l], l, mlp)) return -1;
+    for (int i = 0; i < f->n; i++)
+        if (!f->tensor[i].used)
+            return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, f->tensor[i].name);
+
+    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
+    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
+    to_f32(x->embed, base.data, base.dtype, C);
+    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
+    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
+    return 0;
+}
 
 // ---- the untrained adapter
 
@@ -6138,7 +6288,7 @@ static void sonic_untrained(Session *s, Sonic *x) {
     const Tensor *e = &s->w->embed;
     int C = s->c->C;
     int rows = min_int(e->rows, 4096);                  // enough for a mean
-    uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
+    uint64_t state = mix64(1);
     x->K_max = 64;
     x->T_max = 32;
     x->K = 16;
@@ -6195,7 +6345,7 @@ static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {
         if (!x->warned && !opt_int(s->opt, "quiet"))
             warn("sonic: turn %d is past the %d the adapter knows; "
                  "the last turn embedding is used from here on", turn, x->T_max);
-        x->warned++;
+        x->warned = 1;
         turn = x->T_max - 1;
     }
     const float *pos = x->pos + (size_t)j * C, *of_turn = x->turn + (size_t)turn * C;
@@ -6266,8 +6416,6 @@ static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
         t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);        // Eq. 1: N^(i)
     x->h++;
     x->drop = x->h;
-    x->n_body += n;
-    x->n_nexus += K;
     s->forward(s, t, K);
     scratch_reset(s, mark);
 }
@@ -6352,14 +6500,10 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     sonic_message(x, x->cur, user_end, turn);
     sonic_message(x, user_end, s->n_tok + foot, turn);
     x->h = (int)arrlen(x->msg);
-    x->n_body = x->n_nexus = 0;
-    for (int m = 0; m < x->h; m++) {
-        x->n_body += x->msg[m].n;
-        x->n_nexus += sonic_K(x, x->msg[m].n);
-    }
 
     // The current turn moves behind the history; then the history is written in front of it
-    x->cur = n_text + (int)x->n_nexus;
+    x->cur = n_text;
+    for (int m = 0; m < x->h; m++) x->cur += sonic_K(x, x->msg[m].n);
     memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
     n += x->cur - foot;
     int p = sonic_history(x, t, text, n_text);
@@ -6377,7 +6521,6 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
 // max_position_embeddings.
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
-    double t0 = now();
     int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
     (void)cap;
     if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
@@ -6395,26 +6538,21 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
     if (last >= s->pos_end)
         die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last,
-            s->pos_end, x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
-    x->seconds += now() - t0;
+            s->pos_end, x->original ? "" : ", or an adapter trained with position_mode original");
     return n;
 }
 
 // ---- opening and closing
 
-// Settles K, the ratio and the positions: the options against what the adapter allows. Returns 0,
-// or -1 with s->err set.
+// Settles K and the ratio: the options against what the adapter allows. Returns 0, or -1 with s->err
+// set.
 static int sonic_numbers(Session *s, Sonic *x) {
     const Options *o = s->opt;
-    const char *pos = opt_str(o, "sonic-pos");
-    int own_ratio = opt_given(o, "sonic-ratio"), any_ratio = own_ratio || opt_given(o, "ratio");
     int K = opt_int(o, "sonic-k");
 
-    x->ratio = own_ratio ? opt_real(o, "sonic-ratio") : s->ratio;
-    if (x->ratio > 1 || (x->ratio < 0 && any_ratio))
-        return refuse(s, "sonic: --sonic-ratio %g: expected 0 to 1", x->ratio);
+    x->ratio = s->ratio;
     if (K && x->ratio >= 0)
-        return refuse(s, "sonic: --sonic-k and a ratio are two ways to say the same, give one");
+        return refuse(s, "sonic: --sonic-k and --ratio are two ways to say the same, give one");
     if (K < 0 || K > x->K_max)
         return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K,
                       x->K_max);
@@ -6422,11 +6560,6 @@ static int sonic_numbers(Session *s, Sonic *x) {
     if (x->K > x->K_max)
         return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
 
-    int want_original = !strcmp(pos, "original");
-    if (strcmp(pos, "adapter") && x->file && x->original != want_original)
-        return refuse(s, "sonic: --sonic-pos=%s, but the adapter was trained with %s positions", pos,
-                      x->original ? "original" : "augmented");
-    if (!x->file) x->original = want_original;
     if (x->sink < 0) return refuse(s, "sonic: --sonic-sink %d: expected 0 or more", x->sink);
     return 0;
 }
@@ -6483,8 +6616,6 @@ static void sonic_close(Session *s, void *ms) {
     arrfree(x->msg);
 }
 
-// ---- what it costs, what it did
-
 // Hook bytes: the embeddings, the layer table, the messages. The matrices of the branch are
 // weights, not cache.
 static size_t sonic_bytes(const Session *s, const void *ms) {
@@ -6496,24 +6627,10 @@ static size_t sonic_bytes(const Session *s, const void *ms) {
 // Hook plan: the same for a dialogue of n tokens, and the adapter's matrices. A message takes 8
 // tokens or more.
 static size_t sonic_plan(const Session *s, const void *ms, int n) {
-    return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage);
-}
-
-// Hook stats. hist_ratio is the share of the finished messages' tokens that is gone, total_ratio
-// that of all tokens.
-static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     const Sonic *x = ms;
-    long now_rows = s->n_tok - x->cur, sys = min_int(x->sys, s->n_tok);
-    size_t bytes = sonic_file_bytes(x);
-    if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
-    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0;
-    double all = (double)(sys + x->n_body + now_rows);
-    double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
-    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, "
-                 "%s, %s positions\n", x->h, x->n_body, x->n_nexus, hist, total,
-            x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
-    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds,
-            bytes, x->file ? "" : " (untrained: the base's weights)");
+    size_t bytes = sonic_bytes(s, ms) + (size_t)n / 8 * sizeof(SonicMessage);
+    for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
+    return bytes;
 }
 
 // Hook trace: of every token of the dialogue its segment, and whether it is a Nexus token.
@@ -6534,17 +6651,12 @@ static void sonic_trace(Session *s, void *ms, int l) {
 
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",
-      "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
-    { "sonic-ratio",     'f', "0",
-      "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
+      "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16). "
+      "--ratio says instead which share of each message goes" },
     { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
-    { "sonic-seed",      'i', "1",    "of those embeddings" },
-    { "sonic-pos",       'c', "adapter|augmented|original",
-      "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
-    { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6570,191 +6682,8 @@ const Method sonic_method = {
     .commit  = sonic_commit,
     .bytes   = sonic_bytes,
     .plan    = sonic_plan,
-    .stats   = sonic_stats,
     .trace   = sonic_trace,
 };
-
-// ---- SONIC's adapter
-// A safetensors file with the Nexus branch of section 12: embeddings nexus.embed.*, matrices
-// nexus.layers.N.*, and metadata that say which base model it was trained for. Everything that the
-// base can contradict is checked. All functions that return int return 0, or -1 with s->err set.
-typedef struct {
-    Session *s;
-    SafeFile *f;
-    const SafeTensor *first;    // the tensor that was read first: all must have its dtype
-} SonicFile;
-
-// The metadata string must be `want`, or `or` where that is not NULL.
-static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {
-    const char *v = safetensors_meta(a->f, key);
-    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key,
-                  v ? v : "missing", want, or ? " or " : "", or ? or : "");
-}
-
-// Reads a metadata number from 1 to 65536 into *value.
-static int sonic_meta_int(SonicFile *a, const char *key, int *value) {
-    const char *v = safetensors_meta(a->f, key);
-    char *end = NULL;
-    long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536)
-        return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536",
-                      a->f->path, key, v ? v : "missing");
-    *value = (int)n;
-    return 0;
-}
-
-// The metadata number must be `want`, a size of the base model.
-static int sonic_meta_same(SonicFile *a, const char *key, int want) {
-    char text[16];
-    snprintf(text, sizeof text, "%d", want);
-    const char *v = safetensors_meta(a->f, key);
-    if (v && !strcmp(v, text)) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, base has %d (adapter made for another "
-                  "model?)", a->f->path, key, v ? v : "missing", want);
-}
-
-// Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
-// (rows,cols) or, with rows 0, (cols).
-static int sonic_tensor(SonicFile *a, Tensor *t, int l, const char *what, int rows, int cols) {
-    char name[128];
-    if (l < 0) snprintf(name, sizeof name, "nexus.embed.%s", what);
-    else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, what);
-
-    const SafeTensor *x = safetensors_find(a->f, name);
-    if (!x) return refuse(a->s, "sonic: %.200s: %s is missing", a->f->path, name);
-    if (!safe_has_shape(x, rows, cols)) {
-        char found[200], want[64];
-        safe_shape_texts(x, rows, cols, found, want);
-        return refuse(a->s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name,
-                      found, want);
-    }
-    if (x->dtype < 0)
-        return refuse(a->s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
-    if (!a->first) a->first = x;
-    if (x->dtype != a->first->dtype)
-        return refuse(a->s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,
-                      a->first->name, a->first->type);
-    *t = (Tensor){ x->data, x->dtype, max_int(rows, 1), cols };
-    return 0;
-}
-
-// Replaces the matrices in y, a copy of the base's layer l: q, k, v, o with the biases that the
-// base has, and the MLP if the adapter has its own (mlp 1). The norms stay the base's.
-static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {
-    const Config *c = a->s->c;
-    int C = c->C, F = c->F, HD = c->H * c->D, GD = c->G * c->D;
-    if (sonic_tensor(a, &y->wq, l, "self_attn.q_proj.weight", HD, C)) return -1;
-    if (sonic_tensor(a, &y->wk, l, "self_attn.k_proj.weight", GD, C)) return -1;
-    if (sonic_tensor(a, &y->wv, l, "self_attn.v_proj.weight", GD, C)) return -1;
-    if (sonic_tensor(a, &y->wo, l, "self_attn.o_proj.weight", C, HD)) return -1;
-    if (y->bq.data && sonic_tensor(a, &y->bq, l, "self_attn.q_proj.bias", 0, HD)) return -1;
-    if (y->bk.data && sonic_tensor(a, &y->bk, l, "self_attn.k_proj.bias", 0, GD)) return -1;
-    if (y->bv.data && sonic_tensor(a, &y->bv, l, "self_attn.v_proj.bias", 0, GD)) return -1;
-    if (!mlp) return 0;
-    if (sonic_tensor(a, &y->gate, l, "mlp.gate_proj.weight", F, C)) return -1;
-    if (sonic_tensor(a, &y->up, l, "mlp.up_proj.weight", F, C)) return -1;
-    return sonic_tensor(a, &y->down, l, "mlp.down_proj.weight", C, F);
-}
-
-// Continues the FNV-1a 64 hash h over the bytes of a tensor.
-static uint64_t fnv1a(uint64_t h, const Tensor *t) {
-    const unsigned char *p = t->data;
-    size_t n = tensor_bytes(t);
-    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
-    return h;
-}
-
-// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
-// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-uint64_t sonic_fingerprint(const Weights *w) {
-    Tensor known[2];
-    weights_known(w, known);
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
-}
-
-// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree;
-// --sonic-force takes any fingerprint.
-static int sonic_check_base(SonicFile *a) {
-    const Config *c = a->s->c;
-    const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL },
-        { "version", "1", NULL },
-        { "model_type", c->model_type, NULL },
-        { "body", "full_message", NULL },
-        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL },
-        { "position_mode", "augmented", "original" },
-        { "mlp", "dedicated", "shared" },
-    };
-    const struct { const char *key; int want; } sizes[] = {
-        { "hidden_size", c->C },
-        { "num_hidden_layers", c->L },
-        { "num_attention_heads", c->H },
-        { "num_key_value_heads", c->G },
-        { "head_dim", c->D },
-        { "intermediate_size", c->F },
-    };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
-    }
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
-    }
-
-    // The fingerprint is written in hexadecimal, with or without 0x.
-    char own[20];
-    const char *made = safetensors_meta(a->f, "base_fingerprint");
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
-    if (made && !strncmp(made, "0x", 2)) made += 2;
-    if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
-                  "weights? --sonic-force tries it)", a->f->path, made ? made : "missing", own);
-}
-
-// Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
-// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
-static int sonic_load(Session *s, Sonic *x, const char *path) {
-    const int C = s->c->C;
-    char why[512];
-    Tensor base, pos, turn;
-    x->file = safetensors_open(path, why);
-    if (!x->file) return refuse(s, "sonic: %.200s: %.250s", path, why);
-
-    SonicFile a = { .s = s, .f = x->file };
-    if (sonic_check_base(&a)) return -1;
-
-    // Sizes and embeddings
-    if (sonic_meta_int(&a, "k_max", &x->K_max)) return -1;
-    if (sonic_meta_int(&a, "k_default", &x->K)) return -1;
-    if (sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(&a, &base, -1, "base", 0, C)) return -1;
-    if (sonic_tensor(&a, &pos, -1, "pos", x->K_max, C)) return -1;
-    if (sonic_tensor(&a, &turn, -1, "turn", x->T_max, C)) return -1;
-
-    // The layers. A tensor that nothing has asked for by then is one that is not understood.
-    int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
-    for (int l = 0; l < s->c->L; l++) {
-        if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
-    }
-    for (int i = 0; i < a.f->n; i++) {
-        const SafeTensor *t = &a.f->tensor[i];
-        if (!t->used) return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, t->name);
-    }
-
-    x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
-    to_f32(x->embed, base.data, base.dtype, C);
-    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
-    return 0;
-}
-
-// Bytes of the adapter's tensors; 0 without an adapter file.
-static size_t sonic_file_bytes(const Sonic *x) {
-    size_t n = 0;
-    for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
-    return n;
-}
 
 // ==================================================================================================== 13 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression. Anonymous ACL submission.

