@@ -147,12 +147,10 @@ typedef struct {
     Tree *tree;                 // (L,G)
 } Lychee;
 
-// --dililazy-alloc, in the order of its words
-enum {
+enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
     ALLOC_PAPER,                // Algorithm 1, its overspending divided out
-    ALLOC_LITERAL,              // as printed
     ALLOC_CODE,                 // as the authors' program computes it
-    ALLOC_HEADKV,               // not among those words: the pool of headkv, below
+    ALLOC_HEADKV,               // the pool of headkv
 };
 
 // Tensors stand in the file in the order in which they were computed, and their names say what they
@@ -339,8 +337,8 @@ int t_idx(const Lychee *x);
 int room_for_chunks(const Lychee *x);
 
 // ---- Algorithm 1
-// Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc,
+// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
+void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
                    int *cap);
 
 // ---- suggestions for misspelt names

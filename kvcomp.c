@@ -2412,16 +2412,15 @@ static void pool_max(float *out, const float *x, int n, int width) {
 }
 
 // Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
-// last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL or
-// POOL_JOIN, whose result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result
-// lies in scratch, in a device session on the device.
+// last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL, whose
+// result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result lies in scratch, in
+// a device session on the device.
 static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w,
                             int order, int *n) {
     int H = s->c->H, G = s->c->G, R = H / G;
-    int agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, order);
 
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
@@ -2430,14 +2429,12 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     for (int g = 0; g < G; g++) {
         const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
-            join_heads(joined, from, n[g], N, R, agg);
+            join_heads(joined, from, n[g], N, R, x->agg);
             pool_max(pooled + g * N, joined, n[g], x->kernel);
             continue;
         }
         float *to = pooled + g * R * N;
         for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
-        // The joined row overwrites rows of this group or of finished ones, each read before.
-        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
     }
     return pooled;
 }
@@ -6714,36 +6711,24 @@ const Method sonic_method = {
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
 //     hold those. By its text they are numbers of keys: --calibrate-score=count.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
-//     capacities is b_c. --dililazy-alloc=paper-literal is line 17 as printed,
-//     --dililazy-alloc=code what the authors' program computes.
+//     capacities is b_c. --dililazy-alloc=code is what the authors' program computes.
 //   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
 //     files it comes with are shuffled.
 //   - The rows of a KV head are stored once, not once per query head: it holds the union of what
 //     its query heads read, and each query head has a view. A later turn's prefill therefore reads
 //     the union (D21).
 //   - Scores are of the last min(w,T) queries of this turn, smoothed by a maximum over --kernel
-//     neighbours (D11). Under --dililazy-gqa=kv, which is ours, a KV head has one capacity and one
-//     set of rows; neighbours first, then heads (D12).
+//     neighbours (D11).
 //
 // Map:
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
-//   Algorithm 1, line 3 -> dililazy_caps
-//   Algorithm 1, line 4 -> dililazy_caps
-//   Algorithm 1, line 8 -> dililazy_weights
-//   Algorithm 1, line 13 -> dililazy_weights
-//   Algorithm 1, line 14 -> dililazy_weights
-//   Algorithm 1, line 16 -> dililazy_weights
-//   Algorithm 1, line 17 -> dililazy_weights, dililazy_caps
-//   Algorithm 1, line 18 -> dililazy_caps
-//   Algorithm 1, line 19 -> dililazy_caps
+//   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
+//   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
 //   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
-// few hundred numbers. A device has no kernel for this section alone. Attention of the last
-// queries: window_scores, window_scores_cuda, column_kernel. Neighbours and heads: pool_max,
-// join_heads, pool_max_kernel, join_heads_kernel. Best rows: top_k, top_k_kernel. The rows that no
-// view reads any more are given back by kv_compact, on a device through rows_move_cuda and
-// gather_kernel.
+// few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
+// through rows_move_cuda and gather_kernel.
 //
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
 // --calibrate OUT.json.
@@ -6751,361 +6736,19 @@ const Method sonic_method = {
 // The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
-    int heads;                  // capacities of a layer: H, or G under --dililazy-gqa=kv
     int alloc;                  // ALLOC_*
     int base;                   // b_c that `cap` was made for; -1: none yet
     double beta, eps;
-    double *inf;                // (L,heads) head scores
-    int *cap;                   // (L,heads) candidates a head may read: C of Algorithm 1
+    double *inf;                // (L,H) head scores
+    int *cap;                   // (L,H) candidates a head may read: C of Algorithm 1
 } DiliLazy;
 
 static void headkv_caps(const double *score, int n, int base, double beta, int *cap);
 
-// ---- Algorithm 1
-
-// The share of the pool that each head gets: weight (L,n) from the scores inf (L,n) >= 0. n is the
-// number of heads of a layer. A layer without any score shares evenly, and so does a model without
-// any. The authors' program weights a head by its raw score plus eps times its share of the layer,
-// and divides by the sum of all.
-static void dililazy_weights(const double *inf, int L, int n, double eps, int alloc, double *weight) {
-    double L_s = 0, sum = 0;
-    for (int i = 0; i < L * n; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
-    for (int i = 0; i < L; i++) {
-        double L_alpha = 0;
-        for (int j = 0; j < n; j++) L_alpha += inf[i * n + j];   // Algorithm 1, line 8: L_{i,alpha}
-        double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
-        for (int j = 0; j < n; j++) {
-            double H_inf = inf[i * n + j], *to = &weight[i * n + j];
-            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / n;  // Algorithm 1, line 14: S_{j,h}
-            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
-            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
-            sum += *to;
-        }
-    }
-    if (alloc != ALLOC_CODE) return;
-    for (int i = 0; i < L * n; i++) weight[i] /= sum;
-}
-
-// Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc,
-                          int *cap) {
-    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
-    double pool = base / beta * L * n;                  // Algorithm 1, line 4: B_total
-    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
-    if (alloc == ALLOC_CODE) {
-        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
-        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
-        // number first
-        double dyn = rint((base - fmod(base, beta)) / beta);
-        fixed = base - dyn + .5;
-        pool = fmax(0, dyn * L * n - .5 * L * n);
-    }
-    double *weight = xmalloc((size_t)L * n * sizeof *weight);
-    dililazy_weights(inf, L, n, eps, alloc, weight);
-    for (int i = 0; i < L * n; i++) {
-        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
-        if (alloc == ALLOC_CODE) b = nearbyint(b);
-        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
-        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
-    }
-    free(weight);
-}
-
-// ---- opening and closing
-
-// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
-// the model's folder, the scores that --NAME-score says. Under --dililazy-gqa=kv the scores of a
-// group's R query heads become their mean. Returns 0, or -1 with s->err set.
-static int dililazy_scores(Session *s, DiliLazy *x, const char *name) {
-    const Config *c = s->c;
-    char path[1100], file[32], which[32], why[512];
-    snprintf(file, sizeof file, "%s-scores", name);
-    snprintf(which, sizeof which, "%s-score", name);
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
-    if (!*path) {
-        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
-        if (!file_exists(path))
-            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
-                             "or make them: --calibrate %.300s", name, file, path);
-    }
-    x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
-    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
-    if (x->heads == c->H) return 0;
-
-    int R = c->H / c->G;
-    for (int i = 0; i < c->L * c->G; i++) {
-        double sum = 0;
-        for (int r = 0; r < R; r++) sum += x->inf[i * R + r];
-        x->inf[i] = sum / R;                    // in place: i <= i R, so it is not read again
-    }
-    return 0;
-}
-
-// Hook open.
-static int dililazy_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|paper-literal|code");
-    x->heads = opt_choice(s->opt, "dililazy-gqa", "q|kv") ? s->c->G : s->c->H;
-    x->beta = opt_real(s->opt, "dililazy-beta");
-    x->eps = opt_real(s->opt, "dililazy-eps");
-    x->base = -1;
-    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
-    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
-    if (snap_options(s, &x->snap, 16) || dililazy_scores(s, x, "dililazy")) return -1;
-    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
-    return 0;
-}
-
-// Hook close.
-static void dililazy_close(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    (void)s;
-    free(x->inf);
-    free(x->cap);
-}
-
-// Hook bytes: scores and capacities.
-static size_t dililazy_bytes(const Session *s, const void *ms) {
-    const DiliLazy *x = ms;
-    return (size_t)s->c->L * x->heads * (sizeof(double) + sizeof(int));
-}
-
-// ---- the selection at the end of a prefill
-
-// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
-// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
-// of the group reads are dropped.
-static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
-    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
-    int *keep = scratch(s, (size_t)H * N * sizeof(int));
-    int *kept = scratch(s, (size_t)H * sizeof(int));
-    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
-    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
-    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
-    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-    for (int g = 0; g < G; g++) kv_compact(s, l, g);
-}
-
-// The name in a trace.
-static const char *dililazy_name(const DiliLazy *x) {
-    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
-}
-
-// For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
-// and the scores of the heads that they were made from.
-static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
-    const char *name = dililazy_name(x);
-    if (!traced(s, l)) return;
-    size_t mark = scratch_mark(s);
-    float *inf = scratch(s, (size_t)x->heads * sizeof *inf);
-    for (int i = 0; i < x->heads; i++) inf[i] = (float)x->inf[l * x->heads + i];
-    trace_scores(s, l, name, x->heads < s->c->H ? "head" : "qhead", score, x->heads, n, 1);
-    trace_f32(s, inf, x->heads, 0, "layer%02d.%s.head_scores", l, name);
-    trace_i32(s, x->cap + l * x->heads, x->heads, 0, "layer%02d.%s.budgets", l, name);
-    scratch_reset(s, mark);
-}
-
-// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
-static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
-    DiliLazy *x = ms;
-    int B = budget_now(s), w = snap_kept_window(&x->snap, B);
-    if (!snap_due(s, l, B)) return;
-
-    // The capacities are made once, or at every turn's end where --ratio changes the budget
-    if (x->base != B - w) {
-        x->base = B - w;
-        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, s->c->L * x->heads, x->base, x->beta, x->cap);
-        else dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
-    }
-
-    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
-    size_t mark = scratch_mark(s);
-    int per_kv_head = x->heads < s->c->H;
-    const int *cap = x->cap + (size_t)l * x->heads;
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_kv_head ? POOL_JOIN : POOL_ONLY, n);
-    dililazy_trace_scores(s, x, l, score, n);
-    if (per_kv_head) snap_keep(s, l, score, n, cap);
-    else dililazy_views(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
-// is their union.
-static void dililazy_trace(Session *s, void *ms, int l) {
-    if (l == s->c->L || s->decoding) return;
-    size_t mark = scratch_mark(s);
-    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
-    for (int h = 0; h < s->c->H; h++) {
-        const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
-        int n = view_rows(s, l, h, rows);
-        for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
-        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
-    }
-    scratch_reset(s, mark);
-}
-
-// Hook stats: one line with the capacities, the rows read and the rows held.
-static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
-    const DiliLazy *x = ms;
-    int L = s->c->L, H = s->c->H, G = s->c->G, R = H / G;
-    int n = L * x->heads, lo = INT_MAX, hi = 0;
-    double cap = 0, read = 0, held = 0;
-    for (int i = 0; i < n; i++) {
-        lo = min_int(lo, x->cap[i]);
-        hi = max_int(hi, x->cap[i]);
-        cap += x->cap[i];
-    }
-    for (int i = 0; i < L * H; i++) read += s->view[i].n + s->head[i / R].len - s->view[i].tail;
-    for (int i = 0; i < L * G; i++) held += s->head[i].len;
-    fprintf(f, "%s: caps %d..%d, mean %.1f; rows read per query head %.1f, "
-               "rows held per KV head (union) %.1f\n",
-            dililazy_name(x), lo, hi, cap / n, read / (L * H), held / (L * G));
-}
-
-static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "dililazy-score",     'c', "inf|dili|lazy",
-      "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-alloc",     'c', "paper|paper-literal|code",
-      "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
-    { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
-    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
-    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
-    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
-    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
-    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
-    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
-    { "calibrate-predict",  'i', "32", "longest answer" },
-    { "calibrate-needles",  's', "",
-      "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
-    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "",
-      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
-      "what follows it; {}: the question" },
-    { NULL, 0, NULL, NULL },
-};
-
-const Method dililazy_method = {
-    .name    = "dililazy",
-    .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
-               "submission)",
-    .keeps   = "every query head reads its own rows, B on average, more for heads that find "
-               "facts; a KV head stores their union",
-    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
-               "--obs-window",
-    .budget  = 128,
-    .uses    = "--obs-window 16, --kernel 7",
-    .opts    = dililazy_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
-    .open    = dililazy_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .stats   = dililazy_stats,
-    .trace   = dililazy_trace,
-};
-
-// ---- HEADKV
-// Fu et al.: Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
-// Retrieval and Reasoning. arXiv 2410.19258. DiliLazyKV's nearest rival.
-//
-// A head is scored by what it looks at while the answer is written, not at the prompt's last token.
-// N are the tokens of the needle, and a^t is the head's softmax row from which the answer's token t
-// is chosen. A score S_h is the mean over the runs the model answers (app/measure):
-//   R    S_h = sum_t 1/|N|  where the largest a^t lies in N and its row holds token t
-//   R2   S_h = sum_{t <= |N|} sum_{i <= |N|} a_i^t [row i in c2]
-// where a_i^t is the i-th largest number of a^t. R2's needle is a reasoning sentence, a wrong
-// answer c1 and the right answer c2, one behind the other.
-//
-// At the end of every turn's prefill, with b_c = B - w, query head h reads the b_h rows its last w
-// queries attend to most, and the last w rows:
-//   b_h = b_c - floor(b_c / beta) + S_h / sum_h S_h floor(b_c / beta) L H
-//
-// **Differs from the paper:**
-//   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
-//     remainders, on ties to the lower head. The public code rounds each head for itself.
-//   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
-// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
-// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
-// --calibrate.
-
-// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
-// without any score shares evenly.
-static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta);             // what a head gives to the pool
-    long left = (long)pool * n;
-    double sum = 0;
-    double *rest = xmalloc((size_t)n * sizeof *rest);
-    for (int h = 0; h < n; h++) sum += score[h];
-    for (int h = 0; h < n; h++) {
-        double share = sum > 0 ? score[h] / sum * pool * n : pool;
-        cap[h] = (int)floor(share);
-        rest[h] = share - cap[h];
-        left -= cap[h];
-    }
-
-    // The rows that rounding down has left over, fewer than n, by largest remainder
-    for (; left > 0; left--) {
-        int best = 0;
-        for (int h = 1; h < n; h++) {
-            if (rest[h] > rest[best]) best = h;
-        }
-        cap[best]++;
-        rest[best] = -1;
-    }
-    for (int h = 0; h < n; h++) cap[h] += base - pool;
-    free(rest);
-}
-
-// Hook open.
-static int headkv_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    x->alloc = ALLOC_HEADKV;
-    x->heads = s->c->H;
-    x->beta = opt_real(s->opt, "headkv-beta");
-    x->base = -1;
-    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
-    if (snap_options(s, &x->snap, 8) || dililazy_scores(s, x, "headkv")) return -1;
-    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
-    return 0;
-}
-
-static const Opt headkv_opts[] = {
-    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
-    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { NULL, 0, NULL, NULL },
-};
-
-const Method headkv_method = {
-    .name    = "headkv",
-    .paper   = "HeadKV, arXiv 2410.19258",
-    .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
-               "right answer while it is written; a KV head stores their union",
-    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
-    .budget  = 128,
-    .uses    = "--obs-window 8, --kernel 7",
-    .opts    = headkv_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
-    .open    = headkv_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .stats   = dililazy_stats,
-    .trace   = dililazy_trace,
-};
-
-// The names of their maps: --dililazy-score, --headkv-score and ours, then those of DiliLazyKV's
-// authors; HeadKV's publish one map a file, without a name.
+// ---- files of scores
+// JSON with an object "layer-head" -> a number, or a list of numbers whose mean counts. The object may
+// stand inside another one under one of these names: --dililazy-score, --headkv-score and ours, then
+// those of DiliLazyKV's authors; HeadKV's publish one map a file, without a name.
 const char *score_names[SCORES][2] = {
     [SCORE_INF]  = { "inf",  "average_infscores_weighted" },
     [SCORE_DILI] = { "dili", "average_precisions_weighted" },
@@ -7220,6 +6863,310 @@ double *scores_read(const char *path, const char *which, int L, int H, char err[
     free(text);
     return bad ? NULL : x;
 }
+
+// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
+// the model's folder, the scores that --NAME-score says. Returns 0, or -1 with s->err set.
+static int head_scores_open(Session *s, DiliLazy *x, const char *name) {
+    const Config *c = s->c;
+    char path[1100], file[32], which[32], why[512];
+    snprintf(file, sizeof file, "%s-scores", name);
+    snprintf(which, sizeof which, "%s-score", name);
+    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
+    if (!*path) {
+        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
+        if (!file_exists(path))
+            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
+                             "or make them: --calibrate %.300s", name, file, path);
+    }
+    x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
+    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
+    x->cap = xcalloc((size_t)c->L * c->H, sizeof(int));
+    x->base = -1;
+    return 0;
+}
+
+// ---- Algorithm 1
+
+// The share of the pool that each head gets: weight (L,H) from the scores inf (L,H) >= 0. A layer
+// without any score shares evenly, and so does a model without any. The authors' program weights a
+// head by its raw score plus eps times its share of the layer, and divides by the sum of all.
+static void dililazy_weights(const double *inf, int L, int H, double eps, int alloc, double *weight) {
+    double L_s = 0, sum = 0;
+    for (int i = 0; i < L * H; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
+    for (int i = 0; i < L; i++) {
+        double L_alpha = 0;
+        for (int j = 0; j < H; j++) L_alpha += inf[i * H + j];   // Algorithm 1, line 8: L_{i,alpha}
+        double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
+        for (int j = 0; j < H; j++) {
+            double H_inf = inf[i * H + j], *to = &weight[i * H + j];
+            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / H;  // Algorithm 1, line 14: S_{j,h}
+            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
+            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
+            sum += *to;
+        }
+    }
+    if (alloc != ALLOC_CODE) return;
+    for (int i = 0; i < L * H; i++) weight[i] /= sum;
+}
+
+// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
+void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
+                   int *cap) {
+    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
+    double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
+    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
+    if (alloc == ALLOC_CODE) {
+        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
+        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
+        // number first
+        double dyn = rint((base - fmod(base, beta)) / beta);
+        fixed = base - dyn + .5;
+        pool = fmax(0, dyn * L * H - .5 * L * H);
+    }
+    double *weight = xmalloc((size_t)L * H * sizeof *weight);
+    dililazy_weights(inf, L, H, eps, alloc, weight);
+    for (int i = 0; i < L * H; i++) {
+        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
+        if (alloc == ALLOC_CODE) b = nearbyint(b);
+        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
+        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
+    }
+    free(weight);
+}
+
+// ---- opening and closing
+
+// Hook open.
+static int dililazy_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|code");
+    x->beta = opt_real(s->opt, "dililazy-beta");
+    x->eps = opt_real(s->opt, "dililazy-eps");
+    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
+    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
+    return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
+}
+
+// Hook close.
+static void dililazy_close(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    (void)s;
+    free(x->inf);
+    free(x->cap);
+}
+
+// Hook bytes: scores and capacities.
+static size_t dililazy_bytes(const Session *s, const void *ms) {
+    (void)ms;
+    return (size_t)s->c->L * s->c->H * (sizeof(double) + sizeof(int));
+}
+
+// ---- the selection at the end of a prefill
+
+// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
+// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
+// of the group reads are dropped.
+static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
+    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
+    int *keep = scratch(s, (size_t)H * N * sizeof(int));
+    int *kept = scratch(s, (size_t)H * sizeof(int));
+    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
+    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
+    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
+    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+    for (int g = 0; g < G; g++) kv_compact(s, l, g);
+}
+
+// The name in a trace.
+static const char *dililazy_name(const DiliLazy *x) {
+    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+}
+
+// For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
+// and the scores of the heads that they were made from.
+static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
+    const char *name = dililazy_name(x);
+    int H = s->c->H;
+    if (!traced(s, l)) return;
+    size_t mark = scratch_mark(s);
+    float *inf = scratch(s, (size_t)H * sizeof *inf);
+    for (int h = 0; h < H; h++) inf[h] = (float)x->inf[l * H + h];
+    trace_scores(s, l, name, "qhead", score, H, n, 1);
+    trace_f32(s, inf, H, 0, "layer%02d.%s.head_scores", l, name);
+    trace_i32(s, x->cap + l * H, H, 0, "layer%02d.%s.budgets", l, name);
+    scratch_reset(s, mark);
+}
+
+// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
+static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
+    DiliLazy *x = ms;
+    int L = s->c->L, H = s->c->H, B = budget_now(s), w = snap_kept_window(&x->snap, B);
+    if (!snap_due(s, l, B)) return;
+
+    // The capacities are made once, or at every turn's end where --ratio changes the budget
+    if (x->base != B - w) {
+        x->base = B - w;
+        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
+        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->eps, x->alloc, x->cap);
+    }
+
+    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
+    dililazy_trace_scores(s, x, l, score, n);
+    dililazy_views(s, l, score, n, x->cap + (size_t)l * H);
+    scratch_reset(s, mark);
+}
+
+// Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
+// is their union.
+static void dililazy_trace(Session *s, void *ms, int l) {
+    if (l == s->c->L || s->decoding) return;
+    size_t mark = scratch_mark(s);
+    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
+    for (int h = 0; h < s->c->H; h++) {
+        const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
+        int n = view_rows(s, l, h, rows);
+        for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
+        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
+    }
+    scratch_reset(s, mark);
+}
+
+static const Opt dililazy_opts[] = {
+    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
+    { "dililazy-score",     'c', "inf|dili|lazy",
+      "which score shares out the budget (dili, lazy: the paper's ablation)" },
+    { "dililazy-alloc",     'c', "paper|code",
+      "Algorithm 1 without its overspending; as the authors' code does it" },
+    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
+    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
+    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
+    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
+    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
+    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
+    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
+    { "calibrate-predict",  'i', "32", "longest answer" },
+    { "calibrate-needles",  's', "",
+      "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
+    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
+    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
+    { "calibrate-prefix",   's', "",
+      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
+    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
+      "what follows it; {}: the question" },
+    { NULL, 0, NULL, NULL },
+};
+
+const Method dililazy_method = {
+    .name    = "dililazy",
+    .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
+               "submission)",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that find "
+               "facts; a KV head stores their union",
+    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
+               "--obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 16, --kernel 7",
+    .opts    = dililazy_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = dililazy_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .trace   = dililazy_trace,
+};
+
+// ---- HEADKV
+// Fu et al.: Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
+// Retrieval and Reasoning. arXiv 2410.19258. DiliLazyKV's nearest rival.
+//
+// A head is scored by what it looks at while the answer is written, not at the prompt's last token.
+// N are the tokens of the needle, and a^t is the head's softmax row from which the answer's token t
+// is chosen. A score S_h is the mean over the runs the model answers (app/measure):
+//   R    S_h = sum_t 1/|N|  where the largest a^t lies in N and its row holds token t
+//   R2   S_h = sum_{t <= |N|} sum_{i <= |N|} a_i^t [row i in c2]
+// where a_i^t is the i-th largest number of a^t. R2's needle is a reasoning sentence, a wrong
+// answer c1 and the right answer c2, one behind the other.
+//
+// At the end of every turn's prefill, with b_c = B - w, query head h reads the b_h rows its last w
+// queries attend to most, and the last w rows:
+//   b_h = b_c - floor(b_c / beta) + S_h / sum_h S_h floor(b_c / beta) L H
+//
+// **Differs from the paper:**
+//   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
+//     remainders, on ties to the lower head. The public code rounds each head for itself.
+//   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
+// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
+// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
+// --calibrate.
+
+// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
+// without any score shares evenly.
+static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
+    int pool = (int)floor(base / beta);             // what a head gives to the pool
+    long left = (long)pool * n;
+    double sum = 0;
+    double *rest = xmalloc((size_t)n * sizeof *rest);
+    for (int h = 0; h < n; h++) sum += score[h];
+    for (int h = 0; h < n; h++) {
+        double share = sum > 0 ? score[h] / sum * pool * n : pool;
+        cap[h] = (int)floor(share);
+        rest[h] = share - cap[h];
+        left -= cap[h];
+    }
+
+    // The rows that rounding down has left over, fewer than n, by largest remainder
+    for (; left > 0; left--) {
+        int best = 0;
+        for (int h = 1; h < n; h++) {
+            if (rest[h] > rest[best]) best = h;
+        }
+        cap[best]++;
+        rest[best] = -1;
+    }
+    for (int h = 0; h < n; h++) cap[h] += base - pool;
+    free(rest);
+}
+
+// Hook open.
+static int headkv_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    x->alloc = ALLOC_HEADKV;
+    x->beta = opt_real(s->opt, "headkv-beta");
+    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
+    return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv");
+}
+
+static const Opt headkv_opts[] = {
+    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
+    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
+    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { NULL, 0, NULL, NULL },
+};
+
+const Method headkv_method = {
+    .name    = "headkv",
+    .paper   = "HeadKV, arXiv 2410.19258",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
+               "right answer while it is written; a KV head stores their union",
+    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 8, --kernel 7",
+    .opts    = headkv_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = headkv_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .trace   = dililazy_trace,
+};
 
 // ==================================================================================================== 14 TRACES
 

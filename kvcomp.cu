@@ -6549,9 +6549,6 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
 }
 
 // ---- the chain for one layer
-static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
-                             int N, int width, int agg, int order);  // DiliLazyKV's: section 13
-
 // pooled_scores of kvcomp.c: window scores of the last min(W,T) queries of q (T,H,D), joined and
 // pooled, for the candidates n (G, on the host) of each KV head -> (G,N) or, under POOL_ONLY, (H,N)
 // on the device; N = kv_longest.
@@ -6561,10 +6558,13 @@ float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const
     float *x = window_device(s, l, q, T, W);                     // (H,N)
     float *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
     int *dev = room<int>(s, ROOM_TOP, G);
-    dim3 grid(blocks(N, 256), G);
+    dim3 grid(blocks(N, 256), G), heads(blocks(N, 256), H);
     upload(dev, n, G * sizeof(int));
 
-    if (order != JOIN_POOL) return pool_then_join(s, pool, one, x, dev, N, width, agg, order);
+    if (order == POOL_ONLY) {                                    // DiliLazyKV's, Sec. 3.3
+        KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, dev, N, H / G, width);
+        return pool;
+    }
     KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, agg);
     KV_LAUNCH(pool_max_kernel, grid, 256, 0, pool, one, dev, N, 1, width);
     return pool;
@@ -8562,33 +8562,17 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
 // On the device run, at the end of a prefill: the window scores of every query head, the largest
 // score among each row's neighbours, and the choice of each query head's own rows. It is the chain
-// of section 6 with its links in another order: neighbours first, and heads joined after that or
-// not at all (D12).
+// of section 6 whose heads are not joined (D12):
 //   window_device -> pool_max_kernel -> top_k_kernel, one row and one cap a query head -> views
-// By default nothing is joined (POOL_ONLY); under --dililazy-gqa=kv the means over the groups are
-// selected from (POOL_JOIN), and a KV head has one set. kv_compact then drops the rows that no
-// query head of a group reads (rows_move_cuda). In decode the views differ from query head to query
-// head: plan_decode makes one work of neighbouring heads that read the same rows and a work of its
-// own for every other, so that a block of attend_kernel or decode_kernel reads one list.
+// kv_compact then drops the rows that no query head of a group reads (rows_move_cuda). In decode the
+// views differ from query head to query head: plan_decode makes one work of neighbouring heads that
+// read the same rows and a work of its own for every other, so that a block of attend_kernel or
+// decode_kernel reads one list.
 // Map:
-//   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
+//   Sec. 3.3 -> pooled_scores_cuda, pool_max_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
 // and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.
-
-// DiliLazyKV's part of pooled_scores_cuda. x (H,N), window scores -> pool (H,N), the largest of
-// each score's neighbours; under POOL_JOIN also -> one (G,N), those joined over the heads of a
-// group as agg says. n (G, on the device): candidates of each KV head. Returns pool or, under
-// POOL_JOIN, one.
-static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
-                             int N, int width, int agg, int order) {
-    int H = s->c->H, G = s->c->G, R = H / G;
-    dim3 heads(blocks(N, 256), H), groups(blocks(N, 256), G);
-    KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, n, N, R, width);         // Sec. 3.3
-    if (order == POOL_ONLY) return pool;
-    KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, n, N, R, agg);
-    return one;
-}
 
 // ==================================================================================================== THE BEST OF THE LOGITS
 // What sampling draws from, 40 of the V logits unless --top-k says otherwise and 1 with --temp 0, is

@@ -363,7 +363,6 @@ enum { PAGE = 16 };                             // rows of a Quest page
 enum {                                          // the order of window scores' steps (D12)
     JOIN_POOL,                                  // join the heads of a group, then pool over neighbouring rows
     POOL_ONLY,                                  // pool; every query head keeps its own
-    POOL_JOIN,                                  // pool, then join
 };
 
 // ------------------------------------------------------------------------ PATS' numbers (section 10)

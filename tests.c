@@ -5911,23 +5911,20 @@ static char *scores_text(int L, int H, const double *x) {
     return t;
 }
 
-TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conserving, and as the "
-                      "authors' code does it") {
+TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: conserving, and as the authors' code does it") {
     double inf[4] = { .8, .2, .1, .1 };
-    int want[3][4] = { { 106, 36, 25, 25 }, { 108, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
-    for (int alloc = 0; alloc < 3; alloc++) {
+    int want[2][4] = { { 106, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
+    for (int alloc = 0; alloc < 2; alloc++) {
         dililazy_caps(inf, 2, 2, 48, 1.351, .01, alloc, cap);
         for (int i = 0; i < 4; i++)
             CHECK(cap[i] == want[alloc][i], "mode %d: caps %d %d %d %d", alloc, cap[0], cap[1],
                   cap[2], cap[3]);
     }
     double zero[4] = { 0 }, layer[4] = { .3, .1, 0, 0 };
-    for (int alloc = 0; alloc < 3; alloc++) {
+    for (int alloc = 0; alloc < 2; alloc++) {
         // Nothing known: all heads alike.
         dililazy_caps(zero, 2, 2, 48, 1.351, .01, alloc, cap);
-        // 48 + 48/1.351 * .02 = 48.71.
-        int each = alloc == ALLOC_LITERAL ? 49 : 48;
-        for (int i = 0; i < 4; i++) CHECK(cap[i] == each, "no scores, mode %d: %d", alloc, cap[i]);
+        for (int i = 0; i < 4; i++) CHECK(cap[i] == 48, "no scores, mode %d: %d", alloc, cap[i]);
     }
     // Beta 1: nothing fixed; layer 1 has eps/(1+2eps) of 192 for both heads.
     dililazy_caps(layer, 2, 2, 48, 1, .01, ALLOC_PAPER, cap);
@@ -5947,7 +5944,7 @@ TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conservi
     CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
 }
 
-// The three modes once more, as dililazy.md 3.1 and 3.2 write them down
+// The two modes once more
 static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int alloc,
                       int *cap) {
     double s[512], lam[64], all = 0, sum = 0;
@@ -5967,8 +5964,7 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
         for (int j = 0; j < H; j++) {
             double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i];
             double share = all == 0 ? 1.0 / L : lam[i] / all;
-            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S /
-                                                 (alloc == ALLOC_PAPER ? 1 + eps * L : 1);
+            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (1 + eps * L);
             double code =
                 nearbyint((all == 0 ? 1.0 / (L * H) : s[i * H + j] / sum) * reserve + fix + .5);
             cap[i * H + j] = alloc == ALLOC_CODE ? (int)fmax(code, 0) : (int)floor(fmax(0, b) + .5);
@@ -5983,7 +5979,7 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
         double inf[144], beta = 1 + 2 * rnd_unit(), eps = rnd_int(3) ? .01 : rnd_unit();
         for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
         if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
-        for (int alloc = 0; alloc < 3; alloc++) {
+        for (int alloc = 0; alloc < 2; alloc++) {
             double sum = 0, all = 0, zero_layers = 0;
             dililazy_caps(inf, L, H, base, beta, eps, alloc, cap);
             twin_caps(inf, L, H, base, beta, eps, alloc, want);
@@ -6003,12 +5999,10 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
                 all += lam;
             }
             double mean = sum / (L * H);
-            double target = alloc == ALLOC_LITERAL ? base * (1 + eps * L / beta) : base;
             // 1e-9 in a denominator; no whole row to share.
             if (alloc == ALLOC_CODE && (zero_layers || all < 1e-6 || floor(base / beta) < 1))
                 continue;
-            CHECK(fabs(mean - target) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %g",
-                  alloc, mean, target);
+            CHECK(fabs(mean - base) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %d", alloc, mean, base);
         }
     }
 }
@@ -6080,7 +6074,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
 
 // Read (L*H): stb arrays of tokens; end: tokens at the last prefill's end.
 typedef struct {
-    int B, w, width, alloc, per_kv;
+    int B, w, width, alloc;
     double ratio, beta, eps;
     const double *inf;
     int **read, end;
@@ -6090,7 +6084,7 @@ typedef struct {
 static int dili_sees(void *u, Twin *t, int l, int h, int i, int row) {
     DiliTwin *x = u;
     const TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
-    if (!t->decoding || x->per_kv || !x->read[l * t->c->H + h] || r->src >= x->end)
+    if (!t->decoding || !x->read[l * t->c->H + h] || r->src >= x->end)
         return twin_causal(t, l, i, r);
     for (int k = 0; k < (int)arrlen(x->read[l * t->c->H + h]); k++)
         if (x->read[l * t->c->H + h][k] == r->src) return twin_causal(t, l, i, r);
@@ -6125,29 +6119,19 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
     int N = (int)arrlen(t->id), H = t->c->H, G = t->c->G, R = H / G, L = t->c->L;
     int B = x->ratio < 0 ? x->B : N - (int)(N * x->ratio + 1e-6), w = x->w < B ? x->w : B;
     int cap[512], idx[4096], keep[4096];
-    double inf[512], one[4096];
+    double one[4096];
     (void)q_pre;
     if (t->decoding || l == L || N <= B) return;
     x->end = N;
-    for (int i = 0; i < L * (x->per_kv ? G : H); i++) {
-        inf[i] = 0;
-        for (int r = 0; x->per_kv && r < R; r++) inf[i] += x->inf[i * R + r] / R;
-        if (!x->per_kv) inf[i] = x->inf[i];
-    }
-    if (x->alloc == ALLOC_HEADKV)
-        twin_headkv_caps(inf, L * H, B - w, x->beta, cap);
-    else
-        twin_caps(inf, L, x->per_kv ? G : H, B - w, x->beta, x->eps, x->alloc, cap);
+    if (x->alloc == ALLOC_HEADKV) twin_headkv_caps(x->inf, L * H, B - w, x->beta, cap);
+    else twin_caps(x->inf, L, H, B - w, x->beta, x->eps, x->alloc, cap);
     for (int g = 0; g < G; g++) {
         TwinRow *row = t->row[l * G + g];
         int rows = (int)arrlen(row), m = rows - w, k = 0;
-        double mean[4096] = { 0 };
         char *wanted = xcalloc(rows + 1, 1);
         for (int h = g * R; h < g * R + R; h++) {
             twin_observe(t, l, h, q, n, x->w, one);
             twin_pool(one, m, x->width);
-            for (int j = 0; j < m; j++) mean[j] += one[j] / R;
-            if (x->per_kv) continue;
             int got = twin_pick(one, m, cap[l * H + h], idx);
             arrsetlen(x->read[l * H + h], 0);
             for (int j = 0; j < got; j++) {
@@ -6156,9 +6140,6 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
             }
             for (int j = m; j < rows; j++) arrput(x->read[l * H + h], row[j].src);
         }
-        if (x->per_kv)
-            for (int j = twin_pick(mean, m, cap[l * G + g], idx); j > 0; j--)
-                wanted[idx[j - 1]] = 1;
         for (int j = 0; j < rows; j++)
             if (wanted[j] || j >= m) keep[k++] = j;
         twin_keep(t, l, g, keep, k);
@@ -6183,7 +6164,7 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     CHECK(!rows_differ(s, t), "%s, H %d G %d: %d heads hold other rows", opt, m.c->H, m.c->G,
           rows_differ(s, t));
     // What every query head reads, the tokens since the prefill aside.
-    for (int i = 0; i < m.c->L * m.c->H && !x.per_kv && x.read[0]; i++) {
+    for (int i = 0; i < m.c->L * m.c->H && x.read[0]; i++) {
         const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
         int n = view_rows(s, i / m.c->H, i % m.c->H, rows), k = 0;
         for (int r = 0; r < n; r++)
@@ -6209,16 +6190,14 @@ static const struct {
     const char *opt;
     DiliTwin x;
 } dili_case[] = {
-    { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=24 obs-window=8 dililazy-gqa=kv",
-      { 24, 8, 7, ALLOC_PAPER, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, -1, 1.351, .01, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 dililazy-alloc=code",
-      { 30, 4, 3, ALLOC_CODE, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 dililazy-alloc=paper-literal dililazy-beta=1.1 dililazy-eps=.05",
-      { 20, 16, 7, ALLOC_LITERAL, 0, -1, 1.1, .05, NULL, NULL, 0 } },
-    { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, 0, .7, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code dililazy-gqa=kv",
-      { 40, 1, 1, ALLOC_CODE, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+      { 30, 4, 3, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=20 dililazy-beta=1.1 dililazy-eps=.05",
+      { 20, 16, 7, ALLOC_PAPER, -1, 1.1, .05, NULL, NULL, 0 } },
+    { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
+      { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
 };
 
 enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
@@ -6227,10 +6206,10 @@ static const struct {
     const char *opt;
     DiliTwin x;
 } headkv_case[] = {
-    { "budget=24", { 24, 8, 7, ALLOC_HEADKV, 0, -1, 1.2, 0, NULL, NULL, 0 } },
+    { "budget=24", { 24, 8, 7, ALLOC_HEADKV, -1, 1.2, 0, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
-      { 30, 4, 3, ALLOC_HEADKV, 0, -1, 2, 0, NULL, NULL, 0 } },
-    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, 0, .7, 1.01, 0, NULL, NULL, 0 } },
+      { 30, 4, 3, ALLOC_HEADKV, -1, 2, 0, NULL, NULL, 0 } },
+    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
 enum { HEADKV_CASES = sizeof headkv_case / sizeof *headkv_case };
@@ -6293,8 +6272,7 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
                       "scores with 1:1 heads are SnapKV bit for bit") {
     // 69 tokens seen at the last prefill's end.
     Script p = { 3, { 40, 3, 20 }, { 3, 3, 4 }, 9 };
-    const char *opt[] = { "budget=69", "ratio=0", "budget=69 dililazy-gqa=kv", "budget=68",
-                          "budget=68 dililazy-gqa=kv" };
+    const char *opt[] = { "budget=69", "ratio=0", "budget=68" };
     double inf[16], flat[16];
     rnd_seed(9);
     random_scores(inf, 16);
@@ -6305,10 +6283,10 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
     float *full = run_session(s, &p);
     session_close(s);
     options_free(o);
-    for (int k = 0; k < 5; k++) {
+    for (int k = 0; k < 3; k++) {
         s = dili_open(m, opt[k], inf, &o);
         float *x = run_session(s, &p);
-        CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 3), "%s",
+        CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 2), "%s",
               opt[k]);
         free(x);
         session_close(s);
@@ -6319,9 +6297,8 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
     float *snap = run_session(s, &p);
     session_close(s);
     options_free(o);
-    const char *alloc[] = { "budget=30", "budget=30 dililazy-alloc=code",
-                            "budget=30 dililazy-gqa=kv" };
-    for (int k = 0; k < 3; k++) {
+    const char *alloc[] = { "budget=30", "budget=30 dililazy-alloc=code" };
+    for (int k = 0; k < 2; k++) {
         s = dili_open(one, alloc[k], flat, &o);
         float *x = run_session(s, &p);
         CHECK(worst(x, snap, (size_t)script_rows(&p) * m.c->V, 0, 0, NULL) == 0 ||
@@ -8281,7 +8258,7 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
         for (int i = 0; i < 9; i++) {
             // Order i/3: agg too, where it counts.
             Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };
-            for (int order = JOIN_POOL; order <= POOL_JOIN; order++) {
+            for (int order = JOIN_POOL; order <= POOL_ONLY; order++) {
                 float a[200], b[6][200];
                 cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n),
                          (order == POOL_ONLY ? 6 : 3) * N * sizeof *got);
@@ -8292,11 +8269,9 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
                     if (order == JOIN_POOL) pool_max(b[g], a, n[g], x.kernel);
                     for (int r = 0; r < 2 && order != JOIN_POOL; r++)
                         pool_max(b[2 * g + r], from + r * N, n[g], x.kernel);
-                    if (order == POOL_JOIN) join_heads(a, b[2 * g], n[g], 200, 2, AGG_MEAN);
                     for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
                         int at = order == POOL_ONLY ? 2 * g + r : g;
-                        CHECK(!memcmp(got + at * N, order == POOL_JOIN ? a : b[at],
-                                      n[g] * sizeof *got),
+                        CHECK(!memcmp(got + at * N, b[at], n[g] * sizeof *got),
                               "order %d, width %d, head %d", order, x.kernel, at);
                     }
                 }
@@ -8846,7 +8821,7 @@ TEST(cuda_dililazy, "dililazy") {
     char *json = scores_text(2, 6, score), *path = temp_text(json);
     snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
     dialogues("dililazy", text);
-    strcat(text, " dililazy-gqa=kv");
+    strcat(text, " dililazy-alloc=code");
     dialogues_more("dililazy", text);
     free(json);
     temp_done(path);

@@ -188,6 +188,7 @@ static const Retired retired[] = {
     { "bench-suite",        "run --bench once a method" },
     { "bench-file",         "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",      "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
+    { "dililazy-gqa",             "every query head has rows of its own" },
     { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
