@@ -69,14 +69,6 @@ typedef struct {
     int chosen;                 // 1: in this answer some head reads chosen rows only
     int budget;                 // B: rows to choose
     float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
-
-    // Statistics.
-    long passes, dense;         // prefills of single heads; how many of these were computed in full
-    double mass, least;         // of the others: sum and least of the shares of attention recovered
-    double cells;               // sum of their shares of the cells
-    double n_v, n_s;            // sums of their numbers of verticals and slashes
-    long selections, steps;     // choices of rows; decode steps
-    long steps_all;             // decode steps that read every row
 } LoopServe;
 
 enum {
@@ -309,9 +301,9 @@ LoopRoom *loop_rooms(Session *s, int m, int N);
 // the choice fails.
 void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f);
 
-// ---- opening, bytes, statistics
-// Reads the options of the prefill. Returns 0, or -1 with s->err set.
-int loop_rule(Session *s, LoopServe *x);
+// ---- opening and closing
+// Reads the options of the prefill into the LoopServe *ms. Returns 0, or -1 with s->err set.
+int loopserve_p_open(Session *s, void *ms);
 
 // ---- how many bits a token loses
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen

@@ -3947,16 +3947,10 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, line 9 -> select_faithful
-//   Algorithm 2, line 10 -> select_faithful
-//   Algorithm 2, line 11 -> select_faithful
-//   Algorithm 2, line 12 -> select_faithful
-//   Algorithm 2, lines 13-14 -> select_faithful
-//   Algorithm 2, lines 16-17 -> select_faithful
-//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 2, lines 9 to 17 -> select_faithful
+//   Algorithm 3, lines 3, 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
-//   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 7 -> view_group, view_set
 //
 // Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
@@ -3964,14 +3958,12 @@ const Method quest_method = {
 
 // ---- samples and lengths
 
-enum { LOOP_SEED = 1 };         // of the sampled rows
-
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
 // equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
 int sample_rows(int nh, int want, int turn, int layer, int *R) {
     int m = min_int(want, nh);
-    uint64_t state = mix64(mix64(mix64(LOOP_SEED) ^ (uint64_t)turn) ^ (uint64_t)layer);
+    uint64_t state = mix64(mix64(mix64(1) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
         int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
         R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));     // Algorithm 2, line 1
@@ -4265,8 +4257,7 @@ static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
 // Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
 // the choice fails.
 void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
-    if (x->variant_a) a->dense = select_faithful(p, &x->rule, a, w, f);
-    else a->dense = select_exact(p, &x->rule, a, w, f);
+    a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, w, f);
 }
 
 // Chooses the lines of every head that is not dense already, on the CPU.
@@ -4311,20 +4302,6 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
     }
 }
 
-// Adds one head's prefill to the statistics.
-static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
-    x->passes++;
-    if (a->dense) {
-        x->dense++;
-        return;
-    }
-    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
-    x->mass += f->mass;
-    x->cells += f->cells;
-    x->n_v += bit_list(a->v, a->n, NULL);
-    x->n_s += bit_list(a->s, a->n, NULL);
-}
-
 // For --trace: the sampled tokens and, of every query head, the chosen columns as tokens, the chosen
 // offsets row - column, the share of the sampled attention and of the cells. A head in full has none
 // of the former, and 1 for both shares.
@@ -4360,8 +4337,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     LoopServe *x = ms;
     int H = s->c->H, m = x->m, all_dense = 1;
     if (x->rule.alpha >= 1 || T / 4 < m) {
-        x->passes += H;
-        x->dense += H;
         attn_prefill(s, l, out, q, 0, T);
         return;
     }
@@ -4385,7 +4360,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
         if (KV_DEV(s)) loop_heads_device(s, x, &pass);
         else loop_heads(s, x, &pass);
     }
-    for (int h = 0; h < H; h++) loop_count(x, &pass.lines[h], &pass.found[h]);
     timed(&s->clk.index, t);
     if (traced(s, l)) loop_trace(s, &pass, m);
 
@@ -4531,24 +4505,14 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
             view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0, 1);
 }
 
-// The end of a decode step, for the statistics.
-static void loop_count_step(const Session *s, LoopServe *x) {
-    x->steps++;
-    x->steps_all += !x->chosen;
-    x->selections += x->decodes && x->chosen && loop_due(s, x);
-}
-
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
     LoopServe *x = ms;
     int n = min_int(T, x->obs);
     size_t row = (size_t)s->c->H * s->c->D;
-    if (l == s->c->L) {
-        if (s->decoding) loop_count_step(s, x);
-        else loop_prompt_done(s, x);
-        return;
-    }
-    if (s->decoding || !x->decodes) return;
+    if (s->decoding) return;
+    if (l == s->c->L) loop_prompt_done(s, x);
+    if (l == s->c->L || !x->decodes) return;
     x->ring_from = s->n_tok - n;
     for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
@@ -4562,10 +4526,11 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
     x->chosen = 0;
 }
 
-// ---- opening, bytes, statistics
+// ---- opening and closing
 
-// Reads the options of the prefill. Returns 0, or -1 with s->err set.
-int loop_rule(Session *s, LoopServe *x) {
+// Method.open of the prefill alone.
+int loopserve_p_open(Session *s, void *ms) {
+    LoopServe *x = ms;
     const Options *o = s->opt;
     x->variant_a = opt_int(o, "paper");
     x->rule.alpha = opt_real(o, "loopserve-alpha");
@@ -4580,11 +4545,6 @@ int loop_rule(Session *s, LoopServe *x) {
     if (x->rule.alpha < 0)
         return refuse(s, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
     return lines_open(s, "loopserve");
-}
-
-// Method.open of the prefill alone.
-static int loopserve_p_open(Session *s, void *ms) {
-    return loop_rule(s, ms);
 }
 
 // Method.open of decode alone.
@@ -4616,22 +4576,6 @@ static void loopserve_close(Session *s, void *ms) {
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
-}
-
-// Method.stats: a line for the prefill, one for the lines of its sparse heads, one for decode.
-static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
-    const LoopServe *x = ms;
-    double sparse = x->passes > x->dense ? (double)(x->passes - x->dense) : 1;
-    (void)s;
-    if (x->m)
-        fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
-    if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its "
-                     "cells, sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->mass / sparse, x->least);
-    if (!x->decodes) return;
-    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n",
-            x->selections, x->steps, x->steps_all);
 }
 
 #define LOOPSERVE_OPTS_P \
@@ -4675,7 +4619,6 @@ const Method loopserve_method = {
     .commit  = loopserve_commit,
     .bytes   = loopserve_bytes,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 const Method loopserve_p_method = {
@@ -4692,7 +4635,6 @@ const Method loopserve_p_method = {
     .attend  = loopserve_attend,
     .commit  = loopserve_commit,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 const Method loopserve_d_method = {
@@ -4714,7 +4656,6 @@ const Method loopserve_d_method = {
     .commit  = loopserve_commit,
     .bytes   = loopserve_bytes,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 // ==================================================================================================== 10 PATS

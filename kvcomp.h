@@ -171,8 +171,6 @@ typedef struct Method {
     size_t (*plan) (const Session *s, const void *ms, int n);
     // tokens from n_tok on were truncated
     void (*forget)(Session *s, void *ms, int n_tok);
-    // statistics on request, one line each
-    void (*stats) (const Session *s, const void *ms, FILE *out);
     // After a pass that --trace writes down: the part's own values of layer l, by trace_f32 and its
     // like; with l == L what all layers share.
     void (*trace) (Session *s, void *ms, int l);

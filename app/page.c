@@ -2570,7 +2570,7 @@ static void draw_attention(Report *r) {
                   "on the left stand their words too.");
     map_controls(r);
     fprintf(r->f, "<div class=\"maps\" id=\"maps\">\n");
-    if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
+    if (loopserve_p_open(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
     *(MapProbe *)observe(s, &map_probe) = (MapProbe){ r, &x };
     s->queries = INT_MAX;
     int *ids = dialogue_ids(r);
@@ -3467,7 +3467,7 @@ WEB const char *web_lines(int l, int h) {
     web_map.l = l;
     web_map.h = h;
     web_map.f = f;
-    if (ids && s && !loop_rule(s, &web_map.x)) {
+    if (ids && s && !loopserve_p_open(s, &web_map.x)) {
         observe(s, &web_map_probe);
         s->queries = INT_MAX;
         prefill(s, ids, min_int((int)arrlen(ids), WEB_MAP));
