@@ -69,21 +69,7 @@ typedef struct {
     int chosen;                 // 1: in this answer some head reads chosen rows only
     int budget;                 // B: rows to choose
     float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
-
-    // Statistics.
-    long passes, dense;         // prefills of single heads; how many of these were computed in full
-    double mass, least;         // of the others: sum and least of the shares of attention recovered
-    double cells;               // sum of their shares of the cells
-    double n_v, n_s;            // sums of their numbers of verticals and slashes
-    long selections, steps;     // choices of rows; decode steps
-    long steps_all;             // decode steps that read every row
 } LoopServe;
-
-enum {                              // Pats.policy
-    PATS_RATCHET,
-    PATS_STATIC,
-    PATS_FROZEN,
-};
 
 enum {
     PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
@@ -92,25 +78,20 @@ enum {
 
 typedef struct {
     // Options.
-    int schedule, policy;           // PATS_MIDDLE, ..; PATS_RATCHET, ..
-    int rounding;                   // PATS_TRUNC, PATS_NEAREST or PATS_MID
+    int schedule;                   // PATS_MIDDLE, ..
+    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
+    int mid;                        // 1: half a step is added on reading
     int rows64;                     // 1: the paper's format, 0: dense
-    int write;                      // 1: --pats-when=write, a pass reads its own rows cut already
     int b_min, b_max;               // fewest and most bits a row outside the window loses
     int sink;                       // first tokens, which lose b_min bits only
     int window;                     // last tokens, which stay raw
     int T_end;                      // static: tokens of the whole dialogue
 
     // State.
-    int T_last;                     // ratchet: tokens seen at the last re-pack
-    int repacks;                    // ratchet: re-packs so far
-    int T1;                         // frozen: tokens of the first prefill; 0: it has not been yet
-    int n1;                         // frozen: tokens [0,n1) are the first prefill's: T1, or fewer when
-                                    // some of them were truncated
+    int T_last;                     // tokens seen at the last re-pack
     int cut;                        // tokens [0,cut) are packed, in every head that holds them
     int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
     int due;                        // 1: this pass packs rows, layer by layer
-    char *packed;                   // (L) 1: it has packed this layer
     unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
     int cap;
 } Pats;
@@ -158,12 +139,10 @@ typedef struct {
     Tree *tree;                 // (L,G)
 } Lychee;
 
-// --dililazy-alloc, in the order of its words
-enum {
+enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
     ALLOC_PAPER,                // Algorithm 1, its overspending divided out
-    ALLOC_LITERAL,              // as printed
     ALLOC_CODE,                 // as the authors' program computes it
-    ALLOC_HEADKV,               // not among those words: the pool of headkv, below
+    ALLOC_HEADKV,               // the pool of headkv
 };
 
 // Tensors stand in the file in the order in which they were computed, and their names say what they
@@ -325,19 +304,14 @@ LoopRoom *loop_rooms(Session *s, int m, int N);
 // the choice fails.
 void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f);
 
-// ---- opening, bytes, statistics
-// Reads the options of the prefill. Returns 0, or -1 with s->err set.
-int loop_rule(Session *s, LoopServe *x);
+// ---- opening and closing
+// Reads the options of the prefill into the LoopServe *ms. Returns 0, or -1 with s->err set.
+int loopserve_p_open(Session *s, void *ms);
 
 // ---- how many bits a token loses
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen
 // (D25).
 int pats_bits(const Pats *x, int src, int T);
-
-// ---- elements
-// --pats-round=mid, on reading: adds half a step, bit b-1, to n elements that have lost b bits.
-// Zeros stay zero.
-void pats_mid(uint16_t *h, int n, int b);
 
 // ---- rows
 // Bytes of a row of D elements of w bits.
@@ -358,8 +332,8 @@ int t_idx(const Lychee *x);
 int room_for_chunks(const Lychee *x);
 
 // ---- Algorithm 1
-// Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc,
+// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
+void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
                    int *cap);
 
 // ---- suggestions for misspelt names

@@ -171,8 +171,6 @@ typedef struct Method {
     size_t (*plan) (const Session *s, const void *ms, int n);
     // tokens from n_tok on were truncated
     void (*forget)(Session *s, void *ms, int n_tok);
-    // statistics on request, one line each
-    void (*stats) (const Session *s, const void *ms, FILE *out);
     // After a pass that --trace writes down: the part's own values of layer l, by trace_f32 and its
     // like; with l == L what all layers share.
     void (*trace) (Session *s, void *ms, int l);
@@ -363,29 +361,11 @@ enum { PAGE = 16 };                             // rows of a Quest page
 enum {                                          // the order of window scores' steps (D12)
     JOIN_POOL,                                  // join the heads of a group, then pool over neighbouring rows
     POOL_ONLY,                                  // pool; every query head keeps its own
-    POOL_JOIN,                                  // pool, then join
 };
 
 // ------------------------------------------------------------------------ PATS' numbers (section 10)
-enum {                                          // how PATS rounds
-    PATS_TRUNC,
-    PATS_NEAREST,
-    PATS_MID,                                   // truncated, and half a step is added on every read
-};
 enum { PATS_BLOCK = 64 };                       // bytes of the paper's block
 enum { PATS_GUARD = 16 };                       // bytes that can be read behind the last packed element
-
-// An f16 number h without its b lowest bits.
-KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {
-    if (!b) return h;
-    unsigned magnitude = h & 0x7fff;
-    unsigned largest = 0x7bffu >> b << b;           // of the finite numbers with b bits cut
-    if (rounding != PATS_NEAREST || magnitude > 0x7c00) return (uint16_t)(h >> b << b);    // a NaN is not rounded
-
-    // To the nearest, ties to even. A carry into the exponent is right.
-    magnitude = (magnitude + (1u << (b - 1)) - 1 + (magnitude >> b & 1)) >> b << b;
-    return (uint16_t)((h & 0x8000) | (magnitude > largest ? largest : magnitude));
-}
 
 // ------------------------------------------------------------------------ LoopServe's lines (sections 7 and 9)
 typedef struct {                // what one query head reads in one prefill
@@ -678,18 +658,14 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed,
 // raw rows from `gone` on move up: those before are packed
 void rows_drop_cuda(Session *s, KVHead *h, int gone, int left);
 
-// the last T rows lose bits (T), in place
-void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding);
-
 // n neighbours -> buf (n,D) on the host
 void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);
 
 void   rows_store_cuda (char *to, const char *raw, size_t bytes);
-// h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V, of which the first
-// `stay` bytes are as they were. rows: row i was packed row rows[i]; NULL: packed rows stay where they
-// are, and raw ones follow them.
-void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows,
-                        int rounding, int rows64);
+// h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
+// packed or raw; NULL: row i
+void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep, int mid,
+                        int rows64);
 
 // ---- attention
 void   attn_prefill_cuda (Session *s, int l, float *out, const float *q, int t0, int n);

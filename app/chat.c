@@ -858,8 +858,6 @@ void print_stats(const App *a, FILE *f) {
             k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
     fprintf(f, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
             k->attend, k->select, k->commit, k->index);
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->stats) s->part[i].m->stats(s, s->part[i].ms, f);
 }
 
 // ---- --ids FILE: teacher forcing (D3)
