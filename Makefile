@@ -302,7 +302,7 @@ web: kvcomp.html
 install-web:
 	@$(WEB_HAS) || { $(call debian_install,emscripten node-acorn,$(WEB_NEEDS)); }
 
-kvcomp_web.js: $(wildcard kvcomp.[ch] inside.h lib/*.[ch] app/*.[ch]) data/unicode.h build/page_html.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
+kvcomp_web.js: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) data/unicode.h build/page_html.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
 	@rm -rf build/web && mkdir -p build/web/stb
 	@cp "$$(echo '#include <stb/stb_ds.h>' | $(CC) -M -E -x c - | tr ' ' '\n' | grep 'stb_ds\.h$$')" build/web/stb
 	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ $(PARTS:=.c)
@@ -444,7 +444,7 @@ FUZZ = json safetensors config tokenizer session adapter scores ids dialogues an
 FUZZ_FLAGS = -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 \
              -artifact_prefix=fuzz_found_
 
-fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] inside.h lib/*.[ch] app/*.[ch]) | deps
+fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
 	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ test/fuzz.c -lm
 

@@ -56,7 +56,6 @@
 //   16 MEMORY PLAN: what a dialogue will take, before it takes it
 #define _GNU_SOURCE
 #include "kvcomp.h"
-#include "inside.h"
 #include <ctype.h>
 #include <errno.h>
 #include <float.h>
@@ -73,6 +72,24 @@
 
 typedef struct ViewTile ViewTile;       // some of the rows a view lists (section 2)
 typedef struct TileRows TileRows;       // their keys or values, ready for a kernel (section 3)
+
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
 
 // The memory of a head's keys or values: `have` bytes at p become `want`, kept as far as both reach.
 static char *rows_realloc(char *p, size_t have, size_t want, int huge);
@@ -1099,7 +1116,7 @@ struct TileRows {           // keys or values as a kernel takes them
 };
 
 // A Tile for every thread, in scratch memory.
-Tile *tiles_new(Session *s) {
+static Tile *tiles_new(Session *s) {
     int n = n_threads(), D = s->c->D;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
@@ -3110,8 +3127,20 @@ static void bit_fill(uint64_t *b, int lo, int hi) {
     }
 }
 
+typedef struct { int lo, hi; } LineRange;       // the numbers lo..hi-1
+
+enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
+
+typedef struct {                // what a choice of lines looks at: sampled rows of one query head
+    int m;                      // sampled rows
+    int n;                      // rows the head holds
+    int p0;                     // the first row of this pass
+    const int *R;               // (m) row numbers of the samples, ascending
+    const float *P;             // (m,n) their attention A; P[i][c] = 0 for c > R[i]
+} LineSample;
+
 // list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
-int bit_list(const uint64_t *b, int n, int *list) {
+static int bit_list(const uint64_t *b, int n, int *list) {
     int count = 0;
     for (int w = 0; w < (n + 63) / 64; w++) {
         for (uint64_t u = b[w]; u; u &= u - 1) {        // each step clears the lowest set bit of u
@@ -3123,7 +3152,7 @@ int bit_list(const uint64_t *b, int n, int *list) {
 }
 
 // run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
-int bit_runs(const uint64_t *b, int n, LineRange *run) {
+static int bit_runs(const uint64_t *b, int n, LineRange *run) {
     int count = 0, i = 0;
     while (i < n) {
         if (!b[i >> 6]) {                               // no bit up to the end of this word
@@ -3139,7 +3168,7 @@ int bit_runs(const uint64_t *b, int n, LineRange *run) {
 }
 
 // Takes every line out of a.
-void lines_clear(Lines *a) {
+static void lines_clear(Lines *a) {
     memset(a->v, 0, bit_bytes(a->n));
     memset(a->s, 0, bit_bytes(a->n));
 }
@@ -3377,7 +3406,7 @@ static int opt_least(Session *s, const char *name, int least, int *value) {
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
 // probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
 // R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
-void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
                        float *P, Tile *t) {
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
@@ -3975,12 +4004,46 @@ const Method quest_method = {
 // Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
+typedef struct {                // a line in a heap or in a sorted list
+    double key;                 // what lines are ordered by: weight, or gain / length
+    int id;                     // variant b: the vertical id < n, or the slash id - n;
+                                // variant a, where each kind has its list: the line's number
+} LineItem;
+
+typedef struct {                // working memory of one thread; a head holds at most N rows
+    float *P;                   // (m,N) softmax rows
+    double *g;                  // (2N) residuals of the lines on the selecting samples
+    float *top;                 // (2N) variant a: w^max, the largest cell of every line
+    LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
+    LineRange *run;             // (N) runs of lines, for who draws them
+    int *R;                     // (m) sampled rows
+} LoopRoom;
+
+typedef struct {
+    // The prefill.
+    LoopRule rule;              // alpha, kept lines, hold-out, limits
+    int variant_a;              // 1: Algorithm 2 as in the paper
+    int m;                      // sampled rows of a pass
+    int min_context;            // heads with at most so many rows are computed in full
+
+    // Decode, Algorithm 3.
+    int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
+    int first;                  // the token of an answer at which the first choice is made: 16
+    int interval;               // n_d: tokens from one choice to the next
+    int obs;                    // queries that choose, |X^obs|
+    int prompt_end;             // number of tokens when the last prefill ended
+    int ring_from;              // the ring holds no queries of tokens before this one
+    int chosen;                 // 1: in this answer some head reads chosen rows only
+    int budget;                 // B: rows to choose
+    float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
+} LoopServe;
+
 // ---- samples and lengths
 
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
 // equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
-int sample_rows(int nh, int want, int turn, int layer, int *R) {
+static int sample_rows(int nh, int want, int turn, int layer, int *R) {
     int m = min_int(want, nh);
     uint64_t state = mix64(mix64(mix64(1) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
@@ -4251,7 +4314,7 @@ typedef struct {                // one layer of one prefill
 } LoopPass;
 
 // Working memory for every thread, in scratch: m samples of heads with at most N rows.
-LoopRoom *loop_rooms(Session *s, int m, int N) {
+static LoopRoom *loop_rooms(Session *s, int m, int N) {
     int threads = n_threads();
     LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
     size_t n = (size_t)N;
@@ -4275,7 +4338,7 @@ static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
 
 // Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
 // the choice fails.
-void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
+static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
     a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, w, f);
 }
 
@@ -4548,7 +4611,7 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
 // ---- opening and closing
 
 // Method.open of the prefill alone.
-int loopserve_p_open(Session *s, void *ms) {
+static int loopserve_p_open(Session *s, void *ms) {
     LoopServe *x = ms;
     const Options *o = s->opt;
     x->variant_a = opt_int(o, "paper");
@@ -4722,6 +4785,31 @@ const Method loopserve_d_method = {
 //
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
+enum {
+    PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
+    PATS_MAX_D = 1024,              // largest head_dim
+};
+
+typedef struct {
+    // Options.
+    int schedule;                   // PATS_MIDDLE, ..
+    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
+    int mid;                        // 1: half a step is added on reading
+    int rows64;                     // 1: the paper's format, 0: dense
+    int b_min, b_max;               // fewest and most bits a row outside the window loses
+    int sink;                       // first tokens, which lose b_min bits only
+    int window;                     // last tokens, which stay raw
+    int T_end;                      // static: tokens of the whole dialogue
+
+    // State.
+    int T_last;                     // tokens seen at the last re-pack
+    int cut;                        // tokens [0,cut) are packed, in every head that holds them
+    int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
+    int due;                        // 1: this pass packs rows, layer by layer
+    unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
+    int cap;
+} Pats;
+
 enum {                              // Pats.schedule
     PATS_MIDDLE,
     PATS_OLD,
@@ -4747,7 +4835,7 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen
 // (D25).
-int pats_bits(const Pats *x, int src, int T) {
+static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
     return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);
@@ -4781,7 +4869,7 @@ static int block_elements(int w) {
 }
 
 // Bytes of a row of D elements of w bits.
-size_t pats_row_bytes(int rows64, int D, int w) {
+static size_t pats_row_bytes(int rows64, int D, int w) {
     int B = block_elements(w);
     return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
 }
@@ -5243,6 +5331,22 @@ const Method pats_method = {
 //
 // Options: --budget (1024, the first rows included) and lychee_opts below.
 
+enum {                          // level of the boundary after a token; the lower, the better an end
+    CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
+    CUT_SENTENCE,               // . ? ! and a line end
+    CUT_PHRASE,                 // , ; :
+    CUT_BLANK,                  // between two words
+    CUT_NONE,                   // none of these
+    CUT_INSIDE = 9,             // inside a UTF-8 character: only where there is no other end
+};
+
+enum { STREAM_TAIL = 64 };      // bytes of the stream that are remembered
+
+typedef struct {                // the last bytes of the stream; a special token empties it
+    unsigned char b[STREAM_TAIL];
+    int n;                      // bytes there are
+} TextTail;
+
 // ---- the chunker: where may a chunk end? (Table 4, D48)
 TokenText token_text;
 
@@ -5373,19 +5477,38 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
     return best;
 }
 
-// ---- the index: Lychee is in inside.h, Nodes and Tree are in kvcomp.h
+// ---- the index: Nodes and Tree are in kvcomp.h
+typedef struct {
+    float beta;                 // weight of |q| r in a node's score
+    int kg;                     // units opened in a step; 0: there are none
+    int min, max;               // tokens of a chunk
+    int buffer, sink;           // recent rows and first rows outside the index
+    int full_layers;            // the first layers read every row
+    int iters;                  // of k-means
+    int per_cluster;            // chunks a cluster has on average
+    int B;                      // the budget of this turn, sinks included
+
+    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
+    TextTail tail;              // the text up to the last of them
+    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
+    int M;                      // chunks
+    int M_built;                // chunks when the index was built; 0: there is none
+    int changed;                // 1: the last pass has built the index or grafted on it
+    Tree *tree;                 // (L,G)
+} Lychee;
+
 // Does layer l have an index?
-int indexed_layer(const Session *s, const Lychee *x, int l) {
+static int indexed_layer(const Session *s, const Lychee *x, int l) {
     return l >= x->full_layers && layer_acts(s, l);
 }
 
 // The first token of the recent buffer: the index ends before it.
-int t_idx(const Lychee *x) {
+static int t_idx(const Lychee *x) {
     return x->start[x->M];
 }
 
 // Tokens that the chunks of a list may have together.
-int room_for_chunks(const Lychee *x) {
+static int room_for_chunks(const Lychee *x) {
     return max_int(x->B - x->sink, 0);
 }
 
@@ -6151,7 +6274,7 @@ static uint64_t fnv1a(uint64_t h, const Tensor *t) {
 
 // The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
 // q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-uint64_t sonic_fingerprint(const Weights *w) {
+static uint64_t sonic_fingerprint(const Weights *w) {
     Tensor known[2];
     weights_known(w, known);
     return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
@@ -6693,6 +6816,12 @@ const Method sonic_method = {
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
 // --calibrate OUT.json.
 
+enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
+    ALLOC_PAPER,                // Algorithm 1, its overspending divided out
+    ALLOC_CODE,                 // as the authors' program computes it
+    ALLOC_HEADKV,               // the pool of headkv
+};
+
 // The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
@@ -6797,7 +6926,7 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
 
 // The scores (L,H) called `which` (a name in score_names) of a file; the caller frees them. NULL,
 // with the reason in err, when the file cannot be read or does not fit the model.
-double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
+static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
@@ -6870,7 +6999,7 @@ static void dililazy_weights(const double *inf, int L, int H, double eps, int al
 }
 
 // Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
                    int *cap) {
     double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
     double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total

@@ -35,7 +35,6 @@ for f in lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template; do
     part $f.c
 done
 part kvcomp.h
-part inside.h
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.h; done
 part kvcomp.c
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.c; done
