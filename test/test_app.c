@@ -2498,6 +2498,21 @@ static int text_has(const char *p, const char *end, const char *word, char after
     return 0;
 }
 
+// Does the text say `what`? "Algorithm 1, lines 3, 4" is said where both lines are, "lines 9 to 17" where
+// the first one is.
+static int text_says(const char *p, const char *end, const char *what) {
+    const char *lines = strstr(what, "lines ");
+    char one[512];
+    if (!lines) return text_has(p, end, what, 0);
+    for (const char *n = lines + 6; n; n = strncmp(n, ", ", 2) ? NULL : n + 2) {
+        size_t digits = strspn(n, "0123456789");
+        snprintf(one, sizeof one, "%.*sline %.*s", (int)(lines - what), what, (int)digits, n);
+        if (!text_has(p, end, one, 0)) return 0;
+        n += digits;
+    }
+    return 1;
+}
+
 // Every line `//   Eq. N -> function, function` of a section: the functions exist, and the equation
 // is named elsewhere in the section, where it is computed, or in `elsewhere`: kvcomp.h, which has
 // what both halves compute, DiliLazyKV's calibration in app/measure, and what all methods share on the device.
@@ -2513,8 +2528,7 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
         char *arrow = strstr(line, " -> ");
         if (!arrow) continue;  // a line that goes on
         *arrow = 0;
-        CHECK(text_has(s->at, s->end, line, 0) ||
-                  text_has(elsewhere, elsewhere + strlen(elsewhere), line, 0),
+        CHECK(text_says(s->at, s->end, line) || text_says(elsewhere, elsewhere + strlen(elsewhere), line),
               "%s, %s: no line of the section says \"%s\"", file, s->title, line);
         for (word = strtok_r(arrow + 4, ", ", &rest); word; word = strtok_r(NULL, ", ", &rest))
             CHECK(text_has(c, c + strlen(c), word, '(') ||
