@@ -1905,6 +1905,16 @@ int pos_fits(const Session *s, int n, int extra) {
     return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
 }
 
+// A prefill's n tokens t go through the model: in one pass, or under --chunk N in passes of N tokens. At
+// the end of each a method that drops rows does so, as at a turn's end, so that no head ever holds more
+// than its budget and N rows -> the logits (V) of the last one.
+static const float *passes(Session *s, const Token *t, int n) {
+    const float *logits = NULL;
+    int most = s->chunk ? s->chunk : n;
+    for (int t0 = 0; t0 < n; t0 += most) logits = s->forward(s, t + t0, min_int(n - t0, most));
+    return logits;
+}
+
 // One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
@@ -1922,7 +1932,7 @@ const float *prefill(Session *s, const int *ids, int n) {
     view_all(s);
     EACH_HOOK(s, p, enter) n = p->m->enter(s, p->ms, t, n, cap);
 
-    const float *logits = s->forward(s, t, n);
+    const float *logits = passes(s, t, n);
     free(t);
     s->coming = NULL;
     s->turn++;
@@ -2031,6 +2041,16 @@ static int parts_parse(Session *s, const char *spec) {
     return 0;
 }
 
+// Refuses --chunk for a part that looks at a turn as a whole: at its tokens before the pass, or at all its
+// queries at once. 0, or -1 with the reason in s->err.
+static int parts_by_chunks(Session *s) {
+    for (int i = 0; s->chunk && i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->enter || m->attend) return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+    }
+    return 0;
+}
+
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
@@ -2116,12 +2136,13 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = batch_rows(o, opt_str(o, "device"));
+    s->chunk = opt_int(o, "chunk");
     s->huge_pages = opt_choice(o, "huge-pages", "rows|all|off") < 2;
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+    if (parts_parse(s, method) || parts_by_chunks(s) || parts_open(s) || on_device(s)) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -7613,6 +7634,11 @@ static int rows_kept(const Session *s, int ctx, int evicts) {
     return s->budget ? min_int(s->budget, ctx) : ctx;
 }
 
+// The most rows a KV head holds at once, while a layer is computed.
+static int rows_at_once(const Session *s, int ctx, int evicts) {
+    return evicts && s->chunk ? min_int(rows_kept(s, ctx, 1) + s->chunk, ctx) : ctx;
+}
+
 // Bytes that a part's index, bounds or adapter take when ctx tokens are held.
 static size_t part_bytes(const Session *s, const Part *p, int ctx) {
     if (p->m->plan) return p->m->plan(s, p->ms, ctx);
@@ -7650,16 +7676,17 @@ static int wide_inputs(const Session *s) {
     return wide;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. scored 1: scores of every row may be
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of every row may be
 // needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
 // same but those that plan_room_cuda adds.
-static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
+static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, int sparse) {
     const Config *c = s->c;
-    size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t f = sizeof(float), T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t N = rows_at_once(s, p->ctx, evicts);     // rows that a pass may read
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
-    size_t scores = H * T * f;
+    size_t scores = H * N * f;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
     // block does not have fewer pairs of tiles.
@@ -7680,13 +7707,13 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores",
-                   halves || f32 ? 0 : min_size(4 * G * T * D, max_size((size_t)512 << 20, 4 * T * D)));
+                   halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room_cuda(p, "the best of the logits",
                    sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
-    plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
-    plan_room_cuda(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
+    plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
+    plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
@@ -7702,7 +7729,8 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
     int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
-    size_t held = round_to_step(raw), all = round_to_step(p->ctx), others = heads - c->G;
+    size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx, evicts));
+    size_t others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
     p->kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
     p->kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one",
@@ -7737,7 +7765,7 @@ MemoryPlan memory_plan(const Session *s) {
         sparse |= m->attend && m->role & ROLE_PREFILL;
         p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
     }
-    plan_pass(&p, s, turn_hooks(s), sparse);
+    plan_pass(&p, s, evicts, turn_hooks(s), sparse);
     plan_host(&p, s, evicts);
     return p;
 }

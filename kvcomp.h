@@ -278,6 +278,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     // chat template that a method's own weights were trained with; NULL: none, or not said
     const char *made_for;
 
+    int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device
     int huge_pages;             // 1: a head's rows lie on huge pages where they are many (--huge-pages)
     struct Arena *scratch;      // memory of a pass

@@ -176,6 +176,48 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     tiny_free(m);
 }
 
+TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at most its budget and N rows; "
+              "methods that see whole turns refuse it") {
+    const char *method[] = { "streaming", "snapkv", "adakv", "h2o", "expected-attention", "tova", "full", "keydiff+pats" };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    int ids[75];
+    for (int j = 0; j < 75; j++) ids[j] = (j * 7 + 3) % 61;
+    for (int i = 0; i < 8; i++) {
+        const char *rows = i == 7 ? "f16" : "f32";
+        char text[2][80];
+        for (int k = 0; k < 2; k++)
+            snprintf(text[k], sizeof text[k], "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
+        Options *o[2] = { options_of(text[0]), options_of(text[1]) };
+        Session *s[2] = { session_open(m.c, m.w, o[0], method[i]), session_open(m.c, m.w, o[1], method[i]) };
+        const float *x = NULL;
+        for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
+        const float *y = prefill(s[1], ids, 75);
+        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
+        CHECK(s[1]->turn == 1 && s[1]->n_tok == 75, "%s: turn %d", method[i], s[1]->turn);
+        CHECK(s[0]->clk.peak == s[1]->clk.peak, "%s: %zu bytes at most, %zu by hand", method[i], s[1]->clk.peak,
+              s[0]->clk.peak);
+        for (int h = 0; h < m.c->L * m.c->G; h++) {
+            const KVHead *a = &s[0]->head[h], *b = &s[1]->head[h];
+            CHECK(a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof(int)), "%s: other rows", method[i]);
+        }
+        for (int k = 0; k < 2; k++) {
+            session_close(s[k]);
+            options_free(o[k]);
+        }
+    }
+
+    const char *whole[] = { "loopserve-p", "minference", "a-shape", "sonic" };
+    for (int i = 0; i < 4; i++) {
+        Options *o = options_of("chunk=20");
+        char err[512];
+        Session *s = session_try(m.c, m.w, o, whole[i], err);
+        CHECK(!s && strstr(err, "sees a whole turn at once"), "%s: %s", whole[i], s ? "taken" : err);
+        if (s) session_close(s);
+        options_free(o);
+    }
+    tiny_free(m);
+}
+
 TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, their keys are the "
                          "ones RoPE gives there, the next token follows") {
     Script p = { 2, { 50, 20 }, { 3, 0 }, 12 };
