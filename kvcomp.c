@@ -2734,7 +2734,8 @@ const Method adakv_method = {
 //   cap of layer l = hi - l (hi - lo) / (L - 1)
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
-// layer; a KV head keeps one set.
+// layer; a KV head keeps one set. Budgets are those of the authors' program; kvpress's pyramidkv_press.py
+// counts the window into them, so its rows are others.
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
 // --gqa-agg (mean).
 
