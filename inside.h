@@ -25,8 +25,6 @@ typedef struct {            // what one thread works in
     float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
 } Tile;
 
-typedef struct { int lo, hi; } LineRange;       // the numbers lo..hi-1
-
 enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
 
 typedef struct {                // what a choice of lines looks at: sampled rows of one query head
@@ -48,7 +46,6 @@ typedef struct {                // working memory of one thread; a head holds at
     double *g;                  // (2N) residuals of the lines on the selecting samples
     float *top;                 // (2N) variant a: w^max, the largest cell of every line
     LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
-    LineRange *run;             // (N) runs of lines, for who draws them
     int *R;                     // (m) sampled rows
 } LoopRoom;
 
@@ -273,9 +270,6 @@ void session_reset(Session *s);
 // ---- sets of lines
 // list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
 int bit_list(const uint64_t *b, int n, int *list);
-
-// run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
-int bit_runs(const uint64_t *b, int n, LineRange *run);
 
 // Takes every line out of a.
 void lines_clear(Lines *a);

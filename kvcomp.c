@@ -71,25 +71,6 @@
 #endif
 #include <stb/stb_ds.h>
 
-typedef struct ViewTile ViewTile;       // some of the rows a view lists (section 2)
-typedef struct TileRows TileRows;       // their keys or values, ready for a kernel (section 3)
-
-// The memory of a head's keys or values: `have` bytes at p become `want`, kept as far as both reach.
-static char *rows_realloc(char *p, size_t have, size_t want, int huge);
-// What a kernel reads rows (D) of this format as: DT_*, or ROWS_Q8 (section 2).
-static int dtype_in_place(const Format *f, int D);
-// Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
-static Q8Query *q8_room(Session *s);
-// Mean softmax rows of w queries, a list for each query head (lists R) or one for a group (lists 1).
-static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
-// The keys (OF_K) or values (OF_V) of a tile of a view, ready for a kernel. end: where the view's
-// rows end for this thread; buf (KV_TILE,D) is used if the rows have to be brought together.
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                          int v, int end, float *buf);
-// Asks for the first memory of every run of rows among the rows p0..p1-1 of a view.
-static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1);
-
-// ---- what is small and used everywhere
 enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
 
 static void note_peak(Session *s);
@@ -146,27 +127,22 @@ typedef struct {
     float *h;           // (b,C) a normed input, or the output of a product
     float *gate, *up;   // (b,F) inside the MLP
     int T;
-    int whole;          // 1: hooks see a whole turn, so there is one span
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s) {
     int whole = s->rule != VIS_CAUSAL;
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        whole |= m->attend && !(m->spans && m->spans(s, s->part[i].ms));
-    }
+    for (int i = 0; i < s->n_part; i++) whole |= s->part[i].m->attend != NULL;
     return whole;
 }
 
-// Does the rule or some hook act in a prefill beyond what the model does? Then a part that packs rows
+// Does the rule or a hook act in a prefill beyond what the model does? Then a part that packs rows
 // waits for the end of the pass, because others read them until then.
 static int turn_hooks(const Session *s) {
-    int acts = s->rule != VIS_CAUSAL;
+    int acts = sees_whole_turn(s);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        int hooks = m->project || m->attend || m->commit;
-        acts |= hooks && !(m->spans && m->spans(s, s->part[i].ms));
+        acts |= m->project || (m->commit && m->role != ROLE_STORE);
     }
     return acts;
 }
@@ -197,7 +173,7 @@ int span_room(const Session *s, int T) {
 // Room for a pass over T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    Pass r = { .T = T, .whole = sees_whole_turn(s) };
+    Pass r = { .T = T };
     size_t f = sizeof(float), n = span_room(s, T), b = min_int(s->batch, T);
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
@@ -367,7 +343,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         attn_decode(s, l, r->out, r->q);
     } else {
         // attend: a sparse prefill computes the attention itself; without one it is dense.
-        Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
+        Part *sparse = acts ? part_with_attend(s) : NULL;
         if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
         else attn_prefill(s, l, r->out, r->q, t0, n);
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
@@ -531,6 +507,19 @@ static const Format *format_of(const Session *s, int v) {
     return v ? s->fv : s->fk;
 }
 
+// The dtype a kernel reads rows of this format in: their own if it can read them where they lie,
+// otherwise f32. q8_0 has kernels for rows of whole blocks.
+static int dtype_in_place(const Format *f, int D) {
+    if (f->unpack == f16_unpack) return DT_F16;
+    if (f->unpack == bf16_unpack) return DT_BF16;
+    return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
+}
+
+// Can a kernel read rows of this format where they lie?
+static int rows_in_place(const Format *f, int D) {
+    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
+}
+
 // Bytes of one raw row, its key and its value together.
 static size_t raw_row_bytes(const Session *s) {
     return s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
@@ -538,6 +527,28 @@ static size_t raw_row_bytes(const Session *s) {
 
 static size_t round_to_step(size_t rows) {
     return (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
+}
+
+// ---- huge pages for rows
+// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
+// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
+// there, up to the address where a huge page would end, so that nothing is held that the head has
+// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
+static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
+    const size_t page = (size_t)2 << 20;
+    size_t room = (want + page - 1) / page * page;
+#ifndef __linux__
+    huge = 0;                   // elsewhere the room behind the rows may count as held
+#endif
+    if (!huge || max_size(have, want) < page) return xrealloc(p, want);
+    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
+
+    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
+    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
+    if (want >= page) ask_huge_pages(q, want / page * page);
+    if (p) memcpy(q, p, min_size(have, want));
+    free(p);
+    return q;
 }
 
 // ---- memory of one head
@@ -800,11 +811,11 @@ int view_rows(const Session *s, int l, int h, int *rows) {
     return n;
 }
 
-struct ViewTile {           // the rows at places p .. p+n-1 of a view
+typedef struct {            // the rows at places p .. p+n-1 of a view
     int p, n;
     const int *rows;        // (n) their numbers; NULL: they are the neighbours r0 .. r0+n-1
     int r0;
-};
+} ViewTile;
 
 // The j-th of these rows.
 static int row_at(const int *rows, int r0, int j) {
@@ -1020,28 +1031,6 @@ int layer_acts(const Session *s, int l) {
     return 1;
 }
 
-// ---- huge pages for rows
-// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
-// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
-// there, up to the address where a huge page would end, so that nothing is held that the head has
-// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
-static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
-    const size_t page = (size_t)2 << 20;
-    size_t room = (want + page - 1) / page * page;
-#ifndef __linux__
-    huge = 0;                   // elsewhere the room behind the rows may count as held
-#endif
-    if (!huge || max_size(have, want) < page) return xrealloc(p, want);
-    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
-
-    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
-    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
-    if (want >= page) ask_huge_pages(q, want / page * page);
-    if (p) memcpy(q, p, min_size(have, want));
-    free(p);
-    return q;
-}
-
 // ==================================================================================================== 3 ATTENTION
 // A query q of head h attends to rows 0..n-1 of its KV head, with keys k_j and values v_j:
 //   Pass 1   s_j = q . k_j / sqrt(D)      scores; -infinity where the query may not see the row
@@ -1092,11 +1081,17 @@ void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n,
 }
 
 // ---- tiles: m queries meet n rows
-struct TileRows {           // keys or values as a kernel takes them
+typedef struct {            // keys or values as a kernel takes them
     const void *x;          // (n,D) of dtype
     int dtype;              // DT_* or ROWS_Q8
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
-};
+} TileRows;
+
+// Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
+static Q8Query *q8_room(Session *s) {
+    int D = s->c->D;
+    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
+}
 
 // A Tile for every thread, in scratch memory.
 Tile *tiles_new(Session *s) {
@@ -1376,6 +1371,153 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
     scratch_reset(s, mark);
 }
 
+// ---- reading ahead: the rows of a decode step, asked for before they are needed
+// A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
+// come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
+// (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
+// tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
+// result; NOTES.md, The CPU half, says what each part brought and what was tried in vain.
+
+// Asks for the keys (OF_K) or values (OF_V) of n listed rows, so that their ways from memory overlap;
+// packed rows are left out.
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+    const char *raw = raw_row(s, h, v, h->packed);
+    for (int i = 0; i < n; i++) {
+        if (rows[i] < h->packed) continue;
+        Ahead row = { raw + (size_t)(rows[i] - h->packed) * bytes, bytes };
+        ask_ahead(&row, bytes);
+    }
+}
+
+// Asks for the beginning of every run of rows among places p0 .. p1-1 of a view's list. Runs begin
+// on memory pages of their own; one request to each, all at once, has the processor look up their
+// addresses side by side.
+static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1) {
+    int end = w->is_near ? 0 : min_int(p1, w->n);       // a copy lies in order
+    for (int p = p0; p < end; p++) {
+        int row = w->idx[p], begins = p == p0 || row != w->idx[p - 1] + 1;
+        if (!begins || row < h->packed) continue;
+        __builtin_prefetch(raw_row(s, h, OF_K, row));
+        __builtin_prefetch(raw_row(s, h, OF_V, row));
+    }
+}
+
+// The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
+// computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
+// packed ones.
+static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
+    n = min_int(n, KV_TILE);
+    if (n <= 0) return (Ahead){0};
+    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
+    return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
+}
+
+// The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
+static char *near_rows(const Session *s, const View *w, int v) {
+    return w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0);
+}
+
+// The keys or values of a tile, as numbers side by side: where they lie if they are that already,
+// otherwise brought together in buf. A decode step has few queries and reads a tile once, so a tile
+// is not copied unless it must be.
+static const void *rows_ready(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
+                              int v, float *buf) {
+    const Format *f = format_of(s, v);
+    if (w->is_near && a->p + a->n <= w->n) {
+        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
+        if (rows_in_place(f, s->c->D)) return from;
+        f->unpack(buf, from, a->n, s->c->D);
+        return buf;
+    }
+    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
+    int neighbours = last - first == a->n - 1;
+    if (first >= h->packed && neighbours && rows_in_place(f, s->c->D))
+        return raw_row(s, h, v, first);
+    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f, s->c->D));
+    return buf;
+}
+
+// A decode step over a list reads the keys of a tile, then its values, then the keys of the next
+// tile. Listed rows lie anywhere, so each of these reads asks for the memory of the next one, in two
+// halves: one before the kernel's rows are brought together, and one behind it.
+
+// The tile's own rows, whose values are read next. -> how many; 0 if they are neighbours or a copy.
+static int own_rows(const View *w, const ViewTile *a, const int **rows) {
+    int copied = w->is_near && a->p + a->n <= w->n;
+    *rows = a->rows;
+    return a->rows && !copied ? a->n : 0;
+}
+
+// The listed rows of the next tile, whose keys are read next. -> how many.
+static int next_rows(const View *w, const ViewTile *a, const int **rows) {
+    int next = a->p + a->n;
+    if (next >= w->n || w->is_near) return 0;
+    *rows = w->idx + next;
+    return min_int(w->n - next, KV_TILE);
+}
+
+// The keys (OF_K) or values (OF_V) of the tile *a of a view, and the requests that go with them.
+// The rows this thread reads end at place `end` of the view.
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
+                          int v, int end, float *buf) {
+    const Format *f = format_of(s, v);
+    const int *rows = NULL;
+    int reads_next = v == OF_K ? OF_V : OF_K;
+    int listed = v == OF_K ? own_rows(w, a, &rows) : next_rows(w, a, &rows), half = listed / 2;
+    if (half) fetch_rows(s, h, reads_next, rows, half);
+    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f, s->c->D) };
+    if (listed) fetch_rows(s, h, reads_next, rows + half, listed - half);
+
+    // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
+    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f, s->c->D);
+    if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
+    return t;
+}
+
+// ---- lists copied side by side
+// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
+// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
+// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
+static int copies_views(const Session *s) {
+    return !KV_DEV(s) && !s->packing;
+}
+
+// Makes room for a list of n rows for query head h and for the copy of its rows, so that no later
+// step has to ask for memory.
+void view_room(Session *s, int l, int h, int n) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = copies_views(s) ? n * raw_row_bytes(s) : 0;
+    if (n > w->cap) {
+        w->cap = n;
+        w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
+    }
+    if (bytes > w->room) {
+        w->room = bytes;
+        w->near = xrealloc(w->near, bytes);
+    }
+}
+
+// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
+static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
+    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+    for (int i = 0; i < n; i++) {
+        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
+        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
+    }
+}
+
+// Copies the rows that the list of query head h names side by side, keys and then values, for a
+// list that many steps will read.
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_room(s, l, h, w->n);
+    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
+    w->is_near = 1;
+}
+
 // ---- decode: one query a head, through the views
 // Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
 typedef struct {
@@ -1492,141 +1634,6 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
         if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
     }
     scratch_reset(s, mark);
-}
-
-// ---- scores for methods
-// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
-// softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
-// N = kv_longest(s,l).
-void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    if (KV_DEV(s)) {
-        window_scores_cuda(s, l, q, T, W, score);
-        return;
-    }
-    int w = min_int(T, W), H = s->c->H;
-    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->n_tok - w, w, H / s->c->G, score);
-}
-
-static Q8Query *q8_room(Session *s) {
-    int D = s->c->D;
-    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
-}
-
-// ---- reading ahead: the rows of a decode step, asked for before they are needed
-// A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
-// come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
-// (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
-// tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
-// result; NOTES.md, The CPU half, says what each part brought and what was tried in vain.
-
-// Asks for the keys (OF_K) or values (OF_V) of n listed rows, so that their ways from memory overlap;
-// packed rows are left out.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-    const char *raw = raw_row(s, h, v, h->packed);
-    for (int i = 0; i < n; i++) {
-        if (rows[i] < h->packed) continue;
-        Ahead row = { raw + (size_t)(rows[i] - h->packed) * bytes, bytes };
-        ask_ahead(&row, bytes);
-    }
-}
-
-// Asks for the beginning of every run of rows among places p0 .. p1-1 of a view's list. Runs begin
-// on memory pages of their own; one request to each, all at once, has the processor look up their
-// addresses side by side.
-static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1) {
-    int end = w->is_near ? 0 : min_int(p1, w->n);       // a copy lies in order
-    for (int p = p0; p < end; p++) {
-        int row = w->idx[p], begins = p == p0 || row != w->idx[p - 1] + 1;
-        if (!begins || row < h->packed) continue;
-        __builtin_prefetch(raw_row(s, h, OF_K, row));
-        __builtin_prefetch(raw_row(s, h, OF_V, row));
-    }
-}
-
-// The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
-// computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
-// packed ones.
-static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
-    n = min_int(n, KV_TILE);
-    if (n <= 0) return (Ahead){0};
-    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
-    return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
-}
-
-// The dtype a kernel reads rows of this format in: their own if it can read them where they lie,
-// otherwise f32. q8_0 has kernels for rows of whole blocks.
-static int dtype_in_place(const Format *f, int D) {
-    if (f->unpack == f16_unpack) return DT_F16;
-    if (f->unpack == bf16_unpack) return DT_BF16;
-    return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
-}
-
-// Can a kernel read rows of this format where they lie?
-static int rows_in_place(const Format *f, int D) {
-    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
-}
-
-// The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
-static char *near_rows(const Session *s, const View *w, int v) {
-    return w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0);
-}
-
-// The keys or values of a tile, as numbers side by side: where they lie if they are that already,
-// otherwise brought together in buf. A decode step has few queries and reads a tile once, so a tile
-// is not copied unless it must be.
-static const void *rows_ready(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                              int v, float *buf) {
-    const Format *f = format_of(s, v);
-    if (w->is_near && a->p + a->n <= w->n) {
-        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
-        if (rows_in_place(f, s->c->D)) return from;
-        f->unpack(buf, from, a->n, s->c->D);
-        return buf;
-    }
-    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
-    int neighbours = last - first == a->n - 1;
-    if (first >= h->packed && neighbours && rows_in_place(f, s->c->D))
-        return raw_row(s, h, v, first);
-    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f, s->c->D));
-    return buf;
-}
-
-// A decode step over a list reads the keys of a tile, then its values, then the keys of the next
-// tile. Listed rows lie anywhere, so each of these reads asks for the memory of the next one, in two
-// halves: one before the kernel's rows are brought together, and one behind it.
-
-// The tile's own rows, whose values are read next. -> how many; 0 if they are neighbours or a copy.
-static int own_rows(const View *w, const ViewTile *a, const int **rows) {
-    int copied = w->is_near && a->p + a->n <= w->n;
-    *rows = a->rows;
-    return a->rows && !copied ? a->n : 0;
-}
-
-// The listed rows of the next tile, whose keys are read next. -> how many.
-static int next_rows(const View *w, const ViewTile *a, const int **rows) {
-    int next = a->p + a->n;
-    if (next >= w->n || w->is_near) return 0;
-    *rows = w->idx + next;
-    return min_int(w->n - next, KV_TILE);
-}
-
-// The keys (OF_K) or values (OF_V) of the tile *a of a view, and the requests that go with them.
-// The rows this thread reads end at place `end` of the view.
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                          int v, int end, float *buf) {
-    const Format *f = format_of(s, v);
-    const int *rows = NULL;
-    int reads_next = v == OF_K ? OF_V : OF_K;
-    int listed = v == OF_K ? own_rows(w, a, &rows) : next_rows(w, a, &rows), half = listed / 2;
-    if (half) fetch_rows(s, h, reads_next, rows, half);
-    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f, s->c->D) };
-    if (listed) fetch_rows(s, h, reads_next, rows + half, listed - half);
-
-    // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
-    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f, s->c->D);
-    if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
-    return t;
 }
 
 // ---- mean softmax rows of many queries: what SnapKV, DiliLazyKV and LoopServe choose rows by
@@ -1797,47 +1804,16 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
     scratch_reset(s, mark);
 }
 
-// ---- lists copied side by side
-// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
-// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
-// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
-static int copies_views(const Session *s) {
-    return !KV_DEV(s) && !s->packing;
-}
-
-// Makes room for a list of n rows for query head h, and for the copy of its rows if near is 1, so
-// that no later step has to ask for memory.
-void view_room(Session *s, int l, int h, int n, int near) {
-    View *w = kv_view(s, l, h);
-    size_t bytes = near && copies_views(s) ? n * raw_row_bytes(s) : 0;
-    if (n > w->cap) {
-        w->cap = n;
-        w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
+// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
+// softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
+// N = kv_longest(s,l).
+void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    if (KV_DEV(s)) {
+        window_scores_cuda(s, l, q, T, W, score);
+        return;
     }
-    if (bytes > w->room) {
-        w->room = bytes;
-        w->near = xrealloc(w->near, bytes);
-    }
-}
-
-// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
-static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
-    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-    for (int i = 0; i < n; i++) {
-        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
-        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
-    }
-}
-
-// Copies the rows that the list of query head h names side by side, keys and then values, for a
-// list that many steps will read.
-void view_near(Session *s, int l, int h) {
-    View *w = kv_view(s, l, h);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    if (!copies_views(s) || !w->n) return;
-    view_room(s, l, h, w->n, 1);
-    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
-    w->is_near = 1;
+    int w = min_int(T, W), H = s->c->H;
+    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->n_tok - w, w, H / s->c->G, score);
 }
 
 // ==================================================================================================== 4 THE DECODE LOOP
@@ -3103,22 +3079,6 @@ int bit_list(const uint64_t *b, int n, int *list) {
     return count;
 }
 
-// run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
-int bit_runs(const uint64_t *b, int n, LineRange *run) {
-    int count = 0, i = 0;
-    while (i < n) {
-        if (!b[i >> 6]) {                               // no bit up to the end of this word
-            i = (i | 63) + 1;
-            continue;
-        }
-        int end = i;
-        while (end < n && bit_get(b, end)) end++;
-        if (end > i) run[count++] = (LineRange){ i, end };
-        i = end + 1;
-    }
-    return count;
-}
-
 // Takes every line out of a.
 void lines_clear(Lines *a) {
     memset(a->v, 0, bit_bytes(a->n));
@@ -3157,8 +3117,8 @@ enum { LINE_ROWS = 16 };
 
 typedef struct {                // the lines of one query head, as its blocks use them
     const Lines *line;
-    LineRange *run;             // (n_run) runs of S, ascending
-    int n_run;
+    int *slash;                 // (n_slash) offsets of S, ascending
+    int n_slash;
     int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
     float *skip_v;              // (n) exact only; 0 where column c is a vertical, else -INFINITY
     float *skip_s;              // (n) exact only; skip_s[n-1-o]: the same of offset o
@@ -3179,11 +3139,13 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     LinePlan p = { .line = a, .rows = LINE_BLOCK };
     size_t n = a->n;
     if (a->dense) return p;
-    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
-    p.n_run = bit_runs(a->s, a->n, p.run);
+    p.slash = scratch(s, n * sizeof(int));
+    p.n_slash = bit_list(a->s, a->n, p.slash);
     if (a->tile64) return p;
 
-    if (bit_list(a->s, a->n, NULL) < LINE_BLOCK * p.n_run) p.rows = LINE_ROWS;
+    int runs = 0;                                       // of neighbouring slashes
+    for (int i = 0; i < p.n_slash; i++) runs += !i || p.slash[i] > p.slash[i - 1] + 1;
+    if (p.n_slash < LINE_BLOCK * runs) p.rows = LINE_ROWS;
     p.skip_v = scratch(s, n * sizeof(float));
     p.skip_s = scratch(s, n * sizeof(float));
     for (int x = 0; x < a->n; x++) {
@@ -3193,8 +3155,8 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     return p;
 }
 
-// The columns that the block needs, ascending, into b->cols; returns their number. At the offsets
-// lo..hi-1 of a run, the rows r0..E-1 see the columns from r0-hi+1 to E-lo-1.
+// The columns that the block needs, ascending, into b->cols; returns their number. At the offset o
+// the rows r0..E-1 see the columns r0-o..E-o-1.
 static int block_columns(RowBlock *b, const LinePlan *p) {
     int E = b->r0 + b->m;
     if (p->line->dense) {
@@ -3202,8 +3164,8 @@ static int block_columns(RowBlock *b, const LinePlan *p) {
         return E;
     }
     memcpy(b->need, p->line->v, bit_bytes(E));
-    for (int j = 0; j < p->n_run && p->run[j].lo < E; j++)
-        bit_fill(b->need, max_int(b->r0 - p->run[j].hi + 1, 0), E - p->run[j].lo);
+    for (int i = 0; i < p->n_slash && p->slash[i] < E; i++)
+        bit_fill(b->need, max_int(b->r0 - p->slash[i], 0), E - p->slash[i]);
     int n = bit_list(b->need, E, b->cols);
     while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
     return n;
@@ -3407,7 +3369,7 @@ typedef struct {
     int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
 } LineShape;
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int a_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
     if (lines_open(s, "a-shape")) return -1;
@@ -3458,7 +3420,7 @@ const Method a_shape_method = {
 //   M(r) = { 0 .. r } for the last --tri-shape-last rows r of the turn
 // Options: --tri-shape-init (128), --tri-shape-local (3968), --tri-shape-last (100).
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
     if (lines_open(s, "tri-shape")) return -1;
@@ -3510,7 +3472,7 @@ typedef struct {
     int n[2];                   // columns and offsets of a head
 } Minference;
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
     if (lines_open(s, "minference")) return -1;
@@ -4241,7 +4203,6 @@ LoopRoom *loop_rooms(Session *s, int m, int N) {
         w[i].g = scratch(s, 2 * n * sizeof(double));
         w[i].top = scratch(s, 2 * n * sizeof(float));
         w[i].item = scratch(s, 2 * n * sizeof(LineItem));
-        w[i].run = scratch(s, n * sizeof(LineRange));
         w[i].R = scratch(s, m * sizeof(int));
     }
     return w;
@@ -4502,7 +4463,7 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
         for (int g = 0; g < G && layer_acts(s, l); g++)
-            view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0, 1);
+            view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0);
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
@@ -5010,13 +4971,6 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
     }
 }
 
-// Method.spans: the prefill's attention is the model's own.
-static int pats_spans(const Session *s, const void *ms) {
-    (void)s;
-    (void)ms;
-    return 1;
-}
-
 // Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
 static void pats_forget(Session *s, void *ms, int n_tok) {
     Pats *x = ms;
@@ -5164,7 +5118,6 @@ const Method pats_method = {
     .open    = pats_open,
     .close   = pats_close,
     .commit  = pats_commit,
-    .spans   = pats_spans,
     .bytes   = pats_bytes,
     .forget  = pats_forget,
     .trace   = pats_trace,
@@ -7465,5 +7418,3 @@ MemoryPlan memory_plan(const Session *s) {
     plan_host(&p, s, evicts);
     return p;
 }
-
-// ---- --plan: the same, printed

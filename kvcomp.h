@@ -157,9 +157,6 @@ typedef struct Method {
     // pass: Session.queries of them, or all if there are fewer; NULL when no part wants any. Called
     // once more with l == L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
-    // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
-    // does not call it. NULL: never.
-    int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
     // it launched in the last step and commit will move no rows, so that the step can be replayed as it
     // was recorded; STEADY_ONCE when select launches more, in this step alone, and leaves no memory or
@@ -502,7 +499,7 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
 // room for a list of n rows, and for view_near
-void view_room(Session *s, int l, int h, int n, int near);
+void view_room(Session *s, int l, int h, int n);
 
 // copy the listed rows side by side
 void view_near(Session *s, int l, int h);

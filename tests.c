@@ -1434,15 +1434,12 @@ TEST(loopserve_index, "what a block reads holds every cell of its lines, nothing
         Lines a = {
             .n = n, .p0 = p0, .v = xcalloc(1, bit_bytes(n)), .s = xcalloc(1, bit_bytes(n))
         };
-        LineRange run[512];
+        int slash[512];
         for (int x = 0; x < n; x++) {
             if ((b.s[x] = !x || !rnd_int(1 + i % 40))) bit_set(a.s, x);
             if ((b.v[x] = !rnd_int(1 + i % 23))) bit_set(a.v, x);
         }
-        LinePlan p = { .line = &a, .run = run, .n_run = bit_runs(a.s, n, run) };
-        for (int x = 0; x < n; x++) k += b.s[x];
-        for (int j = 0; j < p.n_run; j++) k -= run[j].hi - run[j].lo;
-        CHECK(!k, "runs");
+        LinePlan p = { .line = &a, .slash = slash, .n_slash = bit_list(a.s, n, slash) };
         char cover[512];
         for (int s0 = p0; s0 < n; s0 += 64) {
             int E = s0 + 64 < n ? s0 + 64 : n, bad = 0, at = 0;

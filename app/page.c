@@ -2399,6 +2399,24 @@ static void map_pixels(Session *s, int l, int h, const float *q, int T, int side
     }
 }
 
+typedef struct { int lo, hi; } LineRange;               // the numbers lo..hi-1
+
+// run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
+static int bit_runs(const uint64_t *b, int n, LineRange *run) {
+    int count = 0, i = 0;
+    while (i < n) {
+        if (!b[i >> 6]) {                               // no bit up to the end of this word
+            i = (i | 63) + 1;
+            continue;
+        }
+        int end = i;
+        while (end < n && b[end >> 6] >> (end & 63) & 1) end++;
+        if (end > i) run[count++] = (LineRange){ i, end };
+        i = end + 1;
+    }
+    return count;
+}
+
 // Draws a head's lines, neighbours as one shape: columns down from the diagonal, slashes along it.
 // They are pale if in the end the head is read whole. run (n): room.
 static void map_lines(Report *r, const Lines *a, LineRange *run) {
@@ -2484,7 +2502,7 @@ static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, 
     fprintf(r->f, "href=\"data:image/png;base64,");
     base64_write(r->f, png, arrlenu(png));
     fprintf(r->f, "\"/><path class=\"void\" d=\"M0 0H%dV%dz\"/>", T, T);
-    map_lines(r, &a, w->run);
+    map_lines(r, &a, scratch(s, (size_t)T * sizeof(LineRange)));
     fprintf(r->f, "</g></svg><figcaption>layer %d, head %d: ", l, h);
     fprintf(r->f, "%s%d columns and %d diagonals, %.0f %% of the cells, hold %.1f %% of the attention",
             a.dense ? "read whole, for " : "", columns, diagonals, 100 * found.cells, 100 * found.mass);
@@ -3441,8 +3459,9 @@ static void web_map_commit(Session *s, void *ms, int l, const float *q, int T) {
     map_pixels(s, l, web_map.h, q, T, side, tile, pixel);
     fprintf(web_map.f, "{\"tokens\":%d,\"side\":%d,\"dense\":%d,", T, side, a.dense);
     fprintf(web_map.f, "\"cells\":%.6f,\"mass\":%.6f,", found.cells, found.mass);
-    web_runs(web_map.f, "columns", a.v, T, w->run);
-    web_runs(web_map.f, "slashes", a.s, T, w->run);
+    LineRange *run = scratch(s, (size_t)T * sizeof *run);
+    web_runs(web_map.f, "columns", a.v, T, run);
+    web_runs(web_map.f, "slashes", a.s, T, run);
     fputs("\"shades\":\"", web_map.f);
     for (int i = 0; i < side * side; i++) fprintf(web_map.f, "%x", pixel[i]);
     fputs("\"}", web_map.f);
