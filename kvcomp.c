@@ -724,60 +724,34 @@ int kv_longest(const Session *s, int l) {
 // which is how a view begins (view_all). Place p of a view is the p-th row it reads.
 //
 // Rows belong to KV heads and views to query heads, but most methods choose one list for the R
-// query heads of a group. view_group stores it once, with the group's first head; `back` of each
-// later head says how many heads before it the list's owner is. view_of looks there, and attention
-// sees from it which heads can share one reading of the rows (decode_groups); it compares lists
-// only where two neighbours have different owners.
+// query heads of a group (view_group). Attention compares the lists of neighbouring heads: those that
+// are the same share one reading of the rows (decode_groups).
 //
 // A list that many steps will read can be copied side by side (view_near, section 3): is_near says
 // that the copy is valid. Whatever changes the list or a key it names clears is_near.
 
-// Makes *w the list idx (n) and the rows from tail on.
-static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
-    if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
-    if (n > w->cap) {
-        w->cap = n + n / 4 + KV_STEP;
-        w->idx = xrealloc(w->idx, (size_t)w->cap * sizeof(int));
-    }
-    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n;
-    w->tail = tail;
-    w->back = 0;
-    w->is_near = 0;
-}
-
-// Before the list of query head h changes: other heads of its group may read by it. The first of
-// them gets a copy, and the rest read by that one.
-static void view_hand_on(Session *s, int l, int h) {
-    int R = s->c->H / s->c->G, end = (h / R + 1) * R, heir = 0;
-    const View *old = kv_view(s, l, h);
-    for (int i = h + 1; i < end; i++) {
-        View *w = kv_view(s, l, i);
-        if (w->back != i - h) continue;
-        if (!heir) {
-            heir = i;
-            view_fill(s, w, old->idx, old->n, old->tail);
-        }
-        w->back = i - heir;
-    }
+// Makes room for a list of n rows in *w.
+static void view_list_room(View *w, int n) {
+    if (n <= w->cap) return;
+    w->cap = n;
+    w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
 }
 
 // Query head h reads idx (n) and the rows from tail on. What the other heads read stays as it is.
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    view_hand_on(s, l, h);
-    view_fill(s, kv_view(s, l, h), idx, n, tail);
+    View *w = kv_view(s, l, h);
+    if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
+    if (n > w->cap) view_list_room(w, n + n / 4 + KV_STEP);
+    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
+    w->n = n;
+    w->tail = tail;
+    w->is_near = 0;
 }
 
 // All query heads of KV head g read idx (n) and the rows from tail on.
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     int R = s->c->H / s->c->G;
-    View *w = kv_view(s, l, g * R);
-    view_fill(s, w, idx, n, tail);
-    for (int r = 1; r < R; r++) {
-        w[r].n = n;
-        w[r].tail = tail;
-        w[r].back = r;
-    }
+    for (int r = 0; r < R; r++) view_set(s, l, g * R + r, idx, n, tail);
 }
 
 // Every query head of the session reads every row.
@@ -786,7 +760,7 @@ void view_all(Session *s) {
     if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
         View *w = &s->view[i];
-        w->n = w->tail = w->back = w->is_near = 0;
+        w->n = w->tail = w->is_near = 0;
     }
 }
 
@@ -804,10 +778,10 @@ static void views_here(const Session *s) {
 // rows (N) = the rows query head h reads, in ascending order -> how many.
 int view_rows(const Session *s, int l, int h, int *rows) {
     views_here(s);
-    const View w = view_of(s, l, h);
-    int n = w.n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
-    if (n) memcpy(rows, w.idx, (size_t)n * sizeof(int));
-    for (int r = w.tail; r < len; r++) rows[n++] = r;
+    const View *w = kv_view(s, l, h);
+    int n = w->n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
+    if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
+    for (int r = w->tail; r < len; r++) rows[n++] = r;
     return n;
 }
 
@@ -876,8 +850,7 @@ static void mark_rows_read(Session *s, int l, int g, int len, int *seen) {
     int R = s->c->H / s->c->G;
     for (int h = g * R; h < (g + 1) * R; h++) {
         const View *w = kv_view(s, l, h);
-        int listed = w->back ? 0 : w->n;    // the head that owns the list marks it
-        for (int i = 0; i < listed; i++) seen[w->idx[i]] = 1;
+        for (int i = 0; i < w->n; i++) seen[w->idx[i]] = 1;
         for (int r = w->tail; r < len; r++) seen[r] = 1;
     }
 }
@@ -903,8 +876,7 @@ void kv_compact(Session *s, int l, int g) {
     s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        int listed = w->back ? 0 : w->n;
-        for (int i = 0; i < listed; i++) w->idx[i] = map[w->idx[i]];
+        for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
     if (n < len) move_rows(s, hd, keep, n);
@@ -1488,10 +1460,7 @@ static int copies_views(const Session *s) {
 void view_room(Session *s, int l, int h, int n) {
     View *w = kv_view(s, l, h);
     size_t bytes = copies_views(s) ? n * raw_row_bytes(s) : 0;
-    if (n > w->cap) {
-        w->cap = n;
-        w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
-    }
+    view_list_room(w, n);
     if (bytes > w->room) {
         w->room = bytes;
         w->near = xrealloc(w->near, bytes);
@@ -1549,7 +1518,7 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
                          Tile *t, float *part) {
     int D = s->c->D, m = d->m;
     const KVHead *hd = kv_head(s, l, d->g);
-    const View w = view_of(s, l, d->h0);
+    const View w = *kv_view(s, l, d->h0);
     decode_queries(s, d, q, t);
     tile_begin(t, m, D);
     fetch_runs(s, hd, &w, p0, p1);
@@ -1573,7 +1542,7 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
 static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t,
                         const float *max, const float *sum) {
     KVHead *hd = kv_head(s, l, d->g);
-    const View w = view_of(s, l, d->h0);
+    const View w = *kv_view(s, l, d->h0);
     float mass[KV_TILE];
     decode_queries(s, d, q, t);
     for (int p = 0; p < d->n; p += KV_TILE) {
@@ -2089,62 +2058,31 @@ void session_close(Session *s) {
     free(s);
 }
 
-// Exchanges the states of the parts with those in `other`. A state keeps its place in memory.
-static void states_swap(Session *s, char **other) {
-    for (int i = 0; i < s->n_part; i++) {
-        char *own = s->part[i].ms;
-        for (size_t k = 0; k < s->part[i].m->state; k++) {
-            char byte = own[k];
-            own[k] = other[i][k];
-            other[i][k] = byte;
-        }
-    }
-}
-
-// Gives a session what open hooks have set in another one.
-static void opened_copy(Session *to, const Session *from) {
-    to->budget = from->budget;
-    to->ratio = from->ratio;
-    to->queries = from->queries;
-    to->rule = from->rule;
-    to->fk = from->fk;
-    to->fv = from->fv;
-    to->alt = from->alt;
-    to->packing = from->packing;
-    to->made_for = from->made_for;
-    to->pos_end = from->pos_end;
-    to->pos_extra = from->pos_extra;
-}
-
 // Forgets the dialogue: opens every part anew, closes what it was, and drops every row. 0, or -1 with
 // the reason in s->err when a part does not open, as one whose file has gone away; then the session
-// is as it was. So the new states are opened before the old ones are closed.
+// is as it was. So the new states are opened, in a copy of the session, before the old ones are closed.
 int session_try_reset(Session *s) {
-    char *state[MAX_PARTS];
-    const Session was = *s;
-    for (int i = 0; i < s->n_part; i++) state[i] = xcalloc(1, s->part[i].m->state + 1);
-    states_swap(s, state);                              // the old ones wait in `state`
-    budget_options(s);
-    s->alt = NULL;
-    s->packing = NULL;
-    s->made_for = NULL;
-    s->pos_end = s->pos_extra = 0;
-    int bad = parts_begin(s);
-    const Session opened = *s;
+    Session fresh = *s;
+    fresh.alt = NULL;
+    fresh.packing = NULL;
+    fresh.made_for = NULL;
+    fresh.pos_end = fresh.pos_extra = 0;
+    budget_options(&fresh);
+    for (int i = 0; i < s->n_part; i++) fresh.part[i].ms = xcalloc(1, s->part[i].m->state + 1);
+    int bad = parts_begin(&fresh);
 
     // What goes is closed: the old states, or the new ones when a part did not open.
-    if (!bad) {
-        states_swap(s, state);
-        opened_copy(s, &was);
+    Session *gone = bad ? &fresh : s;
+    for (int i = 0; i < gone->n_part; i++) {
+        Part *p = &gone->part[i];
+        if (p->m->close) p->m->close(gone, p->ms);
+        free(p->ms);
     }
-    EACH_HOOK(s, p, close) p->m->close(s, p->ms);
-    for (int i = 0; i < s->c->L * s->c->G && !bad; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s) && !bad) device_reset(s);
-    states_swap(s, state);
-    opened_copy(s, bad ? &was : &opened);
-    for (int i = 0; i < s->n_part; i++) free(state[i]);
-    if (bad) return -1;
+    if (bad) return refuse(s, "%s", fresh.err);
 
+    *s = fresh;
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_reset(s);
     view_all(s);
     s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
     s->n_sys = s->n_foot = s->n_head = 0;
@@ -4462,8 +4400,11 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
     x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < G && layer_acts(s, l); g++)
-            view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0);
+        for (int g = 0; g < G && layer_acts(s, l); g++) {
+            int n = x->budget < kv_head(s, l, g)->len ? x->budget : 0;
+            view_room(s, l, g * R, n);                  // the first head's copy serves the group
+            for (int r = 1; r < R; r++) view_list_room(kv_view(s, l, g * R + r), n);
+        }
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).

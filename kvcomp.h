@@ -68,8 +68,6 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
-    // it reads by the list (idx, near) of the query head so many before it, in its group; 0: its own
-    int  back;
     int  is_near;               // 1: near holds the listed rows side by side (view_near)
     char *near;                 // (room bytes) K, then V, as they are stored
     size_t room;
@@ -328,17 +326,6 @@ static inline size_t room_bytes(size_t n) { return n + min_size(n / 4, (size_t)6
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
 
-// The view of query head h, with the list that it reads by: idx and near of another head, if back
-// says so.
-static inline View view_of(const Session *s, int l, int h) {
-    View w = *kv_view(s, l, h);
-    const View *owner = kv_view(s, l, h - w.back);
-    w.idx = owner->idx;
-    w.near = owner->near;
-    w.is_near = owner->is_near;
-    return w;
-}
-
 static inline int same_view(View a, View b) {
     if (a.n != b.n || a.tail != b.tail) return 0;
     return !a.n || !memcmp(a.idx, b.idx, (size_t)a.n * sizeof(int));
@@ -346,8 +333,7 @@ static inline int same_view(View a, View b) {
 
 // Does head h > 0 of layer l read what head h - 1 reads?
 static inline int same_as_before(const Session *s, int l, int h) {
-    int one_list = kv_view(s, l, h)->back == kv_view(s, l, h - 1)->back + 1;
-    return one_list || same_view(view_of(s, l, h - 1), view_of(s, l, h));
+    return same_view(*kv_view(s, l, h - 1), *kv_view(s, l, h));
 }
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)
