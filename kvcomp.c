@@ -3847,8 +3847,14 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, lines 9 to 17 -> select_faithful
-//   Algorithm 3, lines 3, 6 -> loop_due
+//   Algorithm 2, line 9 -> select_faithful
+//   Algorithm 2, line 10 -> select_faithful
+//   Algorithm 2, line 11 -> select_faithful
+//   Algorithm 2, line 12 -> select_faithful
+//   Algorithm 2, lines 13-14 -> select_faithful
+//   Algorithm 2, lines 16-17 -> select_faithful
+//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
@@ -4601,7 +4607,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_f16 (lib/kernels), pats_load_region, packed_half, packed_read, two_elements
+//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, two_elements
 //
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
@@ -6558,8 +6564,15 @@ const Method sonic_method = {
 // Map:
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
-//   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
-//   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
+//   Algorithm 1, line 3 -> dililazy_caps
+//   Algorithm 1, line 4 -> dililazy_caps
+//   Algorithm 1, line 8 -> dililazy_weights
+//   Algorithm 1, line 13 -> dililazy_weights
+//   Algorithm 1, line 14 -> dililazy_weights
+//   Algorithm 1, line 16 -> dililazy_weights
+//   Algorithm 1, line 17 -> dililazy_weights, dililazy_caps
+//   Algorithm 1, line 18 -> dililazy_caps
+//   Algorithm 1, line 19 -> dililazy_caps
 //   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device

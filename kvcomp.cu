@@ -7809,10 +7809,10 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
                                        int d, int D) {
     size_t bit = (size_t)(r - g->row0) * D * g->w + (size_t)d * g->w;
     if (rows64) {
-        int B = 8 * PATS_BLOCK / g->w;                           // elements of a block
+        int B = 8 * PATS_BLOCK / g->w;                           // Sec. 3, B
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
-    const uint32_t *p = words + g->base / 4 + bit / 32;
+    const uint32_t *p = words + g->base / 4 + bit / 32;          // Sec. 3, fetch
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
     return (uint16_t)(two >> bit % 32 << (16 - g->w));
 }
@@ -8560,9 +8560,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 
 // ==================================================================================================== 13 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
-// On the device run, at the end of a prefill: the window scores of every query head, the largest
-// score among each row's neighbours, and the choice of each query head's own rows. It is the chain
-// of section 6 whose heads are not joined (D12):
+// On the device runs Sec. 3.3, at the end of a prefill: the window scores of every query head, the
+// largest score among each row's neighbours, and the choice of each query head's own rows. It is the
+// chain of section 6 whose heads are not joined (D12):
 //   window_device -> pool_max_kernel -> top_k_kernel, one row and one cap a query head -> views
 // kv_compact then drops the rows that no query head of a group reads (rows_move_cuda). In decode the
 // views differ from query head to query head: plan_decode makes one work of neighbouring heads that
