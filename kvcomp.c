@@ -3403,8 +3403,7 @@ const Method tri_shape_method = {
 // Options: --minference-verticals (512), --minference-slashes (2048).
 
 enum { MINF_LAST = 64 };        // rows looked at
-enum { MINF_V = 30 };           // columns that come first, whatever their weight
-enum { MINF_S = 100 };          // offsets that do
+static const int minference_least[] = { 30, 100 };      // columns and offsets that come first
 
 typedef struct {
     int n[2];                   // columns and offsets of a head
@@ -3418,11 +3417,6 @@ static int minference_open(Session *s, void *ms) {
     return opt_least(s, "minference-slashes", 50, &x->n[1]);
 }
 
-// How many lines of a kind come first, whatever their weight.
-static int minference_least(int slash) {
-    return slash ? MINF_S : MINF_V;
-}
-
 // Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
 // (n) are room. Lines always taken get an infinite weight.
 static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P,
@@ -3431,7 +3425,7 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         memset(sum, 0, (size_t)a->n * sizeof(float));
         for (int i = 0; i < m; i++)
             for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
-        for (int j = 0; j < a->n && j < minference_least(slash); j++) sum[j] = INFINITY;
+        for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
         int k = top_k(sum, a->n, x->n[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
@@ -3453,7 +3447,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
                 n[i] = a[i].n;
                 k[i] = x->n[slash];
             }
-            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least(slash));
+            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
             for (int i = 0; i < heads; i++) {
                 uint64_t *bits = slash ? a[i].s : a[i].v;
