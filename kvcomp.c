@@ -4816,14 +4816,19 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
         for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
             int from = keep ? keep[r] : r;
-            if (from < h->packed) {
-                old = region_of(old, from);
-                size_t old_bytes = pats_row_bytes(x->rows64, D, old->w);
-                pats_load_region(x->rows64, 0, old, pats_row(held, old, from, old_bytes), 1, D, row);
-            } else {
+            unsigned char *place = pats_row(to, &reg[i], r, bytes);
+            if (from >= h->packed) {
                 memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
+            } else {
+                old = region_of(old, from);
+                const unsigned char *p = pats_row(held, old, from, pats_row_bytes(x->rows64, D, old->w));
+                if (old->w == reg[i].w) {                // nothing is cut
+                    memcpy(place, p, bytes);
+                    continue;
+                }
+                pats_load_region(x->rows64, 0, old, p, 1, D, row);
             }
-            pats_write_row(pats_row(to, &reg[i], r, bytes), row, D, reg[i].w, x->rows64);   // Sec. 3, w
+            pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
         }
     }
     return to;
