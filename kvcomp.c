@@ -56,7 +56,6 @@
 //   16 MEMORY PLAN: what a dialogue will take, before it takes it
 #define _GNU_SOURCE
 #include "kvcomp.h"
-#include "inside.h"
 #include <ctype.h>
 #include <errno.h>
 #include <float.h>
@@ -70,6 +69,24 @@
 #include <immintrin.h>
 #endif
 #include <stb/stb_ds.h>
+
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
 
 enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
 
@@ -1066,7 +1083,7 @@ static Q8Query *q8_room(Session *s) {
 }
 
 // A Tile for every thread, in scratch memory.
-Tile *tiles_new(Session *s) {
+static Tile *tiles_new(Session *s) {
     int n = n_threads(), D = s->c->D;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
@@ -2285,7 +2302,7 @@ const Method tova_method = {
 // them stay.
 //   1. window_scores   how much each query head's last w queries attend to every row, as a mean
 //   2. join_heads      the scores of the R query heads of a KV head become one
-//   3. pool_max        every candidate takes the largest score among its neighbours
+//   3. pool            every candidate takes the largest score among its neighbours, or their mean
 //   4. top_k_rows      the `cap` candidates with the largest scores stay
 // SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
 // joins, or does not join (D12).
@@ -2293,6 +2310,7 @@ const Method tova_method = {
 typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
     int kernel;                 // --kernel, odd: width of the neighbourhood a score is pooled over
+    int mean;                   // 1: --pool avg, a neighbourhood's mean; 0: its maximum
     int agg;                    // --gqa-agg, an AGG_*: how the query heads of a group become one
 } Snap;
 
@@ -2310,6 +2328,7 @@ static int gqa_agg_option(const Session *s) {
 static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
+    x->mean = !strcmp(opt_str(s->opt, "pool"), "avg");
     x->agg = gqa_agg_option(s);
     s->queries = max_int(s->queries, x->window);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
@@ -2360,6 +2379,24 @@ static void pool_max(float *out, const float *x, int n, int width) {
     }
 }
 
+// The same by the mean over |t-j| <= width/2, where a neighbour outside [0,n) counts as a zero. This is
+// what the authors of SnapKV compute, and kvpress.
+static void pool_mean(float *out, const float *x, int n, int width) {
+    for (int j = 0; j < n; j++) {
+        int first = max_int(j - width / 2, 0);
+        int last = j + min_int(width / 2, n - 1 - j);
+        float sum = 0;
+        for (int t = first; t <= last; t++) sum += x[t];
+        out[j] = sum / (float)width;
+    }
+}
+
+// Link 3, as --pool says.
+static void pool(const Snap *x, float *out, const float *score, int n) {
+    if (x->mean) pool_mean(out, score, n, x->kernel);
+    else pool_max(out, score, n, x->kernel);
+}
+
 // Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
 // last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL, whose
 // result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result lies in scratch, in
@@ -2369,7 +2406,7 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     int H = s->c->H, G = s->c->G, R = H / G;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, order);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, x->mean, order);
 
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
@@ -2379,11 +2416,11 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
         const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
             join_heads(joined, from, n[g], N, R, x->agg);
-            pool_max(pooled + g * N, joined, n[g], x->kernel);
+            pool(x, pooled + g * N, joined, n[g]);
             continue;
         }
         float *to = pooled + g * R * N;
-        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        for (int r = 0; r < R; r++) pool(x, to + r * N, from + r * N, n[g]);
     }
     return pooled;
 }
@@ -2442,8 +2479,9 @@ static void snap_keep(Session *s, int l, const float *score, const int *n, const
 //   cap_g   = B - w
 // **Differs from the paper:** a KV head keeps one set, not one set a query head (scores are means
 // over the group); kernel 7, maximum, w 32; rows are dropped again at every turn's end, among all
-// rows held.
-// Options: --budget (1024), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// rows held. With --pool avg --kernel 5 --obs-window 64 a first turn keeps the rows of kvpress's
+// snapkv_press.py.
+// Options: --budget (1024), --obs-window (32), --kernel (7), --pool (max), --gqa-agg (mean).
 
 // Reads the options of the chain, with w 32.
 static int snapkv_open(Session *s, void *ms) {
@@ -2472,7 +2510,7 @@ const Method snapkv_method = {
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2484,32 +2522,34 @@ const Method snapkv_method = {
 // Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation.
 // arXiv 2407.11550.
 // A layer's budget goes where its scores are: a head whose scores are flat gets more rows than a head
-// with a few high ones. The candidates of all heads compete, each weighted by the share of its head's
-// scores that a plain budget keeps.
+// with a few high ones. The candidates of all heads compete by their scores.
 //   base    = B - w
-//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
-//   cnt_g   = candidates of head g among the G base best of score * share
+//   cnt_g   = candidates of head g among the G base best of the layer
 //   cap_g   = rint(0.8 cnt_g + floor(0.2 base)), at most the candidates there are
+// So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv). KVCache-Factory weighs every score by
+// the share of its head's scores that a plain budget keeps; --adakv-share does:
+//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
 // **Differs from the paper** (D17): heads are KV heads; a layer drops rows iff its candidates
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean), --adakv-share.
 
-// score * share of every candidate, head after head: score (G,N), n (G) -> (sum of n), where score
-// lies. Because the heads of a layer compete for rows, two devices must get the same shares. So the
-// sums are of fixed-point numbers, whose order does not matter.
-static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {
-    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+// What the candidates compete by, head after head: score (G,N), n (G) -> (sum of n), where score lies;
+// with `share`, score * share. Because the heads of a layer compete for rows, two devices must get the
+// same shares. So their sums are of fixed-point numbers, whose order does not matter.
+static float *adakv_pooled(Session *s, const float *score, int N, const int *n, int base, int share) {
+    if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n, base, share);
     float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
     int *idx = scratch(s, (size_t)N * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
         int64_t best = 0, sum = 0;
-        int k = top_k(x, n[g], base, idx);
+        int k = share ? top_k(x, n[g], base, idx) : 0;
         for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
         for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        double share = sum > 0 ? (double)best / (double)sum : 0;                // share_g
-        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * share) : 0;
+        double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+        for (int r = 0; r < n[g]; r++) *to++ = (float)(x[r] * share_g);
     }
     return all;
 }
@@ -2520,8 +2560,8 @@ static void adakv_caps(Session *s, int l, const float *score, const int *n, int 
     int total = 0, want = G * base, found;
     for (int g = 0; g < G; g++) total += n[g];
     int *idx = scratch(s, (size_t)want * sizeof(int));
-    float *weighted = adakv_shares(s, score, N, n, base);
-    top_k_rows(s, weighted, 1, 0, &total, &want, idx, want, &found);
+    float *all = adakv_pooled(s, score, N, n, base, opt_int(s->opt, "adakv-share"));
+    top_k_rows(s, all, 1, 0, &total, &want, idx, want, &found);
 
     // idx ascends: head g's winners follow those of head g-1, and its candidates end at `end`.
     int i = 0, end = 0;
@@ -2553,6 +2593,11 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     scratch_reset(s, mark);
 }
 
+static const Opt adakv_opts[] = {
+    { "adakv-share", 'b', "0", "heads compete by score times the share a plain budget keeps, as KVCache-Factory" },
+    { NULL, 0, NULL, NULL },
+};
+
 const Method adakv_method = {
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
@@ -2560,7 +2605,8 @@ const Method adakv_method = {
                "head on average",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .opts    = adakv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2579,7 +2625,8 @@ const Method adakv_method = {
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
 // layer; a KV head keeps one set.
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean).
 
 // The cap of layer l of L, for N tokens seen.
 static int pyramid_cap(int l, int L, int N, int B, int w) {
@@ -2614,7 +2661,7 @@ const Method pyramidkv_method = {
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2693,28 +2740,31 @@ const Method h2o_method = {
 // the rows that will draw most stay.
 //   mu <- Rbar mu,   Sg <- Rbar Sg Rbar^T,   Rbar = mean RoPE matrix of positions N .. N+511
 //   z_c     = mu . k_c / sqrt(D) + k_c^T Sg k_c / (2 D)
-//   score_c = (mean over the group of softmax_c(z)) * |v_c|
+//   score_c = (mean over the group of softmax_c(z) + epsilon) * |v_c|
 // The rows of the first --sink tokens always stay and count inside B. The candidates, over which
 // the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
 // less one) are those of all queries that the prefills of the dialogue have fed at positions >=
 // --sink (D19).
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
-// when tokens are truncated.
-// Options: --budget (1024), --sink (4).
+// when tokens are truncated. epsilon is 0, as in kvpress's expected_attention_press.py; its leaderboard
+// takes .01, which lets long values stay that little attention is expected for.
+// Options: --budget (1024), --sink (4), --ea-epsilon (0).
 
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
     int sink;                   // --sink
+    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
     double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
 } Expected;
 
-// Reads --sink. Returns 0, or -1 with the reason in s->err.
+// Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
     x->sink = opt_int(s->opt, "sink");
+    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
@@ -2934,7 +2984,10 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     for (int g = 0; g < G; g++) {
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
         join_heads(score, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) score[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);      // score_c
+        for (int r = 0; r < n; r++) {
+            float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
+            score[r] = (score[r] + x->epsilon) * length;                    // score_c
+        }
         int kept = top_k(score, n, B - first, keep + first);
         for (int i = 0; i < first; i++) keep[i] = i;
         for (int i = 0; i < kept; i++) keep[first + i] += n0;
@@ -2942,6 +2995,11 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
     scratch_reset(s, mark);
 }
+
+static const Opt expected_opts[] = {
+    { "ea-epsilon", 'f', "0", "added to every expected attention before the value's length multiplies it", 0, 1 },
+    { NULL, 0, NULL, NULL },
+};
 
 const Method expected_attention_method = {
     .name    = "expected-attention",
@@ -2951,6 +3009,7 @@ const Method expected_attention_method = {
     .limits  = "B must exceed --sink",
     .budget  = 1024,
     .uses    = "--sink 4",
+    .opts    = expected_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Expected),
@@ -2960,6 +3019,97 @@ const Method expected_attention_method = {
     .steady  = expected_steady,
     .commit  = expected_commit,
     .bytes   = expected_bytes,
+};
+
+// ---- KNORM
+// Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
+// Compression. arXiv 2406.11430.
+// Keys of small norm draw much attention. So the rows with the smallest keys stay, and nobody has to
+// look at a query.
+//   score_r = -|k_r|
+// **Differs from the paper:** every layer drops rows (the paper spares the first two); rows are dropped
+// again at every turn's end. A first turn keeps the rows of kvpress's knorm_press.py.
+// Options: --budget (1024).
+
+// The end of a prefill, for methods that score a row by its key alone: every KV head of layer l keeps
+// the B rows with the best scores. `score` fills out (N) for keys k (N,D), behind which is room for a row.
+static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, int N, int D)) {
+    int B = budget_now(s), D = s->c->D;
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
+    int *keep = scratch(s, N * sizeof *keep);
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        kv_load_k(s, h, NULL, 0, h->len, k);
+        score(x, k, h->len, D);
+        kv_keep(s, l, g, keep, top_k(x, h->len, B, keep));
+    }
+    scratch_reset(s, mark);
+}
+
+// out (N): -|k| of every key of k (N,D).
+static void knorm_scores(float *out, float *k, int N, int D) {
+    for (int r = 0; r < N; r++) out[r] = -sqrtf(dot_f32(k + (size_t)r * D, k + (size_t)r * D, D));
+}
+
+static void knorm_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, knorm_scores);
+}
+
+const Method knorm_method = {
+    .name   = "knorm",
+    .paper  = "L2 norm of keys, arXiv 2406.11430",
+    .keeps  = "keeps the B rows whose keys have the smallest norm",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = knorm_commit,
+};
+
+// ---- KEYDIFF
+// Park et al.: KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+// Resource-Constrained Environments. arXiv 2504.15364.
+// Keys that resemble all others say little that is new. So the rows stay whose keys point elsewhere than
+// the mean direction of the head's keys.
+//   mu = mean over the rows of k_r / |k_r|,     score_r = -cos(k_r, mu)
+// **Differs from the paper:** rows are dropped at a prefill's end, not block by block (--chunk N does
+// that). A first turn keeps the rows of kvpress's keydiff_press.py.
+// Options: --budget (1024).
+
+// out (N): -cos(k, mu) of every key of k (N,D). mu takes the room behind them.
+static void keydiff_scores(float *out, float *k, int N, int D) {
+    float *mu = k + (size_t)N * D;
+    memset(mu, 0, (size_t)D * sizeof *mu);
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        float length = sqrtf(dot_f32(key, key, D));
+        for (int d = 0; d < D; d++) mu[d] += key[d] / length / (float)N;
+    }
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        out[r] = -dot_f32(key, mu, D) / sqrtf(dot_f32(key, key, D));        // |mu| is the same for all
+    }
+}
+
+static void keydiff_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, keydiff_scores);
+}
+
+const Method keydiff_method = {
+    .name   = "keydiff",
+    .paper  = "KeyDiff, arXiv 2504.15364",
+    .keeps  = "keeps the B rows whose keys differ most from the mean direction of the keys",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = keydiff_commit,
 };
 
 // ---- Q8
@@ -3024,8 +3174,18 @@ static void bit_fill(uint64_t *b, int lo, int hi) {
     }
 }
 
+enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
+
+typedef struct {                // what a choice of lines looks at: sampled rows of one query head
+    int m;                      // sampled rows
+    int n;                      // rows the head holds
+    int p0;                     // the first row of this pass
+    const int *R;               // (m) row numbers of the samples, ascending
+    const float *P;             // (m,n) their attention A; P[i][c] = 0 for c > R[i]
+} LineSample;
+
 // list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
-int bit_list(const uint64_t *b, int n, int *list) {
+static int bit_list(const uint64_t *b, int n, int *list) {
     int count = 0;
     for (int w = 0; w < (n + 63) / 64; w++) {
         for (uint64_t u = b[w]; u; u &= u - 1) {        // each step clears the lowest set bit of u
@@ -3037,7 +3197,7 @@ int bit_list(const uint64_t *b, int n, int *list) {
 }
 
 // Takes every line out of a.
-void lines_clear(Lines *a) {
+static void lines_clear(Lines *a) {
     memset(a->v, 0, bit_bytes(a->n));
     memset(a->s, 0, bit_bytes(a->n));
 }
@@ -3277,7 +3437,7 @@ static int opt_least(Session *s, const char *name, int least, int *value) {
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
 // probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
 // R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
-void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
                        float *P, Tile *t) {
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
@@ -3875,12 +4035,45 @@ const Method quest_method = {
 // Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
+typedef struct {                // a line in a heap or in a sorted list
+    double key;                 // what lines are ordered by: weight, or gain / length
+    int id;                     // variant b: the vertical id < n, or the slash id - n;
+                                // variant a, where each kind has its list: the line's number
+} LineItem;
+
+typedef struct {                // working memory of one thread; a head holds at most N rows
+    float *P;                   // (m,N) softmax rows
+    double *g;                  // (2N) residuals of the lines on the selecting samples
+    float *top;                 // (2N) variant a: w^max, the largest cell of every line
+    LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
+    int *R;                     // (m) sampled rows
+} LoopRoom;
+
+typedef struct {
+    // The prefill.
+    LoopRule rule;              // alpha, kept lines, hold-out, limits
+    int variant_a;              // 1: Algorithm 2 as in the paper
+    int m;                      // sampled rows of a pass
+    int min_context;            // heads with at most so many rows are computed in full
+
+    // Decode, Algorithm 3.
+    int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
+    int first;                  // the token of an answer at which the first choice is made: 16
+    int interval;               // n_d: tokens from one choice to the next
+    int obs;                    // queries that choose, |X^obs|
+    int prompt_end;             // number of tokens when the last prefill ended
+    int ring_from;              // the ring holds no queries of tokens before this one
+    int chosen;                 // 1: in this answer some head reads chosen rows only
+    int budget;                 // B: rows to choose
+    float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
+} LoopServe;
+
 // ---- samples and lengths
 
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
 // equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
-int sample_rows(int nh, int want, int turn, int layer, int *R) {
+static int sample_rows(int nh, int want, int turn, int layer, int *R) {
     int m = min_int(want, nh);
     uint64_t state = mix64(mix64(mix64(1) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
@@ -4151,7 +4344,7 @@ typedef struct {                // one layer of one prefill
 } LoopPass;
 
 // Working memory for every thread, in scratch: m samples of heads with at most N rows.
-LoopRoom *loop_rooms(Session *s, int m, int N) {
+static LoopRoom *loop_rooms(Session *s, int m, int N) {
     int threads = n_threads();
     LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
     size_t n = (size_t)N;
@@ -4174,7 +4367,7 @@ static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
 
 // Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
 // the choice fails.
-void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
+static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
     a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, w, f);
 }
 
@@ -4450,7 +4643,7 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
 // ---- opening and closing
 
 // Method.open of the prefill alone.
-int loopserve_p_open(Session *s, void *ms) {
+static int loopserve_p_open(Session *s, void *ms) {
     LoopServe *x = ms;
     const Options *o = s->opt;
     x->variant_a = opt_int(o, "paper");
@@ -4624,6 +4817,31 @@ const Method loopserve_d_method = {
 //
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
+enum {
+    PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
+    PATS_MAX_D = 1024,              // largest head_dim
+};
+
+typedef struct {
+    // Options.
+    int schedule;                   // PATS_MIDDLE, ..
+    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
+    int mid;                        // 1: half a step is added on reading
+    int rows64;                     // 1: the paper's format, 0: dense
+    int b_min, b_max;               // fewest and most bits a row outside the window loses
+    int sink;                       // first tokens, which lose b_min bits only
+    int window;                     // last tokens, which stay raw
+    int T_end;                      // static: tokens of the whole dialogue
+
+    // State.
+    int T_last;                     // tokens seen at the last re-pack
+    int cut;                        // tokens [0,cut) are packed, in every head that holds them
+    int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
+    int due;                        // 1: this pass packs rows, layer by layer
+    unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
+    int cap;
+} Pats;
+
 enum {                              // Pats.schedule
     PATS_MIDDLE,
     PATS_OLD,
@@ -4649,7 +4867,7 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen
 // (D25).
-int pats_bits(const Pats *x, int src, int T) {
+static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
     return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);
@@ -4683,7 +4901,7 @@ static int block_elements(int w) {
 }
 
 // Bytes of a row of D elements of w bits.
-size_t pats_row_bytes(int rows64, int D, int w) {
+static size_t pats_row_bytes(int rows64, int D, int w) {
     int B = block_elements(w);
     return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
 }
@@ -5142,6 +5360,22 @@ const Method pats_method = {
 //
 // Options: --budget (1024, the first rows included) and lychee_opts below.
 
+enum {                          // level of the boundary after a token; the lower, the better an end
+    CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
+    CUT_SENTENCE,               // . ? ! and a line end
+    CUT_PHRASE,                 // , ; :
+    CUT_BLANK,                  // between two words
+    CUT_NONE,                   // none of these
+    CUT_INSIDE = 9,             // inside a UTF-8 character: only where there is no other end
+};
+
+enum { STREAM_TAIL = 64 };      // bytes of the stream that are remembered
+
+typedef struct {                // the last bytes of the stream; a special token empties it
+    unsigned char b[STREAM_TAIL];
+    int n;                      // bytes there are
+} TextTail;
+
 // ---- the chunker: where may a chunk end? (Table 4, D48)
 TokenText token_text;
 
@@ -5272,19 +5506,38 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
     return best;
 }
 
-// ---- the index: Lychee is in inside.h, Nodes and Tree are in kvcomp.h
+// ---- the index: Nodes and Tree are in kvcomp.h
+typedef struct {
+    float beta;                 // weight of |q| r in a node's score
+    int kg;                     // units opened in a step; 0: there are none
+    int min, max;               // tokens of a chunk
+    int buffer, sink;           // recent rows and first rows outside the index
+    int full_layers;            // the first layers read every row
+    int iters;                  // of k-means
+    int per_cluster;            // chunks a cluster has on average
+    int B;                      // the budget of this turn, sinks included
+
+    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
+    TextTail tail;              // the text up to the last of them
+    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
+    int M;                      // chunks
+    int M_built;                // chunks when the index was built; 0: there is none
+    int changed;                // 1: the last pass has built the index or grafted on it
+    Tree *tree;                 // (L,G)
+} Lychee;
+
 // Does layer l have an index?
-int indexed_layer(const Session *s, const Lychee *x, int l) {
+static int indexed_layer(const Session *s, const Lychee *x, int l) {
     return l >= x->full_layers && layer_acts(s, l);
 }
 
 // The first token of the recent buffer: the index ends before it.
-int t_idx(const Lychee *x) {
+static int t_idx(const Lychee *x) {
     return x->start[x->M];
 }
 
 // Tokens that the chunks of a list may have together.
-int room_for_chunks(const Lychee *x) {
+static int room_for_chunks(const Lychee *x) {
     return max_int(x->B - x->sink, 0);
 }
 
@@ -6050,7 +6303,7 @@ static uint64_t fnv1a(uint64_t h, const Tensor *t) {
 
 // The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
 // q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-uint64_t sonic_fingerprint(const Weights *w) {
+static uint64_t sonic_fingerprint(const Weights *w) {
     Tensor known[2];
     weights_known(w, known);
     return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
@@ -6568,7 +6821,7 @@ const Method sonic_method = {
 //
 // **Differs from the paper:**
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
-//     hold those. By its text they are numbers of keys: --calibrate-score=count.
+//     hold those. By its text they are numbers of keys.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
 //     capacities is b_c. --dililazy-alloc=code is what the authors' program computes.
 //   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
@@ -6582,22 +6835,21 @@ const Method sonic_method = {
 // Map:
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
-//   Algorithm 1, line 3 -> dililazy_caps
-//   Algorithm 1, line 4 -> dililazy_caps
-//   Algorithm 1, line 8 -> dililazy_weights
-//   Algorithm 1, line 13 -> dililazy_weights
-//   Algorithm 1, line 14 -> dililazy_weights
-//   Algorithm 1, line 16 -> dililazy_weights
-//   Algorithm 1, line 17 -> dililazy_weights, dililazy_caps
-//   Algorithm 1, line 18 -> dililazy_caps
-//   Algorithm 1, line 19 -> dililazy_caps
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
+//   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
+//   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
+//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_kernel
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
 // through rows_move_cuda and gather_kernel.
 //
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
 // --calibrate OUT.json.
+
+enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
+    ALLOC_PAPER,                // Algorithm 1, its overspending divided out
+    ALLOC_CODE,                 // as the authors' program computes it
+    ALLOC_HEADKV,               // the pool of headkv
+};
 
 // The state of dililazy, and of headkv.
 typedef struct {
@@ -6703,7 +6955,7 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
 
 // The scores (L,H) called `which` (a name in score_names) of a file; the caller frees them. NULL,
 // with the reason in err, when the file cannot be read or does not fit the model.
-double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
+static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
@@ -6776,7 +7028,7 @@ static void dililazy_weights(const double *inf, int L, int H, double eps, int al
 }
 
 // Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
                    int *cap) {
     double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
     double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
@@ -6909,20 +7161,9 @@ static const Opt dililazy_opts[] = {
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
     { "dililazy-eps",       'f', "0.01", "least share of a layer" },
     { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
-    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
-    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
-    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
-    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
-    { "calibrate-predict",  'i', "32", "longest answer" },
     { "calibrate-needles",  's', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "",
-      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
-      "what follows it; {}: the question" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -7047,7 +7288,8 @@ static void trace_put(Session *s, const char *type, size_t size, const void *x, 
     char name[160];
     int n = snprintf(name, sizeof name, "pass%04d.", s->trace->pass - 1);
     vsnprintf(name + n, sizeof name - (size_t)n, fmt, ap);
-    safe_write(&s->trace->out, name, type, size, x, dim, dims);
+    if (s->trace->put) s->trace->put(s->trace, name + n, type, size, x, dim, dims);
+    else safe_write(&s->trace->out, name, type, size, x, dim, dims);
 }
 
 #define TRACE_AS(function, type, width, T) \
@@ -7223,6 +7465,8 @@ const Method *const methods[] = {
     &pyramidkv_method,              // rows kept
     &h2o_method,                    // rows kept, and the prefill for its sums
     &expected_attention_method,     // rows kept
+    &knorm_method,                  // rows kept
+    &keydiff_method,                // rows kept
     &a_shape_method,                // attention of the prefill
     &tri_shape_method,              // attention of the prefill
     &minference_method,             // attention of the prefill
