@@ -70,26 +70,6 @@
 #endif
 #include <stb/stb_ds.h>
 
-enum {
-    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
-    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
-    KV_CHUNK = 2048,        // rows of one running softmax
-};
-
-typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) rows as f32
-    float *q;               // (Q_BLOCK,D) the queries
-    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
-    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
-    int rows[KV_TILE];      // room for the row numbers of a tile
-    float *sc;              // (m,n) scores of the tile, then exp(score - max)
-    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
-    float sum[Q_BLOCK];     // the sum of exp(score - max),
-    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
-} Tile;
-
-enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
-
 static void note_peak(Session *s);
 
 // ==================================================================================================== 1 MODEL
@@ -608,6 +588,8 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 }
 
 // ---- new rows
+enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
+
 // The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
 // growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
 // KV_GROWTH rows at most, and not past the rows that -c allows.
@@ -1035,6 +1017,12 @@ int layer_acts(const Session *s, int l) {
 // on the number of threads. Prefill and decode do the same arithmetic, so a token's logits do not
 // depend on how it came in (D2).
 
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
+
 // ---- the definition: one query, all three passes
 // One softmax of query head h over exactly the rows listed; which of them are visible is the
 // caller's business. q, out (D); prob (n): the probabilities, or NULL.
@@ -1075,6 +1063,18 @@ typedef struct {            // keys or values as a kernel takes them
     int dtype;              // DT_* or ROWS_Q8
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
 } TileRows;
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
 
 // Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
 static Q8Query *q8_room(Session *s) {
