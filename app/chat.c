@@ -61,14 +61,16 @@ static int id_among(const Token *tok, int n, int id) {
     return 0;
 }
 
-// --repeat-penalty: every id among the last --repeat-last-n tokens has its logit in x (V) divided
+enum { PENALISED = 64 };        // last tokens that --repeat-penalty looks at
+
+// --repeat-penalty: every id among the last of them has its logit in x (V) divided
 // by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
 // method's own tokens (id < 0) have no logit.
 static void penalise(const App *a, float *x) {
     double penalty = opt_real(a->o, "repeat-penalty");
-    int last = opt_int(a->o, "repeat-last-n"), n = a->s->n_tok;
+    int n = a->s->n_tok;
     if (penalty == 1) return;
-    int from = max_int(n - last, 0);
+    int from = max_int(n - PENALISED, 0);
     const Token *recent = a->s->tok + from;
     for (int i = 0; i < n - from; i++) {
         int id = recent[i].id;
@@ -1443,10 +1445,9 @@ static void trace_meta(const App *a, SafeWriter *w) {
 }
 
 // Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
-// exit 2 when the layers or steps are wrong.
+// exit 2 when the layers are wrong.
 void trace_open(App *a) {
     const char *path = opt_str(a->o, "trace"), *layers = opt_str(a->o, "trace-layers");
-    const char *steps = opt_str(a->o, "trace-steps");
     if (!*path) return;
     struct Trace *x = a->trace = xcalloc(1, sizeof *x);
     x->layer = xmalloc((size_t)a->c->L);
@@ -1454,7 +1455,6 @@ void trace_open(App *a) {
     int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
     for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
     arrfree(list);
-    x->step = *steps ? number_parts("trace-steps", steps, 0, 1 << 30) : NULL;
     safe_write_begin(&x->out, path, "--trace");
     trace_meta(a, &x->out);
     trace_session(a->s, x);
@@ -1468,7 +1468,6 @@ void trace_close(App *a, int keep) {
     a->trace = NULL;
     if (keep) safe_write_end(&x->out);
     else safe_write_drop(&x->out);
-    arrfree(x->step);
     free(x->layer);
     free(x);
 }
@@ -1705,7 +1704,6 @@ void open_config(App *a) {
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
-    a->c->huge_pages = opt_choice(a->o, "huge-pages", "rows|all|off") == 1;
     if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
         die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
@@ -2800,7 +2798,6 @@ static void chat_loop(App *a) {
             session_keep(a);
         } else if (text[0]) {
             chat_turn(a, text, stdout);
-            done = opt_int(a->o, "single-turn");
         }
     }
     arrfree(text);

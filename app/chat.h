@@ -219,7 +219,7 @@ int run_ids(App *a);
 
 // ---- --trace FILE
 // Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
-// exit 2 when the layers or steps are wrong.
+// exit 2 when the layers are wrong.
 void trace_open(App *a);
 
 // Ends it, if there is one. keep 0: the run has failed, and its trace goes.

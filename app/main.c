@@ -24,19 +24,8 @@
 #include <stb/stb_ds.h>
 
 // ---- --plan: every allocation of a run, printed
-// The bytes that a text like 141G, 80000M or 1e9 means; 0: it means none.
-static double bytes_of_text(const char *text) {
-    static const char units[] = "kMGT";
-    char *end;
-    double n = strtod(text, &end), unit = 1;
-    const char *at = *end ? strchr(units, *end) : NULL;
-    for (const char *u = units; at && u <= at; u++) unit *= 1000;
-    if (end == text || !(n > 0) || (*end && (!at || end[1]))) return 0;
-    return n * unit;
-}
-
-// The lines of one memory and their sum -> the sum. extra: bytes that the runtime itself takes.
-static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+// The lines of one memory and their sum. extra: bytes that the runtime itself takes.
+static void plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
     size_t sum = extra;
     fprintf(f, "%s\n", host ? "host" : "device");
     for (int i = 0; i < p->n_line; i++) {
@@ -46,7 +35,6 @@ static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE 
     }
     if (extra) fprintf(f, "  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
     fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
-    return sum;
 }
 
 // The lines become those of a run on the CPU.
@@ -58,22 +46,16 @@ static void plan_for_cpu(MemoryPlan *p) {
     plan_line(p, "rooms of a pass", p->pass_cpu, 1);
 }
 
-// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on
-// the CPU, in sums), and whether those on the device fit into `memory` bytes (0: not asked). Returns the exit code.
-static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
+// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on the
+// CPU, in sums).
+static void plan_print(const Session *s, const char *method, FILE *f) {
     MemoryPlan p = memory_plan(s);
     int cpu = s->c->as_q8;
     fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d %s: at most\n", p.ctx,
             s->batch, method, s->fk->name, s->fv->name, cpu ? "cpu" : "cuda");
     if (cpu) plan_for_cpu(&p);
-    double need = cpu ? 0 : (double)plan_print_part(&p, 0, DEVICE_OWN, f);
-    double host = (double)plan_print_part(&p, 1, 0, f);
-    if (cpu) need = host;
-    if (!memory) return EXIT_OK;
-    double left = memory - need;
-    fprintf(f, "%s into %.3f GB: %.3f GB are %s\n", left >= 0 ? "fits" : "does not fit", memory * 1e-9,
-            fabs(left) * 1e-9, left >= 0 ? "left" : "missing");
-    return left >= 0 ? EXIT_OK : EXIT_MEMORY;
+    else plan_print_part(&p, 0, DEVICE_OWN, f);
+    plan_print_part(&p, 1, 0, f);
 }
 
 // ==================================================================================================== COMMAND LINE
@@ -300,8 +282,7 @@ static void check_trace(const Options *o) {
         die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
     if (*opt_str(o, "trace") && *opt_str(o, "compare"))
         die(EXIT_USAGE, "--trace goes with one method, not with --compare");
-    for (const char *name = "trace-layers"; name; name = strcmp(name, "trace-steps") ? "trace-steps" : NULL)
-        if (*opt_str(o, name) && !*opt_str(o, "trace")) die(EXIT_USAGE, "--%s goes with --trace FILE", name);
+    if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace")) die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
 }
 
 // Ranges, and options that do not go together: exit 2.
@@ -320,8 +301,6 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
     if (opt_int(o, "json") && opt_int(o, "csv"))
         die(EXIT_USAGE, "--json and --csv both say how to print; give one");
-    if (opt_int(o, "think") && opt_int(o, "no-think"))
-        die(EXIT_USAGE, "--think and --no-think contradict each other; give one");
     check_trace(o);
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
@@ -332,14 +311,13 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "eval-merge") && (eval || ids || bench || *opt_str(o, "batch") || *opt_str(o, "report") || opt_int(o, "demo")))
         die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
-    if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
     int alone = !*opt_str(o, "eval") && !*opt_str(o, "eval-file");
     if (*opt_str(o, "compare") && alone && (*opt_str(o, "file") || opt_given(o, "prompt")))
         die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
                         "/compare QUESTION asks several methods");
-    if (*opt_str(o, "batch") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
+    if (*opt_str(o, "batch") && !opt_int(o, "dump-tokens") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
                                  || opt_int(o, "demo")))
         die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
     if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
@@ -426,7 +404,7 @@ static Message *messages_read(const App *a, const Json *list, int *n, char err[5
     return NULL;
 }
 
-// The ids of one line of --dialogue (stb array), {"messages": [..]}. NULL and err.
+// The ids of one line of a dialogue file (stb array), {"messages": [..]}. NULL and err.
 static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
     char why[256];
     int count, *ids = NULL;
@@ -441,7 +419,7 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     return ids;
 }
 
-// A session file (n bytes) as one line of --dialogue, malloc'd: its messages up to the last one of the
+// A session file (n bytes) as one line of a dialogue file, malloc'd: its messages up to the last one of the
 // user. NULL: the file is none. *size: its length.
 static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
     static const char begin[] = "{\"session\":", reply[] = "{\"role\":\"assistant\"";
@@ -465,13 +443,13 @@ static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
     return line;
 }
 
-// --dump-tokens --dialogue: the ids of every dialogue of a file, one line each; of a session those of its
+// --dump-tokens --batch: the ids of every dialogue of a file, one line each; of a session those of its
 // last prefill.
 static void dump_dialogues(const App *a, const char *path) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--dialogue %s", err);
+    if (!text) die(EXIT_USAGE, "--batch %s", err);
     char *messages = dialogue_of_session(text, n, &n);
     if (messages) free(text);
     if (messages) text = messages;
@@ -483,7 +461,7 @@ static void dump_dialogues(const App *a, const char *path) {
         int *ids = dialogue_line(a, p, (size_t)(end - p), err);
         if (!ids) {
             free(text);
-            die(EXIT_USAGE, "--dialogue %s, line %d: %s", path, line, err);
+            die(EXIT_USAGE, "--batch %s, line %d: %s", path, line, err);
         }
         print_ids(ids);
     }
@@ -493,10 +471,10 @@ static void dump_dialogues(const App *a, const char *path) {
 // --dump-tokens: the ids of the prompt on one line, or those of the dialogues of a file. Needs a
 // tokenizer, but no weights.
 static int dump_tokens(App *a, const char *text) {
-    const char *dialogue = opt_str(a->o, "dialogue");
-    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT or -f FILE");
-    if (text && *dialogue) die(EXIT_USAGE, "--dialogue does not go with -p or -f");
-    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dialogue does not go with --raw");
+    const char *dialogue = opt_str(a->o, "batch");
+    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT, -f FILE or --batch FILE");
+    if (text && *dialogue) die(EXIT_USAGE, "--dump-tokens --batch does not go with -p or -f");
+    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dump-tokens --batch does not go with --raw");
     if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
     char err[256];
     if (!*dialogue) options_set(a->o, "raw", "1", err);     // text alone wants no template
@@ -543,7 +521,7 @@ static const char *const request_fields[] = {
 static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
-        "repeat-penalty", "repeat-last-n", "seed",
+        "repeat-penalty", "seed",
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
@@ -1002,18 +980,16 @@ static int run_mode(App *a, const char *text) {
 // --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights
 // are shapes. Returns the exit code.
 static int plan_run(App *a) {
-    const char *method = opt_str(a->o, "method"), *text = opt_str(a->o, "device-memory");
+    const char *method = opt_str(a->o, "method");
     char err[512];
-    double memory = bytes_of_text(text);
-    if (*text && !memory) die(EXIT_USAGE, "--device-memory: expected bytes, like 141G, found %s", text);
     options_set(a->o, "device", "cpu", err);
     if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
     a->w = weights_planned(a->c);
     Session *s = session_open(a->c, a->w, a->o, method);
     s->batch = batch_rows(a->o, a->c->as_q8 ? "cpu" : "cuda");
-    int rc = plan_print(s, method, memory, stdout);
+    plan_print(s, method, stdout);
     session_close(s);
-    return rc;
+    return 0;
 }
 
 // Opens what the mode needs, step by step, and runs it. Returns the exit code.

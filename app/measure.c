@@ -1665,10 +1665,10 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     else add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
 }
 
-// The row that the gaps of row s are measured from: that of --compare-base, the one with the same
-// budget if it has several. NULL: there is none, or the run has no answers.
+// The row that the gaps of row s are measured from: that of the first method, the one with the same
+// budget if it has several. NULL: the run has no answers.
 static const Score *base_of(const Score *s, const EvalRun *run) {
-    const char *name = opt_str(run->a->o, "compare-base");
+    const char *name = run->rows[0].name;
     const Score *base = NULL;
     for (int r = 0; r < (int)arrlen(run->rows) && !run->ppl; r++) {
         const Score *x = &run->rows[r];
@@ -1678,8 +1678,7 @@ static const Score *base_of(const Score *s, const EvalRun *run) {
     return base;
 }
 
-// Appends the mean score of some answers of the row, if there are any, and its gap to the row of
-// --compare-base.
+// Appends the mean score of some answers of the row, if there are any, and its gap to the first method's.
 static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
                       const char *task, int place) {
     Answer *x = answers_of(s->answers, task, place);
@@ -2064,7 +2063,7 @@ static uint64_t items_hash(const EvalSet *e) {
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
         "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
-        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
+        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty",
         "eval-history",
     };
     Options *plain = options_like(a->o);
@@ -2554,16 +2553,18 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
 static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     char err[256];
     size_t n;
-    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
+    int *length = number_list("eval-length", opt_str(a->o, "eval-length"), 4, 1 << 20);
+    int V = a->c->V, window = length[0], half = window / 2;
+    arrfree(length);
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--eval-file %s", err);
     int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
     free(text);
     ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
     if (!windows)
-        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path,
+        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-length)", path,
             (int)arrlen(ids), window);
-    windows = min_int(windows, opt_int(a->o, "eval-windows"));
+    windows = min_int(windows, opt_int(a->o, "eval-items"));
 
     Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
@@ -2623,7 +2624,7 @@ static void print_rows(const EvalRun *run, Score *rows) {
     if (opt_int(o, "json")) how = AS_JSON;
     char *table = NULL;
     size_t size;
-    int screen = how == AS_TABLE && isatty(1) && !opt_int(o, "markdown");
+    int screen = how == AS_TABLE && isatty(1);
     FILE *out = screen ? memory_stream(&table, &size) : stdout;
     for (int r = 0; r < (int)arrlen(rows); r++) {
         finish_row(&rows[r], run->seed);
@@ -2635,13 +2636,6 @@ static void print_rows(const EvalRun *run, Score *rows) {
     free(table);
 }
 
-// Ends the program if the rows that --compare-base names are not there.
-static void check_base(const EvalRun *run) {
-    const Options *o = run->a->o;
-    if (opt_given(o, "compare-base") && !base_of(run->rows, run) && !run->ppl)
-        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(o, "compare-base"));
-}
-
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
@@ -2651,7 +2645,6 @@ int eval_merge(App *a) {
     Score *rows = NULL;
     int missing = merge_rows(&x, &rows);
     EvalRun run = { .a = a, .rows = rows, .model = model, .seed = strtoull(seed, NULL, 10) };
-    check_base(&run);
     print_rows(&run, rows);
     rows_free(rows);
     eval_file_close(&x);
@@ -2690,7 +2683,6 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     Score *rows = open_rows(a, &open);
     run.rows = rows;
     if (a->trace) trace_row(a, open);
-    check_base(&run);
     if (saves) eval_file_open(&x, a, &e, rows);
     if (!ppl) play_items(a, &e, rows, open, 1, saves ? &x : NULL);
     for (int r = 0; r < (int)arrlen(rows); r++) {
@@ -3599,27 +3591,28 @@ static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Con
 }
 
 // ---- --bench
+enum { BENCH_RUNS = 3 };          // of a number, the median counts
+
 // Tells the memory plan, through -c, the longest context there will be.
 static void bench_context(Options *o, const int *prompt, const int *depth) {
     int n = 0;
     char text[16], err[256];
     for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
     for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
-    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat") + KV_STEP + GROWTH_STEPS);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * BENCH_RUNS + KV_STEP + GROWTH_STEPS);
     options_set(o, "ctx-size", text, err);
 }
 
 // One table, of the method that --method names.
 static void bench_method(const App *a, const int *prompt, const int *depth) {
-    int repeat = opt_int(a->o, "repeat");
     Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
     bench_header(stdout, a->o, a->c, a->w);
     for (int i = 0; i < (int)arrlen(prompt); i++) {
-        BenchLine b = bench_prefill(s, prompt[i], repeat);
+        BenchLine b = bench_prefill(s, prompt[i], BENCH_RUNS);
         bench_print(stdout, &b, a->o, a->c);
     }
     for (int i = 0; i < (int)arrlen(depth); i++) {
-        BenchLine b = bench_decode(s, depth[i], repeat);
+        BenchLine b = bench_decode(s, depth[i], BENCH_RUNS);
         bench_print(stdout, &b, a->o, a->c);
     }
     session_close(s);
