@@ -109,33 +109,63 @@ static void help_value(const Opt *o, char out[96]) {
     else snprintf(out, 96, "%s", text);
 }
 
-// One line of help: flag, name, value, what it is for, and the default where there is one.
-static void help_option(const Opt *o) {
-    char value[96], left[128];
-    const char *flag = short_of(o->name);
+enum { HELP_COLUMNS = 100 };
+
+// An entry of help: flag, name, value, what it is for, and the default where there is one. brief 1: of what it is
+// for only what stands before the first "; " or " (".
+static void help_option(const Opt *o, int brief) {
+    char value[96], left[128], text[640];
+    const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
+    int n = (int)strlen(o->help), wide = brief ? 25 : 32;
+    if (brief && end) n = min_int(n, (int)(end - o->help));
+    if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
     help_value(o, value);
     snprintf(left, sizeof left, "%s%s--%s%s", flag ? flag : "", flag ? " " : "", o->name, value);
-    printf("  %-38s %s", left, o->help);
-    if (o->kind != 'b' && o->kind != 'c' && *o->def) printf(" [%s]", o->def);
-    printf("\n");
+    int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
+    snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");
+    printf("  %-*s ", wide, left);
+    if ((int)strlen(left) > wide) printf("\n%*s", wide + 3, "");
+    print_wrapped(stdout, text, wide + 3, HELP_COLUMNS);
 }
 
-// --help
+// The first lines.
+static void help_head(void) {
+    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\nusage: kvcomp [options] [DIR]\n",
+           KVCOMP_VERSION);
+}
+
+// --help: one screen.
 static void help(void) {
-    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\n", KVCOMP_VERSION);
-    printf("usage: kvcomp [options] [DIR]\n");
+    static const char *const often[] = {
+        "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo", "temp",
+        "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench", "batch",
+        "json", "list-methods",
+    };
+    help_head();
+    for (size_t i = 0; i < sizeof often / sizeof *often; i++) help_option(opt_find_in(program_options, often[i]), 1);
+    printf("--help all has the other options, --help METHOD a method's.\n"
+           "  kvcomp                                           chat with the shipped model; /help there\n"
+           "  kvcomp -m DIR --method streaming --budget 512    a long chat in constant memory\n"
+           "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json  one reply, and its numbers\n"
+           "  kvcomp --eval needle --compare full,snapkv,lychee --budgets 64,128\n"
+           "  kvcomp --report page.html                        what each method keeps, as a page\n");
+}
+
+// --help all
+static void help_all(void) {
+    help_head();
     for (const Opt *o = program_options; o->name; o++) {
         for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
             if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
-        help_option(o);
+        help_option(o, 0);
     }
-    printf("  %-38s %s\n", "--calibrate OUT.json",
-           "measure the heads of the model and write dililazy's and headkv's scores to this file (--help dililazy)");
-    printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
-    printf("The template writes the whole dialogue at every turn; what is new is fed. Where it rewrites history, so is that.\n"
-           "Examples\n  kvcomp                                    chat with the shipped model\n"
-           "  kvcomp -m DIR --method=streaming --budget 512    a long chat in constant memory\n"
-           "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json\n");
+    printf("Methods (--help METHOD has the paper, what is kept, limits)\n");
+    EACH_METHOD(m)
+        for (const Opt *o = (*m)->opts; o && o->name; o++) {
+            const Method *const *first = methods;               // methods share options: the first one has it
+            while (!opt_find_in((*first)->opts, o->name)) first++;
+            if (first == m) help_option(o, 0);
+        }
 }
 
 // What a method saves, as a sentence.
@@ -147,8 +177,12 @@ static const char *help_saves(const Method *m) {
     return "Saves nothing: the reference.";
 }
 
-// --help METHOD
+// --help METHOD, --help all
 static void help_method(const char *name) {
+    if (!strcmp(name, "all")) {
+        help_all();
+        return;
+    }
     const Method *m = method_find(name, strlen(name));
     const char *near = m ? NULL : nearest_method(name, strlen(name));
     if (near) die(EXIT_USAGE, "--help: no method is called '%s' (did you mean %s? see --list-methods)", name, near);
@@ -160,7 +194,7 @@ static void help_method(const char *name) {
         printf("Uses --budget %d%s%s; or --ratio instead of --budget\n",
                m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
     if (m->opts) printf("Options (with their defaults)\n");
-    for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
+    for (const Opt *o = m->opts; o && o->name; o++) help_option(o, 0);
 }
 
 // Prints help if any argument asks for it, whatever the others are. 1: it did.
