@@ -842,8 +842,8 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
             rows, saves_reads_only(s) ? " | saves reads, not memory" : "", in_color(stderr, COLOR_OFF));
 }
 
-// /stats and --stats: three lines of the session, then what each part of the method says of itself.
-void print_stats(const App *a, FILE *f) {
+// /stats: three lines of the session.
+static void print_stats(const App *a, FILE *f) {
     const Session *s = a->s;
     const Clock *k = &s->clk;
     char held[32], full[32], meta[32], peak[32], read[32];
@@ -992,7 +992,6 @@ int run_ids(App *a) {
     }
     dump_close(&dump, f, path);
     if (opt_int(a->o, "json")) print_json(a, stdout);
-    if (opt_int(a->o, "stats")) print_stats(a, stderr);
     return 0;
 }
 
@@ -2823,9 +2822,8 @@ int chat(App *a) {
     messages_end();
     chat_busy = 0;
     session_end(a);
-    int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
-    int bad = (json || stats) && session_ready(a);
-    if (json && !bad) print_json(a, stdout);
-    if (stats && !bad) print_stats(a, stderr);
-    return bad ? EXIT_RUN : 0;
+    if (!opt_int(a->o, "json")) return 0;
+    if (session_ready(a)) return EXIT_RUN;
+    print_json(a, stdout);
+    return 0;
 }

@@ -206,9 +206,6 @@ int tokens_said(const Session *s);
 // a head", and why none of those is gone that a method drops.
 void rows_in_words(const Session *s, char out[96]);
 
-// /stats and --stats: three lines of the session, then what each part of the method says of itself.
-void print_stats(const App *a, FILE *f);
-
 // ---- --ids FILE
 // Is there nothing but white space in [p,end)?
 int is_blank(const char *p, const char *end);

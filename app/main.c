@@ -995,7 +995,6 @@ static int answer_prompt(App *a, const char *text) {
         a->reply = NULL;
         free(reply);
     }
-    if (opt_int(a->o, "stats")) print_stats(a, stderr);
     session_end(a);
     return 0;
 }

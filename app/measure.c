@@ -36,9 +36,8 @@
 // differences between rows are paired.
 //
 // Every dialogue is played twice.
-//   Free pass    The method answers, and its own answers are the history of the next turn
-//                (--eval-history gold puts the right ones there instead). Scores, bytes and seconds
-//                come from this pass.
+//   Free pass    The method answers, and its own answers are the history of the next turn; replies of a
+//                file that are given are fed as they are. Scores, bytes and seconds come from this pass.
 //   Forced pass  The right replies are fed token by token, to the method and to full attention
 //                alike. NLL, KLD and top-1 agreement come from this pass, over the tokens of scored
 //                replies, so these numbers do not depend on what a method happened to say.
@@ -1019,12 +1018,12 @@ static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *le
 // --eval-file has one JSON object a line; blank lines are skipped:
 //   {"task":..,"score":..,"messages":[{"role":"user","content":..},
 //                                     {"role":"assistant","content":..,"answers":[..],"choices":[..]},..]}
-// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers,
-// and may then lack "content". The reply is the whole sentence around the first answer. What the last user
-// message is to be answered with may stand beside "messages", as "answers" and "choices".
-//
-// The same in turns: {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
-// In place of "user" a turn may have "paras":[..] and "query":..
+// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers
+// ("answers" or "answer"), and may then lack "content". The reply is the whole sentence around the first
+// answer. What the last user message is to be answered with may stand beside "messages": "answers",
+// "choices", "reply"; then the replies before it are given, and nobody is asked for them. Beside them may
+// also stand "text" (a number: items of one text go together), "length" (tokens), "position" of the
+// question (begin, middle, end) and "depth" of the evidence (0 to 100), as data/tasks has them.
 // The readers return 0; or -1, with err filled, when the line is none of them.
 
 // Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
@@ -1048,12 +1047,6 @@ static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, 
     return 0;
 }
 
-// The name obj[key] of an item's task, or `other` if there is none.
-static const char *read_task(EvalSet *e, const Json *obj, const char *key, const char *other) {
-    const char *name = json_text(obj, key);
-    return *name ? set_text(e, name, strlen(name)) : other;
-}
-
 // Notes where the first answer stands in the right reply.
 static void mark_answer(EvalTurn *t) {
     const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
@@ -1063,33 +1056,10 @@ static void mark_answer(EvalTurn *t) {
     arrput(t->span, from + (int)strlen(t->answers[0]));
 }
 
-// Reads one turn of a dialogue into *t, whose fields are 0.
-static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    char **paras = NULL, *query = NULL;
-    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
-    t->position = t->depth = -1;
-    int bad = read_text(e, obj, "user", &t->user, err)
-           || read_text(e, obj, "query", &query, err)
-           || read_text(e, obj, "reply", &t->reply, err)
-           || read_list(e, obj, "paras", &paras, err)
-           || read_list(e, obj, "answers", &t->answers, err)
-           || read_list(e, obj, "classes", &t->classes, err);
-    if (!bad && !t->user && (paras || query)) {
-        t->user = message(e, paras, "\n\n", query, BEHIND_TEXT);
-        if (paras && query) t->position = BEHIND_TEXT;
-    }
-    arrfree(paras);
-    if (bad) return -1;
-
-    mark_answer(t);
-    return t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
-}
-
 // Takes the score that an item names into *metric; METRIC_FOUND when it names none.
 static int read_metric(const char *name, int *metric, char err[512]) {
     *metric = METRIC_FOUND;
     if (!*name) return 0;
-    if (!strcmp(name, "accuracy")) name = "choice";
     *metric = 0;
     while (*metric < METRICS && strcmp(name, eval_metrics[*metric])) ++*metric;
     if (*metric < METRICS) return 0;
@@ -1097,22 +1067,25 @@ static int read_metric(const char *name, int *metric, char err[512]) {
                  "data/lm_eval_kvcomp.py)", name);
 }
 
-// Reads the turns of a dialogue into *it.
-static int read_dialogue(EvalSet *e, const Json *turns, EvalItem *it, char err[512]) {
-    char why[512];
-    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
-    for (int i = 0; i < turns->n; i++) {
-        EvalTurn t = { 0 };
-        int bad = read_turn(e, &turns->item[i], &t, why);
-        arrput(it->turn, t);
-        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
-    }
-    return 0;
-}
-
 // Reads what a reply is scored by into *t: from an assistant's message, or from the item itself.
 static int read_gold(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    return read_list(e, obj, "answers", &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
+    const char *answers = json_get(obj, "answers") ? "answers" : "answer";
+    return read_list(e, obj, answers, &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
+}
+
+// Reads what stands beside the messages about the last one of the user.
+static int read_beside(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
+    static const char *const places[] = { "begin", "middle", "end" };
+    EvalTurn *t = &arrlast(it->turn);
+    const char *place = json_text(obj, "position");
+    if (json_get(obj, "text")) read_whole(obj, "text", 0, INT_MAX, &it->number, err);
+    if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
+    for (int p = 0; p < 3; p++)
+        if (!strcmp(place, places[p])) t->position = p;
+    if (read_gold(e, obj, t, err) || read_text(e, obj, "reply", &t->reply, err)) return -1;
+    mark_answer(t);
+    for (int i = 0; i + 1 < (int)arrlen(it->turn); i++) it->turn[i].given = !it->turn[i].answers;
+    return 0;
 }
 
 // Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it.
@@ -1133,7 +1106,7 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
         if (bad) return fault(err, "message %d: %.400s", i + 1, why);
         if (i % 2) mark_answer(t);
     }
-    return list->n % 2 ? read_gold(e, obj, &arrlast(it->turn), err) : 0;
+    return list->n % 2 ? read_beside(e, obj, it, err) : 0;
 }
 
 // Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
@@ -1141,17 +1114,16 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
 static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
     Json *obj = json_parse(line, n, err);
     if (!obj) return -1;
-    const Json *turns = json_get(obj, "turns"), *messages = json_get(obj, "messages");
+    const Json *messages = json_get(obj, "messages");
+    const char *task = json_text(obj, "task");
     EvalItem it = { .number = (int)arrlen(e->item) };
     int bad;
-    it.task = read_task(e, obj, "task", read_task(e, obj, "type", "file"));
+    it.task = *task ? set_text(e, task, strlen(task)) : "file";
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
     else if (messages) bad = read_messages(e, obj, messages, &it, err);
-    else if (turns) bad = read_dialogue(e, turns, &it, err);
     else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
-    const char *score = json_text(obj, *json_text(obj, "score") ? "score" : "metric");
-    if (!bad) bad = read_metric(score, &it.metric, err);
+    if (!bad) bad = read_metric(json_text(obj, "score"), &it.metric, err);
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++)
         if (it.metric == METRIC_CLASS && it.turn[i].answers && !it.turn[i].classes)
             bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
@@ -1161,6 +1133,7 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
         it.length += (int)arrlen(ids);
         arrfree(ids);
     }
+    if (!bad && json_get(obj, "length")) bad = read_whole(obj, "length", 1, INT_MAX, &it.length, err);
     arrput(e->item, it);
     json_free(obj);
     return bad;
@@ -1240,30 +1213,28 @@ static void note_cost(const Session *s, Score *sc) {
 // The free pass: the method answers every turn. A reply may be as long as --n-predict, by default 64
 // tokens or twice the right reply, whichever is more.
 static void play_free(App *a, const EvalItem *it, Score *sc) {
-    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
     int limit = opt_int(a->o, "n-predict");             // negative: the default
     play_start(a);
     for (int i = 0; i < (int)arrlen(it->turn); i++) {
+        const EvalTurn *t = &it->turn[i];
         char *said = NULL;
         size_t n = 0;
-        int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
+        int *right = gold_ids(a, t), most = max_int(2 * (int)arrlen(right), 64);
+        play_prefill(a, t->user);
+        for (int k = 0; t->given && k < (int)arrlen(right); k++) {
+            arrput(arrlast(a->turn).dec, right[k]);
+            feed_decode(a, right[k]);
+        }
+        arrfree(right);
+        if (t->given) continue;
         FILE *f = memory_stream(&said, &n);
-        play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
         memory_stream_close(f);
-        if (it->turn[i].answers) {
+        if (t->answers) {
             note_answer(it, i, said, sc);
             arrput(sc->said, said);
         } else {
             free(said);
-        }
-
-        if (gold) {                                     // the history changes, so the cache is rebuilt
-            arrfree(arrlast(a->turn).dec);
-            arrlast(a->turn).dec = right;
-            if (replay(a, (int)arrlen(a->turn))) die(EXIT_USAGE, "%s", a->s->err);
-        } else {
-            arrfree(right);
         }
     }
     note_cost(a->s, sc);
@@ -2064,7 +2035,6 @@ static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
         "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
         "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty",
-        "eval-history",
     };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);

@@ -11,6 +11,7 @@ typedef struct {
                                 //   [from,to); none: the whole reply is the answer
     char **answers;             // stb_ds: the right answers; none: the turn is not scored
     char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
+    int given;                  // 1: the reply is fed as it is, and nobody is asked for it
     char **evidence;            // stb_ds: the sentences, of this turn and of earlier ones, from which
                                 //   the answer follows
     int position, depth;        // as in Answer

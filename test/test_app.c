@@ -488,41 +488,36 @@ static int read_lines(const char *text, EvalSet *e) {
     return code;
 }
 
-TEST(eval_files, "dialogues in messages and in turns are read as documented; a malformed line ends with "
-                 "2 and its number") {
+TEST(eval_files, "dialogues in messages are read as documented; a malformed line ends with 2 and its number") {
     EvalSet e = { 0 };
     int code =
-        read_lines("{\"type\":\"t\",\"turns\":[{\"user\":\"hi\"},{\"paras\":[\"p\",\"q\"],"
-                   "\"query\":\"w?\",\"answers\":[\"x\",\"y\"],\"reply\":\"It is x.\"}]}\n\n  \n"
+        read_lines("{\"task\":\"t\",\"messages\":[{\"role\":\"user\",\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":"
+                   "\"Okay.\"},{\"role\":\"user\",\"content\":\"w?\"}],\"answer\":[\"x\",\"y\"],\"reply\":\"It is x.\","
+                   "\"text\":7,\"length\":900,\"position\":\"end\",\"depth\":12}\n\n  \n"
                    "{\"task\":\"label\",\"score\":\"choice\",\"messages\":[{\"role\":\"user\","
                    "\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":\"Okay.\"},"
                    "{\"role\":\"user\",\"content\":\"Which?\"},{\"role\":\"assistant\","
                    "\"answers\":[\"A\"],\"choices\":[\"A\",\"B\"]}]}\n"
                    "{\"score\":\"exact\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],"
-                   "\"answers\":[\"v\"]}\n"
-                   "{\"metric\":\"accuracy\",\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"],"
-                   "\"classes\":[\"v\"]}]}",
+                   "\"answers\":[\"v\"]}\n",
                    &e);
-    CHECK(code == 0 && arrlen(e.item) == 4, "%d: %s", code, die_text);
-    if (arrlen(e.item) == 4) {
-        const EvalTurn *t = &e.item[0].turn[1];
-        CHECK(!strcmp(e.item[0].task, "t") && e.item[0].metric == METRIC_FOUND &&
-                  !e.item[0].turn[0].answers && !strcmp(t->user, "p\n\nq\n\nw?") &&
-                  arrlen(t->answers) == 2 && t->position == 2,
-              "dialogue: %s", t->user);
-        CHECK(!strcmp(t->reply, "It is x.") && e.item[0].length > 3, "reply %s, length %d",
-              t->reply, e.item[0].length);
-        CHECK(arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7,
+    CHECK(code == 0 && arrlen(e.item) == 3, "%d: %s", code, die_text);
+    if (arrlen(e.item) == 3) {
+        const EvalItem *it = &e.item[0];
+        const EvalTurn *t = &it->turn[1];
+        CHECK(!strcmp(it->task, "t") && it->metric == METRIC_FOUND && it->number == 7 && it->length == 900 &&
+                  it->turn[0].given && !t->given && arrlen(t->answers) == 2 && t->position == 2 && t->depth == 12,
+              "an item with its answer beside the messages");
+        CHECK(!strcmp(t->reply, "It is x.") && arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7,
               "the answer in the reply");
         const EvalTurn *u = e.item[1].turn;
         CHECK(!strcmp(e.item[1].task, "label") && e.item[1].metric == METRIC_CLASS &&
-                  arrlen(u) == 2 && !strcmp(u[0].reply, "Okay.") && !u[0].answers &&
+                  arrlen(u) == 2 && !strcmp(u[0].reply, "Okay.") && !u[0].answers && !u[0].given &&
                   arrlen(u[1].classes) == 2 && !u[1].reply,
               "messages");
-        CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply &&
+        CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply && e.item[2].number == 2 &&
                   !strcmp(e.item[2].turn[0].answers[0], "v") && !strcmp(e.item[2].task, "file"),
               "answers beside the messages");
-        CHECK(e.item[3].metric == METRIC_CLASS && e.item[3].number == 3, "a score's older name");
     }
 
     static const struct {
@@ -543,20 +538,18 @@ TEST(eval_files, "dialogues in messages and in turns are read as documented; a m
     static const struct {
         const char *line, *says;
     } bad[] = {
-        { "{\"turns\":", "byte" },
+        { "{\"messages\":", "byte" },
         { "[1]", "no object" },
         { "{\"a\":1}", "no 'messages'" },
-        { "{\"turns\":[]}", "no list of turns" },
-        { "{\"turns\":{}}", "no list of turns" },
-        { "{\"turns\":[3]}", "turn 1" },
-        { "{\"turns\":[{\"user\":\"u\"},{}]}", "turn 2" },
-        { "{\"turns\":[{\"user\":4,\"answers\":[\"x\"]}]}", "'user'" },
-        { "{\"turns\":[{\"user\":\"u\",\"answers\":\"x\"}]}", "'answers'" },
-        { "{\"turns\":[{\"user\":\"u\",\"answers\":[]}]}", "'answers'" },
-        { "{\"turns\":[{\"user\":\"u\",\"answers\":[1]}]}", "'answers'" },
-        { "{\"metric\":\"best\",\"turns\":[{\"user\":\"u\"}]}", "'score'" },
-        { "{\"metric\":\"accuracy\",\"turns\":[{\"user\":\"u\",\"answers\":[\"x\"]}]}",
+        { "{\"messages\":{}}", "no list of messages" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":4}],\"answers\":[\"x\"]}", "message 1: 'content'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":\"x\"}", "'answers'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[]}", "'answers'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[1]}", "'answers'" },
+        { "{\"score\":\"best\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}]}", "'score'" },
+        { "{\"score\":\"choice\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"x\"]}",
           "'choices'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"x\"],\"depth\":101}", "depth" },
         { "{\"input\":\"i\",\"context\":\"c\",\"answers\":[\"x\"]}", "lm_eval_kvcomp.py" },
         { "{\"messages\":[]}", "no list of messages" },
         { "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"}]}", "--system" },
@@ -568,7 +561,7 @@ TEST(eval_files, "dialogues in messages and in turns are read as documented; a m
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char text[512];
         EvalSet f = { 0 };
-        snprintf(text, sizeof text, "{\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"]}]}\n\n%s\n",
+        snprintf(text, sizeof text, "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"v\"]}\n\n%s\n",
                  bad[i].line);
         code = read_lines(text, &f);
         CHECK(code == EXIT_USAGE && strstr(die_text, "line 3") && strstr(die_text, bad[i].says),
@@ -576,7 +569,7 @@ TEST(eval_files, "dialogues in messages and in turns are read as documented; a m
         eval_set_free(&f);
     }
     EvalSet f = { 0 };
-    CHECK(read_lines("{\"turns\":[{\"user\":\"u\"}]}\n", &f) == EXIT_USAGE &&
+    CHECK(read_lines("{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}]}\n", &f) == EXIT_USAGE &&
               strstr(die_text, "no turn has 'answers'"),
           "%s", die_text);
     eval_set_free(&f);
@@ -594,7 +587,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     open_tokenizer(&a, 1);
     open_session(&a);
     EvalSet e = make_set(a.tok, 0, 128, 2, 1);
-    const EvalItem *it = &e.item[7];  // a text, a question, a second question
+    EvalItem *it = &e.item[7];  // a text, a question, a second question
     float *ref = NULL;
     Score sc = { 0 };
     play_forced(&a, it, &ref, NULL);
@@ -632,17 +625,17 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     }
     CHECK(counted && fabs(nll / counted - sc.answers[1].nll) < 1e-4,
           "NLL %g, by hand %g over %d tokens", sc.answers[1].nll, nll / counted, counted);
-    options_set(a.o, "eval-history", "gold", err);
     Score gold = { 0 };
+    it->turn[0].given = it->turn[1].given = 1;
     play_free(&a, it, &gold);
-    for (int j = 0; j < 3; j++) {
+    for (int j = 0; j < 2; j++) {
         int *ids = gold_ids(&a, &it->turn[j]);
         CHECK(arrlen(ids) == arrlen(a.turn[j].dec) &&
                   !memcmp(ids, a.turn[j].dec, (size_t)arrlen(ids) * sizeof *ids),
               "turn %d: the history is not the right reply", j);
         arrfree(ids);
     }
-    CHECK(arrlen(gold.answers) == 2, "%d answers", (int)arrlen(gold.answers));
+    CHECK(arrlen(gold.answers) == 1, "%d answers", (int)arrlen(gold.answers));
     session_close(s);
     arrfree(ref);
     score_free(&sc);
@@ -1278,7 +1271,7 @@ static int widest_line(const char *s) {
 
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
-    enum { MOST_OPTIONS = 123 };
+    enum { MOST_OPTIONS = 121 };
     Options *all = options_of_program();
     int n = (int)shlen(all->map), options = 0;
     CHECK(n <= MOST_OPTIONS, "%d options", n);
@@ -1639,10 +1632,10 @@ TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a r
               strstr(sh_err, "in 2 turns"),
           "%s", sh_err);
     CHECK(sh("(printf '/compare '; yes tell me | head -n 60 | tr '\\n' ' '; printf '\n/demo\nhello\n') | "
-             "./kvcomp -m %s -c 500 --temp 0 -n 4 --stats", d) == 0 &&
+             "./kvcomp -m %s -c 500 --temp 0 -n 4 --json", d) == 0 &&
               strstr(sh_err, "sonic is left out: a message of") && strstr(sh_err, "[turn 1 ") &&
-              strstr(sh_err, "method full, "),
-          "/compare and /demo go on without it, and --stats ends the chat: %s", sh_err);
+              strstr(sh_out, "\"method\":\"full\""),
+          "/compare and /demo go on without it, and --json ends the chat: %s", sh_err);
     snprintf(ids, sizeof ids, "%s/ids", d);
     for (int i = 0; i < 2; i++) {
         FILE *f = fopen(ids, "w");
@@ -1841,8 +1834,7 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
     cut_clock(sh_out);
     CHECK(strstr(one, "kv_bytes_peak") && !strstr(one, "prefill_s") && !strcmp(one, sh_out),
           "two threads:\n%s\none:\n%s", sh_out, one);
-    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --json -q -t 1 --eval-history "
-             "gold") == 0 &&
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --json -q -t 1") == 0 &&
               lines_in(sh_out) == 1,
           "%s", sh_err);
     char err[256];
@@ -2173,7 +2165,7 @@ TEST(cli_nul_bytes, "text behind a 0 byte is refused, never dropped: prompts, ch
               strstr(sh_err, "0 byte") && strstr(sh_err, "byte 6 is 0") &&
               strstr(sh_err, "[turn 1 ") && !strstr(sh_err, "[turn 2 "),
           "%s", sh_err);
-    CHECK(sh("printf '{\"turns\":[{\"user\":\"a\\\\u0000b\",\"answers\":[\"b\"]}]}\n' > %s/d && "
+    CHECK(sh("printf '{\"messages\":[{\"role\":\"user\",\"content\":\"a\\\\u0000b\"}],\"answers\":[\"b\"]}\n' > %s/d && "
              "./kvcomp --eval file --eval-file %s/d",
              d, d) == 2 &&
               strstr(sh_err, "\\u0000") && strstr(sh_err, "line 1"),
@@ -2303,7 +2295,7 @@ TEST(cli_without_effect, "two models or two prompts are refused; an option that 
     }
     static const char *const fine[] = {
         SYN "--ids data/ids/three-turns.txt --method=snapkv --budget 40 --obs-window 8 --kernel 5 "
-            "--gqa-agg max --json --stats -t 1 -c 100",
+            "--gqa-agg max --json -t 1 -c 100",
         "./kvcomp -p hi -n 1 --no-stats --temp 0.5 --top-k 3 -s 1 --method lychee+pats "
         "--budget 64 --lychee-iters 3 --pats-bmax 4",
         "./kvcomp --eval facts --eval-items 1 --eval-length 96 --temp 0 -t 1 --compare "
@@ -2834,7 +2826,7 @@ TEST(cli_stray_ids, "ids without a row in the embedding: refused at load, in a m
 
     // What is evaluated: the last token of a reply and of a text is predicted, and never fed
     static const char item[] =
-        "{\"turns\":[{\"user\":\"say it\",\"answers\":[\"it is <tool>\"]}]}\n";
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"say it\"}],\"answers\":[\"it is <tool>\"]}\n";
     char path[64];
     snprintf(path, sizeof path, "%s/items", d);
     write_text_file(path, item);
