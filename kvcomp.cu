@@ -4856,7 +4856,7 @@ static Plan plan_decode(Session *s, int l) {
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     p.plain = decode_kernels(s);
     for (int h = 0, m; h < H; h += m) {
-        const View v = view_of(s, l, h);
+        const View v = *kv_view(s, l, h);
         m = 1;
         while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
@@ -7406,7 +7406,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
 // On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
-// (select_faithful), when a selection is due, views, statistics, and the answers that are prefilled
+// (select_faithful), when a selection is due, views, and the answers that are prefilled
 // again (Definition 1).
 //
 // Bits: scores of the ring agree with the CPU's to rounding, as window scores do; what is made of
@@ -7841,7 +7841,7 @@ struct Repack {                 // argument of repack_kernel
     HeadRef now;                // what is stored now
     const Packed *next;         // the new table, whose k and v are written
     const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
-    size_t words;               // words of K, and of V
+    unsigned words;             // words of K, and of V
     int D;
 };
 
@@ -7934,7 +7934,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         if (keep) upload(rows, keep, (size_t)n * sizeof(int));
         Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, mid, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
-        Repack a = { now, pack_table(s, r, &head, reg), rows, (bytes + 3) / 4, s->c->D };
+        Repack a = { now, pack_table(s, r, &head, reg), rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
         pack_swap(r);

@@ -68,8 +68,6 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
-    // it reads by the list (idx, near) of the query head so many before it, in its group; 0: its own
-    int  back;
     int  is_near;               // 1: near holds the listed rows side by side (view_near)
     char *near;                 // (room bytes) K, then V, as they are stored
     size_t room;
@@ -157,9 +155,6 @@ typedef struct Method {
     // pass: Session.queries of them, or all if there are fewer; NULL when no part wants any. Called
     // once more with l == L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
-    // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
-    // does not call it. NULL: never.
-    int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
     // it launched in the last step and commit will move no rows, so that the step can be replayed as it
     // was recorded; STEADY_ONCE when select launches more, in this step alone, and leaves no memory or
@@ -332,17 +327,6 @@ static inline size_t room_bytes(size_t n) { return n + min_size(n / 4, (size_t)6
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
 
-// The view of query head h, with the list that it reads by: idx and near of another head, if back
-// says so.
-static inline View view_of(const Session *s, int l, int h) {
-    View w = *kv_view(s, l, h);
-    const View *owner = kv_view(s, l, h - w.back);
-    w.idx = owner->idx;
-    w.near = owner->near;
-    w.is_near = owner->is_near;
-    return w;
-}
-
 static inline int same_view(View a, View b) {
     if (a.n != b.n || a.tail != b.tail) return 0;
     return !a.n || !memcmp(a.idx, b.idx, (size_t)a.n * sizeof(int));
@@ -350,8 +334,7 @@ static inline int same_view(View a, View b) {
 
 // Does head h > 0 of layer l read what head h - 1 reads?
 static inline int same_as_before(const Session *s, int l, int h) {
-    int one_list = kv_view(s, l, h)->back == kv_view(s, l, h - 1)->back + 1;
-    return one_list || same_view(view_of(s, l, h - 1), view_of(s, l, h));
+    return same_view(*kv_view(s, l, h - 1), *kv_view(s, l, h));
 }
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)
@@ -517,7 +500,7 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
 // room for a list of n rows, and for view_near
-void view_room(Session *s, int l, int h, int n, int near);
+void view_room(Session *s, int l, int h, int n);
 
 // copy the listed rows side by side
 void view_near(Session *s, int l, int h);

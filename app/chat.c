@@ -707,7 +707,7 @@ void json_views(const Session *s, FILE *f) {
     for (int l = 0; l < s->c->L; l++) {
         fputs(l ? ",[" : "[", f);
         for (int h = 0; h < s->c->H; h++) {
-            const View w = view_of(s, l, h);
+            const View w = *kv_view(s, l, h);
             fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : "", w.tail);
             for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
             fputs("]}", f);
