@@ -5,23 +5,14 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
 #include <sys/stat.h>
-#include <termios.h>
 #include <time.h>
 #include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ==================================================================================================== GENERATION AND RECORDS
 // An App is what the command line opened: a model, a tokenizer, a template, one session, and the
@@ -441,7 +432,7 @@ void feed_decode(App *a, int id) {
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
 // same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
 // session is as it was.
-int replay(App *a, int turns) {
+static int replay(App *a, int turns) {
     if (session_try_reset(a->s)) return -1;
     a->stale = 0;
     for (int i = 0; i < turns; i++) {
@@ -498,14 +489,14 @@ int ctx_limit(const App *a) {
 }
 
 // The rows of the longest head of any layer.
-int rows_held(const App *a) {
+static int rows_held(const App *a) {
     int n = 0;
     for (int l = 0; l < a->c->L; l++) n = max_int(n, kv_longest(a->s, l));
     return n;
 }
 
 // Does every head have room for n more rows?
-int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
+static int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
 
 // The same, when a method that drops rows may do so now.
 int make_room(const App *a, int n) {
@@ -632,7 +623,7 @@ static int saves_reads_only(const Session *s) {
 }
 
 // What the method is for: "reads" (or prefill work), "memory", or "nothing".
-const char *what_is_saved(const Session *s) {
+static const char *what_is_saved(const Session *s) {
     if (saves_reads_only(s)) return "reads";
     if (s->n_part == 1 && !s->part[0].m->role) return "nothing";       // full
     return "memory";
@@ -1888,6 +1879,14 @@ void open_tokenizer(App *a, int needed) {
     if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
 }
 
+// Warns when the method brought weights of its own that were trained with another chat template.
+static void template_differs(const App *a) {
+    const char *made = a->s->made_for;
+    if (!made || !a->tp || quiet || template_like(a->tp, made) == 1) return;
+    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
+         a->method, made, a->tp->name);
+}
+
 // Opens the session of --method and seeds the sampler.
 void open_session(App *a) {
     a->method = copy_text(opt_str(a->o, "method"));
@@ -2108,14 +2107,6 @@ static void chat_regen(App *a, FILE *out) {
     chat_reply(a, out);
     a->logged = -1;
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
-}
-
-// Warns when the method brought weights of its own that were trained with another chat template.
-void template_differs(const App *a) {
-    const char *made = a->s->made_for;
-    if (!made || !a->tp || quiet || template_like(a->tp, made) == 1) return;
-    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
-         a->method, made, a->tp->name);
 }
 
 // Says on stderr what a switch has done, unless --quiet.

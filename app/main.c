@@ -1,27 +1,9 @@
 // app/main.c - the command line.
 #define _GNU_SOURCE
 #include "main.h"
-#include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
-#include <float.h>
 #include <limits.h>
-#include <math.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdlib.h>
-#include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
-#include <sys/stat.h>
-#include <termios.h>
-#include <time.h>
-#include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ---- --plan: every allocation of a run, printed
 // The lines of one memory and their sum. extra: bytes that the runtime itself takes.

@@ -2,26 +2,15 @@
 #define _GNU_SOURCE
 #include "measure.h"
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
 #include <sys/stat.h>
-#include <termios.h>
-#include <time.h>
 #include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ==================================================================================================== EVALUATION
 // What a method costs in quality, measured through its own compressed cache. There are two kinds of

@@ -14,6 +14,13 @@
 #include "../app/main.c"
 #include "check.h"
 #include "twin.h"
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
