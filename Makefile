@@ -232,7 +232,7 @@ gpu-test: tests.c kvcomp.cu $(call objects,test,$(TESTS_WITH)) | deps
 # Speed on a real device: the papers' methods on random weights of a real shape, one table a method.
 GPU_SHAPE = llama-3.1-8b
 gpu-bench: kvcomp
-	for m in full streaming snapkv quest lychee pats loopserve-d; do ./kvcomp --bench -d cuda --method $$m -b 2048 \
+	for m in full streaming snapkv quest lychee pats loopserve-d; do ./kvcomp --bench -d cuda --method $$m -b 2048 -r 3 \
 	  --synthetic $(GPU_SHAPE) --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072 || exit 1; done
 
 else    # no toolkit, or no GPU

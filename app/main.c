@@ -119,12 +119,13 @@ static void help_head(void) {
 // --help: one screen.
 static void help(void) {
     static const char *const often[] = {
-        "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo", "temp",
-        "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench", "batch",
+        "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo",
+        "temp", "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench", "batch",
         "json", "list-methods",
     };
     help_head();
-    for (size_t i = 0; i < sizeof often / sizeof *often; i++) help_option(opt_find_in(program_options, often[i]), 1);
+    for (size_t i = 0; i < sizeof often / sizeof *often; i++)
+        help_option(opt_find_in(program_options, often[i]), 1);
     printf("--help all has the other options, --help METHOD a method's.\n"
            "  kvcomp                                           chat with the shipped model; /help there\n"
            "  kvcomp -m DIR --method streaming --budget 512    a long chat in constant memory\n"
@@ -298,7 +299,8 @@ static void check_trace(const Options *o) {
         die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
     if (*opt_str(o, "trace") && *opt_str(o, "compare"))
         die(EXIT_USAGE, "--trace goes with one method, not with --compare");
-    if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace")) die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
+    if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace"))
+        die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
 }
 
 // Ranges, and options that do not go together: exit 2.

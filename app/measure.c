@@ -1887,10 +1887,9 @@ static Score *open_rows(const App *a, OpenRow **open) {
 
 // ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
 // A file of answers has JSON lines. The first one says what the run is: a text for everything that
-// changes a number of the table. Each further line is an answer, with all that the table needs of it
-// and what its item cost (item by item, so the lines of one item repeat it). An item that a row has
-// played is written at once, and is the unit of going on: one whose last line is missing was
-// interrupted, and is played again. A file is written in place, unlike every other one that is kept,
+// changes a number of the table. Each further line is an item as one row played it: its answers, with all
+// that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a
+// last line without its end was interrupted, and is played again. A file is written in place, unlike every other one that is kept,
 // because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
 // a table is made from the same numbers in the same order whether a run was whole, went on, or was
 // spread over machines (D86).
@@ -1990,7 +1989,6 @@ static void eval_file_close(EvalFile *x) {
     for (size_t i = 0; x->cell && i < (size_t)x->items * arrlenu(x->row); i++) score_free(&x->cell[i]);
     free(x->cell);
     arrfree(x->row);
-    score_free(&x->one);
     strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
@@ -2053,7 +2051,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     char *head = NULL;
     size_t n;
     FILE *f = memory_stream(&head, &n);
-    fprintf(f, "{\"kvcomp\":\"answers 1\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "{\"kvcomp\":\"answers 2\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
     fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
     fprintf(f, "\"seed\":\"%s\",\"rows\":\"", opt_str(a->o, "eval-seed"));
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
@@ -2069,7 +2067,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
 // Holds a first line against the one of this run, or of another part of it. The first n of head_keys
 // must be the same. 0, or -1 with err. Where only the machines differ, a line says so.
 static int head_fits(const EvalFile *x, const Json *own, const Json *found, int n, char err[512]) {
-    if (strcmp(json_text(found, "kvcomp"), "answers 1"))
+    if (strcmp(json_text(found, "kvcomp"), "answers 2"))
         return fault(err, "no file that --eval-out of this kvcomp wrote");
     for (int i = 0; i < n; i++) {
         const char *want = json_text(own, head_keys[i]), *is = json_text(found, head_keys[i]);
@@ -2158,10 +2156,11 @@ static void write_numbers(const Number *k, int n, const void *from, FILE *f) {
     }
 }
 
-// What is known of answer k alone; its KLDs are those of `each` from the place `from` on.
+// Answer k as an object; its KLDs are those of `each` from the place `from` on.
 static void write_answer(const EvalItem *it, const Score *one, int k, int from, FILE *f) {
     const Answer *x = &one->answers[k];
     char **gold = it->turn[x->turn].answers;
+    fprintf(f, "%s{", k ? "," : "");
     json_pair(f, "prediction", one->said[k]);
     fprintf(f, "\"gold\":[");
     for (int i = 0; i < (int)arrlen(gold); i++) {
@@ -2175,27 +2174,27 @@ static void write_answer(const EvalItem *it, const Score *one, int k, int from, 
         if (i) fputc(',', f);
         json_exact(f, one->each[from + i]);
     }
-    fprintf(f, "],");
+    fprintf(f, "]}");
 }
 
-// Writes the lines of item i as row r played it, in one piece. An item without a scored turn has one
-// line, of what it cost. Exit 1 when they cannot be written.
+// Writes the line of item i as row r played it, in one piece. Exit 1 when it cannot be written.
 static void write_item(EvalFile *x, const EvalItem *it, int i, int r, const Score *one) {
     char *text = NULL;
     size_t size;
-    int n = (int)arrlen(one->answers), from = 0;
+    int from = 0;
     FILE *f = memory_stream(&text, &size);
-    for (int k = 0; k < max_int(n, 1); k++) {
-        fputc('{', f);
-        json_pair(f, "task", it->task);
-        fprintf(f, "\"item\":%d,", i + 1);
-        json_pair(f, "method", x->row[r].name);
-        fprintf(f, "\"budget\":%d,\"answer\":%d,\"answers\":%d,", x->row[r].budget, n ? k + 1 : 0, n);
-        if (n) write_answer(it, one, k, from, f);
-        if (n) from += one->answers[k].predicted;
-        write_numbers(cost_numbers, COST_NUMBERS, one, f);
-        fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
+    fputc('{', f);
+    json_pair(f, "task", it->task);
+    fprintf(f, "\"item\":%d,", i + 1);
+    json_pair(f, "method", x->row[r].name);
+    fprintf(f, "\"budget\":%d,\"answers\":[", x->row[r].budget);
+    for (int k = 0; k < (int)arrlen(one->answers); k++) {
+        write_answer(it, one, k, from, f);
+        from += one->answers[k].predicted;
     }
+    fprintf(f, "],");
+    write_numbers(cost_numbers, COST_NUMBERS, one, f);
+    fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
     memory_stream_close(f);
     if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
         die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
@@ -2231,95 +2230,61 @@ static int read_numbers(const Json *obj, const Number *k, int n, void *to, char 
     return bad;
 }
 
-// Reads what write_answer wrote, and appends it to x->one. 0, or -1 with err.
-static int read_answer(EvalFile *x, const Json *obj, char err[512]) {
-    const char *task = json_text(obj, "task");
+// Reads what write_answer wrote, and appends it to *one. 0, or -1 with err.
+static int read_answer(EvalFile *x, const Json *obj, const char *task, Score *one, char err[512]) {
     const Json *kld = json_get(obj, "kld");
     Answer a = { 0 };
-    if (!*task) return fault(err, "no 'task'");
     if (read_numbers(obj, answer_numbers, ANSWER_NUMBERS, &a, err)) return -1;
     if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
         return fault(err, "'kld' has not 'predicted' numbers");
     for (int i = 0; i < kld->n; i++) {
         double d;
         if (read_real(&kld->item[i], "kld", &d, err)) return -1;
-        arrput(x->one.each, d);
+        arrput(one->each, d);
     }
     a.task = stralloc(&x->mem, (char *)task);
-    arrput(x->one.answers, a);
+    arrput(one->answers, a);
     return 0;
 }
 
-// Finds the cell that a line belongs to, and checks that the line goes on where the one before it
-// stopped. 0, or -1 with err.
-static int read_place(EvalFile *x, const Json *obj, char err[512]) {
-    const char *method = json_text(obj, "method");
-    int item = 0, budget = 0, k = 0, n = 0, r = 0, rows = (int)arrlen(x->row);
-    if (read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err)
-        || read_whole(obj, "answers", 0, INT_MAX, &n, err) || read_whole(obj, "answer", n > 0, n, &k, err))
-        return -1;
+// Reads what write_item wrote into *one. Returns its cell; NULL with err.
+static Score *read_item_line(EvalFile *x, const Json *obj, Score *one, char err[512]) {
+    const char *method = json_text(obj, "method"), *task = json_text(obj, "task");
+    const Json *answers = json_get(obj, "answers");
+    int item = 0, budget = 0, r = 0, rows = (int)arrlen(x->row), bad = 0;
+    if (obj->type != JSON_OBJECT || json_holds_nul(obj)) bad = fault(err, "is no object, or a text in it holds \\u0000");
+    else if (!*task) bad = fault(err, "no 'task'");
+    else if (!answers || answers->type != JSON_ARRAY) bad = fault(err, "'answers' is no list");
+    if (!bad) bad = read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err);
     while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
-    if (r == rows) return fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
-
-    int at = (item - 1) * rows + r, goes_on = at == x->at && n == x->of && k == x->read + 1;
-    if (x->at < 0 ? k > 1 : !goes_on)
-        return fault(err, "answer %d of item %d does not follow the line before it", k, item);
-    x->at = at;
-    x->of = n;
-    x->read = k;
-    return 0;
+    if (!bad && r == rows) bad = fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
+    for (int i = 0; !bad && i < answers->n; i++) bad = read_answer(x, &answers->item[i], task, one, err);
+    if (!bad) bad = read_numbers(obj, cost_numbers, COST_NUMBERS, one, err);
+    return bad ? NULL : eval_cell(x, item - 1, r);
 }
 
-// The item whose last line has been read takes its cell, unless the cell is filled.
-static void cell_fill(EvalFile *x) {
-    Score *cell = &x->cell[x->at];
-    x->one.items = 1;
-    x->twice += cell->items;
-    if (cell->items) score_free(&x->one);
-    else *cell = x->one;
-    x->one = (Score){ 0 };
-    x->at = -1;
-}
-
-// Reads one line of n bytes; the last one of an item fills its cell. 0, or -1 with err.
-static int read_answer_line(EvalFile *x, const char *line, size_t n, char err[512]) {
-    Json *obj = json_parse(line, n, err);
-    int bad = -1;
-    if (obj && obj->type != JSON_OBJECT) fault(err, "is no object");
-    else if (obj && json_holds_nul(obj)) fault(err, "a text holds the character \\u0000");
-    else if (obj) bad = read_place(x, obj, err);
-    if (!bad && x->of) bad = read_answer(x, obj, err);
-    if (!bad && x->read == x->of) {
-        bad = read_numbers(obj, cost_numbers, COST_NUMBERS, &x->one, err);
-        if (!bad) cell_fill(x);
-    }
-    json_free(obj);
-    return bad;
-}
-
-// Reads the lines of text (n) from the byte `at` on. Returns the bytes up to the end of the last whole
-// item: what stands behind them was interrupted, and is left out. Exit 2 with the number of a line
-// that is none of a run.
+// Reads the lines of text (n) from the byte `at` on, each into its cell unless that is filled. Returns the
+// bytes up to the end of the last whole line: what stands behind it was interrupted, and is left out. Exit 2
+// with the number of a line that is none of a run.
 static size_t read_answers(EvalFile *x, char *text, size_t n, size_t at) {
     char err[512];
-    size_t whole = at;
-    int line = 2, lines = 0;
-    x->at = -1;
-    for (char *end; at < n; at = (size_t)(end + 1 - text), line++) {
-        end = memchr(text + at, '\n', n - at);
-        lines++;
-        if (!end) break;
-        if (read_answer_line(x, text + at, (size_t)(end - text) - at, err)) {
+    int line = 2;
+    for (char *end; at < n && (end = memchr(text + at, '\n', n - at)); at = (size_t)(end + 1 - text), line++) {
+        Score one = { .items = 1 }, *cell = NULL;
+        Json *obj = json_parse(text + at, (size_t)(end - text) - at, err);
+        if (obj) cell = read_item_line(x, obj, &one, err);
+        json_free(obj);
+        if (!cell) {
+            score_free(&one);
             free(text);
             die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
         }
-        if (x->at < 0) whole = (size_t)(end + 1 - text);
-        if (x->at < 0) lines = 0;
+        x->twice += cell->items;
+        if (cell->items) score_free(&one);
+        else *cell = one;
     }
-    score_free(&x->one);
-    if (lines && !quiet)
-        warn("%s: %d line%s of an interrupted item at its end: dropped", x->path, lines, lines > 1 ? "s" : "");
-    return whole;
+    if (at < n && !quiet) warn("%s: an interrupted line at its end: dropped", x->path);
+    return at;
 }
 
 // ---- answers on disk: a run that writes them
@@ -3046,7 +3011,8 @@ static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
-        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length, n_needle);
+        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length,
+            n_needle);
     int at = needle_place(t, run, hay, n_hay);
 
     int *ids = NULL;
@@ -3161,7 +3127,8 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
 
 // ---- the file
 
-// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any. The model is named by its folder's last name, because the file travels and the path does not.
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any.
+// The model is named by its folder's last name, because the file travels and the path does not.
 static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibration *r, int accepted) {
     const char *slash = strrchr(c->dir, '/');
     const char *name = slash && slash[1] ? slash + 1 : c->dir;
@@ -3223,10 +3190,11 @@ int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Templ
     Plan p = plan_make(c, tp, o);
     int accepted = calibrate_plan(c, w, t, o, &p);
     if (!accepted)
-        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the expected "
-                      "words. Give it facts and a text that it can read: --calibrate-needles FILE (our facts are English "
-                      "sentences) and --calibrate-haystack FILE", p.length);
-    if (!quiet) tell("%d of %d runs accepted: %s", accepted, (int)(arrlen(p.depth) * arrlen(p.needle)), opt_str(o, "calibrate"));
+        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the "
+                      "expected words. Give it facts and a text that it can read: --calibrate-needles FILE (our "
+                      "facts are English sentences) and --calibrate-haystack FILE", p.length);
+    int runs = (int)(arrlen(p.depth) * arrlen(p.needle));
+    if (!quiet) tell("%d of %d runs accepted: %s", accepted, runs, opt_str(o, "calibrate"));
     plan_free(&p);
     return EXIT_OK;
 }
@@ -3550,28 +3518,27 @@ static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Con
 }
 
 // ---- --bench
-enum { BENCH_RUNS = 3 };          // of a number, the median counts
-
 // Tells the memory plan, through -c, the longest context there will be.
 static void bench_context(Options *o, const int *prompt, const int *depth) {
     int n = 0;
     char text[16], err[256];
     for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
     for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
-    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * BENCH_RUNS + KV_STEP + GROWTH_STEPS);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat") + KV_STEP + GROWTH_STEPS);
     options_set(o, "ctx-size", text, err);
 }
 
 // One table, of the method that --method names.
 static void bench_method(const App *a, const int *prompt, const int *depth) {
+    int repeat = opt_int(a->o, "repeat");
     Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
     bench_header(stdout, a->o, a->c, a->w);
     for (int i = 0; i < (int)arrlen(prompt); i++) {
-        BenchLine b = bench_prefill(s, prompt[i], BENCH_RUNS);
+        BenchLine b = bench_prefill(s, prompt[i], repeat);
         bench_print(stdout, &b, a->o, a->c);
     }
     for (int i = 0; i < (int)arrlen(depth); i++) {
-        BenchLine b = bench_decode(s, depth[i], BENCH_RUNS);
+        BenchLine b = bench_decode(s, depth[i], repeat);
         bench_print(stdout, &b, a->o, a->c);
     }
     session_close(s);

@@ -110,7 +110,7 @@ fi
 # bench METHOD PROMPTS DEPTHS [OPTIONS]: one run of --bench. Its JSON lines go to $WORK/lines.
 bench() {
     timeout 200 "$KVCOMP" --bench --json -d "${DEVICE:-cuda}" --synthetic "$SHAPE" --method "$1" \
-        --bench-prompts "$2" --bench-depths "$3" -b 2048 $4 >"$WORK/out" 2>"$WORK/err"
+        --bench-prompts "$2" --bench-depths "$3" -b 2048 -r 3 $4 >"$WORK/out" 2>"$WORK/err"
     code=$?
     [ $code = 0 ] || {
         BAD=1
@@ -181,7 +181,7 @@ fi
 ncu_run() {
     timeout 120 "$NCU" --launch-skip 400 --launch-count 24 --graph-profiling node --print-summary per-kernel \
         --metrics "$METRICS" \
-        "$KVCOMP" --bench -d cuda --synthetic "$SHAPE" --method $1 --bench-prompts 64 --bench-depths 8192
+        "$KVCOMP" --bench -d cuda --synthetic "$SHAPE" --method $1 --bench-prompts 64 --bench-depths 8192 -r 1
 }
 
 METRICS=gpu__time_duration.avg,dram__bytes.sum,sm__inst_issued.avg.pct_of_peak_sustained_active
