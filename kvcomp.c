@@ -531,13 +531,13 @@ static size_t round_to_step(size_t rows) {
 // far as they fill them. What is behind the last full one lies on small pages, and growing goes on
 // there, up to the address where a huge page would end, so that nothing is held that the head has
 // not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
-static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
+static char *rows_realloc(char *p, size_t have, size_t want) {
     const size_t page = (size_t)2 << 20;
     size_t room = (want + page - 1) / page * page;
 #ifndef __linux__
-    huge = 0;                   // elsewhere the room behind the rows may count as held
+    return xrealloc(p, want);   // the room behind the rows may count as held
 #endif
-    if (!huge || max_size(have, want) < page) return xrealloc(p, want);
+    if (max_size(have, want) < page) return xrealloc(p, want);
     if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
 
     char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
@@ -558,8 +558,8 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         rows_resize_cuda(s, h, cap);
     } else {
         size_t k = s->fk->row_bytes(D), v = s->fv->row_bytes(D);
-        h->k = rows_realloc(h->k, h->cap * k, cap * k, s->huge_pages);
-        h->v = rows_realloc(h->v, h->cap * v, cap * v, s->huge_pages);
+        h->k = rows_realloc(h->k, h->cap * k, cap * k);
+        h->v = rows_realloc(h->v, h->cap * v, cap * v);
     }
     h->cap = cap;
     h->room = all;
@@ -2079,7 +2079,6 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = batch_rows(o, opt_str(o, "device"));
     s->chunk = opt_int(o, "chunk");
-    s->huge_pages = opt_choice(o, "huge-pages", "rows|all|off") < 2;
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
@@ -5048,7 +5047,7 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
                            int n_reg, size_t total, const int *keep) {
     int D = s->c->D;
     char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
-    char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
+    char *to = total ? rows_realloc(NULL, 0, total) : NULL;
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
     if (to) memset(to, 0, total);
@@ -7301,7 +7300,7 @@ const Method headkv_method = {
 
 // ---- --trace FILE: what every pass computes, as a safetensors file (D84)
 int trace_wants(const Session *s, int l) {
-    return s->trace->on && (l == s->c->L || s->trace->layer[l]);
+    return l == s->c->L || s->trace->layer[l];
 }
 
 // x (dim[0], ..), `dims` numbers, by the name passPPPP. and what fmt makes.
@@ -7349,10 +7348,7 @@ static const float *trace_here(Session *s, const float *x, int heads) {
 static void trace_tokens(Session *s) {
     struct Trace *x = s->trace;
     int T = s->n_tok - s->base, step = s->decoding ? s->step : -1;
-    int found = !x->step || step < 0 || numbers_have(x->step, (int)arrlen(x->step), step);
     x->pass++;
-    x->on = found;
-    if (!found) return;
     size_t mark = scratch_mark(s);
     int *n = scratch(s, (size_t)T * sizeof(int));
     trace_i32(s, &s->base, 1, 0, "base");

@@ -275,7 +275,6 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
 
     int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device
-    int huge_pages;             // 1: a head's rows lie on huge pages where they are many (--huge-pages)
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
     // > 0: of a decode step on a device only so many of the largest logits come to the host
@@ -617,9 +616,7 @@ struct Trace {
     void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
                 int dims);
     unsigned char *layer;       // (L) 1: it is written down
-    Numbers *step;              // decode steps that are (stb_ds); NULL: all
     int pass;                   // passes that have begun
-    int on;                     // 1: this pass is written down
 };
 
 // From now on the passes of this session are written down in x; NULL: not any more.

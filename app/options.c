@@ -1,26 +1,7 @@
 // app/options.c - the options of the program.
 #define _GNU_SOURCE
 #include "options.h"
-#include <ctype.h>
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <float.h>
 #include <limits.h>
-#include <math.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
-#include <sys/stat.h>
-#include <termios.h>
-#include <time.h>
-#include <unistd.h>
 #include <stb/stb_ds.h>
 
 const Opt program_options[] = {
@@ -29,7 +10,7 @@ const Opt program_options[] = {
       "a Hugging Face folder, org/name in the hub's cache, or a .safetensors file (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others", 0, 1024 },
+    { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024 },
     { "ctx-size",      'i', "4096",
       "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit",
       0, 1 << 30 },
@@ -47,8 +28,6 @@ const Opt program_options[] = {
     { "bf16-terms",    'c', "3|2|1",
       "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
       "1 (.002 off) on AVX-512 BF16, too" },
-    { "huge-pages",    'c', "rows|all|off",
-      "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
@@ -58,35 +37,30 @@ const Opt program_options[] = {
     { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
     { "plan",          'b', "0",
       "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
-    { "device-memory", 's', "",     "with --plan: does it fit into so much, e.g. 141G? If not, exit code 4" },
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
     { "file",          's', "",     "the same from a file; - is standard input" },
     { "system",        's', "",     "system message" },
-    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
+    { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
     { "raw",           'b', "0",    "no chat template: the text as it is" },
     { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
     { "ignore-eos",    'b', "0",    "go on after an end token" },
-    { "keep",          'i', "0",    "accepted for scripts; never changes a method, each says what it keeps" },
-    { "think",         'b', "0",    "let a thinking model think (it does unless --no-think)" },
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
-    { "single-turn",   'b', "0",    "leave after one reply" },
     { "demo",          'b', "0",
       "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
     { "session",       's', "",
       "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
     // Sampling
-    { "temp",          'f', "0.8",  "temperature; 0: greedy", 0, 100 },
+    { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100 },
     { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
     { "top-p",         'f', "0.95", "1: off", 0, 1 },
     { "min-p",         'f', "0.05", "0: off", 0, 1 },
     { "repeat-penalty",'f', "1.0",  "1: off", 0.01, 100 },
-    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at", 0, INT_MAX },
-    { "seed",          'i', "-1",   "of the sampler; -1: from the clock" },
+    { "seed",          'i', "-1",   "of the sampler, -1: from the clock" },
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
     { "budget",        'i', "0",
-      "rows kept (or read) per KV head, window included; 0: the method's default", 0, INT_MAX },
+      "rows that a KV head keeps or reads, window included; 0: the method's default", 0, INT_MAX },
     { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget", 0, 0.9999 },
     { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)", 0, INT_MAX },
     { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
@@ -98,22 +72,16 @@ const Opt program_options[] = {
     { "json",          'b', "0",    "one object per run on stdout" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
     { "csv",           'b', "0",    "the same names as --json, as a table" },
-    { "markdown",      'b', "0",    "the table of --eval as Markdown on a terminal too, as in a file or pipe" },
-    { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
-    { "dialogue",      's', "",
-      "with --dump-tokens: the ids of whole dialogues (json lines of {\"messages\": [..]})" },
+    { "dump-tokens",   'b', "0",    "print the ids of -p on one line, or of the messages of --batch, and leave" },
     { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
     { "dump-logits",   's', "",
       "with --ids: write the logits rows here (float32, V a row); - is standard output" },
     { "trace",         's', "",
       "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
     { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
-    { "trace-steps",   's', "",
-      "with --trace: only these decode steps after each prefill, from 0; prefills always" },
     { "batch",         's', "",
-      "answer json lines from this file or - (prompt, messages or ids a line) with json lines; exit code "
+      "answer the json lines of a file or - with json lines; prompt, messages or ids a line; exit code "
       "1: one had an error" },
-    { "stats",         'b', "0",    "print what is held and read, and where the time went, on stderr" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
     { "quiet",         'b', "0",    "errors only on stderr" },
@@ -123,30 +91,29 @@ const Opt program_options[] = {
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
     { "eval",          's', "",
-      "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; "
+      "quality through the compressed cache: needle,multiturn,coref,facts,json,fewshot,summary or all; "
       "file, ppl, kld" },
     { "eval-file",     's', "",
-      "dialogues (json lines of {\"messages\": [..]}) for file, any text for ppl and kld" },
-    { "eval-items",    'i', "8",    "texts of each task", 1, 1 << 20 },
-    { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
+      "the dialogues of --eval file, json lines of {\"messages\": [..]}; any text for ppl and kld" },
+    { "eval-items",    'i', "8",    "texts of each task; ppl, kld: most windows of the text", 1, 1 << 20 },
+    { "eval-length",   's', "512",
+      "tokens of a text, or several lengths: 512,1024; ppl, kld: of a window, half prefilled, half decoded" },
     { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
-    { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
     { "eval-out",      's', "",
-      "write a line per answer to this file as it goes; the same run with the same file goes on where it stopped" },
+      "write a line per item and row to this file as it goes; the same run with the same file goes on where it stopped" },
     { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
     { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
-    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded", 4, 1 << 20 },
-    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text", 1, 1 << 20 },
     { "compare",       's', "",
-      "methods, comma-separated: the same items through each (--eval all unless given)" },
-    { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
+      "methods, comma-separated: the same items through each (--eval all unless given); score_gap is from "
+      "the first" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "report",        's', "",
-      "write one page: scores (of --eval, else of needles) and pictures of what each method keeps" },
+      "write a page: quality against bytes, what each method keeps, a picture a paper; scores of --eval, "
+      "else of needles" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
-    { "repeat",        'i', "5",    "runs per number, the median counts", 1, 1000 },
+    { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000 },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
     { "version",       'b', "0",    "print the version" },
@@ -188,6 +155,21 @@ typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
     { "h2o",                      "h2o drops rows in every decode step, as its paper does" },
+    { "keep",                     "each method says what it keeps: --help METHOD" },
+    { "think",                    "a thinking model thinks, unless --no-think" },
+    { "single-turn",              "-p TEXT is answered once; a chat ends where its input does" },
+    { "repeat-last-n",            "--repeat-penalty looks at the last 64 tokens" },
+    { "markdown",                 "a table that goes into a file or a pipe is Markdown" },
+    { "eval-window",              "--eval-length: tokens of a window" },
+    { "eval-windows",             "--eval-items: windows of the text" },
+    { "compare-base",             "score_gap is measured from the first method of --compare" },
+    { "eval-history",
+      "replies before an answer that stands beside \"messages\" are given, others are the model's own" },
+    { "stats",                    "/stats in a chat; --json has the same numbers" },
+    { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
+    { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
+    { "huge-pages",               "rows of long heads lie on huge pages where the system has them" },
+    { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
@@ -219,17 +201,17 @@ static const Retired retired[] = {
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "sonic-ratio",              "--ratio" },
     { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
-    { "lychee-beta-coarse",       "--lychee-beta counts for coarse units, too" },
-    { "lychee-gqa",               "the best query head of a group counts" },
-    { "lychee-prune",             "--lychee-kg 0, the default, looks at every cluster" },
-    { "lychee-lazy",              "a cluster takes a new chunk in as the smallest ball does" },
-    { "lychee-centroid",          "centres lie on the unit sphere" },
-    { "lychee-pool",              "the key of a chunk is the mean of its keys" },
-    { "lychee-bound",             "the key of a chunk stands for its tokens" },
-    { "lychee-tie",               "of equally good ends of a chunk the last one counts" },
-    { "lychee-guard",             "marks inside words end no chunk" },
-    { "lychee-coarse-max",        "there are 64 coarse units at most" },
-    { "lychee-stats",             "--trace writes down what every step scores and reads" },
+    { "lychee-beta-coarse", "--lychee-beta counts for coarse units, too" },
+    { "lychee-gqa",         "the best query head of a group counts" },
+    { "lychee-prune",       "--lychee-kg 0, the default, looks at every cluster" },
+    { "lychee-lazy",        "a cluster takes a new chunk in as the smallest ball does" },
+    { "lychee-centroid",    "centres lie on the unit sphere" },
+    { "lychee-pool",        "the key of a chunk is the mean of its keys" },
+    { "lychee-bound",       "the key of a chunk stands for its tokens" },
+    { "lychee-tie",         "of equally good ends of a chunk the last one counts" },
+    { "lychee-guard",       "marks inside words end no chunk" },
+    { "lychee-coarse-max",  "there are 64 coarse units at most" },
+    { "lychee-stats",       "--trace writes down what every step scores and reads" },
 };
 
 // Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
@@ -279,24 +261,19 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "file",           RUN_PROMPT | RUN_TOKENS },
     { "system",         RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
     { "n-predict",      RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
-    { "dialogue",       RUN_TOKENS },
     { "raw",            RUN_REPLIES | RUN_TOKENS },
     { "chat-template",  RUN_REPLIES | RUN_TOKENS },
     { "parse-special",  RUN_REPLIES | RUN_TOKENS },
-    { "think",          RUN_REPLIES | RUN_TOKENS },
     { "no-think",       RUN_REPLIES | RUN_TOKENS },
     { "ignore-eos",     RUN_REPLIES },
-    { "single-turn",    RUN_TALKS },
     { "session",        RUN_TALKS },
     { "temp",           RUN_SAMPLES },
     { "top-k",          RUN_SAMPLES },
     { "top-p",          RUN_SAMPLES },
     { "min-p",          RUN_SAMPLES },
     { "repeat-penalty", RUN_REPLIES },
-    { "repeat-last-n",  RUN_REPLIES },
-    { "batch",          RUN_BATCH },
+    { "batch",          RUN_BATCH | RUN_TOKENS },
     { "trace",          RUN_PROMPT | RUN_IDS | RUN_EVAL },
-    { "device-memory",  RUN_PLAN },
     { "method",         RUN_SESSION },
     { "budget",         RUN_SESSION },
     { "ratio",          RUN_SESSION },
@@ -304,7 +281,6 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "dump-logits",    RUN_IDS },
     { "eval",           RUN_EVAL },
     { "compare",        RUN_EVAL },
-    { "compare-base",   RUN_EVAL | RUN_MERGE },
     { "budgets",        RUN_EVAL | RUN_REPORT },
     { "report",         RUN_EVAL | RUN_REPORT },
     { "demo",           RUN_DEMO },
@@ -314,19 +290,14 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
     { "json-rows",      RUN_TALKS | RUN_IDS },
     { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "stats",          RUN_TALKS | RUN_IDS },
     { "no-stats",       RUN_TALKS },
     { "no-history",     RUN_CHAT },
     { "eval-file",      RUN_EVAL },
     { "eval-items",     RUN_EVAL | RUN_REPORT },
     { "eval-length",    RUN_EVAL | RUN_REPORT },
     { "eval-seed",      RUN_EVAL | RUN_REPORT },
-    { "eval-history",   RUN_EVAL | RUN_REPORT },
-    { "eval-window",    RUN_EVAL },
-    { "eval-windows",   RUN_EVAL },
     { "eval-out",       RUN_EVAL },
     { "eval-shard",     RUN_EVAL },
-    { "markdown",       RUN_EVAL | RUN_MERGE },
     { "bench-depths",   RUN_BENCH },
     { "bench-prompts",  RUN_BENCH },
     { "repeat",         RUN_BENCH },
