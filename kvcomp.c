@@ -6305,7 +6305,7 @@ const Method lychee_method = {
 // Map:
 //   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel, decode_kernel, gqa_kernel
+//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel, gqa_kernel
 //   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
 //   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows

@@ -21,7 +21,7 @@
 //      NUMBERS AND KERNELS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
-//    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
+//    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
@@ -1347,9 +1347,10 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
     int threads = a.n < 512 ? 32 : 256;
     float eps = s->c->eps;
-    if (a.kind == ROWS_PLAIN)     KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>),  T, threads, 0, y, scale, a, eps);
-    else if (a.kind == ROWS_NORM) KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
-    else                          KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_NORM)   KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_SWIGLU) KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if constexpr (OUT != DT_F32)                // plain rows are f32 already
+        if (a.kind == ROWS_PLAIN) KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>), T, threads, 0, y, scale, a, eps);
 }
 
 struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
@@ -2343,10 +2344,9 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Five kernels compute it, and which one is used never depends on the method; run_items chooses for
+// Four kernels compute it, and which one is used never depends on the method; run_items chooses for
 // decode, tensor_cores for a prefill:
-//     attend_kernel    any rule, any format, any head_dim
-//     decode_kernel    decode over plain rows
+//     attend_kernel    any rule, any format, any head_dim: the algorithm as it stands above
 //     gqa_kernel       decode over f16, bf16, q8_0 and PATS rows of the usual head_dims
 //     tensor_kernel    a long prefill over any rows but f32; takes Strips, whole lists of more query rows
 //     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
@@ -2671,76 +2671,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
     join_arrived(a, BQ);
 }
 
-// ---- decode_kernel: decode over plain rows, K and V of one dtype, head_dim a multiple of 8
-//
-//   Block   one item; NR query rows, 4 or 8
-//   Warp    32/LW rows of the cache side by side, U times one after the other; the warps take turns
-//           in the item
-//   Lane    8 dimensions of a row, which it loads straight into registers, 16 bytes a load; LW
-//           lanes share a row:
-//
-//             LW = 8 (D <= 64)        dims 0..7   8..15   16..23  ..  56..63
-//                   row p             lane 0      1       2       ..  7
-//                   row p + 1         lane 8      9       10      ..  15         u = 0
-//                   row p + 2         lane 16     17      18      ..  23
-//                   row p + 3         lane 24     25      26      ..  31
-//                   rows p + 4 ..     the same lanes                             u = 1, .. U-1
-//
-//           A lane keeps sums of p v over its 8 dimensions for all NR query rows. A score is a sum
-//           over LW lanes.
-//   Shared  q (NR,DIM): the queries, scaled, with zeros behind D and behind the work's last row; then
-//           sums (ATTN_WARPS,NR,D+2): what each warp found, laid out like Attn.part
-//   Tile    the 2 U loads of a lane, keys and values, are under way before it needs any; U is
-//           smaller where registers are short (NR 8, f32). With NR 4 four blocks fit on a
-//           multiprocessor, so the 512 items of a long context are one wave on a device of 132.
-//   Bound   memory: the bytes of K and V, each read once
-
-// 8 numbers as they are stored.
-template <int DT> struct Eight {
-    uint4 u[DT == DT_F32 ? 2 : 1];
-};
-
-// The 8 numbers at p, which is aligned to 16 bytes.
-template <int DT> static __device__ Eight<DT> load8(const char *p) {
-    Eight<DT> e;
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
-    return e;
-}
-
-// x (8) = the 8 numbers as f32.
-template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
-        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
-        for (int j = 0; j < 4; j++)
-            if (DT == DT_F32) {
-                x[4 * i + j] = __int_as_float((int)w[j]);
-            } else {
-                x[2 * j] = half_get<DT>((uint16_t)w[j]);
-                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
-            }
-    }
-}
-
-// One query row meets U keys for each group of LW lanes: s (U), a lane's share of each score,
-// becomes the probabilities under the new maximum. -> by how much the older sums shrink.
-template <int LW, int U>
-static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
-    float high = *top, add = 0;
-    for (int u = 0; u < U; u++) {
-        s[u] = lanes_sum<LW>(s[u]);
-        if (!see[u]) s[u] = -INFINITY;
-        high = fmaxf(high, s[u]);
-    }
-    high = groups_max<LW>(high);
-    float shrink = high == -INFINITY ? 1 : expf(*top - high);
-    for (int u = 0; u < U; u++) {
-        s[u] = high == -INFINITY ? 0 : expf(s[u] - high);
-        add += s[u];
-    }
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
-}
+// ---- what decode's kernels share
 
 // The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
 // thread an element; each looks up the four maxima of its row for itself.
@@ -2756,116 +2687,9 @@ static __device__ void decode_join(float *part, const float *sums, int m, int NR
     }
 }
 
-struct DecodeShared {
-    float *q, *sums;
-};
-
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t decode_carve(DecodeShared *m, char *mem, int LW, int NR, int D) {
-    Block b = { mem, 0 };
-    m->q = carve<float>(&b, NR * 8 * LW);
-    m->sums = carve<float>(&b, ATTN_WARPS * NR * (D + 2));
-    return b.at;
-}
-
-// q (NR,DIM): the work's queries times scale. Complete after the next barrier.
-template <int NR, int DIM> static __device__ void load_scaled(float *q, const Attn &a, const Work &w) {
-    for (int i = threadIdx.x; i < NR * DIM; i += blockDim.x) {
-        int r = i / DIM, d = i % DIM;
-        q[i] = r < w.m && d < a.D ? a.q[(size_t)(w.g * a.R + w.m0 + r) * a.D + d] * a.scale : 0;
-    }
-}
-
-// The product of the 8 numbers x with 8 numbers of a query.
-static __device__ float dot8(const float *q, const float *x) {
-    const float4 *p = (const float4 *)q;
-    return p[0].x * x[0] + p[0].y * x[1] + p[0].z * x[2] + p[0].w * x[3]
-         + p[1].x * x[4] + p[1].y * x[5] + p[1].z * x[6] + p[1].w * x[7];
-}
-
 // Whether the step's query may see the row of token src.
 static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
     return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
-}
-
-// One query row's sums of a warp, over the rows it held side by side: acc (8) of each lane, its sum and
-// the warp's top, to `to` (D+2). d: the lane's first dimension; from D on there are none.
-template <int LW>
-static __device__ void decode_store(float *to, const float *acc, float top, float sum, int d, int D) {
-    int lane = threadIdx.x & 31;
-    float x[8];
-    sum = groups_sum<LW>(sum);
-    for (int j = 0; j < 8; j++) x[j] = groups_sum<LW>(acc[j]);
-    if (lane < LW && d < D)
-        for (int j = 0; j < 8; j++) to[2 + d + j] = x[j];
-    if (lane) return;
-    to[0] = top;
-    to[1] = sum;
-}
-
-// DT: dtype of the rows; LW: lanes of a row, 8 LW >= D; NR: query rows; U: rows of a lane at once.
-template <int DT, int LW, int NR, int U>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
-    KV_DYN_SHARED(char, mem);
-    dependents_launch();
-    dependency_wait();
-    const int ROWS = 32 / LW, DIM = 8 * LW;
-    DecodeShared m;
-    decode_carve(&m, mem, LW, NR, a.D);
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int d = lane % LW * 8, on = d < D;          // the lane's first dimension; 0: rows have no such one
-    int at8 = on ? d * Stored<DT>::BYTES : 0;
-    Item it = a.item[blockIdx.x];
-    Work w = a.work[it.work];
-    HeadRef h = a.heads.at[w.g];
-    float acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
-    load_scaled<NR, DIM>(m.q, a, w);
-    __syncthreads();
-    for (int i = 0; i < NR; i++) {
-        for (int j = 0; j < 8; j++) acc[i][j] = 0;
-        top[i] = -INFINITY;
-        sum[i] = 0;
-    }
-
-    for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
-        // First all row numbers, then all rows: two waits, not 2 U. Past the end the last row is
-        // read again, and not seen.
-        Eight<DT> k[U], v[U];
-        int row[U], see[U];
-        for (int u = 0; u < U; u++) {
-            int at = p + u * ROWS + lane / LW;
-            see[u] = at < it.p1;
-            row[u] = listed_row(w, a.idx, min_int(at, it.p1 - 1));
-        }
-        for (int u = 0; u < U; u++) {
-            k[u] = load8<DT>(h.k + row[u] * a.bytes_k + at8);
-            v[u] = load8<DT>(h.v + row[u] * a.bytes_v + at8);
-        }
-        if (a.window || a.rule != VIS_CAUSAL)
-            for (int u = 0; u < U; u++) see[u] = see[u] && decode_sees(a, w, h.src[row[u]]);
-
-        // Scores, softmax, values.
-        for (int u = 0; u < U; u++) {
-            unpack8<DT>(x, k[u]);
-            for (int i = 0; i < NR; i++) s[i][u] = dot8(m.q + i * DIM + d, x);
-        }
-        for (int i = 0; i < NR; i++) {
-            float shrink = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
-            for (int j = 0; j < 8; j++) acc[i][j] *= shrink;
-        }
-        for (int u = 0; u < U; u++) {
-            unpack8<DT>(x, v[u]);
-            for (int i = 0; i < NR; i++)
-                for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * x[j];
-        }
-    }
-
-    // The item's sums, over the four warps.
-    for (int i = 0; i < NR; i++)
-        decode_store<LW>(m.sums + (warp * NR + i) * (D + 2), acc[i], top[i], sum[i], d, D);
-    __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, w.m, NR, D);
-    join_arrived(a, NR);
 }
 
 // ---- tensor_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
@@ -2901,7 +2725,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
 //           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
 //           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
-//           is not kept in registers. Wider heads have tiles of 64 x 64 up to head_dim 160, then of 64 x 32.
+//           is not kept in registers. Wider heads have tiles of 64 x 32.
 //           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
 //           fragments each up to head_dim 96; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
@@ -2977,13 +2801,13 @@ struct Strip {
     int n;                      // no token of it sees a row from n on
 };
 
-// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128, 160 or 256.
+// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128 or 256.
 template <int DIM, int LINES> struct TensorShape {
     enum {
         WARPS = LINES && DIM <= 96 ? 2 : ATTN_WARPS,
         BLOCKS = 2 * ATTN_WARPS / WARPS,        // blocks on a multiprocessor
         MT = DIM <= (LINES ? 96 : 128) ? 2 : 1, // fragments of queries of a warp
-        KT = DIM <= 160 ? 64 : 32,              // keys of a tile
+        KT = DIM <= 128 ? 64 : 32,              // keys of a tile
         BQ = WARPS * 16 * MT,                   // query rows of a block
         P = DIM + 8,                            // numbers of a row in shared memory
         WORDS = KT / 32,                        // words of a bit a key
@@ -3449,16 +3273,16 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     tensor_store<DIM, MT>(a, s, acc, m.state + warp * ROWS, out, stat);
 }
 
-// ---- gqa_kernel: decode on tensor cores, head_dim 64, 80, 96, 128, 160, 256
+// ---- gqa_kernel: decode on tensor cores, head_dim 64, 96, 128, 256
 //
 // This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
 // bits".
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
-// them. decode_kernel multiplies them one query after the other; here a tensor core does, as in
+// them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
 // tensor_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
-//   Block   one item; NT = 1 or, with D up to 160, 2 groups of 8 query rows
+//   Block   one item; NT = 1 or, with D up to 128, 2 groups of 8 query rows
 //   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
 //           for each other
 //   Lane    (g,t), as in "what only PTX can say". Copying (cp.async): pieces of 16 bytes of the rows g, g+8,
@@ -3493,8 +3317,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
 //           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
 //           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 12 % of the issue slots are used. decode_kernel takes 2254 with up to 4 query rows, and
-//           is bound by them.
+//           1990, so 12 % of the issue slots are used.
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -3506,7 +3329,7 @@ enum {
     GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
     SEE_16 = 0xffff,            // 16 positions that are all seen
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
+    GQA_WIDE_D = 128,           // in wider heads 16 query rows' sums do not fit into the registers
     GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
 #ifdef KVCOMP_TEST
@@ -3713,9 +3536,7 @@ template <int D, int N>
 static __device__ void plain_ask(SharedAt to, const char *rows, const PlainWalk<N> &x, int tile) {
     for (int i = 0; i < 2 * N && tile; i++) {
         const char *from = rows + (size_t)x.row[i] * (2 * D);
-        for (int c = 0; c < (D + 31) / 32; c++)
-            if (D % 32 == 0 || 4 * c + (int)(threadIdx.x & 3) < D / 8)
-                copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
+        for (int c = 0; c < D / 32; c++) copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
     }
     copy_commit();
 }
@@ -3830,8 +3651,8 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //             w = 14    5.4   6.0    13.6
 //             q8_0      5.4   6.3     8.3
 //
-// Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
-// multiple of 32, and K and V in two formats go through attend_kernel.
+// Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, and K and V in two formats go
+// through attend_kernel.
 
 struct Batch {                  // rows of one tile that are read together
     int bits;                   // of an element: 6..16; GQA_RAW: a raw row, or one of q8_0; 0: no batch
@@ -4461,7 +4282,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 
 // ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64, 80, 96, 128, 160 or 256. Both kernels compute the scores of w queries
+// For plain f16 or bf16 rows of head_dim 64, 96, 128 or 256. Both kernels compute the scores of w queries
 // with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
 // tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
 // write and read w H N numbers.
@@ -4484,7 +4305,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
 //           warp found; row (64): see scan_rows
 //   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
-//           shared memory, serves four products. Which dims a word of a key is, scan_dim says
+//           shared memory, serves four products. Which dims a word of a key is, wide_dim says
 //   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
 //           memory brings the 256 bytes of a key once for R w queries
 // The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
@@ -4524,12 +4345,6 @@ KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
     return b.at;
 }
 
-// The first of the two neighbouring dims that word j of a lane's key is. At D 80 a lane has 8 bytes of the
-// last 16 dims.
-template <int D> static __device__ int scan_dim(int j, int t) {
-    return j < D / 32 * 4 ? wide_dim(j, t) : D - 16 + 4 * t + 2 * (j % 2);
-}
-
 // q (tiles,D/16,32,4): the A fragments of queries q0.. of a query head; zeros behind the last one.
 template <int DT, int D>
 static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
@@ -4537,7 +4352,7 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
         int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
         int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + scan_dim<D>(2 * step + word, lane % 4);
+        const float *from = query + wide_dim(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -4578,8 +4393,6 @@ static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, 
         size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
         const char *from = h.k + row * (2 * D);
         for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, from + 64 * c + 16 * t);
-        for (int i = 0; i < D % 32 / 8; i++)
-            k[j][D / 32 * 4 + i] = ((const unsigned *)(from + 2 * D - 32 + 8 * t))[i];
     }
 }
 
@@ -4612,7 +4425,7 @@ static __device__ void scan_join(const float *of, int n, float *high, float *sum
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
 // keys.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 128 ? 2 : 3)
 peaks_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
@@ -4682,7 +4495,7 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
 
 // out[head][p] = factor * the sum over all queries of the probability of key p.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 128 ? 2 : 3)
 tallies_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
@@ -4730,7 +4543,6 @@ struct Plan {
     int *idx;                   // rows of the works' lists, scratch memory too
     int n_idx;
     int BQ;                     // query rows of a block
-    int plain;                  // 1: for decode_kernel or gqa_kernel
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
@@ -4809,27 +4621,17 @@ static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) 
 // with tensor_cores.
 static int gqa_kind(const Session *s) {
     int D = s->c->D, kind = row_kind(s->fk);
-    int width = D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256;
+    int width = D == 64 || D == 96 || D == 128 || D == 256;
     if (s->fk != s->fv || kind == ROW_F32 || !width) return -1;
     if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
-    return kind == ROW_Q8 && D % Q8_VALUES ? -1 : kind;
-}
-
-// Whether rows are plain numbers of one type, for kernels that read them as they lie.
-static int plain_rows(const Session *s) {
-    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing;
-}
-
-// Whether decode goes through decode_kernel or gqa_kernel. No method decides this either.
-static int decode_kernels(const Session *s) {
-    return plain_rows(s) || gqa_kind(s) >= 0;
+    return kind;
 }
 
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
-    if (!decode_kernels(s) || R <= 4) return block_rows(R);
-    return R > 8 && s->c->D <= GQA_WIDE_D && gqa_kind(s) >= 0 ? 16 : 8;
+    if (gqa_kind(s) < 0 || R <= 4) return block_rows(R);
+    return R > 8 && s->c->D <= GQA_WIDE_D ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -4854,7 +4656,6 @@ static Plan plan_decode(Session *s, int l) {
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
     Plan p = plan_new(s, H, decode_rows(s));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
-    p.plain = decode_kernels(s);
     for (int h = 0, m; h < H; h += m) {
         const View v = view_of(s, l, h);
         m = 1;
@@ -4909,22 +4710,6 @@ template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
     else                 KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
 }
 
-// decode_kernel with LW lanes a row. Query rows 8 and f32 numbers leave fewer registers for loads.
-template <int DT, int LW> static void decode_width(const Attn &a, int n, int BQ) {
-    DecodeShared m;
-    size_t smem = decode_carve(&m, NULL, LW, BQ, a.D);
-    const int U = DT == DT_F32 ? 2 : 4;
-    if (BQ == 4) KV_LAUNCH_EARLY((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
-    else         KV_LAUNCH_EARLY((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
-}
-
-// decode_kernel over n items of BQ query rows.
-template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
-    if (a.D <= 64)       decode_width<DT, 8>(a, n, BQ);
-    else if (a.D <= 128) decode_width<DT, 16>(a, n, BQ);
-    else                 decode_width<DT, 32>(a, n, BQ);
-}
-
 // gqa_kernel over n items of BQ query rows, up to 8 NT.
 template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
     GqaShared m;
@@ -4941,25 +4726,19 @@ template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
 // The same for the head_dim of the argument, which gqa_kind has allowed.
 template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
     if (a.D == 64)       gqa_width<KIND, 64>(a, n, BQ);
-    else if (a.D == 80)  gqa_width<KIND, KIND == ROW_Q8 ? 64 : 80>(a, n, BQ);
     else if (a.D == 96)  gqa_width<KIND, 96>(a, n, BQ);
     else if (a.D == 128) gqa_width<KIND, 128>(a, n, BQ);
-    else if (a.D == 160) gqa_width<KIND, 160>(a, n, BQ);
     else                 gqa_width<KIND, 256>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows. The items' results lie in a.part, what they
-// are together in a.out and a.stat.
-static void run_items(const Attn &a, int n, int BQ, int plain) {
-    if (plain && n && a.gqa >= 0) {
+// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows. decode: their queries are of one token. The
+// items' results lie in a.part, what they are together in a.out and a.stat.
+static void run_items(const Attn &a, int n, int BQ, int decode) {
+    if (decode && n && a.gqa >= 0) {
         if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
         else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
         else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
         else                        gqa_launch<GQA_PATS>(a, n, BQ);
-    } else if (plain && n) {
-        if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
-        else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
-        else                          decode_launch<DT_BF16>(a, n, BQ);
     } else if (n) {
         if (BQ == 4)      attend_launch<1>(a, n, a.out != NULL);
         else if (BQ == 8) attend_launch<2>(a, n, a.out != NULL);
@@ -5007,11 +4786,11 @@ static size_t plan_items(Plan *p, int *chunk) {
     return p->lists ? (size_t)most_items(pairs, p->n_work) : n_items;
 }
 
-// Runs a plan through attend_kernel, decode_kernel or gqa_kernel: out (n,H,D) on the device or NULL, stat
+// Runs a plan through attend_kernel or gqa_kernel: out (n,H,D) on the device or NULL, stat
 // (n,H,2) -> the kernels' argument, for column sums over the same rows. Works, items and lists go
 // to the device in one upload; items over lists that lie on the device are made there, by
 // chosen_kernel.
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
+static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
     Attn a = attn_args(s, l, q, tok0);
     int chunk;
     size_t n_items = plan_items(p, &chunk);
@@ -5040,7 +4819,7 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     a.ticket = arrivals(s, p->n_work);
     a.out = out;
     a.stat = stat;
-    run_items(a, (int)n_items, p->BQ, p->plain);
+    run_items(a, (int)n_items, p->BQ, decode);
     return a;
 }
 
@@ -5136,7 +4915,6 @@ static void tensor_width(const Attn &a, dim3 grid, const Strip *strips, const De
     if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, grid, strips, lines, T, out, stat);
     else if (a.D <= 96)  tensor_launch<DT, 96, LINES>(a, grid, strips, lines, T, out, stat);
     else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 160) tensor_launch<DT, 160, LINES>(a, grid, strips, lines, T, out, stat);
     else                 tensor_launch<DT, 256, LINES>(a, grid, strips, lines, T, out, stat);
 }
 
@@ -5263,7 +5041,7 @@ static void prefill_device(Session *s, int l, float *out, const float *q, int t0
         a = attend_tensor(s, l, q, tok0, n, out, stat);
     } else {
         Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0);
-        a = attend(s, l, q, tok0, &p, out, stat);
+        a = attend(s, l, q, tok0, &p, 0, out, stat);
     }
     if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     scratch_reset(s, mark);
@@ -5275,7 +5053,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
-    Attn a = attend(s, l, q, s->base, &p, out, stat);
+    Attn a = attend(s, l, q, s->base, &p, 1, out, stat);
     for (int i = 0; i < p.n_work && !p.lists; i++) {
         const Work *w = &p.work[i];
         s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
@@ -5303,9 +5081,7 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 
 // Whether the sums of columns are made by tensor cores. No method decides this.
 static int scans(const Session *s) {
-    int D = s->c->D;
-    return plain_rows(s) && row_kind(s->fk) != ROW_F32
-        && (D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256);
+    return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
 }
 
 // Both kernels of a scan.
@@ -5320,10 +5096,8 @@ template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
 // The same for head_dim D, which scans() has allowed.
 template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
     if (D == 64)       scan_launch<DT, 64>(a, chunks);
-    else if (D == 80)  scan_launch<DT, 80>(a, chunks);
     else if (D == 96)  scan_launch<DT, 96>(a, chunks);
     else if (D == 128) scan_launch<DT, 128>(a, chunks);
-    else if (D == 160) scan_launch<DT, 160>(a, chunks);
     else               scan_launch<DT, 256>(a, chunks);
 }
 
@@ -5368,7 +5142,7 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
-    Attn a = attend(s, l, q, tok0, &p, NULL, stat);
+    Attn a = attend(s, l, q, tok0, &p, 0, NULL, stat);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
@@ -5416,7 +5190,6 @@ static int *chosen_room(Session *s, int l, int stride) {
 static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
     Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
-    p.plain = decode_kernels(s);
     p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
@@ -5514,7 +5287,7 @@ void views_drop_cuda(Session *s) {
 // A layer is five launches, each of which reads what the one before has written:
 //
 //     qkv_kernel     norm, W_q W_k W_v, norms of heads, RoPE, append      x -> q, rows of K and V
-//     attention      one of three kernels; its last blocks join           q, rows -> out
+//     attention      one of two kernels; its last blocks join           q, rows -> out
 //     gemv_kernel    W_o, residual                                        out -> x
 //     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
 //     gemv_kernel    W_down, residual                                     gate -> x
@@ -5768,7 +5541,7 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
     a.out = r->out;
     a.stat = stat;
-    run_items(a, d->grid, d->BQ, decode_kernels(s));
+    run_items(a, d->grid, d->BQ, 1);
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
@@ -6136,6 +5909,32 @@ static __device__ float dot_lanes(const float *a, const float *b, int D) {
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
     return lanes_fold(sum);
+}
+
+// 8 numbers as they are stored.
+template <int DT> struct Eight {
+    uint4 u[DT == DT_F32 ? 2 : 1];
+};
+
+// The 8 numbers at p, which is aligned to 16 bytes.
+template <int DT> static __device__ Eight<DT> load8(const char *p) {
+    Eight<DT> e;
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
+    return e;
+}
+
+// x (8) = the 8 numbers as f32.
+template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
+        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
+        for (int j = 0; j < 4; j++)
+            if (DT == DT_F32) {
+                x[4 * i + j] = __int_as_float((int)w[j]);
+            } else {
+                x[2 * j] = half_get<DT>((uint16_t)w[j]);
+                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
+            }
+    }
 }
 
 enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
@@ -8023,8 +7822,8 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
-// the chosen rows (line 17) is decode attention through views: by the format of the rows gqa_kernel,
-// decode_kernel or attend_kernel (run_items, section 3).
+// the chosen rows (line 17) is decode attention through views: by the format of the rows gqa_kernel
+// or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
@@ -8592,9 +8391,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
-//   Eq. 4 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel, rows_move_cuda
-//   Eq. 5 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
+//   Eq. 3 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel
+//   Eq. 4 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel, rows_move_cuda
+//   Eq. 5 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
@@ -8610,7 +8409,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // selected from (POOL_JOIN), and a KV head has one set. kv_compact then drops the rows that no
 // query head of a group reads (rows_move_cuda). In decode the views differ from query head to query
 // head: plan_decode makes one work of neighbouring heads that read the same rows and a work of its
-// own for every other, so that a block of attend_kernel or decode_kernel reads one list.
+// own for every other, so that a block of attend_kernel or gqa_kernel reads one list.
 // Map:
 //   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
@@ -8948,7 +8747,6 @@ size_t cuda_block_bytes(int i, const char **kernel) {
     GemvShared gemv;
     GqaShared gqa;
     TensorShared tensor;
-    DecodeShared decode;
     ScanShared scan;
     const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
     const struct {
@@ -8958,17 +8756,15 @@ size_t cuda_block_bytes(int i, const char **kernel) {
         { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
         { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
         { "gqa_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
-        { "gqa_kernel<2, 80, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 80, all_slots<ROW_BF16, 80, 2>()) },
+        { "gqa_kernel<2, 64, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 64, all_slots<ROW_BF16, 64, 2>()) },
         { "gqa_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
         { "gqa_kernel<3, 96, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 96, all_slots<ROW_Q8, 96, 2>()) },
         { "gqa_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
-        { "gqa_kernel<4, 160, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 160, all_slots<GQA_PATS, 160, 1>()) },
+        { "gqa_kernel<4, 256, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 256, all_slots<GQA_PATS, 256, 1>()) },
         { "tensor_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
         { "tensor_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
         { "tensor_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
-        { "decode_kernel<1, 16, 4, 4>", decode_carve(&decode, NULL, 16, 4, 128) },
-        { "decode_kernel<0, 8, 8, 2>", decode_carve(&decode, NULL, 8, 8, 64) },
-        { "peaks_kernel<1, 160>", scan_carve(&scan, NULL, 160) },
+        { "peaks_kernel<1, 96>", scan_carve(&scan, NULL, 96) },
         { "tallies_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
     };
 

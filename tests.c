@@ -7891,11 +7891,11 @@ TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: every head_dim it ta
         const char *format;
         int rule;
     } shape[] = { { 4, 1, 64, 1, "f16", 0 },   { 16, 1, 64, 3, "bf16", 0 },
-                  { 10, 2, 80, 2, "bf16", 0 }, { 3, 3, 80, 17, "f16", 1 },
+                  { 10, 2, 64, 2, "bf16", 0 }, { 3, 3, 64, 17, "f16", 1 },
                   { 9, 1, 96, 2, "f16", 0 },   { 4, 2, 96, 6, "bf16", 1 },
                   { 8, 2, 128, 2, "bf16", 0 }, { 17, 1, 128, 1, "f16", 0 },
-                  { 8, 1, 128, 18, "f16", 1 }, { 16, 1, 160, 1, "bf16", 0 },
-                  { 5, 1, 160, 2, "f16", 0 },  { 2, 1, 256, 1, "f16", 1 },
+                  { 8, 1, 128, 18, "f16", 1 }, { 16, 1, 256, 1, "bf16", 0 },
+                  { 5, 1, 256, 2, "f16", 0 },  { 2, 1, 256, 1, "f16", 1 },
                   { 12, 1, 256, 2, "bf16", 0 } };
 
     int n_shape = sizeof shape / sizeof *shape;
@@ -8202,8 +8202,8 @@ TEST(cuda_attention_q8, "decode on tensor cores over q8_0 rows agrees with the C
     } shape[] = {
         { 4, 1, 64, 11, 1, 0 },   { 6, 2, 64, 59, 6, 1 },   { 16, 1, 96, 80, 1, 0 },
         { 2, 2, 96, 12, 2, 0 },   { 8, 1, 128, 100, 2, 0 }, { 7, 1, 128, 43, 5, 1 },
-        { 4, 2, 128, 143, 1, 0 }, { 17, 1, 128, 59, 1, 0 }, { 16, 1, 160, 58, 1, 0 },
-        { 3, 1, 160, 26, 6, 1 },  { 1, 1, 256, 90, 1, 0 },  { 12, 1, 256, 31, 2, 0 },
+        { 4, 2, 128, 143, 1, 0 }, { 17, 1, 128, 59, 1, 0 }, { 16, 1, 256, 58, 1, 0 },
+        { 3, 1, 256, 26, 6, 1 },  { 1, 1, 256, 90, 1, 0 },  { 12, 1, 256, 31, 2, 0 },
     };
     int n_shape = sizeof shape / sizeof *shape;
     EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
@@ -8266,19 +8266,19 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     } mixed[] = {
         { 4, 1, 64, 70, 1, 0, "pats-bmax=10" },
         { 6, 3, 64, 41, 6, 1, "pats-bmax=7 pats-round=mid" },
-        { 7, 1, 80, 83, 1, 0, "pats-bmax=10" },
-        { 3, 1, 80, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
+        { 7, 1, 64, 83, 1, 0, "pats-bmax=10" },
+        { 3, 1, 64, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
         { 16, 1, 96, 75, 1, 0, "pats-bmax=10 pats-round=nearest" },
         { 4, 2, 96, 60, 2, 0, "pats-bmax=10" },
         { 8, 1, 128, 150, 1, 0, "pats-bmax=10" },
         { 2, 1, 128, 90, 6, 1, "pats-bmax=8 pats-round=mid" },
         { 17, 1, 128, 64, 1, 0, "pats-bmax=10 pats-schedule=old" },
-        { 16, 1, 160, 77, 1, 0, "pats-bmax=9" },
-        { 5, 1, 160, 69, 7, 1, "pats-bmax=10" },
+        { 16, 1, 256, 77, 1, 0, "pats-bmax=9" },
+        { 5, 1, 256, 69, 7, 1, "pats-bmax=10" },
         { 4, 1, 256, 71, 1, 0, "pats-bmax=10" },
         { 9, 1, 256, 53, 1, 0, "pats-bmax=7" },
     };
-    int n_mixed = sizeof mixed / sizeof *mixed, dims[] = { 64, 80, 96, 128, 160, 256 };
+    int n_mixed = sizeof mixed / sizeof *mixed, dims[] = { 64, 96, 128, 256 };
     int heads[] = { 1, 2, 3, 4, 7, 8, 16 };
     char text[200];
     EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += variants_step()) {
@@ -8290,7 +8290,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     }
     cuda_span(0);
     if (emu_set_seed) emu_set_seed(7);
-    for (int d = 0; d < 6; d++)
+    for (int d = 0; d < 4; d++)
         for (int b = 1; b <= 10; b++) {
             Tiny m = tiny_model(1, heads[(b + d) % 7], 1, dims[d], 16, 16, 11, 5);
             snprintf(text, sizeof text,
@@ -9459,7 +9459,7 @@ static Traffic *traffic_decode(const Config *c, double N) {
           "L (w C (HD + 2 GD + 1) + 4 (C + HD + 2 GD))", "L (4 (2 HD + 2 GD) + G r)",
           "L 2 C (HD + 2 GD)", L, L * (Q + 1) * C * w, 0, L * 4 * (C + Q),
           L * (4 * (Q + HD) + c->G * r), L * 2 * C * Q, 0 },
-        { c->D < 64 ? "decode_kernel" : "gqa_kernel", "attention, joining",
+        { c->D < 64 ? "attend_kernel" : "gqa_kernel", "attention, joining",
           "L (N G r + 4 HD + 16 I (D + 2))", "L (16 I (D + 2) + 4 HD)", "L 4 N HD", L, 0,
           L * N * c->G * r, L * (4 * HD + part), L * (part + 4 * HD + 8 * H), L * 4 * N * HD, 0 },
         { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L,
@@ -10237,9 +10237,9 @@ TEST(cuda_columns,
         int rule;
     } shape[] = { { 4, 2, 64, 900, "f16", 0 },  { 3, 1, 128, 300, "bf16", 0 },
                   { 2, 2, 128, 600, "f16", 1 }, { 1, 1, 64, 30, "bf16", 1 },
-                  { 2, 1, 96, 140, "bf16", 0 }, { 2, 2, 160, 150, "f16", 1 },
-                  { 1, 1, 256, 100, "f16", 0 }, { 2, 1, 80, 300, "f16", 0 },
-                  { 3, 1, 80, 90, "bf16", 1 } };
+                  { 2, 1, 96, 140, "bf16", 0 }, { 2, 2, 128, 150, "f16", 1 },
+                  { 1, 1, 256, 100, "f16", 0 }, { 2, 1, 64, 300, "f16", 0 },
+                  { 3, 1, 64, 90, "bf16", 1 } };
 
     EACH_SEED(seed) for (int i = seed % variants_step(); i < 9; i += variants_step()) {
         char text[64];

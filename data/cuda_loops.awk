@@ -70,15 +70,11 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     }
     if (part[1] == "tensor_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]
-        KT = D <= 160 ? 64 : 32
+        KT = D <= 128 ? 64 : 32
         BQ = D <= 128 && !part[4] ? 128 : 64
         P = 2 * (D + 8)
         return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 13 * 4 + \
                (part[4] ? 2048 * 4 : 0)
-    }
-    if (part[1] == "decode_kernel") {           # <dtype, lanes of a row, query rows, rows at once>
-        D = 8 * part[3]                         # at most
-        return 4 * part[4] * (D + 4 * (D + 2))
     }
     if (part[1] == "peaks_kernel" || part[1] == "tallies_kernel")                   # <dtype, head_dim>
         return 4 * (part[3] / 16 * 8 * 128 + 4 * 64 * 2 + 64)
@@ -171,12 +167,10 @@ BEGIN {
     others[64, 0] = 3.9
     others[96, 0] = 3.1
     others[128, 0] = 2.6
-    others[160, 0] = 3.3
     others[256, 0] = 3.6
     others[64, 1] = 4
     others[96, 1] = 3.4
     others[128, 1] = 3.5
-    others[160, 1] = 3.4
     others[256, 1] = 3.8
 }
 
