@@ -2333,8 +2333,9 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     s_r = q . k_r / sqrt(D)     p_r = exp(s_r - max s) / sum of exp(s - max s)     out = sum of p_r v_r
 //
 // A Work is a set of query rows of one KV head that read the same list of rows. In decode these are
-// the query heads whose views are equal, in prefill up to 32 consecutive (token, query head) pairs.
-// Query row j of a work is pair m = m0 + j: token m / R of the pass, query head g*R + m % R.
+// the query heads whose views are equal, in prefill neighbouring (token, query head) pairs: of all R query
+// heads of the KV head in turn or, where they read lines of their own, of one of them. Query row j of a work
+// is pair m = m0 + j: token tok0 + m / per, query head `head` + m % per.
 //
 // The list of a work is cut into Items (split-K), so that heads of unequal length keep the whole
 // device busy. A block takes one item, goes through it in tiles of TILE rows with an online
@@ -2344,12 +2345,12 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Four kernels compute it, and which one is used never depends on the method; run_items chooses for
-// decode, tensor_cores for a prefill:
+// Four kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
+// "which kernel reads which rows".
 //     attend_kernel    any rule, any format, any head_dim: the algorithm as it stands above
-//     gqa_kernel       decode over f16, bf16, q8_0 and PATS rows of the usual head_dims
-//     tensor_kernel    a long prefill over any rows but f32; takes Strips, whole lists of more query rows
-//     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
+//     tensor_kernel    a long prefill on tensor cores; its works are not cut into items
+//     gqa_kernel       decode on tensor cores, over f16, bf16, q8_0 and PATS rows
+//     column_kernel    sums of probabilities over queries; scan_kernel: the same on tensor cores
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -2360,6 +2361,7 @@ enum {
 struct Work {                   // its list has n positions: p < n_idx is row idx[p], the others are rows
                                 // tail + p - n_idx
     int g;                      // KV head
+    int head, per;              // its query heads are head .. head + per - 1
     int m0, m;                  // first pair; pairs
     int n;
     int idx;                    // where its rows begin in Attn.idx
@@ -2372,7 +2374,7 @@ struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
 };
 
-// Declared here because chosen_kernel calls them; they stand in section 4.
+// Declared here because items_kernel calls them; they stand in section 4.
 static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
 static __device__ void read_list(Work *w, const int *lists);
 
@@ -2382,6 +2384,14 @@ KV_HD static size_t chunk_rows(size_t total) {
     size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;
     return max_size(chunk, 2 * TILE);
 }
+
+struct DeviceLines {            // the lines of a query head (section 7), in device memory
+    const uint64_t *v, *s;      // (n bits) verticals, offsets
+    int n, p0;                  // rows held; the first row of this pass
+    int dense, tile64;          // 1: every cell; 1: whole needed columns
+};
+static __device__ int column_needed(const DeviceLines &x, int c, int first, int last);
+static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
 
 struct Attn {                   // argument of the kernels; pointers are device memory
     HeadRefs heads;
@@ -2395,6 +2405,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     int kind_k, kind_v;         // ROW_*
     int gqa;                    // gqa_kind
     int rule, window;           // of the mask
+    const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
     int H, R, D;
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
@@ -2407,7 +2418,12 @@ struct Attn {                   // argument of the kernels; pointers are device 
 
 // The row of (n,H,..) that pair m of work w is.
 static __device__ size_t query_row(const Attn &a, const Work &w, int m) {
-    return (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+    return (size_t)(m / w.per) * a.H + w.head + m % w.per;
+}
+
+// The token of query row j of work w, as an index into Session.tok; that of the last one behind it.
+static __device__ int query_token(const Work &w, int j) {
+    return w.tok0 + (w.m0 + min_int(j, w.m - 1)) / w.per;
 }
 
 // The row at position p of a work's list.
@@ -2418,7 +2434,8 @@ static __device__ int listed_row(const Work &w, const int *idx, int p) {
 // ---- tiles in shared memory
 
 // The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every
-// query's sliding window. Called by all threads; what it writes is complete after the next barrier.
+// query's sliding window, or none of its columns is needed. Called by all threads; what it writes is
+// complete after the next barrier.
 static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
                                  int *row, int *src, int *any) {
     if (threadIdx.x >= TILE) return;
@@ -2427,6 +2444,7 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
         row[i] = listed_row(w, a.idx, p + i);
         src[i] = h.src[row[i]];
         see = !a.window || a.tok[src[i]].pos > w.low - a.window;
+        if (a.lines) see = see && column_needed(a.lines[w.head], row[i], w.m0, w.m0 + w.m);
     }
     see = __any_sync(ALL_LANES, see);
     if (!i) *any = see;
@@ -2450,7 +2468,7 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // Whether a tile needs the mask: not when the rule is causality, and its last row (of token `last`)
 // is no later than the work's first query.
 static __device__ int tile_masked(const Attn &a, const Work &w, int last) {
-    return a.rule != VIS_CAUSAL || a.window || last > w.tok0 + w.m0 / a.R;
+    return a.rule != VIS_CAUSAL || a.window || last > query_token(w, 0);
 }
 
 // ---- the items of a work become one
@@ -2488,7 +2506,7 @@ struct Join {
     const Work *work;
     int *ticket;
     float *part, *out, *stat;
-    int BQ, H, R, D;
+    int BQ, H, D;
 };
 
 // The end of an item's block, whose part is stored: the last block of a work joins its items, a warp a
@@ -2500,7 +2518,7 @@ static KV_CALL void join_items(Join a) {
     if (it.p0 == it.p1 || !arrives_last(&a.ticket[it.work], w.items, &last)) return;
     for (int j = threadIdx.x >> 5; j < w.m; j += ATTN_WARPS) {
         int m = w.m0 + j, stride = a.BQ * (a.D + 2);
-        size_t row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;             // as in query_row
+        size_t row = (size_t)(m / w.per) * a.H + w.head + m % w.per;            // as in query_row
         join_row(a.part + (size_t)w.first * stride + j * (a.D + 2), stride, w.items, a.D,
                  a.out ? a.out + row * a.D : NULL, a.stat + row * 2);
     }
@@ -2508,7 +2526,7 @@ static KV_CALL void join_items(Join a) {
 
 // The same, from a kernel of BQ query rows a block.
 static __device__ void join_arrived(const Attn &a, int BQ) {
-    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.R, a.D });
+    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.D });
 }
 
 // ---- attend_kernel: any rule, any format, any head_dim
@@ -2518,12 +2536,12 @@ static __device__ void join_arrived(const Attn &a, int BQ) {
 //   Lane    three roles in turn, for one tile of TILE = 32 rows:
 //             scoring    a lane owns a key, and scores it against all QW query rows
 //             softmax    32/QW lanes share a query row; each holds every (32/QW)-th score of it
-//             mixing     a lane owns the dimensions lane, lane + 32, .. (ND of them) of all QW rows
-//           score (BQ,TILE+1), the part of one warp with QW = 2; the letter is the lane that owns
+//             mixing     a lane owns the dimensions lane, lane + 32, .. of all QW rows
+//           score (BQ,TILE+1), the part of one warp with QW = 8; the letter is the lane that owns
 //           the number:
-//                        key 0    1    2   ..   31                      key 0    1   ..  16   ..
-//             scoring    row a    b    c   ..   F          softmax      row a    b   ..   a   ..
-//                        row a    b    c   ..   F                       row q    r   ..   q   ..
+//                        key 0    1    2   ..   31                      key 0    1    2    3    4   ..
+//             scoring    row a    b    c   ..   F          softmax      row a    b    c    d    a   ..
+//                        row a    b    c   ..   F                       row e    f    g    h    e   ..
 //   Shared  q (BQ,D); kv (TILE,D+1): the tile's keys, then its values; score (BQ,TILE+1); shrink
 //           (BQ); row, src (TILE); any. Rows are one number longer than they need, so that 32 lanes
 //           reading a column find it in 32 banks.
@@ -2531,7 +2549,8 @@ static __device__ void join_arrived(const Attn &a, int BQ) {
 //           whatever the format. With 4 blocks on a multiprocessor (launch bounds) loads of one
 //           block hide behind the arithmetic of another.
 //   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory
-// With ND 0 there is no mixing: only max and sum are wanted.
+// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.lines a query row reads what lies
+// on its head's lines (section 7), and tiles that need none of it are left out.
 
 struct AttendShared {
     float *q, *kv, *score;
@@ -2596,32 +2615,34 @@ template <int BQ> static __device__ void load_queries(float *q, const Attn &a, c
 // -infinity.
 template <int QW>
 static __device__ void score_tile(const AttendShared &m, const Attn &a, const Work &w, int n) {
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, key = lane < n ? lane : 0;
     float score[QW];
-    score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
-    int masked = tile_masked(a, w, m.src[n - 1]);
+    score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
+    int masked = tile_masked(a, w, m.src[n - 1]), src = m.src[key], c = m.row[key], needed = lane < n;
+    if (a.lines) needed = needed && column_needed(a.lines[w.head], c, w.m0, w.m0 + w.m);
     for (int i = 0; i < QW; i++) {
-        int j = warp * QW + i, t = w.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
-        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane]);
+        int j = warp * QW + i, t = query_token(w, j), see = needed && j < w.m;
+        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+        if (see && a.lines) see = cell_chosen(a.lines[w.head], w.m0 + j, c);
         m.score[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
     }
 }
 
-// acc (QW,ND) = acc * shrink + p v, over the tile's n rows: a lane owns ND dimensions.
-template <int QW, int ND>
-static __device__ void mix_tile(float (&acc)[QW][ND ? ND : 1], const AttendShared &m, int D, int n) {
+// acc (QW,MAX_D/32) = acc * shrink + p v, over the tile's n rows.
+template <int QW>
+static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared &m, int D, int n) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] *= m.shrink[warp * QW + i];
+        for (int e = 0; e < MAX_D / 32; e++) acc[i][e] *= m.shrink[warp * QW + i];
     for (int j = 0; j < n; j++)
-        for (int e = 0; e < ND; e++) {
+        for (int e = 0; e < MAX_D / 32 && 32 * e < D; e++) {
             float x = lane + 32 * e < D ? m.kv[j * (D + 1) + lane + 32 * e] : 0;
             for (int i = 0; i < QW; i++) acc[i][e] += m.score[(warp * QW + i) * (TILE + 1) + j] * x;
         }
 }
 
-// QW: query rows of a warp; ND: 32 ND >= D, or 0.
-template <int QW, int ND>
+// QW: query rows of a warp, 1 or 8.
+template <int QW>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
@@ -2635,9 +2656,9 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
     HeadRef h = a.heads.at[w.g];
     load_queries<BQ>(m.q, a, w);
     float top = -INFINITY, sum = 0;             // of row warp*QW + lane/LANES
-    float acc[QW][ND ? ND : 1];
+    float acc[QW][MAX_D / 32];
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] = 0;
+        for (int e = 0; e < MAX_D / 32; e++) acc[i][e] = 0;
 
     for (int p = it.p0; p < it.p1; p += TILE) {
         int n = min_int(it.p1 - p, TILE);
@@ -2652,11 +2673,11 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
         float *mine = m.score + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES;
         float shrink = fold_scores<QW>(mine, &top, &sum);
         if (lane % LANES == 0) m.shrink[warp * QW + lane / LANES] = shrink;
-        if (!ND) continue;
+        if (!a.out) continue;
         __syncthreads();                        // the keys are done with
         load_tile(m.kv, D + 1, a, h, 1, m.row, n);
         __syncthreads();
-        mix_tile<QW, ND>(acc, m, D, n);
+        mix_tile<QW>(acc, m, D, n);
     }
 
     float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
@@ -2666,7 +2687,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
         to[1] = sum;
     }
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++)
+        for (int e = 0; e < MAX_D / 32; e++)
             if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
     join_arrived(a, BQ);
 }
@@ -2697,8 +2718,8 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 // The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
 // keeps its query rows, K and V come by in tiles, and scores and probabilities stay in registers.
 //
-//   Block   a Strip: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
-//           longest strips start first.
+//   Block   a work: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
+//           longest ones start first.
 //   Warp    16 MT of the query rows; MT times 16 rows are the height of a fragment
 //   Lane    (g,t), as in "what only PTX can say". Two products for every tile:
 //
@@ -2719,7 +2740,7 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 //   Shared  q (BQ,P), keys (KT,P), vals (KT,P), 16-bit numbers; a row is P = DIM + 8 numbers long, so
 //           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
 //           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
-//           list, cols: which tiles there are; counts, strip, facts
+//           list, cols: which tiles there are; counts, work, facts
 //   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each
 //           fragment of K and V twice; with one, reading them from shared memory would take as long as
 //           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
@@ -2727,19 +2748,19 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 //           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
 //           is not kept in registers. Wider heads have tiles of 64 x 32.
 //           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
-//           fragments each up to head_dim 96; from there on four with one, because four blocks of two warps
+//           fragments each up to head_dim 64; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
 //           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
-//           Two blocks are on a multiprocessor, or four of two warps (three at head_dim 96 on an A100): one
+//           Two blocks are on a multiprocessor, or four of two warps: one
 //           multiplies while the other waits or exponentiates. The parts of a copy, and __syncwarp where all
 //           lanes have arrived, move nothing that is computed; they keep the compiler from asking for more
 //           fragments at once than there are registers.
 //   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
 //           other instructions, 2.5 a product, and along lines 132 and 450, 3.4 (sm_90, make cuda-check)
 //
-// Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the strip sees are
+// Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the work sees are
 // left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query
-// sees need no mask. With LINES the strip is 64 rows of one query head that read chosen lines, and
+// sees need no mask. With LINES a work is 64 rows of one query head that read chosen lines, and
 // section 7 says which tiles those are; then a tile may also be KT single columns, gathered.
 //
 // What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
@@ -2792,21 +2813,12 @@ template <int DT> static __device__ unsigned half_pack(float low, float high) {
 #endif
 }
 
-// Query rows of a block. Pair j of it is token (m0 + j) / per of the call, query head
-// head + (m0 + j) % per.
-struct Strip {
-    int g;                      // KV head
-    int head, per;              // all R query heads of the KV head take turns, or it is only one
-    int m0, m;                  // first pair; pairs
-    int n;                      // no token of it sees a row from n on
-};
-
-// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128 or 256.
+// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 128 or 256.
 template <int DIM, int LINES> struct TensorShape {
     enum {
-        WARPS = LINES && DIM <= 96 ? 2 : ATTN_WARPS,
+        WARPS = LINES && DIM <= 64 ? 2 : ATTN_WARPS,
         BLOCKS = 2 * ATTN_WARPS / WARPS,        // blocks on a multiprocessor
-        MT = DIM <= (LINES ? 96 : 128) ? 2 : 1, // fragments of queries of a warp
+        MT = DIM <= (LINES ? 64 : 128) ? 2 : 1, // fragments of queries of a warp
         KT = DIM <= 128 ? 64 : 32,              // keys of a tile
         BQ = WARPS * 16 * MT,                   // query rows of a block
         P = DIM + 8,                            // numbers of a row in shared memory
@@ -2816,8 +2828,8 @@ template <int DIM, int LINES> struct TensorShape {
     };
 };
 
-// What the query rows of a strip have in common, for tests of whole tiles.
-struct StripFacts {
+// What the query rows of a work have in common, for tests of whole tiles.
+struct WorkFacts {
     int first, last;            // tokens, as indices into Session.tok
     int low, high;              // least and greatest position
     int seg_low, seg_high;      // least and greatest message
@@ -2836,8 +2848,8 @@ struct TensorShared {
     int *tok;                   // (BQ) the rows' tokens
     int *list;                  // (TC_LIST) tiles: twice the first row, and 1 more when it needs its mask
     int *counts;                // (2,WARPS) what the warps add to a list
-    Strip *strip;
-    StripFacts *facts;
+    Work *work;
+    WorkFacts *facts;
 };
 
 // Carves the block's shared memory -> bytes.
@@ -2853,32 +2865,15 @@ template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, 
     m->tok = carve<int>(&b, Shape::BQ);
     m->list = carve<int>(&b, TC_LIST);
     m->counts = carve<int>(&b, 2 * Shape::WARPS);
-    m->strip = carve<Strip>(&b, 1);
-    m->facts = carve<StripFacts>(&b, 1);
+    m->work = carve<Work>(&b, 1);
+    m->facts = carve<WorkFacts>(&b, 1);
     return b.at;
 }
-
-// The token of pair j of a strip, as an index into Session.tok; that of the last pair behind it.
-static __device__ int strip_token(const Attn &a, const Strip &s, int j) {
-    return a.tok0 + (s.m0 + min_int(j, s.m - 1)) / s.per;
-}
-
-// The row of (n,H,..) that pair j of a strip is.
-static __device__ size_t strip_row(const Attn &a, const Strip &s, int j) {
-    return (size_t)((s.m0 + j) / s.per) * a.H + s.head + (s.m0 + j) % s.per;
-}
-
-struct DeviceLines {            // the lines of a query head (section 7), in device memory
-    const uint64_t *v, *s;      // (n bits) verticals, offsets
-    int n, p0;                  // rows held; the first row of this pass
-    int dense, tile64;          // 1: every cell; 1: whole needed columns
-    int head;                   // the query head
-};
 
 // A tile: n rows from p on or, of gathered columns, rows cols[p..p+n) of TensorShared.
 struct TileRef {
     int p, n;
-    int masked;                 // 1: some query of the strip may not see all of it, or it is not full
+    int masked;                 // 1: some query of the work may not see all of it, or it is not full
     int gathered;
 };
 
@@ -2886,15 +2881,14 @@ struct TileRef {
 
 // Declared here because tensor_kernel calls them; they stand in section 7.
 template <int DIM> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
-                                                    const Strip &s, int *from, int *n_cols);
+                                                    const Work &w, int *from, int *n_cols);
 template <int DIM> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
-                                                     const DeviceLines &x, const Strip &s, const TileRef &tile);
-static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T);
+                                                     const DeviceLines &x, const Work &w, const TileRef &tile);
 
-// facts = what the strip's tokens have in common. Complete after the next barrier.
-static __device__ void strip_facts(StripFacts *facts, const Attn &a, const Strip &s) {
+// facts = what the work's tokens have in common. Complete after the next barrier.
+static __device__ void work_facts(WorkFacts *facts, const Attn &a, const Work &w) {
     if (threadIdx.x >= 32) return;
-    int first = strip_token(a, s, 0), last = strip_token(a, s, s.m - 1), nexus = 0;
+    int first = query_token(w, 0), last = query_token(w, w.m - 1), nexus = 0;
     int low = a.tok[first].pos, high = low, seg_low = a.tok[first].seg, seg_high = seg_low;
     for (int i = first + (int)threadIdx.x; i <= last; i += 32) {
         low = min_int(low, a.tok[i].pos);
@@ -2913,9 +2907,9 @@ static __device__ void strip_facts(StripFacts *facts, const Attn &a, const Strip
     if (!threadIdx.x) *facts = { first, last, low, high, seg_low, seg_high, nexus };
 }
 
-// How a strip sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
+// How a work sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
 // may; 2 each of them does. "Some may" is what is left when nothing is known (kv_visible).
-static __device__ int strip_sees(const Attn &a, const StripFacts &f, int src) {
+static __device__ int work_sees(const Attn &a, const WorkFacts &f, int src) {
     const Token *b = &a.tok[src];
     int some = src <= f.last, all = src <= f.first;
     if (a.rule != VIS_CAUSAL) {
@@ -2934,13 +2928,13 @@ static __device__ int strip_sees(const Attn &a, const StripFacts &f, int src) {
     return all ? 2 : some;
 }
 
-// The tile of KT rows from row p on, as an element of the list, or -1 when no query of the strip sees any
+// The tile of KT rows from row p on, as an element of the list, or -1 when no query of the work sees any
 // of its n rows. Called by a warp.
 template <int KT>
-static __device__ int tile_seen(const Attn &a, const HeadRef &h, const StripFacts &f, int p, int n) {
+static __device__ int tile_seen(const Attn &a, const HeadRef &h, const WorkFacts &f, int p, int n) {
     int some = 0, all = n >= KT;
     for (int i = threadIdx.x & 31; i < KT; i += 32) {
-        int sees = i < n ? strip_sees(a, f, h.src[p + i]) : 0;
+        int sees = i < n ? work_sees(a, f, h.src[p + i]) : 0;
         some |= sees;
         all &= sees == 2;
     }
@@ -2949,14 +2943,14 @@ static __device__ int tile_seen(const Attn &a, const HeadRef &h, const StripFact
     return some ? 2 * p + !all : -1;
 }
 
-// list = the next tiles that the strip sees, of rows *from and up -> how many; *from is then where the
+// list = the next tiles that the work sees, of rows *from and up -> how many; *from is then where the
 // list after this one begins. Called by all threads of a block; the list is complete when it returns. A
 // warp looks at 32 tiles. Under plain causality a lane looks at one of them: src is ascending, so its
 // first and last row say it all.
 template <int KT>
 static __device__ int tiles_list(const TensorShared &m, const Attn &a, const HeadRef &h, int n, int *from) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, found = 0;
-    StripFacts f = *m.facts;
+    WorkFacts f = *m.facts;
     while (found + ATTN_WARPS * 32 <= TC_LIST && *from < n) {
         int p0 = *from + warp * 32 * KT, mine = -1;
         if (a.rule == VIS_CAUSAL && !a.window) {
@@ -2999,27 +2993,27 @@ static __device__ void tile_mask(const TensorShared &m, const Attn &a, const Hea
 
 // Tile i of the n_list tiles of the list and the tiles of n_cols gathered columns behind them.
 template <int KT, int LINES>
-static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Strip &s, int n_list, int n_cols,
+static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Work &w, int n_list, int n_cols,
                                   int i) {
     int at = (i - n_list) * KT;
     if (!LINES || i < n_list) {
         int tile = m.list[i], p = tile >> 1;
-        return { p, min_int(s.n - p, KT), tile & 1, 0 };
+        return { p, min_int(w.n - p, KT), tile & 1, 0 };
     }
-    int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > s.n - s.m;
+    int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > w.n - w.m;
     return { at, n, n < KT || behind || a.window, 1 };
 }
 
 // ---- a tile
 
-// q (BQ,P) = the strip's query rows, rounded; zeros behind the last and behind D.
+// q (BQ,P) = the work's query rows, rounded; zeros behind the last and behind D.
 template <int DT, int DIM, int BQ>
-static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Strip &s) {
+static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Work &w) {
     int lane = threadIdx.x & 31;
     for (int j = threadIdx.x >> 5; j < BQ; j += blockDim.x >> 5) {
-        const float *from = a.q + strip_row(a, s, min_int(j, s.m - 1)) * a.D;
+        const float *from = a.q + query_row(a, w, w.m0 + min_int(j, w.m - 1)) * a.D;
         for (int d = lane; d < DIM; d += 32)
-            q[j * (DIM + 8) + d] = half_put<DT>(j < s.m && d < a.D ? from[d] : 0);
+            q[j * (DIM + 8) + d] = half_put<DT>(j < w.m && d < a.D ? from[d] : 0);
     }
 }
 
@@ -3169,33 +3163,32 @@ static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink
     }
 }
 
-// The warp's rows to out (n,H,D) and stat (n,H,2). state: of the warp's rows.
+// The warp's rows to Attn.out and .stat. state: of the warp's rows.
 template <int DIM, int MT>
-static __device__ void tensor_store(const Attn &a, const Strip &s, const float (*acc)[DIM / 8][4],
-                                    const RowState *state, float *out, float *stat) {
+static __device__ void tensor_store(const Attn &a, const Work &w, const float (*acc)[DIM / 8][4],
+                                    const RowState *state) {
     int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, warp = threadIdx.x >> 5;
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int half = 0; half < 2; half++) {
             int j = warp * 16 * MT + 16 * i + 8 * half + g;
             float z = state[16 * i + 8 * half + g].sum, inv = 1 / z;
-            if (j >= s.m) continue;
-            size_t r = strip_row(a, s, j);
+            if (j >= w.m) continue;
+            size_t r = query_row(a, w, w.m0 + j);
             KV_UNROLL() for (int n = 0; n < DIM / 8; n++)
                 if (n * 8 < a.D)
-                    *(float2 *)(out + r * a.D + n * 8 + 2 * t) =
+                    *(float2 *)(a.out + r * a.D + n * 8 + 2 * t) =
                         make_float2(acc[i][n][2 * half] * inv, acc[i][n][2 * half + 1] * inv);
-            if (t || !stat) continue;
-            stat[r * 2] = state[16 * i + 8 * half + g].top * a.scale;
-            stat[r * 2 + 1] = z * (1.f / (1 << P_SHIFT));
+            if (t) continue;
+            a.stat[r * 2] = state[16 * i + 8 * half + g].top * a.scale;
+            a.stat[r * 2 + 1] = z * (1.f / (1 << P_SHIFT));
         }
 }
 
-// DT: dtype of the rows. out (n,H,D), stat (n,H,2) or NULL. strips: a block each; with LINES instead
-// lines: a query head each (blockIdx.x), and T tokens, 64 a block (blockIdx.y).
+// DT: dtype of the rows; LINES: the works' heads read lines. A block is a work, the last one first.
 template <int DT, int DIM, int LINES>
 static __global__ void
 __launch_bounds__(TensorShape<DIM, LINES>::WARPS * 32, TensorShape<DIM, LINES>::BLOCKS)
-tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, float *out, float *stat) {
+tensor_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
@@ -3203,21 +3196,20 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int block = LINES ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x;
-    if (!threadIdx.x) *m.strip = LINES ? lines_strip(a, lines[blockIdx.x], block, T) : strips[block];
+    if (!threadIdx.x) *m.work = a.work[gridDim.x - 1 - blockIdx.x];
     __syncthreads();
-    const Strip &s = *m.strip;
-    const HeadRef &h = a.heads.at[s.g];
+    const Work &w = *m.work;
+    const HeadRef &h = a.heads.at[w.g];
 
     // Dims from D on are zeros in the products; cp.async never writes them.
-    tensor_queries<DT, DIM, Shape::BQ>(m.q, a, s);
+    tensor_queries<DT, DIM, Shape::BQ>(m.q, a, w);
     for (int i = threadIdx.x; i < 2 * KT * (DIM - a.D); i += blockDim.x)
         m.keys[i / (DIM - a.D) * P + a.D + i % (DIM - a.D)] = 0;
     if ((int)threadIdx.x < Shape::BQ) {
-        m.tok[threadIdx.x] = strip_token(a, s, threadIdx.x);
+        m.tok[threadIdx.x] = query_token(w, threadIdx.x);
         m.state[threadIdx.x] = { SCORE_LOW, 0 };
     }
-    if (!LINES) strip_facts(m.facts, a, s);
+    if (!LINES) work_facts(m.facts, a, w);
     __syncthreads();
 
     // Where the lane's 16 bytes of a copy go, and where it names its rows for ldmatrix: of A, 16 rows,
@@ -3235,20 +3227,20 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
 
-    for (int from = 0; from < s.n;) {
-        int n_cols = 0, n_list = LINES ? lines_list<DIM>(m, a, lines[blockIdx.x], s, &from, &n_cols)
-                                       : tiles_list<KT>(m, a, h, s.n, &from);
+    for (int from = 0; from < w.n;) {
+        int n_cols = 0, n_list = LINES ? lines_list<DIM>(m, a, a.lines[w.head], w, &from, &n_cols)
+                                       : tiles_list<KT>(m, a, h, w.n, &from);
         int tiles = n_list + (n_cols + KT - 1) / KT;
 
         TileRef now = { 0, 0, 0, 0 };
-        if (tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0);
+        if (tiles) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, 0);
         if (tiles) copy_rows<DIM, LINES, 0, 1>(own, h.k, m.cols, now, a.D);
         for (int i = 0; i < tiles; i++) {
-            if (!LINES) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);   // saves registers
+            if (!LINES) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, i);   // saves registers
             copy_wait<0>();
             __syncthreads();                    // the keys are there, the last values are done with
             copy_rows<DIM, LINES, 0, 1>(own + 2 * KT * P, h.v, m.cols, now, a.D);
-            if (now.masked && LINES) lines_mask<DIM>(m, a, h, lines[blockIdx.x], s, now);
+            if (now.masked && LINES) lines_mask<DIM>(m, a, h, a.lines[w.head], w, now);
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
             unsigned prob[KT / 16][MT][4];
@@ -3261,7 +3253,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
             tensor_softmax<DT, MT, KT>(prob, shrink, score, c, m.state + warp * ROWS);
             copy_wait<0>();
             __syncthreads();                    // the values are there, the keys are done with
-            if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i + 1);
+            if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, i + 1);
             if (i + 1 < tiles) copy_rows<DIM, LINES, 0, PARTS>(own, h.k, m.cols, now, a.D);
             tensor_sums<DT, MT, KT>(m.state + warp * ROWS, shrink, prob);
             tensor_mix<DT, DIM, MT, KT, 0>(acc, shrink, prob, vals);
@@ -3270,10 +3262,10 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
         }
         __syncthreads();                        // the list is done with
     }
-    tensor_store<DIM, MT>(a, s, acc, m.state + warp * ROWS, out, stat);
+    tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- gqa_kernel: decode on tensor cores, head_dim 64, 96, 128, 256
+// ---- gqa_kernel: decode on tensor cores, head_dim 64 and 128
 //
 // This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
 // bits".
@@ -3282,7 +3274,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
 // tensor_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
-//   Block   one item; NT = 1 or, with D up to 128, 2 groups of 8 query rows
+//   Block   one item; NT = 1 or 2 groups of 8 query rows
 //   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
 //           for each other
 //   Lane    (g,t), as in "what only PTX can say". Copying (cp.async): pieces of 16 bytes of the rows g, g+8,
@@ -3329,7 +3321,6 @@ enum {
     GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
     SEE_16 = 0xffff,            // 16 positions that are all seen
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_WIDE_D = 128,           // in wider heads 16 query rows' sums do not fit into the registers
     GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
 #ifdef KVCOMP_TEST
@@ -4154,8 +4145,8 @@ template <int KIND, int D, int NT> KV_HD static constexpr size_t all_slots(void)
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
 constexpr int gqa_blocks(int KIND, int D, int NT) {
-    if (D > 128 || (D > 64 && NT == 2)) return 2;
-    if (D > 96 && KIND == GQA_PATS) return 3;
+    if (D > 64 && NT == 2) return 2;
+    if (D > 64 && KIND == GQA_PATS) return 3;
     return NT == 1 ? 4 : KIND == ROW_Q8 || KIND == GQA_PATS ? 2 : 3;
 }
 
@@ -4177,6 +4168,9 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
     gqa_queries<KIND, D, NT>(m.q, a, w);
     if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
+    // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
+    for (int i = threadIdx.x; KIND == GQA_PATS && i < (int)(all_slots<KIND, D, NT>() / 16); i += blockDim.x)
+        ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
@@ -4280,15 +4274,15 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
     out[(size_t)head * N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * factor;
 }
 
-// ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
+// ---- scan_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64, 96, 128 or 256. Both kernels compute the scores of w queries
-// with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
-// tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
+// For plain f16 or bf16 rows of head_dim 64 or 128. Both passes compute the scores of w queries
+// with all keys of their KV head. The first finds the maximum and the sum of every softmax row (scan_peaks), the
+// second the column sums (scan_tallies). Scores are never stored: to compute them twice costs less than to
 // write and read w H N numbers.
 //
-//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64
-//           queries (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a
+//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). First 64
+//           queries (blockIdx.z), then all of them, 64 at a time. The blocks of a
 //           group's query heads are neighbours, so their keys come from device memory once
 //   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
 //   Lane    (g,t), as in "what only PTX can say": its 16 bytes of the keys g, g+8, g+16, g+24 stay
@@ -4299,8 +4293,8 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)     four of them for a fragment of q
 //                 a lane gets the scores of query g with the keys 2t and 2t+1 of each
 //
-//           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes
-//           and warps are joined at the end. tallies_kernel keeps a sum of each key over the lane's
+//           The first pass keeps a maximum and a sum of each query over the lane's own keys; lanes
+//           and warps are joined at the end. The second keeps a sum of each key over the lane's
 //           queries.
 //   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
 //           warp found; row (64): see scan_rows
@@ -4318,11 +4312,11 @@ enum {
     SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
 };
 
-struct Scan {                   // argument of both kernels
+struct Scan {                   // argument of scan_kernel
     HeadRefs heads;
     const float *q;             // (w,H,D)
     const Token *tok;           // the session's tokens
-    float *part;                // (H,query blocks,chunks,64,2) of peaks_kernel: maximum times c, sum
+    float *part;                // (H,query blocks,chunks,64,2) of the first pass: maximum times c, sum
     float *out;                 // (H,N)
     int tok0, w;                // the first query's token; queries
     int rule, window;           // of the mask
@@ -4424,13 +4418,8 @@ static __device__ void scan_join(const float *of, int n, float *high, float *sum
 
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
 // keys.
-template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 128 ? 2 : 3)
-peaks_kernel(const __grid_constant__ Scan a) {
-    KV_DYN_SHARED(char, mem);
+template <int DT, int D> static __device__ void scan_peaks(const Scan &a, const ScanShared &m) {
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    ScanShared m;
-    scan_carve(&m, mem, D);
     int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int q0 = blockIdx.z * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
     const HeadRef &h = a.heads.at[head / a.R];
@@ -4482,7 +4471,7 @@ peaks_kernel(const __grid_constant__ Scan a) {
 }
 
 // row (64): log2 of what the exponentials of queries q0.. must be divided by, from the chunks of
-// peaks_kernel. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
+// the first pass. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
 static __device__ void scan_rows(float *row, const Scan &a, int head, int block, int query_blocks) {
     int r = threadIdx.x;
     if (r >= SCAN_QUERIES) return;
@@ -4494,13 +4483,8 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
 }
 
 // out[head][p] = factor * the sum over all queries of the probability of key p.
-template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 128 ? 2 : 3)
-tallies_kernel(const __grid_constant__ Scan a) {
-    KV_DYN_SHARED(char, mem);
+template <int DT, int D> static __device__ void scan_tallies(const Scan &a, const ScanShared &m) {
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    ScanShared m;
-    scan_carve(&m, mem, D);
     int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int query_blocks = (a.w + SCAN_QUERIES - 1) / SCAN_QUERIES;
     const HeadRef &h = a.heads.at[head / a.R];
@@ -4535,6 +4519,60 @@ tallies_kernel(const __grid_constant__ Scan a) {
     }
 }
 
+// pass 0: scan_peaks; 1: scan_tallies.
+template <int DT, int D>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) scan_kernel(const __grid_constant__ Scan a, int pass) {
+    KV_DYN_SHARED(char, mem);
+    ScanShared m;
+    scan_carve(&m, mem, D);
+    if (pass) scan_tallies<DT, D>(a, m);
+    else      scan_peaks<DT, D>(a, m);
+}
+
+// ---- which kernel reads which rows, and why
+// The rows and the pass decide, never a method nor -b (D2): so methods with a budget of everything and full
+// attention are the same arithmetic.
+//
+//                              decode             prefill                    sums of columns
+//     f16, bf16                gqa_kernel         tensor_kernel              scan_kernel
+//     q8_0, PATS's             gqa_kernel         tensor_kernel, as f16      column_kernel
+//     PATS's under rows64,
+//     K and V in two formats   attend_kernel      tensor_kernel, as f16      column_kernel
+//     f32                      attend_kernel      attend_kernel              column_kernel
+//
+// gqa_kernel and scan_kernel are for head_dims of 64 and 128, which the families of models that are loaded have,
+// tensor_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact,
+// goes through attend_kernel and column_kernel.
+//
+// What the papers ask of them:
+//     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
+//                     decode step reads a list of rows for each KV head, chosen by sums of columns
+//     PATS            packed rows, which gqa_kernel unpacks ("rows of fewer bits")
+//     LycheeCluster   a list of rows for each KV head, which lychee_kernel has left in ROOM_VIEWS
+//     SONIC           another rule of visibility (Attn.rule): tensor_kernel leaves out the tiles of other messages
+//     DiliLazyKV      a list for every query head: works of those that read the same
+
+// The KIND of gqa_kernel for the session's rows, or -1: attend_kernel reads them in decode.
+static int gqa_kind(const Session *s) {
+    int D = s->c->D, kind = row_kind(s->fk);
+    if (s->fk != s->fv || kind == ROW_F32 || (D != 64 && D != 128)) return -1;
+    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
+    return kind;
+}
+
+static int tensor_min = TC_MIN;
+
+// 1: tensor_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
+static int tensor_cores(const Session *s) {
+    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
+    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+}
+
+// 1: scan_kernel makes the sums of columns; 0: column_kernel does.
+static int scans(const Session *s) {
+    return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
+}
+
 // ---- plans: which works, made on the host and uploaded at once
 
 struct Plan {
@@ -4546,7 +4584,7 @@ struct Plan {
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
 
 // An empty plan with room for n works.
 static Plan plan_new(Session *s, size_t n, int BQ) {
@@ -4557,11 +4595,14 @@ static Plan plan_new(Session *s, size_t n, int BQ) {
     return p;
 }
 
-// A work of pairs m0..m0+m-1 of KV head g, which reads rows 0..n-1. Query tokens count from tok0.
-static Work work_new(int g, int m0, int m, int n, int tok0) {
+// A work of pairs m0..m0+m-1 of `per` query heads from `head` on, which KV head g serves, over rows 0..n-1.
+// Query tokens count from tok0.
+static Work work_new(int g, int head, int per, int m0, int m, int n, int tok0) {
     Work w;
     memset(&w, 0, sizeof w);
     w.g = g;
+    w.head = head;
+    w.per = per;
     w.m0 = m0;
     w.m = m;
     w.n = n;
@@ -4580,10 +4621,7 @@ static int layer_window(const Session *s, int l) {
 }
 
 // Query rows of a block of attend_kernel, 4 QW, when a KV head has so many.
-static int block_rows(int rows) {
-    if (rows <= 4) return 4;
-    return rows <= 8 ? 8 : 32;
-}
+static int block_rows(int rows) { return rows <= 4 ? 4 : 32; }
 
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
@@ -4596,42 +4634,36 @@ static int rows_until(const KVHead *h, int tok) {
     return lo;
 }
 
-// The works of n tokens from tok0 on: BQ query rows each, of every KV head. A work lists the rows
-// up to its last query's. When blind, and when the rule is not causal, it lists all rows, and the
-// mask hides the later ones.
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
-    int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
-    Plan p = plan_new(s, (size_t)G * per, BQ);
-    for (int b = 0; b < per; b++) {
-        int m0 = b * BQ, m = min_int(rows - m0, BQ), first = tok0 + m0 / R, last = tok0 + (m0 + m - 1) / R;
-        int low = s->tok[first].pos;
-        for (int t = first; t <= last; t++) low = min_int(low, s->tok[t].pos);
-        for (int g = 0; g < G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
-            Work *w = &p.work[p.n_work++];
-            *w = work_new(g, m0, m, sees, tok0);
-            w->low = low;
-        }
-    }
-    return p;
+// Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan, if
+// there is one. A work lists the rows up to its last query's. When blind, and when the rule is not causal, it
+// lists all rows, and the mask hides the later ones.
+static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b, int blind) {
+    int g = head / (s->c->H / s->c->G), m0 = b * p->BQ, m = min_int(n * per - m0, p->BQ);
+    if (m <= 0) return;
+    const KVHead *h = kv_head(s, l, g);
+    int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
+    int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
+    Work w = work_new(g, head, per, m0, m, sees, tok0);
+    w.low = s->tok[first].pos;
+    for (int t = first; t <= last && layer_window(s, l); t++) w.low = min_int(w.low, s->tok[t].pos);
+    p->work[p->n_work++] = w;
 }
 
-// The KIND of gqa_kernel for the session's rows, or -1: they are not for it. No method decides this, as
-// with tensor_cores.
-static int gqa_kind(const Session *s) {
-    int D = s->c->D, kind = row_kind(s->fk);
-    int width = D == 64 || D == 96 || D == 128 || D == 256;
-    if (s->fk != s->fv || kind == ROW_F32 || !width) return -1;
-    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
-    return kind;
+// The works of n tokens from tok0 on, BQ query rows each, of the ng KV heads from g0 on: block by block, so that
+// tensor_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
+static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int ng, int blind) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, BQ);
+    Plan p = plan_new(s, (size_t)ng * all, BQ);
+    for (int b = 0; b < all; b++)
+        for (int g = g0; g < g0 + ng; g++) work_add(s, l, &p, tok0, n, g * R, R, b, blind);
+    return p;
 }
 
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
     if (gqa_kind(s) < 0 || R <= 4) return block_rows(R);
-    return R > 8 && s->c->D <= GQA_WIDE_D ? 16 : 8;
+    return R > 8 ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -4661,7 +4693,7 @@ static Plan plan_decode(Session *s, int l) {
         m = 1;
         while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
-        *w = work_new(h / R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
+        *w = work_new(h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
         w->idx = p.n_idx;
         w->n_idx = v.n;
         w->tail = v.tail;
@@ -4700,14 +4732,11 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     return a;
 }
 
-// attend_kernel over n items; mix 0: only max and sum are wanted.
-template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
+// attend_kernel over n items.
+template <int QW> static void attend_launch(const Attn &a, int n) {
     AttendShared m;
     size_t smem = attend_carve<QW>(&m, NULL, a.D);
-    if (!mix)            KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 64)  KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 128) KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
-    else                 KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE_EARLY((attend_kernel<QW>), n, ATTN_WARPS * 32, smem, a);
 }
 
 // gqa_kernel over n items of BQ query rows, up to 8 NT.
@@ -4720,18 +4749,16 @@ template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, 
 // The same for BQ = 4, 8 or 16.
 template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
     if (BQ <= 8) gqa_groups<KIND, D, 1>(a, n, BQ);
-    else         gqa_groups<KIND, D, D <= GQA_WIDE_D ? 2 : 1>(a, n, BQ);
+    else         gqa_groups<KIND, D, 2>(a, n, BQ);
 }
 
 // The same for the head_dim of the argument, which gqa_kind has allowed.
 template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
-    if (a.D == 64)       gqa_width<KIND, 64>(a, n, BQ);
-    else if (a.D == 96)  gqa_width<KIND, 96>(a, n, BQ);
-    else if (a.D == 128) gqa_width<KIND, 128>(a, n, BQ);
-    else                 gqa_width<KIND, 256>(a, n, BQ);
+    if (a.D == 64) gqa_width<KIND, 64>(a, n, BQ);
+    else           gqa_width<KIND, 128>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows. decode: their queries are of one token. The
+// Launches n items, blocks of BQ = 4 to 32 query rows. decode: their queries are of one token. The
 // items' results lie in a.part, what they are together in a.out and a.stat.
 static void run_items(const Attn &a, int n, int BQ, int decode) {
     if (decode && n && a.gqa >= 0) {
@@ -4740,9 +4767,8 @@ static void run_items(const Attn &a, int n, int BQ, int decode) {
         else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
         else                        gqa_launch<GQA_PATS>(a, n, BQ);
     } else if (n) {
-        if (BQ == 4)      attend_launch<1>(a, n, a.out != NULL);
-        else if (BQ == 8) attend_launch<2>(a, n, a.out != NULL);
-        else              attend_launch<8>(a, n, a.out != NULL);
+        if (BQ == 4) attend_launch<1>(a, n);
+        else         attend_launch<8>(a, n);
     }
 }
 
@@ -4751,91 +4777,47 @@ static int most_items(int pairs, int n_work) {
     return min_int(pairs, PIECES + n_work);
 }
 
-// A plan as it is uploaded (ROOM_PLAN).
-struct PlanMemory {
-    Work *work;
-    Item *item;
-    int *idx;
-};
-
-// Carves a plan with n_items items -> bytes.
-static size_t plan_carve(PlanMemory *m, char *mem, const Plan *p, size_t n_items) {
-    Block b = { mem, 0 };
-    m->work = carve<Work>(&b, p->n_work);
-    m->item = carve<Item>(&b, n_items);
-    m->idx = carve<int>(&b, p->n_idx);
-    return b.at;
-}
-
-// Sets first and items of every work -> how many items there are together, with *chunk positions
-// each. Of lists on the device only the greatest possible length is known; chosen_kernel will see
-// how long they are.
-static size_t plan_items(Plan *p, int *chunk) {
-    size_t total = 0, n_items = 0;
+// The most items a plan can have.
+static int plan_items(const Plan *p) {
     int pairs = 0;
-    for (int i = 0; i < p->n_work; i++) {
-        total += p->work[i].n;
-        pairs += blocks(p->work[i].n, 2 * TILE);
-    }
-    *chunk = (int)chunk_rows(total);
-    for (int i = 0; i < p->n_work; i++) {
-        p->work[i].first = (int)n_items;
-        p->work[i].items = blocks(p->work[i].n, *chunk);
-        n_items += p->work[i].items;
-    }
-    return p->lists ? (size_t)most_items(pairs, p->n_work) : n_items;
+    for (int i = 0; i < p->n_work; i++) pairs += blocks(p->work[i].n, 2 * TILE);
+    return most_items(pairs, p->n_work);
 }
 
-// Runs a plan through attend_kernel or gqa_kernel: out (n,H,D) on the device or NULL, stat
-// (n,H,2) -> the kernels' argument, for column sums over the same rows. Works, items and lists go
-// to the device in one upload; items over lists that lie on the device are made there, by
-// chosen_kernel.
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
-    int chunk;
-    size_t n_items = plan_items(p, &chunk);
-    PlanMemory host, dev;
-    size_t bytes = plan_carve(&host, NULL, p, n_items);
-    char *from = (char *)scratch(s, bytes + 1), *to = room<char>(s, ROOM_PLAN, bytes);
-    plan_carve(&host, from, p, n_items);
-    plan_carve(&dev, to, p, n_items);
-
-    size_t works = (size_t)p->n_work * sizeof(Work);
-    memcpy(host.work, p->work, works);
-    Item *item = host.item;
-    for (int i = 0; i < p->n_work && !p->lists; i++)
-        for (int c = 0; c < p->work[i].items; c++) {
-            int p0 = c * chunk, p1 = p->work[i].n - p0 < chunk ? p->work[i].n : p0 + chunk;
-            *item++ = { i, p0, p1 };
-        }
-    if (p->n_idx) memcpy(host.idx, p->idx, (size_t)p->n_idx * sizeof(int));
-    upload(to, from, p->lists ? works : bytes);
-
-    a.work = dev.work;
-    a.item = dev.item;
-    a.idx = p->lists ? p->lists : dev.idx;
-    if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, dev.work, p->n_work, dev.item, (int)n_items, p->lists);
-    a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
+// Runs a plan through attend_kernel or, in decode, perhaps gqa_kernel: a.out and a.stat, on the device -> the
+// kernels' argument, for column sums over the same rows. Works and lists go to the device, which cuts them
+// into items: of lists that it chose itself the host knows only the greatest possible length.
+static Attn attend_run(Session *s, Attn a, const Plan *p, int decode) {
+    if (!p->n_work) return a;
+    int n_items = plan_items(p);
+    size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
+    char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
+    Work *work = (Work *)dev;
+    int *idx = (int *)(dev + works);
+    Item *item = (Item *)(dev + works + lists);
+    upload(work, p->work, works);
+    upload(idx, p->idx, lists);
+    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    a.work = work;
+    a.item = item;
+    a.idx = p->lists ? p->lists : idx;
+    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
-    a.out = out;
-    a.stat = stat;
-    run_items(a, (int)n_items, p->BQ, decode);
+    run_items(a, n_items, p->BQ, decode);
     return a;
 }
 
-static int tensor_min = TC_MIN;
-
-// Whether a pass goes through tensor_kernel, whose q and P are rounded: not with --exact. The answer must
-// not depend on the method nor on -b (D2): methods with a budget of everything and full attention are then
-// the same arithmetic.
-static int tensor_cores(const Session *s) {
-    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+// The same from the start: out (n,H,D) on the device or NULL, stat (n,H,2).
+static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
+    Attn a = attn_args(s, l, q, tok0);
+    a.out = out;
+    a.stat = stat;
+    return attend_run(s, a, p, decode);
 }
 
 // ---- rows that tensor_kernel cannot read as they are stored
 // Packed rows, q8_0 rows, and rows of two types are brought to f16 before a pass reads them: each is
-// read by as many strips as the pass has, and unpacked only once. Packed rows are f16 numbers with
+// read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
 // fewer bits, so they stay what they are; q8_0 and bf16 numbers are rounded to f16's 11 bits, as q is.
 // Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
 
@@ -4871,7 +4853,7 @@ static int tensor_heads(const Session *s, int l) {
     return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
 }
 
-// The kernel's argument for the ng KV heads from g0 on, without strips.
+// The kernel's argument for the ng KV heads from g0 on, without works.
 static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int ng) {
     Attn a = attn_args(s, l, q, tok0);
     if (rows_are_halves(s, l)) return a;
@@ -4892,73 +4874,51 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
 
 // ---- launching tensor_kernel
 
-// Query rows of a strip of tensor_kernel.
-static int strip_rows(int D) {
+// Query rows of a work of tensor_kernel.
+static int tensor_rows(int D, int lines) {
+    if (lines) return TensorShape<128, 1>::BQ;
     return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
 }
 
-// Launches tensor_kernel for the head_dim of the argument.
-template <int DT, int DIM, int LINES>
-static void tensor_launch(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
-                          float *out, float *stat) {
+// Launches tensor_kernel over n works.
+template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
     typedef TensorShape<DIM, LINES> Shape;
     TensorShared m;
     size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), grid, Shape::WARPS * 32, smem, a, strips, lines, T, out,
-                   stat);
+    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
 }
 
 // The same, for the head_dim of the argument.
-template <int DT, int LINES>
-static void tensor_width(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
-                         float *out, float *stat) {
-    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 96)  tensor_launch<DT, 96, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, grid, strips, lines, T, out, stat);
-    else                 tensor_launch<DT, 256, LINES>(a, grid, strips, lines, T, out, stat);
+template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
+    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
+    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
+    else                 tensor_launch<DT, 256, LINES>(a, n);
 }
 
-// Runs n strips, a host array, through tensor_kernel: out (n,H,D), stat (n,H,2) on the device, or NULL.
-static void strips_run(Session *s, const Attn &a, const Strip *strips, int n, float *out, float *stat) {
-    if (!n) return;
-    Strip *dev = room<Strip>(s, ROOM_PLAN, n);
-    upload(dev, strips, (size_t)n * sizeof(Strip));
-    if (a.kind_k == ROW_F16) tensor_width<DT_F16, 0>(a, n, dev, NULL, 0, out, stat);
-    else                     tensor_width<DT_BF16, 0>(a, n, dev, NULL, 0, out, stat);
+// Runs a plan through tensor_kernel: a.out and a.stat, on the device.
+static void tensor_run(Session *s, Attn a, const Plan *p) {
+    if (!p->n_work) return;
+    Work *dev = room<Work>(s, ROOM_PLAN, p->n_work);
+    upload(dev, p->work, (size_t)p->n_work * sizeof(Work));
+    a.work = dev;
+    int f16 = a.kind_k == ROW_F16;
+    if (a.lines && f16) tensor_width<DT_F16, 1>(a, p->n_work);
+    else if (a.lines)   tensor_width<DT_BF16, 1>(a, p->n_work);
+    else if (f16)       tensor_width<DT_F16, 0>(a, p->n_work);
+    else                tensor_width<DT_BF16, 0>(a, p->n_work);
 }
 
-// Appends the strips of n tokens from tok0 on to strips[0..*n_strip): those of the `per` query heads from
-// `head` on, which KV head g serves. A strip sees the rows up to its last token's or, when the rule is not
-// causal, all rows, and the mask hides the later ones.
-static void strips_add(Session *s, int l, int tok0, int n, int head, int per, Strip *strips, int *n_strip) {
-    int g = head / (s->c->H / s->c->G), BQ = strip_rows(s->c->D), pairs = n * per;
-    const KVHead *h = kv_head(s, l, g);
-    for (int m0 = 0; m0 < pairs; m0 += BQ) {
-        int m = min_int(pairs - m0, BQ), last = tok0 + (m0 + m - 1) / per;
-        int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
-        strips[(*n_strip)++] = { g, head, per, m0, m, sees };
-    }
-}
-
-// Room on the host for the strips of n tokens, however their heads are put together.
-static Strip *strips_new(Session *s, int n) {
-    return (Strip *)scratch(s, (size_t)s->c->H * blocks(n, strip_rows(s->c->D)) * sizeof(Strip));
-}
-
-// Attention of n tokens from tok0 on through tensor_kernel: out (n,H,D), stat (n,H,2) on the device -> the
-// argument of kernels that read the rows as they are stored. Strips of all KV heads take turns, so that those
-// with the longest lists start first.
-static Attn attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
-    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
+// Attention of n tokens from tok0 on through tensor_kernel: out (n,H,D), stat (n,H,2) on the device.
+static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
+    int G = s->c->G, step = tensor_heads(s, l);
     for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step), n_strip = 0, n_all = 0;
-        Strip *strips = strips_new(s, n), *all = strips_new(s, n);
-        for (int g = g0; g < g0 + ng; g++) strips_add(s, l, tok0, n, g * R, R, strips, &n_strip);
-        for (int i = 0; i < n_strip / ng; i++)
-            for (int g = 0; g < ng; g++) all[n_all++] = strips[g * (n_strip / ng) + i];
-        strips_run(s, tensor_args(s, l, q, tok0, g0, ng), all, n_strip, out, stat);
+        int ng = min_int(G - g0, step);
+        Plan p = plan_prefill(s, l, tok0, n, tensor_rows(s->c->D, 0), g0, ng, 0);
+        Attn a = tensor_args(s, l, q, tok0, g0, ng);
+        a.out = out;
+        a.stat = stat;
+        tensor_run(s, a, &p);
     }
-    return attn_args(s, l, q, tok0);
 }
 
 // ---- sums over queries, and KV_MASS
@@ -4980,7 +4940,7 @@ static float *column_sums(Session *s, const Attn &a, const Work *list, const flo
 static const Work *whole_lists(Session *s, int l, int tok0) {
     int H = s->c->H, R = H / s->c->G;
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work)), *dev = room<Work>(s, ROOM_LIST, H);
-    for (int h = 0; h < H; h++) list[h] = work_new(h / R, 0, 1, kv_head(s, l, h / R)->len, tok0);
+    for (int h = 0; h < H; h++) list[h] = work_new(h / R, h, 1, 0, 1, kv_head(s, l, h / R)->len, tok0);
     upload(dev, list, (size_t)H * sizeof(Work));
     return dev;
 }
@@ -5038,9 +4998,10 @@ static void prefill_device(Session *s, int l, float *out, const float *q, int t0
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
     Attn a;
     if (tensor_cores(s)) {
-        a = attend_tensor(s, l, q, tok0, n, out, stat);
+        attend_tensor(s, l, q, tok0, n, out, stat);
+        a = attn_args(s, l, q, tok0);           // column_kernel reads the rows as they are stored
     } else {
-        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0);
+        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0, s->c->G, 0);
         a = attend(s, l, q, tok0, &p, 0, out, stat);
     }
     if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
@@ -5079,26 +5040,19 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 
 // ---- window scores
 
-// Whether the sums of columns are made by tensor cores. No method decides this.
-static int scans(const Session *s) {
-    return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
-}
-
-// Both kernels of a scan.
+// Both passes of a scan.
 template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
     ScanShared m;
     size_t smem = scan_carve(&m, NULL, D);
     dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
-    KV_LAUNCH_WIDE((peaks_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a);
-    KV_LAUNCH_WIDE((tallies_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE((scan_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a, 0);
+    KV_LAUNCH_WIDE((scan_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a, 1);
 }
 
 // The same for head_dim D, which scans() has allowed.
 template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
-    if (D == 64)       scan_launch<DT, 64>(a, chunks);
-    else if (D == 96)  scan_launch<DT, 96>(a, chunks);
-    else if (D == 128) scan_launch<DT, 128>(a, chunks);
-    else               scan_launch<DT, 256>(a, chunks);
+    if (D == 64) scan_launch<DT, 64>(a, chunks);
+    else         scan_launch<DT, 128>(a, chunks);
 }
 
 // columns_device on tensor cores.
@@ -5141,7 +5095,7 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     if (scans(s)) return columns_scanned(s, l, q, tok0, w, factor);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
+    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 0, s->c->G, 1);
     Attn a = attend(s, l, q, tok0, &p, 0, NULL, stat);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
@@ -5195,17 +5149,17 @@ static Plan plan_chosen(Session *s, int l) {
     for (int g = 0; g < G; g++)
         for (int m0 = 0; m0 < R; m0 += BQ) {
             Work *w = &p.work[p.n_work++];
-            *w = work_new(g, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
+            *w = work_new(g, g * R, R, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
             w->idx = g * stride + LIST_HEAD;
             w->low = s->tok[s->base].pos;
         }
     return p;
 }
 
-// The lengths of the works over a layer's lists, and their items: what step_kernel does for a step
-// in one go, but from the n that plan_chosen gave. One warp, a lane every 32nd work.
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work; i += 32) {
+// The items of works and, where they read lists that were chosen on the device, their lengths: what step_kernel
+// does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every 32nd work.
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
+    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
         read_list(&work[i], lists);
         work[i].n += work[i].n_idx - work[i].tail;
     }
@@ -5333,12 +5287,13 @@ static int step_settled(Session *s) {
 
 // ---- works and items, made on the device
 
-// Cuts works, whose n are known, into items, like plan_items on the host; what is left of the
-// `grid` items is empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says
-// where the items of each work begin.
+// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
+// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
+// begin.
 static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
-    int lane = threadIdx.x, total = 0, before = 0;
-    for (int i = lane; i < n_work; i += 32) total += work[i].n;
+    int lane = threadIdx.x, before = 0;
+    unsigned long long total = 0;
+    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
     total = lanes_sum<32>(total);
     int chunk = (int)chunk_rows(total);
 
@@ -5382,7 +5337,7 @@ static __device__ void layer_works(const Step *step, int head0, Work *work, int 
     cut_items(work, n_work, item, grid);
 }
 
-// Works and items of whole layers: what plan_decode and plan_items do on the host.
+// Works and items of whole layers, whose lengths plan_decode would give on the host.
 //   Block   one warp, for layer blockIdx.x
 // work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where
 // the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
@@ -6544,16 +6499,14 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // agree to rounding.
 
 // ---- attention over lines
-// tensor_kernel (section 3) computes it where it computes dense prefills; what it asks for stands further
-// down. lines_kernel, here, computes the rest: f32 rows, head_dims that are no multiple of 8, passes of fewer
-// than TC_MIN tokens, and --exact, with q and P in f32. A head of which every cell is chosen goes the way of
-// dense attention.
+// tensor_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest: f32 rows,
+// head_dims that are no multiple of 8, passes of fewer than TC_MIN tokens, and --exact. A work is rows of one
+// query head then. A head of which every cell is chosen goes the way of dense attention.
 //
-// A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
-// block of the matrix needs (block_columns of kvcomp.c). The 64 rows are [s0,E); column c is needed
-// if it is a vertical left of the block, or if one of the offsets [s0-c, E-1-c] is chosen, which is
-// one look at 64 bits. Needed columns are gathered into tiles of TILE. Under tile64 every row reads
-// all of them that causality allows, else exactly the cells of its lines.
+// The columns that rows [s0,E) need (block_columns of kvcomp.c): column c is needed if it is a vertical left of
+// them, or if one of the offsets [s0-c, E-1-c] is chosen, which is one look at 64 bits. Under tile64 every row
+// reads all columns that its 64-row block of the matrix needs and causality allows, else exactly the cells of
+// its lines.
 // Bit i of b.
 static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 
@@ -6565,44 +6518,28 @@ static __device__ uint64_t bits_from(const uint64_t *b, int n, int lo) {
     return b[w] >> d | (d && (w + 1) * 64 < n ? b[w + 1] << (64 - d) : 0);
 }
 
-// Does the block of rows [s0,E) need column c?
-static __device__ int column_needed(const DeviceLines &x, int c, int s0, int E) {
-    if (c >= E) return 0;
-    if (x.dense || (c < s0 && bit_of(x.v, c))) return 1;
-    return (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
+// Does a chosen slash meet column c in the rows [s0,E), up to 64 of them?
+static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
+    return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
 }
 
-// LINE_ROWS: query rows of a block, half a 64-row block, so that four blocks fit on an SM
-// (three with head_dim above 128). LINE_QW: those of a warp. LINE_LIST: room for column numbers: up
-// to a tile that waits, and all that one look of the block can add.
-enum { LINE_ROWS = 32, LINE_QW = LINE_ROWS / ATTN_WARPS, LINE_LIST = TILE + ATTN_WARPS * 32 };
-
-static size_t lines_smem(int D) {
-    size_t tiles = (size_t)LINE_ROWS * D + TILE * (D + 1) + LINE_ROWS * (TILE + 1);
-    return (tiles + LINE_ROWS + LINE_LIST + ATTN_WARPS) * sizeof(float);
+// Do rows [s0,E) need column c?
+static __device__ int rows_need(const DeviceLines &x, int c, int s0, int E) {
+    return (c < s0 && bit_of(x.v, c)) || slash_meets(x, c, s0, E);
 }
 
-// Appends needed columns, from *c on, to the list row (n) until it has TILE of them or none is left
-// -> its new length. All threads of a block; counts (ATTN_WARPS) shared. Every thread looks at one
-// column; a ballot and the counts of the warps before say where in the list its number goes.
-static __device__ int gather_columns(const DeviceLines &x, int s0, int E, int *c, int n, int *row,
-                                     int *counts) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    while (n < TILE && *c < E) {
-        int need = column_needed(x, *c + (int)threadIdx.x, s0, E), all = 0;
-        unsigned m = __ballot_sync(0xffffffffu, need);
-        if (!lane) counts[warp] = __popc(m);
-        __syncthreads();
-        for (int w = 0; w < ATTN_WARPS; w++) {
-            int at = n + all + __popc(m & ((1u << lane) - 1));
-            if (w == warp && need) row[at] = *c + (int)threadIdx.x;
-            all += counts[w];
-        }
-        __syncthreads();
-        n += all;
-        *c += ATTN_WARPS * 32;
+// Does one of the pass's queries first..last-1, of one 64-row block of the matrix, need column c?
+static __device__ int column_needed(const DeviceLines &x, int c, int first, int last) {
+    if (x.tile64) {
+        first = first / 64 * 64;
+        last = min_int(first + 64, x.n - x.p0);
     }
-    return n;
+    return x.dense || rows_need(x, c, x.p0 + first, x.p0 + last);
+}
+
+// Does query r of the pass read column c, which is needed and not behind it?
+static __device__ int cell_chosen(const DeviceLines &x, int r, int c) {
+    return x.dense || x.tile64 || bit_of(x.v, c) || bit_of(x.s, x.p0 + r - c);
 }
 
 // Does row `row` of head h lie in the sliding window of token tok?
@@ -6610,109 +6547,13 @@ static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int to
     return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window;
 }
 
-// May row r read column c? see: 0 if the block has no such row, or the tile no such column; this is
-// tested here, so that the scoring loop has no branch around the call.
-static __device__ int cell_chosen(const Attn &a, const DeviceLines &x, const HeadRef &h, int r,
-                                  int c, int see) {
-    see = see && c <= r;
-    if (see && a.window) see = in_window(a, h, c, a.tok0 + r - x.p0);
-    if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
-    return see;
-}
-
-// acc, the warp's QW rows of sums over values, shrink by fix (QW) and grow by the tile's n values
-// (n,D+1) times their probabilities sc (QW,TILE+1). A lane owns ND dimensions.
-template <int QW, int ND> static __device__ void
-mix_lines(float (&acc)[QW][ND], const float *fix, const float *sc, const float *vals, int n, int D) {
-    int lane = threadIdx.x & 31;
-    for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] *= fix[i];
-    for (int j = 0; j < n; j++)
-        for (int e = 0; e < ND; e++) {
-            float v = lane + 32 * e < D ? vals[j * (D + 1) + lane + 32 * e] : 0;
-            for (int i = 0; i < QW; i++) acc[i][e] += sc[i * (TILE + 1) + j] * v;
-        }
-}
-
-// out (T,H,D) = attention of the pass's T queries over the cells of cells (H).
-// Block: LINE_ROWS = 32 rows of query head blockIdx.y; the last rows, which have the longest lists,
-// start first. Warp: LINE_QW = 8 of the rows. Lane: one column of the tile while scoring, a quarter
-// of a row's scores in the softmax (fold_scores), ND dimensions of all 8 rows while mixing. Shared:
-// the block's queries (32,D); one tile (TILE,D+1) that holds keys, then values, as f32; scores
-// (32,TILE+1); the list of columns. The padding keeps lanes that read a column of a tile on
-// different banks. A tile serves 32 rows, which pays for unpacking it; more rows would leave fewer
-// blocks on an SM. Bound by f32 multiply-adds (2 D a cell) with long lines, by gathering scattered
-// columns with few.
-template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4)
-lines_kernel(Attn a, const DeviceLines *cells, int T, float *out) {
-    KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
-    const int QW = LINE_QW, LANES = 32 / QW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y;
-    int t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS, at = 0, n = 0;
-    float *kv = q + LINE_ROWS * D, *sc = kv + TILE * (D + 1), *fix = sc + LINE_ROWS * (TILE + 1);
-    int *row = (int *)(fix + LINE_ROWS), *counts = row + LINE_LIST;
-    // What the warp's own rows have of both:
-    float *own_sc = sc + warp * QW * (TILE + 1), *own_fix = fix + warp * QW;
-    DeviceLines x = cells[head];
-    HeadRef h = a.heads.at[head / a.R];
-    int s0 = x.p0 + t0 / 64 * 64, E = min_int(s0 + 64, x.n);
-    int r0 = x.p0 + t0, stop = min_int(r0 + LINE_ROWS, E);
-    for (int j = warp; j < LINE_ROWS; j += ATTN_WARPS)
-        for (int d = lane; d < D; d += 32)
-            q[j * D + d] = t0 + j < T ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
-
-    // The running softmax of the row that the lane shares; sums over values; the lane's scores:
-    float top = -INFINITY, sum = 0, acc[QW][ND], score[QW];
-    for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] = 0;
-
-    for (;;) {
-        n = gather_columns(x, s0, E, &at, n, row, counts);
-        int m = min_int(n, TILE), more = 0;
-        if (!m || row[0] >= stop) break;                         // the same for the whole block
-        load_tile(kv, D + 1, a, h, 0, row, m);
-        __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < m ? lane : 0) * (D + 1), D);
-        for (int i = 0; i < QW; i++) {
-            int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i;
-            int see = cell_chosen(a, x, h, r, c, lane < m && r < stop);
-            own_sc[i * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
-        }
-        __syncwarp();
-        float f = fold_scores<QW>(own_sc + lane / LANES * (TILE + 1) + lane % LANES, &top, &sum);
-        if (lane % LANES == 0) own_fix[lane / LANES] = f;
-
-        __syncthreads();                                         // the keys are done with
-        load_tile(kv, D + 1, a, h, 1, row, m);
-        if ((int)threadIdx.x < n - m) more = row[m + threadIdx.x];  // at most 128 are left over
-        __syncthreads();
-        if ((int)threadIdx.x < n - m) row[threadIdx.x] = more;
-        n -= m;
-        mix_lines<QW, ND>(acc, own_fix, own_sc, kv, m, D);
-        __syncthreads();                                         // the values are done with
-    }
-
-    if (lane % LANES == 0) own_fix[lane / LANES] = sum;
-    __syncwarp();
-    for (int i = 0; i < QW && t0 + warp * QW + i < T; i++) {
-        float *to = out + ((size_t)(t0 + warp * QW + i) * a.H + head) * D;
-        for (int e = 0; e < ND; e++)
-            if (lane + 32 * e < D) to[lane + 32 * e] = acc[i][e] / own_fix[i];
-    }
-}
-
 // ---- attention over lines on tensor cores: what tensor_kernel<.., LINES 1> asks for
-// A strip is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
+// A work is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
 //   - exact lines: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
 //     cells in it are KT neighbouring bits of the verticals and KT of the offsets, in reverse order. A tile
 //     in which every cell is chosen needs no mask (the middle of A-shape's band)
 //   - single columns, gathered KT at a time: under tile64 all needed columns, which every row reads as far
 //     as causality lets it; with exact lines the verticals outside of the tiles above
-
-// Does a chosen slash meet column c in the rows [s0,E)?
-static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
-    return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
-}
 
 // Are all cells of the columns p .. p+KT-1 in the rows [s0,E) on chosen slashes?
 template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p, int s0, int E) {
@@ -6722,28 +6563,22 @@ template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p
     return all;
 }
 
-// Block b of the pass's T tokens under the lines x, as a strip.
-static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T) {
-    int t0 = b * 64, m = min_int(T - t0, 64);
-    return { x.head / a.R, x.head, 1, t0, m, x.p0 + t0 + m };
-}
-
-// list and cols = the next tiles and columns that the strip needs, of columns *from and up -> tiles in the
+// list and cols = the next tiles and columns that the work needs, of columns *from and up -> tiles in the
 // list; *n_cols: columns, behind which the last one fills up their last tile. *from is then where the lists
 // after these begin. Called by all threads of a block; the lists are complete when it returns. A warp looks
 // at its share of TC_STEP columns at once, and keeps a bit for each: word i lies in lane i.
 template <int DIM>
-static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Strip &s,
+static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Work &w,
                                  int *from, int *n_cols) {
     const int KT = TensorShape<DIM, 1>::KT, WARPS = TensorShape<DIM, 1>::WARPS, WORDS = TC_STEP / WARPS / 32;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = s.n - s.m, E = s.n, found = 0, gathered = 0;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = w.n - w.m, E = w.n, found = 0, gathered = 0;
     unsigned before = (1u << lane) - 1;
     while (found + TC_STEP / KT <= TC_LIST && gathered + TC_STEP <= TC_COLS && *from < E) {
         int c0 = *from + warp * 32 * WORDS, tile = -1;
         unsigned need = 0, crossed = 0;
         for (int i = 0; i < WORDS; i++) {
             int c = c0 + 32 * i + lane;
-            int needed = x.tile64 ? column_needed(x, c, s0, E) : c < E && bit_of(x.v, c);
+            int needed = c < E && (x.tile64 ? rows_need(x, c, s0, E) : bit_of(x.v, c));
             unsigned columns = __ballot_sync(ALL_LANES, needed);
             unsigned slashes = __ballot_sync(ALL_LANES, !x.tile64 && slash_meets(x, c, s0, E));
             if (lane != i) continue;
@@ -6764,11 +6599,11 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
         }
         __syncthreads();
         int at = found, to = gathered;
-        for (int w = 0; w < WARPS; w++) {
-            at += w < warp ? m.counts[w] : 0;
-            to += w < warp ? m.counts[WARPS + w] : 0;
-            found += m.counts[w];
-            gathered += m.counts[WARPS + w];
+        for (int i = 0; i < WARPS; i++) {
+            at += i < warp ? m.counts[i] : 0;
+            to += i < warp ? m.counts[WARPS + i] : 0;
+            found += m.counts[i];
+            gathered += m.counts[WARPS + i];
         }
         if (tile >= 0) m.list[at + __popc(tiles & before)] = tile;
         for (int i = 0; i < WORDS; i++) {
@@ -6790,102 +6625,88 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
 // of row i; what else has to be asked for each cell is asked as in tile_mask.
 template <int DIM>
 static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const DeviceLines &x,
-                                  const Strip &s, const TileRef &tile) {
+                                  const Work &w, const TileRef &tile) {
     typedef TensorShape<DIM, 1> Shape;
     const int WORDS = Shape::WORDS, ROWS = 16 * Shape::MT;
-    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, s0 = s.n - s.m;
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, s0 = w.n - w.m;
     if (!tile.gathered) {
         int d = s0 + row + lane % ROWS - tile.p;        // the offset at which the row meets column p
         uint64_t causal = d < 0 ? 0 : ~0ull >> (63 - min_int(d, 63));
         uint64_t bits = __brevll(bits_from(x.s, x.n, d - 63)) | (bits_from(x.v, x.n, tile.p) & causal);
-        for (int w = 0; w < WORDS && lane < ROWS; w++)
-            m.see[(row + lane) * WORDS + w] = (unsigned)(bits >> 32 * w);
+        for (int i = 0; i < WORDS && lane < ROWS; i++)
+            m.see[(row + lane) * WORDS + i] = (unsigned)(bits >> 32 * i);
         __syncwarp();
         if (!a.window) return;
     }
-    KV_UNROLL(1) for (int w = 0; w < WORDS; w++) {
-        int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
+    KV_UNROLL(1) for (int word = 0; word < WORDS; word++) {
+        int i = word * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
         KV_UNROLL(1) for (int r = row; r < row + ROWS; r++) {
-            int q = min_int(s0 + r, s.n - 1), sees = i < tile.n && c <= q;
-            if (!tile.gathered) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
+            int q = min_int(s0 + r, w.n - 1), sees = i < tile.n && c <= q;
+            if (!tile.gathered) sees = sees && (m.see[r * WORDS + word] >> lane & 1);
             if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);
             unsigned bits = __ballot_sync(ALL_LANES, sees);
             __syncwarp();                       // every lane has read the word
-            if (!lane) m.see[r * WORDS + w] = bits;
+            if (!lane) m.see[r * WORDS + word] = bits;
         }
     }
 }
 
 // ---- launching attention over lines
 
-// DeviceLines on the device of the query heads h0..h1-1 of lines (H), with their bits, verticals before
-// offsets, in one block: of those whose `dense` is 0 or, with all, of each -> how many.
-static int lines_upload(Session *s, const Lines *lines, int h0, int h1, int all, const DeviceLines **cells) {
-    int n = 0;
-    size_t at = (size_t)(h1 - h0) * sizeof(DeviceLines), bytes = at;
-    for (int h = h0; h < h1; h++) bytes += 2 * bit_bytes(lines[h].n);
+// lines (H) on the device, with the bits of those that are not dense, verticals before offsets, in one block.
+static const DeviceLines *lines_upload(Session *s, const Lines *lines) {
+    int H = s->c->H;
+    size_t at = (size_t)H * sizeof(DeviceLines), bytes = at;
+    for (int h = 0; h < H; h++) bytes += 2 * bit_bytes(lines[h].n);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
-    for (int h = h0; h < h1; h++) {
+    for (int h = 0; h < H; h++) {
         const Lines *x = &lines[h];
         size_t b = bit_bytes(x->n);
-        if (x->dense && !all) continue;
         const uint64_t *v = (const uint64_t *)(dev + at), *o = (const uint64_t *)(dev + at + b);
-        DeviceLines one = { v, o, x->n, x->p0, x->dense, x->tile64, h };
-        memcpy(host + (size_t)n++ * sizeof one, &one, sizeof one);
+        ((DeviceLines *)host)[h] = { v, o, x->n, x->p0, x->dense, x->tile64 };
+        if (x->dense) continue;
         memcpy(host + at, x->v, b);
         memcpy(host + at + b, x->s, b);
         at += 2 * b;
     }
     upload(dev, host, at);
-    *cells = (const DeviceLines *)dev;
-    return n;
+    return (const DeviceLines *)dev;
 }
 
-// The dense heads among query heads h0..h1-1 through tensor_kernel, as in any other layer. Query heads of one
-// KV head that are all dense share strips.
-static void lines_dense(Session *s, int l, const Attn &a, const Lines *lines, int h0, int h1, float *out,
-                        int T) {
-    int n_strip = 0;
-    Strip *strips = strips_new(s, T);
-    for (int h = h0; h < h1; h += a.R) {
-        int dense = 0;
-        for (int r = 0; r < a.R; r++) dense += lines[h + r].dense;
-        if (dense == a.R) strips_add(s, l, s->base, T, h, a.R, strips, &n_strip);
-        for (int r = 0; r < a.R && dense < a.R; r++)
-            if (lines[h + r].dense) strips_add(s, l, s->base, T, h + r, 1, strips, &n_strip);
-    }
-    strips_run(s, a, strips, n_strip, out, NULL);
+// The works of the T tokens of a pass, BQ query rows each, of those query heads of the ng KV heads from g0 on
+// whose `dense` is this. Dense heads of one KV head share works, if all of them are dense.
+static Plan plan_lines(Session *s, int l, const Lines *lines, int T, int BQ, int g0, int ng, int dense) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)T * R, BQ);
+    Plan p = plan_new(s, (size_t)ng * R * blocks(T, BQ), BQ);
+    for (int b = 0; b < all; b++)
+        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
+            int of_group = 0;
+            for (int r = h - h % R; r < h - h % R + R; r++) of_group += lines[r].dense;
+            int per = dense && of_group == R ? R : 1;
+            if (lines[h].dense == dense && h % per == 0) work_add(s, l, &p, s->base, T, h, per, b, 0);
+        }
+    return p;
 }
 
-// Attention over lines through tensor_kernel: dense heads, then the others.
-static void lines_tensor(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        const DeviceLines *cells;
-        Attn a = tensor_args(s, l, q, s->base, g0, ng);
-        lines_dense(s, l, a, lines, g0 * R, (g0 + ng) * R, out, T);
-        int n = lines_upload(s, lines, g0 * R, (g0 + ng) * R, 0, &cells);
-        dim3 grid(n, blocks(T, 64));
-        if (n && a.kind_k == ROW_F16) tensor_width<DT_F16, 1>(a, grid, NULL, cells, T, out, NULL);
-        else if (n)                   tensor_width<DT_BF16, 1>(a, grid, NULL, cells, T, out, NULL);
-    }
-}
-
-// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. First the dense
+// heads, as in any other layer, then the others.
 void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
     size_t mark = scratch_mark(s);
-    if (tensor_cores(s)) {
-        lines_tensor(s, l, lines, out, q, T);
-    } else {
-        const DeviceLines *cells;
-        Attn a = attn_args(s, l, q, s->base);
-        lines_upload(s, lines, 0, a.H, 1, &cells);
-        size_t smem = lines_smem(a.D);
-        dim3 grid(blocks(T, LINE_ROWS), a.H), block(ATTN_WARPS * 32);
-        if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, block, smem, a, cells, T, out);
-        else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, block, smem, a, cells, T, out);
-        else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, block, smem, a, cells, T, out);
+    int G = s->c->G, tensor = tensor_cores(s), step = tensor ? tensor_heads(s, l) : G;
+    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
+    const DeviceLines *cells = lines_upload(s, lines);
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step);
+        Attn a = tensor ? tensor_args(s, l, q, s->base, g0, ng) : attn_args(s, l, q, s->base);
+        a.out = out;
+        a.stat = stat;
+        for (int dense = 1; dense >= 0; dense--) {
+            a.lines = dense ? NULL : cells;
+            int BQ = tensor ? tensor_rows(s->c->D, !dense) : block_rows(T);
+            Plan p = plan_lines(s, l, lines, T, BQ, g0, ng, dense);
+            if (tensor) tensor_run(s, a, &p);
+            else        attend_run(s, a, &p, 0);
+        }
     }
     scratch_reset(s, mark);
 }
@@ -7159,12 +6980,11 @@ template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a)
     KV_LAUNCH_WIDE((quest_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
-// The same for bounds of type DT: four query heads at a time, or one where there is but one, and where
-// a page's bounds cannot be read 16 bytes at a time.
+// The same for bounds of type DT: four query heads at a time, or one where a page's bounds cannot be read 16
+// bytes at a time.
 template <int DT> static void quest_group(const QuestSeek &a) {
-    if (a.D % 4)      quest_launch<DT, 1, 0>(a);
-    else if (a.R > 1) quest_launch<DT, 4, 1>(a);
-    else              quest_launch<DT, 1, 1>(a);
+    if (a.D % 4) quest_launch<DT, 1, 0>(a);
+    else         quest_launch<DT, 4, 1>(a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -8366,9 +8186,8 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.least = 4 * x->room;
     a.room = x->room;
     a.sink = x->sink;
-    if (a.D % 8)      lychee_launch<1, 0>(a);
-    else if (a.R > 1) lychee_launch<4, 1>(a);
-    else              lychee_launch<1, 1>(a);
+    if (a.D % 8) lychee_launch<1, 0>(a);
+    else         lychee_launch<4, 1>(a);
     if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 
@@ -8534,37 +8353,6 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
 // What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies.
 enum { RATE_RUNS = 5 };
 
-// Two marks in the stream; the time between them is the device's, without the way of a call from
-// the host.
-struct Stopwatch {
-    cudaEvent_t from, to;
-};
-
-static Stopwatch watch_open(void) {
-    Stopwatch w = {};
-    KV_CUDA(cudaEventCreateWithFlags(&w.from, cudaEventDefault));
-    KV_CUDA(cudaEventCreateWithFlags(&w.to, cudaEventDefault));
-    return w;
-}
-
-static void watch_start(const Stopwatch *w) {
-    KV_CUDA(cudaEventRecord(w->from, kv_stream));
-}
-
-// Seconds since watch_start, when the stream has got here.
-static double watch_stop(const Stopwatch *w) {
-    float ms;
-    KV_CUDA(cudaEventRecord(w->to, kv_stream));
-    KV_CUDA(cudaEventSynchronize(w->to));
-    KV_CUDA(cudaEventElapsedTime(&ms, w->from, w->to));
-    return 1e-3 * ms;
-}
-
-static void watch_close(const Stopwatch *w) {
-    KV_CUDA(cudaEventDestroy(w->from));
-    KV_CUDA(cudaEventDestroy(w->to));
-}
-
 // x (n) in device memory; to be given back with device_drop.
 float *device_floats(const float *x, size_t n) {
     char *p = device_new(n * sizeof *x);
@@ -8589,208 +8377,25 @@ double device_copy_rate(void) {
     }
     to = from + n;
     KV_CUDA(cudaMemsetAsync(from, 1, n, kv_stream));
-    Stopwatch w = watch_open();
+    // Marks in the stream: the time between them is the device's, without the way of a call from the host.
+    cudaEvent_t begin = NULL, end = NULL;
+    KV_CUDA(cudaEventCreateWithFlags(&begin, cudaEventDefault));
+    KV_CUDA(cudaEventCreateWithFlags(&end, cudaEventDefault));
     for (int i = 0; i < RATE_RUNS; i++) {
-        watch_start(&w);
+        float ms;
+        KV_CUDA(cudaEventRecord(begin, kv_stream));
         device_copy(to, from, n);
-        best = fmax(best, 2.0 * (double)n / watch_stop(&w));
+        KV_CUDA(cudaEventRecord(end, kv_stream));
+        KV_CUDA(cudaEventSynchronize(end));
+        KV_CUDA(cudaEventElapsedTime(&ms, begin, end));
+        best = fmax(best, 2.0 * (double)n / (1e-3 * ms));
     }
-    watch_close(&w);
+    KV_CUDA(cudaEventDestroy(begin));
+    KV_CUDA(cudaEventDestroy(end));
     device_free(from);
     return best;
 }
 
-// ==================================================================================================== TESTS
-// Doors for tests.c, which cannot see the static functions of another file.
 #ifdef KVCOMP_TEST
-extern "C" {
-// `bytes` bytes in device memory; to be given back with cuda_drop.
-void *cuda_put(const void *host, size_t bytes) {
-    char *p = device_new(bytes);
-    upload(p, host, bytes);
-    return p;
-}
-
-void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
-
-void cuda_drop(void *dev) { device_free(dev); }
-
-// Bytes of K and V rows that the session has really asked for.
-size_t cuda_held(const Session *s) {
-    size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
-    for (int i = 0; i < s->c->L * s->c->G; i++)
-        n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;
-    return n;
-}
-
-// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm
-// by rmsnorm_kernel, 'h' by rows_kernel, 's' y = silu(gate) up of x (T,2n).
-void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx,
-               const Tensor *w, int T) {
-    float *dy = (float *)cuda_put(y, ny * sizeof(float));
-    float *dx = (float *)cuda_put(x, nx * sizeof(float));
-    Linear p = { dy, w, NULL };
-    if (op == 'm' && T == 1) gemv_cuda<GEMV_STORE>(s, dx, &p, 1, NULL);
-    if (op == 'p' && T == 1) gemv_cuda<GEMV_ADD>(s, dx, &p, 1, NULL);
-    if (strchr("mp", op) && T > 1) {
-        Product m = products(s, ROOM_PRODUCT, rows_plain(dx, w->cols), T, &p, 1);
-        if (op == 'm') product_finish<0>(s, m, &p, 1);
-        else           product_finish<1>(s, m, &p, 1);
-    }
-    if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
-    if (op == 'h') rows_launch<DT_F32>(s, dy, NULL, rows_norm(s, dx, w), T);
-    if (op == 's') {
-        Linear in[2] = { p, p };
-        rows_launch<DT_F32>(s, dy, NULL, rows_swiglu(s, { dx, NULL, T, (int)(nx / T) }, in), T);
-    }
-    download(y, dy, ny * sizeof(float));
-    cuda_drop(dy);
-    cuda_drop(dx);
-}
-
-// A matrix as products read it: its numbers to `to`, what they are to be multiplied by in *scale -> their
-// dtype.
-int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale) {
-    const Copied *c;
-    matrices_of(s, &t, 1, &c);
-    download(to, c->dev, tensor_bytes(t));
-    *scale = c->scale;
-    return c->dtype;
-}
-
-size_t cuda_chunk(size_t total) { return chunk_rows(total); }
-
-// Tokens of a pass from which on it goes through tensor_kernel; 0: what they are outside of tests.
-void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
-
-// 1: the session's prefills have q and P in f32 from now on, as with --exact.
-void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
-
-// Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
-void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
-
-// seek_shared from now on; -1: what it is outside of tests.
-void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
-
-int cuda_graphs(const Session *s) { return s->dev->replays; }
-
-// One warp, one operation of "what only PTX can say" (NUMBERS AND KERNELS), with registers as the test gives
-// them. in and out: words of the lanes, as many a lane as the operation has.
-//   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
-//   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans
-//   'o'        in (32,4): out (32,4) = load_once
-static __global__ void fragment_kernel(char op, const unsigned *in, float *d, unsigned *out) {
-    __shared__ __align__(16) unsigned tile[128];
-    int lane = threadIdx.x;
-    if (op == 'm') mma_16x8x16<DT_F16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
-    if (op == 'b') mma_16x8x16<DT_BF16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
-    if (op == 'l' || op == 't') {
-        for (int i = lane; i < 128; i += 32) tile[i] = in[i];
-        __syncwarp();
-        if (op == 'l') ldmatrix_x4(out + lane * 4, tile + lane * 4);
-        else           ldmatrix_x4_trans(out + lane * 4, tile + lane * 4);
-    }
-    if (op == 'o') load_once(out + lane * 4, in + lane * 4);
-}
-
-// Runs fragment_kernel: n_in and n_out words.
-void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out) {
-    unsigned *di = (unsigned *)cuda_put(in, n_in * sizeof *in);
-    float *dd = (float *)cuda_put(d, 128 * sizeof *d);
-    unsigned *dout = (unsigned *)cuda_put(out, n_out * sizeof *out);
-    KV_LAUNCH(fragment_kernel, 1, 32, 0, op, di, dd, dout);
-    download(d, dd, 128 * sizeof *d);
-    download(out, dout, n_out * sizeof *out);
-    cuda_drop(di);
-    cuda_drop(dd);
-    cuda_drop(dout);
-}
-
-// Each of 64 threads copies its 16 bytes of `in` (3,64,4) to shared memory three times, as two groups of
-// one copy and of two; the last copy takes nothing in odd threads. out (4,64,4): the first copy before any
-// wait, the first after the older group has been waited for, the others after both. What a thread reads
-// is its neighbour's.
-static __global__ void copy_kernel(const uint4 *in, uint4 *out) {
-    __shared__ uint4 tile[3][64];
-    int i = threadIdx.x, next = (i + 1) % 64;
-    for (int c = 0; c < 3; c++) tile[c][i] = { 7, 7, 7, 7 };
-    __syncthreads();
-    copy16_async(&tile[0][i], in + i);
-    copy_commit();
-    copy16_async(&tile[1][i], in + 64 + i);
-    copy16_async_if(&tile[2][i], in + 128 + i, i % 2 == 0);
-    copy_commit();
-    __syncthreads();
-    out[i] = tile[0][next];
-    __syncthreads();
-    copy_wait<1>();
-    __syncthreads();
-    out[64 + i] = tile[0][next];
-    copy_wait<0>();
-    __syncthreads();
-    out[128 + i] = tile[1][next];
-    out[192 + i] = tile[2][next];
-}
-
-// Runs copy_kernel: in (3,64,4), out (4,64,4) words.
-void cuda_copies(const unsigned *in, unsigned *out) {
-    uint4 *di = (uint4 *)cuda_put(in, 768 * sizeof *in), *dout = (uint4 *)cuda_put(out, 1024 * sizeof *out);
-    KV_LAUNCH(copy_kernel, 1, 64, 0, di, dout);
-    download(out, dout, 1024 * sizeof *out);
-    cuda_drop(di);
-    cuda_drop(dout);
-}
-
-// Dynamic shared memory of a block in bytes, and the kernel, for kernels of every carve function that template
-// arguments decide on. 0: there is no i-th one.
-size_t cuda_block_bytes(int i, const char **kernel) {
-    GemvShared gemv;
-    GqaShared gqa;
-    TensorShared tensor;
-    ScanShared scan;
-    const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
-    const struct {
-        const char *kernel;
-        size_t bytes;
-    } known[] = {
-        { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
-        { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
-        { "gqa_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
-        { "gqa_kernel<2, 64, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 64, all_slots<ROW_BF16, 64, 2>()) },
-        { "gqa_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
-        { "gqa_kernel<3, 96, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 96, all_slots<ROW_Q8, 96, 2>()) },
-        { "gqa_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
-        { "gqa_kernel<4, 256, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 256, all_slots<GQA_PATS, 256, 1>()) },
-        { "tensor_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
-        { "tensor_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
-        { "tensor_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
-        { "peaks_kernel<1, 96>", scan_carve(&scan, NULL, 96) },
-        { "tallies_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
-    };
-
-    if (i >= (int)(sizeof known / sizeof *known)) return 0;
-    *kernel = known[i].kernel;
-    return known[i].bytes;
-}
-
-// The k best of row (V), which lies on the host.
-void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out) {
-    float *x = (float *)cuda_put(row, V * sizeof *row);
-    best_logits_cuda(s, x, V, k);
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    *out = *s->dev->picks;
-    cuda_drop(x);
-}
-
-// 1: what room() hands out again is NaN, with cuda_poison.
-int cuda_stale(Session *s) {
-    unsigned x = 7;
-    upload(room<unsigned>(s, ROOM_LIST, 1), &x, sizeof x);
-    download(&x, room<unsigned>(s, ROOM_LIST, 1), sizeof x);
-    return x == 0xffffffffu;
-}
-
-// 1: from now on the launches of a step go one by one; 0: as a graph again.
-void cuda_single_launches(Session *s, int single) { graph_drop(s->dev, single); }
-}
+#include "test/cuda_doors.h"
 #endif

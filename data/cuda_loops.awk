@@ -73,10 +73,10 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         KT = D <= 128 ? 64 : 32
         BQ = D <= 128 && !part[4] ? 128 : 64
         P = 2 * (D + 8)
-        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 13 * 4 + \
+        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 20 * 4 + \
                (part[4] ? 2048 * 4 : 0)
     }
-    if (part[1] == "peaks_kernel" || part[1] == "tallies_kernel")                   # <dtype, head_dim>
+    if (part[1] == "scan_kernel")               # <dtype, head_dim>
         return 4 * (part[3] / 16 * 8 * 128 + 4 * 64 * 2 + 64)
     return -1
 }
@@ -102,7 +102,7 @@ function row_room(kind, D,    w, n, most) {
 # heads and four elsewhere.
 function block_threads(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    if (part[1] == "tensor_kernel") return part[4] && part[3] <= 96 ? 64 : 128
+    if (part[1] == "tensor_kernel") return part[4] && part[3] <= 64 ? 64 : 128
     return threads[part[1]]
 }
 
@@ -165,11 +165,9 @@ function limit(kernel, b, p,    part) {
 }
 BEGIN {
     others[64, 0] = 3.9
-    others[96, 0] = 3.1
     others[128, 0] = 2.6
     others[256, 0] = 3.6
     others[64, 1] = 4
-    others[96, 1] = 3.4
     others[128, 1] = 3.5
     others[256, 1] = 3.8
 }
