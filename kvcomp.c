@@ -1930,6 +1930,32 @@ const float *decode(Session *s, int id) {
     return checked(s, logits);
 }
 
+// ---- a full context
+// When -c allows no more rows, a session whose method drops rows is compressed at once, as at a prefill's end: the last
+// w tokens, whose queries score the rows (Session.queries), are taken back and fed once more as one pass, and that pass
+// ends as every prefill does. Returns how many rows fewer the longest head holds; 0: the method drops none, or no more.
+int session_compress(Session *s) {
+    int evicts = 0, held = 0, left = 0, w = min_int(max_int(s->queries, 1), s->n_tok - 1);
+    for (int i = 0; i < s->n_part; i++) {
+        if (s->part[i].m->enter) return 0;              // its own tokens cannot be fed once more
+        evicts |= s->part[i].m->evicts;
+    }
+    if (!evicts || w < 1) return 0;
+    for (int l = 0; l < s->c->L; l++) held = max_int(held, kv_longest(s, l));
+
+    Token *t = s->coming = xmalloc((size_t)w * sizeof(Token));
+    memcpy(t, s->tok + s->n_tok - w, (size_t)w * sizeof(Token));
+    kv_truncate(s, s->n_tok - w);
+    s->decoding = 0;
+    view_all(s);
+    s->forward(s, t, w);
+    free(t);
+    s->coming = NULL;
+    s->applied = budget_now(s);
+    for (int l = 0; l < s->c->L; l++) left = max_int(left, kv_longest(s, l));
+    return held - left;
+}
+
 // ---- the parts of a method
 // The method whose name is the n characters at `name`; NULL: there is none.
 const Method *method_find(const char *name, size_t n) {
@@ -2199,9 +2225,10 @@ int refuse(Session *s, const char *fmt, ...) {
 //
 //   keep row r of a head with N rows  iff  r < sink  or  r >= N - (B - sink)
 //
-// **Differs from the paper:**
-//   - rows are dropped at the end of a prefill, not at every decoded token (D9, D14);
-//   - rows keep their positions; --streaming-rerotate numbers them anew inside the cache, as the paper does.
+// So a head holds at most B rows, at the end of a prefill and after every decoded token: the rolling cache of the paper.
+//
+// **Differs from the paper:** rows keep their positions; --streaming-rerotate numbers them anew inside the cache, as
+// the paper does.
 // Options: --budget B, --sink, --streaming-rerotate. The method `window` is the same without sinks.
 
 typedef struct {
@@ -2227,13 +2254,14 @@ static int streaming_open(Session *s, void *ms) {
     return 0;
 }
 
-// Drops rows of layer l at the end of a prefill. Every head holds the same rows.
+// Drops rows of layer l when a pass is over: as many as a prefill left too many, or the oldest one behind the sinks
+// after a decode step. Every head holds the same rows.
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
     int B = budget_now(s), sink = min_int(x->sink, B);
     (void)q;
     (void)T;
-    if (s->decoding || s->n_tok <= B) return;           // D9, D10
+    if (s->n_tok <= B) return;                          // D10
     if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
         if (x->rerotate) s->pos_next = kv_longest(s, 0);
         return;
@@ -2250,6 +2278,12 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     }
 }
 
+// Nothing moves while the budget is not full; then every step drops a row.
+static int streaming_steady(const Session *s, const void *ms) {
+    (void)ms;
+    return s->n_tok <= budget_now(s) ? STEADY : UNSTEADY;
+}
+
 static const Opt streaming_opts[] = {
     { "streaming-rerotate", 'b', "0", "re-number positions inside the cache" },
     { NULL, 0, NULL, NULL },
@@ -2258,7 +2292,7 @@ static const Opt streaming_opts[] = {
 const Method streaming_method = {
     .name   = "streaming",
     .paper  = "StreamingLLM, arXiv 2309.17453",
-    .keeps  = "keeps the first --sink and the most recent rows, B in all",
+    .keeps  = "keeps the first --sink and the most recent rows, B in all; in decode too",
     .budget = 1024,
     .uses   = "--sink 4",
     .opts   = streaming_opts,
@@ -2266,19 +2300,21 @@ const Method streaming_method = {
     .evicts = 1,
     .state  = sizeof(Streaming),
     .open   = streaming_open,
+    .steady = streaming_steady,
     .commit = streaming_commit,
 };
 
 const Method window_method = {
     .name   = "window",
     .paper  = "streaming without sinks",
-    .keeps  = "keeps the B most recent rows",
+    .keeps  = "keeps the B most recent rows; in decode too",
     .budget = 1024,
     .opts   = streaming_opts,
     .role   = ROLE_SELECT,
     .evicts = 1,
     .state  = sizeof(Streaming),
     .open   = window_open,
+    .steady = streaming_steady,
     .commit = streaming_commit,
 };
 
@@ -2324,8 +2360,7 @@ const Method tova_method = {
 // ==================================================================================================== 6 BASELINES
 // The methods that the five papers compare themselves with, each in a subsection that ends with its
 // table entry. All of them compute a prefill densely over the rows held. All but q8 drop rows once,
-// at the end of every turn's prefill (D9), and nothing in decode; only --h2o=stream drops rows in
-// decode too.
+// at the end of every turn's prefill (D9), and nothing in decode; only H2O drops rows in decode too.
 //
 // N is the number of tokens seen and B the budget: the rows a KV head may keep. While N <= B a
 // method keeps everything, at equality too (D10). n is a number of rows: those a head holds, or
@@ -2682,28 +2717,21 @@ const Method pyramidkv_method = {
 // recent rows. The mass of a row is all attention it has drawn so far, from every query and every
 // query head of its group (D15).
 //   keep the last floor(B/2) rows, and of the rows before them the B - floor(B/2) of largest mass
-// --h2o=stream also drops, in every decode step, the row of least mass outside the recent half, as
-// the paper does.
-// **Differs from the paper:** oneshot is the default; a prefill is dense over the rows held.
-// Options: --budget (1024), --h2o (oneshot, stream).
+// So it is at the end of a prefill; a decode step drops the row of least mass outside the recent half.
+// **Differs from the paper:** a prefill is dense over the rows held.
+// Options: --budget (1024).
 
-typedef struct {
-    int stream;                 // 1: --h2o=stream
-} H2o;
-
-// Reads --h2o. Returns 0, or -1 with the reason in s->err.
+// Returns 0, or -1 with the reason in s->err.
 static int h2o_open(Session *s, void *ms) {
-    H2o *x = ms;
-    x->stream = !strcmp(opt_str(s->opt, "h2o"), "stream");
+    (void)ms;
     if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
     return 0;
 }
 
-// Under --h2o=stream every decode step moves rows, so no step repeats the one before.
+// Once the budget is full every decode step moves rows, so no step repeats the one before.
 static int h2o_steady(const Session *s, const void *ms) {
-    const H2o *x = ms;
-    (void)s;
-    return !x->stream;
+    (void)ms;
+    return s->n_tok <= budget_now(s) ? STEADY : UNSTEADY;
 }
 
 // keep: the `cap` best of rows [0,n) by score, and every row of [n,len), ascending. Returns their
@@ -2714,14 +2742,12 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
     return kept;
 }
 
-// The end of a prefill, and of every decode step under --h2o=stream: the KV heads of layer l drop
-// rows.
+// The end of a prefill, and of every decode step: the KV heads of layer l drop rows.
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const H2o *x = ms;
     int B = budget_now(s), recent = B / 2;
+    (void)ms;
     (void)q;
     (void)T;
-    if (s->decoding && !x->stream) return;
     if (l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
     int *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
@@ -2734,22 +2760,15 @@ static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     scratch_reset(s, mark);
 }
 
-static const Opt h2o_opts[] = {
-    { "h2o", 'c', "oneshot|stream", "drop rows at prefill ends only, or in every decode step too" },
-    { NULL, 0, NULL, NULL },
-};
-
 const Method h2o_method = {
     .name    = "h2o",
     .paper   = "H2O, arXiv 2306.14048",
-    .keeps   = "keeps the last B/2 rows and the B/2 others that drew most attention so far",
+    .keeps   = "keeps the last B/2 rows and the B/2 others that drew most attention so far; in decode too",
     .limits  = "needs a dense prefill: not with loopserve-p, a-shape, tri-shape, minference",
     .budget  = 1024,
-    .opts    = h2o_opts,
     .role    = ROLE_SELECT | ROLE_PREFILL,
     .wants   = KV_MASS,
     .evicts  = 1,
-    .state   = sizeof(H2o),
     .open    = h2o_open,
     .steady  = h2o_steady,
     .commit  = h2o_commit,

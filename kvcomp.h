@@ -570,6 +570,9 @@ const float *prefill(Session *s, const int *ids, int n);
 
 const float *decode (Session *s, int id);           // one token -> logits (V), unless Session.picked has the best
 
+// -c allows no more rows: compresses at once, as at a prefill's end -> rows fewer in the longest head; 0: none
+int session_compress(Session *s);
+
 // one pass over tokens already rewritten by enter
 float *forward(Session *s, const Token *t, int T);
 

@@ -54,8 +54,7 @@ TEST(twin_streaming, "StreamingLLM keeps the promised rows and agrees with its t
     float *a = run_session(s, &p), *b = run_twin(t, &p);
     CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
     CHECK(!rows_differ(s, t), "rows");
-    CHECK(s->head[0].len == 20 + 30, "held %d, expected the budget and the 30 decoded since",
-          s->head[0].len);
+    CHECK(s->head[0].len == 20, "held %d, expected the budget, in decode too", s->head[0].len);
     free(a);
     free(b);
     twin_free(t);
@@ -108,8 +107,8 @@ TEST(streaming_limits, "budget >= context equals full attention bit for bit, at 
     Script p = { 3, { 30, 20, 10 }, { 3, 3, 4 }, 9 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     const char *method[] = { "full", "streaming", "streaming", "window", "streaming" };
-    const char *opt[] = { "", "budget=66", "budget=1000 streaming-rerotate", "budget=66",
-                          "budget=65" };
+    const char *opt[] = { "", "budget=70", "budget=1000 streaming-rerotate", "budget=70",
+                          "budget=68" };
     float *ref = NULL;
     for (int i = 0; i < 5; i++) {
         Options *o = options_of(opt[i]);
@@ -125,6 +124,55 @@ TEST(streaming_limits, "budget >= context equals full attention bit for bit, at 
         options_free(o);
     }
     free(ref);
+    tiny_free(m);
+}
+
+TEST(compress_at_once, "a session whose context is full compresses as a prefill of the same tokens does: the same rows, and "
+                       "the same logits behind them") {
+    const char *method[] = { "snapkv", "adakv", "pyramidkv", "expected-attention" };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    for (int i = 0; i < 4; i++) {
+        Options *o = options_of("budget=24 obs-window=8");
+        Session *s[2] = { session_open(m.c, m.w, o, method[i]), session_open(m.c, m.w, o, method[i]) };
+        int ids[70];
+        for (int j = 0; j < 70; j++) ids[j] = (j * 7 + 3) % 61;
+        prefill(s[0], ids, 20);                     // no more than the budget: nothing is dropped
+        for (int j = 20; j < 70; j++) decode(s[0], ids[j]);
+        CHECK(kv_longest(s[0], 0) == 70, "%s: %d rows before", method[i], kv_longest(s[0], 0));
+        int freed = session_compress(s[0]);
+        prefill(s[1], ids, i == 3 ? 20 : 70);
+        CHECK(freed > 0, "%s: %d rows fewer", method[i], freed);
+        if (i == 3) {                               // its queries are those of prefills, so only the numbers of rows agree
+            CHECK(kv_longest(s[0], 1) == 24, "%s: %d rows", method[i], kv_longest(s[0], 1));
+        } else {
+            for (int l = 0; l < 2; l++)
+                for (int g = 0; g < 2; g++) {
+                    const KVHead *a = kv_head(s[0], l, g), *b = kv_head(s[1], l, g);
+                    CHECK(a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof(int)), "%s: head %d-%d",
+                          method[i], l, g);
+                }
+            size_t n = (size_t)m.c->V * sizeof(float);
+            float *y = xmalloc(n);
+            memcpy(y, decode(s[0], 5), n);
+            CHECK(!memcmp(y, decode(s[1], 5), n), "%s: other logits", method[i]);
+            free(y);
+        }
+        int held = 0;
+        (void)session_compress(s[0]);               // heads may share their rows anew, but hold no more of them
+        for (int l = 0; l < 2; l++)
+            for (int g = 0; g < 2; g++) held += kv_head(s[0], l, g)->len;
+        CHECK(held <= 4 * 24, "%s: %d rows in all after a second time", method[i], held);
+        session_close(s[0]);
+        session_close(s[1]);
+        options_free(o);
+    }
+    Options *o = options_of("");
+    Session *full = session_open(m.c, m.w, o, "full");
+    int ids[3] = { 1, 2, 3 };
+    prefill(full, ids, 3);
+    CHECK(!session_compress(full) && full->n_tok == 3, "full attention drops nothing");
+    session_close(full);
+    options_free(o);
     tiny_free(m);
 }
 
@@ -183,7 +231,7 @@ TEST(window_small, "window keeps the last B rows for any budget, whatever --sink
 // selection by repeated maximum, moments as whole matrices. They share nothing with the program but
 // the rules.
 
-enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_STREAM, BT_EXPECTED };
+enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED };
 
 // Seen (L*H): stb_ds arrays of queries before RoPE, D each.
 typedef struct {
@@ -386,16 +434,16 @@ static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_
     int N = (int)arrlen(t->id), H = t->c->H, D = t->c->D;
     if (l == t->c->L) return;
     // Decode steps go by it.
-    if (!t->decoding && b->kind == BT_STREAM) b->B = twin_budget(b, N);
+    if (!t->decoding && b->kind == BT_H2O) b->B = twin_budget(b, N);
     if (!t->decoding)
         for (int i = 0; b->seen && i < n; i++)
             if (t->pos[t->base + i] >= b->sink)
                 for (int h = 0; h < H; h++)
                     for (int d = 0; d < D; d++)
                         arrput(b->seen[l * H + h], q_pre[((size_t)i * H + h) * D + d]);
-    if (t->decoding ? b->kind != BT_STREAM || N <= b->B : N <= twin_budget(b, N)) return;
-    if (b->kind == BT_H2O || b->kind == BT_STREAM)
-        twin_h2o(t, l, b->kind == BT_STREAM ? b->B : twin_budget(b, N));
+    if (t->decoding ? b->kind != BT_H2O || N <= b->B : N <= twin_budget(b, N)) return;
+    if (b->kind == BT_H2O)
+        twin_h2o(t, l, b->B);
     else if (b->kind == BT_EXPECTED)
         twin_expected(b, t, l, twin_budget(b, N));
     else
@@ -420,8 +468,7 @@ static const struct {
     { "pyramidkv", "budget=24 obs-window=8", { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
     { "pyramidkv", "budget=60 obs-window=6", { BT_PYRAMID, 60, 6, 7, AGG_MEAN, 0, -1, NULL } },
     { "h2o", "budget=25", { BT_H2O, 25, 0, 0, 0, 0, -1, NULL } },
-    { "h2o", "budget=24 h2o=stream", { BT_STREAM, 24, 0, 0, 0, 0, -1, NULL } },
-    { "h2o", "ratio=.6 h2o=stream", { BT_STREAM, 0, 0, 0, 0, 0, .6, NULL } },
+    { "h2o", "ratio=.6", { BT_H2O, 0, 0, 0, 0, 0, .6, NULL } },
     { "expected-attention", "budget=24", { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL } },
     { "expected-attention", "budget=30 sink=0", { BT_EXPECTED, 30, 0, 0, 0, 0, -1, NULL } },
 };
@@ -441,7 +488,7 @@ static void base_agrees(Tiny m, const char *method, const char *opt, BaseTwin b,
           m.c->G, m.c->L, e);
     CHECK(!rows_differ(s, t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, opt,
           m.c->H, m.c->G, m.c->L, rows_differ(s, t));
-    if (b.kind == BT_H2O || b.kind == BT_STREAM)
+    if (b.kind == BT_H2O)
         for (int i = 0; i < m.c->L * m.c->G; i++)
             for (int r = 0; r < s->head[i].len; r++)
                 CHECK(fabs(s->head[i].mass[r] - t->row[i][r].mass) <=
@@ -485,6 +532,7 @@ TEST(baselines_limits, "a budget of at least the context is full attention bit f
     Script p = { 3, { 40, 3, 20 }, { 3, 3, 4 }, 9 };
     const char *method[] = { "snapkv", "adakv", "pyramidkv", "h2o", "expected-attention" };
     const char *opt[] = { "budget=69", "ratio=0", "budget=68" };
+    const char *whole[] = { "budget=72", "budget=1000", "budget=71" };  // h2o holds decode steps to it, too
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     Options *o = options_of("");
     Session *s = session_open(m.c, m.w, o, "full");
@@ -493,8 +541,7 @@ TEST(baselines_limits, "a budget of at least the context is full attention bit f
     options_free(o);
     for (int i = 0; i < 5; i++)
         for (int k = 0; k < 3; k++) {
-            char text[64];
-            snprintf(text, sizeof text, "%s%s", opt[k], i == 3 && k < 1 ? " h2o=oneshot" : "");
+            const char *text = i == 3 ? whole[k] : opt[k];
             o = options_of(text);
             s = session_open(m.c, m.w, o, method[i]);
             float *x = run_session(s, &p);
@@ -504,14 +551,6 @@ TEST(baselines_limits, "a budget of at least the context is full attention bit f
             session_close(s);
             options_free(o);
         }
-    // 73: decode steps are held to the budget too.
-    o = options_of("budget=73 h2o=stream");
-    s = session_open(m.c, m.w, o, "h2o");
-    float *x = run_session(s, &p);
-    CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x), "h2o=stream, budget 73");
-    free(x);
-    session_close(s);
-    options_free(o);
     free(full);
     tiny_free(m);
 }
@@ -562,7 +601,7 @@ TEST(baselines_rows, "rows held after a prefill are exactly what is promised: co
             for (int i = 0, now_held = 0; i < m.c->L * m.c->G; i++) {
                 now_held += s->head[i].len;
                 if (i == m.c->L * m.c->G - 1)
-                    CHECK(now_held == total + (b.kind == BT_STREAM ? 0 : 3 * m.c->L * m.c->G),
+                    CHECK(now_held == total + (b.kind == BT_H2O ? 0 : 3 * m.c->L * m.c->G),
                           "%s: decode changed %d rows to %d", base_case[k].method, total, now_held);
             }
         }
@@ -2911,7 +2950,6 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
         { "adakv", "budget=30 obs-window=8" },
         { "pyramidkv", "budget=30 obs-window=8" },
         { "h2o", "budget=30" },
-        { "h2o", "budget=30 h2o=stream" },
         { "expected-attention", "budget=30" },
         { "quest", "budget=48 quest-full-layers=1" },
         { "lychee", "budget=32 lychee-buffer=24 lychee-full-layers=1 lychee-sink=4" },
@@ -2924,14 +2962,14 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
     };
     Script p = { 4, { 70, 1, 33, 50 }, { 40, 3, 2, 30 }, 22 };
     Tiny m = tiny_model(3, 6, 3, 24, 32, 48, 61, 7);
-    for (int i = 0; i < 14; i++) {
+    for (int i = 0; i < 13; i++) {
         char opt[512], path[64];
         int known = 0;
         EACH_METHOD (k) known |= !strcmp((*k)->name, method[i][0]);
         CHECK(known, "%s is not in the table", method[i][0]);
         if (!known) continue;
         snprintf(path, sizeof path, "/tmp/kvcomp_pats_%d.json", (int)getpid());
-        if (i == 10) {  // head scores, so that caps differ
+        if (i == 9) {  // head scores, so that caps differ
             FILE *f = fopen(path, "w");
             for (int k = 0; k < 18; k++)
                 fprintf(f, "%s\"%d-%d\": %g", k ? ", " : "{", k / 6, k % 6, k % 5 / 7. + .01);
@@ -2940,13 +2978,13 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
         }
         snprintf(opt, sizeof opt,
                  "%s%s pats-window=12 pats-sink=3 pats-policy=%s pats-tend=150 pats-format=%s",
-                 method[i][1], i == 10 ? path : "",
+                 method[i][1], i == 9 ? path : "",
                  i % 3 == 0   ? "ratchet"
                  : i % 3 == 1 ? "static"
                               : "frozen",
                  i % 2 ? "dense" : "rows64");
         pats_against_slow(method[i][0], opt, m, &p);
-        if (i == 10) unlink(path);
+        if (i == 9) unlink(path);
     }
     tiny_free(m);
 }
@@ -8704,9 +8742,8 @@ TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
     dialogues_more("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
 }
 
-TEST(cuda_h2o, "h2o, once and in every step") {
+TEST(cuda_h2o, "h2o, at a prefill's end and in every step") {
     dialogues("h2o", "budget=20");
-    dialogues("h2o", "budget=20 h2o=stream");
 }
 
 TEST(cuda_expected, "expected-attention: the project hook") {
@@ -9026,13 +9063,13 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
 
 TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches "
                  "one by one, and equal the CPU") {
-    const char *method[] = { "full", "streaming", "snapkv", "full", "expected-attention", "h2o" };
+    const char *method[] = { "full", "adakv", "snapkv", "full", "expected-attention", "pyramidkv" };
     const char *text[] = { "",
-                           "budget=20 ctk=f16 ctv=f16",
+                           "budget=20 obs-window=4 ctk=f16 ctv=f16",
                            "budget=20 obs-window=4 ctk=bf16",
                            "ctk=q8_0 ctv=q8_0",
                            "budget=20",
-                           "budget=20 ctk=bf16 ctv=f16" };
+                           "budget=20 obs-window=4 ctk=bf16 ctv=f16" };
     Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
     for (int i = 0; i < 6; i++) {
         float *a = step_logits(m, method[i], text[i], 60, 9, 0);
@@ -9180,7 +9217,7 @@ TEST(cuda_gqa_steps,
     }
     Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
     dialogue_agrees(m, "full", "ctk=f16 ctv=f16", &p, NULL);
-    dialogue_agrees(m, "h2o", "budget=20 h2o=stream ctk=bf16 ctv=bf16", &p, NULL);
+    dialogue_agrees(m, "h2o", "budget=20 ctk=bf16 ctv=bf16", &p, NULL);
     dialogue_agrees(m, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", &p, NULL);
     dialogue_agrees(m, "lychee",
                     "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16",
@@ -9720,11 +9757,11 @@ TEST(cuda_step_traffic,
 TEST(cuda_step_launches,
      "a decode step is five launches a layer and four more, of every method that "
      "chooses nothing in a step, whatever its rows") {
-    static const char *const five[] = { "full",         "q8_0 rows",    "streaming 1024",
+    static const char *const five[] = { "full",         "q8_0 rows",
                                         "snapkv 1024",  "adakv 1024",   "pyramidkv 1024",
                                         "dililazy 128" };
     for (size_t i = 0; emu_count && i < sizeof step_methods / sizeof *step_methods; i++)
-        for (int f = 0; f < 7; f++) {
+        for (int f = 0; f < 6; f++) {
             const StepMethod *m = &step_methods[i];
             if (strcmp(m->name, five[f])) continue;
             double n = step_cost(m, STEP_LAYERS, 16, STEP_ROWS, 1).launches;
@@ -9852,7 +9889,7 @@ TEST(cuda_sampling,
     sampling_agrees(m, "full", "top-k=0", 0, 5);
     sampling_agrees(m, "full", "temp=0 repeat-penalty=1.2", 0, 5);
     sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 9);
-    sampling_agrees(m, "h2o", "budget=20 h2o=stream", 40, 5);
+    sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
     Options *o;
     int ids[5] = { 1, 2, 3, 4, 5 }, rc;

@@ -444,8 +444,12 @@ int replay(App *a, int turns) {
     a->stale = 0;
     for (int i = 0; i < turns; i++) {
         const Turn *t = &a->turn[i];
+        (void)make_room(a, (int)arrlen(t->pre));        // what a full context did then, it does again
         feed_prefill(a, t);
-        for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) {
+            (void)make_room(a, 1);
+            feed_decode(a, t->dec[j]);
+        }
     }
     return 0;
 }
@@ -501,6 +505,13 @@ int rows_held(const App *a) {
 // Does every head have room for n more rows?
 int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
 
+// The same, when a method that drops rows may do so now.
+int make_room(const App *a, int n) {
+    while (!rows_fit(a, n))
+        if (session_compress(a->s) <= 0) return 0;
+    return 1;
+}
+
 // Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
 // --ignore-eos.
 int is_stop(const App *a, int id) {
@@ -532,7 +543,7 @@ static int wrap_columns(FILE *out) {
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
 // stderr says so.
 int reply_has_room(const App *a) {
-    if (!rows_fit(a, 1)) {
+    if (!make_room(a, 1)) {
         fputc('\n', stderr);
         warn("the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)",
              rows_held(a), ctx_limit(a));
@@ -1315,10 +1326,10 @@ int replay_within(App *a) {
     a->stale = 0;
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        if (!rows_fit(a, (int)arrlen(t->pre))) return 1;
+        if (!make_room(a, (int)arrlen(t->pre))) return 1;
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!rows_fit(a, 1)) return 1;
+            if (!make_room(a, 1)) return 1;
             feed_decode(a, t->dec[j]);
         }
     }
@@ -1963,7 +1974,7 @@ void words_free(char **w) {
 // ---- a turn of the chat
 // Is there room for n more tokens? When there is not, a line on stderr says what is short.
 int message_fits(const App *a, int n) {
-    if (!rows_fit(a, n)) {
+    if (!make_room(a, n)) {
         warn("%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)",
              n, rows_held(a), ctx_limit(a));
         return 0;

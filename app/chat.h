@@ -131,6 +131,9 @@ int rows_held(const App *a);
 // Does every head have room for n more rows?
 int rows_fit(const App *a, int n);
 
+// The same, when a method that drops rows may do so now.
+int make_room(const App *a, int n);
+
 // Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
 // --ignore-eos.
 int is_stop(const App *a, int id);

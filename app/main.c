@@ -772,7 +772,7 @@ static int request_play(Batch *b, char err[512]) {
         arrput(b->logp, a->logits[b->given[i]] - log_sum_exp(a->logits, a->c->V));
         b->greedy &= argmax(a->logits, a->c->V) == b->given[i];
         if (i == n - 1) break;                          // nothing is asked behind the last one
-        if (!rows_fit(a, 1) || !pos_fits(a->s, 1, 0))
+        if (!make_room(a, 1) || !pos_fits(a->s, 1, 0))
             return fault(err, "the continuation does not fit into -c %d", ctx_limit(a));
         feed_decode(a, b->given[i]);
     }

@@ -173,6 +173,7 @@ static void nearer_option(const Opt *list, const char *name, const char **best, 
 typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
+    { "h2o",                "h2o drops rows in every decode step, as its paper does" },
     { "wrap",               "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
     { "loopserve-unit",           "single lines are chosen and read" },

@@ -56,6 +56,9 @@ EXPECTED='
 cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 */[!cw]*/minference*/*                     60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
 */we*/minference*/*                        60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
+*/*/h2o*/*                                 drops a row in every decode step, as its paper does
+*/*/streaming*/*                           drops a row in every decode step, as its paper does
+*/*/window/*                               drops a row in every decode step, as its paper does
 cpu/text*/loopserve/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve+pats/*                 lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/text*/loopserve-p*/*                   lines are summed in the order of their columns: other roundings, and what hangs on them

@@ -3932,6 +3932,28 @@ TEST(cli_save_modes, "a new report, table, trace and dump has the umask's permis
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
+TEST(cli_context_renewed, "a chat under a method that drops rows goes on when -c is full, and ends under one that drops none, "
+                       "with the reason; a session that was saved behind it is gone on with as it was") {
+    const char *flags = "-m models/kvcomp-tiny --temp 0 --raw --ignore-eos -n 150 -c 64 -p 'Once upon a time'";
+    static char said[sizeof sh_out];
+    CHECK(sh("./kvcomp %s --method=snapkv --budget 40 --obs-window 8 --json", flags) == 0 &&
+              strstr(sh_out, "\"n_gen\":150") && !strstr(sh_err, "full"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp %s --method=streaming --budget 40 --json", flags) == 0 && strstr(sh_out, "\"n_gen\":150"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp %s", flags) == 0 && strstr(sh_err, "the context is full: "), "%s", sh_err);
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("printf 'tell me a story\nand another\nand one more\n' | ./kvcomp -m models/kvcomp-tiny --temp 0 -q -c 64 -n 40 "
+             "--ignore-eos --method=snapkv --budget 40 --obs-window 8 --session %s/whole", d) == 0, "%s", sh_err);
+    memcpy(said, sh_out, sizeof said);
+    CHECK(sh("for m in 'tell me a story' 'and another' 'and one more'; do printf '%%s\n' \"$m\" | ./kvcomp -m models/kvcomp-tiny "
+             "--temp 0 -q -c 64 -n 40 --ignore-eos --method=snapkv --budget 40 --obs-window 8 --session %s/parts; done", d) == 0 &&
+              !strcmp(sh_out, said),
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
 TEST(cli_session_lock,
      "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
      "after the first has saved; it cannot save there either; the lock ends with the chat") {

@@ -503,7 +503,7 @@ static void streaming_twin(void *u, Twin *t, int l, const double *q, const doubl
     (void)q;
     (void)qp;
     (void)n;
-    if (l == t->c->L || t->decoding || (int)arrlen(t->id) <= B[0]) return;
+    if (l == t->c->L || (int)arrlen(t->id) <= B[0]) return;
     for (int g = 0; g < t->c->G; g++) {
         int N = (int)arrlen(t->row[l * t->c->G + g]), k = 0;
         for (int r = 0; r < N; r++)
