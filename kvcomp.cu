@@ -17,7 +17,7 @@
 // are kept.
 //
 // CONTENTS: what runs on the device, in the order of this file
-//      HELPERS: errors, device memory, uploads, blocks of memory cut into arrays
+//      HELPERS: growing buffers, what the device holds of a session, tensors on the device
 //      NUMBERS AND KERNELS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
@@ -35,251 +35,11 @@
 //      THE BEST OF THE LOGITS: the best of the logits, from which the host samples
 //      BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
-#include <math.h>
-#include <stdlib.h>
-#ifdef __CUDACC__                               // otherwise cuda_emu.h has defined all of this
-#include <cublas_v2.h>
-#ifdef __CUDACC__
-#include <dlfcn.h>
-#endif
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-// Every launch goes through KV_LAUNCH: kernel, grid, block, bytes of dynamic shared memory,
-// arguments.
-#define KV_LAUNCH(k, grid, block, smem, ...) do { \
-    k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); \
-    KV_CUDA(cudaGetLastError()); \
-} while (0)
-
-static int kv_early;                            // 1: the device can start a kernel early, sm_90 and later
-
-// A launch of a kernel that calls dependency_wait: it may start before the one ahead of it has ended, so
-// that its first blocks find their places, and a product's ask for their weights, while that one's last are
-// at work.
-template <class... P, class... A>
-static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t smem, cudaStream_t stream,
-                                A... a) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = dim3(grid);
-    c.blockDim = dim3(block);
-    c.dynamicSmemBytes = smem;
-    c.stream = stream;
-    c.attrs = &early;
-    c.numAttrs = kv_early;
-    return cudaLaunchKernelEx(&c, k, (P)a...);
-}
-#define KV_LAUNCH_EARLY(k, grid, block, smem, ...) do { \
-    KV_CUDA(launch_early(k, grid, block, smem, kv_stream, __VA_ARGS__)); \
-} while (0)
-
-// KV_UNROLL(n) stands before a loop whose loads are to be under way n at once, KV_UNROLL() before one
-// whose arrays are to be registers.
-#define KV_PRAGMA(x) _Pragma(#x)
-#define KV_UNROLL(n) KV_PRAGMA(unroll n)
-
-// A device function that is called, not inlined.
-#define KV_CALL __device__ __noinline__
-
-// Declares `name`, the kernel's dynamic shared memory, as T *.
-#define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
-#endif
-
-// Lets a kernel have more shared memory than the 48 KB every kernel has without asking, static arrays of
-// up to 16 KB among them. smem is a variable.
-#define KV_WIDE(k, smem) do { \
-    if (smem > 32 * 1024) \
-        KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
-} while (0)
-
-// Launches of such kernels.
-#define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
-    KV_WIDE(k, smem); \
-    KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); \
-} while (0)
-#define KV_LAUNCH_WIDE_EARLY(k, grid, block, smem, ...) do { \
-    KV_WIDE(k, smem); \
-    KV_LAUNCH_EARLY(k, grid, block, smem, __VA_ARGS__); \
-} while (0)
+#include "lib/cuda.h"
 
 // ==================================================================================================== HELPERS
-// Errors end the program with one line. Everything happens in one stream, in the order in which it
-// is asked for. Device memory is asked for through device_new(). room() keeps one growing buffer
-// for each purpose, so a decode step allocates nothing once the buffers have grown.
-
-static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
-static cudaMemPool_t kv_pool;                   // where rows come from and go back to (stream_open)
-static int kv_host_pages;                       // 1: the device reads ordinary host memory by itself
-
-// ---- errors
-
-// Ends the program: exit 4 when memory was too small, else 1.
-static void cuda_fail(cudaError_t e, const char *call, int line) {
-    if (e == cudaErrorMemoryAllocation)
-        die(EXIT_MEMORY, "the GPU is out of memory (kvcomp.cu:%d): a smaller -c, -b or --budget needs less, "
-            "and so does -ctk/-ctv q8_0", line);
-    die(EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
-}
-
-enum { NO_CAPTURE, CAPTURING, CAPTURE_LOST };
-static int kv_capture;                          // launches are being written into a graph, or could not be
-
-// A call has failed. While launches are written into a graph (step_capture) the graph is lost, and nothing
-// else; at any other time the program ends.
-static void call_failed(cudaError_t e, const char *call, int line) {
-    if (kv_capture) kv_capture = CAPTURE_LOST;
-    else cuda_fail(e, call, line);
-}
-
-// Every call of the CUDA runtime stands in KV_CUDA, every call of cuBLAS in KV_BLAS: a failure ends
-// the program, or a capture.
-#define KV_CUDA(call) do { \
-    cudaError_t e_ = (call); \
-    if (e_ != cudaSuccess) call_failed(e_, #call, __LINE__); \
-} while (0)
-#define KV_BLAS(call) do { \
-    int e_ = (int)(call); \
-    if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); \
-} while (0)
-
-// cuBLAS is opened when a session comes to the device, and not when the program starts: the library is 200 MB
-// large and takes .3 s to load, which a run that asks nothing of a GPU need not wait for. (Under the emulator
-// its functions stand in test/cuda_emu.h.)
-#ifdef __CUDACC__
-static struct {
-    cublasStatus_t (*create)(cublasHandle_t *);
-    cublasStatus_t (*destroy)(cublasHandle_t);
-    cublasStatus_t (*set_stream)(cublasHandle_t, cudaStream_t);
-    cublasStatus_t (*gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void *alpha,
-                           const void *A, cudaDataType, int lda, const void *B, cudaDataType, int ldb, const void *beta,
-                           void *C, cudaDataType, int ldc, cublasComputeType_t, cublasGemmAlgo_t);
-} blas_calls;
-
-#define KV_TEXT_(x) #x
-#define KV_TEXT(x) KV_TEXT_(x)
-
-// Fills blas_calls, once. 0, or -1 with the reason in err.
-static int blas_open(char err[512]) {
-    if (blas_calls.gemm) return 0;
-    void *lib = dlopen("libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR), RTLD_NOW);
-    if (!lib) {
-        snprintf(err, 512, "%s", dlerror());
-        return -1;
-    }
-    *(void **)&blas_calls.create     = dlsym(lib, "cublasCreate_v2");
-    *(void **)&blas_calls.destroy    = dlsym(lib, "cublasDestroy_v2");
-    *(void **)&blas_calls.set_stream = dlsym(lib, "cublasSetStream_v2");
-    *(void **)&blas_calls.gemm       = dlsym(lib, "cublasGemmEx");
-    if (blas_calls.create && blas_calls.destroy && blas_calls.set_stream && blas_calls.gemm) return 0;
-    snprintf(err, 512, "libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR) " lacks cublasGemmEx or its like");
-    blas_calls.gemm = NULL;
-    return -1;
-}
-#define blas_create     blas_calls.create
-#define blas_destroy    blas_calls.destroy
-#define blas_set_stream blas_calls.set_stream
-#define blas_gemm       blas_calls.gemm
-#else
-static int blas_open(char *) { return 0; }
-#define blas_create     cublasCreate
-#define blas_destroy    cublasDestroy
-#define blas_set_stream cublasSetStream
-#define blas_gemm       cublasGemmEx
-#endif
-
-// ---- device memory
-
-// Gives back what the pool keeps of freed rows (stream_open), once everything that was asked for is
-// done with it.
-static void pool_trim(void) {
-    if (!kv_stream) return;
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    KV_CUDA(cudaMemPoolTrimTo(kv_pool, 0));
-}
-
-// New device memory in *p: from the pool, in the order of the stream, or from the device. -> 1, or 0
-// when there is too little.
-static int device_ask(char **p, size_t bytes, int pool) {
-    cudaError_t e = pool ? cudaMallocAsync(p, bytes, kv_stream) : cudaMalloc(p, bytes);
-    if (e == cudaSuccess) return 1;
-    if (e != cudaErrorMemoryAllocation) cuda_fail(e, pool ? "cudaMallocAsync" : "cudaMalloc", __LINE__);
-    (void)cudaGetLastError();                   // or the next launch would report it
-    return 0;
-}
-
-// The same, asked a second time when the pool has given back what it keeps: that may be just what
-// is missing.
-static int device_try(char **p, size_t bytes, int pool) {
-    if (device_ask(p, bytes, pool)) return 1;
-    pool_trim();
-    return device_ask(p, bytes, pool);
-}
-
-// New device memory, NULL for 0 bytes.
-static char *device_new(size_t bytes) {
-    char *p = NULL;
-    if (bytes && !device_try(&p, bytes, 0)) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __LINE__);
-    return p;
-}
-
-// Gives device memory back. p may be NULL.
-static void device_free(void *p) {
-    if (p) KV_CUDA(cudaFree(p));
-}
-
-// Copies n bytes to the device. host is ordinary memory, which the runtime has read when the call
-// returns: it goes through memory of the runtime's own. A GPU that reads the host's pages itself
-// (Grace Hopper) may do without, so there the copy is waited for.
-static void upload(void *dev, const void *host, size_t n) {
-    if (!n) return;
-    KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
-    if (kv_host_pages) KV_CUDA(cudaStreamSynchronize(kv_stream));
-}
-
-// Copies n bytes to the host, and waits for them.
-static void download(void *host, const void *dev, size_t n) {
-    if (!n) return;
-    KV_CUDA(cudaMemcpyAsync(host, dev, n, cudaMemcpyDeviceToHost, kv_stream));
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-}
-
-// Copies n bytes inside device memory.
-static void device_copy(void *to, const void *from, size_t n) {
-    if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream));
-}
-
-// How many blocks of `per` things hold n of them.
-static int blocks(size_t n, int per) {
-    return (int)((n + per - 1) / per);
-}
-
-// ---- one block of memory, cut into arrays
-// Some uploads, and the shared memory of some kernels, are several arrays one behind the other in
-// one block. A function X_carve() says once which arrays these are. Called with the block it sets
-// the pointers, called with NULL it only adds up the bytes, so a size and a layout cannot differ.
-// No gap is left between two arrays: an array whose type is wider must not stand behind one with an
-// odd number of narrower elements.
-
-struct Block {
-    char *mem;                  // the block, or NULL: only its size is wanted
-    size_t at;                  // bytes carved
-};
-
-// The next n elements of the block. A kernel always has one; there the question would be asked anew at every
-// access, and hide from the compiler that it is shared memory.
-template <class T> KV_HD static T *carve(Block *b, size_t n) {
-#ifdef __CUDA_ARCH__
-    T *p = (T *)(b->mem + b->at);
-#else
-    T *p = b->mem ? (T *)(b->mem + b->at) : NULL;
-#endif
-    b->at += n * sizeof(T);
-    return p;
-}
+// Launches, errors, device memory, warps, and what only PTX can say stand in lib/cuda.h. room() keeps one growing
+// buffer for each purpose, so a decode step allocates nothing once the buffers have grown.
 
 // ---- what a session holds on the device
 
@@ -306,7 +66,7 @@ enum {
     ROOM_IDS,                   // (T) vocabulary ids of the pass
     ROOM_TOK,                   // (n_tok) a copy of Session.tok
     ROOM_PLAN,                  // works, items and lists of one call of attention
-    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for tensor_kernel
+    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for prefill_kernel
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
@@ -587,214 +347,6 @@ static const char *on_device(Session *s, const Tensor *t) {
 // With --exact bf16 weights stay as they are, and an activation goes in as two 16-bit numbers, the
 // rounded value and what the rounding left over: two products, off by 2^-22 of it with f16 and by
 // 2^-16 with bf16.
-
-// ---- sums and maxima over the lanes of a warp
-
-enum : unsigned { ALL_LANES = 0xffffffffu };
-
-// The sum of x over each group of LANES neighbouring lanes; every lane of the group gets it. LANES
-// is a power of two. Lanes LANES/2 apart are added first, neighbours last.
-template <int LANES, class T> static __device__ T lanes_sum(T x) {
-    for (int d = LANES / 2; d; d >>= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
-    return x;
-}
-
-// The largest x of each group of LANES neighbouring lanes.
-template <int LANES> static __device__ float lanes_max(float x) {
-    for (int d = LANES / 2; d; d >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-    return x;
-}
-
-// The other way: the sum of x over the 32/LANES lanes that have the same place in their group;
-// neighbouring groups are added first.
-template <int LANES> static __device__ float groups_sum(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
-    return x;
-}
-
-// The largest x of the 32/LANES lanes that have the same place in their group.
-template <int LANES> static __device__ float groups_max(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-    return x;
-}
-
-// The place of the lowest bit of m that is set.
-static __device__ int lowest_bit(unsigned m) {
-    return __popc((m & (0u - m)) - 1);
-}
-
-// ---- what comes after all blocks, in the same launch
-// Blocks that share a work count themselves in, and the last one to arrive does what needs the
-// results of all of them. It saves a launch, and it waits for nobody.
-
-// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees
-// what the others have written. *last: shared. All threads of a block.
-static __device__ int arrives_last(int *counter, int all, int *last) {
-    __syncthreads();
-    if (!threadIdx.x) {
-        __threadfence();
-        *last = atomicAdd(counter, 1) == all - 1;
-        if (*last) {
-            atomicAdd(counter, -all);
-            __threadfence();
-        }
-    }
-    __syncthreads();
-    return *last;
-}
-
-// ---- what only PTX can say
-// Instructions that CUDA C++ has no words for. cuda_emu.h has functions of the same names, written
-// from the tables of the PTX ISA; the test cuda_fragments compares both with those tables.
-//
-// A warp's lane is 4 g + t, with g = 0..7 and t = 0..3. A word is two 16-bit numbers, the one with the
-// lower index in the lower half. What lane (g,t) holds of a matrix:
-//
-//     A (16,16)   a[0] = A[g][2t,2t+1]     a[2] = A[g][2t+8,2t+9]       words
-//                 a[1] = A[g+8][2t,2t+1]   a[3] = A[g+8][2t+8,2t+9]
-//     B (16,8)    b[0] = B[2t,2t+1][g]     b[1] = B[2t+8,2t+9][g]       words
-//     D (16,8)    d[0,1] = D[g][2t,2t+1]   d[2,3] = D[g+8][2t,2t+1]     f32
-//     (8,8)       x = X[g][2t,2t+1]                                     a word
-// KV_PTX marks such a function; a kernel need not use every one of them.
-#ifdef __CUDACC__
-#define KV_PTX [[maybe_unused]] static __device__ __forceinline__
-
-// d += a b: A (16,16) and B (16,8) of 16-bit numbers of type DT, D (16,8) in f32.
-template <int DT>
-KV_PTX void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2]) {
-    if (DT == DT_F16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// An address in shared memory as PTX wants it, in bytes. ldmatrix and copy16_async take one, or a pointer;
-// a kernel that reads a place again and again keeps one, where each pointer would be turned into one.
-typedef unsigned SharedAt;
-
-// The address of p, which points into shared memory.
-KV_PTX SharedAt shared_address(const void *p) {
-    return (SharedAt)__cvta_generic_to_shared(p);
-}
-
-// r[i] = the lane's word of the i-th of four (8,8) matrices in shared memory. Lane 8 i + j names row j
-// of matrix i, 16 bytes aligned to 16. Words of a row-major (16,16) come out as an A fragment when the
-// lanes name rows 0..7, rows 8..15, and then the same rows 8 columns on.
-KV_PTX void ldmatrix_x4(unsigned r[4], SharedAt row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
-}
-KV_PTX void ldmatrix_x4(unsigned r[4], const void *row) { ldmatrix_x4(r, shared_address(row)); }
-
-// The same, and each of the four matrices is transposed on the way.
-KV_PTX void ldmatrix_x4_trans(unsigned r[4], SharedAt row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
-}
-KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) { ldmatrix_x4_trans(r, shared_address(row)); }
-
-// Asks for 16 bytes from device memory to shared memory; both are aligned to 16. What lies at `to` is
-// undefined until the copy has been waited for, and other threads see it after the barrier that
-// follows the wait.
-KV_PTX void copy16_async(SharedAt to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-KV_PTX void copy16_async(void *to, const void *from) { copy16_async(shared_address(to), from); }
-
-// The same, but zeros instead of the bytes at `from` (which is not read) unless take.
-KV_PTX void copy16_async_if(void *to, const void *from, int take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(take ? 16 : 0)
-                 : "memory");
-}
-
-// The thread's copies since its last call of this are a group, which may be empty.
-KV_PTX void copy_commit(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most the N youngest groups of the thread are under way.
-template <int N> KV_PTX void copy_wait(void) {
-    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-
-// to (4) = the 4 words at p, aligned to 16 bytes: device memory that no kernel writes while this one runs,
-// read once, so that it takes no room in L1.
-KV_PTX void load_once(unsigned *to, const void *p) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "l"(__cvta_generic_to_global(p)));
-}
-
-// x. The compiler cannot know how it came about, and so keeps it in a register, where it would otherwise
-// work it out anew in every turn of a loop.
-KV_PTX SharedAt as_it_is(SharedAt x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-KV_PTX const char *as_it_is(const char *x) {
-    asm volatile("" : "+l"(x));
-    return x;
-}
-
-// 2^x, right to 2^-22; what is smaller than 2^-126 is 0.
-KV_PTX float exp2_flush(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// A kernel launched with programmatic stream serialization starts before the one ahead of it has
-// ended. It calls dependency_wait, in every thread, before it writes and before it reads what a kernel
-// wrote that may still run: then the one ahead has ended, and so have all before that one, because it has
-// waited, too. dependents_launch says that the next kernel may start. Both do nothing in an ordinary launch,
-// and before sm_90. cuda_emu.h looks after the waits.
-KV_PTX void dependency_wait(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// See dependency_wait.
-KV_PTX void dependents_launch(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-#endif
-
-// ---- stored numbers
-
-// A stored type DT_*: bytes of one number, numbers in the 16 bytes that a lane loads at once.
-template <int DT> struct Stored {
-    enum { BYTES = DT == DT_F32 ? 4 : 2, WIDE = 16 / BYTES };
-};
-
-// The 16-bit number h of type DT as f32. The hardware's conversion of f16 is exact too.
-template <int DT> static __device__ float half_get(uint16_t h) {
-#ifdef __CUDACC__
-    return DT == DT_F16 ? __half2float(__ushort_as_half(h)) : bf16_to_f32(h);
-#else
-    return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
-#endif
-}
-
-// x rounded to a 16-bit number of type DT (section 3).
-template <int DT> static __device__ uint16_t half_put(float x);
-
-// Number i of an array of dtype.
-static __device__ float number(const void *p, int dtype, size_t i) {
-    if (dtype == DT_F32) return ((const float *)p)[i];
-    uint16_t h = ((const uint16_t *)p)[i];
-    return dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
-}
 
 // ---- bf16 matrices as f16
 // f16 has three more bits than bf16 and a smaller range. A matrix times 2^k, with k such that its
@@ -1629,7 +1181,7 @@ static Pass pass_room(Session *s, int T) {
 }
 
 // Brings the tokens to the device (ROOM_TOK). A prefill sends all of them again, because a method
-// may have truncated some. A decode step sends its own, or none when step_kernel writes it (last
+// may have truncated some. A decode step sends its own, or none when step_works_kernel writes it (last
 // 0). room() counts a move in Session.changes: the address alone would not tell, because a new
 // place may have the old one.
 static void upload_tokens(Session *s, int last) {
@@ -2236,7 +1788,8 @@ void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0,
 // a decode step that needs more rows does not wait for the device. want 0: gives the memory back.
 static char *grown(char *old, size_t have, size_t want) {
     char *p = NULL;
-    if (want && !device_try(&p, want, 1)) cuda_fail(cudaErrorMemoryAllocation, "cudaMallocAsync", __LINE__);
+    if (want && !device_try(&p, want, 1))
+        cuda_fail(cudaErrorMemoryAllocation, "cudaMallocAsync", __FILE__, __LINE__);
     if (want && have) device_copy(p, old, min_size(have, want));
     if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
     return p;
@@ -2347,10 +1900,10 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //
 // Four kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
 // "which kernel reads which rows".
-//     attend_kernel    any rule, any format, any head_dim: the algorithm as it stands above
-//     tensor_kernel    a long prefill on tensor cores; its works are not cut into items
-//     gqa_kernel       decode on tensor cores, over f16, bf16, q8_0 and PATS rows
-//     column_kernel    sums of probabilities over queries; scan_kernel: the same on tensor cores
+//     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
+//     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
+//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0 and PATS rows
+//     column_kernel     sums of probabilities over queries; column_scan_kernel: the same on tensor cores
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -2410,7 +1963,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     float power;                // scale log2(e): what makes a score a power of 2
-    int span;                   // gqa_kernel: positions of an item that are looked up at once
+    int span;                   // decode_kernel: positions of an item that are looked up at once
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
     float *stat;                // (n,H,2) max and sum of each row's softmax
@@ -2548,7 +2101,9 @@ static __device__ void join_arrived(const Attn &a, int BQ) {
 //   Tile    K and V are read from memory once for all BQ query rows; they are unpacked to f32 once,
 //           whatever the format. With 4 blocks on a multiprocessor (launch bounds) loads of one
 //           block hide behind the arithmetic of another.
-//   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory
+//   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory: one for
+//           every multiply-add, 2 D of each a cell (a query and a key), so a cell is 4 D / 32 = 16
+//           instructions of a warp at D 128
 // Without Attn.out there is no mixing: only max and sum are wanted. With Attn.lines a query row reads what lies
 // on its head's lines (section 7), and tiles that need none of it are left out.
 
@@ -2713,7 +2268,7 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
     return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
 }
 
-// ---- tensor_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
+// ---- prefill_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
 //
 // The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
 // keeps its query rows, K and V come by in tiles, and scores and probabilities stay in registers.
@@ -2721,7 +2276,7 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 //   Block   a work: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
 //           longest ones start first.
 //   Warp    16 MT of the query rows; MT times 16 rows are the height of a fragment
-//   Lane    (g,t), as in "what only PTX can say". Two products for every tile:
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Two products for every tile:
 //
 //             scores (16 MT, KT) = q (16 MT, DIM) K^T (DIM, KT)
 //             out (16 MT, DIM)  += P (16 MT, KT)  V (KT, DIM)
@@ -2755,8 +2310,9 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 //           multiplies while the other waits or exponentiates. The parts of a copy, and __syncwarp where all
 //           lanes have arrived, move nothing that is computed; they keep the compiler from asking for more
 //           fragments at once than there are registers.
-//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
-//           other instructions, 2.5 a product, and along lines 132 and 450, 3.4 (sm_90, make cuda-check)
+//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 652
+//           other instructions, 2.5 a product, and along lines 132 and 439, 3.3 (sm_90, make cuda-check)
+//   Gain    a tile is 32 x 64 cells of a warp, so a cell is .45 instructions, where attend_kernel takes 16
 //
 // Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the work sees are
 // left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query
@@ -2780,38 +2336,6 @@ enum {
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
-
-// x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
-// f32_to_bf16, if infinity then becomes the largest number.
-template <int DT> static __device__ uint16_t half_put(float x) {
-#ifdef __CUDACC__
-    uint16_t h = DT == DT_F16 ? __half_as_ushort(__float2half_rn(x))
-                              : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-    return (h & 0x7fff) == (DT == DT_F16 ? 0x7c00 : 0x7f80) ? h - 1 : h;
-#else
-    return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
-#endif
-}
-
-// x as two 16-bit numbers, the rounded value and what the rounding left over.
-template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *rest, float x) {
-    *value = half_put<DT>(x);
-    *rest = half_put<DT>(x - half_get<DT>(*value));
-}
-
-// Two numbers as a word of type DT, the first in the lower half. They are far from infinity.
-template <int DT> static __device__ unsigned half_pack(float low, float high) {
-#ifdef __CUDACC__
-    if (DT == DT_F16) {
-        __half2 h = __floats2half2_rn(low, high);
-        return *(unsigned *)&h;
-    }
-    __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
-    return *(unsigned *)&h;
-#else
-    return half_put<DT>(low) | (unsigned)half_put<DT>(high) << 16;
-#endif
-}
 
 // The shape of a block, by the width of the products: DIM >= D. DIM is 64, 128 or 256.
 template <int DIM, int LINES> struct TensorShape {
@@ -2879,7 +2403,7 @@ struct TileRef {
 
 // ---- which tiles there are
 
-// Declared here because tensor_kernel calls them; they stand in section 7.
+// Declared here because prefill_kernel calls them; they stand in section 7.
 template <int DIM> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
                                                     const Work &w, int *from, int *n_cols);
 template <int DIM> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
@@ -3188,7 +2712,7 @@ static __device__ void tensor_store(const Attn &a, const Work &w, const float (*
 template <int DT, int DIM, int LINES>
 static __global__ void
 __launch_bounds__(TensorShape<DIM, LINES>::WARPS * 32, TensorShape<DIM, LINES>::BLOCKS)
-tensor_kernel(Attn a) {
+prefill_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
@@ -3265,20 +2789,20 @@ tensor_kernel(Attn a) {
     tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- gqa_kernel: decode on tensor cores, head_dim 64 and 128
+// ---- decode_kernel: decode on tensor cores, head_dim 64 and 128
 //
 // This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
 // bits".
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
-// tensor_kernel, but over lists of rows, and with nothing rounded that could be seen.
+// prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
 //   Block   one item; NT = 1 or 2 groups of 8 query rows
 //   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
 //           for each other
-//   Lane    (g,t), as in "what only PTX can say". Copying (cp.async): pieces of 16 bytes of the rows g, g+8,
-//           .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
+//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -3292,7 +2816,7 @@ tensor_kernel(Attn a) {
 //
 //           With NT = 1 a lane adds rows g and g + 8 of a product, and the rests cost nothing, because they
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
-//           values, into the same sums. As in tensor_kernel the scores of a lane, made probabilities, are
+//           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
 //   Shared  slot (ATTN_WARPS,2,16 NT,P): a tile's keys and its values for each warp, 16-bit numbers; a row is
 //           P = D + 8 of them long, so that 8 rows of a matrix lie in different banks. sums
@@ -3310,6 +2834,7 @@ tensor_kernel(Attn a) {
 //           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
 //           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
 //           1990, so 12 % of the issue slots are used.
+//   Gain    230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -3338,7 +2863,7 @@ KV_HD static constexpr int gqa_type(int kind) {
 // share the row take 16 bytes each in turn.
 static __device__ int wide_dim(int j, int t) { return 32 * (j / 4) + 8 * t + 2 * (j % 4); }
 
-// The same for gqa_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
+// The same for decode_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
 // multiplied. A product does not mind in which order its dims come, if both factors agree.
 template <int KIND, int D> static __device__ int key_dim(int j, int t) {
     if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
@@ -3593,12 +3118,12 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     }
 }
 
-// ---- rows of fewer bits: gqa_kernel over q8_0, and over what PATS has packed
+// ---- rows of fewer bits: decode_kernel over q8_0, and over what PATS has packed
 //
 // Rows of q8_0 and of PATS must be unpacked before tensor cores can multiply them, and a lane cannot load
 // its elements with one load: a row of PATS at D 128 is 16 w bytes for elements of w = 6..16 bits. So
 // packed bytes are copied to shared memory as they are (cp.async), a lane picks its elements there with
-// shifts, and the rest is gqa_kernel as above.
+// shifts, and the rest is decode_kernel as above.
 //
 //   Warp    a batch at a time: those rows of a tile of 16 positions that have one width (PATS: the rows of
 //           a region; raw rows behind the packed ones are one of 16 bits). Mostly that is the whole tile.
@@ -3642,7 +3167,7 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //             w = 14    5.4   6.0    13.6
 //             q8_0      5.4   6.3     8.3
 //
-// Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, and K and V in two formats go
+// Rows of head_dims that decode_kernel does not take, --pats-format=rows64, and K and V in two formats go
 // through attend_kernel.
 
 struct Batch {                  // rows of one tile that are read together
@@ -3894,58 +3419,6 @@ static __device__ void unpack_batch(unsigned (*x)[D / 8], const char *slot, cons
 
 // ---- q8_0: signed bytes, and a scale for every 32 of them
 
-// Two f16 numbers in a word, each half for itself, rounded once: x y + z; with z = -0 it is x y.
-static __device__ unsigned halves_fma(unsigned x, unsigned y, unsigned z) {
-#ifdef __CUDACC__
-    __half2 r = __hfma2(*(__half2 *)&x, *(__half2 *)&y, *(__half2 *)&z);
-    return *(unsigned *)&r;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++) {
-        double xy = (double)f16_to_f32((uint16_t)(x >> 16 * i)) * f16_to_f32((uint16_t)(y >> 16 * i));
-        half[i] = f32_to_f16((float)(xy + f16_to_f32((uint16_t)(z >> 16 * i))));
-    }
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-static __device__ unsigned halves_times(unsigned x, unsigned y) { return halves_fma(x, y, 0x80008000); }
-
-// -x, halves of f16. The hardware has it for nothing in a sum.
-static __device__ unsigned halves_minus(unsigned x) {
-#ifdef __CUDACC__
-    __half2 r = __hneg2(*(__half2 *)&x);
-    return *(unsigned *)&r;
-#else
-    return x ^ 0x80008000;
-#endif
-}
-
-// The greater ones.
-static __device__ unsigned halves_max(unsigned x, unsigned y) {
-#ifdef __CUDACC__
-    __half2 r = __hmax2(*(__half2 *)&x, *(__half2 *)&y);
-    return *(unsigned *)&r;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++)
-        half[i] = f32_to_f16(fmaxf(f16_to_f32((uint16_t)(x >> 16 * i)), f16_to_f32((uint16_t)(y >> 16 * i))));
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-
-// x - y, halves of f16.
-static __device__ unsigned halves_less(unsigned x, unsigned y) {
-#ifdef __CUDACC__
-    __half2 z = __hsub2(*(__half2 *)&x, *(__half2 *)&y);
-    return *(unsigned *)&z;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++)
-        half[i] = f32_to_f16(f16_to_f32((uint16_t)(x >> 16 * i)) - f16_to_f32((uint16_t)(y >> 16 * i)));
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-
 // Four signed bytes plus 128, which makes them unsigned.
 static __device__ unsigned bytes_plus_128(unsigned x) { return x ^ 0x80808080; }
 
@@ -4152,7 +3625,8 @@ constexpr int gqa_blocks(int KIND, int D, int NT) {
 
 // KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a, int BQ) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT))
+decode_kernel(Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -4209,16 +3683,24 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
 //
 // out[h][p] = factor * sum over the n_q queries of the softmax probability of position p of head
 // h's list; out (H,N). The max and the sum of each softmax row are known (stat), so no row of
-// probabilities is ever stored: memory is O(H N).
+// probabilities is ever stored: memory is O(H N). Without stat the scaled scores themselves are wanted, of
+// sampled queries, out (heads,n_q,N), -infinity where a query may not look.
 //
-//   Block   a tile of positions (blockIdx.x) of one query head (blockIdx.y). Its keys stay, the
+//   Block   a tile of positions (blockIdx.x) of one query head (head0 + blockIdx.y). Its keys stay, the
 //           queries come by, 32 at a time
 //   Warp    8 of the 32 queries
 //   Lane    one key
 //   Shared  q (32,D); kv (TILE,D+1): the keys; sums (ATTN_WARPS,33): each warp's, added in order of
 //           the warps; row, src, any
 //   Bound   the loads of score_rows from shared memory
-// list (H): the work each query head reads.
+
+struct ColumnPlan {
+    const Work *list;           // the work that each query head reads
+    const int *t;               // (n_q) the queries: rows of q, and tokens from the work's tok0 on; NULL: all
+    const float *stat;          // (n_q,H,2) or NULL
+    int head0, n_q, N;
+    float factor;
+};
 
 struct ColumnShared {
     float *q, *kv, *sums;
@@ -4237,44 +3719,54 @@ KV_HD static size_t column_carve(ColumnShared *m, char *mem, int D) {
     return b.at;
 }
 
-static __global__ void column_kernel(Attn a, const Work *list, const float *stat, int n_q, int N,
-                                     float factor, float *out) {
+// The query that is the i-th one.
+static __device__ int column_query(const ColumnPlan &p, int i) { return p.t ? p.t[i] : i; }
+
+static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     KV_DYN_SHARED(char, mem);
     const int QW = 8;
     ColumnShared m;
     column_carve(&m, mem, a.D);
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, p = blockIdx.x * TILE;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = c.head0 + blockIdx.y;
+    int p = blockIdx.x * TILE;
     float score[QW], sum = 0;
-    Work w = list[head];
+    Work w = c.list[head];
     HeadRef h = a.heads.at[w.g];
-    int n = min_int(w.n - p, TILE);
+    int n = min_int(w.n - p, TILE), key = lane < n ? lane : 0;
     if (n <= 0) return;                         // the same for the whole block
     list_rows(a, h, w, p, n, m.row, m.src, m.any);
     __syncthreads();
     load_tile(m.kv, D + 1, a, h, 0, m.row, n);
-    for (int t0 = 0; t0 < n_q; t0 += 32) {
+    for (int i0 = 0; i0 < c.n_q; i0 += 32) {
         __syncthreads();
-        for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32)
-                m.q[j * D + d] = t0 + j < n_q ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+        for (int j = warp; j < 32; j += ATTN_WARPS) {
+            const float *from = a.q + ((size_t)column_query(c, min_int(i0 + j, c.n_q - 1)) * a.H + head) * D;
+            for (int d = lane; d < D; d += 32) m.q[j * D + d] = from[d];
+        }
         __syncthreads();
-        score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
+        score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
         for (int i = 0; i < QW; i++) {
-            int j = t0 + warp * QW + i, t = w.tok0 + j;
-            if (j >= n_q || lane >= n) continue;
-            if (!kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane])) continue;
-            const float *st = stat + ((size_t)j * a.H + head) * 2;
-            sum += expf(score[i] * a.scale - st[0]) / st[1];
+            int j = i0 + warp * QW + i, src = m.src[key];
+            if (j >= c.n_q || lane >= n) continue;
+            int t = w.tok0 + column_query(c, j);
+            int see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+            if (!c.stat) {
+                float S = see ? score[i] * a.scale : -INFINITY;                 // Algorithm 2, line 4
+                out[((size_t)blockIdx.y * c.n_q + j) * c.N + p + lane] = S;
+            } else if (see) {
+                const float *st = c.stat + ((size_t)j * a.H + head) * 2;
+                sum += expf(score[i] * a.scale - st[0]) / st[1];
+            }
         }
     }
     m.sums[warp * 33 + lane] = sum;
     __syncthreads();
-    if (warp || lane >= n) return;
+    if (warp || lane >= n || !c.stat) return;
     const float *of = m.sums + lane;
-    out[(size_t)head * N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * factor;
+    out[(size_t)head * c.N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * c.factor;
 }
 
-// ---- scan_kernel: the same sums on tensor cores
+// ---- column_scan_kernel: the same sums on tensor cores
 //
 // For plain f16 or bf16 rows of head_dim 64 or 128. Both passes compute the scores of w queries
 // with all keys of their KV head. The first finds the maximum and the sum of every softmax row (scan_peaks), the
@@ -4285,7 +3777,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //           queries (blockIdx.z), then all of them, 64 at a time. The blocks of a
 //           group's query heads are neighbours, so their keys come from device memory once
 //   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
-//   Lane    (g,t), as in "what only PTX can say": its 16 bytes of the keys g, g+8, g+16, g+24 stay
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h: its 16 bytes of the keys g, g+8, g+16, g+24 stay
 //           in registers while all queries come by, 8 a product. Keys are the narrow side, because
 //           two words of one load are a fragment as they lie. Row g of a product is query g
 //           rounded, row g+8 what the rounding left over, so a lane adds its two rows:
@@ -4312,7 +3804,7 @@ enum {
     SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
 };
 
-struct Scan {                   // argument of scan_kernel
+struct Scan {                   // argument of column_scan_kernel
     HeadRefs heads;
     const float *q;             // (w,H,D)
     const Token *tok;           // the session's tokens
@@ -4521,7 +4013,8 @@ template <int DT, int D> static __device__ void scan_tallies(const Scan &a, cons
 
 // pass 0: scan_peaks; 1: scan_tallies.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) scan_kernel(const __grid_constant__ Scan a, int pass) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+column_scan_kernel(const __grid_constant__ Scan a, int pass) {
     KV_DYN_SHARED(char, mem);
     ScanShared m;
     scan_carve(&m, mem, D);
@@ -4533,26 +4026,26 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) scan_kernel(const _
 // The rows and the pass decide, never a method nor -b (D2): so methods with a budget of everything and full
 // attention are the same arithmetic.
 //
-//                              decode             prefill                    sums of columns
-//     f16, bf16                gqa_kernel         tensor_kernel              scan_kernel
-//     q8_0, PATS's             gqa_kernel         tensor_kernel, as f16      column_kernel
+//                              decode            prefill                     sums of columns
+//     f16, bf16                decode_kernel     prefill_kernel              column_scan_kernel
+//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16      column_kernel
 //     PATS's under rows64,
-//     K and V in two formats   attend_kernel      tensor_kernel, as f16      column_kernel
-//     f32                      attend_kernel      attend_kernel              column_kernel
+//     K and V in two formats   attend_kernel     prefill_kernel, as f16      column_kernel
+//     f32                      attend_kernel     attend_kernel               column_kernel
 //
-// gqa_kernel and scan_kernel are for head_dims of 64 and 128, which the families of models that are loaded have,
-// tensor_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact,
-// goes through attend_kernel and column_kernel.
+// decode_kernel and column_scan_kernel are for head_dims of 64 and 128, which the families of models that are
+// loaded have, prefill_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill
+// with --exact, goes through attend_kernel and column_kernel.
 //
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
 //                     decode step reads a list of rows for each KV head, chosen by sums of columns
-//     PATS            packed rows, which gqa_kernel unpacks ("rows of fewer bits")
-//     LycheeCluster   a list of rows for each KV head, which lychee_kernel has left in ROOM_VIEWS
-//     SONIC           another rule of visibility (Attn.rule): tensor_kernel leaves out the tiles of other messages
+//     PATS            packed rows, which decode_kernel unpacks ("rows of fewer bits")
+//     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
+//     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
 //     DiliLazyKV      a list for every query head: works of those that read the same
 
-// The KIND of gqa_kernel for the session's rows, or -1: attend_kernel reads them in decode.
+// The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
 static int gqa_kind(const Session *s) {
     int D = s->c->D, kind = row_kind(s->fk);
     if (s->fk != s->fv || kind == ROW_F32 || (D != 64 && D != 128)) return -1;
@@ -4562,13 +4055,13 @@ static int gqa_kind(const Session *s) {
 
 static int tensor_min = TC_MIN;
 
-// 1: tensor_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
+// 1: prefill_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
 static int tensor_cores(const Session *s) {
     int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
     return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
 }
 
-// 1: scan_kernel makes the sums of columns; 0: column_kernel does.
+// 1: column_scan_kernel makes the sums of columns; 0: column_kernel does.
 static int scans(const Session *s) {
     return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
 }
@@ -4650,7 +4143,7 @@ static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int 
 }
 
 // The works of n tokens from tok0 on, BQ query rows each, of the ng KV heads from g0 on: block by block, so that
-// tensor_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
+// prefill_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
 static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int ng, int blind) {
     int R = s->c->H / s->c->G, all = blocks((size_t)n * R, BQ);
     Plan p = plan_new(s, (size_t)ng * all, BQ);
@@ -4739,11 +4232,11 @@ template <int QW> static void attend_launch(const Attn &a, int n) {
     KV_LAUNCH_WIDE_EARLY((attend_kernel<QW>), n, ATTN_WARPS * 32, smem, a);
 }
 
-// gqa_kernel over n items of BQ query rows, up to 8 NT.
+// decode_kernel over n items of BQ query rows, up to 8 NT.
 template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
     GqaShared m;
     size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
-    KV_LAUNCH_WIDE_EARLY((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
+    KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
 // The same for BQ = 4, 8 or 16.
@@ -4784,7 +4277,7 @@ static int plan_items(const Plan *p) {
     return most_items(pairs, p->n_work);
 }
 
-// Runs a plan through attend_kernel or, in decode, perhaps gqa_kernel: a.out and a.stat, on the device -> the
+// Runs a plan through attend_kernel or, in decode, perhaps decode_kernel: a.out and a.stat, on the device -> the
 // kernels' argument, for column sums over the same rows. Works and lists go to the device, which cuts them
 // into items: of lists that it chose itself the host knows only the greatest possible length.
 static Attn attend_run(Session *s, Attn a, const Plan *p, int decode) {
@@ -4815,7 +4308,7 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int dec
     return attend_run(s, a, p, decode);
 }
 
-// ---- rows that tensor_kernel cannot read as they are stored
+// ---- rows that prefill_kernel cannot read as they are stored
 // Packed rows, q8_0 rows, and rows of two types are brought to f16 before a pass reads them: each is
 // read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
 // fewer bits, so they stay what they are; q8_0 and bf16 numbers are rounded to f16's 11 bits, as q is.
@@ -4828,7 +4321,7 @@ static const size_t PLAIN_BYTES = (size_t)512 << 20;    // of f16 rows at once, 
 #endif
 
 // Row r of KV head g0 + blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (ng,2,N,D). A warp a row.
-static __global__ void plain_rows_kernel(Attn a, int g0, int N, uint16_t *to) {
+static __global__ void rows_as_f16_kernel(Attn a, int g0, int N, uint16_t *to) {
     const HeadRef &h = a.heads.at[g0 + blockIdx.y];
     int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z, kind = v ? a.kind_v : a.kind_k;
     if (r >= h.len) return;
@@ -4846,7 +4339,7 @@ static int rows_are_halves(const Session *s, int l) {
     return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && !packed;
 }
 
-// KV heads of layer l that tensor_kernel is launched for at once.
+// KV heads of layer l that prefill_kernel is launched for at once.
 static int tensor_heads(const Session *s, int l) {
     size_t head = (size_t)kv_longest(s, l) * s->c->D * 2 * sizeof(uint16_t) + 1;
     if (rows_are_halves(s, l)) return s->c->G;
@@ -4861,7 +4354,7 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
     size_t rows = (size_t)N * a.D;
     uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
     dim3 grid(blocks(N, ATTN_WARPS), ng, 2);
-    KV_LAUNCH(plain_rows_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
+    KV_LAUNCH(rows_as_f16_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
     for (int g = 0; g < ng; g++) {
         HeadRef *h = &a.heads.at[g0 + g];
         h->k = (char *)(to + 2 * g * rows);
@@ -4872,20 +4365,20 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
     return a;
 }
 
-// ---- launching tensor_kernel
+// ---- launching prefill_kernel
 
-// Query rows of a work of tensor_kernel.
+// Query rows of a work of prefill_kernel.
 static int tensor_rows(int D, int lines) {
     if (lines) return TensorShape<128, 1>::BQ;
     return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
 }
 
-// Launches tensor_kernel over n works.
+// Launches prefill_kernel over n works.
 template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
     typedef TensorShape<DIM, LINES> Shape;
     TensorShared m;
     size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
 }
 
 // The same, for the head_dim of the argument.
@@ -4895,7 +4388,7 @@ template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
     else                 tensor_launch<DT, 256, LINES>(a, n);
 }
 
-// Runs a plan through tensor_kernel: a.out and a.stat, on the device.
+// Runs a plan through prefill_kernel: a.out and a.stat, on the device.
 static void tensor_run(Session *s, Attn a, const Plan *p) {
     if (!p->n_work) return;
     Work *dev = room<Work>(s, ROOM_PLAN, p->n_work);
@@ -4908,7 +4401,7 @@ static void tensor_run(Session *s, Attn a, const Plan *p) {
     else                tensor_width<DT_BF16, 0>(a, p->n_work);
 }
 
-// Attention of n tokens from tok0 on through tensor_kernel: out (n,H,D), stat (n,H,2) on the device.
+// Attention of n tokens from tok0 on through prefill_kernel: out (n,H,D), stat (n,H,2) on the device.
 static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
     int G = s->c->G, step = tensor_heads(s, l);
     for (int g0 = 0; g0 < G; g0 += step) {
@@ -4923,16 +4416,21 @@ static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, fl
 
 // ---- sums over queries, and KV_MASS
 
+// Launches column_kernel for n query heads.
+static void column_launch(const Attn &a, const ColumnPlan &c, int n, float *out) {
+    ColumnShared m;
+    size_t smem = column_carve(&m, NULL, a.D);
+    dim3 grid(blocks(c.N, TILE), n);
+    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, c, out);
+}
+
 // Column sums (H,N) on the device, in ROOM_COL: head h reads list[h]. list (H), on the device, uses
 // the idx of a; the n_q queries count from its tok0 on.
 static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q,
                           int N, float factor) {
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
-    ColumnShared m;
-    size_t smem = column_carve(&m, NULL, a.D);
-    dim3 grid(blocks(N, TILE), a.H);
-    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, list, stat, n_q, N, factor, col);
+    column_launch(a, { list, NULL, stat, 0, n_q, N, factor }, a.H, col);
     return col;
 }
 
@@ -5045,8 +4543,8 @@ template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
     ScanShared m;
     size_t smem = scan_carve(&m, NULL, D);
     dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
-    KV_LAUNCH_WIDE((scan_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a, 0);
-    KV_LAUNCH_WIDE((scan_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a, 1);
+    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a, 0);
+    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a, 1);
 }
 
 // The same for head_dim D, which scans() has allowed.
@@ -5156,8 +4654,9 @@ static Plan plan_chosen(Session *s, int l) {
     return p;
 }
 
-// The items of works and, where they read lists that were chosen on the device, their lengths: what step_kernel
-// does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every 32nd work.
+// The items of works and, where they read lists that were chosen on the device, their lengths: what
+// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
+// 32nd work.
 static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
     for (int i = threadIdx.x; i < n_work && lists; i += 32) {
         read_list(&work[i], lists);
@@ -5246,7 +4745,7 @@ void views_drop_cuda(Session *s) {
 //     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
 //     gemv_kernel    W_down, residual                                     gate -> x
 //
-// Four more stand around the layers: step_kernel, embed_kernel, the logits' product and, where the host
+// Four more stand around the layers: step_works_kernel, embed_kernel, the logits' product and, where the host
 // wants only the best of the logits, pick_kernel (THE BEST OF THE LOGITS).
 //
 // From sm_90 on products and attention begin while the kernel ahead ends (KV_LAUNCH_EARLY): products ask for
@@ -5343,7 +4842,7 @@ static __device__ void layer_works(const Step *step, int head0, Work *work, int 
 // the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
 // Where a layer's lists are chosen anew later in the step, the selection makes its works anew
 // (StepWorks). The block of layer 0 also stores the step's token.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, const int *kept,
+static __global__ void step_works_kernel(Token *tok, const Step *step, const int *first, const int *kept,
                                    const int *views, int stride, Work *work, Item *item, int G, int grid) {
     int l = blockIdx.x;
     const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
@@ -5480,7 +4979,7 @@ static StepWorks step_works(Session *s, int l) {
     return w;
 }
 
-// Attention of layer l in a step in one go. The layer's works are as step_kernel made them, or as
+// Attention of layer l in a step in one go. The layer's works are as step_works_kernel made them, or as
 // the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
@@ -5514,7 +5013,7 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
+    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
               d->chosen.stride, p.work, item, c->G, d->grid);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
@@ -6499,7 +5998,7 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // agree to rounding.
 
 // ---- attention over lines
-// tensor_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest: f32 rows,
+// prefill_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest: f32 rows,
 // head_dims that are no multiple of 8, passes of fewer than TC_MIN tokens, and --exact. A work is rows of one
 // query head then. A head of which every cell is chosen goes the way of dense attention.
 //
@@ -6547,7 +6046,7 @@ static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int to
     return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window;
 }
 
-// ---- attention over lines on tensor cores: what tensor_kernel<.., LINES 1> asks for
+// ---- attention over lines on tensor cores: what prefill_kernel<.., LINES 1> asks for
 // A work is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
 //   - exact lines: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
 //     cells in it are KT neighbouring bits of the verticals and KT of the offsets, in reverse order. A tile
@@ -6712,48 +6211,6 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
 }
 
 // ---- softmax rows of sampled queries: line_probs of kvcomp.c, for several KV heads at once
-static size_t sample_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + TILE) * sizeof(float); }
-
-// P (ng R,m,N) = scaled scores of the queries of tokens t (m) of the pass against every row held,
-// -INFINITY where a query may not look; for the query heads of the KV heads from g0 on.
-// Block: one tile of TILE columns of one query head (blockIdx.y). The tile's keys stay in shared
-// memory as f32 (TILE,D+1) while the sampled queries come by, 32 at a time (32,D). Warp: 8 of the
-// 32 queries. Lane: one column. The keys are the larger side, so they are unpacked once and the few
-// queries are read again by every block, from the cache. Bound by f32 multiply-adds (D a cell), and
-// by writing P.
-static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m, int N, int T,
-                                            float *P) {
-    KV_DYN_SHARED(float, q);                                     // (32,D)
-    const int QW = 8;
-    int g = g0 + blockIdx.y / a.R, head = g0 * a.R + blockIdx.y, n = a.heads.at[g].len, p0 = n - T;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int c0 = blockIdx.x * TILE, cols = min_int(n - c0, TILE);
-    if (cols <= 0) return;                                       // the same for the whole block
-    float *kv = q + 32 * D, score[QW];
-    int *row = (int *)(kv + TILE * (D + 1));
-    P += (size_t)blockIdx.y * m * N;
-    if (threadIdx.x < TILE) row[threadIdx.x] = c0 + threadIdx.x;
-    __syncthreads();
-    load_tile(kv, D + 1, a, a.heads.at[g], 0, row, cols);
-
-    for (int i0 = 0; i0 < m; i0 += 32) {
-        __syncthreads();
-        for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32)
-                q[j * D + d] = i0 + j < m ? a.q[((size_t)t[i0 + j] * a.H + head) * D + d] : 0;
-        __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
-        for (int i = 0; i < QW; i++) {
-            int j = i0 + warp * QW + i;
-            if (j >= m || lane >= cols) continue;
-            int see = c0 + lane <= p0 + t[j];
-            if (see && a.window) see = in_window(a, a.heads.at[g], c0 + lane, a.tok0 + t[j]);
-            float S = see ? score[i] * a.scale : -INFINITY;      // Algorithm 2, line 4
-            P[(size_t)j * N + c0 + lane] = S;
-        }
-    }
-}
-
 enum { SOFT_THREADS = 256 };
 
 // P (ng R,m,N): every row of scores becomes its softmax, in place.
@@ -6796,17 +6253,16 @@ int line_batch_cuda(const Session *s, int l, int m) {
 // -> P (ng R,m,N) on the device: softmax rows of the pass's tokens t (m, on the host, ascending)
 // for the query heads of the ng KV heads from g0 on. q (T,H,D). Rows agree with the CPU's to
 // rounding.
-float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t,
-                       int m) {
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const int *t, int m) {
+    size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
     Attn a = attn_args(s, l, q, s->base);
     upload(tokens, t, m * sizeof(int));
 
-    size_t smem = sample_smem(a.D);
-    dim3 grid(blocks(N, TILE), ng * R);
-    KV_LAUNCH_WIDE(sample_scores_kernel, grid, ATTN_WARPS * 32, smem, a, g0, tokens, m, N, T, P);
+    column_launch(a, { whole_lists(s, l, s->base), tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
+    scratch_reset(s, mark);
     return P;
 }
 
@@ -6852,7 +6308,7 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 //   u(page) = sum_d max(q_d max_d, q_d min_d)
 // Map:
 //   Bounds -> page_bounds, page_bounds_kernel
-//   Scores -> page_scores, quest_kernel
+//   Scores -> page_scores, page_select_kernel
 //
 // Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
 // (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
@@ -6887,7 +6343,7 @@ void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, i
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
 
-struct QuestSeek : Seek {       // argument of quest_kernel
+struct QuestSeek : Seek {       // argument of page_select_kernel
     const char *bound[MAX_G];   // (G) the bounds of each KV head, (pages,2,D)
     int *best_of;               // (G,best) the pages chosen
     int n, best;                // pages there are, if no step says it; pages wanted
@@ -6934,7 +6390,7 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 // which is read too.
 template <int DT, int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-quest_kernel(const __grid_constant__ QuestSeek a) {
+page_select_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
@@ -6972,12 +6428,12 @@ quest_kernel(const __grid_constant__ QuestSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches quest_kernel with NQ queries at a time.
+// Launches page_select_kernel with NQ queries at a time.
 template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = quest_carve<NQ>(&m, NULL, a);
-    KV_LAUNCH_WIDE((quest_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((page_select_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // The same for bounds of type DT: four query heads at a time, or one where a page's bounds cannot be read 16
@@ -7013,12 +6469,12 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // In a prefill all of Algorithm 2 runs here but the drawing of the samples: softmax rows of the
 // sampled queries (section 7), then one block a query head chooses that head's lines from them.
 // Only the chosen lines, as bits, and what they recover come to the host; attention over them is
-// lines_kernel. In decode the device keeps the ring of the last queries, scores all rows by it and
+// that of section 7. In decode the device keeps the ring of the last queries, scores all rows by it and
 // picks the best (Algorithm 3).
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
 //   Eq. 1 -> recovered, select_lines_kernel
-//   Algorithm 2, line 4 -> sample_scores_kernel, softmax_rows_kernel
+//   Algorithm 2, line 4 -> column_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
 //   Algorithm 2, line 12 -> segment_best
 //   Algorithm 2, line 13 -> take_one
@@ -7405,7 +6861,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (gqa_kernel's unpack_batch in decode, else
+// On the device run: reading packed rows inside attention (decode_kernel's unpack_batch in decode, else
 // load_packed and packed_value), packing and
 // packing again (repack_kernel), and cutting the bits of raw rows before a pass reads them
 // (cut_kernel, for --pats-when=write). The bytes are those of kvcomp.c, guard and gaps included.
@@ -7633,7 +7089,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // and decides when to build anew.
 //   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
 // Map:
-//   Eq. 2 -> node_score, lychee_kernel
+//   Eq. 2 -> node_score, cluster_select_kernel
 //   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
 //   Algorithm 1, line 9 -> open_units
 //   Algorithm 1, line 10 -> open_units
@@ -7642,7 +7098,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
-// the chosen rows (line 17) is decode attention through views: by the format of the rows gqa_kernel
+// the chosen rows (line 17) is decode attention through views: by the format of the rows decode_kernel
 // or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
@@ -7996,7 +7452,7 @@ void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
-struct LycheeSeek : Seek {      // argument of lychee_kernel
+struct LycheeSeek : Seek {      // argument of cluster_select_kernel
     const Tree *trees;          // (G), of `cap` clusters each
     const int *chunks;          // M, then the M+1 starts
     float beta;
@@ -8144,7 +7600,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //           way in a block. What the last block does is bound by latency: it reads M chunks twice
 template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-lychee_kernel(const __grid_constant__ LycheeSeek a) {
+cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ char open[MOST_UNITS];
@@ -8163,12 +7619,12 @@ lychee_kernel(const __grid_constant__ LycheeSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches lychee_kernel with NQ queries at a time.
+// Launches cluster_select_kernel with NQ queries at a time.
 template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
     LycheeShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE((lychee_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((cluster_select_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
@@ -8210,9 +7666,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel
-//   Eq. 4 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel, rows_move_cuda
-//   Eq. 5 -> attend_kernel, gqa_kernel, tensor_kernel, column_kernel
+//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
+//   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, rows_move_cuda
+//   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
@@ -8228,7 +7684,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // selected from (POOL_JOIN), and a KV head has one set. kv_compact then drops the rows that no
 // query head of a group reads (rows_move_cuda). In decode the views differ from query head to query
 // head: plan_decode makes one work of neighbouring heads that read the same rows and a work of its
-// own for every other, so that a block of attend_kernel or gqa_kernel reads one list.
+// own for every other, so that a block of attend_kernel or decode_kernel reads one list.
 // Map:
 //   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
@@ -8373,7 +7829,7 @@ double device_copy_rate(void) {
     double best = 0;
     while (!device_try(&from, 2 * n, 0)) {
         n /= 2;
-        if (n < COPY_BYTES / 64) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __LINE__);
+        if (n < COPY_BYTES / 64) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __FILE__, __LINE__);
     }
     to = from + n;
     KV_CUDA(cudaMemsetAsync(from, 1, n, kv_stream));

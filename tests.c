@@ -7611,25 +7611,25 @@ TEST(cuda_loops, "make cuda-check's table: a turn without what branches leave ou
     // 4 blocks of 4 warps. A warp asks for two groups of 4096 bytes a turn, and the wait leaves one of them under
     // way: 64 KB; before the next wait there are three. A turn is 16 copies, the ends of 2 groups, a wait, 3
     // others, 2 branches and a product.
-    LoopCase c = { "gqa_kernel<1, 128, 1>", "sm_90", 3, 16, 0 };
+    LoopCase c = { "decode_kernel<1, 128, 1>", "sm_90", 3, 16, 0 };
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 &&
-              strstr(said, "\nsm_90  gqa_kernel<1, 128, 1>               25   8192    1     1 %    "
+              strstr(said, "\nsm_90  decode_kernel<1, 128, 1>            25   8192    1     1 %    "
                            "64-192      4  128  39.2        0\n"),
           "%s", said);
     c.more = 278;
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 && strstr(said, "300   8192    1    15 %"), "%s", said);
     c.more++;
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 1 &&
-              strstr(said, "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
+              strstr(said, "\ndecode_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
           "%s", said);
     c.arch = "sm_80";
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0, "%s", said);
 
-    c = (LoopCase){ "gqa_kernel<1, 128, 1>", "sm_90", 0, 6, 0 };
+    c = (LoopCase){ "decode_kernel<1, 128, 1>", "sm_90", 0, 6, 0 };
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 && strstr(said, " 24-72 "), "%s", said);
     c.copies = 4;
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 1 &&
-              strstr(said, "\ngqa_kernel<1, 128, 1>: less than 24 KB are under way\n"),
+              strstr(said, "\ndecode_kernel<1, 128, 1>: less than 24 KB are under way\n"),
           "%s", said);
 
     LoopCase spills[] = { { "rmsnorm_kernel", "sm_100", 0, 0, 8 }, { "rmsnorm_kernel", "sm_90", 0, 0, 0 } };
@@ -8040,7 +8040,7 @@ static void pair_prefill(Pair *p, int l, int n) {
     if (emu_count) emu_count(NULL);
     attn_prefill(p->d, l, db, dq, 0, n);
     if (emu_count)
-        CHECK(emu_count("tensor_kernel") && !emu_count("attend_kernel"), "tensor cores: D %d", c->D);
+        CHECK(emu_count("prefill_kernel") && !emu_count("attend_kernel"), "tensor cores: D %d", c->D);
     cuda_get(b, db, all * sizeof *b);
     double bound = tensor_bound(p->d), e = worst(b, a, all, bound, bound, NULL);
     CHECK(e <= 1, "%s, H %d G %d D %d, %d tokens, rule %d, layer %d: %g times the bound",
@@ -8202,7 +8202,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     }
 }
 
-// Decode attention of a pair whose rows gqa_kernel unpacks: `first` and 5 tokens, which pats packs
+// Decode attention of a pair whose rows decode_kernel unpacks: `first` and 5 tokens, which pats packs
 // when the passes end, then n raw ones. thin 1: heads lose rows and so differ in length, and the
 // attention each row receives is summed. The second layer has a window of 37.
 static void gqa_agrees(Tiny m, const char *method, const char *text, int first, int n, int rule,
@@ -8225,8 +8225,8 @@ static void gqa_agrees(Tiny m, const char *method, const char *text, int first, 
     for (int l = 0; l < m.c->L; l++) {
         if (emu_count) emu_count(NULL);
         pair_attention(&p, l, n);  // three steps of decode, with three kinds of views
-        CHECK(!emu_count || emu_count("gqa_kernel") == 3, "%s: gqa_kernel was launched %ld times",
-              text, emu_count("gqa_kernel"));
+        CHECK(!emu_count || emu_count("decode_kernel") == 3, "%s: decode_kernel was launched %ld times",
+              text, emu_count("decode_kernel"));
     }
     pair_close(&p);
     tiny_free(m);
@@ -8478,7 +8478,7 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
     size_t each = (size_t)m * N;
     for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
-    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, T, t, m);
+    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
     float *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q);
     float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
     cuda_get(Q, dev, c->H * each * sizeof *Q);
@@ -9198,8 +9198,8 @@ TEST(cuda_gqa_steps,
         snprintf(all, sizeof all, "%s budget=1000", text[f]);
         if (emu_count) emu_count(NULL);
         float *a = step_logits(m, "full", text[f], 230, 4, 0), *b = NULL;
-        CHECK(!emu_count || emu_count("gqa_kernel") == 8, "4 steps of 2 layers, launched %ld times",
-              emu_count("gqa_kernel"));
+        CHECK(!emu_count || emu_count("decode_kernel") == 8, "4 steps of 2 layers, launched %ld times",
+              emu_count("decode_kernel"));
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
             b = step_logits(m, "full", text[f], 230, 4, 9);
@@ -9489,14 +9489,14 @@ static Traffic *traffic_decode(const Config *c, double N) {
     double items = c->G * ceil(N / (chunk < 64 ? 64 : chunk));
     double part = items * (H / c->G < 5 ? 4 : 8) * (c->D + 2) * 4;
     Traffic all[] = {
-        { "step_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0,
+        { "step_works_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0,
           0 },
         { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
         { "qkv_kernel", "norm, q, k, v, RoPE, append",
           "L (w C (HD + 2 GD + 1) + 4 (C + HD + 2 GD))", "L (4 (2 HD + 2 GD) + G r)",
           "L 2 C (HD + 2 GD)", L, L * (Q + 1) * C * w, 0, L * 4 * (C + Q),
           L * (4 * (Q + HD) + c->G * r), L * 2 * C * Q, 0 },
-        { c->D < 64 ? "attend_kernel" : "gqa_kernel", "attention, joining",
+        { c->D < 64 ? "attend_kernel" : "decode_kernel", "attention, joining",
           "L (N G r + 4 HD + 16 I (D + 2))", "L (16 I (D + 2) + 4 HD)", "L 4 N HD", L, 0,
           L * N * c->G * r, L * (4 * HD + part), L * (part + 4 * HD + 8 * H), L * 4 * N * HD, 0 },
         { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L,
@@ -9537,7 +9537,7 @@ static Traffic *traffic_prefill(const Config *c, double T, double b) {
           K * 16 * C, K * 8 * C, K * 6 * C, 0 },
         { "heads_kernel", "scales, biases, RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)",
           "L 4 (HD + GD)", n, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 4 * (HD + GD), 0 },
-        { "tensor_kernel", "attention", "L (H T r / 256 + 4 HD)", "L (4 HD + 8 H)", "L 4 T HD", n,
+        { "prefill_kernel", "attention", "L (H T r / 256 + 4 HD)", "L (4 HD + 8 H)", "L 4 T HD", n,
           0, L * H * T * r / 256, L * 4 * HD, L * (4 * HD + 8 * H), L * 4 * T * HD, 1 },
     };
     Traffic *t = NULL;
@@ -10299,7 +10299,7 @@ TEST(cuda_columns,
                 if (emu_count) emu_count(NULL);
                 window_scores(p.c, l, q, n, W, x);
                 window_scores(p.d, l, dq, n, W, y);
-                CHECK(!emu_count || emu_count("scan_kernel") == 2,
+                CHECK(!emu_count || emu_count("column_scan_kernel") == 2,
                       "other kernels");
                 // Rows are stored as both sides store them; queries on the device are two 16-bit
                 // numbers.

@@ -57,7 +57,7 @@ int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale) {
 
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 
-// Tokens of a pass from which on it goes through tensor_kernel; 0: what they are outside of tests.
+// Tokens of a pass from which on it goes through prefill_kernel; 0: what they are outside of tests.
 void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
 
 // 1: the session's prefills have q and P in f32 from now on, as with --exact.
@@ -71,7 +71,7 @@ void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : 
 
 int cuda_graphs(const Session *s) { return s->dev->replays; }
 
-// One warp, one operation of "what only PTX can say" (NUMBERS AND KERNELS), with registers as the test gives
+// One warp, one operation of "what only PTX can say" (lib/cuda.h), with registers as the test gives
 // them. in and out: words of the lanes, as many a lane as the operation has.
 //   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
 //   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans
@@ -152,17 +152,17 @@ size_t cuda_block_bytes(int i, const char **kernel) {
     } known[] = {
         { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
         { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
-        { "gqa_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
-        { "gqa_kernel<2, 64, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 64, all_slots<ROW_BF16, 64, 2>()) },
-        { "gqa_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
-        { "gqa_kernel<3, 64, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 64, all_slots<ROW_Q8, 64, 2>()) },
-        { "gqa_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
-        { "gqa_kernel<4, 64, 2>", more + gqa_carve(&gqa, NULL, GQA_PATS, 2, 64, all_slots<GQA_PATS, 64, 2>()) },
-        { "tensor_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
-        { "tensor_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
-        { "tensor_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
-        { "scan_kernel<1, 128>", scan_carve(&scan, NULL, 128) },
-        { "scan_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
+        { "decode_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
+        { "decode_kernel<2, 64, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 64, all_slots<ROW_BF16, 64, 2>()) },
+        { "decode_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
+        { "decode_kernel<3, 64, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 64, all_slots<ROW_Q8, 64, 2>()) },
+        { "decode_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
+        { "decode_kernel<4, 64, 2>", more + gqa_carve(&gqa, NULL, GQA_PATS, 2, 64, all_slots<GQA_PATS, 64, 2>()) },
+        { "prefill_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
+        { "prefill_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
+        { "prefill_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
+        { "column_scan_kernel<1, 128>", scan_carve(&scan, NULL, 128) },
+        { "column_scan_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
     };
 
     if (i >= (int)(sizeof known / sizeof *known)) return 0;

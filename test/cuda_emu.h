@@ -349,7 +349,7 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
 }
 
 // ------------------------------------------------------------------------ PTX
-// The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter
+// The functions of lib/cuda.h's "what only PTX can say", written from the tables of the PTX ISA, chapter
 // "Warp Level Matrix Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line.
 // As in the ISA, groupID is lane / 4 and threadID_in_group lane % 4.
 
