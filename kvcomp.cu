@@ -451,22 +451,14 @@ static void matrices_of(Session *s, const Tensor *const *t, int n, const Copied 
 // RMSNorm: y[t][i] = x[t][i] w[i] / sqrt(mean of x[t]^2 + eps); x, y (T,n), w (n).
 //   Block   one row t; 1, 8 or 32 warps (rmsnorm_threads)
 //   Lane    every blockDim-th element of the row
-//   Shared  part (32): the sum of squares of each warp
+//   Shared  part (32): what block_fold wants
 static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n,
                                       float eps) {
     __shared__ float part[32];
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const float *from = x + (size_t)blockIdx.x * n;
     float *to = y + (size_t)blockIdx.x * n, ss = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) ss += from[i] * from[i];
-    ss = lanes_sum<32>(ss);
-    if (warps > 1) {
-        if (!lane) part[warp] = ss;
-        __syncthreads();
-        ss = 0;
-        for (int i = 0; i < warps; i++) ss += part[i];
-    }
-    float inv = 1 / sqrtf(ss / (float)n + eps);
+    float inv = 1 / sqrtf(block_fold<0>(ss, part) / (float)n + eps);
     for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
 }
 
@@ -832,18 +824,6 @@ template <int KIND> static __device__ float source_value(const Source &a, const 
     if (a.w[0]) gate += number(a.w[0], a.type[0], i);
     if (a.w[1]) up += number(a.w[1], a.type[1], i);
     return gate / (1 + expf(-gate)) * up;
-}
-
-// The sum (MAX 0) or the maximum (MAX 1) of x over the block. part (32) is shared memory that nobody
-// reads any more.
-template <int MAX> static __device__ float block_fold(float x, float *part) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    x = MAX ? lanes_max<32>(x) : lanes_sum<32>(x);
-    if (!lane) part[warp] = x;
-    __syncthreads();
-    x = part[0];
-    for (int i = 1; i < warps; i++) x = MAX ? fmaxf(x, part[i]) : x + part[i];
-    return x;
 }
 
 // The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
@@ -4798,11 +4778,7 @@ static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
 
     for (int i0 = 0; i0 < n_work; i0 += 32) {
         int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
-        int end = n;                            // items of this lane's work and of the lanes before
-        for (int d = 1; d < 32; d <<= 1) {
-            int low = __shfl_up_sync(ALL_LANES, end, d);
-            if (lane >= d) end += low;
-        }
+        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
         int first = before + end - n;
         if (i < n_work) {
             work[i].first = first;
@@ -5340,20 +5316,10 @@ void device_close(Session *s) {
 // the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
 
 // ---- what this section and the later ones share
-// Sum of x over lanes 0 up to the own one.
-static __device__ int scan_warp(int x) {
-    int lane = threadIdx.x & 31;
-    for (int d = 1; d < 32; d *= 2) {
-        int below = __shfl_up_sync(0xffffffffu, x, d);
-        if (lane >= d) x += below;
-    }
-    return x;
-}
-
 // Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
 // its lanes.
 static __device__ float lanes_fold(float sum) {
-    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, d);
     return sum;
 }
 
@@ -5617,8 +5583,8 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
     for (int i = from; i < to; i += 32) {
         // 0 is no number's key but that of a NaN.
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        n_above += __popc(__ballot_sync(0xffffffffu, u > key));
-        n_equal += __popc(__ballot_sync(0xffffffffu, u == key));
+        n_above += __popc(__ballot_sync(ALL_LANES, u > key));
+        n_equal += __popc(__ballot_sync(ALL_LANES, u == key));
     }
     __syncthreads();
     if (!lane) {
@@ -5634,8 +5600,8 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
     }
     for (int i = from; i < to; i += 32) {
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        unsigned more = __ballot_sync(0xffffffffu, u > key);
-        unsigned same = __ballot_sync(0xffffffffu, u == key);
+        unsigned more = __ballot_sync(ALL_LANES, u > key);
+        unsigned same = __ballot_sync(ALL_LANES, u == key);
         unsigned below = (1u << lane) - 1;
         int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
         if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
@@ -6221,23 +6187,14 @@ static __global__ void softmax_rows_kernel(HeadRefs heads, int g0, int R, int m,
     __shared__ float part[2][SOFT_THREADS / 32];
     float *x = P + (size_t)blockIdx.x * N, top = -INFINITY, sum = 0;
     int n = heads.at[g0 + blockIdx.x / m / R].len;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) top = fmaxf(top, x[i]);
-    top = lanes_max<32>(top);
-    if (!lane) part[0][warp] = top;
-    __syncthreads();
-    for (int w = 0; w < SOFT_THREADS / 32; w++) top = fmaxf(top, part[0][w]);
+    top = block_fold<1>(top, part[0]);
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) {
         float e = expf(x[i] - top);
         x[i] = e;
         sum += e;
     }
-    sum = lanes_sum<32>(sum);
-    if (!lane) part[1][warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < SOFT_THREADS / 32; w++) sum += part[1][w];
-    float inv = 1 / sum;
+    float inv = 1 / block_fold<0>(sum, part[1]);
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;  // Algorithm 2, line 4
 }
 
@@ -6667,8 +6624,8 @@ static __device__ BestLine better(BestLine a, BestLine b, int n) {
 static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
     for (int d = 16; d; d >>= 1) {
         BestLine y;
-        y.key = __shfl_xor_sync(0xffffffffu, x.key, d);
-        y.id = __shfl_xor_sync(0xffffffffu, x.id, d);
+        y.key = __shfl_xor_sync(ALL_LANES, x.key, d);
+        y.id = __shfl_xor_sync(ALL_LANES, x.id, d);
         x = better(x, y, n);
     }
     __syncthreads();                                             // the last one has been read
@@ -7242,8 +7199,8 @@ assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K
 
     for (int p = 0; p < 2; p++) {
         for (int h = 8; h; h >>= 1) {                            // over the 16 threads of the points
-            float v = __shfl_xor_sync(0xffffffffu, best[p], h);
-            int j = __shfl_xor_sync(0xffffffffu, at[p], h);
+            float v = __shfl_xor_sync(ALL_LANES, best[p], h);
+            int j = __shfl_xor_sync(ALL_LANES, at[p], h);
             if (v > best[p] || (v == best[p] && j < at[p])) {
                 best[p] = v;
                 at[p] = j;
@@ -7265,7 +7222,7 @@ static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const floa
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
     x += (size_t)blockIdx.y * n * D;
     for (int i = 0; i < n; i += 32) {
-        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && of[i + lane] == j);
+        unsigned m = __ballot_sync(ALL_LANES, i + lane < n && of[i + lane] == j);
         count += __popc(m);
         for (; m; m &= m - 1) {
             const float *p = x + (size_t)(i + lowest_bit(m)) * D;

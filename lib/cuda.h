@@ -280,6 +280,28 @@ template <int LANES> static __device__ float groups_max(float x) {
     return x;
 }
 
+// Sum of x over lanes 0 up to the own one.
+static __device__ int scan_warp(int x) {
+    int lane = threadIdx.x & 31;
+    for (int d = 1; d < 32; d *= 2) {
+        int below = __shfl_up_sync(ALL_LANES, x, d);
+        if (lane >= d) x += below;
+    }
+    return x;
+}
+
+// The sum (MAX 0) or the maximum (MAX 1) of x over the block. part (32) is shared memory that nobody
+// reads any more.
+template <int MAX> static __device__ float block_fold(float x, float *part) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    x = MAX ? lanes_max<32>(x) : lanes_sum<32>(x);
+    if (!lane) part[warp] = x;
+    __syncthreads();
+    x = part[0];
+    for (int i = 1; i < warps; i++) x = MAX ? fmaxf(x, part[i]) : x + part[i];
+    return x;
+}
+
 // The place of the lowest bit of m that is set.
 static __device__ int lowest_bit(unsigned m) {
     return __popc((m & (0u - m)) - 1);
