@@ -445,22 +445,8 @@ static void matrices_of(Session *s, const Tensor *const *t, int n, const Copied 
     for (int i = 0; i < n; i++) c[i] = copy_of(s, t[i]);
 }
 
-// ---- norms, embeddings
-// All of these are bound by memory: a few operations for each number that is read and written once.
-
-// RMSNorm: y[t][i] = x[t][i] w[i] / sqrt(mean of x[t]^2 + eps); x, y (T,n), w (n).
-//   Block   one row t; 1, 8 or 32 warps (rmsnorm_threads)
-//   Lane    every blockDim-th element of the row
-//   Shared  part (32): what block_fold wants
-static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n,
-                                      float eps) {
-    __shared__ float part[32];
-    const float *from = x + (size_t)blockIdx.x * n;
-    float *to = y + (size_t)blockIdx.x * n, ss = 0;
-    for (int i = threadIdx.x; i < n; i += blockDim.x) ss += from[i] * from[i];
-    float inv = 1 / sqrtf(block_fold<0>(ss, part) / (float)n + eps);
-    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
-}
+// ---- embeddings
+// Bound by memory: each number is read and written once.
 
 // x (T,C) = rows ids[t] of the table (V,C); n = T C. A thread an element. Rows whose id is negative
 // are left alone.
@@ -468,19 +454,6 @@ static __global__ void embed_kernel(float *x, const void *table, int dtype, cons
                                     size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
-}
-
-// Threads of a row: one warp where many rows fill the device or a row is short. A few long rows
-// take as many warps as finish soonest.
-static int rmsnorm_threads(int T, int n) {
-    if (T >= 64 || n < 512) return 32;
-    return n < 2048 ? 256 : 1024;
-}
-
-// Launches the norm of x (T,n) into y. Nothing happens when the model has no such w.
-static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
-    const char *d = on_device(s, w);
-    if (d) KV_LAUNCH(rmsnorm_kernel, T, rmsnorm_threads(T, n), 0, y, x, d, w->dtype, n, s->c->eps);
 }
 
 // ---- products of one token
@@ -978,39 +951,22 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
     return { y, alike ? f.scale : NULL, T, cols };
 }
 
-struct Finish {                 // where the columns of a product go
-    float *y[3];                // (T,rows)
-    const void *bias[3];        // (rows); NULL: none
-    int rows[3], type[3];
-};
-
-// y = m scale + bias, or with ADD y +=, for every matrix of a product. Grid: rows, columns / 256; a
-// thread an element.
-template <int ADD>
-static __global__ void finish_kernel(const __grid_constant__ Finish f, Product m) {
+// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
+static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
     size_t t = blockIdx.x;
-    int i = blockIdx.y * blockDim.x + threadIdx.x, part = 0;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= m.cols) return;
     float x = m.y[t * m.cols + i];
     if (m.scale) x *= m.scale[t];
-    while (i >= f.rows[part]) i -= f.rows[part++];
-    if (f.bias[part]) x += number(f.bias[part], f.type[part], i);
-    float *y = f.y[part] + t * f.rows[part] + i;
-    *y = ADD ? *y + x : x;
+    if (bias) x += number(bias, type, i);
+    y[t * m.cols + i] += x;
 }
 
-// Launches finish_kernel: a product becomes the y of its n Linears, or is added to them.
-template <int ADD> static void product_finish(Session *s, const Product &m, const Linear *p, int n) {
-    Finish f;
-    memset(&f, 0, sizeof f);
-    for (int i = 0; i < n; i++) {
-        f.y[i] = p[i].y;
-        f.bias[i] = p[i].b ? on_device(s, p[i].b) : NULL;
-        f.rows[i] = p[i].w->rows;
-        f.type[i] = f.bias[i] ? p[i].b->dtype : 0;
-    }
+// A product is added to the y of its Linear.
+static void product_add(Session *s, const Product &m, const Linear &p) {
+    const char *bias = p.b ? on_device(s, p.b) : NULL;
     dim3 grid(m.T, blocks(m.cols, 256));
-    KV_LAUNCH((finish_kernel<ADD>), grid, 256, 0, f, m);
+    KV_LAUNCH(finish_kernel, grid, 256, 0, p.y, m, bias, bias ? p.b->dtype : 0);
 }
 
 // Sources: rows (T,n) as they are; the norm of rows, with the model's w; SwiGLU of what a product of gate
@@ -1066,8 +1022,8 @@ static void linear_swiglu(Session *s, const float *x, const Linear in[2], const 
 struct Step;
 static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
                         int n);
-static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
-                           float *k, float *v, const float *cs, int t0, int n, int ahead);
+static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
+                    float *v, const float *cs, int t0, int n, int ahead, int hooks);
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
 static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
@@ -1230,17 +1186,6 @@ static int same_weights(const Session *s, int t, int end, const Layer **y, int l
     return n;
 }
 
-// Launches the projections of n rows that share the weights y: x (n,C) -> q (n,H,D), k, v (n,G,D).
-// The norms of q and k are per head, and launch nothing when the model has none.
-static void project_rows(Session *s, const Layer *y, const float *x, float *q, float *k, float *v, int n) {
-    const Config *c = s->c;
-    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
-    if (n == 1) gemv_cuda<GEMV_STORE>(s, x, p, 3, &y->attn_norm);
-    else product_finish<0>(s, products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3), p, 3);
-    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);
-    rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
-}
-
 // Launches, for n rows: x += W_o out; x += W_down (silu(W_gate h) * W_up h), where h is the normed x.
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
     Linear o = { x, &y->wo, &y->bo };
@@ -1252,9 +1197,9 @@ static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, con
         gemv_cuda<GEMV_ADD>(s, r->gate, &down, 1, NULL);
         return;
     }
-    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_plain(out, y->wo.cols), n, &o, 1), &o, 1);
+    product_add(s, products(s, ROOM_PRODUCT, rows_plain(out, y->wo.cols), n, &o, 1), o);
     Product m = products(s, ROOM_GATE, rows_norm(s, x, &y->mlp_norm), n, in, 2);
-    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), &down, 1);
+    product_add(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), down);
 }
 
 // How many of the largest logits this pass brings to the host; 0: all of them.
@@ -1339,8 +1284,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
         m = same_weights(s, t, t1, &y, l);
         size_t at = t - t0;
         float *q = r->q + at * HD, *k = r->k + at * GD, *v = r->v + at * GD;
-        if (hooks) project_rows(s, y, r->x + t * C, q, k, v, m);
-        else project_append(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at);
+        project(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at, hooks);
     }
     if (hooks) {
         watch(s, WATCH_KEYS, l, r->k);
@@ -1545,6 +1489,8 @@ struct Heads {
     int *ticket;                // (H+2G) of qkv_kernel
     const void *bias[3];        // of heads_kernel: the biases of q, k and v, or NULL
     int bias_type[3];
+    float *vectors[3];          // of heads_kernel: where q (n,H,D), k and v (n,G,D) stay as hooks see them, before
+                                // RoPE; NULL: they go on
     float *ring;                // (obs,H,D) where the turned q of a token is kept, in slot (index % obs);
     int obs;                    // NULL: nowhere
 };
@@ -1634,10 +1580,10 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
 // ---- projections, RoPE and append without a stop between them
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
-// then head_put. from (D): the vector, which another block may have left there, so it is read past L1. bias:
-// a number for each element, or NULL. x (D): shared memory of the warp.
+// then head_put or, if it stays, to `stays`. from (D): the vector, which another block may have left there, so it
+// is read past L1. bias: a number for each element, or NULL. x (D): shared memory of the warp.
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
-                                   const void *bias, int bias_type, size_t bias_at, float *x) {
+                                   const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
     float ss = 0;
     for (int d = lane; d < D; d += 32) {
@@ -1652,7 +1598,8 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
         for (int d = lane; d < D; d += 32) x[d] = x[d] * inv * number(w, a.norm_type[key], d);
     }
     __syncwarp();
-    head_put(a, t, value ? i - a.G : i, value, x);
+    for (int d = lane; d < D && stays; d += 32) stays[d] = x[d];
+    if (!stays) head_put(a, t, value ? i - a.G : i, value, x);
 }
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
@@ -1664,8 +1611,10 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     __shared__ float x[MAX_D];
     int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
+    float *stays = a.vectors[part];
+    if (stays) stays += ((size_t)t * (part ? a.G : a.H) + at) * a.D;
     head_finish(a, t, i, m.y + ((size_t)t * m.cols + (size_t)i * a.D), m.scale ? m.scale[t] : 1, a.bias[part],
-                a.bias_type[part], (size_t)at * a.D, x);
+                a.bias_type[part], (size_t)at * a.D, stays, x);
 }
 
 // Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
@@ -1694,7 +1643,7 @@ static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
         const float *from = a.q + (size_t)at * a.D;
         if (key >= 0)   from = a.k + (size_t)key * a.D;
         if (value >= 0) from = a.v + (size_t)value * a.D;
-        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, x[warp]);
+        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, NULL, x[warp]);
         __syncwarp();                           // all lanes have read x
     }
 }
@@ -1714,11 +1663,28 @@ qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, cons
     heads_arrive(h, row0, min_int(row0 + rows, a.rows));
 }
 
+// W_q, W_k and W_v times the normed x (n,C), and in *h the biases that are still to be added -> (n,(H+2G)D).
+static Product qkv_product(Session *s, const Layer *y, const float *x, int n, Heads *h) {
+    Linear p[] = { { NULL, &y->wq, &y->bq }, { NULL, &y->wk, &y->bk }, { NULL, &y->wv, &y->bv } };
+    for (int i = 0; i < 3 && n > 1; i++) {
+        h->bias[i] = on_device(s, p[i].b);
+        h->bias_type[i] = p[i].b->dtype;
+    }
+    if (n > 1) return products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
+    int cols = (h->H + 2 * h->G) * h->D;
+    float *to = room<float>(s, ROOM_PRODUCT, cols);
+    p[0].y = to;
+    p[1].y = to + h->H * h->D;
+    p[2].y = p[1].y + h->G * h->D;
+    gemv_cuda<GEMV_STORE>(s, x, p, 3, &y->attn_norm);
+    return { to, NULL, 1, cols };
+}
+
 // Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
-// turned, and the rows of keys and values. k, v (n,G,D): room. cs, step, ahead: see Heads. A token whose
-// three matrices have two types takes as many launches as with hooks between.
-static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
-                           float *k, float *v, const float *cs, int t0, int n, int ahead) {
+// turned, and the rows of keys and values; with hooks q, k and v (n,G,D) as they are before RoPE. Otherwise k and
+// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch.
+static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
+                    float *v, const float *cs, int t0, int n, int ahead, int hooks) {
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
     const Tensor *norm[] = { &y->q_norm, &y->k_norm };
     const Copied *c[3];
@@ -1727,22 +1693,13 @@ static void project_append(Session *s, const Layer *y, int l, const Step *step, 
     h.step = step;
     h.head0 = l * h.G;
     h.ahead = ahead;
-    if (n == 1 && !alike) {
-        dim3 grid(1, h.H + h.G);
-        project_rows(s, y, x, q, k, v, 1);
-        KV_LAUNCH(rope_append_kernel, grid, 32, 0, h);
-        return;
-    }
     for (int i = 0; i < 2; i++) {
         h.norm[i] = on_device(s, norm[i]);
         h.norm_type[i] = norm[i]->dtype;
     }
-    if (n > 1) {
-        for (int i = 0; i < 3; i++) {
-            h.bias[i] = on_device(s, p[i].b);
-            h.bias_type[i] = p[i].b->dtype;
-        }
-        Product m = products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
+    if (hooks || n > 1 || !alike) {
+        for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
+        Product m = qkv_product(s, y, x, n, &h);
         dim3 grid(n, h.H + 2 * h.G);
         KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
         return;
@@ -4996,7 +4953,7 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
-        project_append(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0);
+        project(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0, 0);
         if (once) kv_note(s, l, 0, 1);
         if (layer_acts(s, l)) select_hooks(s, l, r->q);
         step_attend(s, l, r, &p);
@@ -7626,7 +7583,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
 //   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, rows_move_cuda
 //   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
-//   Sec. 3.1 -> same_weights, project_rows, mlp_rows
+//   Sec. 3.1 -> same_weights, project, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
 

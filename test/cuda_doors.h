@@ -20,8 +20,8 @@ size_t cuda_held(const Session *s) {
     return n;
 }
 
-// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm
-// by rmsnorm_kernel, 'h' by rows_kernel, 's' y = silu(gate) up of x (T,2n).
+// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'h' norm,
+// 's' y = silu(gate) up of x (T,2n).
 void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx,
                const Tensor *w, int T) {
     float *dy = (float *)cuda_put(y, ny * sizeof(float));
@@ -31,10 +31,9 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
     if (op == 'p' && T == 1) gemv_cuda<GEMV_ADD>(s, dx, &p, 1, NULL);
     if (strchr("mp", op) && T > 1) {
         Product m = products(s, ROOM_PRODUCT, rows_plain(dx, w->cols), T, &p, 1);
-        if (op == 'm') product_finish<0>(s, m, &p, 1);
-        else           product_finish<1>(s, m, &p, 1);
+        if (op == 'm') KV_CUDA(cudaMemsetAsync(dy, 0, ny * sizeof(float), kv_stream));
+        product_add(s, m, p);
     }
-    if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
     if (op == 'h') rows_launch<DT_F32>(s, dy, NULL, rows_norm(s, dx, w), T);
     if (op == 's') {
         Linear in[2] = { p, p };
