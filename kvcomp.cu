@@ -1396,9 +1396,7 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
         row_put_q8(row, d, D, x);
         return;
     }
-    if (d >= D) return;
-    if (kind == ROW_F32) ((float *)row)[d] = x;
-    else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+    if (d < D) number_put(row, kind, d, x);
 }
 
 // ---- what kernels know of a layer's heads
@@ -4050,8 +4048,9 @@ static int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many.
-static int block_rows(int rows) { return rows <= 4 ? 4 : 32; }
+// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many. Up to 8 are two blocks, or most of the
+// warps of one would have none.
+static int block_rows(int rows) { return rows <= 8 ? 4 : 32; }
 
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
@@ -6226,12 +6225,6 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 //
 // Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
 // (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
-
-// p[i] = x as a number of dtype.
-static __device__ void number_put(void *p, int dtype, size_t i, float x) {
-    if (dtype == DT_F32) ((float *)p)[i] = x;
-    else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
-}
 
 // bound (pages,2,D) of dtype, page `from` + blockIdx.x: the largest, then the smallest value of
 // each channel of KV head g.

@@ -477,6 +477,12 @@ static __device__ float number(const void *p, int dtype, size_t i) {
     return dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
 }
 
+// p[i] = x, rounded to a number of dtype.
+static __device__ void number_put(void *p, int dtype, size_t i, float x) {
+    if (dtype == DT_F32) ((float *)p)[i] = x;
+    else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+}
+
 // x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
 // f32_to_bf16, if infinity then becomes the largest number.
 template <int DT> static __device__ uint16_t half_put(float x) {
