@@ -3641,7 +3641,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
     int *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
     for (int i = 0; i < m; i++) t[i] = T - m + i;
     for (int g = 0; g < G; g += ng, a += heads) {
-        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
+        float *P = line_probs_cuda(s, l, g, ng, q, t, m);
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
@@ -3731,7 +3731,7 @@ const Method minference_method = {
 // Map:
 //   max_d -> page_bounds, page_bounds_kernel
 //   min_d -> page_bounds, page_bounds_kernel
-//   u(page) -> page_scores, quest_kernel
+//   u(page) -> page_scores, page_select_kernel
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
 // read everything).
 
@@ -4415,7 +4415,7 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
     Lines *lines = pass->lines;
     for (int h0 = 0; h0 < G * R; h0 += heads) {
         // Algorithm 2, line 4: A[X~]
-        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->T, pass->rows, m);
+        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->rows, m);
         if (!x->variant_a) {
             choose_lines_cuda(s, l, h0 / R, groups, &x->rule, P, pass->T, m, lines + h0,
                               pass->found + h0);
@@ -5366,7 +5366,7 @@ const Method pats_method = {
 //   Sec. 4.1 -> chunk_key, node_cover, chunk_keys_kernel, cover_kernel
 //   Sec. 4.3 -> chunk_end, kmeans, assign_kernel, centres_kernel
 //   Sec. 4.4 -> node_absorb, graft_kernel
-//   Eq. 2 -> score_nodes, node_score, lychee_kernel
+//   Eq. 2 -> score_nodes, node_score, cluster_select_kernel
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
 //   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
 //   Algorithm 1, line 9 -> open_units
@@ -6200,9 +6200,9 @@ const Method lychee_method = {
 // Map:
 //   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel, decode_kernel, gqa_kernel
+//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
 //   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
-//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel
+//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 //   Sec. 4.3 -> sonic_K, sonic_numbers
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
