@@ -2301,7 +2301,7 @@ const Method tova_method = {
 // them stay.
 //   1. window_scores   how much each query head's last w queries attend to every row, as a mean
 //   2. join_heads      the scores of the R query heads of a KV head become one
-//   3. pool_max        every candidate takes the largest score among its neighbours
+//   3. pool            every candidate takes the largest score among its neighbours, or their mean
 //   4. top_k_rows      the `cap` candidates with the largest scores stay
 // SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
 // joins, or does not join (D12).
@@ -2309,6 +2309,7 @@ const Method tova_method = {
 typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
     int kernel;                 // --kernel, odd: width of the neighbourhood a score is pooled over
+    int mean;                   // 1: --pool avg, a neighbourhood's mean; 0: its maximum
     int agg;                    // --gqa-agg, an AGG_*: how the query heads of a group become one
 } Snap;
 
@@ -2326,6 +2327,7 @@ static int gqa_agg_option(const Session *s) {
 static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
+    x->mean = !strcmp(opt_str(s->opt, "pool"), "avg");
     x->agg = gqa_agg_option(s);
     s->queries = max_int(s->queries, x->window);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
@@ -2376,6 +2378,24 @@ static void pool_max(float *out, const float *x, int n, int width) {
     }
 }
 
+// The same by the mean over |t-j| <= width/2, where a neighbour outside [0,n) counts as a zero. This is
+// what the authors of SnapKV compute, and kvpress.
+static void pool_mean(float *out, const float *x, int n, int width) {
+    for (int j = 0; j < n; j++) {
+        int first = max_int(j - width / 2, 0);
+        int last = j + min_int(width / 2, n - 1 - j);
+        float sum = 0;
+        for (int t = first; t <= last; t++) sum += x[t];
+        out[j] = sum / (float)width;
+    }
+}
+
+// Link 3, as --pool says.
+static void pool(const Snap *x, float *out, const float *score, int n) {
+    if (x->mean) pool_mean(out, score, n, x->kernel);
+    else pool_max(out, score, n, x->kernel);
+}
+
 // Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
 // last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL, whose
 // result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result lies in scratch, in
@@ -2385,7 +2405,7 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     int H = s->c->H, G = s->c->G, R = H / G;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, order);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, x->mean, order);
 
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
@@ -2395,11 +2415,11 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
         const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
             join_heads(joined, from, n[g], N, R, x->agg);
-            pool_max(pooled + g * N, joined, n[g], x->kernel);
+            pool(x, pooled + g * N, joined, n[g]);
             continue;
         }
         float *to = pooled + g * R * N;
-        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        for (int r = 0; r < R; r++) pool(x, to + r * N, from + r * N, n[g]);
     }
     return pooled;
 }
@@ -2458,8 +2478,9 @@ static void snap_keep(Session *s, int l, const float *score, const int *n, const
 //   cap_g   = B - w
 // **Differs from the paper:** a KV head keeps one set, not one set a query head (scores are means
 // over the group); kernel 7, maximum, w 32; rows are dropped again at every turn's end, among all
-// rows held.
-// Options: --budget (1024), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// rows held. With --pool avg --kernel 5 --obs-window 64 a first turn keeps the rows of kvpress's
+// snapkv_press.py.
+// Options: --budget (1024), --obs-window (32), --kernel (7), --pool (max), --gqa-agg (mean).
 
 // Reads the options of the chain, with w 32.
 static int snapkv_open(Session *s, void *ms) {
@@ -2488,7 +2509,7 @@ const Method snapkv_method = {
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2500,32 +2521,34 @@ const Method snapkv_method = {
 // Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation.
 // arXiv 2407.11550.
 // A layer's budget goes where its scores are: a head whose scores are flat gets more rows than a head
-// with a few high ones. The candidates of all heads compete, each weighted by the share of its head's
-// scores that a plain budget keeps.
+// with a few high ones. The candidates of all heads compete by their scores.
 //   base    = B - w
-//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
-//   cnt_g   = candidates of head g among the G base best of score * share
+//   cnt_g   = candidates of head g among the G base best of the layer
 //   cap_g   = rint(0.8 cnt_g + floor(0.2 base)), at most the candidates there are
+// So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv). KVCache-Factory weighs every score by
+// the share of its head's scores that a plain budget keeps; --adakv-share does:
+//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
 // **Differs from the paper** (D17): heads are KV heads; a layer drops rows iff its candidates
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean), --adakv-share.
 
-// score * share of every candidate, head after head: score (G,N), n (G) -> (sum of n), where score
-// lies. Because the heads of a layer compete for rows, two devices must get the same shares. So the
-// sums are of fixed-point numbers, whose order does not matter.
-static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {
-    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+// What the candidates compete by, head after head: score (G,N), n (G) -> (sum of n), where score lies;
+// with `share`, score * share. Because the heads of a layer compete for rows, two devices must get the
+// same shares. So their sums are of fixed-point numbers, whose order does not matter.
+static float *adakv_pooled(Session *s, const float *score, int N, const int *n, int base, int share) {
+    if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n, base, share);
     float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
     int *idx = scratch(s, (size_t)N * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
         int64_t best = 0, sum = 0;
-        int k = top_k(x, n[g], base, idx);
+        int k = share ? top_k(x, n[g], base, idx) : 0;
         for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
         for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        double share = sum > 0 ? (double)best / (double)sum : 0;                // share_g
-        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * share) : 0;
+        double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+        for (int r = 0; r < n[g]; r++) *to++ = (float)(x[r] * share_g);
     }
     return all;
 }
@@ -2536,8 +2559,8 @@ static void adakv_caps(Session *s, int l, const float *score, const int *n, int 
     int total = 0, want = G * base, found;
     for (int g = 0; g < G; g++) total += n[g];
     int *idx = scratch(s, (size_t)want * sizeof(int));
-    float *weighted = adakv_shares(s, score, N, n, base);
-    top_k_rows(s, weighted, 1, 0, &total, &want, idx, want, &found);
+    float *all = adakv_pooled(s, score, N, n, base, opt_int(s->opt, "adakv-share"));
+    top_k_rows(s, all, 1, 0, &total, &want, idx, want, &found);
 
     // idx ascends: head g's winners follow those of head g-1, and its candidates end at `end`.
     int i = 0, end = 0;
@@ -2569,6 +2592,11 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     scratch_reset(s, mark);
 }
 
+static const Opt adakv_opts[] = {
+    { "adakv-share", 'b', "0", "heads compete by score times the share a plain budget keeps, as KVCache-Factory" },
+    { NULL, 0, NULL, NULL },
+};
+
 const Method adakv_method = {
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
@@ -2576,7 +2604,8 @@ const Method adakv_method = {
                "head on average",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .opts    = adakv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2595,7 +2624,8 @@ const Method adakv_method = {
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
 // layer; a KV head keeps one set.
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean).
 
 // The cap of layer l of L, for N tokens seen.
 static int pyramid_cap(int l, int L, int N, int B, int w) {
@@ -2630,7 +2660,7 @@ const Method pyramidkv_method = {
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2709,28 +2739,31 @@ const Method h2o_method = {
 // the rows that will draw most stay.
 //   mu <- Rbar mu,   Sg <- Rbar Sg Rbar^T,   Rbar = mean RoPE matrix of positions N .. N+511
 //   z_c     = mu . k_c / sqrt(D) + k_c^T Sg k_c / (2 D)
-//   score_c = (mean over the group of softmax_c(z)) * |v_c|
+//   score_c = (mean over the group of softmax_c(z) + epsilon) * |v_c|
 // The rows of the first --sink tokens always stay and count inside B. The candidates, over which
 // the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
 // less one) are those of all queries that the prefills of the dialogue have fed at positions >=
 // --sink (D19).
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
-// when tokens are truncated.
-// Options: --budget (1024), --sink (4).
+// when tokens are truncated. epsilon is 0, as in kvpress's expected_attention_press.py; its leaderboard
+// takes .01, which lets long values stay that little attention is expected for.
+// Options: --budget (1024), --sink (4), --ea-epsilon (0).
 
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
     int sink;                   // --sink
+    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
     double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
 } Expected;
 
-// Reads --sink. Returns 0, or -1 with the reason in s->err.
+// Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
     x->sink = opt_int(s->opt, "sink");
+    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
@@ -2950,7 +2983,10 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     for (int g = 0; g < G; g++) {
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
         join_heads(score, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) score[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);      // score_c
+        for (int r = 0; r < n; r++) {
+            float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
+            score[r] = (score[r] + x->epsilon) * length;                    // score_c
+        }
         int kept = top_k(score, n, B - first, keep + first);
         for (int i = 0; i < first; i++) keep[i] = i;
         for (int i = 0; i < kept; i++) keep[first + i] += n0;
@@ -2958,6 +2994,11 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
     scratch_reset(s, mark);
 }
+
+static const Opt expected_opts[] = {
+    { "ea-epsilon", 'f', "0", "added to every expected attention before the value's length multiplies it", 0, 1 },
+    { NULL, 0, NULL, NULL },
+};
 
 const Method expected_attention_method = {
     .name    = "expected-attention",
@@ -2967,6 +3008,7 @@ const Method expected_attention_method = {
     .limits  = "B must exceed --sink",
     .budget  = 1024,
     .uses    = "--sink 4",
+    .opts    = expected_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Expected),
@@ -2976,6 +3018,97 @@ const Method expected_attention_method = {
     .steady  = expected_steady,
     .commit  = expected_commit,
     .bytes   = expected_bytes,
+};
+
+// ---- KNORM
+// Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
+// Compression. arXiv 2406.11430.
+// Keys of small norm draw much attention. So the rows with the smallest keys stay, and nobody has to
+// look at a query.
+//   score_r = -|k_r|
+// **Differs from the paper:** every layer drops rows (the paper spares the first two); rows are dropped
+// again at every turn's end. A first turn keeps the rows of kvpress's knorm_press.py.
+// Options: --budget (1024).
+
+// The end of a prefill, for methods that score a row by its key alone: every KV head of layer l keeps
+// the B rows with the best scores. `score` fills out (N) for keys k (N,D), behind which is room for a row.
+static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, int N, int D)) {
+    int B = budget_now(s), D = s->c->D;
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
+    int *keep = scratch(s, N * sizeof *keep);
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        kv_load_k(s, h, NULL, 0, h->len, k);
+        score(x, k, h->len, D);
+        kv_keep(s, l, g, keep, top_k(x, h->len, B, keep));
+    }
+    scratch_reset(s, mark);
+}
+
+// out (N): -|k| of every key of k (N,D).
+static void knorm_scores(float *out, float *k, int N, int D) {
+    for (int r = 0; r < N; r++) out[r] = -sqrtf(dot_f32(k + (size_t)r * D, k + (size_t)r * D, D));
+}
+
+static void knorm_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, knorm_scores);
+}
+
+const Method knorm_method = {
+    .name   = "knorm",
+    .paper  = "L2 norm of keys, arXiv 2406.11430",
+    .keeps  = "keeps the B rows whose keys have the smallest norm",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = knorm_commit,
+};
+
+// ---- KEYDIFF
+// Park et al.: KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+// Resource-Constrained Environments. arXiv 2504.15364.
+// Keys that resemble all others say little that is new. So the rows stay whose keys point elsewhere than
+// the mean direction of the head's keys.
+//   mu = mean over the rows of k_r / |k_r|,     score_r = -cos(k_r, mu)
+// **Differs from the paper:** rows are dropped at a prefill's end, not block by block (--chunk N does
+// that). A first turn keeps the rows of kvpress's keydiff_press.py.
+// Options: --budget (1024).
+
+// out (N): -cos(k, mu) of every key of k (N,D). mu takes the room behind them.
+static void keydiff_scores(float *out, float *k, int N, int D) {
+    float *mu = k + (size_t)N * D;
+    memset(mu, 0, (size_t)D * sizeof *mu);
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        float length = sqrtf(dot_f32(key, key, D));
+        for (int d = 0; d < D; d++) mu[d] += key[d] / length / (float)N;
+    }
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        out[r] = -dot_f32(key, mu, D) / sqrtf(dot_f32(key, key, D));        // |mu| is the same for all
+    }
+}
+
+static void keydiff_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, keydiff_scores);
+}
+
+const Method keydiff_method = {
+    .name   = "keydiff",
+    .paper  = "KeyDiff, arXiv 2504.15364",
+    .keeps  = "keeps the B rows whose keys differ most from the mean direction of the keys",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = keydiff_commit,
 };
 
 // ---- Q8
@@ -4679,7 +4812,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_f16 (lib/kernels), pats_load_region, packed_half, packed_read, two_elements
+//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, two_elements
 //
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
@@ -6698,7 +6831,7 @@ const Method sonic_method = {
 //   Eq. 1 -> head_scores
 //   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
 //   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
+//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_kernel
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
 // through rows_move_cuda and gather_kernel.
@@ -7323,6 +7456,8 @@ const Method *const methods[] = {
     &pyramidkv_method,              // rows kept
     &h2o_method,                    // rows kept, and the prefill for its sums
     &expected_attention_method,     // rows kept
+    &knorm_method,                  // rows kept
+    &keydiff_method,                // rows kept
     &a_shape_method,                // attention of the prefill
     &tri_shape_method,              // attention of the prefill
     &minference_method,             // attention of the prefill

@@ -6100,7 +6100,7 @@ void device_close(Session *s) {
 // in another order, DiliLazyKV), and ExpectedAttention's sums over queries and rows. The selection
 // is a chain of launches over device memory:
 //
-//   window_device (section 3) -> join_heads_kernel, pool_max_kernel -> top_k_kernel -> lists of rows
+//   window_device (section 3) -> join_heads_kernel, pool_kernel -> top_k_kernel -> lists of rows
 //
 // Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
 // of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
@@ -6245,7 +6245,7 @@ char *near_zero_cuda(size_t n) {
 
 void near_free_cuda(char *p) { grown(p, 0, 0); }
 
-// ---- one score a KV head, and the largest of its neighbours: join_heads and pool_max of kvcomp.c
+// ---- one score a KV head, and the largest or the mean of its neighbours: join_heads and pool of kvcomp.c
 // out (G,N) = the R rows of x (H,N) that belong to a KV head, joined as agg (AGG_*) says. n (G):
 // candidates of each KV head.
 // Block: 256 candidates of KV head blockIdx.y. Thread: one candidate, whose R scores it adds in the
@@ -6273,15 +6273,26 @@ static __device__ float window_max(const float *x, int j, int n, int width) {
     return top;
 }
 
-// out (rows,N) = window_max of every candidate of x (rows,N). `per` rows belong to one KV head; n
-// (rows/per): its candidates.
+// Mean of x[t] over |t-j| <= width/2, in ascending order; neighbours outside [0,n) count as zeros.
+static __device__ float window_mean(const float *x, int j, int n, int width) {
+    int a = j > width / 2 ? j - width / 2 : 0;
+    int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
+    float sum = 0;
+    for (int t = a; t <= b; t++) sum += x[t];
+    return sum / (float)width;
+}
+
+// out (rows,N) = window_mean or window_max of every candidate of x (rows,N). `per` rows belong to one KV
+// head; n (rows/per): its candidates.
 // Block: 256 candidates of row blockIdx.y. Thread: one candidate. No shared memory: neighbours'
 // reads overlap and come from the cache. Bound by reading x once (4 bytes a candidate).
-static __global__ void pool_max_kernel(float *out, const float *x, const int *n, int N, int per,
-                                       int width) {
+static __global__ void pool_kernel(float *out, const float *x, const int *n, int N, int per, int width,
+                                   int mean) {
     int row = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
     const float *from = x + (size_t)row * N;
-    if (j < n[row / per]) out[(size_t)row * N + j] = window_max(from, j, n[row / per], width);
+    int m = n[row / per];
+    if (j >= m) return;
+    out[(size_t)row * N + j] = mean ? window_mean(from, j, m, width) : window_max(from, j, m, width);
 }
 
 // ---- top_k of kvcomp.c for many rows at once
@@ -6553,7 +6564,7 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
 // pooled, for the candidates n (G, on the host) of each KV head -> (G,N) or, under POOL_ONLY, (H,N)
 // on the device; N = kv_longest.
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int order) {
+                          int width, int mean, int order) {
     int H = s->c->H, G = s->c->G, N = kv_longest(s, l);
     float *x = window_device(s, l, q, T, W);                     // (H,N)
     float *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
@@ -6562,11 +6573,11 @@ float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const
     upload(dev, n, G * sizeof(int));
 
     if (order == POOL_ONLY) {                                    // DiliLazyKV's, Sec. 3.3
-        KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, dev, N, H / G, width);
+        KV_LAUNCH(pool_kernel, heads, 256, 0, pool, x, dev, N, H / G, width, mean);
         return pool;
     }
     KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, agg);
-    KV_LAUNCH(pool_max_kernel, grid, 256, 0, pool, one, dev, N, 1, width);
+    KV_LAUNCH(pool_kernel, grid, 256, 0, pool, one, dev, N, 1, width, mean);
     return pool;
 }
 
@@ -6581,15 +6592,15 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
     return one;
 }
 
-// ---- AdaKV: shares by which the heads of a layer compete for its budget (adakv_shares of kvcomp.c)
-// D17. all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of
-// head g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
+// ---- AdaKV: what the heads of a layer compete by for its budget (adakv_pooled of kvcomp.c)
+// D17. all = every candidate's score, with `share` times share_g = (sum of the best of head g) / (sum of
+// all of head g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
 // (G,per): those. Sums are of fixed_mass, 64-bit integers, so their order does not matter and both
 // devices get the same shares.
 // Block: one KV head, TOP_THREADS threads. Thread: every 512th candidate. Shared: two partial sums
 // a warp. Bound by latency: G blocks of one read of their scores.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
+shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per, int share) {
     __shared__ int64_t part[2][TOP_WARPS];
     int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int n = rows[g].n, k = min_int(rows[g].k, n), from = 0;
@@ -6613,13 +6624,13 @@ shares_kernel(float *all, const float *score, int N, const TopRow *rows, const i
         best += part[1][w];
     }
 
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS)
-        all[from + i] = sum > 0 ? (float)(x[i] * ((double)best / (double)sum)) : 0;
+    double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) all[from + i] = (float)(x[i] * share_g);
 }
 
-// score (G,N) on the device, n (G) on the host -> the shared-out scores of all heads, one after the
-// other (sum of n), on the device. base: how many of a head's scores count as its best.
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base) {
+// score (G,N) on the device, n (G) on the host -> what all heads compete by, one after the other (sum of
+// n), on the device. base: how many of a head's scores count as its best.
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share) {
     int G = s->c->G, per = max_int(base, 1);
     size_t mark = scratch_mark(s);
     TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
@@ -6629,7 +6640,7 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
     top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
     // The rows lie where top_k_device has put them.
     const TopRow *dev = (const TopRow *)s->dev->room[ROOM_LIST].p;
-    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per);
+    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per, share);
     scratch_reset(s, mark);
     return all;
 }
@@ -7809,12 +7820,12 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
                                        int d, int D) {
     size_t bit = (size_t)(r - g->row0) * D * g->w + (size_t)d * g->w;
     if (rows64) {
-        int B = 8 * PATS_BLOCK / g->w;                           // elements of a block
+        int B = 8 * PATS_BLOCK / g->w;                           // Sec. 3, B: elements of a block
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
     const uint32_t *p = words + g->base / 4 + bit / 32;
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
-    return (uint16_t)(two >> bit % 32 << (16 - g->w));
+    return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }
 
 // The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
@@ -8561,15 +8572,15 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // ==================================================================================================== 13 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
 // On the device run, at the end of a prefill: the window scores of every query head, the largest
-// score among each row's neighbours, and the choice of each query head's own rows. It is the chain
-// of section 6 whose heads are not joined (D12):
-//   window_device -> pool_max_kernel -> top_k_kernel, one row and one cap a query head -> views
+// score among each row's neighbours, and the choice of each query head's own rows (Sec. 3.3). It is the
+// chain of section 6 whose heads are not joined (D12):
+//   window_device -> pool_kernel -> top_k_kernel, one row and one cap a query head -> views
 // kv_compact then drops the rows that no query head of a group reads (rows_move_cuda). In decode the
 // views differ from query head to query head: plan_decode makes one work of neighbouring heads that
 // read the same rows and a work of its own for every other, so that a block of attend_kernel or
 // decode_kernel reads one list.
 // Map:
-//   Sec. 3.3 -> pooled_scores_cuda, pool_max_kernel, top_k_kernel, rows_move_cuda
+//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
 // and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.

@@ -706,7 +706,7 @@ void   views_drop_cuda   (Session *s);
 // ---- baselines (section 6). Everything a function returns lies on the device
 // q (T,H,D), n (G) -> (G,N); POOL_ONLY: (H,N)
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int order);
+                          int width, int mean, int order);
 
 // score (H,N), n (G) -> (G,N)
 float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
@@ -716,7 +716,7 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
                      int *count);
 
 // score (G,N), n (G) -> (sum of n)
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share);
 
 // sum (H,D), outer (H,D,D) += of q (n,H,D), which are the pass's from t0 on, at positions >= sink
 void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink);

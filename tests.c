@@ -231,13 +231,15 @@ TEST(window_small, "window keeps the last B rows for any budget, whatever --sink
 // selection by repeated maximum, moments as whole matrices. They share nothing with the program but
 // the rules.
 
-enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED };
+enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED, BT_KEYDIFF };
 
 // Seen (L*H): stb_ds arrays of queries before RoPE, D each.
 typedef struct {
     int kind, B, w, width, agg, sink;
     double ratio;
     double **seen;
+    int mean, share;            // --pool avg, --adakv-share
+    double epsilon;             // --ea-epsilon
 } BaseTwin;
 
 // The rows a head may keep of N, by budget or by ratio.
@@ -271,6 +273,16 @@ static void twin_observe(Twin *t, int l, int h, const double *q, int n, int w, d
         for (int j = 0; j < rows; j++) out[j] += p[j] / m;
     }
     free(p);
+}
+
+// The mean over a window of `width` around each of n values, in place; there are zeros beyond the ends.
+static void twin_pool_mean(double *x, int n, int width) {
+    double *y = xcalloc(n + 1, sizeof *y);
+    for (int j = 0; j < n; j++)
+        for (int t = 0; t < n; t++)
+            if (abs(t - j) <= width / 2) y[j] += x[t] / width;
+    for (int j = 0; j < n; j++) x[j] = y[j];
+    free(y);
 }
 
 // The maximum over a window of `width` around each of n values, in place.
@@ -313,7 +325,8 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
                 x[g][j] = b->agg == AGG_MAX ? fmax(x[g][j], one[j])
                                             : x[g][j] + one[j] / (b->agg == AGG_MEAN ? R : 1);
         }
-        twin_pool(x[g], len[g], b->width);
+        if (b->mean) twin_pool_mean(x[g], len[g], b->width);
+        else twin_pool(x[g], len[g], b->width);
         cap[g] = b->kind == BT_PYRAMID ? twin_level(l, t->c->L, N, B - w, w) : B - w;
     }
     if (b->kind == BT_ADA) {
@@ -326,7 +339,7 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
             for (int i = 0; i < k; i++) best += x[g][idx[i]];
             for (int j = 0; j < len[g]; j++) sum += x[g][j];
             for (int j = 0; j < len[g]; j++) {
-                all[at] = x[g][j] * best / sum;
+                all[at] = x[g][j] * (b->share ? best / sum : 1);
                 owner[at++] = g;
             }
         }
@@ -420,10 +433,33 @@ static void twin_expected(BaseTwin *b, Twin *t, int l, int B) {
         for (int r = first; r < rows; r++) {
             double vv = 0;
             for (int d = 0; d < t->c->D; d++) vv += row[r].v[d] * row[r].v[d];
-            x[r] *= sqrt(vv) / R;
+            x[r] = (x[r] / R + b->epsilon) * sqrt(vv);
         }
         for (int r = 0; r < first; r++) x[r] = INFINITY;  // always kept
         twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
+    }
+}
+
+// KeyDiff: rows by their keys alone.
+static void twin_keydiff(Twin *t, int l, int B) {
+    int D = t->c->D, keep[4096];
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *row = t->row[l * t->c->G + g];
+        int rows = (int)arrlen(row);
+        double x[4096], norm[4096], *mu = xcalloc((size_t)D, sizeof *mu);
+        for (int r = 0; r < rows; r++) {
+            norm[r] = 0;
+            for (int d = 0; d < D; d++) norm[r] += row[r].k[d] * row[r].k[d];
+            norm[r] = sqrt(norm[r]);
+            for (int d = 0; d < D; d++) mu[d] += row[r].k[d] / norm[r];
+        }
+        for (int r = 0; r < rows; r++) {
+            double dot = 0;
+            for (int d = 0; d < D; d++) dot += row[r].k[d] * mu[d];
+            x[r] = -dot / norm[r];
+        }
+        twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
+        free(mu);
     }
 }
 
@@ -446,6 +482,8 @@ static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_
         twin_h2o(t, l, b->B);
     else if (b->kind == BT_EXPECTED)
         twin_expected(b, t, l, twin_budget(b, N));
+    else if (b->kind == BT_KEYDIFF)
+        twin_keydiff(t, l, twin_budget(b, N));
     else
         twin_snap(b, t, l, q, n, twin_budget(b, N));
 }
@@ -461,6 +499,12 @@ static const struct {
     { "snapkv",
       "budget=20 obs-window=1 kernel=1 gqa-agg=sum",
       { BT_SNAP, 20, 1, 1, AGG_SUM, 0, -1, NULL } },
+    { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
+      { BT_SNAP, 24, 8, 5, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
+    { "adakv", "budget=24 obs-window=8 adakv-share", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .share = 1 } },
+    { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
+    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL, .epsilon = .02 } },
+    { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, 0, .6, NULL } },
     { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, AGG_MEAN, 0, .6, NULL } },
     { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
     { "adakv", "budget=41 obs-window=5 kernel=1", { BT_ADA, 41, 5, 1, AGG_MEAN, 0, -1, NULL } },
@@ -574,7 +618,7 @@ TEST(baselines_rows, "rows held after a prefill are exactly what is promised: co
             prefill(s, ids, n);
             N = s->n_tok;
             int B = twin_budget(&b, N);
-            int w = b.kind == BT_EXPECTED ? 0 : b.kind >= BT_H2O ? B / 2 : b.w < B ? b.w : B;
+            int w = b.kind > BT_H2O ? 0 : b.kind == BT_H2O ? B / 2 : b.w < B ? b.w : B;
             for (int i = 0; i < m.c->L * m.c->G; i++) {
                 const KVHead *h = &s->head[i];
                 int want =
@@ -664,6 +708,36 @@ TEST(baselines_links,
         CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d",
               n, cap);
     }
+}
+
+// In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
+TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
+    Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
+    Options *o = options_of("budget=24");
+    Session *s[2] = { session_open(m.c, m.w, o, "full"), session_open(m.c, m.w, o, "knorm") };
+    int ids[70];
+    draw_ids(ids, 70, 61);
+    for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
+    for (int l = 0; l < 3; l++)
+        for (int g = 0; g < 3; g++) {
+            const KVHead *all = kv_head(s[0], l, g), *h = kv_head(s[1], l, g);
+            float k[70 * 16], longest = 0, shortest = INFINITY;
+            kv_load_k(s[0], all, NULL, 0, 70, k);
+            for (int r = 0, j = 0; r < 70; r++) {
+                float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
+                if (j < h->len && h->src[j] == r) {
+                    longest = fmaxf(longest, length);
+                    j++;
+                } else {
+                    shortest = fminf(shortest, length);
+                }
+            }
+            CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
+                  h->len, longest, shortest);
+        }
+    for (int i = 0; i < 2; i++) session_close(s[i]);
+    options_free(o);
+    tiny_free(m);
 }
 
 TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, "
@@ -8244,9 +8318,12 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         for (int i = 0; i < S * N; i++) x[i] = fabsf(x[i]) > 3 ? 0 : fabsf(x[i]);
         cuda_drop(dx);
         dx = cuda_put(x, S * N * sizeof *x);
-        float *a = adakv_shares(c, x, N, heads, 30), *b = xmalloc(total * sizeof *b);
-        cuda_get(b, adakv_shares(s, dx, N, heads, 30), total * sizeof *b);
-        CHECK(!memcmp(a, b, total * sizeof *b), "shares");
+        float *b = xmalloc(total * sizeof *b);
+        for (int share = 0; share < 2; share++) {
+            float *a = adakv_pooled(c, x, N, heads, 30, share);
+            cuda_get(b, adakv_pooled(s, dx, N, heads, 30, share), total * sizeof *b);
+            CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by, share %d", share);
+        }
         cuda_drop(dx);
         free(x);
         free(idx);
@@ -8272,9 +8349,9 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
         float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q);
         float *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
         window_scores(p.d, 0, dq, 5, 3, row);
-        for (int i = 0; i < 9; i++) {
+        for (int i = 0; i < 18; i++) {
             // Order i/3: agg too, where it counts.
-            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 9, i / 3 % 3 };
             for (int order = JOIN_POOL; order <= POOL_ONLY; order++) {
                 float a[200], b[6][200];
                 cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n),
@@ -8283,9 +8360,9 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
                     float *from = row + 2 * g * N;
                     CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
                     join_heads(a, from, n[g], N, 2, x.agg);
-                    if (order == JOIN_POOL) pool_max(b[g], a, n[g], x.kernel);
+                    if (order == JOIN_POOL) pool(&x, b[g], a, n[g]);
                     for (int r = 0; r < 2 && order != JOIN_POOL; r++)
-                        pool_max(b[2 * g + r], from + r * N, n[g], x.kernel);
+                        pool(&x, b[2 * g + r], from + r * N, n[g]);
                     for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
                         int at = order == POOL_ONLY ? 2 * g + r : g;
                         CHECK(!memcmp(got + at * N, b[at], n[g] * sizeof *got),
@@ -8615,7 +8692,36 @@ TEST(cuda_snapkv, "snapkv") { dialogues("snapkv", "budget=20 obs-window=4"); }
 TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
     dialogues("adakv", "budget=20 obs-window=4");
     dialogues_more("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
+    dialogues_more("adakv", "budget=20 obs-window=4 pool=avg adakv-share");
     dialogues_more("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
+}
+
+// In layer 0 two tokens with the same id have keys of the same length, so every id comes once here.
+TEST(cuda_keys, "knorm, keydiff: rows by their keys, in two turns") {
+    static const char *const method[] = { "knorm", "keydiff" };
+    for (int i = 0; i < 2; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i]);
+        Tiny m = tiny_model(2, 6, 3, i ? 64 : 40, 16, 16, 211, 33);
+        Options *oc = options_of("budget=20"), *od;
+        Session *a = session_open(m.c, m.w, oc, method[i]);
+        Session *b = cuda_session(m, method[i], "budget=20", &od);
+        int ids[130];
+        for (int j = 0; j < 130; j++) ids[j] = (j * 7 + 3) % 211;
+        for (int j = 0; j < 130;) {
+            int n = j == 0 ? 60 : j == 70 ? 40 : 1;             // two prefills, decode steps behind them
+            const float *x = n > 1 ? prefill(a, ids + j, n) : decode(a, ids[j]);
+            const float *y = n > 1 ? prefill(b, ids + j, n) : decode(b, ids[j]);
+            double e = worst(y, x, 211, logit_bound, logit_bound, NULL);
+            j += n;
+            CHECK(e <= 1 && !views_differ(a, b), "%s: after %d tokens other rows, or logits %g times the bound",
+                  method[i], j, e);
+        }
+        session_close(a);
+        session_close(b);
+        options_free(oc);
+        options_free(od);
+        tiny_free(m);
+    }
 }
 
 TEST(cuda_h2o, "h2o, at a prefill's end and in every step") {

@@ -1045,7 +1045,7 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
-        "budget", "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "budget", "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
     Options *plain = options_like(a->o);

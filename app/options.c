@@ -62,6 +62,7 @@ const Opt program_options[] = {
     { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)", 0, INT_MAX },
     { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
     { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
+    { "pool",          'c', "max|avg", "what a neighbourhood of those scores becomes" },
     { "gqa-agg",       'c', "mean|max|sum", "query heads of a KV head to one score (snapkv, adakv, pyramidkv)" },
     { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
     // Output
