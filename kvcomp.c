@@ -70,26 +70,6 @@
 #endif
 #include <stb/stb_ds.h>
 
-enum {
-    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
-    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
-    KV_CHUNK = 2048,        // rows of one running softmax
-};
-
-typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) rows as f32
-    float *q;               // (Q_BLOCK,D) the queries
-    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
-    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
-    int rows[KV_TILE];      // room for the row numbers of a tile
-    float *sc;              // (m,n) scores of the tile, then exp(score - max)
-    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
-    float sum[Q_BLOCK];     // the sum of exp(score - max),
-    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
-} Tile;
-
-enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
-
 static void note_peak(Session *s);
 
 // ==================================================================================================== 1 MODEL
@@ -608,6 +588,8 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 }
 
 // ---- new rows
+enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
+
 // The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
 // growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
 // KV_GROWTH rows at most, and not past the rows that -c allows.
@@ -1035,6 +1017,12 @@ int layer_acts(const Session *s, int l) {
 // on the number of threads. Prefill and decode do the same arithmetic, so a token's logits do not
 // depend on how it came in (D2).
 
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
+
 // ---- the definition: one query, all three passes
 // One softmax of query head h over exactly the rows listed; which of them are visible is the
 // caller's business. q, out (D); prob (n): the probabilities, or NULL.
@@ -1075,6 +1063,18 @@ typedef struct {            // keys or values as a kernel takes them
     int dtype;              // DT_* or ROWS_Q8
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
 } TileRows;
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
 
 // Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
 static Q8Query *q8_room(Session *s) {
@@ -3581,8 +3581,7 @@ const Method tri_shape_method = {
 // Options: --minference-verticals (512), --minference-slashes (2048).
 
 enum { MINF_LAST = 64 };        // rows looked at
-enum { MINF_V = 30 };           // columns that come first, whatever their weight
-enum { MINF_S = 100 };          // offsets that do
+static const int minference_least[] = { 30, 100 };      // columns and offsets that come first
 
 typedef struct {
     int n[2];                   // columns and offsets of a head
@@ -3596,11 +3595,6 @@ static int minference_open(Session *s, void *ms) {
     return opt_least(s, "minference-slashes", 50, &x->n[1]);
 }
 
-// How many lines of a kind come first, whatever their weight.
-static int minference_least(int slash) {
-    return slash ? MINF_S : MINF_V;
-}
-
 // Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
 // (n) are room. Lines always taken get an infinite weight.
 static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P,
@@ -3609,7 +3603,7 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         memset(sum, 0, (size_t)a->n * sizeof(float));
         for (int i = 0; i < m; i++)
             for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
-        for (int j = 0; j < a->n && j < minference_least(slash); j++) sum[j] = INFINITY;
+        for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
         int k = top_k(sum, a->n, x->n[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
@@ -3631,7 +3625,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
                 n[i] = a[i].n;
                 k[i] = x->n[slash];
             }
-            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least(slash));
+            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
             for (int i = 0; i < heads; i++) {
                 uint64_t *bits = slash ? a[i].s : a[i].v;
@@ -4025,8 +4019,14 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, lines 9 to 17 -> select_faithful
-//   Algorithm 3, lines 3, 6 -> loop_due
+//   Algorithm 2, line 9 -> select_faithful
+//   Algorithm 2, line 10 -> select_faithful
+//   Algorithm 2, line 11 -> select_faithful
+//   Algorithm 2, line 12 -> select_faithful
+//   Algorithm 2, lines 13-14 -> select_faithful
+//   Algorithm 2, lines 16-17 -> select_faithful
+//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
@@ -5033,14 +5033,19 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
         for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
             int from = keep ? keep[r] : r;
-            if (from < h->packed) {
-                old = region_of(old, from);
-                size_t old_bytes = pats_row_bytes(x->rows64, D, old->w);
-                pats_load_region(x->rows64, 0, old, pats_row(held, old, from, old_bytes), 1, D, row);
-            } else {
+            unsigned char *place = pats_row(to, &reg[i], r, bytes);
+            if (from >= h->packed) {
                 memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
+            } else {
+                old = region_of(old, from);
+                const unsigned char *p = pats_row(held, old, from, pats_row_bytes(x->rows64, D, old->w));
+                if (old->w == reg[i].w) {                // nothing is cut
+                    memcpy(place, p, bytes);
+                    continue;
+                }
+                pats_load_region(x->rows64, 0, old, p, 1, D, row);
             }
-            pats_write_row(pats_row(to, &reg[i], r, bytes), row, D, reg[i].w, x->rows64);   // Sec. 3, w
+            pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
         }
     }
     return to;

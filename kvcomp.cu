@@ -7823,7 +7823,7 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
         int B = 8 * PATS_BLOCK / g->w;                           // Sec. 3, B: elements of a block
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
-    const uint32_t *p = words + g->base / 4 + bit / 32;
+    const uint32_t *p = words + g->base / 4 + bit / 32;          // Sec. 3, fetch
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
     return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }

@@ -55,6 +55,9 @@ EXPECTED='
 *lychee*/totals.*.meta_bytes               an index holds fewer numbers: a node has no list of its children
 cpu/[!s]*/quest*/totals.*.meta_bytes       every query head has a list of its own
 cpu/[!s]*/loopserve-d*/totals.*.meta_bytes every query head has a list of its own
+device/*/quest*/totals.*.meta_bytes        every query head has a list of its own
+device/*/loopserve-d*/totals.*.meta_bytes  every query head has a list of its own
+device/*/loopserve[+/]*meta_bytes          every query head has a list of its own
 cpu/[!tsw]*/loopserve[+/]*meta_bytes       every query head has a list of its own
 cpu/we*/loopserve[+/]*meta_bytes           every query head has a list of its own
 cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
