@@ -221,7 +221,7 @@ SANITIZED = cuda_math cuda_rows cuda_attention cuda_full cuda_steps
 SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) \
               $(wildcard $(dir $(NVCC))compute-sanitizer $(dir $(NVCC))../compute-sanitizer/compute-sanitizer))
 GPU_ARCH = native
-gpu-test: tests.c kvcomp.cu $(call objects,test,$(TESTS_WITH)) | deps
+gpu-test: tests.c kvcomp.cu test/cuda_doors.h $(call objects,test,$(TESTS_WITH)) | deps
 	$(NVCC) $(NVFLAGS) -arch=$(GPU_ARCH) -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
 	$(CC) $(WARN) -Wno-unused-function -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
 	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(call objects,test,$(TESTS_WITH)) $(NVLINK)
@@ -334,7 +334,7 @@ HARD  := tests_hard
 endif
 $(eval $(call flavour,test,$(TEST_FLAGS) $(EMU_D)))
 
-build/kvcomp_emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
+build/kvcomp_emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h test/cuda_doors.h Makefile
 	@mkdir -p $(@D)
 	@echo "compiling kvcomp.cu for the emulator: about a minute"
 	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
@@ -390,7 +390,7 @@ HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token
              cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
-build/kvcomp_hard.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
+build/kvcomp_hard.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h test/cuda_doors.h Makefile
 	@mkdir -p $(@D)
 	@echo "compiling kvcomp.cu for the emulator's harder modes: about a minute"
 	g++ $(EMUFLAGS) -DEMU_HARD=1 $(HARD_SEES) $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
@@ -403,7 +403,7 @@ RACE = -Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVC
 build/race/%.o: OPENMP =
 $(eval $(call flavour,race,$(RACE)))
 
-build/race/emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h
+build/race/emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h test/cuda_doors.h
 	@mkdir -p $(@D)
 	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o $@ kvcomp.cu
 

@@ -1847,6 +1847,16 @@ int pos_fits(const Session *s, int n, int extra) {
     return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
 }
 
+// A prefill's n tokens t go through the model: in one pass, or under --chunk N in passes of N tokens. At
+// the end of each a method that drops rows does so, as at a turn's end, so that no head ever holds more
+// than its budget and N rows -> the logits (V) of the last one.
+static const float *passes(Session *s, const Token *t, int n) {
+    const float *logits = NULL;
+    int most = s->chunk ? s->chunk : n;
+    for (int t0 = 0; t0 < n; t0 += most) logits = s->forward(s, t + t0, min_int(n - t0, most));
+    return logits;
+}
+
 // One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
@@ -1864,7 +1874,7 @@ const float *prefill(Session *s, const int *ids, int n) {
     view_all(s);
     EACH_HOOK(s, p, enter) n = p->m->enter(s, p->ms, t, n, cap);
 
-    const float *logits = s->forward(s, t, n);
+    const float *logits = passes(s, t, n);
     free(t);
     s->coming = NULL;
     s->turn++;
@@ -1973,6 +1983,16 @@ static int parts_parse(Session *s, const char *spec) {
     return 0;
 }
 
+// Refuses --chunk for a part that looks at a turn as a whole: at its tokens before the pass, or at all its
+// queries at once. 0, or -1 with the reason in s->err.
+static int parts_by_chunks(Session *s) {
+    for (int i = 0; s->chunk && i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->enter || m->attend) return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+    }
+    return 0;
+}
+
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
@@ -2058,11 +2078,12 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = batch_rows(o, opt_str(o, "device"));
+    s->chunk = opt_int(o, "chunk");
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+    if (parts_parse(s, method) || parts_by_chunks(s) || parts_open(s) || on_device(s)) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -2623,7 +2644,8 @@ const Method adakv_method = {
 //   cap of layer l = hi - l (hi - lo) / (L - 1)
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
-// layer; a KV head keeps one set.
+// layer; a KV head keeps one set. Budgets are those of the authors' program; kvpress's pyramidkv_press.py
+// counts the window into them, so its rows are others.
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
 // --gqa-agg (mean).
 
@@ -3619,7 +3641,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
     int *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
     for (int i = 0; i < m; i++) t[i] = T - m + i;
     for (int g = 0; g < G; g += ng, a += heads) {
-        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
+        float *P = line_probs_cuda(s, l, g, ng, q, t, m);
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
@@ -3709,7 +3731,7 @@ const Method minference_method = {
 // Map:
 //   max_d -> page_bounds, page_bounds_kernel
 //   min_d -> page_bounds, page_bounds_kernel
-//   u(page) -> page_scores, quest_kernel
+//   u(page) -> page_scores, page_select_kernel
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
 // read everything).
 
@@ -4393,7 +4415,7 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
     Lines *lines = pass->lines;
     for (int h0 = 0; h0 < G * R; h0 += heads) {
         // Algorithm 2, line 4: A[X~]
-        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->T, pass->rows, m);
+        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->rows, m);
         if (!x->variant_a) {
             choose_lines_cuda(s, l, h0 / R, groups, &x->rule, P, pass->T, m, lines + h0,
                               pass->found + h0);
@@ -5344,7 +5366,7 @@ const Method pats_method = {
 //   Sec. 4.1 -> chunk_key, node_cover, chunk_keys_kernel, cover_kernel
 //   Sec. 4.3 -> chunk_end, kmeans, assign_kernel, centres_kernel
 //   Sec. 4.4 -> node_absorb, graft_kernel
-//   Eq. 2 -> score_nodes, node_score, lychee_kernel
+//   Eq. 2 -> score_nodes, node_score, cluster_select_kernel
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
 //   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
 //   Algorithm 1, line 9 -> open_units
@@ -6178,9 +6200,9 @@ const Method lychee_method = {
 // Map:
 //   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel, decode_kernel, gqa_kernel
+//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
 //   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
-//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel
+//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 //   Sec. 4.3 -> sonic_K, sonic_numbers
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
@@ -7502,6 +7524,11 @@ static int rows_kept(const Session *s, int ctx, int evicts) {
     return s->budget ? min_int(s->budget, ctx) : ctx;
 }
 
+// The most rows a KV head holds at once, while a layer is computed.
+static int rows_at_once(const Session *s, int ctx, int evicts) {
+    return evicts && s->chunk ? min_int(rows_kept(s, ctx, 1) + s->chunk, ctx) : ctx;
+}
+
 // Bytes that a part's index, bounds or adapter take when ctx tokens are held.
 static size_t part_bytes(const Session *s, const Part *p, int ctx) {
     if (p->m->plan) return p->m->plan(s, p->ms, ctx);
@@ -7539,16 +7566,17 @@ static int wide_inputs(const Session *s) {
     return wide;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. scored 1: scores of every row may be
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of every row may be
 // needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
 // same but those that plan_room_cuda adds.
-static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
+static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, int sparse) {
     const Config *c = s->c;
-    size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t f = sizeof(float), T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t N = rows_at_once(s, p->ctx, evicts);     // rows that a pass may read
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
-    size_t scores = H * T * f;
+    size_t scores = H * N * f;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
     // block does not have fewer pairs of tiles.
@@ -7569,13 +7597,13 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores",
-                   halves || f32 ? 0 : min_size(4 * G * T * D, max_size((size_t)512 << 20, 4 * T * D)));
+                   halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room_cuda(p, "the best of the logits",
                    sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
-    plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
-    plan_room_cuda(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
+    plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
+    plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
@@ -7591,7 +7619,8 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
     int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
-    size_t held = round_to_step(raw), all = round_to_step(p->ctx), others = heads - c->G;
+    size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx, evicts));
+    size_t others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
     p->kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
     p->kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one",
@@ -7626,7 +7655,7 @@ MemoryPlan memory_plan(const Session *s) {
         sparse |= m->attend && m->role & ROLE_PREFILL;
         p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
     }
-    plan_pass(&p, s, turn_hooks(s), sparse);
+    plan_pass(&p, s, evicts, turn_hooks(s), sparse);
     plan_host(&p, s, evicts);
     return p;
 }

@@ -17,11 +17,11 @@
 // are kept.
 //
 // CONTENTS: what runs on the device, in the order of this file
-//      HELPERS: errors, device memory, uploads, blocks of memory cut into arrays
+//      HELPERS: growing buffers, what the device holds of a session, tensors on the device
 //      NUMBERS AND KERNELS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
-//    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
+//    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
@@ -35,251 +35,11 @@
 //      THE BEST OF THE LOGITS: the best of the logits, from which the host samples
 //      BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
-#include <math.h>
-#include <stdlib.h>
-#ifdef __CUDACC__                               // otherwise cuda_emu.h has defined all of this
-#include <cublas_v2.h>
-#ifdef __CUDACC__
-#include <dlfcn.h>
-#endif
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-// Every launch goes through KV_LAUNCH: kernel, grid, block, bytes of dynamic shared memory,
-// arguments.
-#define KV_LAUNCH(k, grid, block, smem, ...) do { \
-    k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); \
-    KV_CUDA(cudaGetLastError()); \
-} while (0)
-
-static int kv_early;                            // 1: the device can start a kernel early, sm_90 and later
-
-// A launch of a kernel that calls dependency_wait: it may start before the one ahead of it has ended, so
-// that its first blocks find their places, and a product's ask for their weights, while that one's last are
-// at work.
-template <class... P, class... A>
-static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t smem, cudaStream_t stream,
-                                A... a) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = dim3(grid);
-    c.blockDim = dim3(block);
-    c.dynamicSmemBytes = smem;
-    c.stream = stream;
-    c.attrs = &early;
-    c.numAttrs = kv_early;
-    return cudaLaunchKernelEx(&c, k, (P)a...);
-}
-#define KV_LAUNCH_EARLY(k, grid, block, smem, ...) do { \
-    KV_CUDA(launch_early(k, grid, block, smem, kv_stream, __VA_ARGS__)); \
-} while (0)
-
-// KV_UNROLL(n) stands before a loop whose loads are to be under way n at once, KV_UNROLL() before one
-// whose arrays are to be registers.
-#define KV_PRAGMA(x) _Pragma(#x)
-#define KV_UNROLL(n) KV_PRAGMA(unroll n)
-
-// A device function that is called, not inlined.
-#define KV_CALL __device__ __noinline__
-
-// Declares `name`, the kernel's dynamic shared memory, as T *.
-#define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
-#endif
-
-// Lets a kernel have more shared memory than the 48 KB every kernel has without asking, static arrays of
-// up to 16 KB among them. smem is a variable.
-#define KV_WIDE(k, smem) do { \
-    if (smem > 32 * 1024) \
-        KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
-} while (0)
-
-// Launches of such kernels.
-#define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
-    KV_WIDE(k, smem); \
-    KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); \
-} while (0)
-#define KV_LAUNCH_WIDE_EARLY(k, grid, block, smem, ...) do { \
-    KV_WIDE(k, smem); \
-    KV_LAUNCH_EARLY(k, grid, block, smem, __VA_ARGS__); \
-} while (0)
+#include "lib/cuda.h"
 
 // ==================================================================================================== HELPERS
-// Errors end the program with one line. Everything happens in one stream, in the order in which it
-// is asked for. Device memory is asked for through device_new(). room() keeps one growing buffer
-// for each purpose, so a decode step allocates nothing once the buffers have grown.
-
-static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
-static cudaMemPool_t kv_pool;                   // where rows come from and go back to (stream_open)
-static int kv_host_pages;                       // 1: the device reads ordinary host memory by itself
-
-// ---- errors
-
-// Ends the program: exit 4 when memory was too small, else 1.
-static void cuda_fail(cudaError_t e, const char *call, int line) {
-    if (e == cudaErrorMemoryAllocation)
-        die(EXIT_MEMORY, "the GPU is out of memory (kvcomp.cu:%d): a smaller -c, -b or --budget needs less, "
-            "and so does -ctk/-ctv q8_0", line);
-    die(EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
-}
-
-enum { NO_CAPTURE, CAPTURING, CAPTURE_LOST };
-static int kv_capture;                          // launches are being written into a graph, or could not be
-
-// A call has failed. While launches are written into a graph (step_capture) the graph is lost, and nothing
-// else; at any other time the program ends.
-static void call_failed(cudaError_t e, const char *call, int line) {
-    if (kv_capture) kv_capture = CAPTURE_LOST;
-    else cuda_fail(e, call, line);
-}
-
-// Every call of the CUDA runtime stands in KV_CUDA, every call of cuBLAS in KV_BLAS: a failure ends
-// the program, or a capture.
-#define KV_CUDA(call) do { \
-    cudaError_t e_ = (call); \
-    if (e_ != cudaSuccess) call_failed(e_, #call, __LINE__); \
-} while (0)
-#define KV_BLAS(call) do { \
-    int e_ = (int)(call); \
-    if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); \
-} while (0)
-
-// cuBLAS is opened when a session comes to the device, and not when the program starts: the library is 200 MB
-// large and takes .3 s to load, which a run that asks nothing of a GPU need not wait for. (Under the emulator
-// its functions stand in test/cuda_emu.h.)
-#ifdef __CUDACC__
-static struct {
-    cublasStatus_t (*create)(cublasHandle_t *);
-    cublasStatus_t (*destroy)(cublasHandle_t);
-    cublasStatus_t (*set_stream)(cublasHandle_t, cudaStream_t);
-    cublasStatus_t (*gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void *alpha,
-                           const void *A, cudaDataType, int lda, const void *B, cudaDataType, int ldb, const void *beta,
-                           void *C, cudaDataType, int ldc, cublasComputeType_t, cublasGemmAlgo_t);
-} blas_calls;
-
-#define KV_TEXT_(x) #x
-#define KV_TEXT(x) KV_TEXT_(x)
-
-// Fills blas_calls, once. 0, or -1 with the reason in err.
-static int blas_open(char err[512]) {
-    if (blas_calls.gemm) return 0;
-    void *lib = dlopen("libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR), RTLD_NOW);
-    if (!lib) {
-        snprintf(err, 512, "%s", dlerror());
-        return -1;
-    }
-    *(void **)&blas_calls.create     = dlsym(lib, "cublasCreate_v2");
-    *(void **)&blas_calls.destroy    = dlsym(lib, "cublasDestroy_v2");
-    *(void **)&blas_calls.set_stream = dlsym(lib, "cublasSetStream_v2");
-    *(void **)&blas_calls.gemm       = dlsym(lib, "cublasGemmEx");
-    if (blas_calls.create && blas_calls.destroy && blas_calls.set_stream && blas_calls.gemm) return 0;
-    snprintf(err, 512, "libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR) " lacks cublasGemmEx or its like");
-    blas_calls.gemm = NULL;
-    return -1;
-}
-#define blas_create     blas_calls.create
-#define blas_destroy    blas_calls.destroy
-#define blas_set_stream blas_calls.set_stream
-#define blas_gemm       blas_calls.gemm
-#else
-static int blas_open(char *) { return 0; }
-#define blas_create     cublasCreate
-#define blas_destroy    cublasDestroy
-#define blas_set_stream cublasSetStream
-#define blas_gemm       cublasGemmEx
-#endif
-
-// ---- device memory
-
-// Gives back what the pool keeps of freed rows (stream_open), once everything that was asked for is
-// done with it.
-static void pool_trim(void) {
-    if (!kv_stream) return;
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    KV_CUDA(cudaMemPoolTrimTo(kv_pool, 0));
-}
-
-// New device memory in *p: from the pool, in the order of the stream, or from the device. -> 1, or 0
-// when there is too little.
-static int device_ask(char **p, size_t bytes, int pool) {
-    cudaError_t e = pool ? cudaMallocAsync(p, bytes, kv_stream) : cudaMalloc(p, bytes);
-    if (e == cudaSuccess) return 1;
-    if (e != cudaErrorMemoryAllocation) cuda_fail(e, pool ? "cudaMallocAsync" : "cudaMalloc", __LINE__);
-    (void)cudaGetLastError();                   // or the next launch would report it
-    return 0;
-}
-
-// The same, asked a second time when the pool has given back what it keeps: that may be just what
-// is missing.
-static int device_try(char **p, size_t bytes, int pool) {
-    if (device_ask(p, bytes, pool)) return 1;
-    pool_trim();
-    return device_ask(p, bytes, pool);
-}
-
-// New device memory, NULL for 0 bytes.
-static char *device_new(size_t bytes) {
-    char *p = NULL;
-    if (bytes && !device_try(&p, bytes, 0)) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __LINE__);
-    return p;
-}
-
-// Gives device memory back. p may be NULL.
-static void device_free(void *p) {
-    if (p) KV_CUDA(cudaFree(p));
-}
-
-// Copies n bytes to the device. host is ordinary memory, which the runtime has read when the call
-// returns: it goes through memory of the runtime's own. A GPU that reads the host's pages itself
-// (Grace Hopper) may do without, so there the copy is waited for.
-static void upload(void *dev, const void *host, size_t n) {
-    if (!n) return;
-    KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
-    if (kv_host_pages) KV_CUDA(cudaStreamSynchronize(kv_stream));
-}
-
-// Copies n bytes to the host, and waits for them.
-static void download(void *host, const void *dev, size_t n) {
-    if (!n) return;
-    KV_CUDA(cudaMemcpyAsync(host, dev, n, cudaMemcpyDeviceToHost, kv_stream));
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-}
-
-// Copies n bytes inside device memory.
-static void device_copy(void *to, const void *from, size_t n) {
-    if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream));
-}
-
-// How many blocks of `per` things hold n of them.
-static int blocks(size_t n, int per) {
-    return (int)((n + per - 1) / per);
-}
-
-// ---- one block of memory, cut into arrays
-// Some uploads, and the shared memory of some kernels, are several arrays one behind the other in
-// one block. A function X_carve() says once which arrays these are. Called with the block it sets
-// the pointers, called with NULL it only adds up the bytes, so a size and a layout cannot differ.
-// No gap is left between two arrays: an array whose type is wider must not stand behind one with an
-// odd number of narrower elements.
-
-struct Block {
-    char *mem;                  // the block, or NULL: only its size is wanted
-    size_t at;                  // bytes carved
-};
-
-// The next n elements of the block. A kernel always has one; there the question would be asked anew at every
-// access, and hide from the compiler that it is shared memory.
-template <class T> KV_HD static T *carve(Block *b, size_t n) {
-#ifdef __CUDA_ARCH__
-    T *p = (T *)(b->mem + b->at);
-#else
-    T *p = b->mem ? (T *)(b->mem + b->at) : NULL;
-#endif
-    b->at += n * sizeof(T);
-    return p;
-}
+// Launches, errors, device memory, warps, and what only PTX can say stand in lib/cuda.h. room() keeps one growing
+// buffer for each purpose, so a decode step allocates nothing once the buffers have grown.
 
 // ---- what a session holds on the device
 
@@ -306,7 +66,7 @@ enum {
     ROOM_IDS,                   // (T) vocabulary ids of the pass
     ROOM_TOK,                   // (n_tok) a copy of Session.tok
     ROOM_PLAN,                  // works, items and lists of one call of attention
-    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for tensor_kernel
+    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for prefill_kernel
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
@@ -588,214 +348,6 @@ static const char *on_device(Session *s, const Tensor *t) {
 // rounded value and what the rounding left over: two products, off by 2^-22 of it with f16 and by
 // 2^-16 with bf16.
 
-// ---- sums and maxima over the lanes of a warp
-
-enum : unsigned { ALL_LANES = 0xffffffffu };
-
-// The sum of x over each group of LANES neighbouring lanes; every lane of the group gets it. LANES
-// is a power of two. Lanes LANES/2 apart are added first, neighbours last.
-template <int LANES, class T> static __device__ T lanes_sum(T x) {
-    for (int d = LANES / 2; d; d >>= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
-    return x;
-}
-
-// The largest x of each group of LANES neighbouring lanes.
-template <int LANES> static __device__ float lanes_max(float x) {
-    for (int d = LANES / 2; d; d >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-    return x;
-}
-
-// The other way: the sum of x over the 32/LANES lanes that have the same place in their group;
-// neighbouring groups are added first.
-template <int LANES> static __device__ float groups_sum(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
-    return x;
-}
-
-// The largest x of the 32/LANES lanes that have the same place in their group.
-template <int LANES> static __device__ float groups_max(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-    return x;
-}
-
-// The place of the lowest bit of m that is set.
-static __device__ int lowest_bit(unsigned m) {
-    return __popc((m & (0u - m)) - 1);
-}
-
-// ---- what comes after all blocks, in the same launch
-// Blocks that share a work count themselves in, and the last one to arrive does what needs the
-// results of all of them. It saves a launch, and it waits for nobody.
-
-// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees
-// what the others have written. *last: shared. All threads of a block.
-static __device__ int arrives_last(int *counter, int all, int *last) {
-    __syncthreads();
-    if (!threadIdx.x) {
-        __threadfence();
-        *last = atomicAdd(counter, 1) == all - 1;
-        if (*last) {
-            atomicAdd(counter, -all);
-            __threadfence();
-        }
-    }
-    __syncthreads();
-    return *last;
-}
-
-// ---- what only PTX can say
-// Instructions that CUDA C++ has no words for. cuda_emu.h has functions of the same names, written
-// from the tables of the PTX ISA; the test cuda_fragments compares both with those tables.
-//
-// A warp's lane is 4 g + t, with g = 0..7 and t = 0..3. A word is two 16-bit numbers, the one with the
-// lower index in the lower half. What lane (g,t) holds of a matrix:
-//
-//     A (16,16)   a[0] = A[g][2t,2t+1]     a[2] = A[g][2t+8,2t+9]       words
-//                 a[1] = A[g+8][2t,2t+1]   a[3] = A[g+8][2t+8,2t+9]
-//     B (16,8)    b[0] = B[2t,2t+1][g]     b[1] = B[2t+8,2t+9][g]       words
-//     D (16,8)    d[0,1] = D[g][2t,2t+1]   d[2,3] = D[g+8][2t,2t+1]     f32
-//     (8,8)       x = X[g][2t,2t+1]                                     a word
-// KV_PTX marks such a function; a kernel need not use every one of them.
-#ifdef __CUDACC__
-#define KV_PTX [[maybe_unused]] static __device__ __forceinline__
-
-// d += a b: A (16,16) and B (16,8) of 16-bit numbers of type DT, D (16,8) in f32.
-template <int DT>
-KV_PTX void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2]) {
-    if (DT == DT_F16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// An address in shared memory as PTX wants it, in bytes. ldmatrix and copy16_async take one, or a pointer;
-// a kernel that reads a place again and again keeps one, where each pointer would be turned into one.
-typedef unsigned SharedAt;
-
-// The address of p, which points into shared memory.
-KV_PTX SharedAt shared_address(const void *p) {
-    return (SharedAt)__cvta_generic_to_shared(p);
-}
-
-// r[i] = the lane's word of the i-th of four (8,8) matrices in shared memory. Lane 8 i + j names row j
-// of matrix i, 16 bytes aligned to 16. Words of a row-major (16,16) come out as an A fragment when the
-// lanes name rows 0..7, rows 8..15, and then the same rows 8 columns on.
-KV_PTX void ldmatrix_x4(unsigned r[4], SharedAt row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
-}
-KV_PTX void ldmatrix_x4(unsigned r[4], const void *row) { ldmatrix_x4(r, shared_address(row)); }
-
-// The same, and each of the four matrices is transposed on the way.
-KV_PTX void ldmatrix_x4_trans(unsigned r[4], SharedAt row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
-}
-KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) { ldmatrix_x4_trans(r, shared_address(row)); }
-
-// Asks for 16 bytes from device memory to shared memory; both are aligned to 16. What lies at `to` is
-// undefined until the copy has been waited for, and other threads see it after the barrier that
-// follows the wait.
-KV_PTX void copy16_async(SharedAt to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-KV_PTX void copy16_async(void *to, const void *from) { copy16_async(shared_address(to), from); }
-
-// The same, but zeros instead of the bytes at `from` (which is not read) unless take.
-KV_PTX void copy16_async_if(void *to, const void *from, int take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(take ? 16 : 0)
-                 : "memory");
-}
-
-// The thread's copies since its last call of this are a group, which may be empty.
-KV_PTX void copy_commit(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most the N youngest groups of the thread are under way.
-template <int N> KV_PTX void copy_wait(void) {
-    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-
-// to (4) = the 4 words at p, aligned to 16 bytes: device memory that no kernel writes while this one runs,
-// read once, so that it takes no room in L1.
-KV_PTX void load_once(unsigned *to, const void *p) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "l"(__cvta_generic_to_global(p)));
-}
-
-// x. The compiler cannot know how it came about, and so keeps it in a register, where it would otherwise
-// work it out anew in every turn of a loop.
-KV_PTX SharedAt as_it_is(SharedAt x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-KV_PTX const char *as_it_is(const char *x) {
-    asm volatile("" : "+l"(x));
-    return x;
-}
-
-// 2^x, right to 2^-22; what is smaller than 2^-126 is 0.
-KV_PTX float exp2_flush(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// A kernel launched with programmatic stream serialization starts before the one ahead of it has
-// ended. It calls dependency_wait, in every thread, before it writes and before it reads what a kernel
-// wrote that may still run: then the one ahead has ended, and so have all before that one, because it has
-// waited, too. dependents_launch says that the next kernel may start. Both do nothing in an ordinary launch,
-// and before sm_90. cuda_emu.h looks after the waits.
-KV_PTX void dependency_wait(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// See dependency_wait.
-KV_PTX void dependents_launch(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-#endif
-
-// ---- stored numbers
-
-// A stored type DT_*: bytes of one number, numbers in the 16 bytes that a lane loads at once.
-template <int DT> struct Stored {
-    enum { BYTES = DT == DT_F32 ? 4 : 2, WIDE = 16 / BYTES };
-};
-
-// The 16-bit number h of type DT as f32. The hardware's conversion of f16 is exact too.
-template <int DT> static __device__ float half_get(uint16_t h) {
-#ifdef __CUDACC__
-    return DT == DT_F16 ? __half2float(__ushort_as_half(h)) : bf16_to_f32(h);
-#else
-    return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
-#endif
-}
-
-// x rounded to a 16-bit number of type DT (section 3).
-template <int DT> static __device__ uint16_t half_put(float x);
-
-// Number i of an array of dtype.
-static __device__ float number(const void *p, int dtype, size_t i) {
-    if (dtype == DT_F32) return ((const float *)p)[i];
-    uint16_t h = ((const uint16_t *)p)[i];
-    return dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
-}
-
 // ---- bf16 matrices as f16
 // f16 has three more bits than bf16 and a smaller range. A matrix times 2^k, with k such that its
 // largest element lies in [2^15,2^16), fits: bf16 has 8 significant bits, so the largest one there
@@ -893,30 +445,8 @@ static void matrices_of(Session *s, const Tensor *const *t, int n, const Copied 
     for (int i = 0; i < n; i++) c[i] = copy_of(s, t[i]);
 }
 
-// ---- norms, embeddings
-// All of these are bound by memory: a few operations for each number that is read and written once.
-
-// RMSNorm: y[t][i] = x[t][i] w[i] / sqrt(mean of x[t]^2 + eps); x, y (T,n), w (n).
-//   Block   one row t; 1, 8 or 32 warps (rmsnorm_threads)
-//   Lane    every blockDim-th element of the row
-//   Shared  part (32): the sum of squares of each warp
-static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n,
-                                      float eps) {
-    __shared__ float part[32];
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const float *from = x + (size_t)blockIdx.x * n;
-    float *to = y + (size_t)blockIdx.x * n, ss = 0;
-    for (int i = threadIdx.x; i < n; i += blockDim.x) ss += from[i] * from[i];
-    ss = lanes_sum<32>(ss);
-    if (warps > 1) {
-        if (!lane) part[warp] = ss;
-        __syncthreads();
-        ss = 0;
-        for (int i = 0; i < warps; i++) ss += part[i];
-    }
-    float inv = 1 / sqrtf(ss / (float)n + eps);
-    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
-}
+// ---- embeddings
+// Bound by memory: each number is read and written once.
 
 // x (T,C) = rows ids[t] of the table (V,C); n = T C. A thread an element. Rows whose id is negative
 // are left alone.
@@ -924,19 +454,6 @@ static __global__ void embed_kernel(float *x, const void *table, int dtype, cons
                                     size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
-}
-
-// Threads of a row: one warp where many rows fill the device or a row is short. A few long rows
-// take as many warps as finish soonest.
-static int rmsnorm_threads(int T, int n) {
-    if (T >= 64 || n < 512) return 32;
-    return n < 2048 ? 256 : 1024;
-}
-
-// Launches the norm of x (T,n) into y. Nothing happens when the model has no such w.
-static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
-    const char *d = on_device(s, w);
-    if (d) KV_LAUNCH(rmsnorm_kernel, T, rmsnorm_threads(T, n), 0, y, x, d, w->dtype, n, s->c->eps);
 }
 
 // ---- products of one token
@@ -1282,18 +799,6 @@ template <int KIND> static __device__ float source_value(const Source &a, const 
     return gate / (1 + expf(-gate)) * up;
 }
 
-// The sum (MAX 0) or the maximum (MAX 1) of x over the block. part (32) is shared memory that nobody
-// reads any more.
-template <int MAX> static __device__ float block_fold(float x, float *part) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    x = MAX ? lanes_max<32>(x) : lanes_sum<32>(x);
-    if (!lane) part[warp] = x;
-    __syncthreads();
-    x = part[0];
-    for (int i = 1; i < warps; i++) x = MAX ? fmaxf(x, part[i]) : x + part[i];
-    return x;
-}
-
 // The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
 // for what is no number.
 static __device__ float power_below(float x) {
@@ -1347,9 +852,10 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
     int threads = a.n < 512 ? 32 : 256;
     float eps = s->c->eps;
-    if (a.kind == ROWS_PLAIN)     KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>),  T, threads, 0, y, scale, a, eps);
-    else if (a.kind == ROWS_NORM) KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
-    else                          KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_NORM)   KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_SWIGLU) KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if constexpr (OUT != DT_F32)                // plain rows are f32 already
+        if (a.kind == ROWS_PLAIN) KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>), T, threads, 0, y, scale, a, eps);
 }
 
 struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
@@ -1445,39 +951,22 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
     return { y, alike ? f.scale : NULL, T, cols };
 }
 
-struct Finish {                 // where the columns of a product go
-    float *y[3];                // (T,rows)
-    const void *bias[3];        // (rows); NULL: none
-    int rows[3], type[3];
-};
-
-// y = m scale + bias, or with ADD y +=, for every matrix of a product. Grid: rows, columns / 256; a
-// thread an element.
-template <int ADD>
-static __global__ void finish_kernel(const __grid_constant__ Finish f, Product m) {
+// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
+static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
     size_t t = blockIdx.x;
-    int i = blockIdx.y * blockDim.x + threadIdx.x, part = 0;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= m.cols) return;
     float x = m.y[t * m.cols + i];
     if (m.scale) x *= m.scale[t];
-    while (i >= f.rows[part]) i -= f.rows[part++];
-    if (f.bias[part]) x += number(f.bias[part], f.type[part], i);
-    float *y = f.y[part] + t * f.rows[part] + i;
-    *y = ADD ? *y + x : x;
+    if (bias) x += number(bias, type, i);
+    y[t * m.cols + i] += x;
 }
 
-// Launches finish_kernel: a product becomes the y of its n Linears, or is added to them.
-template <int ADD> static void product_finish(Session *s, const Product &m, const Linear *p, int n) {
-    Finish f;
-    memset(&f, 0, sizeof f);
-    for (int i = 0; i < n; i++) {
-        f.y[i] = p[i].y;
-        f.bias[i] = p[i].b ? on_device(s, p[i].b) : NULL;
-        f.rows[i] = p[i].w->rows;
-        f.type[i] = f.bias[i] ? p[i].b->dtype : 0;
-    }
+// A product is added to the y of its Linear.
+static void product_add(Session *s, const Product &m, const Linear &p) {
+    const char *bias = p.b ? on_device(s, p.b) : NULL;
     dim3 grid(m.T, blocks(m.cols, 256));
-    KV_LAUNCH((finish_kernel<ADD>), grid, 256, 0, f, m);
+    KV_LAUNCH(finish_kernel, grid, 256, 0, p.y, m, bias, bias ? p.b->dtype : 0);
 }
 
 // Sources: rows (T,n) as they are; the norm of rows, with the model's w; SwiGLU of what a product of gate
@@ -1533,8 +1022,8 @@ static void linear_swiglu(Session *s, const float *x, const Linear in[2], const 
 struct Step;
 static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
                         int n);
-static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
-                           float *k, float *v, const float *cs, int t0, int n, int ahead);
+static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
+                    float *v, const float *cs, int t0, int n, int ahead, int hooks);
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
 static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
@@ -1628,7 +1117,7 @@ static Pass pass_room(Session *s, int T) {
 }
 
 // Brings the tokens to the device (ROOM_TOK). A prefill sends all of them again, because a method
-// may have truncated some. A decode step sends its own, or none when step_kernel writes it (last
+// may have truncated some. A decode step sends its own, or none when step_works_kernel writes it (last
 // 0). room() counts a move in Session.changes: the address alone would not tell, because a new
 // place may have the old one.
 static void upload_tokens(Session *s, int last) {
@@ -1697,17 +1186,6 @@ static int same_weights(const Session *s, int t, int end, const Layer **y, int l
     return n;
 }
 
-// Launches the projections of n rows that share the weights y: x (n,C) -> q (n,H,D), k, v (n,G,D).
-// The norms of q and k are per head, and launch nothing when the model has none.
-static void project_rows(Session *s, const Layer *y, const float *x, float *q, float *k, float *v, int n) {
-    const Config *c = s->c;
-    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
-    if (n == 1) gemv_cuda<GEMV_STORE>(s, x, p, 3, &y->attn_norm);
-    else product_finish<0>(s, products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3), p, 3);
-    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);
-    rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
-}
-
 // Launches, for n rows: x += W_o out; x += W_down (silu(W_gate h) * W_up h), where h is the normed x.
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
     Linear o = { x, &y->wo, &y->bo };
@@ -1719,9 +1197,9 @@ static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, con
         gemv_cuda<GEMV_ADD>(s, r->gate, &down, 1, NULL);
         return;
     }
-    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_plain(out, y->wo.cols), n, &o, 1), &o, 1);
+    product_add(s, products(s, ROOM_PRODUCT, rows_plain(out, y->wo.cols), n, &o, 1), o);
     Product m = products(s, ROOM_GATE, rows_norm(s, x, &y->mlp_norm), n, in, 2);
-    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), &down, 1);
+    product_add(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), down);
 }
 
 // How many of the largest logits this pass brings to the host; 0: all of them.
@@ -1806,8 +1284,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
         m = same_weights(s, t, t1, &y, l);
         size_t at = t - t0;
         float *q = r->q + at * HD, *k = r->k + at * GD, *v = r->v + at * GD;
-        if (hooks) project_rows(s, y, r->x + t * C, q, k, v, m);
-        else project_append(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at);
+        project(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at, hooks);
     }
     if (hooks) {
         watch(s, WATCH_KEYS, l, r->k);
@@ -1919,9 +1396,7 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
         row_put_q8(row, d, D, x);
         return;
     }
-    if (d >= D) return;
-    if (kind == ROW_F32) ((float *)row)[d] = x;
-    else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+    if (d < D) number_put(row, kind, d, x);
 }
 
 // ---- what kernels know of a layer's heads
@@ -2012,6 +1487,8 @@ struct Heads {
     int *ticket;                // (H+2G) of qkv_kernel
     const void *bias[3];        // of heads_kernel: the biases of q, k and v, or NULL
     int bias_type[3];
+    float *vectors[3];          // of heads_kernel: where q (n,H,D), k and v (n,G,D) stay as hooks see them, before
+                                // RoPE; NULL: they go on
     float *ring;                // (obs,H,D) where the turned q of a token is kept, in slot (index % obs);
     int obs;                    // NULL: nowhere
 };
@@ -2101,10 +1578,10 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
 // ---- projections, RoPE and append without a stop between them
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
-// then head_put. from (D): the vector, which another block may have left there, so it is read past L1. bias:
-// a number for each element, or NULL. x (D): shared memory of the warp.
+// then head_put or, if it stays, to `stays`. from (D): the vector, which another block may have left there, so it
+// is read past L1. bias: a number for each element, or NULL. x (D): shared memory of the warp.
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
-                                   const void *bias, int bias_type, size_t bias_at, float *x) {
+                                   const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
     float ss = 0;
     for (int d = lane; d < D; d += 32) {
@@ -2119,7 +1596,8 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
         for (int d = lane; d < D; d += 32) x[d] = x[d] * inv * number(w, a.norm_type[key], d);
     }
     __syncwarp();
-    head_put(a, t, value ? i - a.G : i, value, x);
+    for (int d = lane; d < D && stays; d += 32) stays[d] = x[d];
+    if (!stays) head_put(a, t, value ? i - a.G : i, value, x);
 }
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
@@ -2131,8 +1609,10 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     __shared__ float x[MAX_D];
     int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
+    float *stays = a.vectors[part];
+    if (stays) stays += ((size_t)t * (part ? a.G : a.H) + at) * a.D;
     head_finish(a, t, i, m.y + ((size_t)t * m.cols + (size_t)i * a.D), m.scale ? m.scale[t] : 1, a.bias[part],
-                a.bias_type[part], (size_t)at * a.D, x);
+                a.bias_type[part], (size_t)at * a.D, stays, x);
 }
 
 // Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
@@ -2161,7 +1641,7 @@ static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
         const float *from = a.q + (size_t)at * a.D;
         if (key >= 0)   from = a.k + (size_t)key * a.D;
         if (value >= 0) from = a.v + (size_t)value * a.D;
-        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, x[warp]);
+        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, NULL, x[warp]);
         __syncwarp();                           // all lanes have read x
     }
 }
@@ -2181,11 +1661,28 @@ qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, cons
     heads_arrive(h, row0, min_int(row0 + rows, a.rows));
 }
 
+// W_q, W_k and W_v times the normed x (n,C), and in *h the biases that are still to be added -> (n,(H+2G)D).
+static Product qkv_product(Session *s, const Layer *y, const float *x, int n, Heads *h) {
+    Linear p[] = { { NULL, &y->wq, &y->bq }, { NULL, &y->wk, &y->bk }, { NULL, &y->wv, &y->bv } };
+    for (int i = 0; i < 3 && n > 1; i++) {
+        h->bias[i] = on_device(s, p[i].b);
+        h->bias_type[i] = p[i].b->dtype;
+    }
+    if (n > 1) return products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
+    int cols = (h->H + 2 * h->G) * h->D;
+    float *to = room<float>(s, ROOM_PRODUCT, cols);
+    p[0].y = to;
+    p[1].y = to + h->H * h->D;
+    p[2].y = p[1].y + h->G * h->D;
+    gemv_cuda<GEMV_STORE>(s, x, p, 3, &y->attn_norm);
+    return { to, NULL, 1, cols };
+}
+
 // Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
-// turned, and the rows of keys and values. k, v (n,G,D): room. cs, step, ahead: see Heads. A token whose
-// three matrices have two types takes as many launches as with hooks between.
-static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
-                           float *k, float *v, const float *cs, int t0, int n, int ahead) {
+// turned, and the rows of keys and values; with hooks q, k and v (n,G,D) as they are before RoPE. Otherwise k and
+// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch.
+static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
+                    float *v, const float *cs, int t0, int n, int ahead, int hooks) {
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
     const Tensor *norm[] = { &y->q_norm, &y->k_norm };
     const Copied *c[3];
@@ -2194,22 +1691,13 @@ static void project_append(Session *s, const Layer *y, int l, const Step *step, 
     h.step = step;
     h.head0 = l * h.G;
     h.ahead = ahead;
-    if (n == 1 && !alike) {
-        dim3 grid(1, h.H + h.G);
-        project_rows(s, y, x, q, k, v, 1);
-        KV_LAUNCH(rope_append_kernel, grid, 32, 0, h);
-        return;
-    }
     for (int i = 0; i < 2; i++) {
         h.norm[i] = on_device(s, norm[i]);
         h.norm_type[i] = norm[i]->dtype;
     }
-    if (n > 1) {
-        for (int i = 0; i < 3; i++) {
-            h.bias[i] = on_device(s, p[i].b);
-            h.bias_type[i] = p[i].b->dtype;
-        }
-        Product m = products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
+    if (hooks || n > 1 || !alike) {
+        for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
+        Product m = qkv_product(s, y, x, n, &h);
         dim3 grid(n, h.H + 2 * h.G);
         KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
         return;
@@ -2235,7 +1723,8 @@ void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0,
 // a decode step that needs more rows does not wait for the device. want 0: gives the memory back.
 static char *grown(char *old, size_t have, size_t want) {
     char *p = NULL;
-    if (want && !device_try(&p, want, 1)) cuda_fail(cudaErrorMemoryAllocation, "cudaMallocAsync", __LINE__);
+    if (want && !device_try(&p, want, 1))
+        cuda_fail(cudaErrorMemoryAllocation, "cudaMallocAsync", __FILE__, __LINE__);
     if (want && have) device_copy(p, old, min_size(have, want));
     if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
     return p;
@@ -2332,8 +1821,9 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     s_r = q . k_r / sqrt(D)     p_r = exp(s_r - max s) / sum of exp(s - max s)     out = sum of p_r v_r
 //
 // A Work is a set of query rows of one KV head that read the same list of rows. In decode these are
-// the query heads whose views are equal, in prefill up to 32 consecutive (token, query head) pairs.
-// Query row j of a work is pair m = m0 + j: token m / R of the pass, query head g*R + m % R.
+// the query heads whose views are equal, in prefill neighbouring (token, query head) pairs: of all R query
+// heads of the KV head in turn or, where they read lines of their own, of one of them. Query row j of a work
+// is pair m = m0 + j: token tok0 + m / per, query head `head` + m % per.
 //
 // The list of a work is cut into Items (split-K), so that heads of unequal length keep the whole
 // device busy. A block takes one item, goes through it in tiles of TILE rows with an online
@@ -2343,13 +1833,12 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Five kernels compute it, and which one is used never depends on the method; run_items chooses for
-// decode, tensor_cores for a prefill:
-//     attend_kernel    any rule, any format, any head_dim
-//     decode_kernel    decode over plain rows
-//     gqa_kernel       decode over f16, bf16, q8_0 and PATS rows of the usual head_dims
-//     tensor_kernel    a long prefill over any rows but f32; takes Strips, whole lists of more query rows
-//     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
+// Four kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
+// "which kernel reads which rows".
+//     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
+//     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
+//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0 and PATS rows
+//     column_kernel     sums of probabilities over queries; column_scan_kernel: the same on tensor cores
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -2360,6 +1849,7 @@ enum {
 struct Work {                   // its list has n positions: p < n_idx is row idx[p], the others are rows
                                 // tail + p - n_idx
     int g;                      // KV head
+    int head, per;              // its query heads are head .. head + per - 1
     int m0, m;                  // first pair; pairs
     int n;
     int idx;                    // where its rows begin in Attn.idx
@@ -2372,7 +1862,7 @@ struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
 };
 
-// Declared here because chosen_kernel calls them; they stand in section 4.
+// Declared here because items_kernel calls them; they stand in section 4.
 static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
 static __device__ void read_list(Work *w, const int *lists);
 
@@ -2382,6 +1872,14 @@ KV_HD static size_t chunk_rows(size_t total) {
     size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;
     return max_size(chunk, 2 * TILE);
 }
+
+struct DeviceLines {            // the lines of a query head (section 7), in device memory
+    const uint64_t *v, *s;      // (n bits) verticals, offsets
+    int n, p0;                  // rows held; the first row of this pass
+    int dense, tile64;          // 1: every cell; 1: whole needed columns
+};
+static __device__ int column_needed(const DeviceLines &x, int c, int first, int last);
+static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
 
 struct Attn {                   // argument of the kernels; pointers are device memory
     HeadRefs heads;
@@ -2395,11 +1893,12 @@ struct Attn {                   // argument of the kernels; pointers are device 
     int kind_k, kind_v;         // ROW_*
     int gqa;                    // gqa_kind
     int rule, window;           // of the mask
+    const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
     int H, R, D;
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     float power;                // scale log2(e): what makes a score a power of 2
-    int span;                   // gqa_kernel: positions of an item that are looked up at once
+    int span;                   // decode_kernel: positions of an item that are looked up at once
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
     float *stat;                // (n,H,2) max and sum of each row's softmax
@@ -2407,7 +1906,12 @@ struct Attn {                   // argument of the kernels; pointers are device 
 
 // The row of (n,H,..) that pair m of work w is.
 static __device__ size_t query_row(const Attn &a, const Work &w, int m) {
-    return (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+    return (size_t)(m / w.per) * a.H + w.head + m % w.per;
+}
+
+// The token of query row j of work w, as an index into Session.tok; that of the last one behind it.
+static __device__ int query_token(const Work &w, int j) {
+    return w.tok0 + (w.m0 + min_int(j, w.m - 1)) / w.per;
 }
 
 // The row at position p of a work's list.
@@ -2418,7 +1922,8 @@ static __device__ int listed_row(const Work &w, const int *idx, int p) {
 // ---- tiles in shared memory
 
 // The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every
-// query's sliding window. Called by all threads; what it writes is complete after the next barrier.
+// query's sliding window, or none of its columns is needed. Called by all threads; what it writes is
+// complete after the next barrier.
 static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
                                  int *row, int *src, int *any) {
     if (threadIdx.x >= TILE) return;
@@ -2427,6 +1932,7 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
         row[i] = listed_row(w, a.idx, p + i);
         src[i] = h.src[row[i]];
         see = !a.window || a.tok[src[i]].pos > w.low - a.window;
+        if (a.lines) see = see && column_needed(a.lines[w.head], row[i], w.m0, w.m0 + w.m);
     }
     see = __any_sync(ALL_LANES, see);
     if (!i) *any = see;
@@ -2450,7 +1956,7 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // Whether a tile needs the mask: not when the rule is causality, and its last row (of token `last`)
 // is no later than the work's first query.
 static __device__ int tile_masked(const Attn &a, const Work &w, int last) {
-    return a.rule != VIS_CAUSAL || a.window || last > w.tok0 + w.m0 / a.R;
+    return a.rule != VIS_CAUSAL || a.window || last > query_token(w, 0);
 }
 
 // ---- the items of a work become one
@@ -2488,7 +1994,7 @@ struct Join {
     const Work *work;
     int *ticket;
     float *part, *out, *stat;
-    int BQ, H, R, D;
+    int BQ, H, D;
 };
 
 // The end of an item's block, whose part is stored: the last block of a work joins its items, a warp a
@@ -2500,7 +2006,7 @@ static KV_CALL void join_items(Join a) {
     if (it.p0 == it.p1 || !arrives_last(&a.ticket[it.work], w.items, &last)) return;
     for (int j = threadIdx.x >> 5; j < w.m; j += ATTN_WARPS) {
         int m = w.m0 + j, stride = a.BQ * (a.D + 2);
-        size_t row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;             // as in query_row
+        size_t row = (size_t)(m / w.per) * a.H + w.head + m % w.per;            // as in query_row
         join_row(a.part + (size_t)w.first * stride + j * (a.D + 2), stride, w.items, a.D,
                  a.out ? a.out + row * a.D : NULL, a.stat + row * 2);
     }
@@ -2508,7 +2014,7 @@ static KV_CALL void join_items(Join a) {
 
 // The same, from a kernel of BQ query rows a block.
 static __device__ void join_arrived(const Attn &a, int BQ) {
-    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.R, a.D });
+    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.D });
 }
 
 // ---- attend_kernel: any rule, any format, any head_dim
@@ -2518,20 +2024,23 @@ static __device__ void join_arrived(const Attn &a, int BQ) {
 //   Lane    three roles in turn, for one tile of TILE = 32 rows:
 //             scoring    a lane owns a key, and scores it against all QW query rows
 //             softmax    32/QW lanes share a query row; each holds every (32/QW)-th score of it
-//             mixing     a lane owns the dimensions lane, lane + 32, .. (ND of them) of all QW rows
-//           score (BQ,TILE+1), the part of one warp with QW = 2; the letter is the lane that owns
+//             mixing     a lane owns the dimensions lane, lane + 32, .. of all QW rows
+//           score (BQ,TILE+1), the part of one warp with QW = 8; the letter is the lane that owns
 //           the number:
-//                        key 0    1    2   ..   31                      key 0    1   ..  16   ..
-//             scoring    row a    b    c   ..   F          softmax      row a    b   ..   a   ..
-//                        row a    b    c   ..   F                       row q    r   ..   q   ..
+//                        key 0    1    2   ..   31                      key 0    1    2    3    4   ..
+//             scoring    row a    b    c   ..   F          softmax      row a    b    c    d    a   ..
+//                        row a    b    c   ..   F                       row e    f    g    h    e   ..
 //   Shared  q (BQ,D); kv (TILE,D+1): the tile's keys, then its values; score (BQ,TILE+1); shrink
 //           (BQ); row, src (TILE); any. Rows are one number longer than they need, so that 32 lanes
 //           reading a column find it in 32 banks.
 //   Tile    K and V are read from memory once for all BQ query rows; they are unpacked to f32 once,
 //           whatever the format. With 4 blocks on a multiprocessor (launch bounds) loads of one
 //           block hide behind the arithmetic of another.
-//   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory
-// With ND 0 there is no mixing: only max and sum are wanted.
+//   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory: one for
+//           every multiply-add, 2 D of each a cell (a query and a key), so a cell is 4 D / 32 = 16
+//           instructions of a warp at D 128
+// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.lines a query row reads what lies
+// on its head's lines (section 7), and tiles that need none of it are left out.
 
 struct AttendShared {
     float *q, *kv, *score;
@@ -2596,32 +2105,34 @@ template <int BQ> static __device__ void load_queries(float *q, const Attn &a, c
 // -infinity.
 template <int QW>
 static __device__ void score_tile(const AttendShared &m, const Attn &a, const Work &w, int n) {
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, key = lane < n ? lane : 0;
     float score[QW];
-    score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
-    int masked = tile_masked(a, w, m.src[n - 1]);
+    score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
+    int masked = tile_masked(a, w, m.src[n - 1]), src = m.src[key], c = m.row[key], needed = lane < n;
+    if (a.lines) needed = needed && column_needed(a.lines[w.head], c, w.m0, w.m0 + w.m);
     for (int i = 0; i < QW; i++) {
-        int j = warp * QW + i, t = w.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
-        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane]);
+        int j = warp * QW + i, t = query_token(w, j), see = needed && j < w.m;
+        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+        if (see && a.lines) see = cell_chosen(a.lines[w.head], w.m0 + j, c);
         m.score[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
     }
 }
 
-// acc (QW,ND) = acc * shrink + p v, over the tile's n rows: a lane owns ND dimensions.
-template <int QW, int ND>
-static __device__ void mix_tile(float (&acc)[QW][ND ? ND : 1], const AttendShared &m, int D, int n) {
+// acc (QW,MAX_D/32) = acc * shrink + p v, over the tile's n rows.
+template <int QW>
+static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared &m, int D, int n) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] *= m.shrink[warp * QW + i];
+        for (int e = 0; e < MAX_D / 32; e++) acc[i][e] *= m.shrink[warp * QW + i];
     for (int j = 0; j < n; j++)
-        for (int e = 0; e < ND; e++) {
+        for (int e = 0; e < MAX_D / 32 && 32 * e < D; e++) {
             float x = lane + 32 * e < D ? m.kv[j * (D + 1) + lane + 32 * e] : 0;
             for (int i = 0; i < QW; i++) acc[i][e] += m.score[(warp * QW + i) * (TILE + 1) + j] * x;
         }
 }
 
-// QW: query rows of a warp; ND: 32 ND >= D, or 0.
-template <int QW, int ND>
+// QW: query rows of a warp, 1 or 8.
+template <int QW>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
@@ -2635,9 +2146,9 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
     HeadRef h = a.heads.at[w.g];
     load_queries<BQ>(m.q, a, w);
     float top = -INFINITY, sum = 0;             // of row warp*QW + lane/LANES
-    float acc[QW][ND ? ND : 1];
+    float acc[QW][MAX_D / 32];
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] = 0;
+        for (int e = 0; e < MAX_D / 32; e++) acc[i][e] = 0;
 
     for (int p = it.p0; p < it.p1; p += TILE) {
         int n = min_int(it.p1 - p, TILE);
@@ -2652,11 +2163,11 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
         float *mine = m.score + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES;
         float shrink = fold_scores<QW>(mine, &top, &sum);
         if (lane % LANES == 0) m.shrink[warp * QW + lane / LANES] = shrink;
-        if (!ND) continue;
+        if (!a.out) continue;
         __syncthreads();                        // the keys are done with
         load_tile(m.kv, D + 1, a, h, 1, m.row, n);
         __syncthreads();
-        mix_tile<QW, ND>(acc, m, D, n);
+        mix_tile<QW>(acc, m, D, n);
     }
 
     float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
@@ -2666,81 +2177,12 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
         to[1] = sum;
     }
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++)
+        for (int e = 0; e < MAX_D / 32; e++)
             if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
     join_arrived(a, BQ);
 }
 
-// ---- decode_kernel: decode over plain rows, K and V of one dtype, head_dim a multiple of 8
-//
-//   Block   one item; NR query rows, 4 or 8
-//   Warp    32/LW rows of the cache side by side, U times one after the other; the warps take turns
-//           in the item
-//   Lane    8 dimensions of a row, which it loads straight into registers, 16 bytes a load; LW
-//           lanes share a row:
-//
-//             LW = 8 (D <= 64)        dims 0..7   8..15   16..23  ..  56..63
-//                   row p             lane 0      1       2       ..  7
-//                   row p + 1         lane 8      9       10      ..  15         u = 0
-//                   row p + 2         lane 16     17      18      ..  23
-//                   row p + 3         lane 24     25      26      ..  31
-//                   rows p + 4 ..     the same lanes                             u = 1, .. U-1
-//
-//           A lane keeps sums of p v over its 8 dimensions for all NR query rows. A score is a sum
-//           over LW lanes.
-//   Shared  q (NR,DIM): the queries, scaled, with zeros behind D and behind the work's last row; then
-//           sums (ATTN_WARPS,NR,D+2): what each warp found, laid out like Attn.part
-//   Tile    the 2 U loads of a lane, keys and values, are under way before it needs any; U is
-//           smaller where registers are short (NR 8, f32). With NR 4 four blocks fit on a
-//           multiprocessor, so the 512 items of a long context are one wave on a device of 132.
-//   Bound   memory: the bytes of K and V, each read once
-
-// 8 numbers as they are stored.
-template <int DT> struct Eight {
-    uint4 u[DT == DT_F32 ? 2 : 1];
-};
-
-// The 8 numbers at p, which is aligned to 16 bytes.
-template <int DT> static __device__ Eight<DT> load8(const char *p) {
-    Eight<DT> e;
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
-    return e;
-}
-
-// x (8) = the 8 numbers as f32.
-template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
-        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
-        for (int j = 0; j < 4; j++)
-            if (DT == DT_F32) {
-                x[4 * i + j] = __int_as_float((int)w[j]);
-            } else {
-                x[2 * j] = half_get<DT>((uint16_t)w[j]);
-                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
-            }
-    }
-}
-
-// One query row meets U keys for each group of LW lanes: s (U), a lane's share of each score,
-// becomes the probabilities under the new maximum. -> by how much the older sums shrink.
-template <int LW, int U>
-static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
-    float high = *top, add = 0;
-    for (int u = 0; u < U; u++) {
-        s[u] = lanes_sum<LW>(s[u]);
-        if (!see[u]) s[u] = -INFINITY;
-        high = fmaxf(high, s[u]);
-    }
-    high = groups_max<LW>(high);
-    float shrink = high == -INFINITY ? 1 : expf(*top - high);
-    for (int u = 0; u < U; u++) {
-        s[u] = high == -INFINITY ? 0 : expf(s[u] - high);
-        add += s[u];
-    }
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
-}
+// ---- what decode's kernels share
 
 // The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
 // thread an element; each looks up the four maxima of its row for itself.
@@ -2756,127 +2198,20 @@ static __device__ void decode_join(float *part, const float *sums, int m, int NR
     }
 }
 
-struct DecodeShared {
-    float *q, *sums;
-};
-
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t decode_carve(DecodeShared *m, char *mem, int LW, int NR, int D) {
-    Block b = { mem, 0 };
-    m->q = carve<float>(&b, NR * 8 * LW);
-    m->sums = carve<float>(&b, ATTN_WARPS * NR * (D + 2));
-    return b.at;
-}
-
-// q (NR,DIM): the work's queries times scale. Complete after the next barrier.
-template <int NR, int DIM> static __device__ void load_scaled(float *q, const Attn &a, const Work &w) {
-    for (int i = threadIdx.x; i < NR * DIM; i += blockDim.x) {
-        int r = i / DIM, d = i % DIM;
-        q[i] = r < w.m && d < a.D ? a.q[(size_t)(w.g * a.R + w.m0 + r) * a.D + d] * a.scale : 0;
-    }
-}
-
-// The product of the 8 numbers x with 8 numbers of a query.
-static __device__ float dot8(const float *q, const float *x) {
-    const float4 *p = (const float4 *)q;
-    return p[0].x * x[0] + p[0].y * x[1] + p[0].z * x[2] + p[0].w * x[3]
-         + p[1].x * x[4] + p[1].y * x[5] + p[1].z * x[6] + p[1].w * x[7];
-}
-
 // Whether the step's query may see the row of token src.
 static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
     return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
 }
 
-// One query row's sums of a warp, over the rows it held side by side: acc (8) of each lane, its sum and
-// the warp's top, to `to` (D+2). d: the lane's first dimension; from D on there are none.
-template <int LW>
-static __device__ void decode_store(float *to, const float *acc, float top, float sum, int d, int D) {
-    int lane = threadIdx.x & 31;
-    float x[8];
-    sum = groups_sum<LW>(sum);
-    for (int j = 0; j < 8; j++) x[j] = groups_sum<LW>(acc[j]);
-    if (lane < LW && d < D)
-        for (int j = 0; j < 8; j++) to[2 + d + j] = x[j];
-    if (lane) return;
-    to[0] = top;
-    to[1] = sum;
-}
-
-// DT: dtype of the rows; LW: lanes of a row, 8 LW >= D; NR: query rows; U: rows of a lane at once.
-template <int DT, int LW, int NR, int U>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
-    KV_DYN_SHARED(char, mem);
-    dependents_launch();
-    dependency_wait();
-    const int ROWS = 32 / LW, DIM = 8 * LW;
-    DecodeShared m;
-    decode_carve(&m, mem, LW, NR, a.D);
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int d = lane % LW * 8, on = d < D;          // the lane's first dimension; 0: rows have no such one
-    int at8 = on ? d * Stored<DT>::BYTES : 0;
-    Item it = a.item[blockIdx.x];
-    Work w = a.work[it.work];
-    HeadRef h = a.heads.at[w.g];
-    float acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
-    load_scaled<NR, DIM>(m.q, a, w);
-    __syncthreads();
-    for (int i = 0; i < NR; i++) {
-        for (int j = 0; j < 8; j++) acc[i][j] = 0;
-        top[i] = -INFINITY;
-        sum[i] = 0;
-    }
-
-    for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
-        // First all row numbers, then all rows: two waits, not 2 U. Past the end the last row is
-        // read again, and not seen.
-        Eight<DT> k[U], v[U];
-        int row[U], see[U];
-        for (int u = 0; u < U; u++) {
-            int at = p + u * ROWS + lane / LW;
-            see[u] = at < it.p1;
-            row[u] = listed_row(w, a.idx, min_int(at, it.p1 - 1));
-        }
-        for (int u = 0; u < U; u++) {
-            k[u] = load8<DT>(h.k + row[u] * a.bytes_k + at8);
-            v[u] = load8<DT>(h.v + row[u] * a.bytes_v + at8);
-        }
-        if (a.window || a.rule != VIS_CAUSAL)
-            for (int u = 0; u < U; u++) see[u] = see[u] && decode_sees(a, w, h.src[row[u]]);
-
-        // Scores, softmax, values.
-        for (int u = 0; u < U; u++) {
-            unpack8<DT>(x, k[u]);
-            for (int i = 0; i < NR; i++) s[i][u] = dot8(m.q + i * DIM + d, x);
-        }
-        for (int i = 0; i < NR; i++) {
-            float shrink = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
-            for (int j = 0; j < 8; j++) acc[i][j] *= shrink;
-        }
-        for (int u = 0; u < U; u++) {
-            unpack8<DT>(x, v[u]);
-            for (int i = 0; i < NR; i++)
-                for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * x[j];
-        }
-    }
-
-    // The item's sums, over the four warps.
-    for (int i = 0; i < NR; i++)
-        decode_store<LW>(m.sums + (warp * NR + i) * (D + 2), acc[i], top[i], sum[i], d, D);
-    __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, w.m, NR, D);
-    join_arrived(a, NR);
-}
-
-// ---- tensor_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
+// ---- prefill_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
 //
 // The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
 // keeps its query rows, K and V come by in tiles, and scores and probabilities stay in registers.
 //
-//   Block   a Strip: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
-//           longest strips start first.
+//   Block   a work: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
+//           longest ones start first.
 //   Warp    16 MT of the query rows; MT times 16 rows are the height of a fragment
-//   Lane    (g,t), as in "what only PTX can say". Two products for every tile:
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Two products for every tile:
 //
 //             scores (16 MT, KT) = q (16 MT, DIM) K^T (DIM, KT)
 //             out (16 MT, DIM)  += P (16 MT, KT)  V (KT, DIM)
@@ -2895,27 +2230,28 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //   Shared  q (BQ,P), keys (KT,P), vals (KT,P), 16-bit numbers; a row is P = DIM + 8 numbers long, so
 //           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
 //           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
-//           list, cols: which tiles there are; counts, strip, facts
+//           list, cols: which tiles there are; counts, work, facts
 //   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each
 //           fragment of K and V twice; with one, reading them from shared memory would take as long as
 //           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
 //           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
 //           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
-//           is not kept in registers. Wider heads have tiles of 64 x 64 up to head_dim 160, then of 64 x 32.
+//           is not kept in registers. Wider heads have tiles of 64 x 32.
 //           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
-//           fragments each up to head_dim 96; from there on four with one, because four blocks of two warps
+//           fragments each up to head_dim 64; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
 //           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
-//           Two blocks are on a multiprocessor, or four of two warps (three at head_dim 96 on an A100): one
+//           Two blocks are on a multiprocessor, or four of two warps: one
 //           multiplies while the other waits or exponentiates. The parts of a copy, and __syncwarp where all
 //           lanes have arrived, move nothing that is computed; they keep the compiler from asking for more
 //           fragments at once than there are registers.
-//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
-//           other instructions, 2.5 a product, and along lines 132 and 450, 3.4 (sm_90, make cuda-check)
+//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 652
+//           other instructions, 2.5 a product, and along lines 132 and 439, 3.3 (sm_90, make cuda-check)
+//   Gain    a tile is 32 x 64 cells of a warp, so a cell is .45 instructions, where attend_kernel takes 16
 //
-// Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the strip sees are
+// Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the work sees are
 // left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query
-// sees need no mask. With LINES the strip is 64 rows of one query head that read chosen lines, and
+// sees need no mask. With LINES a work is 64 rows of one query head that read chosen lines, and
 // section 7 says which tiles those are; then a tile may also be KT single columns, gathered.
 //
 // What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
@@ -2936,54 +2272,13 @@ enum {
 };
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
 
-// x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
-// f32_to_bf16, if infinity then becomes the largest number.
-template <int DT> static __device__ uint16_t half_put(float x) {
-#ifdef __CUDACC__
-    uint16_t h = DT == DT_F16 ? __half_as_ushort(__float2half_rn(x))
-                              : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-    return (h & 0x7fff) == (DT == DT_F16 ? 0x7c00 : 0x7f80) ? h - 1 : h;
-#else
-    return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
-#endif
-}
-
-// x as two 16-bit numbers, the rounded value and what the rounding left over.
-template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *rest, float x) {
-    *value = half_put<DT>(x);
-    *rest = half_put<DT>(x - half_get<DT>(*value));
-}
-
-// Two numbers as a word of type DT, the first in the lower half. They are far from infinity.
-template <int DT> static __device__ unsigned half_pack(float low, float high) {
-#ifdef __CUDACC__
-    if (DT == DT_F16) {
-        __half2 h = __floats2half2_rn(low, high);
-        return *(unsigned *)&h;
-    }
-    __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
-    return *(unsigned *)&h;
-#else
-    return half_put<DT>(low) | (unsigned)half_put<DT>(high) << 16;
-#endif
-}
-
-// Query rows of a block. Pair j of it is token (m0 + j) / per of the call, query head
-// head + (m0 + j) % per.
-struct Strip {
-    int g;                      // KV head
-    int head, per;              // all R query heads of the KV head take turns, or it is only one
-    int m0, m;                  // first pair; pairs
-    int n;                      // no token of it sees a row from n on
-};
-
-// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128, 160 or 256.
+// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 128 or 256.
 template <int DIM, int LINES> struct TensorShape {
     enum {
-        WARPS = LINES && DIM <= 96 ? 2 : ATTN_WARPS,
+        WARPS = LINES && DIM <= 64 ? 2 : ATTN_WARPS,
         BLOCKS = 2 * ATTN_WARPS / WARPS,        // blocks on a multiprocessor
-        MT = DIM <= (LINES ? 96 : 128) ? 2 : 1, // fragments of queries of a warp
-        KT = DIM <= 160 ? 64 : 32,              // keys of a tile
+        MT = DIM <= (LINES ? 64 : 128) ? 2 : 1, // fragments of queries of a warp
+        KT = DIM <= 128 ? 64 : 32,              // keys of a tile
         BQ = WARPS * 16 * MT,                   // query rows of a block
         P = DIM + 8,                            // numbers of a row in shared memory
         WORDS = KT / 32,                        // words of a bit a key
@@ -2992,8 +2287,8 @@ template <int DIM, int LINES> struct TensorShape {
     };
 };
 
-// What the query rows of a strip have in common, for tests of whole tiles.
-struct StripFacts {
+// What the query rows of a work have in common, for tests of whole tiles.
+struct WorkFacts {
     int first, last;            // tokens, as indices into Session.tok
     int low, high;              // least and greatest position
     int seg_low, seg_high;      // least and greatest message
@@ -3012,8 +2307,8 @@ struct TensorShared {
     int *tok;                   // (BQ) the rows' tokens
     int *list;                  // (TC_LIST) tiles: twice the first row, and 1 more when it needs its mask
     int *counts;                // (2,WARPS) what the warps add to a list
-    Strip *strip;
-    StripFacts *facts;
+    Work *work;
+    WorkFacts *facts;
 };
 
 // Carves the block's shared memory -> bytes.
@@ -3029,48 +2324,30 @@ template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, 
     m->tok = carve<int>(&b, Shape::BQ);
     m->list = carve<int>(&b, TC_LIST);
     m->counts = carve<int>(&b, 2 * Shape::WARPS);
-    m->strip = carve<Strip>(&b, 1);
-    m->facts = carve<StripFacts>(&b, 1);
+    m->work = carve<Work>(&b, 1);
+    m->facts = carve<WorkFacts>(&b, 1);
     return b.at;
 }
-
-// The token of pair j of a strip, as an index into Session.tok; that of the last pair behind it.
-static __device__ int strip_token(const Attn &a, const Strip &s, int j) {
-    return a.tok0 + (s.m0 + min_int(j, s.m - 1)) / s.per;
-}
-
-// The row of (n,H,..) that pair j of a strip is.
-static __device__ size_t strip_row(const Attn &a, const Strip &s, int j) {
-    return (size_t)((s.m0 + j) / s.per) * a.H + s.head + (s.m0 + j) % s.per;
-}
-
-struct DeviceLines {            // the lines of a query head (section 7), in device memory
-    const uint64_t *v, *s;      // (n bits) verticals, offsets
-    int n, p0;                  // rows held; the first row of this pass
-    int dense, tile64;          // 1: every cell; 1: whole needed columns
-    int head;                   // the query head
-};
 
 // A tile: n rows from p on or, of gathered columns, rows cols[p..p+n) of TensorShared.
 struct TileRef {
     int p, n;
-    int masked;                 // 1: some query of the strip may not see all of it, or it is not full
+    int masked;                 // 1: some query of the work may not see all of it, or it is not full
     int gathered;
 };
 
 // ---- which tiles there are
 
-// Declared here because tensor_kernel calls them; they stand in section 7.
+// Declared here because prefill_kernel calls them; they stand in section 7.
 template <int DIM> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
-                                                    const Strip &s, int *from, int *n_cols);
+                                                    const Work &w, int *from, int *n_cols);
 template <int DIM> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
-                                                     const DeviceLines &x, const Strip &s, const TileRef &tile);
-static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T);
+                                                     const DeviceLines &x, const Work &w, const TileRef &tile);
 
-// facts = what the strip's tokens have in common. Complete after the next barrier.
-static __device__ void strip_facts(StripFacts *facts, const Attn &a, const Strip &s) {
+// facts = what the work's tokens have in common. Complete after the next barrier.
+static __device__ void work_facts(WorkFacts *facts, const Attn &a, const Work &w) {
     if (threadIdx.x >= 32) return;
-    int first = strip_token(a, s, 0), last = strip_token(a, s, s.m - 1), nexus = 0;
+    int first = query_token(w, 0), last = query_token(w, w.m - 1), nexus = 0;
     int low = a.tok[first].pos, high = low, seg_low = a.tok[first].seg, seg_high = seg_low;
     for (int i = first + (int)threadIdx.x; i <= last; i += 32) {
         low = min_int(low, a.tok[i].pos);
@@ -3089,9 +2366,9 @@ static __device__ void strip_facts(StripFacts *facts, const Attn &a, const Strip
     if (!threadIdx.x) *facts = { first, last, low, high, seg_low, seg_high, nexus };
 }
 
-// How a strip sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
+// How a work sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
 // may; 2 each of them does. "Some may" is what is left when nothing is known (kv_visible).
-static __device__ int strip_sees(const Attn &a, const StripFacts &f, int src) {
+static __device__ int work_sees(const Attn &a, const WorkFacts &f, int src) {
     const Token *b = &a.tok[src];
     int some = src <= f.last, all = src <= f.first;
     if (a.rule != VIS_CAUSAL) {
@@ -3110,13 +2387,13 @@ static __device__ int strip_sees(const Attn &a, const StripFacts &f, int src) {
     return all ? 2 : some;
 }
 
-// The tile of KT rows from row p on, as an element of the list, or -1 when no query of the strip sees any
+// The tile of KT rows from row p on, as an element of the list, or -1 when no query of the work sees any
 // of its n rows. Called by a warp.
 template <int KT>
-static __device__ int tile_seen(const Attn &a, const HeadRef &h, const StripFacts &f, int p, int n) {
+static __device__ int tile_seen(const Attn &a, const HeadRef &h, const WorkFacts &f, int p, int n) {
     int some = 0, all = n >= KT;
     for (int i = threadIdx.x & 31; i < KT; i += 32) {
-        int sees = i < n ? strip_sees(a, f, h.src[p + i]) : 0;
+        int sees = i < n ? work_sees(a, f, h.src[p + i]) : 0;
         some |= sees;
         all &= sees == 2;
     }
@@ -3125,14 +2402,14 @@ static __device__ int tile_seen(const Attn &a, const HeadRef &h, const StripFact
     return some ? 2 * p + !all : -1;
 }
 
-// list = the next tiles that the strip sees, of rows *from and up -> how many; *from is then where the
+// list = the next tiles that the work sees, of rows *from and up -> how many; *from is then where the
 // list after this one begins. Called by all threads of a block; the list is complete when it returns. A
 // warp looks at 32 tiles. Under plain causality a lane looks at one of them: src is ascending, so its
 // first and last row say it all.
 template <int KT>
 static __device__ int tiles_list(const TensorShared &m, const Attn &a, const HeadRef &h, int n, int *from) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, found = 0;
-    StripFacts f = *m.facts;
+    WorkFacts f = *m.facts;
     while (found + ATTN_WARPS * 32 <= TC_LIST && *from < n) {
         int p0 = *from + warp * 32 * KT, mine = -1;
         if (a.rule == VIS_CAUSAL && !a.window) {
@@ -3175,27 +2452,27 @@ static __device__ void tile_mask(const TensorShared &m, const Attn &a, const Hea
 
 // Tile i of the n_list tiles of the list and the tiles of n_cols gathered columns behind them.
 template <int KT, int LINES>
-static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Strip &s, int n_list, int n_cols,
+static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Work &w, int n_list, int n_cols,
                                   int i) {
     int at = (i - n_list) * KT;
     if (!LINES || i < n_list) {
         int tile = m.list[i], p = tile >> 1;
-        return { p, min_int(s.n - p, KT), tile & 1, 0 };
+        return { p, min_int(w.n - p, KT), tile & 1, 0 };
     }
-    int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > s.n - s.m;
+    int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > w.n - w.m;
     return { at, n, n < KT || behind || a.window, 1 };
 }
 
 // ---- a tile
 
-// q (BQ,P) = the strip's query rows, rounded; zeros behind the last and behind D.
+// q (BQ,P) = the work's query rows, rounded; zeros behind the last and behind D.
 template <int DT, int DIM, int BQ>
-static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Strip &s) {
+static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Work &w) {
     int lane = threadIdx.x & 31;
     for (int j = threadIdx.x >> 5; j < BQ; j += blockDim.x >> 5) {
-        const float *from = a.q + strip_row(a, s, min_int(j, s.m - 1)) * a.D;
+        const float *from = a.q + query_row(a, w, w.m0 + min_int(j, w.m - 1)) * a.D;
         for (int d = lane; d < DIM; d += 32)
-            q[j * (DIM + 8) + d] = half_put<DT>(j < s.m && d < a.D ? from[d] : 0);
+            q[j * (DIM + 8) + d] = half_put<DT>(j < w.m && d < a.D ? from[d] : 0);
     }
 }
 
@@ -3345,33 +2622,32 @@ static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink
     }
 }
 
-// The warp's rows to out (n,H,D) and stat (n,H,2). state: of the warp's rows.
+// The warp's rows to Attn.out and .stat. state: of the warp's rows.
 template <int DIM, int MT>
-static __device__ void tensor_store(const Attn &a, const Strip &s, const float (*acc)[DIM / 8][4],
-                                    const RowState *state, float *out, float *stat) {
+static __device__ void tensor_store(const Attn &a, const Work &w, const float (*acc)[DIM / 8][4],
+                                    const RowState *state) {
     int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, warp = threadIdx.x >> 5;
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int half = 0; half < 2; half++) {
             int j = warp * 16 * MT + 16 * i + 8 * half + g;
             float z = state[16 * i + 8 * half + g].sum, inv = 1 / z;
-            if (j >= s.m) continue;
-            size_t r = strip_row(a, s, j);
+            if (j >= w.m) continue;
+            size_t r = query_row(a, w, w.m0 + j);
             KV_UNROLL() for (int n = 0; n < DIM / 8; n++)
                 if (n * 8 < a.D)
-                    *(float2 *)(out + r * a.D + n * 8 + 2 * t) =
+                    *(float2 *)(a.out + r * a.D + n * 8 + 2 * t) =
                         make_float2(acc[i][n][2 * half] * inv, acc[i][n][2 * half + 1] * inv);
-            if (t || !stat) continue;
-            stat[r * 2] = state[16 * i + 8 * half + g].top * a.scale;
-            stat[r * 2 + 1] = z * (1.f / (1 << P_SHIFT));
+            if (t) continue;
+            a.stat[r * 2] = state[16 * i + 8 * half + g].top * a.scale;
+            a.stat[r * 2 + 1] = z * (1.f / (1 << P_SHIFT));
         }
 }
 
-// DT: dtype of the rows. out (n,H,D), stat (n,H,2) or NULL. strips: a block each; with LINES instead
-// lines: a query head each (blockIdx.x), and T tokens, 64 a block (blockIdx.y).
+// DT: dtype of the rows; LINES: the works' heads read lines. A block is a work, the last one first.
 template <int DT, int DIM, int LINES>
 static __global__ void
 __launch_bounds__(TensorShape<DIM, LINES>::WARPS * 32, TensorShape<DIM, LINES>::BLOCKS)
-tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, float *out, float *stat) {
+prefill_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
@@ -3379,21 +2655,20 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int block = LINES ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x;
-    if (!threadIdx.x) *m.strip = LINES ? lines_strip(a, lines[blockIdx.x], block, T) : strips[block];
+    if (!threadIdx.x) *m.work = a.work[gridDim.x - 1 - blockIdx.x];
     __syncthreads();
-    const Strip &s = *m.strip;
-    const HeadRef &h = a.heads.at[s.g];
+    const Work &w = *m.work;
+    const HeadRef &h = a.heads.at[w.g];
 
     // Dims from D on are zeros in the products; cp.async never writes them.
-    tensor_queries<DT, DIM, Shape::BQ>(m.q, a, s);
+    tensor_queries<DT, DIM, Shape::BQ>(m.q, a, w);
     for (int i = threadIdx.x; i < 2 * KT * (DIM - a.D); i += blockDim.x)
         m.keys[i / (DIM - a.D) * P + a.D + i % (DIM - a.D)] = 0;
     if ((int)threadIdx.x < Shape::BQ) {
-        m.tok[threadIdx.x] = strip_token(a, s, threadIdx.x);
+        m.tok[threadIdx.x] = query_token(w, threadIdx.x);
         m.state[threadIdx.x] = { SCORE_LOW, 0 };
     }
-    if (!LINES) strip_facts(m.facts, a, s);
+    if (!LINES) work_facts(m.facts, a, w);
     __syncthreads();
 
     // Where the lane's 16 bytes of a copy go, and where it names its rows for ldmatrix: of A, 16 rows,
@@ -3411,20 +2686,20 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
 
-    for (int from = 0; from < s.n;) {
-        int n_cols = 0, n_list = LINES ? lines_list<DIM>(m, a, lines[blockIdx.x], s, &from, &n_cols)
-                                       : tiles_list<KT>(m, a, h, s.n, &from);
+    for (int from = 0; from < w.n;) {
+        int n_cols = 0, n_list = LINES ? lines_list<DIM>(m, a, a.lines[w.head], w, &from, &n_cols)
+                                       : tiles_list<KT>(m, a, h, w.n, &from);
         int tiles = n_list + (n_cols + KT - 1) / KT;
 
         TileRef now = { 0, 0, 0, 0 };
-        if (tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0);
+        if (tiles) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, 0);
         if (tiles) copy_rows<DIM, LINES, 0, 1>(own, h.k, m.cols, now, a.D);
         for (int i = 0; i < tiles; i++) {
-            if (!LINES) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);   // saves registers
+            if (!LINES) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, i);   // saves registers
             copy_wait<0>();
             __syncthreads();                    // the keys are there, the last values are done with
             copy_rows<DIM, LINES, 0, 1>(own + 2 * KT * P, h.v, m.cols, now, a.D);
-            if (now.masked && LINES) lines_mask<DIM>(m, a, h, lines[blockIdx.x], s, now);
+            if (now.masked && LINES) lines_mask<DIM>(m, a, h, a.lines[w.head], w, now);
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
             unsigned prob[KT / 16][MT][4];
@@ -3437,7 +2712,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
             tensor_softmax<DT, MT, KT>(prob, shrink, score, c, m.state + warp * ROWS);
             copy_wait<0>();
             __syncthreads();                    // the values are there, the keys are done with
-            if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i + 1);
+            if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, w, n_list, n_cols, i + 1);
             if (i + 1 < tiles) copy_rows<DIM, LINES, 0, PARTS>(own, h.k, m.cols, now, a.D);
             tensor_sums<DT, MT, KT>(m.state + warp * ROWS, shrink, prob);
             tensor_mix<DT, DIM, MT, KT, 0>(acc, shrink, prob, vals);
@@ -3446,23 +2721,23 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
         }
         __syncthreads();                        // the list is done with
     }
-    tensor_store<DIM, MT>(a, s, acc, m.state + warp * ROWS, out, stat);
+    tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- gqa_kernel: decode on tensor cores, head_dim 64, 80, 96, 128, 160, 256
+// ---- decode_kernel: decode on tensor cores, head_dim 64 and 128
 //
 // This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
 // bits".
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
-// them. decode_kernel multiplies them one query after the other; here a tensor core does, as in
-// tensor_kernel, but over lists of rows, and with nothing rounded that could be seen.
+// them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
+// prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
-//   Block   one item; NT = 1 or, with D up to 160, 2 groups of 8 query rows
+//   Block   one item; NT = 1 or 2 groups of 8 query rows
 //   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
 //           for each other
-//   Lane    (g,t), as in "what only PTX can say". Copying (cp.async): pieces of 16 bytes of the rows g, g+8,
-//           .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
+//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -3476,7 +2751,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //
 //           With NT = 1 a lane adds rows g and g + 8 of a product, and the rests cost nothing, because they
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
-//           values, into the same sums. As in tensor_kernel the scores of a lane, made probabilities, are
+//           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
 //   Shared  slot (ATTN_WARPS,2,16 NT,P): a tile's keys and its values for each warp, 16-bit numbers; a row is
 //           P = D + 8 of them long, so that 8 rows of a matrix lie in different banks. sums
@@ -3493,8 +2768,8 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
 //           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
 //           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 12 % of the issue slots are used. decode_kernel takes 2254 with up to 4 query rows, and
-//           is bound by them.
+//           1990, so 12 % of the issue slots are used.
+//   Gain    230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -3506,7 +2781,6 @@ enum {
     GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
     SEE_16 = 0xffff,            // 16 positions that are all seen
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
     GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
 #ifdef KVCOMP_TEST
@@ -3524,7 +2798,7 @@ KV_HD static constexpr int gqa_type(int kind) {
 // share the row take 16 bytes each in turn.
 static __device__ int wide_dim(int j, int t) { return 32 * (j / 4) + 8 * t + 2 * (j % 4); }
 
-// The same for gqa_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
+// The same for decode_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
 // multiplied. A product does not mind in which order its dims come, if both factors agree.
 template <int KIND, int D> static __device__ int key_dim(int j, int t) {
     if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
@@ -3713,9 +2987,7 @@ template <int D, int N>
 static __device__ void plain_ask(SharedAt to, const char *rows, const PlainWalk<N> &x, int tile) {
     for (int i = 0; i < 2 * N && tile; i++) {
         const char *from = rows + (size_t)x.row[i] * (2 * D);
-        for (int c = 0; c < (D + 31) / 32; c++)
-            if (D % 32 == 0 || 4 * c + (int)(threadIdx.x & 3) < D / 8)
-                copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
+        for (int c = 0; c < D / 32; c++) copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
     }
     copy_commit();
 }
@@ -3781,12 +3053,12 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     }
 }
 
-// ---- rows of fewer bits: gqa_kernel over q8_0, and over what PATS has packed
+// ---- rows of fewer bits: decode_kernel over q8_0, and over what PATS has packed
 //
 // Rows of q8_0 and of PATS must be unpacked before tensor cores can multiply them, and a lane cannot load
 // its elements with one load: a row of PATS at D 128 is 16 w bytes for elements of w = 6..16 bits. So
 // packed bytes are copied to shared memory as they are (cp.async), a lane picks its elements there with
-// shifts, and the rest is gqa_kernel as above.
+// shifts, and the rest is decode_kernel as above.
 //
 //   Warp    a batch at a time: those rows of a tile of 16 positions that have one width (PATS: the rows of
 //           a region; raw rows behind the packed ones are one of 16 bits). Mostly that is the whole tile.
@@ -3830,8 +3102,8 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //             w = 14    5.4   6.0    13.6
 //             q8_0      5.4   6.3     8.3
 //
-// Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
-// multiple of 32, and K and V in two formats go through attend_kernel.
+// Rows of head_dims that decode_kernel does not take, --pats-format=rows64, and K and V in two formats go
+// through attend_kernel.
 
 struct Batch {                  // rows of one tile that are read together
     int bits;                   // of an element: 6..16; GQA_RAW: a raw row, or one of q8_0; 0: no batch
@@ -4082,58 +3354,6 @@ static __device__ void unpack_batch(unsigned (*x)[D / 8], const char *slot, cons
 
 // ---- q8_0: signed bytes, and a scale for every 32 of them
 
-// Two f16 numbers in a word, each half for itself, rounded once: x y + z; with z = -0 it is x y.
-static __device__ unsigned halves_fma(unsigned x, unsigned y, unsigned z) {
-#ifdef __CUDACC__
-    __half2 r = __hfma2(*(__half2 *)&x, *(__half2 *)&y, *(__half2 *)&z);
-    return *(unsigned *)&r;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++) {
-        double xy = (double)f16_to_f32((uint16_t)(x >> 16 * i)) * f16_to_f32((uint16_t)(y >> 16 * i));
-        half[i] = f32_to_f16((float)(xy + f16_to_f32((uint16_t)(z >> 16 * i))));
-    }
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-static __device__ unsigned halves_times(unsigned x, unsigned y) { return halves_fma(x, y, 0x80008000); }
-
-// -x, halves of f16. The hardware has it for nothing in a sum.
-static __device__ unsigned halves_minus(unsigned x) {
-#ifdef __CUDACC__
-    __half2 r = __hneg2(*(__half2 *)&x);
-    return *(unsigned *)&r;
-#else
-    return x ^ 0x80008000;
-#endif
-}
-
-// The greater ones.
-static __device__ unsigned halves_max(unsigned x, unsigned y) {
-#ifdef __CUDACC__
-    __half2 r = __hmax2(*(__half2 *)&x, *(__half2 *)&y);
-    return *(unsigned *)&r;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++)
-        half[i] = f32_to_f16(fmaxf(f16_to_f32((uint16_t)(x >> 16 * i)), f16_to_f32((uint16_t)(y >> 16 * i))));
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-
-// x - y, halves of f16.
-static __device__ unsigned halves_less(unsigned x, unsigned y) {
-#ifdef __CUDACC__
-    __half2 z = __hsub2(*(__half2 *)&x, *(__half2 *)&y);
-    return *(unsigned *)&z;
-#else
-    uint16_t half[2];
-    for (int i = 0; i < 2; i++)
-        half[i] = f32_to_f16(f16_to_f32((uint16_t)(x >> 16 * i)) - f16_to_f32((uint16_t)(y >> 16 * i)));
-    return half[0] | (unsigned)half[1] << 16;
-#endif
-}
-
 // Four signed bytes plus 128, which makes them unsigned.
 static __device__ unsigned bytes_plus_128(unsigned x) { return x ^ 0x80808080; }
 
@@ -4333,14 +3553,15 @@ template <int KIND, int D, int NT> KV_HD static constexpr size_t all_slots(void)
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
 constexpr int gqa_blocks(int KIND, int D, int NT) {
-    if (D > 128 || (D > 64 && NT == 2)) return 2;
-    if (D > 96 && KIND == GQA_PATS) return 3;
+    if (D > 64 && NT == 2) return 2;
+    if (D > 64 && KIND == GQA_PATS) return 3;
     return NT == 1 ? 4 : KIND == ROW_Q8 || KIND == GQA_PATS ? 2 : 3;
 }
 
 // KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a, int BQ) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT))
+decode_kernel(Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -4356,6 +3577,9 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
     gqa_queries<KIND, D, NT>(m.q, a, w);
     if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
+    // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
+    for (int i = threadIdx.x; KIND == GQA_PATS && i < (int)(all_slots<KIND, D, NT>() / 16); i += blockDim.x)
+        ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
@@ -4394,16 +3618,24 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
 //
 // out[h][p] = factor * sum over the n_q queries of the softmax probability of position p of head
 // h's list; out (H,N). The max and the sum of each softmax row are known (stat), so no row of
-// probabilities is ever stored: memory is O(H N).
+// probabilities is ever stored: memory is O(H N). Without stat the scaled scores themselves are wanted, of
+// sampled queries, out (heads,n_q,N), -infinity where a query may not look.
 //
-//   Block   a tile of positions (blockIdx.x) of one query head (blockIdx.y). Its keys stay, the
+//   Block   a tile of positions (blockIdx.x) of one query head (head0 + blockIdx.y). Its keys stay, the
 //           queries come by, 32 at a time
 //   Warp    8 of the 32 queries
 //   Lane    one key
 //   Shared  q (32,D); kv (TILE,D+1): the keys; sums (ATTN_WARPS,33): each warp's, added in order of
 //           the warps; row, src, any
 //   Bound   the loads of score_rows from shared memory
-// list (H): the work each query head reads.
+
+struct ColumnPlan {
+    const Work *list;           // the work that each query head reads
+    const int *t;               // (n_q) the queries: rows of q, and tokens from the work's tok0 on; NULL: all
+    const float *stat;          // (n_q,H,2) or NULL
+    int head0, n_q, N;
+    float factor;
+};
 
 struct ColumnShared {
     float *q, *kv, *sums;
@@ -4422,55 +3654,65 @@ KV_HD static size_t column_carve(ColumnShared *m, char *mem, int D) {
     return b.at;
 }
 
-static __global__ void column_kernel(Attn a, const Work *list, const float *stat, int n_q, int N,
-                                     float factor, float *out) {
+// The query that is the i-th one.
+static __device__ int column_query(const ColumnPlan &p, int i) { return p.t ? p.t[i] : i; }
+
+static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     KV_DYN_SHARED(char, mem);
     const int QW = 8;
     ColumnShared m;
     column_carve(&m, mem, a.D);
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, p = blockIdx.x * TILE;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = c.head0 + blockIdx.y;
+    int p = blockIdx.x * TILE;
     float score[QW], sum = 0;
-    Work w = list[head];
+    Work w = c.list[head];
     HeadRef h = a.heads.at[w.g];
-    int n = min_int(w.n - p, TILE);
+    int n = min_int(w.n - p, TILE), key = lane < n ? lane : 0;
     if (n <= 0) return;                         // the same for the whole block
     list_rows(a, h, w, p, n, m.row, m.src, m.any);
     __syncthreads();
     load_tile(m.kv, D + 1, a, h, 0, m.row, n);
-    for (int t0 = 0; t0 < n_q; t0 += 32) {
+    for (int i0 = 0; i0 < c.n_q; i0 += 32) {
         __syncthreads();
-        for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32)
-                m.q[j * D + d] = t0 + j < n_q ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+        for (int j = warp; j < 32; j += ATTN_WARPS) {
+            const float *from = a.q + ((size_t)column_query(c, min_int(i0 + j, c.n_q - 1)) * a.H + head) * D;
+            for (int d = lane; d < D; d += 32) m.q[j * D + d] = from[d];
+        }
         __syncthreads();
-        score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
+        score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
         for (int i = 0; i < QW; i++) {
-            int j = t0 + warp * QW + i, t = w.tok0 + j;
-            if (j >= n_q || lane >= n) continue;
-            if (!kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane])) continue;
-            const float *st = stat + ((size_t)j * a.H + head) * 2;
-            sum += expf(score[i] * a.scale - st[0]) / st[1];
+            int j = i0 + warp * QW + i, src = m.src[key];
+            if (j >= c.n_q || lane >= n) continue;
+            int t = w.tok0 + column_query(c, j);
+            int see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+            if (!c.stat) {
+                float S = see ? score[i] * a.scale : -INFINITY;                 // Algorithm 2, line 4
+                out[((size_t)blockIdx.y * c.n_q + j) * c.N + p + lane] = S;
+            } else if (see) {
+                const float *st = c.stat + ((size_t)j * a.H + head) * 2;
+                sum += expf(score[i] * a.scale - st[0]) / st[1];
+            }
         }
     }
     m.sums[warp * 33 + lane] = sum;
     __syncthreads();
-    if (warp || lane >= n) return;
+    if (warp || lane >= n || !c.stat) return;
     const float *of = m.sums + lane;
-    out[(size_t)head * N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * factor;
+    out[(size_t)head * c.N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * c.factor;
 }
 
-// ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
+// ---- column_scan_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64, 80, 96, 128, 160 or 256. Both kernels compute the scores of w queries
-// with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
-// tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
+// For plain f16 or bf16 rows of head_dim 64 or 128. Both passes compute the scores of w queries
+// with all keys of their KV head. The first finds the maximum and the sum of every softmax row (scan_peaks), the
+// second the column sums (scan_tallies). Scores are never stored: to compute them twice costs less than to
 // write and read w H N numbers.
 //
-//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64
-//           queries (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a
+//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). First 64
+//           queries (blockIdx.z), then all of them, 64 at a time. The blocks of a
 //           group's query heads are neighbours, so their keys come from device memory once
 //   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
-//   Lane    (g,t), as in "what only PTX can say": its 16 bytes of the keys g, g+8, g+16, g+24 stay
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h: its 16 bytes of the keys g, g+8, g+16, g+24 stay
 //           in registers while all queries come by, 8 a product. Keys are the narrow side, because
 //           two words of one load are a fragment as they lie. Row g of a product is query g
 //           rounded, row g+8 what the rounding left over, so a lane adds its two rows:
@@ -4478,13 +3720,13 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)     four of them for a fragment of q
 //                 a lane gets the scores of query g with the keys 2t and 2t+1 of each
 //
-//           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes
-//           and warps are joined at the end. tallies_kernel keeps a sum of each key over the lane's
+//           The first pass keeps a maximum and a sum of each query over the lane's own keys; lanes
+//           and warps are joined at the end. The second keeps a sum of each key over the lane's
 //           queries.
 //   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
 //           warp found; row (64): see scan_rows
 //   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
-//           shared memory, serves four products. Which dims a word of a key is, scan_dim says
+//           shared memory, serves four products. Which dims a word of a key is, wide_dim says
 //   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
 //           memory brings the 256 bytes of a key once for R w queries
 // The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
@@ -4497,11 +3739,11 @@ enum {
     SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
 };
 
-struct Scan {                   // argument of both kernels
+struct Scan {                   // argument of column_scan_kernel
     HeadRefs heads;
     const float *q;             // (w,H,D)
     const Token *tok;           // the session's tokens
-    float *part;                // (H,query blocks,chunks,64,2) of peaks_kernel: maximum times c, sum
+    float *part;                // (H,query blocks,chunks,64,2) of the first pass: maximum times c, sum
     float *out;                 // (H,N)
     int tok0, w;                // the first query's token; queries
     int rule, window;           // of the mask
@@ -4524,12 +3766,6 @@ KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
     return b.at;
 }
 
-// The first of the two neighbouring dims that word j of a lane's key is. At D 80 a lane has 8 bytes of the
-// last 16 dims.
-template <int D> static __device__ int scan_dim(int j, int t) {
-    return j < D / 32 * 4 ? wide_dim(j, t) : D - 16 + 4 * t + 2 * (j % 2);
-}
-
 // q (tiles,D/16,32,4): the A fragments of queries q0.. of a query head; zeros behind the last one.
 template <int DT, int D>
 static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
@@ -4537,7 +3773,7 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
         int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
         int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + scan_dim<D>(2 * step + word, lane % 4);
+        const float *from = query + wide_dim(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -4578,8 +3814,6 @@ static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, 
         size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
         const char *from = h.k + row * (2 * D);
         for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, from + 64 * c + 16 * t);
-        for (int i = 0; i < D % 32 / 8; i++)
-            k[j][D / 32 * 4 + i] = ((const unsigned *)(from + 2 * D - 32 + 8 * t))[i];
     }
 }
 
@@ -4611,13 +3845,8 @@ static __device__ void scan_join(const float *of, int n, float *high, float *sum
 
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
 // keys.
-template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
-peaks_kernel(const __grid_constant__ Scan a) {
-    KV_DYN_SHARED(char, mem);
+template <int DT, int D> static __device__ void scan_peaks(const Scan &a, const ScanShared &m) {
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    ScanShared m;
-    scan_carve(&m, mem, D);
     int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int q0 = blockIdx.z * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
     const HeadRef &h = a.heads.at[head / a.R];
@@ -4669,7 +3898,7 @@ peaks_kernel(const __grid_constant__ Scan a) {
 }
 
 // row (64): log2 of what the exponentials of queries q0.. must be divided by, from the chunks of
-// peaks_kernel. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
+// the first pass. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
 static __device__ void scan_rows(float *row, const Scan &a, int head, int block, int query_blocks) {
     int r = threadIdx.x;
     if (r >= SCAN_QUERIES) return;
@@ -4681,13 +3910,8 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
 }
 
 // out[head][p] = factor * the sum over all queries of the probability of key p.
-template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
-tallies_kernel(const __grid_constant__ Scan a) {
-    KV_DYN_SHARED(char, mem);
+template <int DT, int D> static __device__ void scan_tallies(const Scan &a, const ScanShared &m) {
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    ScanShared m;
-    scan_carve(&m, mem, D);
     int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int query_blocks = (a.w + SCAN_QUERIES - 1) / SCAN_QUERIES;
     const HeadRef &h = a.heads.at[head / a.R];
@@ -4722,6 +3946,61 @@ tallies_kernel(const __grid_constant__ Scan a) {
     }
 }
 
+// pass 0: scan_peaks; 1: scan_tallies.
+template <int DT, int D>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+column_scan_kernel(const __grid_constant__ Scan a, int pass) {
+    KV_DYN_SHARED(char, mem);
+    ScanShared m;
+    scan_carve(&m, mem, D);
+    if (pass) scan_tallies<DT, D>(a, m);
+    else      scan_peaks<DT, D>(a, m);
+}
+
+// ---- which kernel reads which rows, and why
+// The rows and the pass decide, never a method nor -b (D2): so methods with a budget of everything and full
+// attention are the same arithmetic.
+//
+//                              decode            prefill                     sums of columns
+//     f16, bf16                decode_kernel     prefill_kernel              column_scan_kernel
+//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16      column_kernel
+//     PATS's under rows64,
+//     K and V in two formats   attend_kernel     prefill_kernel, as f16      column_kernel
+//     f32                      attend_kernel     attend_kernel               column_kernel
+//
+// decode_kernel and column_scan_kernel are for head_dims of 64 and 128, which the families of models that are
+// loaded have, prefill_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill
+// with --exact, goes through attend_kernel and column_kernel.
+//
+// What the papers ask of them:
+//     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
+//                     decode step reads a list of rows for each KV head, chosen by sums of columns
+//     PATS            packed rows, which decode_kernel unpacks ("rows of fewer bits")
+//     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
+//     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
+//     DiliLazyKV      a list for every query head: works of those that read the same
+
+// The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
+static int gqa_kind(const Session *s) {
+    int D = s->c->D, kind = row_kind(s->fk);
+    if (s->fk != s->fv || kind == ROW_F32 || (D != 64 && D != 128)) return -1;
+    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
+    return kind;
+}
+
+static int tensor_min = TC_MIN;
+
+// 1: prefill_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
+static int tensor_cores(const Session *s) {
+    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
+    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+}
+
+// 1: column_scan_kernel makes the sums of columns; 0: column_kernel does.
+static int scans(const Session *s) {
+    return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
+}
+
 // ---- plans: which works, made on the host and uploaded at once
 
 struct Plan {
@@ -4730,11 +4009,10 @@ struct Plan {
     int *idx;                   // rows of the works' lists, scratch memory too
     int n_idx;
     int BQ;                     // query rows of a block
-    int plain;                  // 1: for decode_kernel or gqa_kernel
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
 
 // An empty plan with room for n works.
 static Plan plan_new(Session *s, size_t n, int BQ) {
@@ -4745,11 +4023,14 @@ static Plan plan_new(Session *s, size_t n, int BQ) {
     return p;
 }
 
-// A work of pairs m0..m0+m-1 of KV head g, which reads rows 0..n-1. Query tokens count from tok0.
-static Work work_new(int g, int m0, int m, int n, int tok0) {
+// A work of pairs m0..m0+m-1 of `per` query heads from `head` on, which KV head g serves, over rows 0..n-1.
+// Query tokens count from tok0.
+static Work work_new(int g, int head, int per, int m0, int m, int n, int tok0) {
     Work w;
     memset(&w, 0, sizeof w);
     w.g = g;
+    w.head = head;
+    w.per = per;
     w.m0 = m0;
     w.m = m;
     w.n = n;
@@ -4767,11 +4048,9 @@ static int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many.
-static int block_rows(int rows) {
-    if (rows <= 4) return 4;
-    return rows <= 8 ? 8 : 32;
-}
+// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many. Up to 8 are two blocks, or most of the
+// warps of one would have none.
+static int block_rows(int rows) { return rows <= 8 ? 4 : 32; }
 
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
@@ -4784,52 +4063,36 @@ static int rows_until(const KVHead *h, int tok) {
     return lo;
 }
 
-// The works of n tokens from tok0 on: BQ query rows each, of every KV head. A work lists the rows
-// up to its last query's. When blind, and when the rule is not causal, it lists all rows, and the
-// mask hides the later ones.
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
-    int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
-    Plan p = plan_new(s, (size_t)G * per, BQ);
-    for (int b = 0; b < per; b++) {
-        int m0 = b * BQ, m = min_int(rows - m0, BQ), first = tok0 + m0 / R, last = tok0 + (m0 + m - 1) / R;
-        int low = s->tok[first].pos;
-        for (int t = first; t <= last; t++) low = min_int(low, s->tok[t].pos);
-        for (int g = 0; g < G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
-            Work *w = &p.work[p.n_work++];
-            *w = work_new(g, m0, m, sees, tok0);
-            w->low = low;
-        }
-    }
+// Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan, if
+// there is one. A work lists the rows up to its last query's. When blind, and when the rule is not causal, it
+// lists all rows, and the mask hides the later ones.
+static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b, int blind) {
+    int g = head / (s->c->H / s->c->G), m0 = b * p->BQ, m = min_int(n * per - m0, p->BQ);
+    if (m <= 0) return;
+    const KVHead *h = kv_head(s, l, g);
+    int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
+    int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
+    Work w = work_new(g, head, per, m0, m, sees, tok0);
+    w.low = s->tok[first].pos;
+    for (int t = first; t <= last && layer_window(s, l); t++) w.low = min_int(w.low, s->tok[t].pos);
+    p->work[p->n_work++] = w;
+}
+
+// The works of n tokens from tok0 on, BQ query rows each, of the ng KV heads from g0 on: block by block, so that
+// prefill_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
+static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int ng, int blind) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, BQ);
+    Plan p = plan_new(s, (size_t)ng * all, BQ);
+    for (int b = 0; b < all; b++)
+        for (int g = g0; g < g0 + ng; g++) work_add(s, l, &p, tok0, n, g * R, R, b, blind);
     return p;
-}
-
-// The KIND of gqa_kernel for the session's rows, or -1: they are not for it. No method decides this, as
-// with tensor_cores.
-static int gqa_kind(const Session *s) {
-    int D = s->c->D, kind = row_kind(s->fk);
-    int width = D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256;
-    if (s->fk != s->fv || kind == ROW_F32 || !width) return -1;
-    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
-    return kind == ROW_Q8 && D % Q8_VALUES ? -1 : kind;
-}
-
-// Whether rows are plain numbers of one type, for kernels that read them as they lie.
-static int plain_rows(const Session *s) {
-    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing;
-}
-
-// Whether decode goes through decode_kernel or gqa_kernel. No method decides this either.
-static int decode_kernels(const Session *s) {
-    return plain_rows(s) || gqa_kind(s) >= 0;
 }
 
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
-    if (!decode_kernels(s) || R <= 4) return block_rows(R);
-    return R > 8 && s->c->D <= GQA_WIDE_D && gqa_kind(s) >= 0 ? 16 : 8;
+    if (gqa_kind(s) < 0 || R <= 4) return block_rows(R);
+    return R > 8 ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -4854,13 +4117,12 @@ static Plan plan_decode(Session *s, int l) {
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
     Plan p = plan_new(s, H, decode_rows(s));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
-    p.plain = decode_kernels(s);
     for (int h = 0, m; h < H; h += m) {
         const View v = *kv_view(s, l, h);
         m = 1;
         while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
-        *w = work_new(h / R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
+        *w = work_new(h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
         w->idx = p.n_idx;
         w->n_idx = v.n;
         w->tail = v.tail;
@@ -4899,71 +4161,43 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     return a;
 }
 
-// attend_kernel over n items; mix 0: only max and sum are wanted.
-template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
+// attend_kernel over n items.
+template <int QW> static void attend_launch(const Attn &a, int n) {
     AttendShared m;
     size_t smem = attend_carve<QW>(&m, NULL, a.D);
-    if (!mix)            KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 64)  KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 128) KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
-    else                 KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE_EARLY((attend_kernel<QW>), n, ATTN_WARPS * 32, smem, a);
 }
 
-// decode_kernel with LW lanes a row. Query rows 8 and f32 numbers leave fewer registers for loads.
-template <int DT, int LW> static void decode_width(const Attn &a, int n, int BQ) {
-    DecodeShared m;
-    size_t smem = decode_carve(&m, NULL, LW, BQ, a.D);
-    const int U = DT == DT_F32 ? 2 : 4;
-    if (BQ == 4) KV_LAUNCH_EARLY((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
-    else         KV_LAUNCH_EARLY((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
-}
-
-// decode_kernel over n items of BQ query rows.
-template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
-    if (a.D <= 64)       decode_width<DT, 8>(a, n, BQ);
-    else if (a.D <= 128) decode_width<DT, 16>(a, n, BQ);
-    else                 decode_width<DT, 32>(a, n, BQ);
-}
-
-// gqa_kernel over n items of BQ query rows, up to 8 NT.
+// decode_kernel over n items of BQ query rows, up to 8 NT.
 template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
     GqaShared m;
     size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
-    KV_LAUNCH_WIDE_EARLY((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
+    KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
 // The same for BQ = 4, 8 or 16.
 template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
     if (BQ <= 8) gqa_groups<KIND, D, 1>(a, n, BQ);
-    else         gqa_groups<KIND, D, D <= GQA_WIDE_D ? 2 : 1>(a, n, BQ);
+    else         gqa_groups<KIND, D, 2>(a, n, BQ);
 }
 
 // The same for the head_dim of the argument, which gqa_kind has allowed.
 template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
-    if (a.D == 64)       gqa_width<KIND, 64>(a, n, BQ);
-    else if (a.D == 80)  gqa_width<KIND, KIND == ROW_Q8 ? 64 : 80>(a, n, BQ);
-    else if (a.D == 96)  gqa_width<KIND, 96>(a, n, BQ);
-    else if (a.D == 128) gqa_width<KIND, 128>(a, n, BQ);
-    else if (a.D == 160) gqa_width<KIND, 160>(a, n, BQ);
-    else                 gqa_width<KIND, 256>(a, n, BQ);
+    if (a.D == 64) gqa_width<KIND, 64>(a, n, BQ);
+    else           gqa_width<KIND, 128>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows. The items' results lie in a.part, what they
-// are together in a.out and a.stat.
-static void run_items(const Attn &a, int n, int BQ, int plain) {
-    if (plain && n && a.gqa >= 0) {
+// Launches n items, blocks of BQ = 4 to 32 query rows. decode: their queries are of one token. The
+// items' results lie in a.part, what they are together in a.out and a.stat.
+static void run_items(const Attn &a, int n, int BQ, int decode) {
+    if (decode && n && a.gqa >= 0) {
         if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
         else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
         else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
         else                        gqa_launch<GQA_PATS>(a, n, BQ);
-    } else if (plain && n) {
-        if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
-        else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
-        else                          decode_launch<DT_BF16>(a, n, BQ);
     } else if (n) {
-        if (BQ == 4)      attend_launch<1>(a, n, a.out != NULL);
-        else if (BQ == 8) attend_launch<2>(a, n, a.out != NULL);
-        else              attend_launch<8>(a, n, a.out != NULL);
+        if (BQ == 4) attend_launch<1>(a, n);
+        else         attend_launch<8>(a, n);
     }
 }
 
@@ -4972,91 +4206,47 @@ static int most_items(int pairs, int n_work) {
     return min_int(pairs, PIECES + n_work);
 }
 
-// A plan as it is uploaded (ROOM_PLAN).
-struct PlanMemory {
-    Work *work;
-    Item *item;
-    int *idx;
-};
-
-// Carves a plan with n_items items -> bytes.
-static size_t plan_carve(PlanMemory *m, char *mem, const Plan *p, size_t n_items) {
-    Block b = { mem, 0 };
-    m->work = carve<Work>(&b, p->n_work);
-    m->item = carve<Item>(&b, n_items);
-    m->idx = carve<int>(&b, p->n_idx);
-    return b.at;
-}
-
-// Sets first and items of every work -> how many items there are together, with *chunk positions
-// each. Of lists on the device only the greatest possible length is known; chosen_kernel will see
-// how long they are.
-static size_t plan_items(Plan *p, int *chunk) {
-    size_t total = 0, n_items = 0;
+// The most items a plan can have.
+static int plan_items(const Plan *p) {
     int pairs = 0;
-    for (int i = 0; i < p->n_work; i++) {
-        total += p->work[i].n;
-        pairs += blocks(p->work[i].n, 2 * TILE);
-    }
-    *chunk = (int)chunk_rows(total);
-    for (int i = 0; i < p->n_work; i++) {
-        p->work[i].first = (int)n_items;
-        p->work[i].items = blocks(p->work[i].n, *chunk);
-        n_items += p->work[i].items;
-    }
-    return p->lists ? (size_t)most_items(pairs, p->n_work) : n_items;
+    for (int i = 0; i < p->n_work; i++) pairs += blocks(p->work[i].n, 2 * TILE);
+    return most_items(pairs, p->n_work);
 }
 
-// Runs a plan through attend_kernel, decode_kernel or gqa_kernel: out (n,H,D) on the device or NULL, stat
-// (n,H,2) -> the kernels' argument, for column sums over the same rows. Works, items and lists go
-// to the device in one upload; items over lists that lie on the device are made there, by
-// chosen_kernel.
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
-    int chunk;
-    size_t n_items = plan_items(p, &chunk);
-    PlanMemory host, dev;
-    size_t bytes = plan_carve(&host, NULL, p, n_items);
-    char *from = (char *)scratch(s, bytes + 1), *to = room<char>(s, ROOM_PLAN, bytes);
-    plan_carve(&host, from, p, n_items);
-    plan_carve(&dev, to, p, n_items);
-
-    size_t works = (size_t)p->n_work * sizeof(Work);
-    memcpy(host.work, p->work, works);
-    Item *item = host.item;
-    for (int i = 0; i < p->n_work && !p->lists; i++)
-        for (int c = 0; c < p->work[i].items; c++) {
-            int p0 = c * chunk, p1 = p->work[i].n - p0 < chunk ? p->work[i].n : p0 + chunk;
-            *item++ = { i, p0, p1 };
-        }
-    if (p->n_idx) memcpy(host.idx, p->idx, (size_t)p->n_idx * sizeof(int));
-    upload(to, from, p->lists ? works : bytes);
-
-    a.work = dev.work;
-    a.item = dev.item;
-    a.idx = p->lists ? p->lists : dev.idx;
-    if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, dev.work, p->n_work, dev.item, (int)n_items, p->lists);
-    a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
+// Runs a plan through attend_kernel or, in decode, perhaps decode_kernel: a.out and a.stat, on the device -> the
+// kernels' argument, for column sums over the same rows. Works and lists go to the device, which cuts them
+// into items: of lists that it chose itself the host knows only the greatest possible length.
+static Attn attend_run(Session *s, Attn a, const Plan *p, int decode) {
+    if (!p->n_work) return a;
+    int n_items = plan_items(p);
+    size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
+    char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
+    Work *work = (Work *)dev;
+    int *idx = (int *)(dev + works);
+    Item *item = (Item *)(dev + works + lists);
+    upload(work, p->work, works);
+    upload(idx, p->idx, lists);
+    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    a.work = work;
+    a.item = item;
+    a.idx = p->lists ? p->lists : idx;
+    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
-    a.out = out;
-    a.stat = stat;
-    run_items(a, (int)n_items, p->BQ, p->plain);
+    run_items(a, n_items, p->BQ, decode);
     return a;
 }
 
-static int tensor_min = TC_MIN;
-
-// Whether a pass goes through tensor_kernel, whose q and P are rounded: not with --exact. The answer must
-// not depend on the method nor on -b (D2): methods with a budget of everything and full attention are then
-// the same arithmetic.
-static int tensor_cores(const Session *s) {
-    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+// The same from the start: out (n,H,D) on the device or NULL, stat (n,H,2).
+static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
+    Attn a = attn_args(s, l, q, tok0);
+    a.out = out;
+    a.stat = stat;
+    return attend_run(s, a, p, decode);
 }
 
-// ---- rows that tensor_kernel cannot read as they are stored
+// ---- rows that prefill_kernel cannot read as they are stored
 // Packed rows, q8_0 rows, and rows of two types are brought to f16 before a pass reads them: each is
-// read by as many strips as the pass has, and unpacked only once. Packed rows are f16 numbers with
+// read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
 // fewer bits, so they stay what they are; q8_0 and bf16 numbers are rounded to f16's 11 bits, as q is.
 // Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
 
@@ -5067,7 +4257,7 @@ static const size_t PLAIN_BYTES = (size_t)512 << 20;    // of f16 rows at once, 
 #endif
 
 // Row r of KV head g0 + blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (ng,2,N,D). A warp a row.
-static __global__ void plain_rows_kernel(Attn a, int g0, int N, uint16_t *to) {
+static __global__ void rows_as_f16_kernel(Attn a, int g0, int N, uint16_t *to) {
     const HeadRef &h = a.heads.at[g0 + blockIdx.y];
     int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z, kind = v ? a.kind_v : a.kind_k;
     if (r >= h.len) return;
@@ -5085,14 +4275,14 @@ static int rows_are_halves(const Session *s, int l) {
     return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && !packed;
 }
 
-// KV heads of layer l that tensor_kernel is launched for at once.
+// KV heads of layer l that prefill_kernel is launched for at once.
 static int tensor_heads(const Session *s, int l) {
     size_t head = (size_t)kv_longest(s, l) * s->c->D * 2 * sizeof(uint16_t) + 1;
     if (rows_are_halves(s, l)) return s->c->G;
     return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
 }
 
-// The kernel's argument for the ng KV heads from g0 on, without strips.
+// The kernel's argument for the ng KV heads from g0 on, without works.
 static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int ng) {
     Attn a = attn_args(s, l, q, tok0);
     if (rows_are_halves(s, l)) return a;
@@ -5100,7 +4290,7 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
     size_t rows = (size_t)N * a.D;
     uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
     dim3 grid(blocks(N, ATTN_WARPS), ng, 2);
-    KV_LAUNCH(plain_rows_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
+    KV_LAUNCH(rows_as_f16_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
     for (int g = 0; g < ng; g++) {
         HeadRef *h = &a.heads.at[g0 + g];
         h->k = (char *)(to + 2 * g * rows);
@@ -5111,79 +4301,64 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
     return a;
 }
 
-// ---- launching tensor_kernel
+// ---- launching prefill_kernel
 
-// Query rows of a strip of tensor_kernel.
-static int strip_rows(int D) {
+// Query rows of a work of prefill_kernel.
+static int tensor_rows(int D, int lines) {
+    if (lines) return TensorShape<128, 1>::BQ;
     return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
 }
 
-// Launches tensor_kernel for the head_dim of the argument.
-template <int DT, int DIM, int LINES>
-static void tensor_launch(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
-                          float *out, float *stat) {
+// Launches prefill_kernel over n works.
+template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
     typedef TensorShape<DIM, LINES> Shape;
     TensorShared m;
     size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), grid, Shape::WARPS * 32, smem, a, strips, lines, T, out,
-                   stat);
+    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
 }
 
 // The same, for the head_dim of the argument.
-template <int DT, int LINES>
-static void tensor_width(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
-                         float *out, float *stat) {
-    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 96)  tensor_launch<DT, 96, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, grid, strips, lines, T, out, stat);
-    else if (a.D <= 160) tensor_launch<DT, 160, LINES>(a, grid, strips, lines, T, out, stat);
-    else                 tensor_launch<DT, 256, LINES>(a, grid, strips, lines, T, out, stat);
+template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
+    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
+    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
+    else                 tensor_launch<DT, 256, LINES>(a, n);
 }
 
-// Runs n strips, a host array, through tensor_kernel: out (n,H,D), stat (n,H,2) on the device, or NULL.
-static void strips_run(Session *s, const Attn &a, const Strip *strips, int n, float *out, float *stat) {
-    if (!n) return;
-    Strip *dev = room<Strip>(s, ROOM_PLAN, n);
-    upload(dev, strips, (size_t)n * sizeof(Strip));
-    if (a.kind_k == ROW_F16) tensor_width<DT_F16, 0>(a, n, dev, NULL, 0, out, stat);
-    else                     tensor_width<DT_BF16, 0>(a, n, dev, NULL, 0, out, stat);
+// Runs a plan through prefill_kernel: a.out and a.stat, on the device.
+static void tensor_run(Session *s, Attn a, const Plan *p) {
+    if (!p->n_work) return;
+    Work *dev = room<Work>(s, ROOM_PLAN, p->n_work);
+    upload(dev, p->work, (size_t)p->n_work * sizeof(Work));
+    a.work = dev;
+    int f16 = a.kind_k == ROW_F16;
+    if (a.lines && f16) tensor_width<DT_F16, 1>(a, p->n_work);
+    else if (a.lines)   tensor_width<DT_BF16, 1>(a, p->n_work);
+    else if (f16)       tensor_width<DT_F16, 0>(a, p->n_work);
+    else                tensor_width<DT_BF16, 0>(a, p->n_work);
 }
 
-// Appends the strips of n tokens from tok0 on to strips[0..*n_strip): those of the `per` query heads from
-// `head` on, which KV head g serves. A strip sees the rows up to its last token's or, when the rule is not
-// causal, all rows, and the mask hides the later ones.
-static void strips_add(Session *s, int l, int tok0, int n, int head, int per, Strip *strips, int *n_strip) {
-    int g = head / (s->c->H / s->c->G), BQ = strip_rows(s->c->D), pairs = n * per;
-    const KVHead *h = kv_head(s, l, g);
-    for (int m0 = 0; m0 < pairs; m0 += BQ) {
-        int m = min_int(pairs - m0, BQ), last = tok0 + (m0 + m - 1) / per;
-        int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
-        strips[(*n_strip)++] = { g, head, per, m0, m, sees };
-    }
-}
-
-// Room on the host for the strips of n tokens, however their heads are put together.
-static Strip *strips_new(Session *s, int n) {
-    return (Strip *)scratch(s, (size_t)s->c->H * blocks(n, strip_rows(s->c->D)) * sizeof(Strip));
-}
-
-// Attention of n tokens from tok0 on through tensor_kernel: out (n,H,D), stat (n,H,2) on the device -> the
-// argument of kernels that read the rows as they are stored. Strips of all KV heads take turns, so that those
-// with the longest lists start first.
-static Attn attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
-    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
+// Attention of n tokens from tok0 on through prefill_kernel: out (n,H,D), stat (n,H,2) on the device.
+static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
+    int G = s->c->G, step = tensor_heads(s, l);
     for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step), n_strip = 0, n_all = 0;
-        Strip *strips = strips_new(s, n), *all = strips_new(s, n);
-        for (int g = g0; g < g0 + ng; g++) strips_add(s, l, tok0, n, g * R, R, strips, &n_strip);
-        for (int i = 0; i < n_strip / ng; i++)
-            for (int g = 0; g < ng; g++) all[n_all++] = strips[g * (n_strip / ng) + i];
-        strips_run(s, tensor_args(s, l, q, tok0, g0, ng), all, n_strip, out, stat);
+        int ng = min_int(G - g0, step);
+        Plan p = plan_prefill(s, l, tok0, n, tensor_rows(s->c->D, 0), g0, ng, 0);
+        Attn a = tensor_args(s, l, q, tok0, g0, ng);
+        a.out = out;
+        a.stat = stat;
+        tensor_run(s, a, &p);
     }
-    return attn_args(s, l, q, tok0);
 }
 
 // ---- sums over queries, and KV_MASS
+
+// Launches column_kernel for n query heads.
+static void column_launch(const Attn &a, const ColumnPlan &c, int n, float *out) {
+    ColumnShared m;
+    size_t smem = column_carve(&m, NULL, a.D);
+    dim3 grid(blocks(c.N, TILE), n);
+    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, c, out);
+}
 
 // Column sums (H,N) on the device, in ROOM_COL: head h reads list[h]. list (H), on the device, uses
 // the idx of a; the n_q queries count from its tok0 on.
@@ -5191,10 +4366,7 @@ static float *column_sums(Session *s, const Attn &a, const Work *list, const flo
                           int N, float factor) {
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
-    ColumnShared m;
-    size_t smem = column_carve(&m, NULL, a.D);
-    dim3 grid(blocks(N, TILE), a.H);
-    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, list, stat, n_q, N, factor, col);
+    column_launch(a, { list, NULL, stat, 0, n_q, N, factor }, a.H, col);
     return col;
 }
 
@@ -5202,7 +4374,7 @@ static float *column_sums(Session *s, const Attn &a, const Work *list, const flo
 static const Work *whole_lists(Session *s, int l, int tok0) {
     int H = s->c->H, R = H / s->c->G;
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work)), *dev = room<Work>(s, ROOM_LIST, H);
-    for (int h = 0; h < H; h++) list[h] = work_new(h / R, 0, 1, kv_head(s, l, h / R)->len, tok0);
+    for (int h = 0; h < H; h++) list[h] = work_new(h / R, h, 1, 0, 1, kv_head(s, l, h / R)->len, tok0);
     upload(dev, list, (size_t)H * sizeof(Work));
     return dev;
 }
@@ -5260,10 +4432,11 @@ static void prefill_device(Session *s, int l, float *out, const float *q, int t0
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
     Attn a;
     if (tensor_cores(s)) {
-        a = attend_tensor(s, l, q, tok0, n, out, stat);
+        attend_tensor(s, l, q, tok0, n, out, stat);
+        a = attn_args(s, l, q, tok0);           // column_kernel reads the rows as they are stored
     } else {
-        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0);
-        a = attend(s, l, q, tok0, &p, out, stat);
+        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0, s->c->G, 0);
+        a = attend(s, l, q, tok0, &p, 0, out, stat);
     }
     if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     scratch_reset(s, mark);
@@ -5275,7 +4448,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
-    Attn a = attend(s, l, q, s->base, &p, out, stat);
+    Attn a = attend(s, l, q, s->base, &p, 1, out, stat);
     for (int i = 0; i < p.n_work && !p.lists; i++) {
         const Work *w = &p.work[i];
         s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
@@ -5301,30 +4474,19 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 
 // ---- window scores
 
-// Whether the sums of columns are made by tensor cores. No method decides this.
-static int scans(const Session *s) {
-    int D = s->c->D;
-    return plain_rows(s) && row_kind(s->fk) != ROW_F32
-        && (D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256);
-}
-
-// Both kernels of a scan.
+// Both passes of a scan.
 template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
     ScanShared m;
     size_t smem = scan_carve(&m, NULL, D);
     dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
-    KV_LAUNCH_WIDE((peaks_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a);
-    KV_LAUNCH_WIDE((tallies_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a, 0);
+    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a, 1);
 }
 
 // The same for head_dim D, which scans() has allowed.
 template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
-    if (D == 64)       scan_launch<DT, 64>(a, chunks);
-    else if (D == 80)  scan_launch<DT, 80>(a, chunks);
-    else if (D == 96)  scan_launch<DT, 96>(a, chunks);
-    else if (D == 128) scan_launch<DT, 128>(a, chunks);
-    else if (D == 160) scan_launch<DT, 160>(a, chunks);
-    else               scan_launch<DT, 256>(a, chunks);
+    if (D == 64) scan_launch<DT, 64>(a, chunks);
+    else         scan_launch<DT, 128>(a, chunks);
 }
 
 // columns_device on tensor cores.
@@ -5367,8 +4529,8 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     if (scans(s)) return columns_scanned(s, l, q, tok0, w, factor);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
-    Attn a = attend(s, l, q, tok0, &p, NULL, stat);
+    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 0, s->c->G, 1);
+    Attn a = attend(s, l, q, tok0, &p, 0, NULL, stat);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
@@ -5416,23 +4578,23 @@ static int *chosen_room(Session *s, int l, int stride) {
 static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
     Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
-    p.plain = decode_kernels(s);
     p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
         for (int m0 = 0; m0 < R; m0 += BQ) {
             Work *w = &p.work[p.n_work++];
-            *w = work_new(g, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
+            *w = work_new(g, g * R, R, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
             w->idx = g * stride + LIST_HEAD;
             w->low = s->tok[s->base].pos;
         }
     return p;
 }
 
-// The lengths of the works over a layer's lists, and their items: what step_kernel does for a step
-// in one go, but from the n that plan_chosen gave. One warp, a lane every 32nd work.
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work; i += 32) {
+// The items of works and, where they read lists that were chosen on the device, their lengths: what
+// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
+// 32nd work.
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
+    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
         read_list(&work[i], lists);
         work[i].n += work[i].n_idx - work[i].tail;
     }
@@ -5514,12 +4676,12 @@ void views_drop_cuda(Session *s) {
 // A layer is five launches, each of which reads what the one before has written:
 //
 //     qkv_kernel     norm, W_q W_k W_v, norms of heads, RoPE, append      x -> q, rows of K and V
-//     attention      one of three kernels; its last blocks join           q, rows -> out
+//     attention      one of two kernels; its last blocks join           q, rows -> out
 //     gemv_kernel    W_o, residual                                        out -> x
 //     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
 //     gemv_kernel    W_down, residual                                     gate -> x
 //
-// Four more stand around the layers: step_kernel, embed_kernel, the logits' product and, where the host
+// Four more stand around the layers: step_works_kernel, embed_kernel, the logits' product and, where the host
 // wants only the best of the logits, pick_kernel (THE BEST OF THE LOGITS).
 //
 // From sm_90 on products and attention begin while the kernel ahead ends (KV_LAUNCH_EARLY): products ask for
@@ -5560,22 +4722,19 @@ static int step_settled(Session *s) {
 
 // ---- works and items, made on the device
 
-// Cuts works, whose n are known, into items, like plan_items on the host; what is left of the
-// `grid` items is empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says
-// where the items of each work begin.
+// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
+// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
+// begin.
 static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
-    int lane = threadIdx.x, total = 0, before = 0;
-    for (int i = lane; i < n_work; i += 32) total += work[i].n;
+    int lane = threadIdx.x, before = 0;
+    unsigned long long total = 0;
+    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
     total = lanes_sum<32>(total);
     int chunk = (int)chunk_rows(total);
 
     for (int i0 = 0; i0 < n_work; i0 += 32) {
         int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
-        int end = n;                            // items of this lane's work and of the lanes before
-        for (int d = 1; d < 32; d <<= 1) {
-            int low = __shfl_up_sync(ALL_LANES, end, d);
-            if (lane >= d) end += low;
-        }
+        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
         int first = before + end - n;
         if (i < n_work) {
             work[i].first = first;
@@ -5609,13 +4768,13 @@ static __device__ void layer_works(const Step *step, int head0, Work *work, int 
     cut_items(work, n_work, item, grid);
 }
 
-// Works and items of whole layers: what plan_decode and plan_items do on the host.
+// Works and items of whole layers, whose lengths plan_decode would give on the host.
 //   Block   one warp, for layer blockIdx.x
 // work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where
 // the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
 // Where a layer's lists are chosen anew later in the step, the selection makes its works anew
 // (StepWorks). The block of layer 0 also stores the step's token.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, const int *kept,
+static __global__ void step_works_kernel(Token *tok, const Step *step, const int *first, const int *kept,
                                    const int *views, int stride, Work *work, Item *item, int G, int grid) {
     int l = blockIdx.x;
     const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
@@ -5752,7 +4911,7 @@ static StepWorks step_works(Session *s, int l) {
     return w;
 }
 
-// Attention of layer l in a step in one go. The layer's works are as step_kernel made them, or as
+// Attention of layer l in a step in one go. The layer's works are as step_works_kernel made them, or as
 // the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
@@ -5768,7 +4927,7 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
     a.out = r->out;
     a.stat = stat;
-    run_items(a, d->grid, d->BQ, decode_kernels(s));
+    run_items(a, d->grid, d->BQ, 1);
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
@@ -5786,14 +4945,14 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
+    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
               d->chosen.stride, p.work, item, c->G, d->grid);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
-        project_append(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0);
+        project(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0, 0);
         if (once) kv_note(s, l, 0, 1);
         if (layer_acts(s, l)) select_hooks(s, l, r->q);
         step_attend(s, l, r, &p);
@@ -6113,20 +5272,10 @@ void device_close(Session *s) {
 // the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
 
 // ---- what this section and the later ones share
-// Sum of x over lanes 0 up to the own one.
-static __device__ int scan_warp(int x) {
-    int lane = threadIdx.x & 31;
-    for (int d = 1; d < 32; d *= 2) {
-        int below = __shfl_up_sync(0xffffffffu, x, d);
-        if (lane >= d) x += below;
-    }
-    return x;
-}
-
 // Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
 // its lanes.
 static __device__ float lanes_fold(float sum) {
-    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, d);
     return sum;
 }
 
@@ -6136,6 +5285,32 @@ static __device__ float dot_lanes(const float *a, const float *b, int D) {
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
     return lanes_fold(sum);
+}
+
+// 8 numbers as they are stored.
+template <int DT> struct Eight {
+    uint4 u[DT == DT_F32 ? 2 : 1];
+};
+
+// The 8 numbers at p, which is aligned to 16 bytes.
+template <int DT> static __device__ Eight<DT> load8(const char *p) {
+    Eight<DT> e;
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
+    return e;
+}
+
+// x (8) = the 8 numbers as f32.
+template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
+        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
+        for (int j = 0; j < 4; j++)
+            if (DT == DT_F32) {
+                x[4 * i + j] = __int_as_float((int)w[j]);
+            } else {
+                x[2 * j] = half_get<DT>((uint16_t)w[j]);
+                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
+            }
+    }
 }
 
 enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
@@ -6375,8 +5550,8 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
     for (int i = from; i < to; i += 32) {
         // 0 is no number's key but that of a NaN.
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        n_above += __popc(__ballot_sync(0xffffffffu, u > key));
-        n_equal += __popc(__ballot_sync(0xffffffffu, u == key));
+        n_above += __popc(__ballot_sync(ALL_LANES, u > key));
+        n_equal += __popc(__ballot_sync(ALL_LANES, u == key));
     }
     __syncthreads();
     if (!lane) {
@@ -6392,8 +5567,8 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
     }
     for (int i = from; i < to; i += 32) {
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        unsigned more = __ballot_sync(0xffffffffu, u > key);
-        unsigned same = __ballot_sync(0xffffffffu, u == key);
+        unsigned more = __ballot_sync(ALL_LANES, u > key);
+        unsigned same = __ballot_sync(ALL_LANES, u == key);
         unsigned below = (1u << lane) - 1;
         int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
         if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
@@ -6756,16 +5931,14 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // agree to rounding.
 
 // ---- attention over lines
-// tensor_kernel (section 3) computes it where it computes dense prefills; what it asks for stands further
-// down. lines_kernel, here, computes the rest: f32 rows, head_dims that are no multiple of 8, passes of fewer
-// than TC_MIN tokens, and --exact, with q and P in f32. A head of which every cell is chosen goes the way of
-// dense attention.
+// prefill_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest: f32 rows,
+// head_dims that are no multiple of 8, passes of fewer than TC_MIN tokens, and --exact. A work is rows of one
+// query head then. A head of which every cell is chosen goes the way of dense attention.
 //
-// A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
-// block of the matrix needs (block_columns of kvcomp.c). The 64 rows are [s0,E); column c is needed
-// if it is a vertical left of the block, or if one of the offsets [s0-c, E-1-c] is chosen, which is
-// one look at 64 bits. Needed columns are gathered into tiles of TILE. Under tile64 every row reads
-// all of them that causality allows, else exactly the cells of its lines.
+// The columns that rows [s0,E) need (block_columns of kvcomp.c): column c is needed if it is a vertical left of
+// them, or if one of the offsets [s0-c, E-1-c] is chosen, which is one look at 64 bits. Under tile64 every row
+// reads all columns that its 64-row block of the matrix needs and causality allows, else exactly the cells of
+// its lines.
 // Bit i of b.
 static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 
@@ -6777,44 +5950,28 @@ static __device__ uint64_t bits_from(const uint64_t *b, int n, int lo) {
     return b[w] >> d | (d && (w + 1) * 64 < n ? b[w + 1] << (64 - d) : 0);
 }
 
-// Does the block of rows [s0,E) need column c?
-static __device__ int column_needed(const DeviceLines &x, int c, int s0, int E) {
-    if (c >= E) return 0;
-    if (x.dense || (c < s0 && bit_of(x.v, c))) return 1;
-    return (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
+// Does a chosen slash meet column c in the rows [s0,E), up to 64 of them?
+static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
+    return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
 }
 
-// LINE_ROWS: query rows of a block, half a 64-row block, so that four blocks fit on an SM
-// (three with head_dim above 128). LINE_QW: those of a warp. LINE_LIST: room for column numbers: up
-// to a tile that waits, and all that one look of the block can add.
-enum { LINE_ROWS = 32, LINE_QW = LINE_ROWS / ATTN_WARPS, LINE_LIST = TILE + ATTN_WARPS * 32 };
-
-static size_t lines_smem(int D) {
-    size_t tiles = (size_t)LINE_ROWS * D + TILE * (D + 1) + LINE_ROWS * (TILE + 1);
-    return (tiles + LINE_ROWS + LINE_LIST + ATTN_WARPS) * sizeof(float);
+// Do rows [s0,E) need column c?
+static __device__ int rows_need(const DeviceLines &x, int c, int s0, int E) {
+    return (c < s0 && bit_of(x.v, c)) || slash_meets(x, c, s0, E);
 }
 
-// Appends needed columns, from *c on, to the list row (n) until it has TILE of them or none is left
-// -> its new length. All threads of a block; counts (ATTN_WARPS) shared. Every thread looks at one
-// column; a ballot and the counts of the warps before say where in the list its number goes.
-static __device__ int gather_columns(const DeviceLines &x, int s0, int E, int *c, int n, int *row,
-                                     int *counts) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    while (n < TILE && *c < E) {
-        int need = column_needed(x, *c + (int)threadIdx.x, s0, E), all = 0;
-        unsigned m = __ballot_sync(0xffffffffu, need);
-        if (!lane) counts[warp] = __popc(m);
-        __syncthreads();
-        for (int w = 0; w < ATTN_WARPS; w++) {
-            int at = n + all + __popc(m & ((1u << lane) - 1));
-            if (w == warp && need) row[at] = *c + (int)threadIdx.x;
-            all += counts[w];
-        }
-        __syncthreads();
-        n += all;
-        *c += ATTN_WARPS * 32;
+// Does one of the pass's queries first..last-1, of one 64-row block of the matrix, need column c?
+static __device__ int column_needed(const DeviceLines &x, int c, int first, int last) {
+    if (x.tile64) {
+        first = first / 64 * 64;
+        last = min_int(first + 64, x.n - x.p0);
     }
-    return n;
+    return x.dense || rows_need(x, c, x.p0 + first, x.p0 + last);
+}
+
+// Does query r of the pass read column c, which is needed and not behind it?
+static __device__ int cell_chosen(const DeviceLines &x, int r, int c) {
+    return x.dense || x.tile64 || bit_of(x.v, c) || bit_of(x.s, x.p0 + r - c);
 }
 
 // Does row `row` of head h lie in the sliding window of token tok?
@@ -6822,109 +5979,13 @@ static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int to
     return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window;
 }
 
-// May row r read column c? see: 0 if the block has no such row, or the tile no such column; this is
-// tested here, so that the scoring loop has no branch around the call.
-static __device__ int cell_chosen(const Attn &a, const DeviceLines &x, const HeadRef &h, int r,
-                                  int c, int see) {
-    see = see && c <= r;
-    if (see && a.window) see = in_window(a, h, c, a.tok0 + r - x.p0);
-    if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
-    return see;
-}
-
-// acc, the warp's QW rows of sums over values, shrink by fix (QW) and grow by the tile's n values
-// (n,D+1) times their probabilities sc (QW,TILE+1). A lane owns ND dimensions.
-template <int QW, int ND> static __device__ void
-mix_lines(float (&acc)[QW][ND], const float *fix, const float *sc, const float *vals, int n, int D) {
-    int lane = threadIdx.x & 31;
-    for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] *= fix[i];
-    for (int j = 0; j < n; j++)
-        for (int e = 0; e < ND; e++) {
-            float v = lane + 32 * e < D ? vals[j * (D + 1) + lane + 32 * e] : 0;
-            for (int i = 0; i < QW; i++) acc[i][e] += sc[i * (TILE + 1) + j] * v;
-        }
-}
-
-// out (T,H,D) = attention of the pass's T queries over the cells of cells (H).
-// Block: LINE_ROWS = 32 rows of query head blockIdx.y; the last rows, which have the longest lists,
-// start first. Warp: LINE_QW = 8 of the rows. Lane: one column of the tile while scoring, a quarter
-// of a row's scores in the softmax (fold_scores), ND dimensions of all 8 rows while mixing. Shared:
-// the block's queries (32,D); one tile (TILE,D+1) that holds keys, then values, as f32; scores
-// (32,TILE+1); the list of columns. The padding keeps lanes that read a column of a tile on
-// different banks. A tile serves 32 rows, which pays for unpacking it; more rows would leave fewer
-// blocks on an SM. Bound by f32 multiply-adds (2 D a cell) with long lines, by gathering scattered
-// columns with few.
-template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4)
-lines_kernel(Attn a, const DeviceLines *cells, int T, float *out) {
-    KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
-    const int QW = LINE_QW, LANES = 32 / QW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y;
-    int t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS, at = 0, n = 0;
-    float *kv = q + LINE_ROWS * D, *sc = kv + TILE * (D + 1), *fix = sc + LINE_ROWS * (TILE + 1);
-    int *row = (int *)(fix + LINE_ROWS), *counts = row + LINE_LIST;
-    // What the warp's own rows have of both:
-    float *own_sc = sc + warp * QW * (TILE + 1), *own_fix = fix + warp * QW;
-    DeviceLines x = cells[head];
-    HeadRef h = a.heads.at[head / a.R];
-    int s0 = x.p0 + t0 / 64 * 64, E = min_int(s0 + 64, x.n);
-    int r0 = x.p0 + t0, stop = min_int(r0 + LINE_ROWS, E);
-    for (int j = warp; j < LINE_ROWS; j += ATTN_WARPS)
-        for (int d = lane; d < D; d += 32)
-            q[j * D + d] = t0 + j < T ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
-
-    // The running softmax of the row that the lane shares; sums over values; the lane's scores:
-    float top = -INFINITY, sum = 0, acc[QW][ND], score[QW];
-    for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) acc[i][e] = 0;
-
-    for (;;) {
-        n = gather_columns(x, s0, E, &at, n, row, counts);
-        int m = min_int(n, TILE), more = 0;
-        if (!m || row[0] >= stop) break;                         // the same for the whole block
-        load_tile(kv, D + 1, a, h, 0, row, m);
-        __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < m ? lane : 0) * (D + 1), D);
-        for (int i = 0; i < QW; i++) {
-            int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i;
-            int see = cell_chosen(a, x, h, r, c, lane < m && r < stop);
-            own_sc[i * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
-        }
-        __syncwarp();
-        float f = fold_scores<QW>(own_sc + lane / LANES * (TILE + 1) + lane % LANES, &top, &sum);
-        if (lane % LANES == 0) own_fix[lane / LANES] = f;
-
-        __syncthreads();                                         // the keys are done with
-        load_tile(kv, D + 1, a, h, 1, row, m);
-        if ((int)threadIdx.x < n - m) more = row[m + threadIdx.x];  // at most 128 are left over
-        __syncthreads();
-        if ((int)threadIdx.x < n - m) row[threadIdx.x] = more;
-        n -= m;
-        mix_lines<QW, ND>(acc, own_fix, own_sc, kv, m, D);
-        __syncthreads();                                         // the values are done with
-    }
-
-    if (lane % LANES == 0) own_fix[lane / LANES] = sum;
-    __syncwarp();
-    for (int i = 0; i < QW && t0 + warp * QW + i < T; i++) {
-        float *to = out + ((size_t)(t0 + warp * QW + i) * a.H + head) * D;
-        for (int e = 0; e < ND; e++)
-            if (lane + 32 * e < D) to[lane + 32 * e] = acc[i][e] / own_fix[i];
-    }
-}
-
-// ---- attention over lines on tensor cores: what tensor_kernel<.., LINES 1> asks for
-// A strip is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
+// ---- attention over lines on tensor cores: what prefill_kernel<.., LINES 1> asks for
+// A work is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
 //   - exact lines: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
 //     cells in it are KT neighbouring bits of the verticals and KT of the offsets, in reverse order. A tile
 //     in which every cell is chosen needs no mask (the middle of A-shape's band)
 //   - single columns, gathered KT at a time: under tile64 all needed columns, which every row reads as far
 //     as causality lets it; with exact lines the verticals outside of the tiles above
-
-// Does a chosen slash meet column c in the rows [s0,E)?
-static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
-    return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
-}
 
 // Are all cells of the columns p .. p+KT-1 in the rows [s0,E) on chosen slashes?
 template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p, int s0, int E) {
@@ -6934,28 +5995,22 @@ template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p
     return all;
 }
 
-// Block b of the pass's T tokens under the lines x, as a strip.
-static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T) {
-    int t0 = b * 64, m = min_int(T - t0, 64);
-    return { x.head / a.R, x.head, 1, t0, m, x.p0 + t0 + m };
-}
-
-// list and cols = the next tiles and columns that the strip needs, of columns *from and up -> tiles in the
+// list and cols = the next tiles and columns that the work needs, of columns *from and up -> tiles in the
 // list; *n_cols: columns, behind which the last one fills up their last tile. *from is then where the lists
 // after these begin. Called by all threads of a block; the lists are complete when it returns. A warp looks
 // at its share of TC_STEP columns at once, and keeps a bit for each: word i lies in lane i.
 template <int DIM>
-static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Strip &s,
+static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Work &w,
                                  int *from, int *n_cols) {
     const int KT = TensorShape<DIM, 1>::KT, WARPS = TensorShape<DIM, 1>::WARPS, WORDS = TC_STEP / WARPS / 32;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = s.n - s.m, E = s.n, found = 0, gathered = 0;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = w.n - w.m, E = w.n, found = 0, gathered = 0;
     unsigned before = (1u << lane) - 1;
     while (found + TC_STEP / KT <= TC_LIST && gathered + TC_STEP <= TC_COLS && *from < E) {
         int c0 = *from + warp * 32 * WORDS, tile = -1;
         unsigned need = 0, crossed = 0;
         for (int i = 0; i < WORDS; i++) {
             int c = c0 + 32 * i + lane;
-            int needed = x.tile64 ? column_needed(x, c, s0, E) : c < E && bit_of(x.v, c);
+            int needed = c < E && (x.tile64 ? rows_need(x, c, s0, E) : bit_of(x.v, c));
             unsigned columns = __ballot_sync(ALL_LANES, needed);
             unsigned slashes = __ballot_sync(ALL_LANES, !x.tile64 && slash_meets(x, c, s0, E));
             if (lane != i) continue;
@@ -6976,11 +6031,11 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
         }
         __syncthreads();
         int at = found, to = gathered;
-        for (int w = 0; w < WARPS; w++) {
-            at += w < warp ? m.counts[w] : 0;
-            to += w < warp ? m.counts[WARPS + w] : 0;
-            found += m.counts[w];
-            gathered += m.counts[WARPS + w];
+        for (int i = 0; i < WARPS; i++) {
+            at += i < warp ? m.counts[i] : 0;
+            to += i < warp ? m.counts[WARPS + i] : 0;
+            found += m.counts[i];
+            gathered += m.counts[WARPS + i];
         }
         if (tile >= 0) m.list[at + __popc(tiles & before)] = tile;
         for (int i = 0; i < WORDS; i++) {
@@ -7002,149 +6057,93 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
 // of row i; what else has to be asked for each cell is asked as in tile_mask.
 template <int DIM>
 static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const DeviceLines &x,
-                                  const Strip &s, const TileRef &tile) {
+                                  const Work &w, const TileRef &tile) {
     typedef TensorShape<DIM, 1> Shape;
     const int WORDS = Shape::WORDS, ROWS = 16 * Shape::MT;
-    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, s0 = s.n - s.m;
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, s0 = w.n - w.m;
     if (!tile.gathered) {
         int d = s0 + row + lane % ROWS - tile.p;        // the offset at which the row meets column p
         uint64_t causal = d < 0 ? 0 : ~0ull >> (63 - min_int(d, 63));
         uint64_t bits = __brevll(bits_from(x.s, x.n, d - 63)) | (bits_from(x.v, x.n, tile.p) & causal);
-        for (int w = 0; w < WORDS && lane < ROWS; w++)
-            m.see[(row + lane) * WORDS + w] = (unsigned)(bits >> 32 * w);
+        for (int i = 0; i < WORDS && lane < ROWS; i++)
+            m.see[(row + lane) * WORDS + i] = (unsigned)(bits >> 32 * i);
         __syncwarp();
         if (!a.window) return;
     }
-    KV_UNROLL(1) for (int w = 0; w < WORDS; w++) {
-        int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
+    KV_UNROLL(1) for (int word = 0; word < WORDS; word++) {
+        int i = word * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
         KV_UNROLL(1) for (int r = row; r < row + ROWS; r++) {
-            int q = min_int(s0 + r, s.n - 1), sees = i < tile.n && c <= q;
-            if (!tile.gathered) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
+            int q = min_int(s0 + r, w.n - 1), sees = i < tile.n && c <= q;
+            if (!tile.gathered) sees = sees && (m.see[r * WORDS + word] >> lane & 1);
             if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);
             unsigned bits = __ballot_sync(ALL_LANES, sees);
             __syncwarp();                       // every lane has read the word
-            if (!lane) m.see[r * WORDS + w] = bits;
+            if (!lane) m.see[r * WORDS + word] = bits;
         }
     }
 }
 
 // ---- launching attention over lines
 
-// DeviceLines on the device of the query heads h0..h1-1 of lines (H), with their bits, verticals before
-// offsets, in one block: of those whose `dense` is 0 or, with all, of each -> how many.
-static int lines_upload(Session *s, const Lines *lines, int h0, int h1, int all, const DeviceLines **cells) {
-    int n = 0;
-    size_t at = (size_t)(h1 - h0) * sizeof(DeviceLines), bytes = at;
-    for (int h = h0; h < h1; h++) bytes += 2 * bit_bytes(lines[h].n);
+// lines (H) on the device, with the bits of those that are not dense, verticals before offsets, in one block.
+static const DeviceLines *lines_upload(Session *s, const Lines *lines) {
+    int H = s->c->H;
+    size_t at = (size_t)H * sizeof(DeviceLines), bytes = at;
+    for (int h = 0; h < H; h++) bytes += 2 * bit_bytes(lines[h].n);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
-    for (int h = h0; h < h1; h++) {
+    for (int h = 0; h < H; h++) {
         const Lines *x = &lines[h];
         size_t b = bit_bytes(x->n);
-        if (x->dense && !all) continue;
         const uint64_t *v = (const uint64_t *)(dev + at), *o = (const uint64_t *)(dev + at + b);
-        DeviceLines one = { v, o, x->n, x->p0, x->dense, x->tile64, h };
-        memcpy(host + (size_t)n++ * sizeof one, &one, sizeof one);
+        ((DeviceLines *)host)[h] = { v, o, x->n, x->p0, x->dense, x->tile64 };
+        if (x->dense) continue;
         memcpy(host + at, x->v, b);
         memcpy(host + at + b, x->s, b);
         at += 2 * b;
     }
     upload(dev, host, at);
-    *cells = (const DeviceLines *)dev;
-    return n;
+    return (const DeviceLines *)dev;
 }
 
-// The dense heads among query heads h0..h1-1 through tensor_kernel, as in any other layer. Query heads of one
-// KV head that are all dense share strips.
-static void lines_dense(Session *s, int l, const Attn &a, const Lines *lines, int h0, int h1, float *out,
-                        int T) {
-    int n_strip = 0;
-    Strip *strips = strips_new(s, T);
-    for (int h = h0; h < h1; h += a.R) {
-        int dense = 0;
-        for (int r = 0; r < a.R; r++) dense += lines[h + r].dense;
-        if (dense == a.R) strips_add(s, l, s->base, T, h, a.R, strips, &n_strip);
-        for (int r = 0; r < a.R && dense < a.R; r++)
-            if (lines[h + r].dense) strips_add(s, l, s->base, T, h + r, 1, strips, &n_strip);
-    }
-    strips_run(s, a, strips, n_strip, out, NULL);
+// The works of the T tokens of a pass, BQ query rows each, of those query heads of the ng KV heads from g0 on
+// whose `dense` is this. Dense heads of one KV head share works, if all of them are dense.
+static Plan plan_lines(Session *s, int l, const Lines *lines, int T, int BQ, int g0, int ng, int dense) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)T * R, BQ);
+    Plan p = plan_new(s, (size_t)ng * R * blocks(T, BQ), BQ);
+    for (int b = 0; b < all; b++)
+        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
+            int of_group = 0;
+            for (int r = h - h % R; r < h - h % R + R; r++) of_group += lines[r].dense;
+            int per = dense && of_group == R ? R : 1;
+            if (lines[h].dense == dense && h % per == 0) work_add(s, l, &p, s->base, T, h, per, b, 0);
+        }
+    return p;
 }
 
-// Attention over lines through tensor_kernel: dense heads, then the others.
-static void lines_tensor(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        const DeviceLines *cells;
-        Attn a = tensor_args(s, l, q, s->base, g0, ng);
-        lines_dense(s, l, a, lines, g0 * R, (g0 + ng) * R, out, T);
-        int n = lines_upload(s, lines, g0 * R, (g0 + ng) * R, 0, &cells);
-        dim3 grid(n, blocks(T, 64));
-        if (n && a.kind_k == ROW_F16) tensor_width<DT_F16, 1>(a, grid, NULL, cells, T, out, NULL);
-        else if (n)                   tensor_width<DT_BF16, 1>(a, grid, NULL, cells, T, out, NULL);
-    }
-}
-
-// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. First the dense
+// heads, as in any other layer, then the others.
 void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
     size_t mark = scratch_mark(s);
-    if (tensor_cores(s)) {
-        lines_tensor(s, l, lines, out, q, T);
-    } else {
-        const DeviceLines *cells;
-        Attn a = attn_args(s, l, q, s->base);
-        lines_upload(s, lines, 0, a.H, 1, &cells);
-        size_t smem = lines_smem(a.D);
-        dim3 grid(blocks(T, LINE_ROWS), a.H), block(ATTN_WARPS * 32);
-        if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, block, smem, a, cells, T, out);
-        else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, block, smem, a, cells, T, out);
-        else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, block, smem, a, cells, T, out);
+    int G = s->c->G, tensor = tensor_cores(s), step = tensor ? tensor_heads(s, l) : G;
+    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
+    const DeviceLines *cells = lines_upload(s, lines);
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step);
+        Attn a = tensor ? tensor_args(s, l, q, s->base, g0, ng) : attn_args(s, l, q, s->base);
+        a.out = out;
+        a.stat = stat;
+        for (int dense = 1; dense >= 0; dense--) {
+            a.lines = dense ? NULL : cells;
+            int BQ = tensor ? tensor_rows(s->c->D, !dense) : block_rows(T);
+            Plan p = plan_lines(s, l, lines, T, BQ, g0, ng, dense);
+            if (tensor) tensor_run(s, a, &p);
+            else        attend_run(s, a, &p, 0);
+        }
     }
     scratch_reset(s, mark);
 }
 
 // ---- softmax rows of sampled queries: line_probs of kvcomp.c, for several KV heads at once
-static size_t sample_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + TILE) * sizeof(float); }
-
-// P (ng R,m,N) = scaled scores of the queries of tokens t (m) of the pass against every row held,
-// -INFINITY where a query may not look; for the query heads of the KV heads from g0 on.
-// Block: one tile of TILE columns of one query head (blockIdx.y). The tile's keys stay in shared
-// memory as f32 (TILE,D+1) while the sampled queries come by, 32 at a time (32,D). Warp: 8 of the
-// 32 queries. Lane: one column. The keys are the larger side, so they are unpacked once and the few
-// queries are read again by every block, from the cache. Bound by f32 multiply-adds (D a cell), and
-// by writing P.
-static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m, int N, int T,
-                                            float *P) {
-    KV_DYN_SHARED(float, q);                                     // (32,D)
-    const int QW = 8;
-    int g = g0 + blockIdx.y / a.R, head = g0 * a.R + blockIdx.y, n = a.heads.at[g].len, p0 = n - T;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int c0 = blockIdx.x * TILE, cols = min_int(n - c0, TILE);
-    if (cols <= 0) return;                                       // the same for the whole block
-    float *kv = q + 32 * D, score[QW];
-    int *row = (int *)(kv + TILE * (D + 1));
-    P += (size_t)blockIdx.y * m * N;
-    if (threadIdx.x < TILE) row[threadIdx.x] = c0 + threadIdx.x;
-    __syncthreads();
-    load_tile(kv, D + 1, a, a.heads.at[g], 0, row, cols);
-
-    for (int i0 = 0; i0 < m; i0 += 32) {
-        __syncthreads();
-        for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32)
-                q[j * D + d] = i0 + j < m ? a.q[((size_t)t[i0 + j] * a.H + head) * D + d] : 0;
-        __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
-        for (int i = 0; i < QW; i++) {
-            int j = i0 + warp * QW + i;
-            if (j >= m || lane >= cols) continue;
-            int see = c0 + lane <= p0 + t[j];
-            if (see && a.window) see = in_window(a, a.heads.at[g], c0 + lane, a.tok0 + t[j]);
-            float S = see ? score[i] * a.scale : -INFINITY;      // Algorithm 2, line 4
-            P[(size_t)j * N + c0 + lane] = S;
-        }
-    }
-}
-
 enum { SOFT_THREADS = 256 };
 
 // P (ng R,m,N): every row of scores becomes its softmax, in place.
@@ -7155,23 +6154,14 @@ static __global__ void softmax_rows_kernel(HeadRefs heads, int g0, int R, int m,
     __shared__ float part[2][SOFT_THREADS / 32];
     float *x = P + (size_t)blockIdx.x * N, top = -INFINITY, sum = 0;
     int n = heads.at[g0 + blockIdx.x / m / R].len;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) top = fmaxf(top, x[i]);
-    top = lanes_max<32>(top);
-    if (!lane) part[0][warp] = top;
-    __syncthreads();
-    for (int w = 0; w < SOFT_THREADS / 32; w++) top = fmaxf(top, part[0][w]);
+    top = block_fold<1>(top, part[0]);
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) {
         float e = expf(x[i] - top);
         x[i] = e;
         sum += e;
     }
-    sum = lanes_sum<32>(sum);
-    if (!lane) part[1][warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < SOFT_THREADS / 32; w++) sum += part[1][w];
-    float inv = 1 / sum;
+    float inv = 1 / block_fold<0>(sum, part[1]);
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;  // Algorithm 2, line 4
 }
 
@@ -7187,17 +6177,16 @@ int line_batch_cuda(const Session *s, int l, int m) {
 // -> P (ng R,m,N) on the device: softmax rows of the pass's tokens t (m, on the host, ascending)
 // for the query heads of the ng KV heads from g0 on. q (T,H,D). Rows agree with the CPU's to
 // rounding.
-float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t,
-                       int m) {
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const int *t, int m) {
+    size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
     Attn a = attn_args(s, l, q, s->base);
     upload(tokens, t, m * sizeof(int));
 
-    size_t smem = sample_smem(a.D);
-    dim3 grid(blocks(N, TILE), ng * R);
-    KV_LAUNCH_WIDE(sample_scores_kernel, grid, ATTN_WARPS * 32, smem, a, g0, tokens, m, N, T, P);
+    column_launch(a, { whole_lists(s, l, s->base), tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
+    scratch_reset(s, mark);
     return P;
 }
 
@@ -7243,16 +6232,10 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 //   u(page) = sum_d max(q_d max_d, q_d min_d)
 // Map:
 //   Bounds -> page_bounds, page_bounds_kernel
-//   Scores -> page_scores, quest_kernel
+//   Scores -> page_scores, page_select_kernel
 //
 // Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
 // (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
-
-// p[i] = x as a number of dtype.
-static __device__ void number_put(void *p, int dtype, size_t i, float x) {
-    if (dtype == DT_F32) ((float *)p)[i] = x;
-    else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
-}
 
 // bound (pages,2,D) of dtype, page `from` + blockIdx.x: the largest, then the smallest value of
 // each channel of KV head g.
@@ -7278,7 +6261,7 @@ void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, i
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
 
-struct QuestSeek : Seek {       // argument of quest_kernel
+struct QuestSeek : Seek {       // argument of page_select_kernel
     const char *bound[MAX_G];   // (G) the bounds of each KV head, (pages,2,D)
     int *best_of;               // (G,best) the pages chosen
     int n, best;                // pages there are, if no step says it; pages wanted
@@ -7325,7 +6308,7 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 // which is read too.
 template <int DT, int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-quest_kernel(const __grid_constant__ QuestSeek a) {
+page_select_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
@@ -7363,20 +6346,19 @@ quest_kernel(const __grid_constant__ QuestSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches quest_kernel with NQ queries at a time.
+// Launches page_select_kernel with NQ queries at a time.
 template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = quest_carve<NQ>(&m, NULL, a);
-    KV_LAUNCH_WIDE((quest_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((page_select_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
-// The same for bounds of type DT: four query heads at a time, or one where there is but one, and where
-// a page's bounds cannot be read 16 bytes at a time.
+// The same for bounds of type DT: four query heads at a time, or one where a page's bounds cannot be read 16
+// bytes at a time.
 template <int DT> static void quest_group(const QuestSeek &a) {
-    if (a.D % 4)      quest_launch<DT, 1, 0>(a);
-    else if (a.R > 1) quest_launch<DT, 4, 1>(a);
-    else              quest_launch<DT, 1, 1>(a);
+    if (a.D % 4) quest_launch<DT, 1, 0>(a);
+    else         quest_launch<DT, 4, 1>(a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -7405,12 +6387,12 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // In a prefill all of Algorithm 2 runs here but the drawing of the samples: softmax rows of the
 // sampled queries (section 7), then one block a query head chooses that head's lines from them.
 // Only the chosen lines, as bits, and what they recover come to the host; attention over them is
-// lines_kernel. In decode the device keeps the ring of the last queries, scores all rows by it and
+// that of section 7. In decode the device keeps the ring of the last queries, scores all rows by it and
 // picks the best (Algorithm 3).
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
 //   Eq. 1 -> recovered, select_lines_kernel
-//   Algorithm 2, line 4 -> sample_scores_kernel, softmax_rows_kernel
+//   Algorithm 2, line 4 -> column_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
 //   Algorithm 2, line 12 -> segment_best
 //   Algorithm 2, line 13 -> take_one
@@ -7603,8 +6585,8 @@ static __device__ BestLine better(BestLine a, BestLine b, int n) {
 static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
     for (int d = 16; d; d >>= 1) {
         BestLine y;
-        y.key = __shfl_xor_sync(0xffffffffu, x.key, d);
-        y.id = __shfl_xor_sync(0xffffffffu, x.id, d);
+        y.key = __shfl_xor_sync(ALL_LANES, x.key, d);
+        y.id = __shfl_xor_sync(ALL_LANES, x.id, d);
         x = better(x, y, n);
     }
     __syncthreads();                                             // the last one has been read
@@ -7797,7 +6779,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (gqa_kernel's unpack_batch in decode, else
+// On the device run: reading packed rows inside attention (decode_kernel's unpack_batch in decode, else
 // load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
 // kvcomp.c, guard and gaps included.
 // Map:
@@ -7984,7 +6966,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // and decides when to build anew.
 //   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
 // Map:
-//   Eq. 2 -> node_score, lychee_kernel
+//   Eq. 2 -> node_score, cluster_select_kernel
 //   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
 //   Algorithm 1, line 9 -> open_units
 //   Algorithm 1, line 10 -> open_units
@@ -7993,8 +6975,8 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
-// the chosen rows (line 17) is decode attention through views: by the format of the rows gqa_kernel,
-// decode_kernel or attend_kernel (run_items, section 3).
+// the chosen rows (line 17) is decode attention through views: by the format of the rows decode_kernel
+// or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
@@ -8137,8 +7119,8 @@ assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K
 
     for (int p = 0; p < 2; p++) {
         for (int h = 8; h; h >>= 1) {                            // over the 16 threads of the points
-            float v = __shfl_xor_sync(0xffffffffu, best[p], h);
-            int j = __shfl_xor_sync(0xffffffffu, at[p], h);
+            float v = __shfl_xor_sync(ALL_LANES, best[p], h);
+            int j = __shfl_xor_sync(ALL_LANES, at[p], h);
             if (v > best[p] || (v == best[p] && j < at[p])) {
                 best[p] = v;
                 at[p] = j;
@@ -8160,7 +7142,7 @@ static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const floa
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
     x += (size_t)blockIdx.y * n * D;
     for (int i = 0; i < n; i += 32) {
-        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && of[i + lane] == j);
+        unsigned m = __ballot_sync(ALL_LANES, i + lane < n && of[i + lane] == j);
         count += __popc(m);
         for (; m; m &= m - 1) {
             const float *p = x + (size_t)(i + lowest_bit(m)) * D;
@@ -8347,7 +7329,7 @@ void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
-struct LycheeSeek : Seek {      // argument of lychee_kernel
+struct LycheeSeek : Seek {      // argument of cluster_select_kernel
     const Tree *trees;          // (G), of `cap` clusters each
     const int *chunks;          // M, then the M+1 starts
     float beta;
@@ -8495,7 +7477,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //           way in a block. What the last block does is bound by latency: it reads M chunks twice
 template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-lychee_kernel(const __grid_constant__ LycheeSeek a) {
+cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ char open[MOST_UNITS];
@@ -8514,12 +7496,12 @@ lychee_kernel(const __grid_constant__ LycheeSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches lychee_kernel with NQ queries at a time.
+// Launches cluster_select_kernel with NQ queries at a time.
 template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
     LycheeShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE((lychee_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((cluster_select_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
@@ -8537,9 +7519,8 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.least = 4 * x->room;
     a.room = x->room;
     a.sink = x->sink;
-    if (a.D % 8)      lychee_launch<1, 0>(a);
-    else if (a.R > 1) lychee_launch<4, 1>(a);
-    else              lychee_launch<1, 1>(a);
+    if (a.D % 8) lychee_launch<1, 0>(a);
+    else         lychee_launch<4, 1>(a);
     if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 
@@ -8562,10 +7543,10 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
-//   Eq. 4 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel, rows_move_cuda
-//   Eq. 5 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
-//   Sec. 3.1 -> same_weights, project_rows, mlp_rows
+//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
+//   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, rows_move_cuda
+//   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
+//   Sec. 3.1 -> same_weights, project, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
 
@@ -8689,37 +7670,6 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
 // What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies.
 enum { RATE_RUNS = 5 };
 
-// Two marks in the stream; the time between them is the device's, without the way of a call from
-// the host.
-struct Stopwatch {
-    cudaEvent_t from, to;
-};
-
-static Stopwatch watch_open(void) {
-    Stopwatch w = {};
-    KV_CUDA(cudaEventCreateWithFlags(&w.from, cudaEventDefault));
-    KV_CUDA(cudaEventCreateWithFlags(&w.to, cudaEventDefault));
-    return w;
-}
-
-static void watch_start(const Stopwatch *w) {
-    KV_CUDA(cudaEventRecord(w->from, kv_stream));
-}
-
-// Seconds since watch_start, when the stream has got here.
-static double watch_stop(const Stopwatch *w) {
-    float ms;
-    KV_CUDA(cudaEventRecord(w->to, kv_stream));
-    KV_CUDA(cudaEventSynchronize(w->to));
-    KV_CUDA(cudaEventElapsedTime(&ms, w->from, w->to));
-    return 1e-3 * ms;
-}
-
-static void watch_close(const Stopwatch *w) {
-    KV_CUDA(cudaEventDestroy(w->from));
-    KV_CUDA(cudaEventDestroy(w->to));
-}
-
 // x (n) in device memory; to be given back with device_drop.
 float *device_floats(const float *x, size_t n) {
     char *p = device_new(n * sizeof *x);
@@ -8740,215 +7690,29 @@ double device_copy_rate(void) {
     double best = 0;
     while (!device_try(&from, 2 * n, 0)) {
         n /= 2;
-        if (n < COPY_BYTES / 64) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __LINE__);
+        if (n < COPY_BYTES / 64) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __FILE__, __LINE__);
     }
     to = from + n;
     KV_CUDA(cudaMemsetAsync(from, 1, n, kv_stream));
-    Stopwatch w = watch_open();
+    // Marks in the stream: the time between them is the device's, without the way of a call from the host.
+    cudaEvent_t begin = NULL, end = NULL;
+    KV_CUDA(cudaEventCreateWithFlags(&begin, cudaEventDefault));
+    KV_CUDA(cudaEventCreateWithFlags(&end, cudaEventDefault));
     for (int i = 0; i < RATE_RUNS; i++) {
-        watch_start(&w);
+        float ms;
+        KV_CUDA(cudaEventRecord(begin, kv_stream));
         device_copy(to, from, n);
-        best = fmax(best, 2.0 * (double)n / watch_stop(&w));
+        KV_CUDA(cudaEventRecord(end, kv_stream));
+        KV_CUDA(cudaEventSynchronize(end));
+        KV_CUDA(cudaEventElapsedTime(&ms, begin, end));
+        best = fmax(best, 2.0 * (double)n / (1e-3 * ms));
     }
-    watch_close(&w);
+    KV_CUDA(cudaEventDestroy(begin));
+    KV_CUDA(cudaEventDestroy(end));
     device_free(from);
     return best;
 }
 
-// ==================================================================================================== TESTS
-// Doors for tests.c, which cannot see the static functions of another file.
 #ifdef KVCOMP_TEST
-extern "C" {
-// `bytes` bytes in device memory; to be given back with cuda_drop.
-void *cuda_put(const void *host, size_t bytes) {
-    char *p = device_new(bytes);
-    upload(p, host, bytes);
-    return p;
-}
-
-void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
-
-void cuda_drop(void *dev) { device_free(dev); }
-
-// Bytes of K and V rows that the session has really asked for.
-size_t cuda_held(const Session *s) {
-    size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
-    for (int i = 0; i < s->c->L * s->c->G; i++)
-        n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;
-    return n;
-}
-
-// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm
-// by rmsnorm_kernel, 'h' by rows_kernel, 's' y = silu(gate) up of x (T,2n).
-void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx,
-               const Tensor *w, int T) {
-    float *dy = (float *)cuda_put(y, ny * sizeof(float));
-    float *dx = (float *)cuda_put(x, nx * sizeof(float));
-    Linear p = { dy, w, NULL };
-    if (op == 'm' && T == 1) gemv_cuda<GEMV_STORE>(s, dx, &p, 1, NULL);
-    if (op == 'p' && T == 1) gemv_cuda<GEMV_ADD>(s, dx, &p, 1, NULL);
-    if (strchr("mp", op) && T > 1) {
-        Product m = products(s, ROOM_PRODUCT, rows_plain(dx, w->cols), T, &p, 1);
-        if (op == 'm') product_finish<0>(s, m, &p, 1);
-        else           product_finish<1>(s, m, &p, 1);
-    }
-    if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
-    if (op == 'h') rows_launch<DT_F32>(s, dy, NULL, rows_norm(s, dx, w), T);
-    if (op == 's') {
-        Linear in[2] = { p, p };
-        rows_launch<DT_F32>(s, dy, NULL, rows_swiglu(s, { dx, NULL, T, (int)(nx / T) }, in), T);
-    }
-    download(y, dy, ny * sizeof(float));
-    cuda_drop(dy);
-    cuda_drop(dx);
-}
-
-// A matrix as products read it: its numbers to `to`, what they are to be multiplied by in *scale -> their
-// dtype.
-int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale) {
-    const Copied *c;
-    matrices_of(s, &t, 1, &c);
-    download(to, c->dev, tensor_bytes(t));
-    *scale = c->scale;
-    return c->dtype;
-}
-
-size_t cuda_chunk(size_t total) { return chunk_rows(total); }
-
-// Tokens of a pass from which on it goes through tensor_kernel; 0: what they are outside of tests.
-void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
-
-// 1: the session's prefills have q and P in f32 from now on, as with --exact.
-void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
-
-// Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
-void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
-
-// seek_shared from now on; -1: what it is outside of tests.
-void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
-
-int cuda_graphs(const Session *s) { return s->dev->replays; }
-
-// One warp, one operation of "what only PTX can say" (NUMBERS AND KERNELS), with registers as the test gives
-// them. in and out: words of the lanes, as many a lane as the operation has.
-//   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
-//   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans
-//   'o'        in (32,4): out (32,4) = load_once
-static __global__ void fragment_kernel(char op, const unsigned *in, float *d, unsigned *out) {
-    __shared__ __align__(16) unsigned tile[128];
-    int lane = threadIdx.x;
-    if (op == 'm') mma_16x8x16<DT_F16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
-    if (op == 'b') mma_16x8x16<DT_BF16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
-    if (op == 'l' || op == 't') {
-        for (int i = lane; i < 128; i += 32) tile[i] = in[i];
-        __syncwarp();
-        if (op == 'l') ldmatrix_x4(out + lane * 4, tile + lane * 4);
-        else           ldmatrix_x4_trans(out + lane * 4, tile + lane * 4);
-    }
-    if (op == 'o') load_once(out + lane * 4, in + lane * 4);
-}
-
-// Runs fragment_kernel: n_in and n_out words.
-void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out) {
-    unsigned *di = (unsigned *)cuda_put(in, n_in * sizeof *in);
-    float *dd = (float *)cuda_put(d, 128 * sizeof *d);
-    unsigned *dout = (unsigned *)cuda_put(out, n_out * sizeof *out);
-    KV_LAUNCH(fragment_kernel, 1, 32, 0, op, di, dd, dout);
-    download(d, dd, 128 * sizeof *d);
-    download(out, dout, n_out * sizeof *out);
-    cuda_drop(di);
-    cuda_drop(dd);
-    cuda_drop(dout);
-}
-
-// Each of 64 threads copies its 16 bytes of `in` (3,64,4) to shared memory three times, as two groups of
-// one copy and of two; the last copy takes nothing in odd threads. out (4,64,4): the first copy before any
-// wait, the first after the older group has been waited for, the others after both. What a thread reads
-// is its neighbour's.
-static __global__ void copy_kernel(const uint4 *in, uint4 *out) {
-    __shared__ uint4 tile[3][64];
-    int i = threadIdx.x, next = (i + 1) % 64;
-    for (int c = 0; c < 3; c++) tile[c][i] = { 7, 7, 7, 7 };
-    __syncthreads();
-    copy16_async(&tile[0][i], in + i);
-    copy_commit();
-    copy16_async(&tile[1][i], in + 64 + i);
-    copy16_async_if(&tile[2][i], in + 128 + i, i % 2 == 0);
-    copy_commit();
-    __syncthreads();
-    out[i] = tile[0][next];
-    __syncthreads();
-    copy_wait<1>();
-    __syncthreads();
-    out[64 + i] = tile[0][next];
-    copy_wait<0>();
-    __syncthreads();
-    out[128 + i] = tile[1][next];
-    out[192 + i] = tile[2][next];
-}
-
-// Runs copy_kernel: in (3,64,4), out (4,64,4) words.
-void cuda_copies(const unsigned *in, unsigned *out) {
-    uint4 *di = (uint4 *)cuda_put(in, 768 * sizeof *in), *dout = (uint4 *)cuda_put(out, 1024 * sizeof *out);
-    KV_LAUNCH(copy_kernel, 1, 64, 0, di, dout);
-    download(out, dout, 1024 * sizeof *out);
-    cuda_drop(di);
-    cuda_drop(dout);
-}
-
-// Dynamic shared memory of a block in bytes, and the kernel, for kernels of every carve function that template
-// arguments decide on. 0: there is no i-th one.
-size_t cuda_block_bytes(int i, const char **kernel) {
-    GemvShared gemv;
-    GqaShared gqa;
-    TensorShared tensor;
-    DecodeShared decode;
-    ScanShared scan;
-    const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
-    const struct {
-        const char *kernel;
-        size_t bytes;
-    } known[] = {
-        { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
-        { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
-        { "gqa_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
-        { "gqa_kernel<2, 80, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 80, all_slots<ROW_BF16, 80, 2>()) },
-        { "gqa_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
-        { "gqa_kernel<3, 96, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 96, all_slots<ROW_Q8, 96, 2>()) },
-        { "gqa_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
-        { "gqa_kernel<4, 160, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 160, all_slots<GQA_PATS, 160, 1>()) },
-        { "tensor_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
-        { "tensor_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
-        { "tensor_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
-        { "decode_kernel<1, 16, 4, 4>", decode_carve(&decode, NULL, 16, 4, 128) },
-        { "decode_kernel<0, 8, 8, 2>", decode_carve(&decode, NULL, 8, 8, 64) },
-        { "peaks_kernel<1, 160>", scan_carve(&scan, NULL, 160) },
-        { "tallies_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
-    };
-
-    if (i >= (int)(sizeof known / sizeof *known)) return 0;
-    *kernel = known[i].kernel;
-    return known[i].bytes;
-}
-
-// The k best of row (V), which lies on the host.
-void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out) {
-    float *x = (float *)cuda_put(row, V * sizeof *row);
-    best_logits_cuda(s, x, V, k);
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    *out = *s->dev->picks;
-    cuda_drop(x);
-}
-
-// 1: what room() hands out again is NaN, with cuda_poison.
-int cuda_stale(Session *s) {
-    unsigned x = 7;
-    upload(room<unsigned>(s, ROOM_LIST, 1), &x, sizeof x);
-    download(&x, room<unsigned>(s, ROOM_LIST, 1), sizeof x);
-    return x == 0xffffffffu;
-}
-
-// 1: from now on the launches of a step go one by one; 0: as a graph again.
-void cuda_single_launches(Session *s, int single) { graph_drop(s->dev, single); }
-}
+#include "test/cuda_doors.h"
 #endif

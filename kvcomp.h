@@ -199,7 +199,7 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V
     // together, and the most rows beside them that are raw between two passes.
     size_t (*plan)(const Session *s, int n, int *raw);
-    int dense;                  // 1: row after row without gaps, as gqa_kernel reads them
+    int dense;                  // 1: row after row without gaps, as decode_kernel reads them
 } Packing;
 
 enum { MAX_PARTS = 4 };          // of a method
@@ -273,6 +273,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     // chat template that a method's own weights were trained with; NULL: none, or not said
     const char *made_for;
 
+    int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
@@ -733,7 +734,7 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
 int line_batch_cuda(const Session *s, int l, int m);
 
 // -> (ng R,m,N)
-float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const int *t, int m);
 
 // -> (ng R,N)
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash,

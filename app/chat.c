@@ -495,8 +495,17 @@ static int rows_held(const App *a) {
     return n;
 }
 
+// The rows that are needed at once for n tokens more. Under --chunk a method that drops rows needs room
+// for one chunk beside its budget.
+static int rows_coming(const App *a, int n) {
+    int chunk = a->s->chunk, evicts = 0;
+    for (int i = 0; i < a->s->n_part; i++) evicts |= a->s->part[i].m->evicts;
+    if (!chunk || !evicts || a->s->ratio >= 0) return n;
+    return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
+}
+
 // Does every head have room for n more rows?
-static int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
+static int rows_fit(const App *a, int n) { return rows_held(a) + rows_coming(a, n) <= ctx_limit(a); }
 
 // The same, when a method that drops rows may do so now.
 int make_room(const App *a, int n) {
@@ -1045,7 +1054,7 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
-        "budget", "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "budget", "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
     Options *plain = options_like(a->o);

@@ -17,6 +17,9 @@ const Opt program_options[] = {
     { "batch-size",    'i', "0",
       "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their "
       "rounding)", 0, 1 << 20 },
+    { "chunk",         'i', "0",
+      "a prefill goes through the model in passes of so many tokens, and methods that drop rows do so at the end "
+      "of each; 0: off", 0, 1 << 30 },
     { "exact",         'b', "0",
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), "
       "attention in f32" },

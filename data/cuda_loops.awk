@@ -7,7 +7,7 @@
 #   mma       its tensor-core products
 #   issue     which part of a multiprocessor's issue slots the loop takes while all multiprocessors together move 4.3 TB/s.
 #             From 100 % on instructions are the bound, not memory. (A loop that uses a byte again and again, as
-#             tensor_kernel does, is not there to move bytes: the products bound it)
+#             prefill_kernel does, is not there to move bytes: the products bound it)
 #   KB ahead  what a multiprocessor has asked for and not yet used: the least and the most within a turn. 23 KB hide the
 #             wait for memory (4.3 TB/s x 0.7 us / 132)
 #   blocks    blocks on a multiprocessor, by their threads, registers and shared memory. 1+: the context decides on the
@@ -19,7 +19,7 @@
 # The main loop is, of those with the most tensor-core products, the shortest. The turn that is counted makes all
 # products, asks for the next tile, and needs nothing else, such as a mask. Without products the main loop is the
 # innermost one that asks for the most, and all its arithmetic counts. What a loop asks for are its load_once and
-# cp.async (kvcomp.cu, "what only PTX can say"), else its loads of 16 bytes a lane, else all its loads. What it reads in
+# cp.async (lib/cuda.h, "what only PTX can say"), else its loads of 16 bytes a lane, else all its loads. What it reads in
 # passing beside such loads, such as a list of rows, or a vector that lies in a cache, is not counted. Where all loads
 # count the deepest loop is taken, which is a guess, marked ?.
 #   LDG.E.NA.128    16 bytes a lane, not kept in L1: load_once        LDGSTS.E.BYPASS.128    cp.async
@@ -61,26 +61,22 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     if (!with_room[part[1]]) return 0
     if (part[1] == "gemv_kernel") return 4 * (4 * 4 * 33 + 4 * 5)
     if (part[1] == "qkv_kernel") return 4 * (4 * 4 * 33 + 4 * 5)
-    if (part[1] == "gqa_kernel") {              # <rows, head_dim, groups of 8 query rows>
+    if (part[1] == "decode_kernel") {              # <rows, head_dim, groups of 8 query rows>
         D = part[3]
         NT = part[4]
         slots = 2 * 4 * (part[2] < 3 ? 16 * NT * (2 * D + 16) : 16 * row_room(part[2], D) + 16)
         sums = 4 * 8 * NT * (D + 2) * 4
         return (slots > sums ? slots : sums) + NT * D * 32 + 2048 / 8 + (part[2] == 4 ? 64 * 24 : 0)
     }
-    if (part[1] == "tensor_kernel") {           # <dtype, head_dim, along lines>
+    if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]
-        KT = D <= 160 ? 64 : 32
+        KT = D <= 128 ? 64 : 32
         BQ = D <= 128 && !part[4] ? 128 : 64
         P = 2 * (D + 8)
-        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 13 * 4 + \
+        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 20 * 4 + \
                (part[4] ? 2048 * 4 : 0)
     }
-    if (part[1] == "decode_kernel") {           # <dtype, lanes of a row, query rows, rows at once>
-        D = 8 * part[3]                         # at most
-        return 4 * part[4] * (D + 4 * (D + 2))
-    }
-    if (part[1] == "peaks_kernel" || part[1] == "tallies_kernel")                   # <dtype, head_dim>
+    if (part[1] == "column_scan_kernel")               # <dtype, head_dim>
         return 4 * (part[3] / 16 * 8 * 128 + 4 * 64 * 2 + 64)
     return -1
 }
@@ -102,11 +98,11 @@ function row_room(kind, D,    w, n, most) {
     return 16 * most
 }
 
-# Threads of a block, 0 where the context decides on them. A block of tensor_kernel has two warps along lines of narrow
+# Threads of a block, 0 where the context decides on them. A block of prefill_kernel has two warps along lines of narrow
 # heads and four elsewhere.
 function block_threads(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    if (part[1] == "tensor_kernel") return part[4] && part[3] <= 96 ? 64 : 128
+    if (part[1] == "prefill_kernel") return part[4] && part[3] <= 64 ? 64 : 128
     return threads[part[1]]
 }
 
@@ -152,16 +148,16 @@ function blocks_of(arch, kernel,    warps, dynamic, n) {
 function limit(kernel, b, p,    part) {
     split(kernel, part, /[<>, ]+/)              # name and template arguments
     why = ""
-    if (part[1] == "tensor_kernel") {           # <dtype, head_dim, along lines>
+    if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         why = others[part[3], part[4]] " other instructions a product" (part[4] ? " along lines" : "")
         return p * (1 + why)
     }
-    if (part[1] == "gqa_kernel" && part[2] <= 2) {               # <rows, head_dim, groups of 8 query rows>
+    if (part[1] == "decode_kernel" && part[2] <= 2) {               # <rows, head_dim, groups of 8 query rows>
         why = "300 instructions for 8 KB of K and V"
         if (part[3] == 64) why = "350 instructions for 8 KB of K and V at head_dim 64"
         return b / 8192 * why
     }
-    if (part[1] == "gqa_kernel" && part[2] == 3 && part[3] == 128) {
+    if (part[1] == "decode_kernel" && part[2] == 3 && part[3] == 128) {
         why = part[4] == 1 ? "700 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
         return why + 0
     }
@@ -169,27 +165,23 @@ function limit(kernel, b, p,    part) {
 }
 BEGIN {
     others[64, 0] = 3.9
-    others[96, 0] = 3.1
     others[128, 0] = 2.6
-    others[160, 0] = 3.3
     others[256, 0] = 3.6
     others[64, 1] = 4
-    others[96, 1] = 3.4
     others[128, 1] = 3.5
-    others[160, 1] = 3.4
     others[256, 1] = 3.8
 }
 
 # The least that must be under way on a multiprocessor, in KB: plain rows are read at the rate of the memory.
 function ahead_least(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    return part[1] == "gqa_kernel" && part[2] <= 2 ? 24 : 0
+    return part[1] == "decode_kernel" && part[2] <= 2 ? 24 : 0
 }
 
 # The most issue slots, in per cent, at that rate: rows of PATS and q8_0 leave a fifth of them free. 0: no such figure.
 function share_most(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    return part[1] == "gqa_kernel" && part[2] > 2 && part[3] == 128 ? 80 : 0
+    return part[1] == "decode_kernel" && part[2] > 2 && part[3] == 128 ? 80 : 0
 }
 
 # Bytes that the loads of a warp ask for. once: only those of load_once and cp.async count.
@@ -364,7 +356,7 @@ function finish(    part, i, w, plain, few) {
         }
         find_cases(top, end)
         under_way(top, end)
-        few = part[1] == "gqa_kernel" && part[2] > 2 ? part[2] : 0
+        few = part[1] == "decode_kernel" && part[2] > 2 ? part[2] : 0
         if (!few) add_row(kind == 3 ? " ?" : "", 0, 0, 0)
         if (few == 3) add_row("", part[3] / 32 * 34, 0, 0)
         for (w = 8; few == 4 && w <= (part[3] == 128 ? 14 : 8); w += w == 8 ? 2 : 4)
@@ -439,7 +431,7 @@ function print_row(label, loop,    of, dynamic, more, blocks, taken) {
     }
 }
 
-# ptxas info    : Compiling entry function 'void gqa_kernel<1, 128, 1>(Attn, int)' for 'sm_90'
+# ptxas info    : Compiling entry function 'void decode_kernel<1, 128, 1>(Attn, int)' for 'sm_90'
 /Compiling entry function/ {
     split($0, part, "'")
     entry = part[4] SUBSEP bare(part[2])
@@ -451,7 +443,7 @@ function print_row(label, loop,    of, dynamic, more, blocks, taken) {
     shared[entry] = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH) + 0 : 0
 }
 
-# void gqa_kernel<1, 128, 1>(Attn, int) -> gqa_kernel<1, 128, 1>
+# void decode_kernel<1, 128, 1>(Attn, int) -> decode_kernel<1, 128, 1>
 function bare(name) {
     sub(/^void /, "", name)
     sub(/\(.*/, "", name)

@@ -53,6 +53,7 @@
 //   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes
 //     device memory or reads what a kernel wrote that may still run
 //   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
+//   - a read of shared memory that nobody has written in this block, used or not
 //   - an access that is not aligned to its type (the compiler's -fsanitize=alignment)
 //   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables
 //     may do
@@ -348,9 +349,14 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
 }
 
 // ------------------------------------------------------------------------ PTX
-// The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter
+// The functions of lib/cuda.h's "what only PTX can say", written from the tables of the PTX ISA, chapter
 // "Warp Level Matrix Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line.
 // As in the ISA, groupID is lane / 4 and threadID_in_group lane % 4.
+
+// n bytes of shared memory at p have been written; and before they are read: ends the program if nobody has.
+// Only in the harder modes.
+static void emu_wrote(const void *p, size_t n);
+static void emu_reads(const void *p, size_t n);
 
 // Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
 static void emu_shared_check(int line, const void *p, const char *what);
@@ -417,6 +423,7 @@ static inline SharedAt shared_address(const void *p) { return (SharedAt)(uintptr
 static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     EmuThread *t = emu.cur;
     emu_shared_check(line, row, "ldmatrix");
+    emu_reads(row, 16);
     t->in = (uint64_t)(uintptr_t)row;
     emu_wait(EMU_WARP, line, 0xffffffffu);
     for (int m = 0; m < 4; m++) {
@@ -468,6 +475,7 @@ static inline void copy16_async_if(void *to, const void *from, int take, int lin
         c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
     c->at[c->n++] = { (char *)to, (const char *)from, take, c->group };
     memset(to, 0xff, 16);
+    emu_wrote(to, 16);
 }
 
 static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) {
@@ -588,6 +596,8 @@ static void emu_shared_check(int line, const void *p, const char *what) {
 
 enum { EMU_CANARY = 0x5a };           // lies behind dynamic shared memory
 
+static void emu_forget_shared(void);
+
 // Runs block emu.bid to its end, in rounds: every ready thread until it meets others or returns, in the
 // order of the seed; then who has met goes on. Ends the program if threads miss a barrier, meet on different
 // lines, wait for ever, or write behind dynamic shared memory.
@@ -599,6 +609,7 @@ EMU_QUIET static void emu_block(void) {
     emu.dyn = emu.dyn_end - room;
     memset(emu.dyn, 0xff, emu.dyn_bytes);
     memset(emu.dyn + emu.dyn_bytes, EMU_CANARY, room - emu.dyn_bytes);
+    emu_forget_shared();
     for (int i = 0; i < emu.n; i++) {
         EmuThread *t = &emu.t[i];
         unsigned x = emu.block.x, y = emu.block.y;
@@ -762,10 +773,46 @@ EMU_QUIET static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
     t->when = emu_clock;
 }
 
-// The running block reads or writes n bytes at p. Other memory than the device's is nobody's concern. Ends
+// Which bytes of shared memory the running block has written: the static ones, then the dynamic ones. A struct
+// may have gaps that nobody writes, so a read of more than 8 bytes is a mistake only if all of them are new, and
+// one of up to 8 if all bytes of one of its words are.
+enum { EMU_STATIC = 1 << 18 };
+static unsigned char emu_written[EMU_STATIC + (128 << 10)];
+
+// The place of n bytes at p in emu_written; NULL: they are not shared memory.
+EMU_QUIET static unsigned char *emu_shared_at(const char *p, size_t n) {
+    if (__start_emu_shared && p >= __start_emu_shared && p + n <= __stop_emu_shared)
+        return emu_written + (p - __start_emu_shared);
+    return p >= emu.dyn && p + n <= emu.dyn + emu.dyn_bytes ? emu_written + EMU_STATIC + (p - emu.dyn) : NULL;
+}
+
+EMU_QUIET static void emu_forget_shared(void) {
+    if (__stop_emu_shared - __start_emu_shared > EMU_STATIC) emu_die("more static shared memory than expected");
+    memset(emu_written, 0, __start_emu_shared ? (size_t)(__stop_emu_shared - __start_emu_shared) : 0);
+    memset(emu_written + EMU_STATIC, 0, emu.dyn_bytes);
+}
+
+EMU_QUIET static void emu_wrote(const void *p, size_t n) {
+    unsigned char *at = emu_shared_at((const char *)p, n);
+    for (size_t i = 0; i < n && at; i++) at[i] = 1;
+}
+
+EMU_QUIET static void emu_reads(const void *p, size_t n) {
+    const unsigned char *at = emu_shared_at((const char *)p, n);
+    size_t each = n > 8 ? n : n > 4 ? 4 : n;
+    for (size_t i = 0; i < n && at && emu.kernel; i += each) {
+        int some = 0;
+        for (size_t j = i; j < i + each && j < n; j++) some |= at[j];
+        if (!some) emu_die("reads shared memory that nobody has written");
+    }
+}
+
+// The running block reads or writes n bytes at p, of the device's memory or shared ones. Ends
 // the program if another block of this launch touches them, or if it is too early to touch them.
 EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) {
     size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
+    if (at >= EMU_ARENA && write) emu_wrote(p, n);
+    else if (at >= EMU_ARENA) emu_reads(p, n);
     if (at >= EMU_ARENA || !emu.kernel) return;
     for (size_t w = at / 4; w * 4 < end; w++) {
         unsigned bytes = 15;
@@ -845,6 +892,9 @@ EMU_QUIET int __tsan_atomic32_compare_exchange_strong(volatile int *p, int *c, i
 static void emu_log_open(void) {}
 static void emu_log_forget(const char *, size_t) {}
 static void emu_fence(void) {}
+static void emu_forget_shared(void) {}
+static void emu_wrote(const void *, size_t) {}
+static void emu_reads(const void *, size_t) {}
 #endif
 #define __threadfence() emu_fence()
 
@@ -1855,6 +1905,14 @@ static void emu_bad_shared(int *x) {
     x[threadIdx.x] = 0;
 }
 
+// A word of shared memory is read that nobody has written, and not used.
+static void emu_bad_read(int *x) {
+    volatile int *own = (volatile int *)emu_dyn();
+    own[0] = 1;
+    int unused = own[1];
+    x[0] = own[0] + 0 * unused;
+}
+
 static void emu_bad_holder(EmuHolder) {}
 
 static void emu_first(int *x) { x[1] = x[0]; }
@@ -1886,7 +1944,7 @@ static void emu_good_blocks(int *x, int fenced) {
     if (last) x[33] = x[0] + x[gridDim.x - 1];
 }
 
-// Tests: runs one of these kernels. 0 to 4 and 10 are of one launch, 5 is about host memory, 6 to 9 are about
+// Tests: runs one of these kernels. 0 to 4, 10 and 11 are of one launch, 5 is about host memory, 6 to 9 are about
 // kernels that start early; 0, 5 and 6 are right.
 extern "C" void emu_provoke(int kind) {
     static int host;
@@ -1907,6 +1965,7 @@ extern "C" void emu_provoke(int kind) {
         fprintf(stderr, "%d read", zero[1]);
     }
     if (kind == 10) emu_launch("last", 3, 32, 0, emu_good_blocks, x, 0);
+    if (kind == 11) emu_launch("unwritten", 1, 1, 8, emu_bad_read, x);
     if (kind >= 6 && kind < 10) {
         emu_launch("first", 1, 1, 0, emu_first, x);
         emu_launch_as(1, "waits", 1, 1, 0, emu_good_early, x);
