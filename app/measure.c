@@ -2021,8 +2021,8 @@ static uint64_t items_hash(const EvalSet *e) {
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
         "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
-        "chat-template", "tokenizer",
-        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty",
+        "chat-template", "tokenizer", "system", "parse-special", "no-think", "ignore-eos", "n-predict",
+        "repeat-penalty",
     };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
