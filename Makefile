@@ -137,9 +137,9 @@ objects = $(patsubst %,build/$(1)/%.o,$(foreach part,$(2),$(if $(filter lib/kern
 
 # $(1): a flavour; $(2): its flags
 define flavour
-build/$(1)/%.o: %.c build/$(1)/flags | deps
+build/$(1)/%.o: %.c build/$(1)/flags | deps build/page_html.h
 	@mkdir -p $$(@D)
-	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(EDITS) -ffunction-sections -MMD -MP -c -o $$@ $$<
+	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(EDITS) -Ibuild -ffunction-sections -MMD -MP -c -o $$@ $$<
 $(SETS:%=build/$(1)/lib/kernels_%.o): build/$(1)/lib/kernels_%.o: lib/kernels.c build/$(1)/flags | deps
 	@mkdir -p $$(@D)
 	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(SET_$$*) -DSET=$$* -ffunction-sections -MMD -MP -c -o $$@ $$<
@@ -156,6 +156,11 @@ $(eval $(call flavour,dev,-O1 -g))
 build/cpu/app/terminal.o build/cuda/app/terminal.o build/dev/app/terminal.o build/test/test/test_app.o: EDITS = $(WITH_READLINE)
 -include $(wildcard build/*/*.d build/*/*/*.d)
 
+# data/page.html as a string of C: app/page.c writes it.
+build/page_html.h: data/page.html
+	@mkdir -p build
+	@{ echo 'static const char page_html[] ='; sed 's/\\/\\\\/g; s/"/\\"/g; s/^/"/; s/$$/\\n"/' $<; echo ';'; } >$@
+
 # Functions that nobody calls are left out when the program is linked: those that only a device session needs
 # call what kvcomp.cu has, and a compiler that does not optimise keeps them.
 LINK = $(CC) $(OPENMP) $(if $(filter Linux,$(shell uname -s)),-Wl$(comma)--gc-sections)
@@ -167,7 +172,7 @@ dev: kvcomp_dev
 
 # The whole CPU program as one file.
 single: kvcomp_single.c
-kvcomp_single.c: data/single.sh $(wildcard lib/*.[ch] app/*.[ch] kvcomp.[ch] data/unicode.h)
+kvcomp_single.c: data/single.sh build/page_html.h $(wildcard lib/*.[ch] app/*.[ch] kvcomp.[ch] data/unicode.h)
 	sh data/single.sh >$@
 
 # CPU seconds of a whole build, and of the build behind an edit.
@@ -276,11 +281,11 @@ ports-test: kvcomp
 	@sh data/ports/test.sh
 
 # ---- the program in a browser
-# The program as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.
+# The program as WebAssembly, the shipped model and data/page.html as one page, which opens by double click.
 # What is missing (emscripten) is installed first, and said so. Debian's emscripten looks for its
 # JavaScript parser in NODE_PATH; stb_ds.h is copied, because /usr/include holds the headers of another
 # machine.
-WEB_FLAGS = -std=gnu11 -O3 -msimd128 -Wall -Wextra -Werror -s MODULARIZE=1 -s EXPORT_NAME=kvcompModule \
+WEB_FLAGS = -std=gnu11 -O3 -msimd128 $(filter-out -std=%,$(WARN)) -s MODULARIZE=1 -s EXPORT_NAME=kvcompModule \
             -s ENVIRONMENT=worker,node -s INVOKE_RUN=0 -s ALLOW_MEMORY_GROWTH=1 -s INITIAL_MEMORY=67108864 \
             -s TOTAL_STACK=5242880 -s ABORTING_MALLOC=0 -s EXPORTED_FUNCTIONS=_main,_malloc,_free
 WEB_MODEL = models/kvcomp-tiny
@@ -297,22 +302,22 @@ web: kvcomp.html
 install-web:
 	@$(WEB_HAS) || { $(call debian_install,emscripten node-acorn,$(WEB_NEEDS)); }
 
-kvcomp_web.js: $(wildcard kvcomp.[ch] inside.h lib/*.[ch] app/*.[ch]) data/unicode.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
+kvcomp_web.js: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) data/unicode.h build/page_html.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
 	@rm -rf build/web && mkdir -p build/web/stb
 	@cp "$$(echo '#include <stb/stb_ds.h>' | $(CC) -M -E -x c - | tr ' ' '\n' | grep 'stb_ds\.h$$')" build/web/stb
-	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ $(PARTS:=.c)
+	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ $(PARTS:=.c)
 
-kvcomp.html: kvcomp_web.js data/web.html
+kvcomp.html: kvcomp_web.js data/page.html
 	@awk '/^@@GLUE@@$$/ { system("cat kvcomp_web.js"); next } \
 	      /^@@WASM@@$$/ { system("base64 -w 0 kvcomp_web.wasm"); next } \
-	      { print; fflush() }' data/web.html >$@.part && mv $@.part $@
+	      !/^@@/ { print; fflush() }' data/page.html >$@.part && mv $@.part $@
 	@ls -l $@ | awk '{ printf "kvcomp.html: %.1f MB, opens by double click\n", $$5 / 1e6 }'
 
 # The page beside ./kvcomp, in node and in headless Chromium (Debian: emscripten nodejs chromium). What is
 # not installed is left out, and counted.
 web-test: kvcomp
 	@if ! command -v emcc >/dev/null || ! command -v node >/dev/null; then \
-	  echo "all 9 parts are left out: they need emscripten and node (make web installs them)"; \
+	  echo "all 10 parts are left out: they need emscripten and node (make web installs them)"; \
 	else $(MAKE) --no-print-directory kvcomp.html && node data/web_test.js; fi
 
 # ---- tests
@@ -439,7 +444,7 @@ FUZZ = json safetensors config tokenizer session adapter scores ids dialogues an
 FUZZ_FLAGS = -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 \
              -artifact_prefix=fuzz_found_
 
-fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] inside.h lib/*.[ch] app/*.[ch]) | deps
+fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
 	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ test/fuzz.c -lm
 

@@ -56,7 +56,6 @@
 //   16 MEMORY PLAN: what a dialogue will take, before it takes it
 #define _GNU_SOURCE
 #include "kvcomp.h"
-#include "inside.h"
 #include <ctype.h>
 #include <errno.h>
 #include <float.h>
@@ -73,6 +72,24 @@
 
 typedef struct ViewTile ViewTile;       // some of the rows a view lists (section 2)
 typedef struct TileRows TileRows;       // their keys or values, ready for a kernel (section 3)
+
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
 
 // The memory of a head's keys or values: `have` bytes at p become `want`, kept as far as both reach.
 static char *rows_realloc(char *p, size_t have, size_t want, int huge);
@@ -1099,7 +1116,7 @@ struct TileRows {           // keys or values as a kernel takes them
 };
 
 // A Tile for every thread, in scratch memory.
-Tile *tiles_new(Session *s) {
+static Tile *tiles_new(Session *s) {
     int n = n_threads(), D = s->c->D;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
@@ -1499,6 +1516,9 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
 // softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
 // N = kv_longest(s,l).
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    if (W > s->queries && s->base + T < s->n_tok)
+        die(EXIT_RUN, "window_scores: %d queries are asked for, %d are kept (a method's open sets Session.queries)",
+            W, s->queries);
     if (KV_DEV(s)) {
         window_scores_cuda(s, l, q, T, W, score);
         return;
@@ -2371,7 +2391,7 @@ const Method tova_method = {
 // them stay.
 //   1. window_scores   how much each query head's last w queries attend to every row, as a mean
 //   2. join_heads      the scores of the R query heads of a KV head become one
-//   3. pool_max        every candidate takes the largest score among its neighbours
+//   3. pool            every candidate takes the largest score among its neighbours, or their mean
 //   4. top_k_rows      the `cap` candidates with the largest scores stay
 // SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
 // joins, or does not join (D12).
@@ -2379,6 +2399,7 @@ const Method tova_method = {
 typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
     int kernel;                 // --kernel, odd: width of the neighbourhood a score is pooled over
+    int mean;                   // 1: --pool avg, a neighbourhood's mean; 0: its maximum
     int agg;                    // --gqa-agg, an AGG_*: how the query heads of a group become one
 } Snap;
 
@@ -2396,6 +2417,7 @@ static int gqa_agg_option(const Session *s) {
 static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
+    x->mean = !strcmp(opt_str(s->opt, "pool"), "avg");
     x->agg = gqa_agg_option(s);
     s->queries = max_int(s->queries, x->window);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
@@ -2446,17 +2468,34 @@ static void pool_max(float *out, const float *x, int n, int width) {
     }
 }
 
+// The same by the mean over |t-j| <= width/2, where a neighbour outside [0,n) counts as a zero. This is
+// what the authors of SnapKV compute, and kvpress.
+static void pool_mean(float *out, const float *x, int n, int width) {
+    for (int j = 0; j < n; j++) {
+        int first = max_int(j - width / 2, 0);
+        int last = j + min_int(width / 2, n - 1 - j);
+        float sum = 0;
+        for (int t = first; t <= last; t++) sum += x[t];
+        out[j] = sum / (float)width;
+    }
+}
+
+// Link 3, as --pool says.
+static void pool(const Snap *x, float *out, const float *score, int n) {
+    if (x->mean) pool_mean(out, score, n, x->kernel);
+    else pool_max(out, score, n, x->kernel);
+}
+
 // Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
-// last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL or
-// POOL_JOIN, whose result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result
-// lies in scratch, in a device session on the device.
+// last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL, whose
+// result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result lies in scratch, in
+// a device session on the device.
 static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w,
                             int order, int *n) {
     int H = s->c->H, G = s->c->G, R = H / G;
-    int agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, x->mean, order);
 
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
@@ -2465,14 +2504,12 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     for (int g = 0; g < G; g++) {
         const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
-            join_heads(joined, from, n[g], N, R, agg);
-            pool_max(pooled + g * N, joined, n[g], x->kernel);
+            join_heads(joined, from, n[g], N, R, x->agg);
+            pool(x, pooled + g * N, joined, n[g]);
             continue;
         }
         float *to = pooled + g * R * N;
-        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
-        // The joined row overwrites rows of this group or of finished ones, each read before.
-        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
+        for (int r = 0; r < R; r++) pool(x, to + r * N, from + r * N, n[g]);
     }
     return pooled;
 }
@@ -2531,8 +2568,9 @@ static void snap_keep(Session *s, int l, const float *score, const int *n, const
 //   cap_g   = B - w
 // **Differs from the paper:** a KV head keeps one set, not one set a query head (scores are means
 // over the group); kernel 7, maximum, w 32; rows are dropped again at every turn's end, among all
-// rows held.
-// Options: --budget (1024), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// rows held. With --pool avg --kernel 5 --obs-window 64 a first turn keeps the rows of kvpress's
+// snapkv_press.py.
+// Options: --budget (1024), --obs-window (32), --kernel (7), --pool (max), --gqa-agg (mean).
 
 // Reads the options of the chain, with w 32.
 static int snapkv_open(Session *s, void *ms) {
@@ -2561,7 +2599,7 @@ const Method snapkv_method = {
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2573,32 +2611,34 @@ const Method snapkv_method = {
 // Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation.
 // arXiv 2407.11550.
 // A layer's budget goes where its scores are: a head whose scores are flat gets more rows than a head
-// with a few high ones. The candidates of all heads compete, each weighted by the share of its head's
-// scores that a plain budget keeps.
+// with a few high ones. The candidates of all heads compete by their scores.
 //   base    = B - w
-//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
-//   cnt_g   = candidates of head g among the G base best of score * share
+//   cnt_g   = candidates of head g among the G base best of the layer
 //   cap_g   = rint(0.8 cnt_g + floor(0.2 base)), at most the candidates there are
+// So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv). KVCache-Factory weighs every score by
+// the share of its head's scores that a plain budget keeps; --adakv-share does:
+//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
 // **Differs from the paper** (D17): heads are KV heads; a layer drops rows iff its candidates
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean), --adakv-share.
 
-// score * share of every candidate, head after head: score (G,N), n (G) -> (sum of n), where score
-// lies. Because the heads of a layer compete for rows, two devices must get the same shares. So the
-// sums are of fixed-point numbers, whose order does not matter.
-static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {
-    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+// What the candidates compete by, head after head: score (G,N), n (G) -> (sum of n), where score lies;
+// with `share`, score * share. Because the heads of a layer compete for rows, two devices must get the
+// same shares. So their sums are of fixed-point numbers, whose order does not matter.
+static float *adakv_pooled(Session *s, const float *score, int N, const int *n, int base, int share) {
+    if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n, base, share);
     float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
     int *idx = scratch(s, (size_t)N * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
         int64_t best = 0, sum = 0;
-        int k = top_k(x, n[g], base, idx);
+        int k = share ? top_k(x, n[g], base, idx) : 0;
         for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
         for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        double share = sum > 0 ? (double)best / (double)sum : 0;                // share_g
-        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * share) : 0;
+        double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+        for (int r = 0; r < n[g]; r++) *to++ = (float)(x[r] * share_g);
     }
     return all;
 }
@@ -2609,8 +2649,8 @@ static void adakv_caps(Session *s, int l, const float *score, const int *n, int 
     int total = 0, want = G * base, found;
     for (int g = 0; g < G; g++) total += n[g];
     int *idx = scratch(s, (size_t)want * sizeof(int));
-    float *weighted = adakv_shares(s, score, N, n, base);
-    top_k_rows(s, weighted, 1, 0, &total, &want, idx, want, &found);
+    float *all = adakv_pooled(s, score, N, n, base, opt_int(s->opt, "adakv-share"));
+    top_k_rows(s, all, 1, 0, &total, &want, idx, want, &found);
 
     // idx ascends: head g's winners follow those of head g-1, and its candidates end at `end`.
     int i = 0, end = 0;
@@ -2642,6 +2682,11 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     scratch_reset(s, mark);
 }
 
+static const Opt adakv_opts[] = {
+    { "adakv-share", 'b', "0", "heads compete by score times the share a plain budget keeps, as KVCache-Factory" },
+    { NULL, 0, NULL, NULL },
+};
+
 const Method adakv_method = {
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
@@ -2649,7 +2694,8 @@ const Method adakv_method = {
                "head on average",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .opts    = adakv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2668,7 +2714,8 @@ const Method adakv_method = {
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
 // layer; a KV head keeps one set.
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
+// --gqa-agg (mean).
 
 // The cap of layer l of L, for N tokens seen.
 static int pyramid_cap(int l, int L, int N, int B, int w) {
@@ -2703,7 +2750,7 @@ const Method pyramidkv_method = {
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2782,28 +2829,31 @@ const Method h2o_method = {
 // the rows that will draw most stay.
 //   mu <- Rbar mu,   Sg <- Rbar Sg Rbar^T,   Rbar = mean RoPE matrix of positions N .. N+511
 //   z_c     = mu . k_c / sqrt(D) + k_c^T Sg k_c / (2 D)
-//   score_c = (mean over the group of softmax_c(z)) * |v_c|
+//   score_c = (mean over the group of softmax_c(z) + epsilon) * |v_c|
 // The rows of the first --sink tokens always stay and count inside B. The candidates, over which
 // the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
 // less one) are those of all queries that the prefills of the dialogue have fed at positions >=
 // --sink (D19).
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
-// when tokens are truncated.
-// Options: --budget (1024), --sink (4).
+// when tokens are truncated. epsilon is 0, as in kvpress's expected_attention_press.py; its leaderboard
+// takes .01, which lets long values stay that little attention is expected for.
+// Options: --budget (1024), --sink (4), --ea-epsilon (0).
 
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
     int sink;                   // --sink
+    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
     double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
 } Expected;
 
-// Reads --sink. Returns 0, or -1 with the reason in s->err.
+// Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
     x->sink = opt_int(s->opt, "sink");
+    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
@@ -3023,7 +3073,10 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     for (int g = 0; g < G; g++) {
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
         join_heads(score, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) score[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);      // score_c
+        for (int r = 0; r < n; r++) {
+            float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
+            score[r] = (score[r] + x->epsilon) * length;                    // score_c
+        }
         int kept = top_k(score, n, B - first, keep + first);
         for (int i = 0; i < first; i++) keep[i] = i;
         for (int i = 0; i < kept; i++) keep[first + i] += n0;
@@ -3031,6 +3084,11 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
     scratch_reset(s, mark);
 }
+
+static const Opt expected_opts[] = {
+    { "ea-epsilon", 'f', "0", "added to every expected attention before the value's length multiplies it", 0, 1 },
+    { NULL, 0, NULL, NULL },
+};
 
 const Method expected_attention_method = {
     .name    = "expected-attention",
@@ -3040,6 +3098,7 @@ const Method expected_attention_method = {
     .limits  = "B must exceed --sink",
     .budget  = 1024,
     .uses    = "--sink 4",
+    .opts    = expected_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Expected),
@@ -3049,6 +3108,97 @@ const Method expected_attention_method = {
     .steady  = expected_steady,
     .commit  = expected_commit,
     .bytes   = expected_bytes,
+};
+
+// ---- KNORM
+// Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
+// Compression. arXiv 2406.11430.
+// Keys of small norm draw much attention. So the rows with the smallest keys stay, and nobody has to
+// look at a query.
+//   score_r = -|k_r|
+// **Differs from the paper:** every layer drops rows (the paper spares the first two); rows are dropped
+// again at every turn's end. A first turn keeps the rows of kvpress's knorm_press.py.
+// Options: --budget (1024).
+
+// The end of a prefill, for methods that score a row by its key alone: every KV head of layer l keeps
+// the B rows with the best scores. `score` fills out (N) for keys k (N,D), behind which is room for a row.
+static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, int N, int D)) {
+    int B = budget_now(s), D = s->c->D;
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
+    int *keep = scratch(s, N * sizeof *keep);
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        kv_load_k(s, h, NULL, 0, h->len, k);
+        score(x, k, h->len, D);
+        kv_keep(s, l, g, keep, top_k(x, h->len, B, keep));
+    }
+    scratch_reset(s, mark);
+}
+
+// out (N): -|k| of every key of k (N,D).
+static void knorm_scores(float *out, float *k, int N, int D) {
+    for (int r = 0; r < N; r++) out[r] = -sqrtf(dot_f32(k + (size_t)r * D, k + (size_t)r * D, D));
+}
+
+static void knorm_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, knorm_scores);
+}
+
+const Method knorm_method = {
+    .name   = "knorm",
+    .paper  = "L2 norm of keys, arXiv 2406.11430",
+    .keeps  = "keeps the B rows whose keys have the smallest norm",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = knorm_commit,
+};
+
+// ---- KEYDIFF
+// Park et al.: KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+// Resource-Constrained Environments. arXiv 2504.15364.
+// Keys that resemble all others say little that is new. So the rows stay whose keys point elsewhere than
+// the mean direction of the head's keys.
+//   mu = mean over the rows of k_r / |k_r|,     score_r = -cos(k_r, mu)
+// **Differs from the paper:** rows are dropped at a prefill's end, not block by block (--chunk N does
+// that). A first turn keeps the rows of kvpress's keydiff_press.py.
+// Options: --budget (1024).
+
+// out (N): -cos(k, mu) of every key of k (N,D). mu takes the room behind them.
+static void keydiff_scores(float *out, float *k, int N, int D) {
+    float *mu = k + (size_t)N * D;
+    memset(mu, 0, (size_t)D * sizeof *mu);
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        float length = sqrtf(dot_f32(key, key, D));
+        for (int d = 0; d < D; d++) mu[d] += key[d] / length / (float)N;
+    }
+    for (int r = 0; r < N; r++) {
+        const float *key = k + (size_t)r * D;
+        out[r] = -dot_f32(key, mu, D) / sqrtf(dot_f32(key, key, D));        // |mu| is the same for all
+    }
+}
+
+static void keydiff_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    (void)q;
+    (void)T;
+    keep_by_keys(s, l, keydiff_scores);
+}
+
+const Method keydiff_method = {
+    .name   = "keydiff",
+    .paper  = "KeyDiff, arXiv 2504.15364",
+    .keeps  = "keeps the B rows whose keys differ most from the mean direction of the keys",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .commit = keydiff_commit,
 };
 
 // ---- Q8
@@ -3113,8 +3263,20 @@ static void bit_fill(uint64_t *b, int lo, int hi) {
     }
 }
 
+typedef struct { int lo, hi; } LineRange;       // the numbers lo..hi-1
+
+enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
+
+typedef struct {                // what a choice of lines looks at: sampled rows of one query head
+    int m;                      // sampled rows
+    int n;                      // rows the head holds
+    int p0;                     // the first row of this pass
+    const int *R;               // (m) row numbers of the samples, ascending
+    const float *P;             // (m,n) their attention A; P[i][c] = 0 for c > R[i]
+} LineSample;
+
 // list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
-int bit_list(const uint64_t *b, int n, int *list) {
+static int bit_list(const uint64_t *b, int n, int *list) {
     int count = 0;
     for (int w = 0; w < (n + 63) / 64; w++) {
         for (uint64_t u = b[w]; u; u &= u - 1) {        // each step clears the lowest set bit of u
@@ -3126,7 +3288,7 @@ int bit_list(const uint64_t *b, int n, int *list) {
 }
 
 // run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
-int bit_runs(const uint64_t *b, int n, LineRange *run) {
+static int bit_runs(const uint64_t *b, int n, LineRange *run) {
     int count = 0, i = 0;
     while (i < n) {
         if (!b[i >> 6]) {                               // no bit up to the end of this word
@@ -3142,7 +3304,7 @@ int bit_runs(const uint64_t *b, int n, LineRange *run) {
 }
 
 // Takes every line out of a.
-void lines_clear(Lines *a) {
+static void lines_clear(Lines *a) {
     memset(a->v, 0, bit_bytes(a->n));
     memset(a->s, 0, bit_bytes(a->n));
 }
@@ -3380,7 +3542,7 @@ static int opt_least(Session *s, const char *name, int least, int *value) {
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
 // probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
 // R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
-void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
                        float *P, Tile *t) {
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
@@ -3969,31 +4131,57 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, line 9 -> select_faithful
-//   Algorithm 2, line 10 -> select_faithful
-//   Algorithm 2, line 11 -> select_faithful
-//   Algorithm 2, line 12 -> select_faithful
-//   Algorithm 2, lines 13-14 -> select_faithful
-//   Algorithm 2, lines 16-17 -> select_faithful
-//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 2, lines 9 to 17 -> select_faithful
+//   Algorithm 3, lines 3, 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
-//   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 7 -> view_group, view_set
 //
 // Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
-// ---- samples and lengths
+typedef struct {                // a line in a heap or in a sorted list
+    double key;                 // what lines are ordered by: weight, or gain / length
+    int id;                     // variant b: the vertical id < n, or the slash id - n;
+                                // variant a, where each kind has its list: the line's number
+} LineItem;
 
-enum { LOOP_SEED = 1 };         // of the sampled rows
+typedef struct {                // working memory of one thread; a head holds at most N rows
+    float *P;                   // (m,N) softmax rows
+    double *g;                  // (2N) residuals of the lines on the selecting samples
+    float *top;                 // (2N) variant a: w^max, the largest cell of every line
+    LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
+    LineRange *run;             // (N) runs of lines, for who draws them
+    int *R;                     // (m) sampled rows
+} LoopRoom;
+
+typedef struct {
+    // The prefill.
+    LoopRule rule;              // alpha, kept lines, hold-out, limits
+    int variant_a;              // 1: Algorithm 2 as in the paper
+    int m;                      // sampled rows of a pass
+    int min_context;            // heads with at most so many rows are computed in full
+
+    // Decode, Algorithm 3.
+    int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
+    int first;                  // the token of an answer at which the first choice is made: 16
+    int interval;               // n_d: tokens from one choice to the next
+    int obs;                    // queries that choose, |X^obs|
+    int prompt_end;             // number of tokens when the last prefill ended
+    int ring_from;              // the ring holds no queries of tokens before this one
+    int chosen;                 // 1: in this answer some head reads chosen rows only
+    int budget;                 // B: rows to choose
+    float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
+} LoopServe;
+
+// ---- samples and lengths
 
 // RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
 // equal size; the last sample is the last row. The rows depend on turn and layer only (D31).
 // R (m): the rows, ascending, counted from the first row of the pass. Returns m.
-int sample_rows(int nh, int want, int turn, int layer, int *R) {
+static int sample_rows(int nh, int want, int turn, int layer, int *R) {
     int m = min_int(want, nh);
-    uint64_t state = mix64(mix64(mix64(LOOP_SEED) ^ (uint64_t)turn) ^ (uint64_t)layer);
+    uint64_t state = mix64(mix64(mix64(1) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
         int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
         R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));     // Algorithm 2, line 1
@@ -4262,7 +4450,7 @@ typedef struct {                // one layer of one prefill
 } LoopPass;
 
 // Working memory for every thread, in scratch: m samples of heads with at most N rows.
-LoopRoom *loop_rooms(Session *s, int m, int N) {
+static LoopRoom *loop_rooms(Session *s, int m, int N) {
     int threads = n_threads();
     LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
     size_t n = (size_t)N;
@@ -4286,9 +4474,8 @@ static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
 
 // Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
 // the choice fails.
-void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
-    if (x->variant_a) a->dense = select_faithful(p, &x->rule, a, w, f);
-    else a->dense = select_exact(p, &x->rule, a, w, f);
+static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
+    a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, w, f);
 }
 
 // Chooses the lines of every head that is not dense already, on the CPU.
@@ -4333,20 +4520,6 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
     }
 }
 
-// Adds one head's prefill to the statistics.
-static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
-    x->passes++;
-    if (a->dense) {
-        x->dense++;
-        return;
-    }
-    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
-    x->mass += f->mass;
-    x->cells += f->cells;
-    x->n_v += bit_list(a->v, a->n, NULL);
-    x->n_s += bit_list(a->s, a->n, NULL);
-}
-
 // For --trace: the sampled tokens and, of every query head, the chosen columns as tokens, the chosen
 // offsets row - column, the share of the sampled attention and of the cells. A head in full has none
 // of the former, and 1 for both shares.
@@ -4382,8 +4555,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     LoopServe *x = ms;
     int H = s->c->H, m = x->m, all_dense = 1;
     if (x->rule.alpha >= 1 || T / 4 < m) {
-        x->passes += H;
-        x->dense += H;
         attn_prefill(s, l, out, q, 0, T);
         return;
     }
@@ -4407,7 +4578,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
         if (KV_DEV(s)) loop_heads_device(s, x, &pass);
         else loop_heads(s, x, &pass);
     }
-    for (int h = 0; h < H; h++) loop_count(x, &pass.lines[h], &pass.found[h]);
     timed(&s->clk.index, t);
     if (traced(s, l)) loop_trace(s, &pass, m);
 
@@ -4553,24 +4723,14 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
             view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0, 1);
 }
 
-// The end of a decode step, for the statistics.
-static void loop_count_step(const Session *s, LoopServe *x) {
-    x->steps++;
-    x->steps_all += !x->chosen;
-    x->selections += x->decodes && x->chosen && loop_due(s, x);
-}
-
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
     LoopServe *x = ms;
     int n = min_int(T, x->obs);
     size_t row = (size_t)s->c->H * s->c->D;
-    if (l == s->c->L) {
-        if (s->decoding) loop_count_step(s, x);
-        else loop_prompt_done(s, x);
-        return;
-    }
-    if (s->decoding || !x->decodes) return;
+    if (s->decoding) return;
+    if (l == s->c->L) loop_prompt_done(s, x);
+    if (l == s->c->L || !x->decodes) return;
     x->ring_from = s->n_tok - n;
     for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
@@ -4584,10 +4744,11 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
     x->chosen = 0;
 }
 
-// ---- opening, bytes, statistics
+// ---- opening and closing
 
-// Reads the options of the prefill. Returns 0, or -1 with s->err set.
-int loop_rule(Session *s, LoopServe *x) {
+// Method.open of the prefill alone.
+static int loopserve_p_open(Session *s, void *ms) {
+    LoopServe *x = ms;
     const Options *o = s->opt;
     x->variant_a = opt_int(o, "paper");
     x->rule.alpha = opt_real(o, "loopserve-alpha");
@@ -4602,11 +4763,6 @@ int loop_rule(Session *s, LoopServe *x) {
     if (x->rule.alpha < 0)
         return refuse(s, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
     return lines_open(s, "loopserve");
-}
-
-// Method.open of the prefill alone.
-static int loopserve_p_open(Session *s, void *ms) {
-    return loop_rule(s, ms);
 }
 
 // Method.open of decode alone.
@@ -4638,22 +4794,6 @@ static void loopserve_close(Session *s, void *ms) {
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
-}
-
-// Method.stats: a line for the prefill, one for the lines of its sparse heads, one for decode.
-static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
-    const LoopServe *x = ms;
-    double sparse = x->passes > x->dense ? (double)(x->passes - x->dense) : 1;
-    (void)s;
-    if (x->m)
-        fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
-    if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its "
-                     "cells, sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->mass / sparse, x->least);
-    if (!x->decodes) return;
-    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n",
-            x->selections, x->steps, x->steps_all);
 }
 
 #define LOOPSERVE_OPTS_P \
@@ -4697,7 +4837,6 @@ const Method loopserve_method = {
     .commit  = loopserve_commit,
     .bytes   = loopserve_bytes,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 const Method loopserve_p_method = {
@@ -4714,7 +4853,6 @@ const Method loopserve_p_method = {
     .attend  = loopserve_attend,
     .commit  = loopserve_commit,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 const Method loopserve_d_method = {
@@ -4736,7 +4874,6 @@ const Method loopserve_d_method = {
     .commit  = loopserve_commit,
     .bytes   = loopserve_bytes,
     .forget  = loopserve_forget,
-    .stats   = loopserve_stats,
 };
 
 // ==================================================================================================== 10 PATS
@@ -4758,18 +4895,17 @@ const Method loopserve_d_method = {
 //   Sec. 3, fetch   element [t,c] is in block floor(c/B), at bit (c mod B) w: a load, a shift, a mask
 //
 // A head's packed rows lie in regions of one w each (KVHead.reg). Its raw f16 rows follow: those of
-// the last `window` tokens and, under the ratchet, of all tokens since the last re-pack.
+// the last `window` tokens, and of all tokens since the last re-pack. Rows are packed, and packed
+// again, whenever T has grown by an eighth.
 //   --pats-format=dense    element e of a region starts at bit e*w; a row takes D*w/8 bytes
 //   --pats-format=rows64   the paper's format; a row takes 64 ceil(D/B) bytes
-// While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows. The policy
-// says when rows are cut:
-//   ratchet   at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
-//   static    once, when a row leaves the raw window, with b(t,T_end)
-//   frozen    once: with b(t,T_1) the T_1 rows of the first prefill, with b_min all later ones
+// While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows.
+//   --pats-policy=ratchet  B[t] = max(B[t], b(t,T)) at every re-pack
+//   --pats-policy=static   B[t] = b(t,T_end), as the paper, whose T is known beforehand
 //
 // **Differs from the paper:**
-//   - The paper's T is known beforehand, and it says nothing about decoding, packing across rows,
-//     the formula of f, or rounding: the policies and all of these are ours (D24, D25, D27).
+//   - The paper says nothing about decoding, packing across rows, the formula of f, or rounding: the
+//     re-packs, the ratchet and all of these are ours (D24, D25, D27).
 //   - The first `sink` tokens lose b_min bits only, the last `window` tokens none (as the paper:
 //     --pats-sink=0 --pats-window=0).
 //   - Rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128 and for w >=
@@ -4779,17 +4915,43 @@ const Method loopserve_d_method = {
 //
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
-//   Sec. 3, w -> pats_pack_head, pats_recut, repacked_half, cut_kernel
+//   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_bits, pats_read_row, pats_load_region, packed_half, packed_read, two_elements
+//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, two_elements
 //
-// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
+// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
+
+enum {
+    PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
+    PATS_MAX_D = 1024,              // largest head_dim
+};
+
+typedef struct {
+    // Options.
+    int schedule;                   // PATS_MIDDLE, ..
+    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
+    int mid;                        // 1: half a step is added on reading
+    int rows64;                     // 1: the paper's format, 0: dense
+    int b_min, b_max;               // fewest and most bits a row outside the window loses
+    int sink;                       // first tokens, which lose b_min bits only
+    int window;                     // last tokens, which stay raw
+    int T_end;                      // static: tokens of the whole dialogue
+
+    // State.
+    int T_last;                     // tokens seen at the last re-pack
+    int cut;                        // tokens [0,cut) are packed, in every head that holds them
+    int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
+    int due;                        // 1: this pass packs rows, layer by layer
+    unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
+    int cap;
+} Pats;
 
 enum {                              // Pats.schedule
     PATS_MIDDLE,
     PATS_OLD,
     PATS_NEW,
 };
+
 // ---- how many bits a token loses
 
 // b(t,T) of a schedule, in integers: u = a/n, f is rounded half up. t = 1..T; a larger t, in a
@@ -4809,24 +4971,13 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 
 // The number of bits that token src, counted from 0, should have lost when T tokens have been seen
 // (D25).
-int pats_bits(const Pats *x, int src, int T) {
+static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
-    if (x->policy == PATS_FROZEN && src >= x->n1) return x->b_min;
-    if (x->policy == PATS_STATIC) T = x->T_end;
-    if (x->policy == PATS_FROZEN) T = x->T1;
-    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
+    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);
 }
 
-// ---- elements: an f16 that loses b bits is pats_cut of kvcomp.h
-
-// --pats-round=mid, on reading: adds half a step, bit b-1, to n elements that have lost b bits.
-// Zeros stay zero.
-void pats_mid(uint16_t *h, int n, int b) {
-    if (!b) return;
-    #pragma omp simd
-    for (int i = 0; i < n; i++) h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? 1 << (b - 1) : 0));
-}
+// ---- rows of w bits an element
 
 // Packs n elements of w bits, the upper w bits of h (n), to p: low bits first. Eight elements take
 // w bytes, so a row (D is a multiple of 8) begins and ends on a byte.
@@ -4848,35 +4999,40 @@ static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
     }
 }
 
-// ---- rows
-
 // Elements of w bits that one of the paper's blocks holds.
 static int block_elements(int w) {
     return 8 * PATS_BLOCK / w;                           // Sec. 3, B
 }
 
 // Bytes of a row of D elements of w bits.
-size_t pats_row_bytes(int rows64, int D, int w) {
+static size_t pats_row_bytes(int rows64, int D, int w) {
     int B = block_elements(w);
     return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
 }
 
-// Packs one row to p; h (D) f16 is cut already.
+// Packs one row h (D) f16 to p: its bits below the upper w are cut.
 static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {
     int B = rows64 ? block_elements(w) : D;
     for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, min_int(B, D - c), w);
 }
 
-// Unpacks one row from p to h (D) f16, cut bits 0.
-static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int rows64) {
-    int B = rows64 ? block_elements(w) : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, min_int(B, D - c), w);
+// n rows of region g, packed at p, to buf (n,D) f16, cut bits 0; mid 1: with half a step added to what
+// is not 0. Rows of the dense format are one stream of elements.
+static void pats_load_region(int rows64, int mid, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
+    int half_step = mid && g->w < 16 ? 1 << (15 - g->w) : 0;
+    if (!rows64) {
+        unpack_f16(buf, p, n * D, g->w, half_step);
+        return;
+    }
+    int B = block_elements(g->w);
+    size_t bytes = pats_row_bytes(rows64, D, g->w);
+    for (int r = 0; r < n; r++, p += bytes, buf += D)
+        for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
+            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, half_step);
 }
 
-// Where row r of a head lies: in region g, whose rows have `bytes` bytes; K (OF_K) or V (OF_V).
-static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
-    return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
-}
+// ---- regions
 
 // The region that holds row r, at g or behind it.
 static const Region *region_of(const Region *g, int r) {
@@ -4884,65 +5040,18 @@ static const Region *region_of(const Region *g, int r) {
     return g;
 }
 
-static int pats_open(Session *s, void *ms);
-
-// The session's Pats, for the storage hooks: they are called without it.
-static const Pats *pats_of(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->open == pats_open) return s->part[i].ms;
-    return NULL;
+// Where row r of region g lies in the packed memory of K or V.
+static unsigned char *pats_row(char *memory, const Region *g, int r, size_t bytes) {
+    return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * bytes;
 }
 
-// ---- reading rows: the hot path of attention
-
-// n rows of region g, packed at p, to buf (n,D) f16. Rows of the dense format are one stream of
-// elements.
-static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
-                             uint16_t *buf) {
-    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0;
-    if (!x->rows64) {
-        unpack_f16(buf, p, n * D, g->w, mid);
-        return;
-    }
-    int B = block_elements(g->w);
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    for (int r = 0; r < n; r++, p += bytes, buf += D)
-        for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
-            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, mid);
+// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
+// many.
+static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
+    if (!n) return 0;
+    const Region *last = &reg[n - 1];
+    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
 }
-
-// The same where p is in device memory: the packed bytes are copied to the host, some rows at a
-// time.
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
-                             uint16_t *buf) {
-    unsigned char raw[1 << 14];
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
-    for (int r = 0; r < n; r += step) {
-        int m = min_int(step, n - r);
-        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
-        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
-    }
-}
-
-// Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
-static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
-    const Pats *x = pats_of(s);
-    const Region *g = region_of(h->reg, r0);
-    int D = s->c->D;
-    while (n > 0) {
-        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
-        int m = min_int(n, g->row0 + g->n - r0);
-        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
-        else pats_load_region(x, g, p, m, D, buf);
-        buf += (size_t)m * D;
-        r0 += m;
-        n -= m;
-        g++;
-    }
-}
-
-// ---- tables of regions
 
 // Adds one row of width w behind the others of the table reg (an stb array). Returns the table,
 // which may have moved.
@@ -4954,165 +5063,148 @@ static Region *region_add(Region *reg, int w, int rows64, int D) {
     }
     Region next = { .n = 1, .w = w };
     if (n) {
-        const Region *last = &reg[n - 1];
-        size_t end = last->base + last->n * pats_row_bytes(rows64, D, last->w);
-        next.row0 = last->row0 + last->n;
+        size_t end = regions_bytes(reg, n, rows64, D) - PATS_GUARD;
+        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
         next.base = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
     }
     arrput(reg, next);
     return reg;
 }
 
-// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
-// many.
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
-    if (!n) return 0;
-    const Region *last = &reg[n - 1];
-    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
+// ---- reading rows: what attention calls
+
+static int pats_open(Session *s, void *ms);
+
+// The session's Pats, for the storage hooks: they are called without it.
+static const Pats *pats_of(const Session *s) {
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->open == pats_open) return s->part[i].ms;
+    return NULL;
 }
 
-// Gives a head the table reg as its own: an exact copy of the stb array, which is freed. The number
-// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
-static void regions_set(Session *s, KVHead *h, Region *reg) {
-    int n = (int)arrlen(reg);
-    h->n_reg = n;
-    h->packed = n ? reg[n - 1].row0 + reg[n - 1].n : 0;
-    if (n) {
-        h->reg = xrealloc(h->reg, n * sizeof(Region));
-        memcpy(h->reg, reg, n * sizeof(Region));
-    } else {
-        free(h->reg);
-        h->reg = NULL;
+// pats_load_region where p is in device memory: the packed bytes are copied to the host, some rows at
+// a time.
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
+    unsigned char raw[1 << 14];
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = min_int(step, n - r);
+        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
+        pats_load_region(x->rows64, x->mid, g, raw, m, D, buf + (size_t)r * D);
     }
-    if (KV_DEV(s)) s->changes++;
-    arrfree(reg);
 }
 
-// Packing.keep: of the packed rows of a head only keep (n), ascending, stay, bit for bit as they
-// are.
-static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
+// Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
+static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
-    const Region *from = h->reg;
+    const Region *g = region_of(h->reg, r0);
     int D = s->c->D;
-    Region *reg = NULL;
-    for (int i = 0; i < n; i++) {
-        from = region_of(from, keep[i]);
-        reg = region_add(reg, from->w, x->rows64, D);
+    while (n > 0) {
+        const unsigned char *p = pats_row(v ? h->pv : h->pk, g, r0, pats_row_bytes(x->rows64, D, g->w));
+        int m = min_int(n, g->row0 + g->n - r0);
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
+        else pats_load_region(x->rows64, x->mid, g, p, m, D, buf);
+        buf += (size_t)m * D;
+        r0 += m;
+        n -= m;
+        g++;
     }
-    int n_reg = (int)arrlen(reg);
-    size_t total = regions_bytes(reg, n_reg, x->rows64, D);
-    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, n_reg, total, 0, keep, x->rounding, x->rows64);
-    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        char **held = v ? &h->pv : &h->pk;
-        char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
-        if (to) memset(to, 0, total);
-        const Region *g = h->reg, *t = reg;
-        for (int i = 0; i < n; i++) {
-            g = region_of(g, keep[i]);
-            t = region_of(t, i);
-            size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-            size_t at = t->base + (size_t)(i - t->row0) * bytes;
-            memcpy(to + at, pats_row(h, g, v, keep[i], bytes), bytes);
-        }
-        free(*held);
-        *held = to;
-    }
-    h->pk_bytes = total;
-    regions_set(s, h, reg);
 }
 
-// Section 17: where rows lie, for prefetching; what a new table leaves as it is.
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n);
-static int rows_unmoved(const KVHead *h, const Region *reg);
-static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D);
-
-static size_t pats_plan(const Session *s, int n, int *raw);
-
-static const Packing pats_packing[] = {                  // by Pats.rows64
-    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
-    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
-};
+// Packing.stored: where rows r0 .. r0+n-1 of K (OF_K) or V (OF_V) lie, for prefetching; only those in
+// the region of r0.
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Region *g = region_of(h->reg, r0);
+    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
+    int rows = min_int(n, g->row0 + g->n - r0);
+    return (Ahead){ (const char *)pats_row(v ? h->pv : h->pk, g, r0, bytes), rows * bytes };
+}
 
 // ---- cutting rows
 
-// Makes the rows from `from` on of the new table reg, at `to`: K (OF_K) or V (OF_V). Rows are read
-// from where they are stored now, packed or raw. Bits that are cut stay cut: a row is never made
-// anew.
-static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
-                       int from, char *to) {
+// -> the packed bytes of K (OF_K) or V (OF_V) under the new table reg (n_reg), `total` of them. Row i
+// is the head's row keep[i] (NULL: row i), packed or raw now.
+static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
+                           int n_reg, size_t total, const int *keep) {
     int D = s->c->D;
-    const Region *g = h->reg;
+    char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
+    char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
+    const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
-    for (int i = 0; i < (int)arrlen(reg); i++) {
+    if (to) memset(to, 0, total);
+    for (int i = 0; i < n_reg; i++) {
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = max_int(from, reg[i].row0); r < reg[i].row0 + reg[i].n; r++) {
-            int b = 16 - reg[i].w, lost = 0;             // bits to lose; bits lost already
-            if (r < h->packed) {
-                g = region_of(g, r);
-                const unsigned char *p = pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w));
-                lost = 16 - g->w;
-                pats_read_row(row, p, D, g->w, x->rows64);
+        for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
+            int from = keep ? keep[r] : r;
+            if (from < h->packed) {
+                old = region_of(old, from);
+                size_t old_bytes = pats_row_bytes(x->rows64, D, old->w);
+                pats_load_region(x->rows64, 0, old, pats_row(held, old, from, old_bytes), 1, D, row);
             } else {
-                memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
+                memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
             }
-            if (b > lost)
-                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-            size_t at = reg[i].base + (size_t)(r - reg[i].row0) * bytes;
-            pats_write_row((unsigned char *)to + at, row, D, reg[i].w, x->rows64);
+            pats_write_row(pats_row(to, &reg[i], r, bytes), row, D, reg[i].w, x->rows64);   // Sec. 3, w
         }
     }
+    return to;
 }
 
-// Stores K and V of a head under the new table reg of n packed rows, on the host. `unmoved` rows
-// keep their bytes: when these are all rows packed so far, the new ones go behind them in place.
-static void pats_repack(const Session *s, const Pats *x, KVHead *h, const Region *reg, int n,
-                        int unmoved) {
-    int D = s->c->D, gone = n - h->packed;
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), old = h->pk_bytes;
-    for (int v = 0; v < 2; v++) {
-        char **held = v ? &h->pv : &h->pk;
-        char *raw = v ? h->v : h->k;
-        if (unmoved == h->packed) {
-            *held = rows_realloc(*held, old, total, s->huge_pages);
-            memset(*held + old, 0, total - old);
-            pats_recut(s, x, h, v, reg, unmoved, *held);
-        } else {
-            char *to = rows_realloc(NULL, 0, total, s->huge_pages);
-            memset(to, 0, total);
-            if (unmoved) memcpy(to, *held, bytes_unmoved(reg, unmoved, x->rows64, D));
-            pats_recut(s, x, h, v, reg, unmoved, to);
-            free(*held);
-            *held = to;
-        }
-        memmove(raw, raw + (size_t)gone * D * 2, (size_t)(h->len - n) * D * 2);
+// Gives a head the table reg (an stb array, which is freed) and packs its rows anew: row i is row
+// keep[i] (NULL: row i). Bits that are cut stay cut, for a row is made of what is stored. The number
+// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
+static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
+    const Pats *x = pats_of(s);
+    int n_reg = (int)arrlen(reg);
+    size_t total = regions_bytes(reg, n_reg, x->rows64, s->c->D);
+    if (KV_DEV(s)) {
+        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->mid, x->rows64);
+    } else {
+        char *k = pats_repacked(s, x, h, OF_K, reg, n_reg, total, keep);
+        char *v = pats_repacked(s, x, h, OF_V, reg, n_reg, total, keep);
+        free(h->pk);
+        free(h->pv);
+        h->pk = k;
+        h->pv = v;
     }
+    free(h->reg);
+    h->reg = n_reg ? xmalloc(n_reg * sizeof(Region)) : NULL;
+    if (n_reg) memcpy(h->reg, reg, n_reg * sizeof(Region));
+    h->n_reg = n_reg;
+    h->packed = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
+    h->pk_bytes = total;
+    arrfree(reg);
 }
 
-// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says. Only
-// the ratchet cuts packed rows again; under the other policies a table of regions is only added to.
-static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
-    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;
+// Packing.keep: of the packed rows of a head only those of keep (n), ascending, stay, bit for bit as
+// they are.
+static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
+    const Region *from = h->reg;
     Region *reg = NULL;
-    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
+    for (int i = 0; i < n; i++) {
+        from = region_of(from, keep[i]);
+        reg = region_add(reg, from->w, pats_of(s)->rows64, s->c->D);
+    }
+    pats_repack(s, h, reg, keep);
+}
+
+// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says.
+static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
+    int D = s->c->D, old = h->packed, n = 0;
+    size_t row = (size_t)D * 2;
+    Region *reg = NULL;
     for (; n < h->len && h->src[n] < x->cut; n++)
         reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);    // Sec. 3, w
+    if (!n) return;
 
-    int unmoved = rows_unmoved(h, reg);
-    int gone = n - h->packed;                            // raw rows that are packed now
-    if (unmoved == n && !gone) {
-        arrfree(reg);
-        return;
-    }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
+    pats_repack(s, h, reg, NULL);
     if (KV_DEV(s)) {
-        size_t stay = bytes_unmoved(reg, unmoved, x->rows64, D);
-        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
-        rows_drop_cuda(s, h, gone, h->len - n);
+        rows_drop_cuda(s, h, n - old, h->len - n);
     } else {
-        pats_repack(s, x, h, reg, n, unmoved);
+        memmove(h->k, h->k + (n - old) * row, (h->len - n) * row);
+        memmove(h->v, h->v + (n - old) * row, (h->len - n) * row);
     }
-    h->pk_bytes = total;
-    regions_set(s, h, reg);
     head_reserve(s, h, h->len - n);
 }
 
@@ -5125,39 +5217,17 @@ static void bits_room(Pats *x, int T) {
     x->cap = cap;
 }
 
-// B[t] = max(B[t], b(t,T)) for the tokens from .. to-1.
-static void bits_raise(Pats *x, int from, int to, int T) {
-    for (int t = from; t < to; t++) {
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
-}
-
-// Decides what a pass packs after which T tokens have been seen: raises B[t] -> 1 when rows are to
-// be packed. The ratchet does so only when T has grown by an eighth since the last time (D24).
-static int pats_decide(Session *s, Pats *x, int T) {
-    int cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
-    if (!x->T1) x->T1 = x->n1 = T;
+// Decides after a pass whether it packs rows, and raises B[t]: when the T tokens seen are an eighth
+// more than at the last re-pack (D24). -> 1: rows are to be packed.
+static int pats_decide(Pats *x, int T) {
+    int cut = T - x->window;
     bits_room(x, T);
-    if (x->write) bits_raise(x, s->base, cut, T);        // pats_write has cut these rows by so much
-    if (ratchet) {
-        if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
-        x->T_last = T;
-        x->repacks++;
-    }
-    bits_raise(x, ratchet ? 0 : x->cut, cut, T);
-    if (cut <= 0) return 0;
+    if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
+    x->T_last = T;
+    for (int t = 0; t < cut; t++)
+        x->bits[t] = (unsigned char)max_int(x->bits[t], pats_bits(x, t, T));
     x->cut = max_int(x->cut, cut);
-    return 1;
-}
-
-// Packs the heads of layer l, once in a pass.
-static void pats_pack_layer(Session *s, Pats *x, int l) {
-    int G = s->c->G;
-    if (x->packed[l]) return;
-    #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
-    for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, l, g));
-    x->packed[l] = 1;
+    return cut > 0;
 }
 
 // Method.commit. Rows of a layer are packed when all of the pass has read them raw (D26), before
@@ -5166,71 +5236,28 @@ static void pats_pack_layer(Session *s, Pats *x, int l) {
 // layer waits for the end, because that part may read raw rows there.
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
+    int L = s->c->L, G = s->c->G, end = l == L, late = turn_hooks(s);
     (void)q;
     (void)T_pass;
     if (!x->b_max) return;
     if (x->decided != s->n_tok) {
-        x->due = pats_decide(s, x, s->n_tok);
+        x->due = pats_decide(x, s->n_tok);
         x->decided = s->n_tok;
-        memset(x->packed, 0, (size_t)s->c->L);
     }
-    if (l == s->c->L) x->decided = 0;
-    if (!x->due || (l < s->c->L && turn_hooks(s))) return;
-    int from = l < s->c->L ? l : 0, to = min_int(l + 1, s->c->L);
-    for (int i = from; i < to; i++) pats_pack_layer(s, x, i);
+    if (end) x->decided = 0;
+    for (int i = end ? 0 : l; x->due && i < min_int(l + 1, L); i++) {
+        int now = late || !layer_acts(s, i);            // is this layer's time the end of the pass?
+        if (now != end) continue;
+        #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
+        for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, i, g));
+    }
 }
 
-// Method.spans: without --pats-when=write the prefill's attention is the model's own.
+// Method.spans: the prefill's attention is the model's own.
 static int pats_spans(const Session *s, const void *ms) {
     (void)s;
-    return !((const Pats *)ms)->write;
-}
-
-// ---- --pats-when=write: the pass reads its own rows cut already
-
-// Cuts the last T_pass rows of layer l before attention reads them. Only their values change: their
-// bytes are packed at the end of the pass.
-static void pats_write(Session *s, Pats *x, int l, int T_pass) {
-    int D = s->c->D, T = s->n_tok;
-    if (!x->write || !x->b_max) return;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (KV_DEV(s)) {
-        size_t mark = scratch_mark(s);
-        unsigned char *bits = scratch(s, (size_t)T_pass);
-        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
-        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
-        scratch_reset(s, mark);
-        return;
-    }
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        for (int r = h->len - T_pass; r < h->len; r++) {
-            int b = pats_bits(x, h->src[r], T);
-            for (int v = 0; v < 2; v++) {
-                uint16_t *row = (uint16_t *)(v ? h->v : h->k) + (size_t)(r - h->packed) * D;
-                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-                if (x->rounding == PATS_MID) pats_mid(row, D, b);
-            }
-        }
-    }
-}
-
-// Method.attend: full attention.
-static void pats_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    pats_write(s, ms, l, T);
-    attn_prefill(s, l, out, q, 0, T);
-}
-
-// Method.steady: without --pats-when=write a decode step does nothing before its end.
-static int pats_steady(const Session *s, const void *ms) {
-    (void)s;
-    return !((const Pats *)ms)->write;
-}
-
-// Method.select: cuts the step's own row under --pats-when=write; chooses no rows.
-static void pats_select(Session *s, void *ms, int l, const float *q) {
-    (void)q;
-    pats_write(s, ms, l, 1);
+    (void)ms;
+    return 1;
 }
 
 // Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
@@ -5239,22 +5266,29 @@ static void pats_forget(Session *s, void *ms, int n_tok) {
     (void)s;
     if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
     x->cut = min_int(x->cut, n_tok);
-    x->n1 = min_int(x->n1, n_tok);
     x->decided = 0;
 }
 
-// ---- opening, bytes, statistics
+// ---- opening, bytes, traces
 
-// How many numbers an --ids file holds. Returns -1, and the reason in err, when it cannot be read.
-static int count_ids(const char *path, char err[256]) {
-    size_t size, n = 0;
-    char *text = read_plain_text(path, &size, err);
-    if (!text) return -1;
-    for (size_t i = 0; i < size; i++)
-        n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
-    free(text);
-    return n > INT_MAX ? INT_MAX : (int)n;
+// Packing.plan. What is packed lost the bits that B[t] says. The last ninth is raw, at most: B[t] was
+// last raised when there were 8/9 n tokens, or the pass has ended just now.
+static size_t pats_plan(const Session *s, int n, int *raw) {
+    const Pats *x = pats_of(s);
+    int D = s->c->D, last = n - n / 9, cut = x->b_max ? max_int(last - x->window, 0) : 0;
+    size_t all = 4096 + PATS_GUARD;             // what a device rounds up to (PACK_STEP)
+    *raw = n - cut;
+    for (int t = 0, b, before = -1; t < cut; t++, before = b) {
+        b = pats_bits(x, t, last);
+        all += pats_row_bytes(x->rows64, D, 16 - b) + (b != before ? PATS_ALIGN : 0);
+    }
+    return cut ? 2 * all : 0;
 }
+
+static const Packing pats_packing[] = {                  // by Pats.rows64
+    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
+    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
+};
 
 // Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
 // s->err set.
@@ -5265,37 +5299,19 @@ static int pats_check(Session *s, const Pats *x) {
     if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
     if (x->sink < 0 || x->window < 0 || x->T_end < 0)
         return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
+    if (x->is_static && !x->T_end)
+        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: give --pats-tend");
+    if (x->schedule == PATS_NEW && !x->is_static)
+        return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
+                         "gone: give --pats-policy=static and --pats-tend");
     if (s->c->D % 8 || s->c->D > PATS_MAX_D)
         return refuse(s, "pats: head_dim is %d, needs a multiple of 8 up to %d "
                          "(a packed row must end on a byte)", s->c->D, PATS_MAX_D);
     if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
         return refuse(s, "pats: packs f16 rows, so -ctk and -ctv must be f16");
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (x->write && m->attend && m->open != pats_open)
-            return refuse(s, "pats: --pats-when=write cannot be combined with a method "
-                             "that has its own prefill attention");
-        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
+    for (int i = 0; i < s->n_part; i++)
+        if (!strcmp(s->part[i].m->name, "streaming") && opt_int(o, "streaming-rerotate"))
             return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
-    }
-    for (int l = 0; l < s->c->L; l++)
-        if (x->write && !layer_acts(s, l))
-            return refuse(s, "pats: --pats-when=write needs a model whose layers are "
-                             "all global or all windowed");
-    return 0;
-}
-
-// Policy static without --pats-tend: the dialogue is as long as --ids. Returns 0, or -1 with s->err
-// set.
-static int pats_find_end(Session *s, Pats *x) {
-    const char *ids = opt_str(s->opt, "ids");
-    char err[256];
-    if (!*ids)
-        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: "
-                         "give --pats-tend");
-    x->T_end = count_ids(ids, err);
-    if (x->T_end < 0) return refuse(s, "pats: %s", err);
-    if (x->T_end == 0) return refuse(s, "pats: --ids holds no ids, so --pats-tend must be given");
     return 0;
 }
 
@@ -5303,21 +5319,16 @@ static int pats_find_end(Session *s, Pats *x) {
 static int pats_open(Session *s, void *ms) {
     Pats *x = ms;
     const Options *o = s->opt;
-    int policy = opt_choice(o, "pats-policy", "auto|ratchet|static|frozen");
     x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    if (policy) x->policy = policy - 1;
-    else x->policy = x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;       // D25
-    x->rounding = opt_choice(o, "pats-round", "trunc|nearest|mid");
+    x->is_static = opt_choice(o, "pats-policy", "ratchet|static");
+    x->mid = opt_choice(o, "pats-round", "trunc|mid");
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
-    x->write = opt_choice(o, "pats-when", "after|write");
     x->b_max = opt_int(o, "pats-bmax");
     x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // D23
     x->sink = opt_int(o, "pats-sink");
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
     if (pats_check(s, x)) return -1;
-    if (x->policy == PATS_STATIC && !x->T_end && pats_find_end(s, x)) return -1;
-    x->packed = xcalloc((size_t)s->c->L, 1);
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing[x->rows64];
     return 0;
@@ -5325,28 +5336,8 @@ static int pats_open(Session *s, void *ms) {
 
 // Method.close.
 static void pats_close(Session *s, void *ms) {
-    Pats *x = ms;
     (void)s;
-    free(x->bits);
-    free(x->packed);
-}
-
-// Packing.plan. What is packed lost the bits that B[t] says. The ratchet leaves the last ninth raw,
-// at most: B[t] was last raised when there were 8/9 n tokens, or the pass has ended just now. The
-// other policies leave the window raw; of frozen, only b_min is certain.
-static size_t pats_plan(const Session *s, int n, int *raw) {
-    const Pats *x = pats_of(s);
-    int D = s->c->D, last = x->policy == PATS_RATCHET ? n - n / 9 : n, cut = max_int(last - x->window, 0);
-    Pats then = *x;                             // as it is when `last` tokens have been seen
-    size_t all = 0, step = 4096 + PATS_GUARD;   // what a device rounds up to (PACK_STEP)
-    *raw = x->b_max ? n - cut : n;
-    if (!x->b_max) return 0;
-    if (x->policy == PATS_FROZEN) then.n1 = 0;
-    for (int t = 0, b, before = -1; t < cut; t++, before = b) {
-        b = pats_bits(&then, t, last);
-        all += pats_row_bytes(x->rows64, D, 16 - b) + (b != before ? PATS_ALIGN : 0);
-    }
-    return 2 * (all + step);
+    free(((Pats *)ms)->bits);
 }
 
 // Method.bytes: B[t].
@@ -5355,30 +5346,9 @@ static size_t pats_bytes(const Session *s, const void *ms) {
     return (size_t)((const Pats *)ms)->cap;
 }
 
-// Method.stats: the share of the bits that are cut, and the share of the bytes that is really
-// saved.
-static void pats_stats(const Session *s, const void *ms, FILE *out) {
-    const Pats *x = ms;
-    size_t rows = 0, packed = 0, bits = 0, regions = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        const KVHead *h = &s->head[i];
-        rows += h->len;
-        packed += h->packed;
-        regions += h->n_reg;
-        for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
-    }
-    double f16 = (double)rows * s->c->D * 4;             // bytes of K and V if every row were raw
-    double held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
-    double mean_bits = rows ? (double)bits / rows : 0;
-    double ideal = rows ? 100.0 * bits / rows / 16 : 0;
-    double real = rows ? 100 * (1 - held / f16) : 0;
-    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: "
-                 "ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
-            packed, rows, x->repacks, mean_bits, ideal, real);
-}
-
 // Hook trace, after a pass that has packed rows: B[t] of every token; of every head its regions (row0,
-// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8.
+// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8: behind the last row lies
+// the guard.
 static void pats_trace(Session *s, void *ms, int l) {
     const Pats *x = ms;
     if (!x->b_max || !x->due) return;
@@ -5391,19 +5361,19 @@ static void pats_trace(Session *s, void *ms, int l) {
     for (int g = 0; g < s->c->G && l < s->c->L; g++) {
         const KVHead *h = kv_head(s, l, g);
         int *reg = scratch(s, (size_t)(4 * h->n_reg + 1) * sizeof *reg);
-        size_t bytes = regions_bytes(h->reg, h->n_reg, x->rows64, s->c->D);
-        size_t used = h->n_reg ? bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
-        char *copy = scratch(s, filled + 1);
+        size_t used = h->n_reg ? h->pk_bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
         for (int i = 0; i < h->n_reg; i++) {
             const Region r = h->reg[i];
             memcpy(reg + 4 * i, (int[]){ r.row0, r.n, r.w, (int)r.base }, 4 * sizeof *reg);
         }
         trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
         for (int v = 0; v < 2; v++) {
-            const char *from = v ? h->pv : h->pk;
-            memset(copy, 0, filled);
-            if (KV_DEV(s) && used) bytes_load_cuda(copy, from, used);
-            else if (used) memcpy(copy, from, used);
+            char *copy = v ? h->pv : h->pk;
+            if (KV_DEV(s)) {
+                copy = scratch(s, filled + 1);
+                memset(copy, 0, filled);
+                if (used) bytes_load_cuda(copy, v ? h->pv : h->pk, used);
+            }
             trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
@@ -5411,20 +5381,16 @@ static void pats_trace(Session *s, void *ms, int l) {
 }
 
 static const Opt pats_opts[] = {
-    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
-    { "pats-policy",   'c', "auto|ratchet|static|frozen",
-      "when rows are cut; auto: ratchet, frozen for schedule new" },
+    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with policy static only" },
+    { "pats-policy",   'c', "ratchet|static", "bits a row loses as the dialogue grows: more, or those of its end" },
     { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
     { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
     { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
     { "pats-window",   'i', "128", "last tokens that stay raw" },
-    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
+    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue" },
     { "pats-format",   'c', "dense|rows64",
       "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
-    { "pats-round",    'c', "trunc|nearest|mid",
-      "how bits are cut; mid: half a step is added on reading" },
-    { "pats-when",     'c', "after|write",
-      "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
+    { "pats-round",    'c', "trunc|mid", "mid: half a step is added on reading" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -5433,58 +5399,19 @@ const Method pats_method = {
     .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs",
     .keeps   = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low "
                "bits of f16 and are packed",
-    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream "
-               "(frozen), middle drifts towards more cutting in long decodes (ratchet)",
+    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (static only), "
+               "middle drifts towards more cutting in long decodes (ratchet)",
     .opts    = pats_opts,
     .role    = ROLE_STORE,
     .state   = sizeof(Pats),
     .open    = pats_open,
     .close   = pats_close,
-    .attend  = pats_attend,
-    .select  = pats_select,
-    .steady  = pats_steady,
     .commit  = pats_commit,
     .spans   = pats_spans,
     .bytes   = pats_bytes,
     .forget  = pats_forget,
-    .stats   = pats_stats,
     .trace   = pats_trace,
 };
-
-// ---- PATS: what new rows leave as it is, and where rows lie
-
-// How many leading rows keep both place and width when a head gets the new table reg (an stb
-// array): their bytes need not be touched. Up to the first region that differs, both tables agree
-// in row0 and base.
-static int rows_unmoved(const KVHead *h, const Region *reg) {
-    int rows = 0;
-    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
-        const Region *a = &h->reg[i], *b = &reg[i];
-        if (a->w != b->w) break;
-        rows = a->row0 + min_int(a->n, b->n);
-        if (a->n != b->n) break;
-    }
-    return rows;
-}
-
-// The bytes of these rows under the table reg (an stb array), with the gaps between regions.
-static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D) {
-    size_t bytes = 0;
-    for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < unmoved; i++) {
-        int rows = min_int(unmoved - reg[i].row0, reg[i].n);
-        bytes = reg[i].base + rows * pats_row_bytes(rows64, D, reg[i].w);
-    }
-    return bytes;
-}
-
-// Packing.stored: where rows r0 .. r0+n-1 of K (OF_K) or V (OF_V) lie, for prefetching; only those in
-// the region of r0.
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Region *g = region_of(h->reg, r0);
-    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
-    int rows = min_int(n, g->row0 + g->n - r0);
-    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), rows * bytes };
-}
 
 // ==================================================================================================== 11 LYCHEECLUSTER
 // Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware
@@ -5539,6 +5466,22 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 // a device session too.
 //
 // Options: --budget (1024, the first rows included) and lychee_opts below.
+
+enum {                          // level of the boundary after a token; the lower, the better an end
+    CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
+    CUT_SENTENCE,               // . ? ! and a line end
+    CUT_PHRASE,                 // , ; :
+    CUT_BLANK,                  // between two words
+    CUT_NONE,                   // none of these
+    CUT_INSIDE = 9,             // inside a UTF-8 character: only where there is no other end
+};
+
+enum { STREAM_TAIL = 64 };      // bytes of the stream that are remembered
+
+typedef struct {                // the last bytes of the stream; a special token empties it
+    unsigned char b[STREAM_TAIL];
+    int n;                      // bytes there are
+} TextTail;
 
 // ---- the chunker: where may a chunk end? (Table 4, D48)
 TokenText token_text;
@@ -5670,19 +5613,38 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
     return best;
 }
 
-// ---- the index: Lychee is in inside.h, Nodes and Tree are in kvcomp.h
+// ---- the index: Nodes and Tree are in kvcomp.h
+typedef struct {
+    float beta;                 // weight of |q| r in a node's score
+    int kg;                     // units opened in a step; 0: there are none
+    int min, max;               // tokens of a chunk
+    int buffer, sink;           // recent rows and first rows outside the index
+    int full_layers;            // the first layers read every row
+    int iters;                  // of k-means
+    int per_cluster;            // chunks a cluster has on average
+    int B;                      // the budget of this turn, sinks included
+
+    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
+    TextTail tail;              // the text up to the last of them
+    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
+    int M;                      // chunks
+    int M_built;                // chunks when the index was built; 0: there is none
+    int changed;                // 1: the last pass has built the index or grafted on it
+    Tree *tree;                 // (L,G)
+} Lychee;
+
 // Does layer l have an index?
-int indexed_layer(const Session *s, const Lychee *x, int l) {
+static int indexed_layer(const Session *s, const Lychee *x, int l) {
     return l >= x->full_layers && layer_acts(s, l);
 }
 
 // The first token of the recent buffer: the index ends before it.
-int t_idx(const Lychee *x) {
+static int t_idx(const Lychee *x) {
     return x->start[x->M];
 }
 
 // Tokens that the chunks of a list may have together.
-int room_for_chunks(const Lychee *x) {
+static int room_for_chunks(const Lychee *x) {
     return max_int(x->B - x->sink, 0);
 }
 
@@ -6312,7 +6274,7 @@ const Method lychee_method = {
 //     and could not be cached. Incremental mode is therefore causal across segments (VIS_SEGMENT):
 //     a Nexus token sees those of its own and of earlier segments. --sonic-oneshot has the exact
 //     mask (VIS_SEGMENT_EXACT): the whole history goes through one pass, every turn.
-//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio a share of every message.
+//   - K_i = max(1, min(K, |B_i|)), or by --ratio a share of every message.
 //   - The first --sonic-sink tokens count as system message: the rows of the first tokens draw
 //     attention and must stay.
 //   - The paper does not say which positions Nexus tokens have, what T_max is, or what exactly a
@@ -6334,8 +6296,7 @@ const Method lychee_method = {
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
 // run of rows, and kv_keep gathers the rows that stay.
 //
-// Options: --sonic-k, --sonic-ratio (or --ratio), --sonic-weights, --sonic-untrained, --sonic-seed,
-// --sonic-pos, --sonic-oneshot, --sonic-sink, --sonic-force.
+// Options: --sonic-k, --sonic-weights, --sonic-untrained, --sonic-oneshot, --sonic-sink, and --ratio.
 
 // A finished message m_i.
 typedef struct {
@@ -6365,16 +6326,167 @@ typedef struct {
     int n_user;                 // how many tokens of the current turn are the user's message
     int drop;                   // commit drops the text rows of segments [0,drop)
     SonicMessage *msg;          // (h) the finished messages, stb_ds array; one-shot mode only
-    // statistics
-    long n_body, n_nexus;       // sums of |B_i| and of K_i
-    double seconds;             // spent at turn starts on finished messages
-    int warned;                 // Nexus tokens embedded with a turn beyond T_max
+    int warned;                 // 1: a Nexus token had a turn beyond T_max
 } Sonic;
 
-// Reads the adapter at `path` into x (lib/checkpoint). Returns 0, or -1 with s->err set.
-static int sonic_load(Session *s, Sonic *x, const char *path);
-// Bytes of the adapter's tensors (lib/checkpoint).
-static size_t sonic_file_bytes(const Sonic *x);
+// ---- the adapter's file
+// A safetensors file: embeddings nexus.embed.*, matrices nexus.layers.N.*, and metadata that say which
+// base model it was trained for. Everything that the base can contradict is checked. All functions that
+// return int return 0, or -1 with s->err set.
+
+// The metadata string must be `want`, or `or` where that is not NULL.
+static int sonic_meta(Session *s, const SafeFile *f, const char *key, const char *want, const char *or) {
+    const char *v = safetensors_meta(f, key);
+    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
+    return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", f->path, key, v ? v : "missing",
+                  want, or ? " or " : "", or ? or : "");
+}
+
+// Reads a metadata number from 1 to 65536 into *value.
+static int sonic_meta_int(Session *s, const SafeFile *f, const char *key, int *value) {
+    const char *v = safetensors_meta(f, key);
+    char *end = NULL;
+    long n = v ? strtol(v, &end, 10) : 0;
+    if (!v || !*v || *end || n < 1 || n > 65536)
+        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", f->path, key,
+                      v ? v : "missing");
+    *value = (int)n;
+    return 0;
+}
+
+// Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
+// (rows,cols) or, with rows 0, (cols), its type that of the file's first tensor.
+static int sonic_tensor(Session *s, SafeFile *f, Tensor *t, int l, const char *what, int rows, int cols) {
+    char name[128];
+    if (l < 0) snprintf(name, sizeof name, "nexus.embed.%s", what);
+    else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, what);
+
+    const SafeTensor *x = safetensors_find(f, name), *first = safetensors_find(f, "nexus.embed.base");
+    if (!x) return refuse(s, "sonic: %.200s: %s is missing", f->path, name);
+    if (!safe_has_shape(x, rows, cols)) {
+        char found[200], want[64];
+        safe_shape_texts(x, rows, cols, found, want);
+        return refuse(s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name, found,
+                      want);
+    }
+    if (x->dtype < 0) return refuse(s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
+    if (x->dtype != first->dtype)
+        return refuse(s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,
+                      first->name, first->type);
+    *t = (Tensor){ x->data, x->dtype, max_int(rows, 1), cols };
+    return 0;
+}
+
+// Replaces the matrices in y, a copy of the base's layer l: q, k, v, o with the biases that the
+// base has, and the MLP if the adapter has its own (mlp 1). The norms stay the base's.
+static int sonic_layer(Session *s, SafeFile *f, Layer *y, int l, int mlp) {
+    const Config *c = s->c;
+    int C = c->C, F = c->F, HD = c->H * c->D, GD = c->G * c->D;
+    const struct { int there; Tensor *t; const char *name; int rows, cols; } parts[] = {
+        { 1,                   &y->wq,   "self_attn.q_proj.weight", HD, C  },
+        { 1,                   &y->wk,   "self_attn.k_proj.weight", GD, C  },
+        { 1,                   &y->wv,   "self_attn.v_proj.weight", GD, C  },
+        { 1,                   &y->wo,   "self_attn.o_proj.weight", C,  HD },
+        { y->bq.data != NULL,  &y->bq,   "self_attn.q_proj.bias",   0,  HD },
+        { y->bk.data != NULL,  &y->bk,   "self_attn.k_proj.bias",   0,  GD },
+        { y->bv.data != NULL,  &y->bv,   "self_attn.v_proj.bias",   0,  GD },
+        { mlp,                 &y->gate, "mlp.gate_proj.weight",    F,  C  },
+        { mlp,                 &y->up,   "mlp.up_proj.weight",      F,  C  },
+        { mlp,                 &y->down, "mlp.down_proj.weight",    C,  F  },
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (parts[i].there && sonic_tensor(s, f, parts[i].t, l, parts[i].name, parts[i].rows, parts[i].cols))
+            return -1;
+    return 0;
+}
+
+// Continues the FNV-1a 64 hash h over the bytes of a tensor.
+static uint64_t fnv1a(uint64_t h, const Tensor *t) {
+    const unsigned char *p = t->data;
+    size_t n = tensor_bytes(t);
+    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+    return h;
+}
+
+// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
+// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
+static uint64_t sonic_fingerprint(const Weights *w) {
+    Tensor known[2];
+    weights_known(w, known);
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
+}
+
+// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree.
+static int sonic_check_base(Session *s, const SafeFile *f) {
+    const Config *c = s->c;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL },
+        { "version", "1", NULL },
+        { "model_type", c->model_type, NULL },
+        { "body", "full_message", NULL },
+        { "attention_bias", s->w->layer[0].bq.data ? "true" : "false", NULL },
+        { "position_mode", "augmented", "original" },
+        { "mlp", "dedicated", "shared" },
+    };
+    const struct { const char *key; int want; } sizes[] = {
+        { "hidden_size", c->C },
+        { "num_hidden_layers", c->L },
+        { "num_attention_heads", c->H },
+        { "num_key_value_heads", c->G },
+        { "head_dim", c->D },
+        { "intermediate_size", c->F },
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (sonic_meta(s, f, words[i].key, words[i].want, words[i].or)) return -1;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char want[16];
+        snprintf(want, sizeof want, "%d", sizes[i].want);
+        if (sonic_meta(s, f, sizes[i].key, want, NULL)) return -1;
+    }
+
+    // The fingerprint is written in hexadecimal, with or without 0x.
+    char own[20];
+    const char *made = safetensors_meta(f, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (made && !strcasecmp(made, own)) return 0;
+    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
+                  "weights?)", f->path, made ? made : "missing", own);
+}
+
+// Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
+// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
+static int sonic_load(Session *s, Sonic *x, const char *path) {
+    const int C = s->c->C;
+    char why[512];
+    Tensor base, pos, turn;
+    SafeFile *f = x->file = safetensors_open(path, why);
+    if (!f) return refuse(s, "sonic: %.200s: %.250s", path, why);
+    if (sonic_check_base(s, f)) return -1;
+
+    // Sizes and embeddings
+    if (sonic_meta_int(s, f, "k_max", &x->K_max)) return -1;
+    if (sonic_meta_int(s, f, "k_default", &x->K)) return -1;
+    if (sonic_meta_int(s, f, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(s, f, &base, -1, "base", 0, C)) return -1;
+    if (sonic_tensor(s, f, &pos, -1, "pos", x->K_max, C)) return -1;
+    if (sonic_tensor(s, f, &turn, -1, "turn", x->T_max, C)) return -1;
+
+    // The layers. A tensor that nothing has asked for by then is one that is not understood.
+    int mlp = !strcmp(safetensors_meta(f, "mlp"), "dedicated");
+    for (int l = 0; l < s->c->L; l++)
+        if (sonic_layer(s, f, &x->alt[l], l, mlp)) return -1;
+    for (int i = 0; i < f->n; i++)
+        if (!f->tensor[i].used)
+            return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, f->tensor[i].name);
+
+    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
+    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
+    to_f32(x->embed, base.data, base.dtype, C);
+    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
+    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
+    return 0;
+}
 
 // ---- the untrained adapter
 
@@ -6392,7 +6504,7 @@ static void sonic_untrained(Session *s, Sonic *x) {
     const Tensor *e = &s->w->embed;
     int C = s->c->C;
     int rows = min_int(e->rows, 4096);                  // enough for a mean
-    uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
+    uint64_t state = mix64(1);
     x->K_max = 64;
     x->T_max = 32;
     x->K = 16;
@@ -6449,7 +6561,7 @@ static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {
         if (!x->warned && !opt_int(s->opt, "quiet"))
             warn("sonic: turn %d is past the %d the adapter knows; "
                  "the last turn embedding is used from here on", turn, x->T_max);
-        x->warned++;
+        x->warned = 1;
         turn = x->T_max - 1;
     }
     const float *pos = x->pos + (size_t)j * C, *of_turn = x->turn + (size_t)turn * C;
@@ -6520,8 +6632,6 @@ static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
         t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);        // Eq. 1: N^(i)
     x->h++;
     x->drop = x->h;
-    x->n_body += n;
-    x->n_nexus += K;
     s->forward(s, t, K);
     scratch_reset(s, mark);
 }
@@ -6606,14 +6716,10 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     sonic_message(x, x->cur, user_end, turn);
     sonic_message(x, user_end, s->n_tok + foot, turn);
     x->h = (int)arrlen(x->msg);
-    x->n_body = x->n_nexus = 0;
-    for (int m = 0; m < x->h; m++) {
-        x->n_body += x->msg[m].n;
-        x->n_nexus += sonic_K(x, x->msg[m].n);
-    }
 
     // The current turn moves behind the history; then the history is written in front of it
-    x->cur = n_text + (int)x->n_nexus;
+    x->cur = n_text;
+    for (int m = 0; m < x->h; m++) x->cur += sonic_K(x, x->msg[m].n);
     memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
     n += x->cur - foot;
     int p = sonic_history(x, t, text, n_text);
@@ -6631,7 +6737,6 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
 // max_position_embeddings.
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
-    double t0 = now();
     int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
     (void)cap;
     if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
@@ -6649,26 +6754,21 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
     if (last >= s->pos_end)
         die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last,
-            s->pos_end, x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
-    x->seconds += now() - t0;
+            s->pos_end, x->original ? "" : ", or an adapter trained with position_mode original");
     return n;
 }
 
 // ---- opening and closing
 
-// Settles K, the ratio and the positions: the options against what the adapter allows. Returns 0,
-// or -1 with s->err set.
+// Settles K and the ratio: the options against what the adapter allows. Returns 0, or -1 with s->err
+// set.
 static int sonic_numbers(Session *s, Sonic *x) {
     const Options *o = s->opt;
-    const char *pos = opt_str(o, "sonic-pos");
-    int own_ratio = opt_given(o, "sonic-ratio"), any_ratio = own_ratio || opt_given(o, "ratio");
     int K = opt_int(o, "sonic-k");
 
-    x->ratio = own_ratio ? opt_real(o, "sonic-ratio") : s->ratio;
-    if (x->ratio > 1 || (x->ratio < 0 && any_ratio))
-        return refuse(s, "sonic: --sonic-ratio %g: expected 0 to 1", x->ratio);
+    x->ratio = s->ratio;
     if (K && x->ratio >= 0)
-        return refuse(s, "sonic: --sonic-k and a ratio are two ways to say the same, give one");
+        return refuse(s, "sonic: --sonic-k and --ratio are two ways to say the same, give one");
     if (K < 0 || K > x->K_max)
         return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K,
                       x->K_max);
@@ -6676,11 +6776,6 @@ static int sonic_numbers(Session *s, Sonic *x) {
     if (x->K > x->K_max)
         return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
 
-    int want_original = !strcmp(pos, "original");
-    if (strcmp(pos, "adapter") && x->file && x->original != want_original)
-        return refuse(s, "sonic: --sonic-pos=%s, but the adapter was trained with %s positions", pos,
-                      x->original ? "original" : "augmented");
-    if (!x->file) x->original = want_original;
     if (x->sink < 0) return refuse(s, "sonic: --sonic-sink %d: expected 0 or more", x->sink);
     return 0;
 }
@@ -6737,8 +6832,6 @@ static void sonic_close(Session *s, void *ms) {
     arrfree(x->msg);
 }
 
-// ---- what it costs, what it did
-
 // Hook bytes: the embeddings, the layer table, the messages. The matrices of the branch are
 // weights, not cache.
 static size_t sonic_bytes(const Session *s, const void *ms) {
@@ -6750,24 +6843,10 @@ static size_t sonic_bytes(const Session *s, const void *ms) {
 // Hook plan: the same for a dialogue of n tokens, and the adapter's matrices. A message takes 8
 // tokens or more.
 static size_t sonic_plan(const Session *s, const void *ms, int n) {
-    return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage);
-}
-
-// Hook stats. hist_ratio is the share of the finished messages' tokens that is gone, total_ratio
-// that of all tokens.
-static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     const Sonic *x = ms;
-    long now_rows = s->n_tok - x->cur, sys = min_int(x->sys, s->n_tok);
-    size_t bytes = sonic_file_bytes(x);
-    if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
-    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0;
-    double all = (double)(sys + x->n_body + now_rows);
-    double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
-    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, "
-                 "%s, %s positions\n", x->h, x->n_body, x->n_nexus, hist, total,
-            x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
-    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds,
-            bytes, x->file ? "" : " (untrained: the base's weights)");
+    size_t bytes = sonic_bytes(s, ms) + (size_t)n / 8 * sizeof(SonicMessage);
+    for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
+    return bytes;
 }
 
 // Hook trace: of every token of the dialogue its segment, and whether it is a Nexus token.
@@ -6788,17 +6867,12 @@ static void sonic_trace(Session *s, void *ms, int l) {
 
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",
-      "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
-    { "sonic-ratio",     'f', "0",
-      "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
+      "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16). "
+      "--ratio says instead which share of each message goes" },
     { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
-    { "sonic-seed",      'i', "1",    "of those embeddings" },
-    { "sonic-pos",       'c', "adapter|augmented|original",
-      "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
-    { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6824,191 +6898,8 @@ const Method sonic_method = {
     .commit  = sonic_commit,
     .bytes   = sonic_bytes,
     .plan    = sonic_plan,
-    .stats   = sonic_stats,
     .trace   = sonic_trace,
 };
-
-// ---- SONIC's adapter
-// A safetensors file with the Nexus branch of section 12: embeddings nexus.embed.*, matrices
-// nexus.layers.N.*, and metadata that say which base model it was trained for. Everything that the
-// base can contradict is checked. All functions that return int return 0, or -1 with s->err set.
-typedef struct {
-    Session *s;
-    SafeFile *f;
-    const SafeTensor *first;    // the tensor that was read first: all must have its dtype
-} SonicFile;
-
-// The metadata string must be `want`, or `or` where that is not NULL.
-static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {
-    const char *v = safetensors_meta(a->f, key);
-    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key,
-                  v ? v : "missing", want, or ? " or " : "", or ? or : "");
-}
-
-// Reads a metadata number from 1 to 65536 into *value.
-static int sonic_meta_int(SonicFile *a, const char *key, int *value) {
-    const char *v = safetensors_meta(a->f, key);
-    char *end = NULL;
-    long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536)
-        return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536",
-                      a->f->path, key, v ? v : "missing");
-    *value = (int)n;
-    return 0;
-}
-
-// The metadata number must be `want`, a size of the base model.
-static int sonic_meta_same(SonicFile *a, const char *key, int want) {
-    char text[16];
-    snprintf(text, sizeof text, "%d", want);
-    const char *v = safetensors_meta(a->f, key);
-    if (v && !strcmp(v, text)) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, base has %d (adapter made for another "
-                  "model?)", a->f->path, key, v ? v : "missing", want);
-}
-
-// Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
-// (rows,cols) or, with rows 0, (cols).
-static int sonic_tensor(SonicFile *a, Tensor *t, int l, const char *what, int rows, int cols) {
-    char name[128];
-    if (l < 0) snprintf(name, sizeof name, "nexus.embed.%s", what);
-    else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, what);
-
-    const SafeTensor *x = safetensors_find(a->f, name);
-    if (!x) return refuse(a->s, "sonic: %.200s: %s is missing", a->f->path, name);
-    if (!safe_has_shape(x, rows, cols)) {
-        char found[200], want[64];
-        safe_shape_texts(x, rows, cols, found, want);
-        return refuse(a->s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name,
-                      found, want);
-    }
-    if (x->dtype < 0)
-        return refuse(a->s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
-    if (!a->first) a->first = x;
-    if (x->dtype != a->first->dtype)
-        return refuse(a->s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,
-                      a->first->name, a->first->type);
-    *t = (Tensor){ x->data, x->dtype, max_int(rows, 1), cols };
-    return 0;
-}
-
-// Replaces the matrices in y, a copy of the base's layer l: q, k, v, o with the biases that the
-// base has, and the MLP if the adapter has its own (mlp 1). The norms stay the base's.
-static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {
-    const Config *c = a->s->c;
-    int C = c->C, F = c->F, HD = c->H * c->D, GD = c->G * c->D;
-    if (sonic_tensor(a, &y->wq, l, "self_attn.q_proj.weight", HD, C)) return -1;
-    if (sonic_tensor(a, &y->wk, l, "self_attn.k_proj.weight", GD, C)) return -1;
-    if (sonic_tensor(a, &y->wv, l, "self_attn.v_proj.weight", GD, C)) return -1;
-    if (sonic_tensor(a, &y->wo, l, "self_attn.o_proj.weight", C, HD)) return -1;
-    if (y->bq.data && sonic_tensor(a, &y->bq, l, "self_attn.q_proj.bias", 0, HD)) return -1;
-    if (y->bk.data && sonic_tensor(a, &y->bk, l, "self_attn.k_proj.bias", 0, GD)) return -1;
-    if (y->bv.data && sonic_tensor(a, &y->bv, l, "self_attn.v_proj.bias", 0, GD)) return -1;
-    if (!mlp) return 0;
-    if (sonic_tensor(a, &y->gate, l, "mlp.gate_proj.weight", F, C)) return -1;
-    if (sonic_tensor(a, &y->up, l, "mlp.up_proj.weight", F, C)) return -1;
-    return sonic_tensor(a, &y->down, l, "mlp.down_proj.weight", C, F);
-}
-
-// Continues the FNV-1a 64 hash h over the bytes of a tensor.
-static uint64_t fnv1a(uint64_t h, const Tensor *t) {
-    const unsigned char *p = t->data;
-    size_t n = tensor_bytes(t);
-    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
-    return h;
-}
-
-// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
-// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-uint64_t sonic_fingerprint(const Weights *w) {
-    Tensor known[2];
-    weights_known(w, known);
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
-}
-
-// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree;
-// --sonic-force takes any fingerprint.
-static int sonic_check_base(SonicFile *a) {
-    const Config *c = a->s->c;
-    const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL },
-        { "version", "1", NULL },
-        { "model_type", c->model_type, NULL },
-        { "body", "full_message", NULL },
-        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL },
-        { "position_mode", "augmented", "original" },
-        { "mlp", "dedicated", "shared" },
-    };
-    const struct { const char *key; int want; } sizes[] = {
-        { "hidden_size", c->C },
-        { "num_hidden_layers", c->L },
-        { "num_attention_heads", c->H },
-        { "num_key_value_heads", c->G },
-        { "head_dim", c->D },
-        { "intermediate_size", c->F },
-    };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
-    }
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
-    }
-
-    // The fingerprint is written in hexadecimal, with or without 0x.
-    char own[20];
-    const char *made = safetensors_meta(a->f, "base_fingerprint");
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
-    if (made && !strncmp(made, "0x", 2)) made += 2;
-    if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
-                  "weights? --sonic-force tries it)", a->f->path, made ? made : "missing", own);
-}
-
-// Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
-// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
-static int sonic_load(Session *s, Sonic *x, const char *path) {
-    const int C = s->c->C;
-    char why[512];
-    Tensor base, pos, turn;
-    x->file = safetensors_open(path, why);
-    if (!x->file) return refuse(s, "sonic: %.200s: %.250s", path, why);
-
-    SonicFile a = { .s = s, .f = x->file };
-    if (sonic_check_base(&a)) return -1;
-
-    // Sizes and embeddings
-    if (sonic_meta_int(&a, "k_max", &x->K_max)) return -1;
-    if (sonic_meta_int(&a, "k_default", &x->K)) return -1;
-    if (sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(&a, &base, -1, "base", 0, C)) return -1;
-    if (sonic_tensor(&a, &pos, -1, "pos", x->K_max, C)) return -1;
-    if (sonic_tensor(&a, &turn, -1, "turn", x->T_max, C)) return -1;
-
-    // The layers. A tensor that nothing has asked for by then is one that is not understood.
-    int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
-    for (int l = 0; l < s->c->L; l++) {
-        if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
-    }
-    for (int i = 0; i < a.f->n; i++) {
-        const SafeTensor *t = &a.f->tensor[i];
-        if (!t->used) return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, t->name);
-    }
-
-    x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
-    to_f32(x->embed, base.data, base.dtype, C);
-    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
-    return 0;
-}
-
-// Bytes of the adapter's tensors; 0 without an adapter file.
-static size_t sonic_file_bytes(const Sonic *x) {
-    size_t n = 0;
-    for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
-    return n;
-}
 
 // ==================================================================================================== 13 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression. Anonymous ACL submission.
@@ -7037,400 +6928,52 @@ static size_t sonic_file_bytes(const Sonic *x) {
 //
 // **Differs from the paper:**
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
-//     hold those. By its text they are numbers of keys: --calibrate-score=count.
+//     hold those. By its text they are numbers of keys.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
-//     capacities is b_c. --dililazy-alloc=paper-literal is line 17 as printed,
-//     --dililazy-alloc=code what the authors' program computes.
+//     capacities is b_c. --dililazy-alloc=code is what the authors' program computes.
 //   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
 //     files it comes with are shuffled.
 //   - The rows of a KV head are stored once, not once per query head: it holds the union of what
 //     its query heads read, and each query head has a view. A later turn's prefill therefore reads
 //     the union (D21).
 //   - Scores are of the last min(w,T) queries of this turn, smoothed by a maximum over --kernel
-//     neighbours (D11). Under --dililazy-gqa=kv, which is ours, a KV head has one capacity and one
-//     set of rows; neighbours first, then heads (D12).
+//     neighbours (D11).
 //
 // Map:
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
-//   Algorithm 1, line 3 -> dililazy_caps
-//   Algorithm 1, line 4 -> dililazy_caps
-//   Algorithm 1, line 8 -> dililazy_weights
-//   Algorithm 1, line 13 -> dililazy_weights
-//   Algorithm 1, line 14 -> dililazy_weights
-//   Algorithm 1, line 16 -> dililazy_weights
-//   Algorithm 1, line 17 -> dililazy_weights, dililazy_caps
-//   Algorithm 1, line 18 -> dililazy_caps
-//   Algorithm 1, line 19 -> dililazy_caps
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
+//   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
+//   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
+//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_kernel
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
-// few hundred numbers. A device has no kernel for this section alone. Attention of the last
-// queries: window_scores, window_scores_cuda, column_kernel. Neighbours and heads: pool_max,
-// join_heads, pool_max_kernel, join_heads_kernel. Best rows: top_k, top_k_kernel. The rows that no
-// view reads any more are given back by kv_compact, on a device through rows_move_cuda and
-// gather_kernel.
+// few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
+// through rows_move_cuda and gather_kernel.
 //
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
 // --calibrate OUT.json.
 
+enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
+    ALLOC_PAPER,                // Algorithm 1, its overspending divided out
+    ALLOC_CODE,                 // as the authors' program computes it
+    ALLOC_HEADKV,               // the pool of headkv
+};
+
 // The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
-    int heads;                  // capacities of a layer: H, or G under --dililazy-gqa=kv
     int alloc;                  // ALLOC_*
     int base;                   // b_c that `cap` was made for; -1: none yet
     double beta, eps;
-    double *inf;                // (L,heads) head scores
-    int *cap;                   // (L,heads) candidates a head may read: C of Algorithm 1
+    double *inf;                // (L,H) head scores
+    int *cap;                   // (L,H) candidates a head may read: C of Algorithm 1
 } DiliLazy;
 
 static void headkv_caps(const double *score, int n, int base, double beta, int *cap);
 
-// ---- Algorithm 1
-
-// The share of the pool that each head gets: weight (L,n) from the scores inf (L,n) >= 0. n is the
-// number of heads of a layer. A layer without any score shares evenly, and so does a model without
-// any. The authors' program weights a head by its raw score plus eps times its share of the layer,
-// and divides by the sum of all.
-static void dililazy_weights(const double *inf, int L, int n, double eps, int alloc, double *weight) {
-    double L_s = 0, sum = 0;
-    for (int i = 0; i < L * n; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
-    for (int i = 0; i < L; i++) {
-        double L_alpha = 0;
-        for (int j = 0; j < n; j++) L_alpha += inf[i * n + j];   // Algorithm 1, line 8: L_{i,alpha}
-        double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
-        for (int j = 0; j < n; j++) {
-            double H_inf = inf[i * n + j], *to = &weight[i * n + j];
-            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / n;  // Algorithm 1, line 14: S_{j,h}
-            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
-            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
-            sum += *to;
-        }
-    }
-    if (alloc != ALLOC_CODE) return;
-    for (int i = 0; i < L * n; i++) weight[i] /= sum;
-}
-
-// Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.
-void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc,
-                          int *cap) {
-    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
-    double pool = base / beta * L * n;                  // Algorithm 1, line 4: B_total
-    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
-    if (alloc == ALLOC_CODE) {
-        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
-        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
-        // number first
-        double dyn = rint((base - fmod(base, beta)) / beta);
-        fixed = base - dyn + .5;
-        pool = fmax(0, dyn * L * n - .5 * L * n);
-    }
-    double *weight = xmalloc((size_t)L * n * sizeof *weight);
-    dililazy_weights(inf, L, n, eps, alloc, weight);
-    for (int i = 0; i < L * n; i++) {
-        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
-        if (alloc == ALLOC_CODE) b = nearbyint(b);
-        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
-        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
-    }
-    free(weight);
-}
-
-// ---- opening and closing
-
-// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
-// the model's folder, the scores that --NAME-score says. Under --dililazy-gqa=kv the scores of a
-// group's R query heads become their mean. Returns 0, or -1 with s->err set.
-static int dililazy_scores(Session *s, DiliLazy *x, const char *name) {
-    const Config *c = s->c;
-    char path[1100], file[32], which[32], why[512];
-    snprintf(file, sizeof file, "%s-scores", name);
-    snprintf(which, sizeof which, "%s-score", name);
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
-    if (!*path) {
-        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
-        if (!file_exists(path))
-            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
-                             "or make them: --calibrate %.300s", name, file, path);
-    }
-    x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
-    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
-    if (x->heads == c->H) return 0;
-
-    int R = c->H / c->G;
-    for (int i = 0; i < c->L * c->G; i++) {
-        double sum = 0;
-        for (int r = 0; r < R; r++) sum += x->inf[i * R + r];
-        x->inf[i] = sum / R;                    // in place: i <= i R, so it is not read again
-    }
-    return 0;
-}
-
-// Hook open.
-static int dililazy_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|paper-literal|code");
-    x->heads = opt_choice(s->opt, "dililazy-gqa", "q|kv") ? s->c->G : s->c->H;
-    x->beta = opt_real(s->opt, "dililazy-beta");
-    x->eps = opt_real(s->opt, "dililazy-eps");
-    x->base = -1;
-    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
-    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
-    if (snap_options(s, &x->snap, 16) || dililazy_scores(s, x, "dililazy")) return -1;
-    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
-    return 0;
-}
-
-// Hook close.
-static void dililazy_close(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    (void)s;
-    free(x->inf);
-    free(x->cap);
-}
-
-// Hook bytes: scores and capacities.
-static size_t dililazy_bytes(const Session *s, const void *ms) {
-    const DiliLazy *x = ms;
-    return (size_t)s->c->L * x->heads * (sizeof(double) + sizeof(int));
-}
-
-// ---- the selection at the end of a prefill
-
-// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
-// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
-// of the group reads are dropped.
-static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
-    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
-    int *keep = scratch(s, (size_t)H * N * sizeof(int));
-    int *kept = scratch(s, (size_t)H * sizeof(int));
-    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
-    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
-    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
-    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-    for (int g = 0; g < G; g++) kv_compact(s, l, g);
-}
-
-// The name in a trace.
-static const char *dililazy_name(const DiliLazy *x) {
-    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
-}
-
-// For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
-// and the scores of the heads that they were made from.
-static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
-    const char *name = dililazy_name(x);
-    if (!traced(s, l)) return;
-    size_t mark = scratch_mark(s);
-    float *inf = scratch(s, (size_t)x->heads * sizeof *inf);
-    for (int i = 0; i < x->heads; i++) inf[i] = (float)x->inf[l * x->heads + i];
-    trace_scores(s, l, name, x->heads < s->c->H ? "head" : "qhead", score, x->heads, n, 1);
-    trace_f32(s, inf, x->heads, 0, "layer%02d.%s.head_scores", l, name);
-    trace_i32(s, x->cap + l * x->heads, x->heads, 0, "layer%02d.%s.budgets", l, name);
-    scratch_reset(s, mark);
-}
-
-// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
-static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
-    DiliLazy *x = ms;
-    int B = budget_now(s), w = snap_kept_window(&x->snap, B);
-    if (!snap_due(s, l, B)) return;
-
-    // The capacities are made once, or at every turn's end where --ratio changes the budget
-    if (x->base != B - w) {
-        x->base = B - w;
-        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, s->c->L * x->heads, x->base, x->beta, x->cap);
-        else dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
-    }
-
-    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
-    size_t mark = scratch_mark(s);
-    int per_kv_head = x->heads < s->c->H;
-    const int *cap = x->cap + (size_t)l * x->heads;
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_kv_head ? POOL_JOIN : POOL_ONLY, n);
-    dililazy_trace_scores(s, x, l, score, n);
-    if (per_kv_head) snap_keep(s, l, score, n, cap);
-    else dililazy_views(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
-// is their union.
-static void dililazy_trace(Session *s, void *ms, int l) {
-    if (l == s->c->L || s->decoding) return;
-    size_t mark = scratch_mark(s);
-    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
-    for (int h = 0; h < s->c->H; h++) {
-        const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
-        int n = view_rows(s, l, h, rows);
-        for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
-        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
-    }
-    scratch_reset(s, mark);
-}
-
-// Hook stats: one line with the capacities, the rows read and the rows held.
-static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
-    const DiliLazy *x = ms;
-    int L = s->c->L, H = s->c->H, G = s->c->G, R = H / G;
-    int n = L * x->heads, lo = INT_MAX, hi = 0;
-    double cap = 0, read = 0, held = 0;
-    for (int i = 0; i < n; i++) {
-        lo = min_int(lo, x->cap[i]);
-        hi = max_int(hi, x->cap[i]);
-        cap += x->cap[i];
-    }
-    for (int i = 0; i < L * H; i++) read += s->view[i].n + s->head[i / R].len - s->view[i].tail;
-    for (int i = 0; i < L * G; i++) held += s->head[i].len;
-    fprintf(f, "%s: caps %d..%d, mean %.1f; rows read per query head %.1f, "
-               "rows held per KV head (union) %.1f\n",
-            dililazy_name(x), lo, hi, cap / n, read / (L * H), held / (L * G));
-}
-
-static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "dililazy-score",     'c', "inf|dili|lazy",
-      "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-alloc",     'c', "paper|paper-literal|code",
-      "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
-    { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
-    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
-    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
-    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
-    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
-    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
-    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
-    { "calibrate-predict",  'i', "32", "longest answer" },
-    { "calibrate-needles",  's', "",
-      "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
-    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "",
-      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
-      "what follows it; {}: the question" },
-    { NULL, 0, NULL, NULL },
-};
-
-const Method dililazy_method = {
-    .name    = "dililazy",
-    .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
-               "submission)",
-    .keeps   = "every query head reads its own rows, B on average, more for heads that find "
-               "facts; a KV head stores their union",
-    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
-               "--obs-window",
-    .budget  = 128,
-    .uses    = "--obs-window 16, --kernel 7",
-    .opts    = dililazy_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
-    .open    = dililazy_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .stats   = dililazy_stats,
-    .trace   = dililazy_trace,
-};
-
-// ---- HEADKV
-// Fu et al.: Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
-// Retrieval and Reasoning. arXiv 2410.19258. DiliLazyKV's nearest rival.
-//
-// A head is scored by what it looks at while the answer is written, not at the prompt's last token.
-// N are the tokens of the needle, and a^t is the head's softmax row from which the answer's token t
-// is chosen. A score S_h is the mean over the runs the model answers (app/measure):
-//   R    S_h = sum_t 1/|N|  where the largest a^t lies in N and its row holds token t
-//   R2   S_h = sum_{t <= |N|} sum_{i <= |N|} a_i^t [row i in c2]
-// where a_i^t is the i-th largest number of a^t. R2's needle is a reasoning sentence, a wrong
-// answer c1 and the right answer c2, one behind the other.
-//
-// At the end of every turn's prefill, with b_c = B - w, query head h reads the b_h rows its last w
-// queries attend to most, and the last w rows:
-//   b_h = b_c - floor(b_c / beta) + S_h / sum_h S_h floor(b_c / beta) L H
-//
-// **Differs from the paper:**
-//   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
-//     remainders, on ties to the lower head. The public code rounds each head for itself.
-//   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
-// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
-// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
-// --calibrate.
-
-// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
-// without any score shares evenly.
-static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta);             // what a head gives to the pool
-    long left = (long)pool * n;
-    double sum = 0;
-    double *rest = xmalloc((size_t)n * sizeof *rest);
-    for (int h = 0; h < n; h++) sum += score[h];
-    for (int h = 0; h < n; h++) {
-        double share = sum > 0 ? score[h] / sum * pool * n : pool;
-        cap[h] = (int)floor(share);
-        rest[h] = share - cap[h];
-        left -= cap[h];
-    }
-
-    // The rows that rounding down has left over, fewer than n, by largest remainder
-    for (; left > 0; left--) {
-        int best = 0;
-        for (int h = 1; h < n; h++) {
-            if (rest[h] > rest[best]) best = h;
-        }
-        cap[best]++;
-        rest[best] = -1;
-    }
-    for (int h = 0; h < n; h++) cap[h] += base - pool;
-    free(rest);
-}
-
-// Hook open.
-static int headkv_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    x->alloc = ALLOC_HEADKV;
-    x->heads = s->c->H;
-    x->beta = opt_real(s->opt, "headkv-beta");
-    x->base = -1;
-    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
-    if (snap_options(s, &x->snap, 8) || dililazy_scores(s, x, "headkv")) return -1;
-    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
-    return 0;
-}
-
-static const Opt headkv_opts[] = {
-    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
-    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { NULL, 0, NULL, NULL },
-};
-
-const Method headkv_method = {
-    .name    = "headkv",
-    .paper   = "HeadKV, arXiv 2410.19258",
-    .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
-               "right answer while it is written; a KV head stores their union",
-    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
-    .budget  = 128,
-    .uses    = "--obs-window 8, --kernel 7",
-    .opts    = headkv_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
-    .open    = headkv_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .stats   = dililazy_stats,
-    .trace   = dililazy_trace,
-};
-
-// The names of their maps: --dililazy-score, --headkv-score and ours, then those of DiliLazyKV's
-// authors; HeadKV's publish one map a file, without a name.
+// ---- files of scores
+// JSON with an object "layer-head" -> a number, or a list of numbers whose mean counts. The object may
+// stand inside another one under one of these names: --dililazy-score, --headkv-score and ours, then
+// those of DiliLazyKV's authors; HeadKV's publish one map a file, without a name.
 const char *score_names[SCORES][2] = {
     [SCORE_INF]  = { "inf",  "average_infscores_weighted" },
     [SCORE_DILI] = { "dili", "average_precisions_weighted" },
@@ -7519,7 +7062,7 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
 
 // The scores (L,H) called `which` (a name in score_names) of a file; the caller frees them. NULL,
 // with the reason in err, when the file cannot be read or does not fit the model.
-double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
+static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
@@ -7546,6 +7089,299 @@ double *scores_read(const char *path, const char *which, int L, int H, char err[
     return bad ? NULL : x;
 }
 
+// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
+// the model's folder, the scores that --NAME-score says. Returns 0, or -1 with s->err set.
+static int head_scores_open(Session *s, DiliLazy *x, const char *name) {
+    const Config *c = s->c;
+    char path[1100], file[32], which[32], why[512];
+    snprintf(file, sizeof file, "%s-scores", name);
+    snprintf(which, sizeof which, "%s-score", name);
+    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
+    if (!*path) {
+        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
+        if (!file_exists(path))
+            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
+                             "or make them: --calibrate %.300s", name, file, path);
+    }
+    x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
+    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
+    x->cap = xcalloc((size_t)c->L * c->H, sizeof(int));
+    x->base = -1;
+    return 0;
+}
+
+// ---- Algorithm 1
+
+// The share of the pool that each head gets: weight (L,H) from the scores inf (L,H) >= 0. A layer
+// without any score shares evenly, and so does a model without any. The authors' program weights a
+// head by its raw score plus eps times its share of the layer, and divides by the sum of all.
+static void dililazy_weights(const double *inf, int L, int H, double eps, int alloc, double *weight) {
+    double L_s = 0, sum = 0;
+    for (int i = 0; i < L * H; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
+    for (int i = 0; i < L; i++) {
+        double L_alpha = 0;
+        for (int j = 0; j < H; j++) L_alpha += inf[i * H + j];   // Algorithm 1, line 8: L_{i,alpha}
+        double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
+        for (int j = 0; j < H; j++) {
+            double H_inf = inf[i * H + j], *to = &weight[i * H + j];
+            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / H;  // Algorithm 1, line 14: S_{j,h}
+            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
+            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
+            sum += *to;
+        }
+    }
+    if (alloc != ALLOC_CODE) return;
+    for (int i = 0; i < L * H; i++) weight[i] /= sum;
+}
+
+// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
+                   int *cap) {
+    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
+    double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
+    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
+    if (alloc == ALLOC_CODE) {
+        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
+        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
+        // number first
+        double dyn = rint((base - fmod(base, beta)) / beta);
+        fixed = base - dyn + .5;
+        pool = fmax(0, dyn * L * H - .5 * L * H);
+    }
+    double *weight = xmalloc((size_t)L * H * sizeof *weight);
+    dililazy_weights(inf, L, H, eps, alloc, weight);
+    for (int i = 0; i < L * H; i++) {
+        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
+        if (alloc == ALLOC_CODE) b = nearbyint(b);
+        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
+        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
+    }
+    free(weight);
+}
+
+// ---- opening and closing
+
+// Hook open.
+static int dililazy_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|code");
+    x->beta = opt_real(s->opt, "dililazy-beta");
+    x->eps = opt_real(s->opt, "dililazy-eps");
+    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
+    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
+    return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
+}
+
+// Hook close.
+static void dililazy_close(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    (void)s;
+    free(x->inf);
+    free(x->cap);
+}
+
+// Hook bytes: scores and capacities.
+static size_t dililazy_bytes(const Session *s, const void *ms) {
+    (void)ms;
+    return (size_t)s->c->L * s->c->H * (sizeof(double) + sizeof(int));
+}
+
+// ---- the selection at the end of a prefill
+
+// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
+// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
+// of the group reads are dropped.
+static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
+    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
+    int *keep = scratch(s, (size_t)H * N * sizeof(int));
+    int *kept = scratch(s, (size_t)H * sizeof(int));
+    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
+    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
+    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
+    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+    for (int g = 0; g < G; g++) kv_compact(s, l, g);
+}
+
+// The name in a trace.
+static const char *dililazy_name(const DiliLazy *x) {
+    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+}
+
+// For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
+// and the scores of the heads that they were made from.
+static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
+    const char *name = dililazy_name(x);
+    int H = s->c->H;
+    if (!traced(s, l)) return;
+    size_t mark = scratch_mark(s);
+    float *inf = scratch(s, (size_t)H * sizeof *inf);
+    for (int h = 0; h < H; h++) inf[h] = (float)x->inf[l * H + h];
+    trace_scores(s, l, name, "qhead", score, H, n, 1);
+    trace_f32(s, inf, H, 0, "layer%02d.%s.head_scores", l, name);
+    trace_i32(s, x->cap + l * H, H, 0, "layer%02d.%s.budgets", l, name);
+    scratch_reset(s, mark);
+}
+
+// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
+static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
+    DiliLazy *x = ms;
+    int L = s->c->L, H = s->c->H, B = budget_now(s), w = snap_kept_window(&x->snap, B);
+    if (!snap_due(s, l, B)) return;
+
+    // The capacities are made once, or at every turn's end where --ratio changes the budget
+    if (x->base != B - w) {
+        x->base = B - w;
+        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
+        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->eps, x->alloc, x->cap);
+    }
+
+    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
+    dililazy_trace_scores(s, x, l, score, n);
+    dililazy_views(s, l, score, n, x->cap + (size_t)l * H);
+    scratch_reset(s, mark);
+}
+
+// Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
+// is their union.
+static void dililazy_trace(Session *s, void *ms, int l) {
+    if (l == s->c->L || s->decoding) return;
+    size_t mark = scratch_mark(s);
+    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
+    for (int h = 0; h < s->c->H; h++) {
+        const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
+        int n = view_rows(s, l, h, rows);
+        for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
+        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
+    }
+    scratch_reset(s, mark);
+}
+
+static const Opt dililazy_opts[] = {
+    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
+    { "dililazy-score",     'c', "inf|dili|lazy",
+      "which score shares out the budget (dili, lazy: the paper's ablation)" },
+    { "dililazy-alloc",     'c', "paper|code",
+      "Algorithm 1 without its overspending; as the authors' code does it" },
+    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
+    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
+    { "calibrate-needles",  's', "",
+      "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
+    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
+    { NULL, 0, NULL, NULL },
+};
+
+const Method dililazy_method = {
+    .name    = "dililazy",
+    .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
+               "submission)",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that find "
+               "facts; a KV head stores their union",
+    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
+               "--obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 16, --kernel 7",
+    .opts    = dililazy_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = dililazy_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .trace   = dililazy_trace,
+};
+
+// ---- HEADKV
+// Fu et al.: Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
+// Retrieval and Reasoning. arXiv 2410.19258. DiliLazyKV's nearest rival.
+//
+// A head is scored by what it looks at while the answer is written, not at the prompt's last token.
+// N are the tokens of the needle, and a^t is the head's softmax row from which the answer's token t
+// is chosen. A score S_h is the mean over the runs the model answers (app/measure):
+//   R    S_h = sum_t 1/|N|  where the largest a^t lies in N and its row holds token t
+//   R2   S_h = sum_{t <= |N|} sum_{i <= |N|} a_i^t [row i in c2]
+// where a_i^t is the i-th largest number of a^t. R2's needle is a reasoning sentence, a wrong
+// answer c1 and the right answer c2, one behind the other.
+//
+// At the end of every turn's prefill, with b_c = B - w, query head h reads the b_h rows its last w
+// queries attend to most, and the last w rows:
+//   b_h = b_c - floor(b_c / beta) + S_h / sum_h S_h floor(b_c / beta) L H
+//
+// **Differs from the paper:**
+//   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
+//     remainders, on ties to the lower head. The public code rounds each head for itself.
+//   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
+// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
+// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
+// --calibrate.
+
+// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
+// without any score shares evenly.
+static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
+    int pool = (int)floor(base / beta);             // what a head gives to the pool
+    long left = (long)pool * n;
+    double sum = 0;
+    double *rest = xmalloc((size_t)n * sizeof *rest);
+    for (int h = 0; h < n; h++) sum += score[h];
+    for (int h = 0; h < n; h++) {
+        double share = sum > 0 ? score[h] / sum * pool * n : pool;
+        cap[h] = (int)floor(share);
+        rest[h] = share - cap[h];
+        left -= cap[h];
+    }
+
+    // The rows that rounding down has left over, fewer than n, by largest remainder
+    for (; left > 0; left--) {
+        int best = 0;
+        for (int h = 1; h < n; h++) {
+            if (rest[h] > rest[best]) best = h;
+        }
+        cap[best]++;
+        rest[best] = -1;
+    }
+    for (int h = 0; h < n; h++) cap[h] += base - pool;
+    free(rest);
+}
+
+// Hook open.
+static int headkv_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    x->alloc = ALLOC_HEADKV;
+    x->beta = opt_real(s->opt, "headkv-beta");
+    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
+    return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv");
+}
+
+static const Opt headkv_opts[] = {
+    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
+    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
+    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { NULL, 0, NULL, NULL },
+};
+
+const Method headkv_method = {
+    .name    = "headkv",
+    .paper   = "HeadKV, arXiv 2410.19258",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
+               "right answer while it is written; a KV head stores their union",
+    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 8, --kernel 7",
+    .opts    = headkv_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = headkv_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .trace   = dililazy_trace,
+};
+
 // ==================================================================================================== 14 TRACES
 
 // ---- --trace FILE: what every pass computes, as a safetensors file (D84)
@@ -7559,7 +7395,8 @@ static void trace_put(Session *s, const char *type, size_t size, const void *x, 
     char name[160];
     int n = snprintf(name, sizeof name, "pass%04d.", s->trace->pass - 1);
     vsnprintf(name + n, sizeof name - (size_t)n, fmt, ap);
-    safe_write(&s->trace->out, name, type, size, x, dim, dims);
+    if (s->trace->put) s->trace->put(s->trace, name + n, type, size, x, dim, dims);
+    else safe_write(&s->trace->out, name, type, size, x, dim, dims);
 }
 
 #define TRACE_AS(function, type, width, T) \
@@ -7735,6 +7572,8 @@ const Method *const methods[] = {
     &pyramidkv_method,              // rows kept
     &h2o_method,                    // rows kept, and the prefill for its sums
     &expected_attention_method,     // rows kept
+    &knorm_method,                  // rows kept
+    &keydiff_method,                // rows kept
     &a_shape_method,                // attention of the prefill
     &tri_shape_method,              // attention of the prefill
     &minference_method,             // attention of the prefill

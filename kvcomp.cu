@@ -5259,7 +5259,7 @@ void device_close(Session *s) {
 // in another order, DiliLazyKV), and ExpectedAttention's sums over queries and rows. The selection
 // is a chain of launches over device memory:
 //
-//   window_device (section 3) -> join_heads_kernel, pool_max_kernel -> top_k_kernel -> lists of rows
+//   window_device (section 3) -> join_heads_kernel, pool_kernel -> top_k_kernel -> lists of rows
 //
 // Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
 // of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
@@ -5420,7 +5420,7 @@ char *near_zero_cuda(size_t n) {
 
 void near_free_cuda(char *p) { grown(p, 0, 0); }
 
-// ---- one score a KV head, and the largest of its neighbours: join_heads and pool_max of kvcomp.c
+// ---- one score a KV head, and the largest or the mean of its neighbours: join_heads and pool of kvcomp.c
 // out (G,N) = the R rows of x (H,N) that belong to a KV head, joined as agg (AGG_*) says. n (G):
 // candidates of each KV head.
 // Block: 256 candidates of KV head blockIdx.y. Thread: one candidate, whose R scores it adds in the
@@ -5448,15 +5448,26 @@ static __device__ float window_max(const float *x, int j, int n, int width) {
     return top;
 }
 
-// out (rows,N) = window_max of every candidate of x (rows,N). `per` rows belong to one KV head; n
-// (rows/per): its candidates.
+// Mean of x[t] over |t-j| <= width/2, in ascending order; neighbours outside [0,n) count as zeros.
+static __device__ float window_mean(const float *x, int j, int n, int width) {
+    int a = j > width / 2 ? j - width / 2 : 0;
+    int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
+    float sum = 0;
+    for (int t = a; t <= b; t++) sum += x[t];
+    return sum / (float)width;
+}
+
+// out (rows,N) = window_mean or window_max of every candidate of x (rows,N). `per` rows belong to one KV
+// head; n (rows/per): its candidates.
 // Block: 256 candidates of row blockIdx.y. Thread: one candidate. No shared memory: neighbours'
 // reads overlap and come from the cache. Bound by reading x once (4 bytes a candidate).
-static __global__ void pool_max_kernel(float *out, const float *x, const int *n, int N, int per,
-                                       int width) {
+static __global__ void pool_kernel(float *out, const float *x, const int *n, int N, int per, int width,
+                                   int mean) {
     int row = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
     const float *from = x + (size_t)row * N;
-    if (j < n[row / per]) out[(size_t)row * N + j] = window_max(from, j, n[row / per], width);
+    int m = n[row / per];
+    if (j >= m) return;
+    out[(size_t)row * N + j] = mean ? window_mean(from, j, m, width) : window_max(from, j, m, width);
 }
 
 // ---- top_k of kvcomp.c for many rows at once
@@ -5724,24 +5735,24 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
 }
 
 // ---- the chain for one layer
-static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
-                             int N, int width, int agg, int order);  // DiliLazyKV's: section 13
-
 // pooled_scores of kvcomp.c: window scores of the last min(W,T) queries of q (T,H,D), joined and
 // pooled, for the candidates n (G, on the host) of each KV head -> (G,N) or, under POOL_ONLY, (H,N)
 // on the device; N = kv_longest.
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int order) {
+                          int width, int mean, int order) {
     int H = s->c->H, G = s->c->G, N = kv_longest(s, l);
     float *x = window_device(s, l, q, T, W);                     // (H,N)
     float *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
     int *dev = room<int>(s, ROOM_TOP, G);
-    dim3 grid(blocks(N, 256), G);
+    dim3 grid(blocks(N, 256), G), heads(blocks(N, 256), H);
     upload(dev, n, G * sizeof(int));
 
-    if (order != JOIN_POOL) return pool_then_join(s, pool, one, x, dev, N, width, agg, order);
+    if (order == POOL_ONLY) {                                    // DiliLazyKV's, Sec. 3.3
+        KV_LAUNCH(pool_kernel, heads, 256, 0, pool, x, dev, N, H / G, width, mean);
+        return pool;
+    }
     KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, agg);
-    KV_LAUNCH(pool_max_kernel, grid, 256, 0, pool, one, dev, N, 1, width);
+    KV_LAUNCH(pool_kernel, grid, 256, 0, pool, one, dev, N, 1, width, mean);
     return pool;
 }
 
@@ -5756,15 +5767,15 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
     return one;
 }
 
-// ---- AdaKV: shares by which the heads of a layer compete for its budget (adakv_shares of kvcomp.c)
-// D17. all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of
-// head g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
+// ---- AdaKV: what the heads of a layer compete by for its budget (adakv_pooled of kvcomp.c)
+// D17. all = every candidate's score, with `share` times share_g = (sum of the best of head g) / (sum of
+// all of head g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
 // (G,per): those. Sums are of fixed_mass, 64-bit integers, so their order does not matter and both
 // devices get the same shares.
 // Block: one KV head, TOP_THREADS threads. Thread: every 512th candidate. Shared: two partial sums
 // a warp. Bound by latency: G blocks of one read of their scores.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
+shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per, int share) {
     __shared__ int64_t part[2][TOP_WARPS];
     int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int n = rows[g].n, k = min_int(rows[g].k, n), from = 0;
@@ -5788,13 +5799,13 @@ shares_kernel(float *all, const float *score, int N, const TopRow *rows, const i
         best += part[1][w];
     }
 
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS)
-        all[from + i] = sum > 0 ? (float)(x[i] * ((double)best / (double)sum)) : 0;
+    double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) all[from + i] = (float)(x[i] * share_g);
 }
 
-// score (G,N) on the device, n (G) on the host -> the shared-out scores of all heads, one after the
-// other (sum of n), on the device. base: how many of a head's scores count as its best.
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base) {
+// score (G,N) on the device, n (G) on the host -> what all heads compete by, one after the other (sum of
+// n), on the device. base: how many of a head's scores count as its best.
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share) {
     int G = s->c->G, per = max_int(base, 1);
     size_t mark = scratch_mark(s);
     TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
@@ -5804,7 +5815,7 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
     top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
     // The rows lie where top_k_device has put them.
     const TopRow *dev = (const TopRow *)s->dev->room[ROOM_LIST].p;
-    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per);
+    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per, share);
     scratch_reset(s, mark);
     return all;
 }
@@ -6769,19 +6780,20 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
 // On the device run: reading packed rows inside attention (decode_kernel's unpack_batch in decode, else
-// load_packed and packed_value), packing and
-// packing again (repack_kernel), and cutting the bits of raw rows before a pass reads them
-// (cut_kernel, for --pats-when=write). The bytes are those of kvcomp.c, guard and gaps included.
+// load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
+// kvcomp.c, guard and gaps included.
 // Map:
-//   Sec. 3 -> pats_schedule, repacked_half, cut_kernel, two_elements
+//   Sec. 3, w -> repack_kernel
+//   Sec. 3, B -> packed_half, repack_kernel
+//   Sec. 3, fetch -> packed_half, two_elements
 // On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
 // head, the policy, and the decision what is packed when (pats_commit).
 //
 // Packed rows are read where they lie: element e of a region starts at bit e*w, so a lane fetches
 // the one or two 32-bit words that hold it, shifts and masks. Packing goes the other way around: a
 // thread makes one word of the new bytes. It reads the elements that the word touches from where
-// they are stored now, packed or raw, and cuts them if the new table says so. So no two threads
-// write to one word.
+// they are stored now, packed or raw, and writes their upper w bits. So no two threads write to one
+// word.
 
 // ---- reading
 // Element d of row r of region g as the f16 it is stored as, cut bits 0. words: those of the keys
@@ -6790,12 +6802,12 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
                                        int d, int D) {
     size_t bit = (size_t)(r - g->row0) * D * g->w + (size_t)d * g->w;
     if (rows64) {
-        int B = 8 * PATS_BLOCK / g->w;                           // elements of a block
+        int B = 8 * PATS_BLOCK / g->w;                           // Sec. 3, B: elements of a block
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
     const uint32_t *p = words + g->base / 4 + bit / 32;
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
-    return (uint16_t)(two >> bit % 32 << (16 - g->w));
+    return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }
 
 // The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
@@ -6822,31 +6834,26 @@ struct Repack {                 // argument of repack_kernel
     HeadRef now;                // what is stored now
     const Packed *next;         // the new table, whose k and v are written
     const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
-    size_t word0, words;        // words [word0,words) are made
-    int rounding, D;
+    size_t words;               // words of K, and of V
+    int D;
 };
 
-// Element d of row r of region g of the new table, cut: pats_recut of kvcomp.c. Bits that are gone
-// are never cut anew.
-static __device__ uint16_t repacked_half(const Repack &a, int v, const Region *g, int r, int d) {
+// Element d of new row r as it is stored now.
+static __device__ uint16_t stored_half(const Repack &a, int v, int r, int d) {
     const Packed *p = a.now.pack;
-    int from = a.rows ? a.rows[r] : r, b = 16 - g->w;            // b: bits the new table takes off
-    if (from >= a.now.packed) {
-        const uint16_t *raw = (const uint16_t *)(v ? a.now.v : a.now.k);
-        return pats_cut(raw[(size_t)(from - a.now.packed) * a.D + d], b, a.rounding);   // Sec. 3
-    }
-    const Region *old = region_of(p->reg, p->n_reg, from);
-    uint16_t x = packed_half(v ? p->v : p->k, old, p->rows64, from, d, a.D);
-    return b > 16 - old->w ? pats_cut(x, b, a.rounding) : x;     // Sec. 3
+    int from = a.rows ? a.rows[r] : r;
+    if (from >= a.now.packed)
+        return ((const uint16_t *)(v ? a.now.v : a.now.k))[(size_t)(from - a.now.packed) * a.D + d];
+    return packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, from), p->rows64, from, d, a.D);
 }
 
-// The new packed bytes of one head: pats_recut and pats_keep of kvcomp.c.
+// The new packed bytes of one head: pats_repacked of kvcomp.c.
 // Block: 128 words of the keys (blockIdx.y 0) or the values (1). Thread: one 32-bit word, made of
 // the two to six elements that touch it (w is 6 to 16; an element that lies in two words is read
 // for both). No shared memory: neighbouring threads read neighbouring elements, through the cache.
 // Bound by the integer work of finding, cutting and shifting an element.
 static __global__ void repack_kernel(Repack a) {
-    size_t word = a.word0 + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    size_t word = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (word >= a.words) return;
     const Packed *p = a.next;
     int i = p->n_reg - 1, v = blockIdx.y;
@@ -6865,7 +6872,7 @@ static __global__ void repack_kernel(Repack a) {
         size_t r = p->rows64 ? block / per : e / a.D;
         int d = p->rows64 ? (int)(block % per * B + e) : (int)(e % a.D);
         if (r >= (size_t)g.n || d >= a.D) break;
-        uint32_t x = repacked_half(a, v, &g, g.row0 + (int)r, d) >> (16 - w);
+        uint32_t x = stored_half(a, v, g.row0 + (int)r, d) >> (16 - w);       // Sec. 3, w
         out |= e * w >= at ? x << (e * w - at) : x >> (at - e * w);
     }
     uint32_t *words = (uint32_t *)(v ? p->v : p->k);
@@ -6901,43 +6908,32 @@ static void pack_swap(Rows *r) {
     r->n_spare = n_old;
 }
 
-// Memory for packed bytes is asked for in steps of this many, so that rows that are packed one by
-// one (static, frozen) are mostly added in place.
+// Memory for packed bytes is asked for in steps of this many.
 enum { PACK_STEP = 4096 };
 
 // The packed rows of h become those of the table reg (n_reg), `bytes` bytes for K and for V: row i
-// is row rows[i] of what is stored now (NULL: row i). The first `stay` bytes hold rows that are the
-// same in both. Sets pk and pv of h; the caller then sets reg, packed and pk_bytes.
+// is row keep[i] of what is stored now (NULL: row i). Sets pk and pv of h; the caller then sets reg,
+// packed and pk_bytes.
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
-                      size_t stay, const int *rows, int rounding, int rows64) {
+                      const int *keep, int mid, int rows64) {
     Rows *r = &s->dev->held[h - s->head];
     size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
     int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
-    int only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
-    char *pk = only_added ? h->pk : grown(NULL, 0, want);
-    char *pv = only_added ? h->pv : grown(NULL, 0, want);
+    char *pk = grown(NULL, 0, want);
+    char *pv = grown(NULL, 0, want);
 
     if (n) {
-        int *list = rows ? room<int>(s, ROOM_LIST, n) : NULL;
-        if (rows) upload(list, rows, (size_t)n * sizeof(int));
-        int mid = rounding == PATS_MID;
+        int *rows = keep ? room<int>(s, ROOM_LIST, n) : NULL;
+        if (keep) upload(rows, keep, (size_t)n * sizeof(int));
         Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, mid, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
-        const Packed *next = pack_table(s, r, &head, reg);
-        Repack a = { now, next, list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
-        if (!only_added) {
-            device_copy(pk, h->pk, stay / 4 * 4);
-            device_copy(pv, h->pv, stay / 4 * 4);
-        }
-        dim3 grid(blocks(a.words - a.word0, 128), 2);
+        Repack a = { now, pack_table(s, r, &head, reg), rows, (bytes + 3) / 4, s->c->D };
+        dim3 grid(blocks(a.words, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
         pack_swap(r);
     }
-
-    if (!only_added) {
-        grown(h->pk, 0, 0);
-        grown(h->pv, 0, 0);
-    }
+    grown(h->pk, 0, 0);
+    grown(h->pv, 0, 0);
     h->pk = pk;
     h->pv = pv;
     r->pk_bytes = want;
@@ -6957,32 +6953,6 @@ void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
         device_copy(mid, x.p + gone * x.bytes, left * x.bytes);
         device_copy(x.p, mid, left * x.bytes);
     }
-}
-
-// ---- cutting raw rows in place (--pats-when=write)
-// The last T rows of every KV head, all raw f16, lose bits[t] bits; under PATS_MID half a step is
-// added at once.
-// Block: one warp, row blockIdx.x of KV head blockIdx.y, keys then values. Lane: every 32nd
-// element. Bound by reading and writing the rows once.
-static __global__ void cut_kernel(HeadRefs heads, const unsigned char *bits, int T, int D,
-                                  int rounding) {
-    HeadRef h = heads.at[blockIdx.y];
-    int t = blockIdx.x, b = bits[t], mid = rounding == PATS_MID && b ? 1 << (b - 1) : 0;
-    uint16_t *row[2] = { (uint16_t *)h.k, (uint16_t *)h.v };
-    for (int v = 0; v < 2; v++)
-        for (int d = threadIdx.x; d < D; d += 32) {
-            uint16_t *x = row[v] + (size_t)(h.len - h.packed - T + t) * D + d;
-            uint16_t y = pats_cut(*x, b, rounding);              // Sec. 3
-            *x = (uint16_t)(y & 0x7fff ? y | mid : y);
-        }
-}
-
-// The last T rows of layer l lose bits (T, on the host).
-void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding) {
-    unsigned char *dev = (unsigned char *)room<char>(s, ROOM_LIST, T);
-    dim3 grid(T, s->c->G);
-    upload(dev, bits, T);
-    KV_LAUNCH(cut_kernel, grid, 32, 0, head_refs(s, l), dev, T, s->c->D, rounding);
 }
 
 // n bytes to the host, for methods that look at their device memory.
@@ -7583,34 +7553,18 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // ==================================================================================================== 13 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
 // On the device run, at the end of a prefill: the window scores of every query head, the largest
-// score among each row's neighbours, and the choice of each query head's own rows. It is the chain
-// of section 6 with its links in another order: neighbours first, and heads joined after that or
-// not at all (D12).
-//   window_device -> pool_max_kernel -> top_k_kernel, one row and one cap a query head -> views
-// By default nothing is joined (POOL_ONLY); under --dililazy-gqa=kv the means over the groups are
-// selected from (POOL_JOIN), and a KV head has one set. kv_compact then drops the rows that no
-// query head of a group reads (rows_move_cuda). In decode the views differ from query head to query
-// head: plan_decode makes one work of neighbouring heads that read the same rows and a work of its
-// own for every other, so that a block of attend_kernel or decode_kernel reads one list.
+// score among each row's neighbours, and the choice of each query head's own rows (Sec. 3.3). It is the
+// chain of section 6 whose heads are not joined (D12):
+//   window_device -> pool_kernel -> top_k_kernel, one row and one cap a query head -> views
+// kv_compact then drops the rows that no query head of a group reads (rows_move_cuda). In decode the
+// views differ from query head to query head: plan_decode makes one work of neighbouring heads that
+// read the same rows and a work of its own for every other, so that a block of attend_kernel or
+// decode_kernel reads one list.
 // Map:
-//   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
+//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
 // and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.
-
-// DiliLazyKV's part of pooled_scores_cuda. x (H,N), window scores -> pool (H,N), the largest of
-// each score's neighbours; under POOL_JOIN also -> one (G,N), those joined over the heads of a
-// group as agg says. n (G, on the device): candidates of each KV head. Returns pool or, under
-// POOL_JOIN, one.
-static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
-                             int N, int width, int agg, int order) {
-    int H = s->c->H, G = s->c->G, R = H / G;
-    dim3 heads(blocks(N, 256), H), groups(blocks(N, 256), G);
-    KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, n, N, R, width);         // Sec. 3.3
-    if (order == POOL_ONLY) return pool;
-    KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, n, N, R, agg);
-    return one;
-}
 
 // ==================================================================================================== THE BEST OF THE LOGITS
 // What sampling draws from, 40 of the V logits unless --top-k says otherwise and 1 with --temp 0, is

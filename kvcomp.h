@@ -171,8 +171,6 @@ typedef struct Method {
     size_t (*plan) (const Session *s, const void *ms, int n);
     // tokens from n_tok on were truncated
     void (*forget)(Session *s, void *ms, int n_tok);
-    // statistics on request, one line each
-    void (*stats) (const Session *s, const void *ms, FILE *out);
     // After a pass that --trace writes down: the part's own values of layer l, by trace_f32 and its
     // like; with l == L what all layers share.
     void (*trace) (Session *s, void *ms, int l);
@@ -193,6 +191,8 @@ enum {                          // moments of a pass at which Method.watch is ca
 
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
 #define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
+#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
 
 typedef struct Packing {        // rows that are not stored one by one (PATS)
     // buf (n,D) f16 = rows r0..r0+n-1 of K (OF_K) or V (OF_V).
@@ -363,29 +363,11 @@ enum { PAGE = 16 };                             // rows of a Quest page
 enum {                                          // the order of window scores' steps (D12)
     JOIN_POOL,                                  // join the heads of a group, then pool over neighbouring rows
     POOL_ONLY,                                  // pool; every query head keeps its own
-    POOL_JOIN,                                  // pool, then join
 };
 
 // ------------------------------------------------------------------------ PATS' numbers (section 10)
-enum {                                          // how PATS rounds
-    PATS_TRUNC,
-    PATS_NEAREST,
-    PATS_MID,                                   // truncated, and half a step is added on every read
-};
 enum { PATS_BLOCK = 64 };                       // bytes of the paper's block
 enum { PATS_GUARD = 16 };                       // bytes that can be read behind the last packed element
-
-// An f16 number h without its b lowest bits.
-KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {
-    if (!b) return h;
-    unsigned magnitude = h & 0x7fff;
-    unsigned largest = 0x7bffu >> b << b;           // of the finite numbers with b bits cut
-    if (rounding != PATS_NEAREST || magnitude > 0x7c00) return (uint16_t)(h >> b << b);    // a NaN is not rounded
-
-    // To the nearest, ties to even. A carry into the exponent is right.
-    magnitude = (magnitude + (1u << (b - 1)) - 1 + (magnitude >> b & 1)) >> b << b;
-    return (uint16_t)((h & 0x8000) | (magnitude > largest ? largest : magnitude));
-}
 
 // ------------------------------------------------------------------------ LoopServe's lines (sections 7 and 9)
 typedef struct {                // what one query head reads in one prefill
@@ -410,6 +392,17 @@ typedef struct {                // what a choice came to
     double mass;                // share of the sampled attention
     double cells;               // share of the cells
 } LoopFound;
+
+// ------------------------------------------------------------------------ text, for LycheeCluster's chunks (section 11)
+typedef struct TokenText {      // the text of tokens, given by whoever has a tokenizer
+    const void *ctx;            // the tokenizer; NULL: every token is empty, and none is special
+    // What the id adds to the text, *len bytes; a SentencePiece blank is a space.
+    const char *(*bytes)(const void *ctx, int id, int *len);
+    // 1: a control token, which has no text and ends the stream before it.
+    int (*special)(const void *ctx, int id);
+} TokenText;
+extern TokenText token_text;
+const char *text_of(int id, int *n);    // of a token; "" without a tokenizer and for a method's own
 
 // ------------------------------------------------------------------------ LycheeCluster's index (section 11)
 typedef struct {                // one level of a tree: n nodes over some children. On the device in a device session
@@ -499,6 +492,9 @@ int kv_longest(const Session *s, int l);
 // what the allocator holds for rows
 size_t kv_bytes(const Session *s);
 
+// the format full attention is compared in: the session's, but f16 where that one compresses
+const Format *full_format(const Session *s, int v);
+
 // what full attention would hold for the same tokens
 size_t kv_bytes_full(const Session *s);
 
@@ -565,6 +561,9 @@ void     session_reset(Session *s);                                         // f
 // 0, or -1 with the reason in s->err, and then nothing is forgotten
 int      session_try_reset(Session *s);
 
+// adds T tokens to the session; one with pos < 0 gets the next position
+void add_tokens(Session *s, const Token *in, int T);
+
 // one turn -> logits (V) of its last id
 const float *prefill(Session *s, const int *ids, int n);
 
@@ -597,12 +596,18 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
     int n_line;
 } MemoryPlan;
 MemoryPlan memory_plan(const Session *s);
+size_t     plan_line(MemoryPlan *p, const char *what, size_t bytes, int host);   // one line more, unless of 0 bytes
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s);
 // Where the span of a pass of T tokens ends that begins with token t0, and how long one can be.
 int span_end(const Session *s, int t0, int T);
 int span_room(const Session *s, int T);
+
+// ------------------------------------------------------------------------ scores of heads (section 13)
+// The kinds of scores: those of DiliLazyKV, then those of HeadKV.
+enum { SCORE_INF, SCORE_DILI, SCORE_LAZY, SCORE_R, SCORE_R2, SCORES };
+extern const char *score_names[SCORES][2];     // ours, and the authors' (NULL: none)
 
 // ------------------------------------------------------------------------ traces (section 14)
 // What a pass computes, written down as tensors whose names say what they are, by an observer. A method
@@ -617,6 +622,24 @@ static inline int traced(const Session *s, int l) { return s->trace && trace_wan
 void trace_f32(Session *s, const float *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 void trace_i32(Session *s, const int *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 void trace_u8 (Session *s, const void *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
+
+// Tensors stand in the file in the order in which they were computed, and their names say what they
+// are: pass0012.layer03.q is (T,H,D). Passes are numbered whether they are written down or not, so
+// that a name means the same in a shorter trace. The model writes what every method has; a method
+// adds its own values where it computes them, or in its trace hook.
+struct Trace {
+    SafeWriter out;             // the file ..
+    // .. or, if it is set, who takes the tensors instead; their names have no pass then
+    void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
+                int dims);
+    unsigned char *layer;       // (L) 1: it is written down
+    Numbers *step;              // decode steps that are (stb_ds); NULL: all
+    int pass;                   // passes that have begun
+    int on;                     // 1: this pass is written down
+};
+
+// From now on the passes of this session are written down in x; NULL: not any more.
+void trace_session(Session *s, struct Trace *x);
 
 // ------------------------------------------------------------------------ the GPU half (kvcomp.cu)
 // When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.
@@ -678,18 +701,14 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed,
 // raw rows from `gone` on move up: those before are packed
 void rows_drop_cuda(Session *s, KVHead *h, int gone, int left);
 
-// the last T rows lose bits (T), in place
-void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding);
-
 // n neighbours -> buf (n,D) on the host
 void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);
 
 void   rows_store_cuda (char *to, const char *raw, size_t bytes);
-// h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V, of which the first
-// `stay` bytes are as they were. rows: row i was packed row rows[i]; NULL: packed rows stay where they
-// are, and raw ones follow them.
-void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows,
-                        int rounding, int rows64);
+// h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
+// packed or raw; NULL: row i
+void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep, int mid,
+                        int rows64);
 
 // ---- attention
 void   attn_prefill_cuda (Session *s, int l, float *out, const float *q, int t0, int n);
@@ -707,7 +726,7 @@ void   views_drop_cuda   (Session *s);
 // ---- baselines (section 6). Everything a function returns lies on the device
 // q (T,H,D), n (G) -> (G,N); POOL_ONLY: (H,N)
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int order);
+                          int width, int mean, int order);
 
 // score (H,N), n (G) -> (G,N)
 float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
@@ -717,7 +736,7 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
                      int *count);
 
 // score (G,N), n (G) -> (sum of n)
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share);
 
 // sum (H,D), outer (H,D,D) += of q (n,H,D), which are the pass's from t0 on, at positions >= sink
 void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink);

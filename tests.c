@@ -231,13 +231,15 @@ TEST(window_small, "window keeps the last B rows for any budget, whatever --sink
 // selection by repeated maximum, moments as whole matrices. They share nothing with the program but
 // the rules.
 
-enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED };
+enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED, BT_KEYDIFF };
 
 // Seen (L*H): stb_ds arrays of queries before RoPE, D each.
 typedef struct {
     int kind, B, w, width, agg, sink;
     double ratio;
     double **seen;
+    int mean, share;            // --pool avg, --adakv-share
+    double epsilon;             // --ea-epsilon
 } BaseTwin;
 
 // The rows a head may keep of N, by budget or by ratio.
@@ -271,6 +273,16 @@ static void twin_observe(Twin *t, int l, int h, const double *q, int n, int w, d
         for (int j = 0; j < rows; j++) out[j] += p[j] / m;
     }
     free(p);
+}
+
+// The mean over a window of `width` around each of n values, in place; there are zeros beyond the ends.
+static void twin_pool_mean(double *x, int n, int width) {
+    double *y = xcalloc(n + 1, sizeof *y);
+    for (int j = 0; j < n; j++)
+        for (int t = 0; t < n; t++)
+            if (abs(t - j) <= width / 2) y[j] += x[t] / width;
+    for (int j = 0; j < n; j++) x[j] = y[j];
+    free(y);
 }
 
 // The maximum over a window of `width` around each of n values, in place.
@@ -313,7 +325,8 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
                 x[g][j] = b->agg == AGG_MAX ? fmax(x[g][j], one[j])
                                             : x[g][j] + one[j] / (b->agg == AGG_MEAN ? R : 1);
         }
-        twin_pool(x[g], len[g], b->width);
+        if (b->mean) twin_pool_mean(x[g], len[g], b->width);
+        else twin_pool(x[g], len[g], b->width);
         cap[g] = b->kind == BT_PYRAMID ? twin_level(l, t->c->L, N, B - w, w) : B - w;
     }
     if (b->kind == BT_ADA) {
@@ -326,7 +339,7 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
             for (int i = 0; i < k; i++) best += x[g][idx[i]];
             for (int j = 0; j < len[g]; j++) sum += x[g][j];
             for (int j = 0; j < len[g]; j++) {
-                all[at] = x[g][j] * best / sum;
+                all[at] = x[g][j] * (b->share ? best / sum : 1);
                 owner[at++] = g;
             }
         }
@@ -420,10 +433,33 @@ static void twin_expected(BaseTwin *b, Twin *t, int l, int B) {
         for (int r = first; r < rows; r++) {
             double vv = 0;
             for (int d = 0; d < t->c->D; d++) vv += row[r].v[d] * row[r].v[d];
-            x[r] *= sqrt(vv) / R;
+            x[r] = (x[r] / R + b->epsilon) * sqrt(vv);
         }
         for (int r = 0; r < first; r++) x[r] = INFINITY;  // always kept
         twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
+    }
+}
+
+// KeyDiff: rows by their keys alone.
+static void twin_keydiff(Twin *t, int l, int B) {
+    int D = t->c->D, keep[4096];
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *row = t->row[l * t->c->G + g];
+        int rows = (int)arrlen(row);
+        double x[4096], norm[4096], *mu = xcalloc((size_t)D, sizeof *mu);
+        for (int r = 0; r < rows; r++) {
+            norm[r] = 0;
+            for (int d = 0; d < D; d++) norm[r] += row[r].k[d] * row[r].k[d];
+            norm[r] = sqrt(norm[r]);
+            for (int d = 0; d < D; d++) mu[d] += row[r].k[d] / norm[r];
+        }
+        for (int r = 0; r < rows; r++) {
+            double dot = 0;
+            for (int d = 0; d < D; d++) dot += row[r].k[d] * mu[d];
+            x[r] = -dot / norm[r];
+        }
+        twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
+        free(mu);
     }
 }
 
@@ -446,6 +482,8 @@ static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_
         twin_h2o(t, l, b->B);
     else if (b->kind == BT_EXPECTED)
         twin_expected(b, t, l, twin_budget(b, N));
+    else if (b->kind == BT_KEYDIFF)
+        twin_keydiff(t, l, twin_budget(b, N));
     else
         twin_snap(b, t, l, q, n, twin_budget(b, N));
 }
@@ -461,6 +499,12 @@ static const struct {
     { "snapkv",
       "budget=20 obs-window=1 kernel=1 gqa-agg=sum",
       { BT_SNAP, 20, 1, 1, AGG_SUM, 0, -1, NULL } },
+    { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
+      { BT_SNAP, 24, 8, 5, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
+    { "adakv", "budget=24 obs-window=8 adakv-share", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .share = 1 } },
+    { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
+    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL, .epsilon = .02 } },
+    { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, 0, .6, NULL } },
     { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, AGG_MEAN, 0, .6, NULL } },
     { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
     { "adakv", "budget=41 obs-window=5 kernel=1", { BT_ADA, 41, 5, 1, AGG_MEAN, 0, -1, NULL } },
@@ -574,7 +618,7 @@ TEST(baselines_rows, "rows held after a prefill are exactly what is promised: co
             prefill(s, ids, n);
             N = s->n_tok;
             int B = twin_budget(&b, N);
-            int w = b.kind == BT_EXPECTED ? 0 : b.kind >= BT_H2O ? B / 2 : b.w < B ? b.w : B;
+            int w = b.kind > BT_H2O ? 0 : b.kind == BT_H2O ? B / 2 : b.w < B ? b.w : B;
             for (int i = 0; i < m.c->L * m.c->G; i++) {
                 const KVHead *h = &s->head[i];
                 int want =
@@ -664,6 +708,36 @@ TEST(baselines_links,
         CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d",
               n, cap);
     }
+}
+
+// In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
+TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
+    Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
+    Options *o = options_of("budget=24");
+    Session *s[2] = { session_open(m.c, m.w, o, "full"), session_open(m.c, m.w, o, "knorm") };
+    int ids[70];
+    draw_ids(ids, 70, 61);
+    for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
+    for (int l = 0; l < 3; l++)
+        for (int g = 0; g < 3; g++) {
+            const KVHead *all = kv_head(s[0], l, g), *h = kv_head(s[1], l, g);
+            float k[70 * 16], longest = 0, shortest = INFINITY;
+            kv_load_k(s[0], all, NULL, 0, 70, k);
+            for (int r = 0, j = 0; r < 70; r++) {
+                float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
+                if (j < h->len && h->src[j] == r) {
+                    longest = fmaxf(longest, length);
+                    j++;
+                } else {
+                    shortest = fminf(shortest, length);
+                }
+            }
+            CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
+                  h->len, longest, shortest);
+        }
+    for (int i = 0; i < 2; i++) session_close(s[i]);
+    options_free(o);
+    tiny_free(m);
 }
 
 TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, "
@@ -1852,11 +1926,6 @@ static double loop_agree(const char *method, const char *options, const Script *
         u.after_u = streaming;
     }
     double e = loop_race(s, t, &u, p, follow, tol);
-    const LoopServe *x = s->part[0].ms;
-    if (u.prefill)
-        CHECK(x->passes == u.passes && x->dense == u.dense,
-              "%s %s: dense heads %ld of %ld, twin %d of %d", method, options, x->dense, x->passes,
-              u.dense, u.passes);
     if (dense) *dense = (double)u.dense / u.passes;
     loop_twin_free(&u, m.c);
     twin_free(t);
@@ -2018,9 +2087,6 @@ TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly
                 }
             }
         }
-        const LoopServe *x = s->part[0].ms;
-        CHECK(x->selections == 9 && x->steps == 45 && x->steps_all == 15,
-              "%ld selections, %ld steps, %ld dense", x->selections, x->steps, x->steps_all);
         CHECK(changed > 2, "the set must follow the answer (%d)", changed);
         CHECK(!differ, "one set a KV head: %d differ", differ);
         session_close(s);
@@ -2334,14 +2400,12 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
         double t2 = now();
         if (getenv("KVCOMP_BENCH")) {
             printf("%-8s %d rows: dense %.3f s, loopserve %.3f s (choosing %.3f), %.2f times "
-                   "as fast; ",
+                   "as fast\n",
                    name[run], N, t1 - t0, t2 - t1, s->clk.index,
                    (t1 - t0) / (t2 - t1));
-            loopserve_stats(s, x, stdout);
         }
         if (run == DIFFUSE)
-            CHECK(x->dense == 1 && !memcmp(out, ref, len * 4),
-                  "a diffuse head must be full attention");
+            CHECK(!memcmp(out, ref, len * 4), "a diffuse head must be full attention");
         if (run == PEAKY) {
             Lines *a = lines_new(s, 0, N);
             LoopRoom *w = loop_rooms(s, x->m, N);
@@ -2350,8 +2414,9 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
             sample_rows(N, x->m, 0, 0, w->R);
             line_probs(s, 0, 0, q, N, w->R, x->m, w->P, tiles_new(s));
             loop_choose(x, &p, a, w, &f);
-            CHECK(!x->dense, "a peaky head must be sparse");
-            CHECK(x->n_v < 80 && x->n_s < 400, "%g verticals, %g slashes", x->n_v, x->n_s);
+            CHECK(memcmp(out, ref, len * 4), "a peaky head must be sparse");
+            CHECK(bit_list(a->v, N, NULL) < 80 && bit_list(a->s, N, NULL) < 400, "%d verticals, %d slashes",
+                  bit_list(a->v, N, NULL), bit_list(a->s, N, NULL));
             CHECK(a->dense || N > 1500 ||
                       (bit_get(a->s, slash[1]) && bit_get(a->v, 77) && bit_get(a->v, 77 + 509)),
                   "the known lines");
@@ -2481,23 +2546,24 @@ static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {
     return b < b_min ? b_min < b_max ? b_min : b_max : b > b_max ? b_max : b;
 }
 
-// X an f16 value; b of its 10 mantissa bits go.
-static double slow_cut(double x, int b, int rounding) {
+// X an f16 value; b of its 10 mantissa bits go. mid: half a step is added, but not to zero.
+static double slow_cut(double x, int b, int mid) {
     int e;
     if (!b || !x) return x;
     frexp(fabs(x), &e);
     // What one unit of the last place left is worth.
-    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b);
-    double y = rounding == PATS_NEAREST ? rint(fabs(x) / q) * q : floor(fabs(x) / q) * q;
-    // No mantissa left: even is the exponent's last bit.
-    if (rounding == PATS_NEAREST && b == 10 && fabs(x) / q == 1.5) y = (e + 14) % 2 ? 2 * q : q;
-    if (rounding == PATS_NEAREST) {
-        double top = floor(65504 / ldexp(1, 5 + b)) * ldexp(1, 5 + b);
-        if (y > top) y = top;
-    }
-    if (rounding == PATS_MID && y > 0) y += q / 2;
-    if (rounding == PATS_MID && !y) return copysign(0, x);
+    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b), y = floor(fabs(x) / q) * q;
+    if (mid && y > 0) y += q / 2;
     return copysign(y, x);
+}
+
+// n elements h, packed without their b low bits and read again.
+static void cut_row(uint16_t *h, int n, int b, int mid) {
+    Region reg = { .n = 1, .w = 16 - b };
+    unsigned char *p = xcalloc((size_t)n * 2 + PATS_GUARD, 1);
+    pats_write_row(p, h, n, reg.w, 0);
+    pats_load_region(0, mid, &reg, p, 1, n, h);
+    free(p);
 }
 
 TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of every step)") {
@@ -2643,76 +2709,61 @@ TEST(pats_mem_table,
           "row bytes");
 }
 
-TEST(pats_cut,
-     "one element: every f16 value against the slow cut, composition, sign, zero, saturation") {
-    for (int b = 0; b <= 10; b++)
-        for (unsigned u = 0; u < 0x10000; u++) {
+TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is and with half a step; what is "
+               "cut twice is cut by the most") {
+    enum { N = 0x10000 };
+
+    static uint16_t plain[N], mid[N], twice[N];
+    for (int b = 0; b <= 10; b++) {
+        for (int i = 0; i < N; i++) plain[i] = mid[i] = twice[i] = (uint16_t)i;
+        cut_row(plain, N, b, 0);
+        cut_row(mid, N, b, 1);
+        cut_row(twice, N, b / 2, 0);
+        cut_row(twice, N, b, 0);
+        for (unsigned u = 0; u < N; u++) {
             if ((u & 0x7c00) == 0x7c00) continue;
             double x = f16_to_f32((uint16_t)u);
-            uint16_t mid = pats_cut((uint16_t)u, b, PATS_MID), one = mid;
-            pats_mid(&mid, 1, b);
-            CHECK(f16_to_f32(pats_cut((uint16_t)u, b, PATS_TRUNC)) == slow_cut(x, b, PATS_TRUNC),
-                  "truncate %04x by %d", u, b);
-            CHECK(
-                f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)) == slow_cut(x, b, PATS_NEAREST),
-                "nearest %04x by %d: %g", u, b, f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)));
-            CHECK(f16_to_f32(mid) == slow_cut(x, b, PATS_MID), "mid %04x by %d: %g", u, b,
-                  f16_to_f32(mid));
-            CHECK(one == pats_cut((uint16_t)u, b, PATS_TRUNC),
-                  "the read bit of mid is never stored");
-            for (int a = 0; a <= b; a++)
-                CHECK(pats_cut(pats_cut((uint16_t)u, a, PATS_TRUNC), b, PATS_TRUNC) ==
-                          pats_cut((uint16_t)u, b, PATS_TRUNC),
-                      "trunc(trunc) %04x %d %d", u, a, b);
+            CHECK(f16_to_f32(plain[u]) == slow_cut(x, b, 0), "%04x by %d: %04x", u, b, plain[u]);
+            CHECK(f16_to_f32(mid[u]) == slow_cut(x, b, 1), "mid %04x by %d: %04x", u, b, mid[u]);
+            CHECK(twice[u] == plain[u], "%04x by %d and by %d: %04x", u, b / 2, b, twice[u]);
         }
-    CHECK(pats_cut(0x8000, 8, PATS_NEAREST) == 0x8000 &&
-              pats_cut(0x7bff, 8, PATS_NEAREST) == 0x7b00 &&
-              pats_cut(0x7e01, 2, PATS_NEAREST) == 0x7e00,
-          "-0, the largest, NaN");
-    CHECK(pats_cut(0x3c01, 1, PATS_NEAREST) == 0x3c00 &&
-              pats_cut(0x3c03, 1, PATS_NEAREST) == 0x3c04 &&
-              pats_cut(0x3fff, 4, PATS_NEAREST) == 0x4000,
-          "ties to even, carry into the exponent");
+    }
 }
 
 TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by hand; b <= 3 costs "
                "values from bf16 nothing") {
     struct {
         int b;
-        double mse[3], shrink;
-    } want[] = { { 2, { 1.8e-6, 7.7e-7, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5, 1.1e-5 }, .995 },
-                 { 6, { 6.7e-4, 1.8e-4, 1.8e-4 }, .978 }, { 7, { 2.6e-3, 7.0e-4, 7.1e-4 }, .957 },
-                 { 8, { 9.6e-3, 2.8e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.1e-2, 1.2e-2 }, .842 },
-                 { 10, { 9.8e-2, 3.8e-2, 5.4e-2 }, .721 } };
+        double mse[2], shrink;
+    } want[] = { { 2, { 1.8e-6, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4 }, .978 },
+                 { 7, { 2.6e-3, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.2e-2 }, .842 },
+                 { 10, { 9.8e-2, 5.4e-2 }, .721 } };
 
     enum { N = 200000 };
 
-    static float x[N];
+    static uint16_t x[N], cut[N];
     rnd_seed(3);
-    for (int i = 0; i < N; i++) x[i] = rnd_normal();
+    for (int i = 0; i < N; i++) x[i] = f32_to_f16(rnd_normal());
     for (int k = 0; k < 7; k++)
-        for (int mode = 0; mode < 3; mode++) {
+        for (int mid = 0; mid < 2; mid++) {
             double err = 0, sum = 0, shrink = 0;
+            memcpy(cut, x, sizeof x);
+            cut_row(cut, N, want[k].b, mid);
             for (int i = 0; i < N; i++) {
-                uint16_t h = f32_to_f16(x[i]);
-                double v = f16_to_f32(h);
-                h = pats_cut(h, want[k].b, mode);
-                if (mode == PATS_MID) pats_mid(&h, 1, want[k].b);
-                double y = f16_to_f32(h);
+                double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
                 err += (v - y) * (v - y);
                 sum += v * v;
                 if (v != 0) shrink += fabs(y) / fabs(v) / N;
             }
-            CHECK(fabs(err / sum / want[k].mse[mode] - 1) < .05, "b %d mode %d: %g", want[k].b,
-                  mode, err / sum);
-            if (mode == PATS_TRUNC)
+            CHECK(fabs(err / sum / want[k].mse[mid] - 1) < .05, "b %d mid %d: %g", want[k].b, mid, err / sum);
+            if (!mid)
                 CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
                       "b %d shrinks to %g", want[k].b, shrink);
         }
-    for (int i = 0; i < N; i++) {
-        uint16_t h = f32_to_f16(bf16_to_f32(f32_to_bf16(x[i])));
-        if (fabsf(x[i]) > 1e-4f) CHECK(pats_cut(h, 3, PATS_TRUNC) == h, "bf16 value %g", x[i]);
-    }
+    for (int i = 0; i < N; i++) x[i] = cut[i] = f32_to_f16(bf16_to_f32(f32_to_bf16(f16_to_f32(x[i]))));
+    cut_row(cut, N, 3, 0);
+    for (int i = 0; i < N; i++)
+        if (fabsf(f16_to_f32(x[i])) > 1e-4f) CHECK(cut[i] == x[i], "bf16 value %g", f16_to_f32(x[i]));
 }
 
 // ---- timing, without any rows: one table for all heads
@@ -2720,7 +2771,7 @@ TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by 
 // A session with a table of bits for one head and no rows.
 static Session *pats_table_session(Config *c, Options *o) {
     *c = (Config){ .D = 64 };
-    static Part *p;
+    Part *p;
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .opt = o, .n_part = 1 };
     p = &s->part[0];
@@ -2761,13 +2812,14 @@ TEST(pats_ratchet,
         Session *s = pats_table_session(&c, o);
         Pats *x = s->part[0].ms;
         unsigned char *before = xcalloc(40000, 1);
+        int repacks = 0;
         for (int T = want[i].from; T <= want[i].to; T++) {
-            int n = x->repacks;
             s->base = T == want[i].from ? 0 : T - 1;
             s->n_tok = T;
             pats_commit(s, x, 0, NULL, 1);
-            CHECK((x->repacks > n) == (x->T_last == T), "T_last");
-            if (x->repacks == n) continue;
+            CHECK(x->due == (x->T_last == T), "T_last");
+            repacks += x->due;
+            if (!x->due) continue;
             for (int t = 0; t < x->cut; t++) {
                 CHECK(x->bits[t] >= before[t] && x->bits[t] >= pats_bits(x, t, T),
                       "T %d t %d: %d after %d", T, t, x->bits[t], before[t]);
@@ -2775,8 +2827,7 @@ TEST(pats_ratchet,
             }
             CHECK(x->cut == T - 128 && !x->bits[x->cut], "the window stays raw");
         }
-        CHECK(x->repacks == want[i].repacks, "%d..%d: %d re-packs", want[i].from, want[i].to,
-              x->repacks);
+        CHECK(repacks == want[i].repacks, "%d..%d: %d re-packs", want[i].from, want[i].to, repacks);
         for (int t = 16; t < x->cut; t++)
             CHECK(pats_bits(x, t, want[i].to) - x->bits[t] <= 10 / 9.0 + 1,
                   "t %d is %d bits under the definition", t,
@@ -2802,21 +2853,19 @@ TEST(pats_ratchet,
 // `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
 // rules where they stand. Logits must be the same bits.
 typedef struct {
-    int schedule, policy, rounding, b_min, b_max, sink, window, T_end, T_last, T1, n1, forgets;
+    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last, forgets;
     unsigned char bits[20000];
 } SlowPats;
 
 // What a pass does to the bits and rows: each row is cut in place to its bits by age, never to
 // more.
 static void slow_pats_pass(SlowPats *x, Session *s) {
-    int T = s->n_tok, D = s->c->D, repack = x->policy != PATS_RATCHET || 8 * T >= 9 * x->T_last;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (!repack) return;
+    int T = s->n_tok, D = s->c->D;
+    if (8 * T < 9 * x->T_last) return;
     x->T_last = T;
     for (int t = 0; t < T - x->window; t++) {
-        if (x->policy != PATS_RATCHET && x->bits[t]) continue;
-        int len = x->policy == PATS_RATCHET ? T : x->policy == PATS_STATIC ? x->T_end : x->T1;
-        int b = t < x->sink || (x->policy == PATS_FROZEN && t >= x->n1) ? x->b_min
+        int len = x->is_static ? x->T_end : T;
+        int b = t < x->sink ? x->b_min
                 : t >= len ? x->schedule == PATS_NEW ? x->b_max : x->b_min
                            : (int)slow_bits(x->schedule, x->b_min, x->b_max, t + 1, len);
         if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
@@ -2826,7 +2875,7 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
         for (int r = 0; r < h->len; r++)
             for (int d = 0; d < 2 * D; d++) {
                 uint16_t *e = (uint16_t *)(d < D ? h->k : h->v) + (size_t)r * D + d % D;
-                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->rounding));
+                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->mid));
             }
     }
 }
@@ -2842,10 +2891,7 @@ static float *run_pats(Session *s, SlowPats *x, const Script *p) {
                    i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
                    V * sizeof *out);
             // The last answer was truncated and prefilled again (D28)
-            if (x && i < 0 && x->forgets && t) {
-                memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
-                if (prompt_end < x->n1) x->n1 = prompt_end;
-            }
+            if (x && i < 0 && x->forgets && t) memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
             if (i < 0) prompt_end = s->n_tok;
             if (x) slow_pats_pass(x, s);
         }
@@ -2896,8 +2942,8 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
     const Pats *x = pats_of(s);
     SlowPats *slow = xcalloc(1, sizeof *slow);
     *slow = (SlowPats){ .schedule = x->schedule,
-                        .policy = x->policy,
-                        .rounding = x->rounding,
+                        .is_static = x->is_static,
+                        .mid = x->mid,
                         .b_min = x->b_min,
                         .b_max = x->b_max,
                         .sink = x->sink,
@@ -2924,18 +2970,16 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
 
 TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in "
                  "place, bit for bit, in both formats") {
-    const char *schedule[] = { "middle", "old", "new" };
-    const char *policy[] = { "auto", "ratchet", "static", "frozen" };
-    const char *rounding[] = { "trunc", "nearest", "mid" };
+    const char *schedule[] = { "schedule=middle", "schedule=old", "schedule=middle pats-policy=static",
+                               "schedule=old pats-policy=static", "schedule=new pats-policy=static" };
     Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
-    for (int i = 0; i < 36; i++) {
+    for (int i = 0; i < 20; i++) {
         char opt[256];
         snprintf(opt, sizeof opt,
-                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-policy=%s "
-                 "pats-round=%s pats-tend=%d pats-format=%s",
-                 i % 5 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 3], policy[i / 3 % 4],
-                 rounding[i / 12], i % 2 ? 188 : 90, i % 2 ? "dense" : "rows64");
+                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-%s pats-round=%s pats-tend=%d pats-format=%s",
+                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
+                 i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
         pats_against_slow("full", opt, m, &p);
     }
     tiny_free(m);
@@ -2979,10 +3023,7 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
         snprintf(opt, sizeof opt,
                  "%s%s pats-window=12 pats-sink=3 pats-policy=%s pats-tend=150 pats-format=%s",
                  method[i][1], i == 9 ? path : "",
-                 i % 3 == 0   ? "ratchet"
-                 : i % 3 == 1 ? "static"
-                              : "frozen",
-                 i % 2 ? "dense" : "rows64");
+                 i % 3 ? "ratchet" : "static", i % 2 ? "dense" : "rows64");
         pats_against_slow(method[i][0], opt, m, &p);
         if (i == 9) unlink(path);
     }
@@ -3019,7 +3060,7 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does, 
 
 TEST(pats_limits,
      "b_max = 0, or a dialogue inside the raw window, equals full with f16 rows bit for bit, bytes "
-     "included; both formats give the same logits; schedule new is frozen by default") {
+     "included; both formats give the same logits") {
     Script p = { 3, { 70, 1, 30 }, { 5, 4, 6 }, 5 };
     Tiny m = tiny_model(2, 4, 1, 16, 32, 48, 61, 6);
     const char *opt[] = { "",
@@ -3027,13 +3068,11 @@ TEST(pats_limits,
                           "pats-window=116",
                           "pats-window=20 pats-format=dense",
                           "pats-window=20 pats-format=rows64",
-                          "pats-schedule=new pats-window=20",
-                          "pats-schedule=new pats-window=20 pats-policy=frozen",
                           "pats-bmin=5 pats-bmax=3 pats-window=20",
                           "pats-bmin=3 pats-bmax=3 pats-window=20" };
-    float *a[9];
-    size_t bytes[9];
-    for (int i = 0; i < 9; i++) {
+    float *a[7];
+    size_t bytes[7];
+    for (int i = 0; i < 7; i++) {
         char text[128];
         snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt[i]);
         Options *o = options_of(text);
@@ -3049,9 +3088,8 @@ TEST(pats_limits,
     CHECK(!memcmp(a[0], a[2], n) && bytes[0] == bytes[2], "window 116 of 116 tokens");
     CHECK(memcmp(a[0], a[3], n), "cutting changes logits");
     CHECK(!memcmp(a[3], a[4], n), "formats differ in bytes only");
-    CHECK(!memcmp(a[5], a[6], n), "new: frozen");
-    CHECK(!memcmp(a[7], a[8], n), "b_min above b_max");
-    for (int i = 0; i < 9; i++) free(a[i]);
+    CHECK(!memcmp(a[5], a[6], n), "b_min above b_max");
+    for (int i = 0; i < 7; i++) free(a[i]);
     tiny_free(m);
 }
 
@@ -3093,8 +3131,8 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     for (int i = 0; i < 200; i++) {
         char text[128];
         snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s",
-                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "frozen");
+                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s pats-tend=200",
+                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "static");
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         for (int round = 0; round < 4; round++) {
@@ -3149,7 +3187,7 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
         { "pats", "ctk=f16 ctv=f16 pats-bmin=-1", 16, "bmin" },
         { "pats", "ctk=f16 ctv=f16 pats-window=-1", 16, "window" },
         { "pats", "ctk=f16 ctv=f16 pats-policy=static", 16, "--pats-tend" },
-        { "pats", "ctk=f16 ctv=f16 pats-policy=static ids=/nowhere", 16, "/nowhere" },
+        { "pats", "ctk=f16 ctv=f16 pats-schedule=new", 16, "--pats-policy=static" },
         { "streaming+pats", "ctk=f16 ctv=f16 streaming-rerotate", 16, "rerotate" },
         { "pats+q8", "ctk=f16 ctv=f16", 16, "cannot be combined" },
         { "q8", "ctk=f16 ctv=f16", 16, "leave them out" },
@@ -3169,10 +3207,10 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
 
 TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under those of full") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 31, 6);
-    const char *policy[] = { "ratchet", "frozen" };
+    const char *policy[] = { "ratchet", "static" };
     for (int i = 0; i < 2; i++) {
         char text[128];
-        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-policy=%s", policy[i]);
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-tend=300 pats-policy=%s", policy[i]);
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         rnd_seed(5);
@@ -3195,87 +3233,60 @@ TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under 
 
 // ---- the twin in double
 
-// Rows cut by `after`, own rows by `before` under --pats-when=write. Rows are f16, so a key on the
-// edge of two values may fall on the other side; the bound allows that, a wrong B[t] moves logits
-// ten times further.
-typedef struct {
-    SlowPats p;
-    int write;
-} PatsTwin;
+// Rows are f16, so a key on the edge of two values may fall on the other side; the bound allows that, a
+// wrong B[t] moves logits ten times further.
 
-// Cuts the rows of layer l from token `from` on to their bits.
-static void pats_twin_cut(Twin *t, int l, const unsigned char *bits, int from, int rounding) {
+// What PATS does in a pass of n tokens, once their rows are there.
+static inline void pats_pass_ends(Session *s, int n) {
+    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
+}
+
+// Cuts the rows of layer l to their bits.
+static void pats_twin_cut(Twin *t, int l, const SlowPats *p) {
     for (int g = 0; g < t->c->G; g++) {
         TwinRow *r = t->row[l * t->c->G + g];
         for (int i = 0; i < (int)arrlen(r); i++)
-            for (int d = 0; r[i].src >= from && d < t->c->D; d++) {
-                r[i].k[d] = slow_cut(r[i].k[d], bits[r[i].src], rounding);
-                r[i].v[d] = slow_cut(r[i].v[d], bits[r[i].src], rounding);
+            for (int d = 0; d < t->c->D; d++) {
+                r[i].k[d] = slow_cut(r[i].k[d], p->bits[r[i].src], p->mid);
+                r[i].v[d] = slow_cut(r[i].v[d], p->bits[r[i].src], p->mid);
             }
     }
 }
 
-// Raises the bits that tokens from `from` on lose to what the schedule says at this length.
-static void pats_twin_table(PatsTwin *u, Twin *t, unsigned char *bits, int from) {
-    int T = (int)arrlen(t->id);
-    for (int i = from; i < T - u->p.window; i++) {
-        int b = i < u->p.sink ? u->p.b_min
-                              : (int)slow_bits(u->p.schedule, u->p.b_min, u->p.b_max, i + 1, T);
-        if (b > bits[i]) bits[i] = (unsigned char)b;
-    }
-}
-
-// --pats-when=write: new rows are cut before they are attended to.
-static void pats_twin_before(void *v, Twin *t, int l, const double *q, int n) {
-    PatsTwin *u = v;
-    (void)q;
-    (void)n;
-    if (!u->write) return;
-    pats_twin_table(u, t, u->p.bits, t->base);
-    pats_twin_cut(t, l, u->p.bits, t->base, u->p.rounding);
-}
-
 // After a pass whose sequence grew by an eighth: all bits and rows anew.
 static void pats_twin_after(void *v, Twin *t, int l, const double *q, const double *qp, int n) {
-    PatsTwin *u = v;
+    SlowPats *p = v;
     int T = (int)arrlen(t->id);
     (void)q;
     (void)qp;
     (void)n;
-    if (l < t->c->L || 8 * T < 9 * u->p.T_last) return;
-    u->p.T_last = T;
-    pats_twin_table(u, t, u->p.bits, 0);
-    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, u->p.bits, 0, u->p.rounding);
+    if (l < t->c->L || 8 * T < 9 * p->T_last) return;
+    p->T_last = T;
+    for (int i = 0; i < T - p->window; i++) {
+        int b = i < p->sink ? p->b_min : (int)slow_bits(p->schedule, p->b_min, p->b_max, i + 1, T);
+        if (b > p->bits[i]) p->bits[i] = (unsigned char)b;
+    }
+    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, p);
 }
 
-TEST(pats_twin, "the ratchet over three turns, after the pass and at write time, agrees with the "
-                "twin in double") {
+TEST(pats_twin, "the ratchet over three turns agrees with the twin in double") {
     Script p = { 3, { 60, 20, 9 }, { 12, 4, 5 }, 13 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 4; i++) {
         char text[160];
-        const char *rounding[] = { "trunc", "nearest", "mid" };
-        int window = i % 2 ? 0 : 10;
-        snprintf(
-            text, sizeof text,
-            "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-when=%s pats-round=%s",
-            window, i % 2 ? 0 : 4, i % 2 ? "write" : "after", rounding[i / 2]);
+        int window = i % 2 ? 0 : 10, sink = i % 2 ? 0 : 4, mid = i / 2;
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-round=%s",
+                 window, sink, mid ? "mid" : "trunc");
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         Twin *t = twin_new(m.c, m.w, DT_F16);
-        PatsTwin *u = xcalloc(1, sizeof *u);
-        *u = (PatsTwin){ .write = i % 2,
-                         .p = { .schedule = PATS_MIDDLE,
-                                .rounding = i / 2,
-                                .b_min = 2,
-                                .b_max = 6,
-                                .sink = i % 2 ? 0 : 4,
-                                .window = window } };
-        t->hook = (TwinHooks){ .u = u, .before = pats_twin_before, .after = pats_twin_after };
+        SlowPats *u = xcalloc(1, sizeof *u);
+        *u = (SlowPats){ .schedule = PATS_MIDDLE, .mid = mid, .b_min = 2, .b_max = 6, .sink = sink, .window = window };
+        t->hook = (TwinHooks){ .u = u, .after = pats_twin_after };
         float *a = run_session(s, &p), *b = run_twin(t, &p);
         double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 3e-2, 0, NULL);
         CHECK(e <= 1, "%s: %g times the bound", text, e);
-        CHECK(!memcmp(u->p.bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
+        CHECK(!memcmp(u->bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
         CHECK(!rows_differ(s, t), "rows");
         free(a);
         free(b);
@@ -5403,7 +5414,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                                     a.t[2].x[(turn < 4 ? turn : 3) * 16 + c],
                       "turn %d token %d", turn, j);
         }
-    CHECK(x->warned == 3 * 8, "counted %d", x->warned);
+    CHECK(x->warned, "no warning");
     session_close(s);
     options_free(o);
     nexus_free(a);
@@ -5443,7 +5454,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                           .ratio = i > 8 ? .6 : -1 };
         char opt[128];
         snprintf(opt, sizeof opt, "%s %s", exact ? "sonic-oneshot" : "",
-                 i > 8    ? i == 9 ? "ratio=0.6" : "sonic-ratio=0.6"
+                 i > 8    ? "ratio=0.6"
                  : i == 4 ? "sonic-k=3"
                           : "");
         Options *o;
@@ -5455,10 +5466,6 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         CHECK(e <= 1, "case %d (%s, %s): %g times the bound in row %zu", i,
               exact ? "one-shot" : "incremental", original ? "original" : "augmented", e,
               at / m.c->V);
-        Sonic *z = s->part[0].ms;
-        CHECK(z->n_body == u->n_body && z->n_nexus == u->n_nexus,
-              "case %d: %ld tokens in %ld, expected %ld in %ld", i, z->n_body, z->n_nexus,
-              u->n_body, u->n_nexus);
         free(x);
         free(y);
         free(u->alt);
@@ -5708,7 +5715,7 @@ TEST(sonic_store, "50 short turns under q8 and PATS and alone: finite, rows as p
     Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
     const char *opt[] = {
         "sonic-k=2 quiet", "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10",
-        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-policy=frozen"
+        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-policy=static pats-tend=400"
     };
     for (int i = 0; i < 3; i++) {
         Options *o;
@@ -5764,12 +5771,12 @@ TEST(sonic_refusals,
                            "metadata format is gguf, expected sonic-nexus",
                            "metadata version is 2",
                            "metadata model_type is qwen3, expected llama",
-                           "hidden_size is 64, base has 32",
-                           "num_hidden_layers is 3, base has 2",
-                           "num_attention_heads is 8, base has 4",
-                           "num_key_value_heads is 1, base has 2",
-                           "head_dim is 8, base has 16",
-                           "intermediate_size is 41, base has 40",
+                           "hidden_size is 64, expected 32",
+                           "num_hidden_layers is 3, expected 2",
+                           "num_attention_heads is 8, expected 4",
+                           "num_key_value_heads is 1, expected 2",
+                           "head_dim is 8, expected 16",
+                           "intermediate_size is 41, expected 40",
                            "attention_bias is true, expected false",
                            "nexus.layers.1.mlp.up_proj.weight is [41,32], base needs [40,32] "
                            "(adapter made for another model?)",
@@ -5846,12 +5853,6 @@ TEST(sonic_refusals,
         Session *s = session_try(base.c, base.w, o, "sonic", err);
         CHECK(i ? !s && strstr(err, says[i]) : s != NULL, "case %d: '%s', expected '%s'", i, err,
               says[i]);
-        if (i == 19) {
-            session_close(s);
-            options_set(o, "sonic-force", "1", err);
-            CHECK((s = session_try(base.c, base.w, o, "sonic", err)) != NULL, "--sonic-force: %s",
-                  err);
-        }
         session_close(s);
         options_free(o);
         unlink(path);
@@ -5868,7 +5869,6 @@ TEST(sonic_refusals,
         { "sonic", "sonic-untrained quiet sonic-k=65", "1 to 64" },
         { "sonic", "sonic-untrained quiet sonic-k=-1", "-1" },
         { "sonic", "sonic-untrained quiet sonic-k=4 ratio=0.5", "give one" },
-        { "sonic", "sonic-untrained quiet sonic-ratio=1.5", "1.5" },
         { "sonic", "sonic-untrained quiet sonic-sink=-1", "sonic-sink" },
         { "sonic+streaming", "sonic-untrained quiet", "cannot be combined" },
     };
@@ -5881,15 +5881,12 @@ TEST(sonic_refusals,
         session_close(s);
         options_free(o);
     }
-    // Positions other than the adapter's; too long a dialogue.
+    // Too long a dialogue.
     Nexus a = nexus_new(m, .1, "F32", "original", 0);
     char path[64], text[128], err[512] = "";
     nexus_write(a, path);
-    snprintf(text, sizeof text, "sonic-weights=%s sonic-pos=augmented", path);
+    snprintf(text, sizeof text, "sonic-weights=%s", path);
     Options *o = options_of(text);
-    CHECK(!session_try(m.c, m.w, o, "sonic", err) && strstr(err, "trained with original"),
-          "positions: '%s'", err);
-    options_set(o, "sonic-pos", "original", err);
     m.c->max_pos = 20;
     Session *s = session_try(m.c, m.w, o, "sonic", err);
     Token tokens[21];
@@ -5958,18 +5955,16 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     tiny_free(m);
 }
 
-TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings come from the "
-                      "seed and have the table's size; the file's default K is 16") {
+TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings are drawn once "
+                      "and for all and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Options *o[3] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet"),
-                      options_of("sonic-untrained quiet sonic-seed=2") };
-    Session *s[3];
-    for (int i = 0; i < 3; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
-    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms, *z = s[2]->part[0].ms;
+    Options *o[2] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet") };
+    Session *s[2];
+    for (int i = 0; i < 2; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
+    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
-    CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4) &&
-              memcmp(x->embed, z->embed, n * 4),
-          "seeds");
+    CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
+          "another draw");
     CHECK(!memcmp(s[0]->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
     double square = 0, mean = 0, table = 0;
     for (int i = 0; i < 64 * 32; i++) square += x->pos[i] * x->pos[i];
@@ -5980,15 +5975,7 @@ TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings
     Talk p = { .turns = 3, .pre = { 30, 9, 8 }, .dec = { 6, 5, 4 }, .seed = 4 };
     free(run_talk(s[0], &p));
     CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    FILE *f = tmpfile();
-    char line[512] = "";
-    sonic_stats(s[0], x, f);
-    rewind(f);
-    CHECK(fgets(line, sizeof line, f) && strstr(line, "4 messages, 46 tokens in 36 Nexus tokens: "
-                                                      "hist_ratio 0.2174, total_ratio 0.1613"),
-          "%s", line);
-    fclose(f);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         session_close(s[i]);
         options_free(o[i]);
     }
@@ -6027,23 +6014,20 @@ static char *scores_text(int L, int H, const double *x) {
     return t;
 }
 
-TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conserving, and as the "
-                      "authors' code does it") {
+TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: conserving, and as the authors' code does it") {
     double inf[4] = { .8, .2, .1, .1 };
-    int want[3][4] = { { 106, 36, 25, 25 }, { 108, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
-    for (int alloc = 0; alloc < 3; alloc++) {
+    int want[2][4] = { { 106, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
+    for (int alloc = 0; alloc < 2; alloc++) {
         dililazy_caps(inf, 2, 2, 48, 1.351, .01, alloc, cap);
         for (int i = 0; i < 4; i++)
             CHECK(cap[i] == want[alloc][i], "mode %d: caps %d %d %d %d", alloc, cap[0], cap[1],
                   cap[2], cap[3]);
     }
     double zero[4] = { 0 }, layer[4] = { .3, .1, 0, 0 };
-    for (int alloc = 0; alloc < 3; alloc++) {
+    for (int alloc = 0; alloc < 2; alloc++) {
         // Nothing known: all heads alike.
         dililazy_caps(zero, 2, 2, 48, 1.351, .01, alloc, cap);
-        // 48 + 48/1.351 * .02 = 48.71.
-        int each = alloc == ALLOC_LITERAL ? 49 : 48;
-        for (int i = 0; i < 4; i++) CHECK(cap[i] == each, "no scores, mode %d: %d", alloc, cap[i]);
+        for (int i = 0; i < 4; i++) CHECK(cap[i] == 48, "no scores, mode %d: %d", alloc, cap[i]);
     }
     // Beta 1: nothing fixed; layer 1 has eps/(1+2eps) of 192 for both heads.
     dililazy_caps(layer, 2, 2, 48, 1, .01, ALLOC_PAPER, cap);
@@ -6063,7 +6047,7 @@ TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conservi
     CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
 }
 
-// The three modes once more, as dililazy.md 3.1 and 3.2 write them down
+// The two modes once more
 static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int alloc,
                       int *cap) {
     double s[512], lam[64], all = 0, sum = 0;
@@ -6083,8 +6067,7 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
         for (int j = 0; j < H; j++) {
             double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i];
             double share = all == 0 ? 1.0 / L : lam[i] / all;
-            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S /
-                                                 (alloc == ALLOC_PAPER ? 1 + eps * L : 1);
+            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (1 + eps * L);
             double code =
                 nearbyint((all == 0 ? 1.0 / (L * H) : s[i * H + j] / sum) * reserve + fix + .5);
             cap[i * H + j] = alloc == ALLOC_CODE ? (int)fmax(code, 0) : (int)floor(fmax(0, b) + .5);
@@ -6099,7 +6082,7 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
         double inf[144], beta = 1 + 2 * rnd_unit(), eps = rnd_int(3) ? .01 : rnd_unit();
         for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
         if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
-        for (int alloc = 0; alloc < 3; alloc++) {
+        for (int alloc = 0; alloc < 2; alloc++) {
             double sum = 0, all = 0, zero_layers = 0;
             dililazy_caps(inf, L, H, base, beta, eps, alloc, cap);
             twin_caps(inf, L, H, base, beta, eps, alloc, want);
@@ -6119,12 +6102,10 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
                 all += lam;
             }
             double mean = sum / (L * H);
-            double target = alloc == ALLOC_LITERAL ? base * (1 + eps * L / beta) : base;
             // 1e-9 in a denominator; no whole row to share.
             if (alloc == ALLOC_CODE && (zero_layers || all < 1e-6 || floor(base / beta) < 1))
                 continue;
-            CHECK(fabs(mean - target) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %g",
-                  alloc, mean, target);
+            CHECK(fabs(mean - base) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %d", alloc, mean, base);
         }
     }
 }
@@ -6132,7 +6113,7 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
 // 1: refused with a line that names `expected`.
 static int load_fails(const char *text, const char *which, const char *expected) {
     char err[512] = "", *path = temp_text(text);
-    double *x = scores_load(path, which, 2, 2, err);
+    double *x = scores_read(path, which, 2, 2, err);
     if (x) {
         free(x);
         temp_done(path);
@@ -6163,7 +6144,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
     };
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         char err[512] = "", *path = temp_text(good[i][0]);
-        double *x = scores_load(path, good[i][1], 2, 2, err);
+        double *x = scores_read(path, good[i][1], 2, 2, err);
         CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
         free(x);
         temp_done(path);
@@ -6189,14 +6170,14 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
               load_fails("", "inf", "byte 0"),
           "no object");
     char err[512] = "";
-    CHECK(!scores_load("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
+    CHECK(!scores_read("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
 }
 
 // ---- the slow twin
 
 // Read (L*H): stb arrays of tokens; end: tokens at the last prefill's end.
 typedef struct {
-    int B, w, width, alloc, per_kv;
+    int B, w, width, alloc;
     double ratio, beta, eps;
     const double *inf;
     int **read, end;
@@ -6206,7 +6187,7 @@ typedef struct {
 static int dili_sees(void *u, Twin *t, int l, int h, int i, int row) {
     DiliTwin *x = u;
     const TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
-    if (!t->decoding || x->per_kv || !x->read[l * t->c->H + h] || r->src >= x->end)
+    if (!t->decoding || !x->read[l * t->c->H + h] || r->src >= x->end)
         return twin_causal(t, l, i, r);
     for (int k = 0; k < (int)arrlen(x->read[l * t->c->H + h]); k++)
         if (x->read[l * t->c->H + h][k] == r->src) return twin_causal(t, l, i, r);
@@ -6241,29 +6222,19 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
     int N = (int)arrlen(t->id), H = t->c->H, G = t->c->G, R = H / G, L = t->c->L;
     int B = x->ratio < 0 ? x->B : N - (int)(N * x->ratio + 1e-6), w = x->w < B ? x->w : B;
     int cap[512], idx[4096], keep[4096];
-    double inf[512], one[4096];
+    double one[4096];
     (void)q_pre;
     if (t->decoding || l == L || N <= B) return;
     x->end = N;
-    for (int i = 0; i < L * (x->per_kv ? G : H); i++) {
-        inf[i] = 0;
-        for (int r = 0; x->per_kv && r < R; r++) inf[i] += x->inf[i * R + r] / R;
-        if (!x->per_kv) inf[i] = x->inf[i];
-    }
-    if (x->alloc == ALLOC_HEADKV)
-        twin_headkv_caps(inf, L * H, B - w, x->beta, cap);
-    else
-        twin_caps(inf, L, x->per_kv ? G : H, B - w, x->beta, x->eps, x->alloc, cap);
+    if (x->alloc == ALLOC_HEADKV) twin_headkv_caps(x->inf, L * H, B - w, x->beta, cap);
+    else twin_caps(x->inf, L, H, B - w, x->beta, x->eps, x->alloc, cap);
     for (int g = 0; g < G; g++) {
         TwinRow *row = t->row[l * G + g];
         int rows = (int)arrlen(row), m = rows - w, k = 0;
-        double mean[4096] = { 0 };
         char *wanted = xcalloc(rows + 1, 1);
         for (int h = g * R; h < g * R + R; h++) {
             twin_observe(t, l, h, q, n, x->w, one);
             twin_pool(one, m, x->width);
-            for (int j = 0; j < m; j++) mean[j] += one[j] / R;
-            if (x->per_kv) continue;
             int got = twin_pick(one, m, cap[l * H + h], idx);
             arrsetlen(x->read[l * H + h], 0);
             for (int j = 0; j < got; j++) {
@@ -6272,9 +6243,6 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
             }
             for (int j = m; j < rows; j++) arrput(x->read[l * H + h], row[j].src);
         }
-        if (x->per_kv)
-            for (int j = twin_pick(mean, m, cap[l * G + g], idx); j > 0; j--)
-                wanted[idx[j - 1]] = 1;
         for (int j = 0; j < rows; j++)
             if (wanted[j] || j >= m) keep[k++] = j;
         twin_keep(t, l, g, keep, k);
@@ -6299,7 +6267,7 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     CHECK(!rows_differ(s, t), "%s, H %d G %d: %d heads hold other rows", opt, m.c->H, m.c->G,
           rows_differ(s, t));
     // What every query head reads, the tokens since the prefill aside.
-    for (int i = 0; i < m.c->L * m.c->H && !x.per_kv && x.read[0]; i++) {
+    for (int i = 0; i < m.c->L * m.c->H && x.read[0]; i++) {
         const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
         int n = view_rows(s, i / m.c->H, i % m.c->H, rows), k = 0;
         for (int r = 0; r < n; r++)
@@ -6325,16 +6293,14 @@ static const struct {
     const char *opt;
     DiliTwin x;
 } dili_case[] = {
-    { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=24 obs-window=8 dililazy-gqa=kv",
-      { 24, 8, 7, ALLOC_PAPER, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, -1, 1.351, .01, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 dililazy-alloc=code",
-      { 30, 4, 3, ALLOC_CODE, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 dililazy-alloc=paper-literal dililazy-beta=1.1 dililazy-eps=.05",
-      { 20, 16, 7, ALLOC_LITERAL, 0, -1, 1.1, .05, NULL, NULL, 0 } },
-    { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, 0, .7, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code dililazy-gqa=kv",
-      { 40, 1, 1, ALLOC_CODE, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+      { 30, 4, 3, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=20 dililazy-beta=1.1 dililazy-eps=.05",
+      { 20, 16, 7, ALLOC_PAPER, -1, 1.1, .05, NULL, NULL, 0 } },
+    { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
+      { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
 };
 
 enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
@@ -6343,10 +6309,10 @@ static const struct {
     const char *opt;
     DiliTwin x;
 } headkv_case[] = {
-    { "budget=24", { 24, 8, 7, ALLOC_HEADKV, 0, -1, 1.2, 0, NULL, NULL, 0 } },
+    { "budget=24", { 24, 8, 7, ALLOC_HEADKV, -1, 1.2, 0, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
-      { 30, 4, 3, ALLOC_HEADKV, 0, -1, 2, 0, NULL, NULL, 0 } },
-    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, 0, .7, 1.01, 0, NULL, NULL, 0 } },
+      { 30, 4, 3, ALLOC_HEADKV, -1, 2, 0, NULL, NULL, 0 } },
+    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
 enum { HEADKV_CASES = sizeof headkv_case / sizeof *headkv_case };
@@ -6409,8 +6375,7 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
                       "scores with 1:1 heads are SnapKV bit for bit") {
     // 69 tokens seen at the last prefill's end.
     Script p = { 3, { 40, 3, 20 }, { 3, 3, 4 }, 9 };
-    const char *opt[] = { "budget=69", "ratio=0", "budget=69 dililazy-gqa=kv", "budget=68",
-                          "budget=68 dililazy-gqa=kv" };
+    const char *opt[] = { "budget=69", "ratio=0", "budget=68" };
     double inf[16], flat[16];
     rnd_seed(9);
     random_scores(inf, 16);
@@ -6421,10 +6386,10 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
     float *full = run_session(s, &p);
     session_close(s);
     options_free(o);
-    for (int k = 0; k < 5; k++) {
+    for (int k = 0; k < 3; k++) {
         s = dili_open(m, opt[k], inf, &o);
         float *x = run_session(s, &p);
-        CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 3), "%s",
+        CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 2), "%s",
               opt[k]);
         free(x);
         session_close(s);
@@ -6435,9 +6400,8 @@ TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equal
     float *snap = run_session(s, &p);
     session_close(s);
     options_free(o);
-    const char *alloc[] = { "budget=30", "budget=30 dililazy-alloc=code",
-                            "budget=30 dililazy-gqa=kv" };
-    for (int k = 0; k < 3; k++) {
+    const char *alloc[] = { "budget=30", "budget=30 dililazy-alloc=code" };
+    for (int k = 0; k < 2; k++) {
         s = dili_open(one, alloc[k], flat, &o);
         float *x = run_session(s, &p);
         CHECK(worst(x, snap, (size_t)script_rows(&p) * m.c->V, 0, 0, NULL) == 0 ||
@@ -6683,33 +6647,28 @@ TEST(dililazy_batch, "-b 7, 64 or 512 and one or two threads: the same logits bi
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form, the counts and the "
-                      "paper's text in 300 random rows") {
-    Calibration r = { .at = 2, .n = 3, .k = 3 };
-    // needle: keys 2, 3, 4; T = 0, 2, 6.
-    float a[8] = { .4f, .02f, .2f, .01f, .05f, .02f, .2f, .1f };
+TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and the counts in 300 random rows") {
+    Calibration r = { .at = 2, .n = 3 };
+    // needle: keys 2, 3, 4; T: all but key 3 and one of .02
+    float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
     int idx[64];
     double score[3], counts[4];
-    head_scores(&r, a, 8, idx, score, counts);
-    CHECK(fabs(score[1] - .2 / .8) < 1e-6 && fabs(score[2] - .2 / .26) < 1e-6 &&
-              fabs(score[0] - .4 / 1.06) < 1e-6,
+    head_scores(&r, a, 12, idx, score, counts);
+    CHECK(fabs(score[1] - .25 / .995) < 1e-6 && fabs(score[2] - .25 / .251) < 1e-6 &&
+              fabs(score[0] - .5 / 1.246) < 1e-6,
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
-    CHECK(counts[0] == 1 && counts[1] == 2 && counts[2] == 2 && counts[3] == 3,
+    CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
           "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
-    r.count = 1;
-    head_scores(&r, a, 8, idx, score, counts);
-    CHECK(fabs(score[1] - 1 / 3.) < 1e-9 && fabs(score[2] - (2 / 3. + 2 / 3. + 3 / 5.) / 3) < 1e-9,
-          "counted: Dili %g Lazy %g", score[1], score[2]);
     rnd_seed(15);
     for (int c = 0; c < 300; c++) {
         int n = 12 + rnd_int(50), taken[64] = { 0 };
         float x[64], all = 0;
         double hit = 0, top = 0, needle = 0;
-        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7), .k = rnd_int(11) };
+        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7) };
         for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
         for (int i = 0; i < n; i++) x[i] /= all;
         head_scores(&k, x, n, idx, score, counts);
-        for (int i = 0; i < (k.k ? k.k : k.n); i++) {
+        for (int i = 0; i < LARGEST; i++) {
             int best = -1;
             for (int j = 0; j < n; j++)
                 if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
@@ -6832,7 +6791,7 @@ static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char te
         dup2(end[1], 2);
         close(end[0]);
         close(end[1]);
-        _exit(calibrate(m.c, m.w, t, o));
+        _exit(calibrate(m.c, m.w, t, NULL, o));
     }
     close(end[1]);
     while (n < 1023 && (got = (int)read(end[0], text + n, 1023 - n)) > 0) n += got;
@@ -6840,6 +6799,17 @@ static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char te
     close(end[0]);
     waitpid(pid, &status, 0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// The plan of --calibrate with other lengths, three depths, and every run accepted.
+static Plan short_plan(Tiny m, const Options *o, int length, int answer) {
+    Plan p = plan_make(m.c, NULL, o);
+    p.length = length;
+    p.answer = answer;
+    p.all = 1;
+    arrsetlen(p.depth, 0);
+    for (int depth = 0; depth <= 100; depth += 50) arrput(p.depth, depth);
+    return p;
 }
 
 TEST(dililazy_calibrate,
@@ -6852,41 +6822,39 @@ TEST(dililazy_calibrate,
     int code, *hay = hay_ids(t, "", 300), *again = hay_ids(t, "", 700);
     CHECK(arrlen(hay) >= 300 && !memcmp(hay, again, arrlen(hay) * sizeof(int)),
           "hay depends on its length");
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=300,420 calibrate-depths=0:100:50 "
-             "calibrate-accept=all quiet",
-             out);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     Options *o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    Plan p = short_plan(m, o, 420, 32);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
     double mean[24] = { 0 }, *file[3];
     CalTwin x = { xcalloc(1, sizeof(Calibration)), mean };
     int runs = 0;
-    for (int len = 300; len <= 420; len += 120)
-        for (int depth = 0; depth <= 100; depth += 50)
-            for (int k = 0; k < 3; k++, runs++) {
-                Run run = { &own_needles[k], len, depth, 0 };
-                int *ids = run_prompt(t, o, &run, again, x.r);
-                int room = len < 400 ? len - len / 2 : len - 200;
-                char *text = xcalloc(arrlen(ids) + 1, 1), *found;
-                for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
-                found = strstr(text, own_needles[k].needle);
-                CHECK(found && found - text == x.r->at + 1 &&
-                          x.r->n == (int)strlen(own_needles[k].needle) + 1,
-                      "the needle (and the blank before it) stands at %td, said %d", found - text,
-                      x.r->at);
-                CHECK(x.r->at == (room - x.r->n) * depth / 100 &&
-                          strstr(text, own_needles[k].question) &&
-                          !strcmp(text + strlen(text) - 7, "Answer:"),
-                      "prompt");
-                Twin *tw = twin_new(m.c, m.w, DT_F32);
-                tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
-                twin_prefill(tw, ids, (int)arrlen(ids), NULL);
-                twin_free(tw);
-                free(text);
-                arrfree(ids);
-            }
+    for (int length = 420, depth = 0; depth <= 100; depth += 50)
+        for (int k = 0; k < 3; k++, runs++) {
+            Run run = { &own_needles[k], length, depth, 0 };
+            int *ids = run_prompt(t, &p.frame, &run, again, x.r);
+            int place = (length - 200 - x.r->n) * depth / 100;
+            while (place > 0 && again[place - 1] != '.') place--;
+            char *text = xcalloc(arrlen(ids) + 1, 1), *found;
+            for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
+            found = strstr(text, own_needles[k].needle);
+            CHECK(found && found - text == x.r->at + 1 &&
+                      x.r->n == (int)strlen(own_needles[k].needle) + 1,
+                  "the needle (and the blank before it) stands at %td, said %d", found - text,
+                  x.r->at);
+            CHECK(x.r->at == place &&
+                      strstr(text, own_needles[k].question) &&
+                      !strcmp(text + strlen(text) - 7, "Answer:"),
+                  "prompt");
+            Twin *tw = twin_new(m.c, m.w, DT_F32);
+            tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
+            twin_prefill(tw, ids, (int)arrlen(ids), NULL);
+            twin_free(tw);
+            free(text);
+            arrfree(ids);
+        }
     for (int k = 0; k < 3; k++) {
-        file[k] = scores_load(out, score_names[k][0], 2, 4, err);
+        file[k] = scores_read(out, score_names[k][0], 2, 4, err);
         CHECK(file[k] != NULL, "%s", err);
         for (int i = 0; file[k] && i < 8; i++)
             CHECK(fabs(file[k][i] - mean[k * 8 + i] / runs) < 1e-5,
@@ -6896,10 +6864,10 @@ TEST(dililazy_calibrate,
     }
     options_free(o);
     unlink(out);
-    o = options_of("calibrate-boundary calibrate-prefix=<user> calibrate-prompt=({})");
+    Frame chat = { "<user>", "(", ")" };
     for (int depth = 0; depth <= 100; depth += 20) {
         Run run = { &own_needles[1], 500, depth, 0 };
-        int *ids = run_prompt(t, o, &run, again, x.r);
+        int *ids = run_prompt(t, &chat, &run, again, x.r);
         CHECK(!memcmp((char[]){ (char)ids[0], (char)ids[1], (char)ids[5] }, "<u>", 3) &&
                   arrlast(ids) == ')',
               "prefix and prompt");
@@ -6908,16 +6876,14 @@ TEST(dililazy_calibrate,
         CHECK(ids[x.r->at + x.r->n - 1] == '.' && x.r->at <= 6 + 300 * depth / 100, "the needle");
         arrfree(ids);
     }
-    options_free(o);
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=300 calibrate-depths=50 calibrate-predict=3 quiet",
-             out);
+    plan_free(&p);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     o = options_of(all);
-    code = calibrate_child(m, t, o, said);  // a random model does not answer
-    CHECK(code == EXIT_RUN && strstr(said, "calibrate-accept") && !file_exists(out), "exit %d: %s",
+    code = calibrate_child(m, t, o, said);  // a random model does not answer: it stops early
+    CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s",
           code, said);
     options_free(o);
-    o = options_of("calibrate=no/such/folder/x.json calibrate-lengths=300");
+    o = options_of("calibrate=no/such/folder/x.json");
     code = calibrate_child(m, t, o, said);
     CHECK(code == EXIT_RUN, "exit %d", code);
     code = calibrate_child(m, NULL, o, said);
@@ -7094,19 +7060,17 @@ TEST(headkv_calibrate,
     char *out = temp_text(""), all[512], err[512];
     int *hay = hay_ids(t, "", 700), runs = 0, top[8];
     double sum[2][8] = { { 0 } }, mass[8], logits[257];
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-lengths=450 calibrate-depths=0:100:50 calibrate-accept=all "
-             "calibrate-predict=%d quiet",
-             out, STEPS);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
     Options *o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
-    Calibration r = { .k = 10 };
+    Plan p = short_plan(m, o, 450, STEPS);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
+    Calibration r = { .at = 0 };
     LookTwin x = { &r, mass, top };
     for (int depth = 0; depth <= 100; depth += 50)
         for (int k = 0; k < 3; k++, runs++)
             for (int reasoning = 0; reasoning < 2; reasoning++) {
                 Run run = { &own_needles[k], 450, depth, reasoning };
-                int *ids = run_prompt(t, o, &run, hay, &r), n = (int)arrlen(ids);
+                int *ids = run_prompt(t, &p.frame, &run, hay, &r), n = (int)arrlen(ids);
                 char want[2048], *text = xcalloc(n + 1, 1);
                 for (int i = 0; i < n; i++) text[i] = (char)ids[i];
                 snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s",
@@ -7158,17 +7122,17 @@ TEST(headkv_calibrate,
     char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": "
                            "\"so\", \"reasoning\": 3}]");
     char said[1024];
-    snprintf(all, sizeof all,
-             "calibrate=%s calibrate-needles=%s calibrate-lengths=300 calibrate-depths=50 "
-             "calibrate-accept=all quiet",
-             out, plain);
+    plan_free(&p);
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, plain);
     o = options_of(all);
-    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    p = short_plan(m, o, 300, 32);
+    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 3, "calibrate");
+    plan_free(&p);
     double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
     options_free(o);
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s calibrate-lengths=300 quiet", out,
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out,
              half);
     o = options_of(all);
     int code = calibrate_child(m, t, o, said);
@@ -8113,7 +8077,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         pair_append(&p, 100, 1);
         pair_prefill(&p, 0, 100);                        // nothing is packed yet
         for (Session *s = p.c; s && i == 0; s = s == p.c ? p.d : NULL)
-            pats_commit(s, s->part[0].ms, s->c->L, NULL, 100);
+            pats_pass_ends(s, 100);
         for (int g = 0; g < 3; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         pair_append(&p, 70, 1);
         CHECK(i || kv_head(p.d, 1, 0)->packed > 50, "packed rows");
@@ -8152,7 +8116,7 @@ static void pair_loads(Pair *p, int l, int g) {
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
     for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        pats_commit(s, s->part[0].ms, s->c->L, NULL, n);
+        pats_pass_ends(s, n);
 }
 
 TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
@@ -8160,7 +8124,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     const char *text[] = {
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3",
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-round=nearest",
+        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-policy=static pats-tend=120",
         "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static "
         "pats-tend=150 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10"
@@ -8304,7 +8268,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
         { 6, 3, 64, 41, 6, 1, "pats-bmax=7 pats-round=mid" },
         { 7, 1, 64, 83, 1, 0, "pats-bmax=10" },
         { 3, 1, 64, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
-        { 16, 1, 64, 75, 1, 0, "pats-bmax=10 pats-round=nearest" },
+        { 16, 1, 64, 75, 1, 0, "pats-bmax=10" },
         { 4, 2, 64, 60, 2, 0, "pats-bmax=10" },
         { 8, 1, 128, 150, 1, 0, "pats-bmax=10" },
         { 2, 1, 128, 90, 6, 1, "pats-bmax=8 pats-round=mid" },
@@ -8364,9 +8328,12 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         for (int i = 0; i < S * N; i++) x[i] = fabsf(x[i]) > 3 ? 0 : fabsf(x[i]);
         cuda_drop(dx);
         dx = cuda_put(x, S * N * sizeof *x);
-        float *a = adakv_shares(c, x, N, heads, 30), *b = xmalloc(total * sizeof *b);
-        cuda_get(b, adakv_shares(s, dx, N, heads, 30), total * sizeof *b);
-        CHECK(!memcmp(a, b, total * sizeof *b), "shares");
+        float *b = xmalloc(total * sizeof *b);
+        for (int share = 0; share < 2; share++) {
+            float *a = adakv_pooled(c, x, N, heads, 30, share);
+            cuda_get(b, adakv_pooled(s, dx, N, heads, 30, share), total * sizeof *b);
+            CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by, share %d", share);
+        }
         cuda_drop(dx);
         free(x);
         free(idx);
@@ -8392,10 +8359,10 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
         float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q);
         float *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
         window_scores(p.d, 0, dq, 5, 3, row);
-        for (int i = 0; i < 9; i++) {
+        for (int i = 0; i < 18; i++) {
             // Order i/3: agg too, where it counts.
-            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };
-            for (int order = JOIN_POOL; order <= POOL_JOIN; order++) {
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 9, i / 3 % 3 };
+            for (int order = JOIN_POOL; order <= POOL_ONLY; order++) {
                 float a[200], b[6][200];
                 cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n),
                          (order == POOL_ONLY ? 6 : 3) * N * sizeof *got);
@@ -8403,14 +8370,12 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
                     float *from = row + 2 * g * N;
                     CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
                     join_heads(a, from, n[g], N, 2, x.agg);
-                    if (order == JOIN_POOL) pool_max(b[g], a, n[g], x.kernel);
+                    if (order == JOIN_POOL) pool(&x, b[g], a, n[g]);
                     for (int r = 0; r < 2 && order != JOIN_POOL; r++)
-                        pool_max(b[2 * g + r], from + r * N, n[g], x.kernel);
-                    if (order == POOL_JOIN) join_heads(a, b[2 * g], n[g], 200, 2, AGG_MEAN);
+                        pool(&x, b[2 * g + r], from + r * N, n[g]);
                     for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
                         int at = order == POOL_ONLY ? 2 * g + r : g;
-                        CHECK(!memcmp(got + at * N, order == POOL_JOIN ? a : b[at],
-                                      n[g] * sizeof *got),
+                        CHECK(!memcmp(got + at * N, b[at], n[g] * sizeof *got),
                               "order %d, width %d, head %d", order, x.kernel, at);
                     }
                 }
@@ -8557,7 +8522,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL)
-            pats_commit(s, s->part[0].ms, 1, NULL, 90);
+            pats_pass_ends(s, 90);
         // Each i tries other rules.
         int T = (int[]){ 131, 70, 33, 64 }[i];
         rnd_seed(40 + i);
@@ -8737,7 +8702,36 @@ TEST(cuda_snapkv, "snapkv") { dialogues("snapkv", "budget=20 obs-window=4"); }
 TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
     dialogues("adakv", "budget=20 obs-window=4");
     dialogues_more("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
+    dialogues_more("adakv", "budget=20 obs-window=4 pool=avg adakv-share");
     dialogues_more("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
+}
+
+// In layer 0 two tokens with the same id have keys of the same length, so every id comes once here.
+TEST(cuda_keys, "knorm, keydiff: rows by their keys, in two turns") {
+    static const char *const method[] = { "knorm", "keydiff" };
+    for (int i = 0; i < 2; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i]);
+        Tiny m = tiny_model(2, 6, 3, i ? 64 : 40, 16, 16, 211, 33);
+        Options *oc = options_of("budget=20"), *od;
+        Session *a = session_open(m.c, m.w, oc, method[i]);
+        Session *b = cuda_session(m, method[i], "budget=20", &od);
+        int ids[130];
+        for (int j = 0; j < 130; j++) ids[j] = (j * 7 + 3) % 211;
+        for (int j = 0; j < 130;) {
+            int n = j == 0 ? 60 : j == 70 ? 40 : 1;             // two prefills, decode steps behind them
+            const float *x = n > 1 ? prefill(a, ids + j, n) : decode(a, ids[j]);
+            const float *y = n > 1 ? prefill(b, ids + j, n) : decode(b, ids[j]);
+            double e = worst(y, x, 211, logit_bound, logit_bound, NULL);
+            j += n;
+            CHECK(e <= 1 && !views_differ(a, b), "%s: after %d tokens other rows, or logits %g times the bound",
+                  method[i], j, e);
+        }
+        session_close(a);
+        session_close(b);
+        options_free(oc);
+        options_free(od);
+        tiny_free(m);
+    }
 }
 
 TEST(cuda_h2o, "h2o, at a prefill's end and in every step") {
@@ -8959,7 +8953,7 @@ TEST(cuda_dililazy, "dililazy") {
     char *json = scores_text(2, 6, score), *path = temp_text(json);
     snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
     dialogues("dililazy", text);
-    strcat(text, " dililazy-gqa=kv");
+    strcat(text, " dililazy-alloc=code");
     dialogues_more("dililazy", text);
     free(json);
     temp_done(path);
@@ -9159,13 +9153,12 @@ TEST(cuda_steady,
     // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
-    steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 47, 9, 0);
-    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0, 0,
+    steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
+    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 56, 9,
                   0);
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
-    free(step_logits(m, "pats", "pats-window=8 pats-when=write ctk=f16 ctv=f16", 60, 3, 3));
     tiny_free(m);
     tiny_free(w);
 }
@@ -9263,14 +9256,13 @@ static Tensor tiny_as(Tensor t, int dtype) {
     return x;
 }
 
-TEST(cuda_pats, "pats: every policy, rounding and format, cut before attention too; with methods "
+TEST(cuda_pats, "pats: every policy, rounding and format; with methods "
                 "that drop and select rows") {
     dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
     dialogues_more(
         "pats",
-        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
-    dialogues_more("pats",
-                   "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
+        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-policy=static pats-tend=100 pats-format=rows64");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 "
                            "pats-bmax=10 pats-schedule=old");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-bmax=0");

@@ -791,7 +791,7 @@ static int part_has_begun(const Session *s, const Method *m) {
     rows_range(s, &lo, &hi);
     if (m->evicts) return lo < tokens_said(s);
     if (m->role & ROLE_SELECT) return hi > budget_now(s);
-    if (m != &pats_method) return 1;
+    if (strcmp(m->name, "pats")) return 1;
     for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
     return packed;
 }
@@ -858,8 +858,6 @@ void print_stats(const App *a, FILE *f) {
             k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
     fprintf(f, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
             k->attend, k->select, k->commit, k->index);
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->stats) s->part[i].m->stats(s, s->part[i].ms, f);
 }
 
 // ---- --ids FILE: teacher forcing (D3)
@@ -1055,7 +1053,7 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
-        "budget", "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "budget", "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
     Options *plain = options_like(a->o);

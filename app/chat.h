@@ -4,7 +4,8 @@
 #include "options.h"
 #include "terminal.h"
 #include "../lib/template.h"
-#include "../inside.h"
+#include "../kvcomp.h"
+#include <stb/stb_ds.h>
 
 typedef struct {            // one turn of the record
     int *pre;               // ids fed by one prefill (stb_ds array)

@@ -993,7 +993,7 @@ static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
     if (*opt_str(a->o, "batch")) return batch(a);
     if (evaluates(a->o)) return evaluate(a, report_write);
-    if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
+    if (*opt_str(a->o, "report")) return report(a);
     if (opt_int(a->o, "demo")) return demo(a);
     if (text) return answer_prompt(a, text);
     return chat(a);
@@ -1034,7 +1034,7 @@ static int run_app(App *a, const char *text) {
         return 0;
     }
     if (opt_int(o, "verbose")) print_memory(a, stderr);
-    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
+    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, a->tp, o);
     open_session(a);
     trace_open(a);
     int rc = run_mode(a, text);

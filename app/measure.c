@@ -1510,7 +1510,7 @@ static void note_logits(const float *ref, const float *y, int V, Score *sc) {
 enum { RESAMPLES = 1000 };
 
 // Orders doubles, for qsort.
-int double_order(const void *a, const void *b) {
+static int double_order(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
@@ -1556,7 +1556,7 @@ static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed,
 enum { TEXTS_FOR_INTERVAL = 5 };
 
 // Are there enough different texts among these n answers, those of a text side by side?
-int interval_allowed(const Answer *x, int n) {
+static int interval_allowed(const Answer *x, int n) {
     int texts = 0;
     for (int i = 0; i < n; i++) texts += !i || x[i].item != x[i - 1].item;
     return texts >= TEXTS_FOR_INTERVAL;
@@ -1601,7 +1601,7 @@ static double mean_nll(const Answer *x) {
 
 // Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
 // the KLD.
-void finish_row(Score *s, uint64_t seed) {
+static void finish_row(Score *s, uint64_t seed) {
     int n = (int)arrlen(s->each);
     if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
     if (!n) return;
@@ -1613,23 +1613,6 @@ void finish_row(Score *s, uint64_t seed) {
 }
 
 // ---- tables: the fields of a row
-
-// One number of a row. CSV and JSON print all fields, the Markdown table some.
-typedef struct {
-    char name[48];
-    double x;               // as CSV and JSON print it
-    int in_table;           // 1: the Markdown table has it
-    char text[48];          // as the table prints it
-} Field;
-
-// What the rows of a run share.
-typedef struct {
-    const App *a;
-    const Score *rows;      // all rows (stb_ds)
-    const char *model;      // its folder
-    uint64_t seed;          // of the intervals
-    int ppl;                // 1: --eval ppl and kld
-} EvalRun;
 
 static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...)
     KV_PRINTF(5, 6);
@@ -1709,7 +1692,7 @@ static void add_score(Field **c, int detail, const char *name, const Score *s, c
 }
 
 // Is answer i the first one of its task?
-int first_of_task(const Answer *x, int i) {
+static int first_of_task(const Answer *x, int i) {
     for (int j = 0; j < i; j++) {
         if (!strcmp(x[i].task, x[j].task)) return 0;
     }
@@ -1744,7 +1727,7 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
 
 // All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes
 // and speed.
-static Field *row_fields(const Score *s, const EvalRun *run) {
+Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
     double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
     double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
@@ -1771,13 +1754,16 @@ static Field *row_fields(const Score *s, const EvalRun *run) {
 // ---- tables: text, CSV, JSON
 enum { AS_TABLE, AS_CSV, AS_JSON };
 
+// The head of a field's column in a table.
+const char *field_head(const Field *c) { return strstr(c->name, "_hi") ? "95 %" : c->name; }
+
 // A row of the Markdown table, with the head of the table before the first one.
 static void print_table_row(const Score *s, const Field *c, int first, FILE *f) {
     int n = (int)arrlen(c);
     if (first) {
         fprintf(f, "| method | budget");
         for (int i = 0; i < n; i++) {
-            if (c[i].in_table) fprintf(f, " | %s", strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
+            if (c[i].in_table) fprintf(f, " | %s", field_head(&c[i]));
         }
         fprintf(f, " |\n|---|---:");
         for (int i = 0; i < n; i++) {
@@ -1861,7 +1847,7 @@ static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
 }
 
 // A JSON object on one line, with the options that the user set.
-static void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
+void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
     fprintf(f, "{");
     json_pair(f, "method", s->name);
     fprintf(f, "\"budget\":%d,", s->budget);
@@ -1900,7 +1886,7 @@ const char *list_word(const char *list, int k, char out[160]) {
 }
 
 // Closes a row's session.
-void open_close(OpenRow *p) {
+static void open_close(OpenRow *p) {
     session_close(p->s);
     options_free(p->o);
 }
@@ -1916,7 +1902,7 @@ static int has_budget(const Session *s) {
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
 // program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
 // sessions in *open.
-Score *open_rows(const App *a, OpenRow **open) {
+static Score *open_rows(const App *a, OpenRow **open) {
     char name[160], budget[160], err[256];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     const char *budgets = opt_str(a->o, "budgets");
@@ -2077,7 +2063,7 @@ static uint64_t items_hash(const EvalSet *e) {
 // Writes the given options that change an answer: the methods', and those of what is asked and said.
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
-        "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
+        "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
         "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
         "eval-history",
     };
@@ -2474,16 +2460,16 @@ static int merge_rows(EvalFile *x, Score **rows) {
 
 // ---- the modes: dialogues
 
-// Shows how far the run is: on a terminal one line that is rewritten; elsewhere, with -v, a line at
-// every tenth of the items.
-static void eval_progress(const App *a, int done, int all, double t0) {
+// Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, with -v, a
+// line at every tenth of its parts.
+static void count_down(const Options *o, const char *parts, int done, int all, double t0) {
     int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
     if (quiet) return;
     if (terminal) {
-        fprintf(stderr, "\r\x1b[K%d of %d items, %d:%02d left", done, all, seconds / 60, seconds % 60);
+        fprintf(stderr, "\r\x1b[K%d of %d %s, %d:%02d left", done, all, parts, seconds / 60, seconds % 60);
         if (done == all) fprintf(stderr, "\r\x1b[K");
-    } else if (opt_int(a->o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
-        fprintf(stderr, "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
+    } else if (opt_int(o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
+        fprintf(stderr, "%d of %d %s, %d:%02d left\n", done, all, parts, seconds / 60, seconds % 60);
     }
 }
 
@@ -2491,7 +2477,7 @@ static void eval_progress(const App *a, int done, int all, double t0) {
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
 // the file x already is not played again, and what is played goes there; NULL: there is none.
-void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
     int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
@@ -2516,7 +2502,7 @@ void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced
             score_add(&rows[r], one);
             score_free(one);
         }
-        eval_progress(a, ++done, (n - first + step - 1) / step, t0);
+        count_down(a->o, "items", ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
     open_close(&full);
@@ -2540,7 +2526,7 @@ static void check_fit(const App *a, const EvalSet *e) {
 }
 
 // Makes the items of --eval A,B,.. or all.
-void eval_items(const App *a, const char *what, EvalSet *e) {
+static void eval_items(const App *a, const char *what, EvalSet *e) {
     char word[160];
     int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
     int n = opt_int(a->o, "eval-items");
@@ -2608,7 +2594,7 @@ static void trace_row(const App *a, OpenRow *open) {
 }
 
 // Frees the rows (stb_ds) of a run.
-void rows_free(Score *rows) {
+static void rows_free(Score *rows) {
     for (int r = 0; r < (int)arrlen(rows); r++) score_free(&rows[r]);
     arrfree(rows);
 }
@@ -2674,7 +2660,7 @@ int eval_merge(App *a) {
 
 // --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
-int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, const char *chosen)) {
+int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
     if (!*what) what = *path ? "file" : "all";
     int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
@@ -2717,7 +2703,7 @@ int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, 
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
                 (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
-    if (*opt_str(a->o, "report")) report(a, opt_str(a->o, "report"), rows, "");
+    if (*opt_str(a->o, "report")) report(a, &run);
 
     rows_free(rows);
     arrfree(open);
@@ -2729,20 +2715,6 @@ int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, 
 // ==================================================================================================== CALIBRATION
 // Head scores of DiliLazyKV and HeadKV (section 13): the files that hold them, and --calibrate,
 // which measures them, once per model.
-
-// ---- score files
-// A score file maps "layer-head" to a number or to a list of numbers, which stands for its mean.
-// The keys come in any order, and every head of the model has exactly one. The map is the whole
-// file, the only object inside it, or one of several objects under a name that we write or that the
-// authors' script writes (D22).
-
-// The same for --dililazy-scores, which err then names.
-double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
-    char why[512];
-    double *x = scores_read(path, which, L, H, why);
-    if (!x) snprintf(err, 512, "--dililazy-scores: %.470s", why);
-    return x;
-}
 
 // ---- needles and hay
 // --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the
@@ -2920,11 +2892,11 @@ static double word_recall(const char *answer, const char *text, size_t n) {
 
 // ---- the scores of one run
 
+enum { LARGEST = 10 };          // |T|, as in the published scores
+
 typedef struct {
     int at, n;                  // N, the needle's keys: the first one, and how many
     int right;                  // the first key of c2, the right answer, which ends where N ends
-    int k;                      // size of T; 0: as many as N has
-    int count;                  // 1: --calibrate-score=count
     double *score;              // (SCORES,L,H) of this run
     double *sum;                // (SCORES,L,H) their sums over the accepted runs
     double counts[4];           // mean over the heads of this run: see head_scores
@@ -2937,12 +2909,11 @@ typedef struct {
 // The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
 // both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
 // idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
-// as in the published scores. Under --calibrate-score=count, Lazy is the weighted sum of the
-// paper's text. The paper does not give the weights; 1/3 each is our choice.
+// as in the published scores.
 static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
                         double counts[4]) {
     double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
-    int k = top_k(a, n, r->k ? r->k : r->n, idx);
+    int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
         int in = idx[i] >= r->at && idx[i] < r->at + r->n;
         top += a[idx[i]];
@@ -2955,14 +2926,9 @@ static void head_scores(const Calibration *r, const float *a, int n, int *idx, d
     counts[2] = r->n - hits;
     counts[3] = n - r->n - counts[1];
 
-    double dili, lazy, inf = 0;
-    if (r->count) {
-        dili = hits / k;
-        lazy = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
-    } else {
-        dili = top > 1e-9 ? hit / top : 0;              // Sec. 3.1: DiliScore, a weighted precision
-        lazy = needle > 1e-9 ? hit / needle : 0;        // Sec. 3.1: LazyScore, a weighted recall
-    }
+    double dili = top > 1e-9 ? hit / top : 0;           // Sec. 3.1: DiliScore, a weighted precision
+    double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
+    double inf = 0;
     if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
     score[0] = inf;
     score[1] = dili;
@@ -3043,20 +3009,9 @@ int *ids_put(int *ids, const int *x, int n) {
     return ids;
 }
 
-// The question of a run in the frame of --calibrate-prompt. Exit 2 when the frame has no place for
-// it.
-static void run_question(const Options *o, const Run *run, char *text, size_t size) {
-    const char *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
-    if (!hole || strlen(prompt) > 2000)
-        die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
-    snprintf(text, size, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
-}
-
-// Where the needle goes among n ids of hay: at depth % of them, or at the end of the sentence
-// before (--calibrate-boundary).
-static int needle_place(const Tokenizer *t, const Options *o, const Run *run, const int *hay, int n) {
+// Where the needle goes among n ids of hay: at the end of the sentence before depth % of them.
+static int needle_place(const Tokenizer *t, const Run *run, const int *hay, int n) {
     int at = (int)((long)n * run->depth / 100), len;
-    if (!opt_int(o, "calibrate-boundary")) return at;
     for (; at > 0; at--) {
         const char *b = tokenizer_bytes(t, hay[at - 1], &len);
         if (len && b[len - 1] == '.') break;
@@ -3096,29 +3051,63 @@ static int has_reasoning(const Tokenizer *t, const Run *run) {
     return n < run_room(run);
 }
 
-// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
+// What stands around hay and question: before the hay, before the question, behind it. malloc'd.
+typedef struct { char *before, *ask, *behind; } Frame;
+
+// The frame of a chat, where the model has a template (tp); else that of the authors' script.
+static Frame frame_make(const Template *tp) {
+    Message m = { .role = "user", .content = "{}" };
+    char err[512], *text = NULL;
+    uint16_t *from = NULL;
+    size_t size, at = 0;
+    if (tp) text = template_render(tp, &m, 1, RENDER_PROMPT, &size, &from, err);
+    if (tp && !text) die(EXIT_MODEL, "--calibrate: %s", err);
+    if (!tp) return (Frame){ copy_text(""), copy_text("Based on the content in the book, answer the question: "),
+                             copy_text("\nAnswer:") };
+    while (at < size && !from[at]) at++;
+    if (at + 2 > size) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
+    Frame f = { .ask = copy_text(" "), .behind = copy_text(text + at + 2) };
+    text[at] = 0;
+    f.before = copy_text(text);
+    free(text);
+    free(from);
+    return f;
+}
+
+static void frame_free(Frame f) {
+    free(f.before);
+    free(f.ask);
+    free(f.behind);
+}
+
+// 1: the frame has the BOS token already.
+static int frame_has_bos(const Tokenizer *t, const Frame *f) {
+    int len = 0;
+    const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
+    return len && !strncmp(f->before, bos, (size_t)len);
+}
+
+// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame.
 // Sets r->at, r->n and r->right.
-static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
-    char question[4096];
-    const char *prefix = opt_str(o, "calibrate-prefix");
+static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const int *hay, Calibration *r) {
+    char question[8192];
     int right;
-    run_question(o, run, question, sizeof question);
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
-        die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question",
-            run->length, n_needle);
-    int at = needle_place(t, o, run, hay, n_hay);
+        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length, n_needle);
+    int at = needle_place(t, run, hay, n_hay);
 
     int *ids = NULL;
-    if (tokenizer_adds_bos(t)) arrput(ids, tokenizer_bos(t));
-    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
+    if (tokenizer_adds_bos(t) && !frame_has_bos(t, f)) arrput(ids, tokenizer_bos(t));
+    ids = encode_at(t, f->before, strlen(f->before), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;
     r->right = r->at + right;
     ids = ids_put(ids, hay, at);
     ids = ids_put(ids, needle, n_needle);
     ids = ids_put(ids, hay + at, n_hay - at);
+    snprintf(question, sizeof question, "%s%s%s", f->ask, run->needle->question, f->behind);
     ids = encode_at(t, question, strlen(question), 1, 0, ids);
     arrfree(needle);
     return ids;
@@ -3144,27 +3133,48 @@ static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const
     return text;
 }
 
+// ---- all runs
+
+// What --calibrate goes through: every depth with every needle is a run.
+typedef struct {
+    int length;                 // tokens of a prompt, about
+    int *depth;                 // (stb_ds) per cent of the text
+    Needle *needle;             // (stb_ds)
+    Json *file;                 // of the needles; NULL: they are ours
+    Frame frame;
+    int answer;                 // tokens of an answer, at most
+    int all;                    // 1: every run is accepted, whatever its answer
+} Plan;
+
+// The plan from the options; exit 2 when they do not fit. The length is cut to what a small model can hold.
+static Plan plan_make(const Config *c, const Template *tp, const Options *o) {
+    Plan p = { .length = min_int(2048, c->max_pos), .answer = 32, .frame = frame_make(tp) };
+    for (int depth = 2; depth <= 98; depth += 3) arrput(p.depth, depth);
+    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
+    return p;
+}
+
+static void plan_free(Plan *p) {
+    arrfree(p->depth);
+    arrfree(p->needle);
+    json_free(p->file);
+    frame_free(p->frame);
+}
+
 // One run, in a session with the probe as its last part. A run is accepted when its answer has half
-// of the expected words, or when every run is (--calibrate-accept all); then its scores are added
-// to r->sum: R2 in the run made for it, all others in the plain one. *recall is the share of the
-// words, -1 when the answer does not count. Returns 1 for an accepted run, else 0.
-static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay,
-                         Calibration *r, double *recall) {
-    int *ids = run_prompt(t, o, run, hay, r);
-    int accepted = 1;
+// of the expected words, or when every run is; then its scores are added
+// to r->sum: R2 in the run made for it, all others in the plain one. Returns 1 for an accepted run, else 0.
+static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Run *run, const int *hay,
+                         Calibration *r) {
+    int *ids = run_prompt(t, &p->frame, run, hay, r);
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part].ms)->run = r;
     memset(r->counts, 0, sizeof r->counts);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
-    char *answer = greedy_answer(s, t, r, ids, logits, opt_int(o, "calibrate-predict"));
-
-    *recall = -1;
-    if (strcmp(opt_str(o, "calibrate-accept"), "all")) {
-        *recall = word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
-        accepted = *recall >= .5;
-    }
+    char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
+    int accepted = p->all || word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer)) >= .5;
     arrfree(answer);
     arrfree(ids);
     if (!accepted) return 0;
@@ -3175,64 +3185,23 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const
     return 1;
 }
 
-// ---- all runs
-
-// What --calibrate goes through: every length with every depth with every needle is a run.
-typedef struct {
-    int *length, *depth;        // stb_ds arrays
-    Needle *needle;             // stb_ds array
-    Json *file;                 // of the needles; NULL: they are ours
-} Plan;
-
-// The plan from the options; exit 2 when they do not fit. The default length is cut to what a small
-// model can hold.
-static Plan plan_read(const Config *c, const Options *o) {
-    Plan p = { .file = NULL };
-    char limit[16];
-    snprintf(limit, sizeof limit, "%d", c->max_pos);
-    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;
-    const char *lengths = cut ? limit : opt_str(o, "calibrate-lengths");
-    p.length = number_list("calibrate-lengths", lengths, 16, c->max_pos);
-    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
-    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
-    if (opt_int(o, "calibrate-k") < 0)
-        die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
-    return p;
-}
-
-static void plan_free(Plan *p) {
-    arrfree(p->length);
-    arrfree(p->depth);
-    arrfree(p->needle);
-    json_free(p->file);
-}
-
-// Goes through the plan with a session of method full and the probe beside it, with a line on
-// stderr for each run and for its second one, with a wrong answer, where the needle has one. Fills
-// r->sum, r->total and r->reasoned; returns how many plain runs were accepted.
+// Goes through the plan with a session of method full and the probe beside it: for each run, and for its
+// second one, with a wrong answer, where the needle has one. Fills r->sum, r->total and r->reasoned;
+// returns how many plain runs were accepted. When none of the first is, none will be: it stops.
 static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
                           const Plan *p, Calibration *r) {
-    int n_depths = (int)arrlen(p->depth), n_needles = (int)arrlen(p->needle);
-    int runs = (int)arrlen(p->length) * n_depths * n_needles, accepted = 0, longest = 0;
-    for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
-    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    enum { FIRST = 24 };
+    int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
+    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), p->length);
     Session *s = session_open(c, w, o, "full");
+    double t0 = now();
     observe(s, &head_probe);
-    for (int i = 0; i < runs; i++) {
-        int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
-        Run run = { &p->needle[needle], p->length[length], p->depth[depth], 0 };
-        int both = has_reasoning(t, &run);
-        for (int reasoning = 0; reasoning <= both; reasoning++) {
-            run.reasoning = reasoning;
-            double recall;
-            int *count = reasoning ? &r->reasoned : &accepted;
-            *count += calibrate_run(s, t, o, &run, hay, r, &recall);
-            if (opt_int(o, "quiet")) continue;
-            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d%s", i + 1, runs,
-                    run.length, run.depth, needle + 1, reasoning ? ", a wrong answer before it" : "");
-            if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, *count);
-            fputc('\n', stderr);
-        }
+    for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
+        Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
+        accepted += calibrate_run(s, t, p, &run, hay, r);
+        run.reasoning = has_reasoning(t, &run);
+        if (run.reasoning) r->reasoned += calibrate_run(s, t, p, &run, hay, r);
+        count_down(o, "runs", i + 1, runs, t0);
     }
     session_close(s);
     arrfree(hay);
@@ -3241,27 +3210,18 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
 
 // ---- the file
 
-// Writes "name": [..] of an stb_ds array, and a comma.
-static void list_write(FILE *f, const char *name, const int *list) {
-    fprintf(f, "  \"%s\": [", name);
-    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
-    fprintf(f, "],\n");
-}
-
-// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had
-// any. The model is named by its folder's last name, because the file travels and the path does not.
-static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r,
-                         int accepted) {
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any. The model is named by its folder's last name, because the file travels and the path does not.
+static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibration *r, int accepted) {
     const char *slash = strrchr(c->dir, '/');
     const char *name = slash && slash[1] ? slash + 1 : c->dir;
     fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
     json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, ",
-            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"));
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"mass\", \"k\": %d, ", c->L, c->H, LARGEST);
     fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n",
-            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted, r->reasoned);
-    list_write(f, "lengths", p->length);
-    list_write(f, "depths", p->depth);
+            p->all ? "all" : "recall", (int)arrlen(p->needle), accepted, r->reasoned);
+    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", p->length);
+    for (int i = 0; i < (int)arrlen(p->depth); i++) fprintf(f, "%s%d", i ? ", " : "", p->depth[i]);
+    fprintf(f, "],\n");
     fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
     for (int i = 0; i < 4; i++) {
         if (i) fputs(", ", f);
@@ -3283,36 +3243,39 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Plan 
     fprintf(f, "\n}\n");
 }
 
-// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
-// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
-// shows at once.
-int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
+// Goes through a plan and writes the file. Returns how many runs were accepted; of none there is no file. The
+// saving begins before the work, so that a bad path shows at once.
+static int calibrate_plan(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p) {
     char err[512];
     Saving out;
-    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
-    Plan p = plan_read(c, o);
     if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
-
     size_t LH = (size_t)c->L * c->H;
-    Calibration r = {
-        .k = opt_int(o, "calibrate-k"),
-        .count = opt_choice(o, "calibrate-score", "mass|count"),
-    };
+    Calibration r = { .at = 0 };
     r.score = xcalloc(SCORES * LH, sizeof(double));
     r.sum = xcalloc(SCORES * LH, sizeof(double));
     r.mass = xcalloc(LH, sizeof(double));
     r.top = xcalloc(LH, sizeof(int));
-    int accepted = calibrate_runs(c, w, t, o, &p, &r);
-    if (accepted) scores_write(out.f, c, o, &p, &r, accepted);
+    int accepted = calibrate_runs(c, w, t, o, p, &r);
+    if (accepted) scores_write(out.f, c, p, &r, accepted);
     else save_drop(&out);
-    if (!accepted)
-        die(EXIT_RUN, "--calibrate: no answer had half of the expected words "
-                      "(--calibrate-accept all takes every run)");
-    if (save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (accepted && save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
     free(r.score);
     free(r.sum);
     free(r.mass);
     free(r.top);
+    return accepted;
+}
+
+// --calibrate OUT.json: makes the score file of a model. Returns the exit code.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
+    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
+    Plan p = plan_make(c, tp, o);
+    int accepted = calibrate_plan(c, w, t, o, &p);
+    if (!accepted)
+        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the expected "
+                      "words. Give it facts and a text that it can read: --calibrate-needles FILE (our facts are English "
+                      "sentences) and --calibrate-haystack FILE", p.length);
+    if (!quiet) tell("%d of %d runs accepted: %s", accepted, (int)(arrlen(p.depth) * arrlen(p.needle)), opt_str(o, "calibrate"));
     plan_free(&p);
     return EXIT_OK;
 }

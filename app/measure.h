@@ -63,6 +63,23 @@ typedef struct {
     double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
+// One number of a row. CSV and JSON print all fields, the tables some.
+typedef struct {
+    char name[48];
+    double x;                   // as CSV and JSON print it
+    int in_table;               // 1: the tables have it
+    char text[48];              // as they print it
+} Field;
+
+// What the rows of a run share.
+typedef struct {
+    const App *a;
+    const Score *rows;          // all rows (stb_ds)
+    const char *model;          // its folder
+    uint64_t seed;              // of the intervals
+    int ppl;                    // 1: --eval ppl and kld
+} EvalRun;
+
 // The session of a row and the options it was opened with.
 typedef struct {
     Options *o;
@@ -93,32 +110,19 @@ void put_part(char **text, const char *sep, const char *part);
 // log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
 double log_sum_exp(const float *x, int n);
 
-// ---- scores and intervals
-// Orders doubles, for qsort.
-int double_order(const void *a, const void *b);
-
-// Are there enough different texts among these n answers, those of a text side by side?
-int interval_allowed(const Answer *x, int n);
-
-// Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
-// the KLD.
-void finish_row(Score *s, uint64_t seed);
-
 // ---- tables
-// Is answer i the first one of its task?
-int first_of_task(const Answer *x, int i);
+// All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes and speed.
+Field *row_fields(const Score *s, const EvalRun *run);
+
+// The head of a field's column in a table.
+const char *field_head(const Field *c);
+
+// A row as a JSON object on one line, with the options that the user set.
+void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f);
 
 // ---- the modes
 // Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
 const char *list_word(const char *list, int k, char out[160]);
-
-// Closes a row's session.
-void open_close(OpenRow *p);
-
-// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
-// program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
-// sessions in *open.
-Score *open_rows(const App *a, OpenRow **open);
 
 // ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
@@ -132,42 +136,23 @@ void json_exact(FILE *f, double x);
 // The whole number obj[key] in [lo,hi]. 0, or -1 with err.
 int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);
 
-// ---- the modes
-// Plays the items, or those of --eval-shard, each through every row before the next one. So the
-// logits of full attention are held for one item only, and what else the machine does falls on all
-// rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
-// the file x already is not played again, and what is played goes there; NULL: there is none.
-void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x);
-
-// Makes the items of --eval A,B,.. or all.
-void eval_items(const App *a, const char *what, EvalSet *e);
-
 // ---- the run
-// Frees the rows (stb_ds) of a run.
-void rows_free(Score *rows);
-
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a);
 
 // --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
-int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows,
-             const char *chosen));
-
-// ---- score files
-// The same for --dililazy-scores, which err then names.
-double *scores_load(const char *path, const char *which, int L, int H, char err[512]);
+int evaluate(App *a, void (*report)(App *a, const EvalRun *run));
 
 // ---- one run
 // Appends x (n) to an stb_ds array of ids.
 int *ids_put(int *ids, const int *x, int n);
 
 // ---- the file
-// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
-// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
-// shows at once.
-int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o);
+// --calibrate OUT.json: makes the score file of a model, in the frame of its chat template (tp; NULL: it has none).
+// Returns the exit code; exit 1 when no run is accepted or the file cannot be written.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o);
 
 // ---- --bench
 // The mode --bench: opens the model and prints the table of one method. Returns the exit code.

@@ -1,19 +1,18 @@
-// app/page.h - measurements and pictures as one page.
+// app/page.h - what was measured and traced as one page.
 #ifndef APP_PAGE_H
 #define APP_PAGE_H
 #include "measure.h"
 
 // ---- the whole page
-// Ends the program if the page or its table cannot be written. Called before any work is done.
+// Ends the program if the page cannot be written. Called before any work is done.
 void report_check(const char *path);
 
-// Writes the page and its numbers, which take their places together. rows: what was evaluated (stb
-// array), or NULL. chosen: "" when the user asked for the evaluation, else the options of the default
-// one, or why there are no rows. Ends the program when writing fails.
-int report_write(App *a, const char *path, const Score *rows /* stb_ds */, const char *chosen);
+// Writes the page of --report: the rows of an evaluation, which may be none, and a dialogue through several
+// methods. Ends the program when writing fails.
+void report_write(App *a, const EvalRun *run);
 
 // ---- the default evaluation
-// --report without --eval: evaluates a little, then writes the page. Returns 0.
-int report(App *a, const char *path);
+// --report without --eval: evaluates a little where that takes seconds, then writes the page. Returns 0.
+int report(App *a);
 
 #endif

@@ -58,7 +58,16 @@ static void watcher_commit(Session *s, void *ms, int l, const float *q, int T) {
     scratch_reset(s, mark);
 }
 
-static const Method watcher = { .name = "watcher", .wants = KV_QUERY, .state = 1, .commit = watcher_commit };
+// Hook open: commit is given every query of a pass.
+static int watcher_open(Session *s, void *ms) {
+    (void)ms;
+    s->queries = INT_MAX;
+    return 0;
+}
+
+static const Method watcher = {
+    .name = "watcher", .wants = KV_QUERY, .state = 1, .open = watcher_open, .commit = watcher_commit,
+};
 
 // ---- lines
 

@@ -24,6 +24,7 @@ part() {
     awk -v name="$1" '
         BEGIN { printf "\n// #################### %s\n", name }
         /^#include "..\/data\/unicode.h"/ { while ((getline line <"data/unicode.h") > 0) print line; next }
+        /^#include "page_html.h"/ { while ((getline line <"build/page_html.h") > 0) print line; next }
         /^#include "/ { next }
         /^#define _GNU_SOURCE/ { next }
         { print }' "$1"
@@ -34,7 +35,6 @@ for f in lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template; do
     part $f.c
 done
 part kvcomp.h
-part inside.h
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.h; done
 part kvcomp.c
 for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.c; done

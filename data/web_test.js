@@ -144,8 +144,8 @@ async function testEqual() {
 
 // ---- headless Chromium, driven through a pipe
 
-// Starts it and opens the page in a window of its own. null: there is no Chromium.
-async function Browser(wide, dark) {
+// Starts it and opens a page in a window of its own. null: there is no Chromium.
+async function Browser(wide, dark, file = "kvcomp.html") {
     const names = ["chromium", "chromium-browser", "google-chrome"];
     const program = names.find(name => spawnSync(name, ["--version"]).status === 0);
     if (!program) return null;
@@ -209,7 +209,7 @@ async function Browser(wide, dark) {
     await self.send("Emulation.setEmulatedMedia",
                     { features: [{ name: "prefers-color-scheme", value: dark ? "dark" : "light" }] });
     const t0 = performance.now();
-    await self.send("Page.navigate", { url: "file://" + path.resolve("kvcomp.html") });
+    await self.send("Page.navigate", { url: "file://" + path.resolve(file) });
     await self.run(() => new Promise(done => {
         const look = () => document.documentElement?.dataset.ready ? done() : setTimeout(look, 5);
         look();
@@ -303,16 +303,21 @@ async function testPictures(b) {
     const wrong = await b.run(async () => {
         await choosePicture("tree");
         const { layer, head } = picture, options = optionsFor("lychee", 64).join("\n");
-        const { tree, state } = await ask("picture", { kind: "tree", side: 0, method: "lychee", options, layer, head });
-        const bit = shape.L * shape.G + layer * shape.H + head;
-        let wrong = 0;
+        const { trace, state } = await ask("picture", { kind: "tree", side: 0, method: "lychee", options, layer, head });
+        const bit = shape.L * shape.G + layer * shape.H + head, tree = treeOf(trace, state, layer, head);
+        let wrong = tree.units.length ? 0 : 1, worst = Infinity;
         for (const unit of tree.units)
             for (const cluster of unit.clusters)
-                for (const [lo, hi, was] of cluster.chunks)
+                for (const { lo, hi, was } of cluster.chunks) {
                     for (let t = lo; t < hi; t++) wrong += hasBit(state.mask, t, bit) !== was;
+                    if (was) worst = Math.min(worst, cluster.score);
+                    wrong += was && !unit.opened;
+                }
+        // What scores better than the worst cluster that was read was read, too.
+        for (const c of tree.clusters) wrong += c.score > worst && c.chunks.some(chunk => !chunk.was);
         return wrong;
     });
-    check(wrong === 0, `${wrong} tokens of the tree are marked otherwise than the head read them`);
+    check(wrong === 0, `${wrong} tokens or clusters of the tree are marked otherwise than the head read them`);
 }
 
 // The step button, the slider, another method in the middle of a reply, a side that goes meanwhile.
@@ -552,6 +557,48 @@ async function testLooks() {
     console.log("  pictures are in build/web");
 }
 
+// A report: its JSON is drawn, and its tables are there without a script. A model's name full of markup stays text.
+async function testReport() {
+    const model = path.join(folder, "<img src=x onerror=alert(1)>&'"), file = path.join(folder, "report.html");
+    fs.symlinkSync(path.resolve("models/kvcomp-tiny"), model);
+    const run = spawnSync("./kvcomp", ["-q", "-t", "1", "-m", model, "--report", file], { encoding: "utf8" });
+    check(run.status === 0, "--report: " + run.stderr);
+    const text = fs.readFileSync(file, "utf8");
+    check(!text.includes("<img src=x"), "markup of a path is in the page");
+    for (const id of ["scores", "needles", "runs", "script"]) check(text.includes(`<table id="${id}">`), "no table " + id);
+    fs.mkdirSync("build/web", { recursive: true });
+    for (const wide of [1400, 400])
+        for (const dark of [false, true]) {
+            const b = await Browser(wide, dark, file), name = `report-${wide}-${dark ? "dark" : "light"}`;
+            await b.drawn();
+            const much = () => b.run(() => document.documentElement.scrollWidth - innerWidth);
+            check(await much() <= 0, `${name}: ${await much()} pixels too wide`);
+            await b.picture(`build/web/${name}.png`);
+            for (const kind of ["lines", "bits", "tree", "nexus", "heads"]) {
+                const [shapes, said] = await b.run(async kind => {
+                    await choosePicture(kind);
+                    $("papers").scrollIntoView();
+                    return [picture.place.querySelectorAll("rect, path, canvas").length, $("pic").textContent];
+                }, kind);
+                check(shapes > (kind === "lines" ? 1 : 10), `${name} ${kind}: ${shapes} shapes`);
+                check(!/NaN|undefined|null/.test(said), `${name} ${kind}: ${said}`);
+                check(await much() <= 0, `${name} ${kind}: ${await much()} pixels too wide`);
+                await b.picture(`build/web/${name}-${kind}.png`);
+            }
+            const seen = await b.run(() => ({
+                marks: document.querySelectorAll("#charts .mark").length, grids: $("needle-grids").children.length,
+                rows: report.rows.length, sides: sides.map(s => s.method), answer: sides[0].tokens[sides[0].picked][0],
+                odd: /NaN|undefined/.test(document.body.innerText), live: $("talk").checkVisibility(),
+            }));
+            check(seen.marks === 2 * seen.rows && seen.grids === seen.rows, `${name}: ` + JSON.stringify(seen));
+            check(seen.sides.length > 1 && /7/.test(seen.answer) && !seen.odd && !seen.live, `${name}: ` + JSON.stringify(seen));
+            const pale = await b.run(paleTexts);
+            check(!pale.length, `${name}: too pale: ${pale.slice(0, 6)}`);
+            check(!b.errors.length, "errors of the page: " + b.errors.slice(0, 3));
+            await b.close();
+        }
+}
+
 const tests = [
     ["equal", "replies, rows held and rows read are the program's, for every method", testEqual],
     ["page", "the same in Chromium", testPage, 1400],
@@ -561,6 +608,7 @@ const tests = [
     ["hostile", "markup, control characters, megabytes, a full context", testHostile, 1400],
     ["turns", "500 turns", testTurns, 1400],
     ["keyboard", "keys alone, and names for screen readers", testKeyboard, 1400],
+    ["report", "a report's pictures and tables", testReport, 0],
     ["looks", "1400 and 400 pixels, light and dark: contrast, width, pictures to look at", testLooks, 0],
 ];
 

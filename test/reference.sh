@@ -56,6 +56,8 @@ EXPECTED='
 cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 */[!cw]*/minference*/*                     60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
 */we*/minference*/*                        60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
+*/[!w]*/adakv*/*                            scores of heads compete raw, as those of the authors do
+*/we*/adakv*/*                             scores of heads compete raw, as those of the authors do
 */*/h2o*/*                                 drops a row in every decode step, as its paper does
 */*/streaming*/*                           drops a row in every decode step, as its paper does
 */*/window/*                               drops a row in every decode step, as its paper does

@@ -178,6 +178,20 @@ class Model:
         return file
 
 
+def fingerprint(folder):
+    """What an adapter knows its base by: FNV-1a 64 over the bytes of the embedding and of layer 0's q_proj."""
+    import torch
+    from safetensors import safe_open
+    h = 0xcbf29ce484222325
+    for name in "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight":
+        for file in sorted(folder.glob("model*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                if name in tensors.keys():
+                    for byte in tensors.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes():
+                        h = (h ^ byte) * 0x100000001b3 & 0xffffffffffffffff
+    return "%016x" % h
+
+
 def write_adapter(model, config, file, k_max=8, t_max=4):
     """Nexus matrices near the model's, and random embeddings. Models with an odd number of letters get augmented
     positions and an MLP of their own."""
@@ -203,7 +217,7 @@ def write_adapter(model, config, file, k_max=8, t_max=4):
                 head_dim=getattr(config, "head_dim", C // config.num_attention_heads),
                 num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
                 intermediate_size=config.intermediate_size, k_max=k_max, k_default=4, t_max=t_max,
-                base_fingerprint="0")
+                base_fingerprint=fingerprint(model.folder))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={key: str(value) for key, value in meta.items()})
 
@@ -214,7 +228,7 @@ def more_options(method, model, config):
         model.scores(config)
         return ["--dililazy-scores", model.room / f"{model.name}-plain-scores.json"]
     if method == "sonic" and not (model.folder / "nexus.safetensors").exists():
-        return ["--sonic-weights", model.adapter(config), "--sonic-force"]
+        return ["--sonic-weights", model.adapter(config)]
     return []
 
 

@@ -20,7 +20,7 @@ rows are raw in all layers, where kvcomp has one raw layer at most.
 
 SHAPES: G KV heads; D head_dim, a multiple of 8; n rows; w bits of a number. A region is a run of rows with the same b.
 
-LEFT OUT: the schedules old and new, the other policies, rounding and the paper's 64-byte blocks (--pats-schedule,
+LEFT OUT: the schedules old and new, the policy static, rounding and the paper's 64-byte blocks (--pats-schedule,
 -policy, -round, -format), taking tokens back. An attention_mask is honoured, and inputs_embeds are, because neither
 changes what is stored.
 """
