@@ -6871,7 +6871,7 @@ typedef struct {
     Snap snap;                  // w, kernel width
     int alloc;                  // ALLOC_*
     int base;                   // b_c that `cap` was made for; -1: none yet
-    double beta, eps;
+    double beta;
     double *inf;                // (L,H) head scores
     int *cap;                   // (L,H) candidates a head may read: C of Algorithm 1
 } DiliLazy;
@@ -7020,10 +7020,13 @@ static int head_scores_open(Session *s, DiliLazy *x, const char *name) {
 
 // ---- Algorithm 1
 
+static const double LEAST_SHARE = 0.01;         // eps of line 17: what a layer without any score gets
+
 // The share of the pool that each head gets: weight (L,H) from the scores inf (L,H) >= 0. A layer
 // without any score shares evenly, and so does a model without any. The authors' program weights a
 // head by its raw score plus eps times its share of the layer, and divides by the sum of all.
-static void dililazy_weights(const double *inf, int L, int H, double eps, int alloc, double *weight) {
+static void dililazy_weights(const double *inf, int L, int H, int alloc, double *weight) {
+    const double eps = LEAST_SHARE;
     double L_s = 0, sum = 0;
     for (int i = 0; i < L * H; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
     for (int i = 0; i < L; i++) {
@@ -7043,11 +7046,11 @@ static void dililazy_weights(const double *inf, int L, int H, double eps, int al
 }
 
 // Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
-static void dililazy_caps(const double *inf, int L, int H, int base, double beta, double eps, int alloc,
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int alloc,
                    int *cap) {
     double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
     double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
-    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
+    if (alloc == ALLOC_PAPER) pool /= 1 + LEAST_SHARE * L;      // the weights of line 17 sum to 1 + eps L
     if (alloc == ALLOC_CODE) {
         // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
         // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
@@ -7057,7 +7060,7 @@ static void dililazy_caps(const double *inf, int L, int H, int base, double beta
         pool = fmax(0, dyn * L * H - .5 * L * H);
     }
     double *weight = xmalloc((size_t)L * H * sizeof *weight);
-    dililazy_weights(inf, L, H, eps, alloc, weight);
+    dililazy_weights(inf, L, H, alloc, weight);
     for (int i = 0; i < L * H; i++) {
         double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
         if (alloc == ALLOC_CODE) b = nearbyint(b);
@@ -7074,9 +7077,7 @@ static int dililazy_open(Session *s, void *ms) {
     DiliLazy *x = ms;
     x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|code");
     x->beta = opt_real(s->opt, "dililazy-beta");
-    x->eps = opt_real(s->opt, "dililazy-eps");
     if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
-    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
     return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
 }
 
@@ -7140,7 +7141,7 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     if (x->base != B - w) {
         x->base = B - w;
         if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
-        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->eps, x->alloc, x->cap);
+        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->alloc, x->cap);
     }
 
     // Sec. 3.3: candidates by the attention of the last queries, best ones kept
@@ -7174,7 +7175,6 @@ static const Opt dililazy_opts[] = {
     { "dililazy-alloc",     'c', "paper|code",
       "Algorithm 1 without its overspending; as the authors' code does it" },
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
     { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
     { "calibrate-needles",  's', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },

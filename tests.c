@@ -6050,7 +6050,7 @@ TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: conserving, and as t
     double inf[4] = { .8, .2, .1, .1 };
     int want[2][4] = { { 106, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
     for (int alloc = 0; alloc < 2; alloc++) {
-        dililazy_caps(inf, 2, 2, 48, 1.351, .01, alloc, cap);
+        dililazy_caps(inf, 2, 2, 48, 1.351, alloc, cap);
         for (int i = 0; i < 4; i++)
             CHECK(cap[i] == want[alloc][i], "mode %d: caps %d %d %d %d", alloc, cap[0], cap[1],
                   cap[2], cap[3]);
@@ -6058,24 +6058,24 @@ TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: conserving, and as t
     double zero[4] = { 0 }, layer[4] = { .3, .1, 0, 0 };
     for (int alloc = 0; alloc < 2; alloc++) {
         // Nothing known: all heads alike.
-        dililazy_caps(zero, 2, 2, 48, 1.351, .01, alloc, cap);
+        dililazy_caps(zero, 2, 2, 48, 1.351, alloc, cap);
         for (int i = 0; i < 4; i++) CHECK(cap[i] == 48, "no scores, mode %d: %d", alloc, cap[i]);
     }
     // Beta 1: nothing fixed; layer 1 has eps/(1+2eps) of 192 for both heads.
-    dililazy_caps(layer, 2, 2, 48, 1, .01, ALLOC_PAPER, cap);
+    dililazy_caps(layer, 2, 2, 48, 1, ALLOC_PAPER, cap);
     CHECK(cap[0] == 143 && cap[1] == 48 && cap[2] == 1 && cap[3] == 1,
           "caps %d %d %d %d: 192/1.02 * 1.01 * (3/4, 1/4), 192/1.02 * .01 / 2", cap[0], cap[1],
           cap[2], cap[3]);
-    dililazy_caps(inf, 2, 2, 48, 1e12, .01, ALLOC_PAPER, cap);
+    dililazy_caps(inf, 2, 2, 48, 1e12, ALLOC_PAPER, cap);
     CHECK(cap[0] == 48 && cap[3] == 48, "beta without end: %d %d", cap[0], cap[3]);
     // Beta below 1: b_fixed is negative.
-    dililazy_caps(inf, 2, 2, 48, .5, .01, ALLOC_PAPER, cap);
+    dililazy_caps(inf, 2, 2, 48, .5, ALLOC_PAPER, cap);
     CHECK(cap[0] > 200 && cap[2] == 0 && cap[3] == 0, "caps %d .. %d %d", cap[0], cap[2], cap[3]);
     // 48 // 1.6 is 29, though 48 / 1.6 rounds to 30.
-    dililazy_caps((double[4]){ 1 }, 2, 2, 48, 1.6, .01, ALLOC_CODE, cap);
+    dililazy_caps((double[4]){ 1 }, 2, 2, 48, 1.6, ALLOC_CODE, cap);
     CHECK(cap[0] == 134 && cap[1] == 20 && cap[2] == 20 && cap[3] == 20, "%d %d %d %d", cap[0],
           cap[1], cap[2], cap[3]);
-    dililazy_caps(inf, 2, 2, 0, 1.351, .01, ALLOC_CODE, cap);
+    dililazy_caps(inf, 2, 2, 0, 1.351, ALLOC_CODE, cap);
     CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
 }
 
@@ -6111,12 +6111,12 @@ TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is 
     rnd_seed(31);
     for (int c = 0; c < 500; c++) {
         int L = 1 + rnd_int(12), H = 1 + rnd_int(12), base = rnd_int(400), cap[144], want[144];
-        double inf[144], beta = 1 + 2 * rnd_unit(), eps = rnd_int(3) ? .01 : rnd_unit();
+        double inf[144], beta = 1 + 2 * rnd_unit(), eps = .01;
         for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
         if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
         for (int alloc = 0; alloc < 2; alloc++) {
             double sum = 0, all = 0, zero_layers = 0;
-            dililazy_caps(inf, L, H, base, beta, eps, alloc, cap);
+            dililazy_caps(inf, L, H, base, beta, alloc, cap);
             twin_caps(inf, L, H, base, beta, eps, alloc, want);
             for (int i = 0; i < L; i++) {
                 double lam = 0;
@@ -6328,8 +6328,7 @@ static const struct {
     { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, -1, 1.351, .01, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 dililazy-alloc=code",
       { 30, 4, 3, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 dililazy-beta=1.1 dililazy-eps=.05",
-      { 20, 16, 7, ALLOC_PAPER, -1, 1.1, .05, NULL, NULL, 0 } },
+    { "budget=20 dililazy-beta=1.1", { 20, 16, 7, ALLOC_PAPER, -1, 1.1, .01, NULL, NULL, 0 } },
     { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
     { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
       { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
@@ -6548,7 +6547,6 @@ TEST(dililazy_usage, "no scores: exit 2 with the hint; a folder's head_scores.js
     CHECK(code == 0, "head_scores.json in the folder: exit %d, \"%s\"", code, die_text);
     options_free(o);
     const char *bad[][2] = { { "dililazy-beta=0", "--dililazy-beta" },
-                             { "dililazy-eps=-1", "--dililazy-eps" },
                              { "budget=16", "--obs-window" },
                              { "kernel=4", "--kernel" } };
     for (int i = 0; i < 4; i++) {

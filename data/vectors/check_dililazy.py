@@ -36,7 +36,7 @@ def main(t, check):
     B, w, kernel = int(t.meta["budget"]), int(t.option("obs-window")), int(t.option("kernel"))
     check.turns()
     scores = mean_scores(t)
-    C = capacities(scores, B - w, t.option("dililazy-beta"), t.option("dililazy-eps"))
+    C = capacities(scores, B - w, t.option("dililazy-beta"), .01)
     for l in t.layers:
         rows, held = Rows(t, l), [[] for _ in range(t.G)]       # tokens whose rows a KV head holds
         chosen = [[] for _ in range(t.H)]                       # of these, what a query head reads
