@@ -4041,14 +4041,8 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, line 9 -> select_faithful
-//   Algorithm 2, line 10 -> select_faithful
-//   Algorithm 2, line 11 -> select_faithful
-//   Algorithm 2, line 12 -> select_faithful
-//   Algorithm 2, lines 13-14 -> select_faithful
-//   Algorithm 2, lines 16-17 -> select_faithful
-//   Algorithm 3, line 3 -> loop_due
-//   Algorithm 3, line 6 -> loop_due
+//   Algorithm 2, lines 9 to 17 -> select_faithful
+//   Algorithm 3, lines 3, 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
