@@ -4811,8 +4811,8 @@ const Method loopserve_d_method = {
 //   --pats-format=dense    element e of a region starts at bit e*w; a row takes D*w/8 bytes
 //   --pats-format=rows64   the paper's format; a row takes 64 ceil(D/B) bytes
 // While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows.
-//   --pats-policy=ratchet  B[t] = max(B[t], b(t,T)) at every re-pack
-//   --pats-policy=static   B[t] = b(t,T_end), as the paper, whose T is known beforehand
+//   the ratchet:     B[t] = max(B[t], b(t,T)) at every re-pack
+//   --pats-tend T_end:  B[t] = b(t,T_end), as the paper, whose T is known beforehand
 //
 // **Differs from the paper:**
 //   - The paper says nothing about decoding, packing across rows, the formula of f, or rounding: the
@@ -4830,7 +4830,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, two_elements
 //
-// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round.
+// Options: --pats-schedule, -bmin, -bmax, -sink, -window, -tend, -format, -round.
 
 enum {
     PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
@@ -5208,11 +5208,9 @@ static int pats_check(Session *s, const Pats *x) {
     if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
     if (x->sink < 0 || x->window < 0 || x->T_end < 0)
         return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
-    if (x->is_static && !x->T_end)
-        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: give --pats-tend");
     if (x->schedule == PATS_NEW && !x->is_static)
         return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
-                         "gone: give --pats-policy=static and --pats-tend");
+                         "gone: give --pats-tend, the tokens of the whole dialogue");
     if (s->c->D % 8 || s->c->D > PATS_MAX_D)
         return refuse(s, "pats: head_dim is %d, needs a multiple of 8 up to %d "
                          "(a packed row must end on a byte)", s->c->D, PATS_MAX_D);
@@ -5229,7 +5227,6 @@ static int pats_open(Session *s, void *ms) {
     Pats *x = ms;
     const Options *o = s->opt;
     x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    x->is_static = opt_choice(o, "pats-policy", "ratchet|static");
     x->mid = opt_choice(o, "pats-round", "trunc|mid");
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
     x->b_max = opt_int(o, "pats-bmax");
@@ -5237,6 +5234,7 @@ static int pats_open(Session *s, void *ms) {
     x->sink = opt_int(o, "pats-sink");
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
+    x->is_static = x->T_end > 0;
     if (pats_check(s, x)) return -1;
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing[x->rows64];
@@ -5291,12 +5289,11 @@ static void pats_trace(Session *s, void *ms, int l) {
 
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with policy static only" },
-    { "pats-policy",   'c', "ratchet|static", "bits a row loses as the dialogue grows: more, or those of its end" },
     { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
     { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
     { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
     { "pats-window",   'i', "128", "last tokens that stay raw" },
-    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue" },
+    { "pats-tend",     'i', "0",   "tokens of the whole dialogue, for the bits of its end; 0: more bits as it grows" },
     { "pats-format",   'c', "dense|rows64",
       "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
     { "pats-round",    'c', "trunc|mid", "mid: half a step is added on reading" },

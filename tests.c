@@ -3009,16 +3009,16 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
 
 TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in "
                  "place, bit for bit, in both formats") {
-    const char *schedule[] = { "schedule=middle", "schedule=old", "schedule=middle pats-policy=static",
-                               "schedule=old pats-policy=static", "schedule=new pats-policy=static" };
+    // The last three are static: the length of the dialogue is known.
+    const char *schedule[] = { "middle", "old", "middle", "old", "new" };
     Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 20; i++) {
         char opt[256];
         snprintf(opt, sizeof opt,
-                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-%s pats-round=%s pats-tend=%d pats-format=%s",
+                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-round=%s pats-tend=%d pats-format=%s",
                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
-                 i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
+                 i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
         pats_against_slow("full", opt, m, &p);
     }
     tiny_free(m);
@@ -3060,9 +3060,9 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
             fclose(f);
         }
         snprintf(opt, sizeof opt,
-                 "%s%s pats-window=12 pats-sink=3 pats-policy=%s pats-tend=150 pats-format=%s",
+                 "%s%s pats-window=12 pats-sink=3 pats-tend=%d pats-format=%s",
                  method[i][1], i == 9 ? path : "",
-                 i % 3 ? "ratchet" : "static", i % 2 ? "dense" : "rows64");
+                 i % 3 ? 0 : 150, i % 2 ? "dense" : "rows64");
         pats_against_slow(method[i][0], opt, m, &p);
         if (i == 9) unlink(path);
     }
@@ -3167,8 +3167,8 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     for (int i = 0; i < 200; i++) {
         char text[128];
         snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s pats-tend=200",
-                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "static");
+                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-tend=%d",
+                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         for (int round = 0; round < 4; round++) {
@@ -3222,8 +3222,7 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
         { "pats", "ctk=f16 ctv=f16 pats-bmax=11", 16, "0..10" },
         { "pats", "ctk=f16 ctv=f16 pats-bmin=-1", 16, "bmin" },
         { "pats", "ctk=f16 ctv=f16 pats-window=-1", 16, "window" },
-        { "pats", "ctk=f16 ctv=f16 pats-policy=static", 16, "--pats-tend" },
-        { "pats", "ctk=f16 ctv=f16 pats-schedule=new", 16, "--pats-policy=static" },
+        { "pats", "ctk=f16 ctv=f16 pats-schedule=new", 16, "--pats-tend" },
         { "streaming+pats", "ctk=f16 ctv=f16 streaming-rerotate", 16, "rerotate" },
         { "pats+q8", "ctk=f16 ctv=f16", 16, "cannot be combined" },
         { "q8", "ctk=f16 ctv=f16", 16, "leave them out" },
@@ -3243,10 +3242,9 @@ TEST(pats_refusals, "what cannot work is refused, with the reason") {
 
 TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under those of full") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 31, 6);
-    const char *policy[] = { "ratchet", "static" };
     for (int i = 0; i < 2; i++) {
         char text[128];
-        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-tend=300 pats-policy=%s", policy[i]);
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-tend=%d", 300 * i);
         Options *o = options_of(text);
         Session *s = session_open(m.c, m.w, o, "pats");
         rnd_seed(5);
@@ -5747,7 +5745,7 @@ TEST(sonic_store, "50 short turns under q8 and PATS and alone: finite, rows as p
     Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
     const char *opt[] = {
         "sonic-k=2 quiet", "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10",
-        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-policy=static pats-tend=400"
+        "ctk=f16 ctv=f16 sonic-k=2 quiet pats-window=10 sonic-oneshot pats-tend=400"
     };
     for (int i = 0; i < 3; i++) {
         Options *o;
@@ -8152,10 +8150,10 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     const char *text[] = {
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3",
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-policy=static pats-tend=120",
-        "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static "
+        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
+        "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old "
         "pats-tend=150 pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10"
+        "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
     };
     EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
         int D = (int[]){ 40, 64, 48, 128, 8 }[i];
@@ -9182,7 +9180,7 @@ TEST(cuda_steady,
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
-    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 56, 9, 0);
+    steady_agrees(m, "pats", "pats-window=8 pats-tend=120 ctk=f16 ctv=f16", 56, 9, 0);
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
@@ -9288,9 +9286,9 @@ TEST(cuda_pats, "pats: every policy, rounding and format; with methods "
     dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
     dialogues_more(
         "pats",
-        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-policy=static pats-tend=100 pats-format=rows64");
+        "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-tend=100 pats-format=rows64");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid");
-    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 "
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-tend=100 "
                            "pats-bmax=10 pats-schedule=old");
     dialogues_more("pats", "ctk=f16 ctv=f16 pats-bmax=0");
     dialogues_more("snapkv+pats", "ctk=f16 ctv=f16 budget=20 obs-window=4 pats-window=8");

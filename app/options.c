@@ -201,6 +201,7 @@ static const Retired retired[] = {
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "sonic-ratio",              "--ratio" },
+    { "pats-policy",              "--pats-tend N is the paper's static schedule" },
     { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
     { "lychee-beta-coarse",       "--lychee-beta counts for coarse units, too" },
     { "lychee-gqa",               "the best query head of a group counts" },
