@@ -70,45 +70,6 @@
 #endif
 #include <stb/stb_ds.h>
 
-typedef struct ViewTile ViewTile;       // some of the rows a view lists (section 2)
-typedef struct TileRows TileRows;       // their keys or values, ready for a kernel (section 3)
-
-enum {
-    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
-    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
-    KV_CHUNK = 2048,        // rows of one running softmax
-};
-
-typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) rows as f32
-    float *q;               // (Q_BLOCK,D) the queries
-    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
-    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
-    int rows[KV_TILE];      // room for the row numbers of a tile
-    float *sc;              // (m,n) scores of the tile, then exp(score - max)
-    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
-    float sum[Q_BLOCK];     // the sum of exp(score - max),
-    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
-} Tile;
-
-// The memory of a head's keys or values: `have` bytes at p become `want`, kept as far as both reach.
-static char *rows_realloc(char *p, size_t have, size_t want, int huge);
-// What a kernel reads rows (D) of this format as: DT_*, or ROWS_Q8 (section 2).
-static int dtype_in_place(const Format *f, int D);
-// Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
-static Q8Query *q8_room(Session *s);
-// Mean softmax rows of w queries, a list for each query head (lists R) or one for a group (lists 1).
-static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
-// The keys (OF_K) or values (OF_V) of a tile of a view, ready for a kernel. end: where the view's
-// rows end for this thread; buf (KV_TILE,D) is used if the rows have to be brought together.
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                          int v, int end, float *buf);
-// Asks for the first memory of every run of rows among the rows p0..p1-1 of a view.
-static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1);
-
-// ---- what is small and used everywhere
-enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
-
 static void note_peak(Session *s);
 
 // ==================================================================================================== 1 MODEL
@@ -163,27 +124,22 @@ typedef struct {
     float *h;           // (b,C) a normed input, or the output of a product
     float *gate, *up;   // (b,F) inside the MLP
     int T;
-    int whole;          // 1: hooks see a whole turn, so there is one span
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s) {
     int whole = s->rule != VIS_CAUSAL;
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        whole |= m->attend && !(m->spans && m->spans(s, s->part[i].ms));
-    }
+    for (int i = 0; i < s->n_part; i++) whole |= s->part[i].m->attend != NULL;
     return whole;
 }
 
-// Does the rule or some hook act in a prefill beyond what the model does? Then a part that packs rows
+// Does the rule or a hook act in a prefill beyond what the model does? Then a part that packs rows
 // waits for the end of the pass, because others read them until then.
 static int turn_hooks(const Session *s) {
-    int acts = s->rule != VIS_CAUSAL;
+    int acts = sees_whole_turn(s);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        int hooks = m->project || m->attend || m->commit;
-        acts |= hooks && !(m->spans && m->spans(s, s->part[i].ms));
+        acts |= m->project || (m->commit && m->role != ROLE_STORE);
     }
     return acts;
 }
@@ -214,7 +170,7 @@ int span_room(const Session *s, int T) {
 // Room for a pass over T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    Pass r = { .T = T, .whole = sees_whole_turn(s) };
+    Pass r = { .T = T };
     size_t f = sizeof(float), n = span_room(s, T), b = min_int(s->batch, T);
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
@@ -384,7 +340,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         attn_decode(s, l, r->out, r->q);
     } else {
         // attend: a sparse prefill computes the attention itself; without one it is dense.
-        Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
+        Part *sparse = acts ? part_with_attend(s) : NULL;
         if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
         else attn_prefill(s, l, r->out, r->q, t0, n);
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
@@ -548,6 +504,19 @@ static const Format *format_of(const Session *s, int v) {
     return v ? s->fv : s->fk;
 }
 
+// The dtype a kernel reads rows of this format in: their own if it can read them where they lie,
+// otherwise f32. q8_0 has kernels for rows of whole blocks.
+static int dtype_in_place(const Format *f, int D) {
+    if (f->unpack == f16_unpack) return DT_F16;
+    if (f->unpack == bf16_unpack) return DT_BF16;
+    return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
+}
+
+// Can a kernel read rows of this format where they lie?
+static int rows_in_place(const Format *f, int D) {
+    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
+}
+
 // Bytes of one raw row, its key and its value together.
 static size_t raw_row_bytes(const Session *s) {
     return s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
@@ -555,6 +524,28 @@ static size_t raw_row_bytes(const Session *s) {
 
 static size_t round_to_step(size_t rows) {
     return (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
+}
+
+// ---- huge pages for rows
+// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
+// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
+// there, up to the address where a huge page would end, so that nothing is held that the head has
+// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
+static char *rows_realloc(char *p, size_t have, size_t want) {
+    const size_t page = (size_t)2 << 20;
+    size_t room = (want + page - 1) / page * page;
+#ifndef __linux__
+    return xrealloc(p, want);   // the room behind the rows may count as held
+#endif
+    if (max_size(have, want) < page) return xrealloc(p, want);
+    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
+
+    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
+    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
+    if (want >= page) ask_huge_pages(q, want / page * page);
+    if (p) memcpy(q, p, min_size(have, want));
+    free(p);
+    return q;
 }
 
 // ---- memory of one head
@@ -567,8 +558,8 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         rows_resize_cuda(s, h, cap);
     } else {
         size_t k = s->fk->row_bytes(D), v = s->fv->row_bytes(D);
-        h->k = rows_realloc(h->k, h->cap * k, cap * k, s->huge_pages);
-        h->v = rows_realloc(h->v, h->cap * v, cap * v, s->huge_pages);
+        h->k = rows_realloc(h->k, h->cap * k, cap * k);
+        h->v = rows_realloc(h->v, h->cap * v, cap * v);
     }
     h->cap = cap;
     h->room = all;
@@ -597,6 +588,8 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 }
 
 // ---- new rows
+enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
+
 // The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
 // growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
 // KV_GROWTH rows at most, and not past the rows that -c allows.
@@ -730,60 +723,34 @@ int kv_longest(const Session *s, int l) {
 // which is how a view begins (view_all). Place p of a view is the p-th row it reads.
 //
 // Rows belong to KV heads and views to query heads, but most methods choose one list for the R
-// query heads of a group. view_group stores it once, with the group's first head; `back` of each
-// later head says how many heads before it the list's owner is. view_of looks there, and attention
-// sees from it which heads can share one reading of the rows (decode_groups); it compares lists
-// only where two neighbours have different owners.
+// query heads of a group (view_group). Attention compares the lists of neighbouring heads: those that
+// are the same share one reading of the rows (decode_groups).
 //
 // A list that many steps will read can be copied side by side (view_near, section 3): is_near says
 // that the copy is valid. Whatever changes the list or a key it names clears is_near.
 
-// Makes *w the list idx (n) and the rows from tail on.
-static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
-    if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
-    if (n > w->cap) {
-        w->cap = n + n / 4 + KV_STEP;
-        w->idx = xrealloc(w->idx, (size_t)w->cap * sizeof(int));
-    }
-    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n;
-    w->tail = tail;
-    w->back = 0;
-    w->is_near = 0;
-}
-
-// Before the list of query head h changes: other heads of its group may read by it. The first of
-// them gets a copy, and the rest read by that one.
-static void view_hand_on(Session *s, int l, int h) {
-    int R = s->c->H / s->c->G, end = (h / R + 1) * R, heir = 0;
-    const View *old = kv_view(s, l, h);
-    for (int i = h + 1; i < end; i++) {
-        View *w = kv_view(s, l, i);
-        if (w->back != i - h) continue;
-        if (!heir) {
-            heir = i;
-            view_fill(s, w, old->idx, old->n, old->tail);
-        }
-        w->back = i - heir;
-    }
+// Makes room for a list of n rows in *w.
+static void view_list_room(View *w, int n) {
+    if (n <= w->cap) return;
+    w->cap = n;
+    w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
 }
 
 // Query head h reads idx (n) and the rows from tail on. What the other heads read stays as it is.
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    view_hand_on(s, l, h);
-    view_fill(s, kv_view(s, l, h), idx, n, tail);
+    View *w = kv_view(s, l, h);
+    if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
+    if (n > w->cap) view_list_room(w, n + n / 4 + KV_STEP);
+    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
+    w->n = n;
+    w->tail = tail;
+    w->is_near = 0;
 }
 
 // All query heads of KV head g read idx (n) and the rows from tail on.
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     int R = s->c->H / s->c->G;
-    View *w = kv_view(s, l, g * R);
-    view_fill(s, w, idx, n, tail);
-    for (int r = 1; r < R; r++) {
-        w[r].n = n;
-        w[r].tail = tail;
-        w[r].back = r;
-    }
+    for (int r = 0; r < R; r++) view_set(s, l, g * R + r, idx, n, tail);
 }
 
 // Every query head of the session reads every row.
@@ -792,7 +759,7 @@ void view_all(Session *s) {
     if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
         View *w = &s->view[i];
-        w->n = w->tail = w->back = w->is_near = 0;
+        w->n = w->tail = w->is_near = 0;
     }
 }
 
@@ -810,18 +777,18 @@ static void views_here(const Session *s) {
 // rows (N) = the rows query head h reads, in ascending order -> how many.
 int view_rows(const Session *s, int l, int h, int *rows) {
     views_here(s);
-    const View w = view_of(s, l, h);
-    int n = w.n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
-    if (n) memcpy(rows, w.idx, (size_t)n * sizeof(int));
-    for (int r = w.tail; r < len; r++) rows[n++] = r;
+    const View *w = kv_view(s, l, h);
+    int n = w->n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
+    if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
+    for (int r = w->tail; r < len; r++) rows[n++] = r;
     return n;
 }
 
-struct ViewTile {           // the rows at places p .. p+n-1 of a view
+typedef struct {            // the rows at places p .. p+n-1 of a view
     int p, n;
     const int *rows;        // (n) their numbers; NULL: they are the neighbours r0 .. r0+n-1
     int r0;
-};
+} ViewTile;
 
 // The j-th of these rows.
 static int row_at(const int *rows, int r0, int j) {
@@ -882,8 +849,7 @@ static void mark_rows_read(Session *s, int l, int g, int len, int *seen) {
     int R = s->c->H / s->c->G;
     for (int h = g * R; h < (g + 1) * R; h++) {
         const View *w = kv_view(s, l, h);
-        int listed = w->back ? 0 : w->n;    // the head that owns the list marks it
-        for (int i = 0; i < listed; i++) seen[w->idx[i]] = 1;
+        for (int i = 0; i < w->n; i++) seen[w->idx[i]] = 1;
         for (int r = w->tail; r < len; r++) seen[r] = 1;
     }
 }
@@ -909,8 +875,7 @@ void kv_compact(Session *s, int l, int g) {
     s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        int listed = w->back ? 0 : w->n;
-        for (int i = 0; i < listed; i++) w->idx[i] = map[w->idx[i]];
+        for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
     if (n < len) move_rows(s, hd, keep, n);
@@ -1037,28 +1002,6 @@ int layer_acts(const Session *s, int l) {
     return 1;
 }
 
-// ---- huge pages for rows
-// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
-// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
-// there, up to the address where a huge page would end, so that nothing is held that the head has
-// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
-static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
-    const size_t page = (size_t)2 << 20;
-    size_t room = (want + page - 1) / page * page;
-#ifndef __linux__
-    huge = 0;                   // elsewhere the room behind the rows may count as held
-#endif
-    if (!huge || max_size(have, want) < page) return xrealloc(p, want);
-    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
-
-    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
-    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
-    if (want >= page) ask_huge_pages(q, want / page * page);
-    if (p) memcpy(q, p, min_size(have, want));
-    free(p);
-    return q;
-}
-
 // ==================================================================================================== 3 ATTENTION
 // A query q of head h attends to rows 0..n-1 of its KV head, with keys k_j and values v_j:
 //   Pass 1   s_j = q . k_j / sqrt(D)      scores; -infinity where the query may not see the row
@@ -1073,6 +1016,12 @@ static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
 // A query's result depends only on its own list of rows: never on the queries beside it, on -b, or
 // on the number of threads. Prefill and decode do the same arithmetic, so a token's logits do not
 // depend on how it came in (D2).
+
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
 
 // ---- the definition: one query, all three passes
 // One softmax of query head h over exactly the rows listed; which of them are visible is the
@@ -1109,11 +1058,29 @@ void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n,
 }
 
 // ---- tiles: m queries meet n rows
-struct TileRows {           // keys or values as a kernel takes them
+typedef struct {            // keys or values as a kernel takes them
     const void *x;          // (n,D) of dtype
     int dtype;              // DT_* or ROWS_Q8
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
-};
+} TileRows;
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+} Tile;
+
+// Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
+static Q8Query *q8_room(Session *s) {
+    int D = s->c->D;
+    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
+}
 
 // A Tile for every thread, in scratch memory.
 static Tile *tiles_new(Session *s) {
@@ -1393,145 +1360,6 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
     scratch_reset(s, mark);
 }
 
-// ---- decode: one query a head, through the views
-// Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
-typedef struct {
-    int g, h0, m, n;
-} DecodeGroup;
-
-// out (H) = the groups of layer l -> how many.
-static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0;
-    for (int h = 0; h < s->c->H; ) {
-        int g = h / R, h0 = h++;
-        while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
-        const View *w = kv_view(s, l, h0);
-        out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
-    }
-    return n;
-}
-
-// The queries of a group go into the tile. q (H,D).
-static void decode_queries(const Session *s, const DecodeGroup *d, const float *q, Tile *t) {
-    size_t D = s->c->D;
-    memcpy(t->q, q + d->h0 * D, d->m * D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    if (t->q8) q8_queries(t->q8, t->q, d->m, (int)D);
-}
-
-// The running softmax of a group over places p0 .. p1-1 of its view -> part (m,D+2). q (H,D).
-static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q,
-                         Tile *t, float *part) {
-    int D = s->c->D, m = d->m;
-    const KVHead *hd = kv_head(s, l, d->g);
-    const View w = view_of(s, l, d->h0);
-    decode_queries(s, d, q, t);
-    tile_begin(t, m, D);
-    fetch_runs(s, hd, &w, p0, p1);
-    for (int p = p0; p < p1; p += KV_TILE) {
-        ViewTile a = view_tile(&w, p, min_int(KV_TILE, p1 - p), t->rows);
-        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
-
-        // Pass 1: scores.
-        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
-        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
-
-        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
-        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
-        tile_fold_of(t, m, a.n, D, v);
-    }
-    chunk_put(part, t, m, D);
-}
-
-// Adds to the mass of a group's KV head the attention its rows draw; their keys are read once more.
-// max, sum (H).
-static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t,
-                        const float *max, const float *sum) {
-    KVHead *hd = kv_head(s, l, d->g);
-    const View w = view_of(s, l, d->h0);
-    float mass[KV_TILE];
-    decode_queries(s, d, q, t);
-    for (int p = 0; p < d->n; p += KV_TILE) {
-        ViewTile a = view_tile(&w, p, min_int(KV_TILE, d->n - p), t->rows);
-        if (!tile_scores(s, l, hd, t, d->m, a.rows, a.r0, a.n)) continue;
-        tile_mass(t, d->m, a.n, max + d->h0, sum + d->h0, mass);
-        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
-    }
-}
-
-// Attention of the one token of a decode step, through the views. out, q (H,D). An item is one
-// chunk of one group; threads take items as they come, and one thread joins the chunks of each head
-// in order.
-void attn_decode(Session *s, int l, float *out, const float *q) {
-    if (KV_DEV(s)) {
-        attn_decode_cuda(s, l, out, q);
-        return;
-    }
-    int D = s->c->D, H = s->c->H;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
-
-    // The items: those of group i are first[i] .. first[i+1]-1.
-    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    int n_groups = decode_groups(s, l, group), items = 0;
-    int *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
-    size_t pairs = 0;                       // of a query and a row
-    for (int i = 0; i < n_groups; i++) {
-        first[i] = items;
-        items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK;
-        pairs += (size_t)group[i].n * group[i].m;
-    }
-    first[n_groups] = items;
-
-    float *part = scratch(s, (size_t)items * chunk * sizeof(float));
-    float *max = scratch(s, (size_t)H * sizeof(float));
-    float *sum = scratch(s, (size_t)H * sizeof(float));
-    Tile *tiles = tiles_new(s);
-    int team = worth_threads(pairs * D);
-    (void)team;                             // read by OpenMP only
-    #pragma omp parallel for schedule(dynamic) if (team)
-    for (int item = 0; item < items; item++) {
-        int i = 0;
-        while (first[i + 1] <= item) i++;
-        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, group[i].n);
-        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + item * chunk);
-    }
-
-    for (int i = 0; i < n_groups; i++) {
-        const KVHead *hd = kv_head(s, l, group[i].g);
-        const float *from = part + first[i] * chunk;
-        int chunks = first[i + 1] - first[i];
-        for (int j = 0; j < group[i].m; j++) {
-            int h = group[i].h0 + j;
-            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)h * D, &max[h], &sum[h]);
-        }
-        double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
-        s->clk.bytes_attended += (double)group[i].n * bytes_a_row;
-        if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
-    }
-    scratch_reset(s, mark);
-}
-
-// ---- scores for methods
-// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
-// softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
-// N = kv_longest(s,l).
-void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    if (W > s->queries && s->base + T < s->n_tok)
-        die(EXIT_RUN, "window_scores: %d queries are asked for, %d are kept (a method's open sets Session.queries)",
-            W, s->queries);
-    if (KV_DEV(s)) {
-        window_scores_cuda(s, l, q, T, W, score);
-        return;
-    }
-    int w = min_int(T, W), H = s->c->H;
-    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->n_tok - w, w, H / s->c->G, score);
-}
-
-static Q8Query *q8_room(Session *s) {
-    int D = s->c->D;
-    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
-}
-
 // ---- reading ahead: the rows of a decode step, asked for before they are needed
 // A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
 // come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
@@ -1572,19 +1400,6 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     if (n <= 0) return (Ahead){0};
     if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
     return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
-}
-
-// The dtype a kernel reads rows of this format in: their own if it can read them where they lie,
-// otherwise f32. q8_0 has kernels for rows of whole blocks.
-static int dtype_in_place(const Format *f, int D) {
-    if (f->unpack == f16_unpack) return DT_F16;
-    if (f->unpack == bf16_unpack) return DT_BF16;
-    return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
-}
-
-// Can a kernel read rows of this format where they lie?
-static int rows_in_place(const Format *f, int D) {
-    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
 }
 
 // The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
@@ -1647,6 +1462,164 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
     int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f, s->c->D);
     if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
     return t;
+}
+
+// ---- lists copied side by side
+// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
+// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
+// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
+static int copies_views(const Session *s) {
+    return !KV_DEV(s) && !s->packing;
+}
+
+// Makes room for a list of n rows for query head h and for the copy of its rows, so that no later
+// step has to ask for memory.
+void view_room(Session *s, int l, int h, int n) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = copies_views(s) ? n * raw_row_bytes(s) : 0;
+    view_list_room(w, n);
+    if (bytes > w->room) {
+        w->room = bytes;
+        w->near = xrealloc(w->near, bytes);
+    }
+}
+
+// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
+static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
+    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+    for (int i = 0; i < n; i++) {
+        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
+        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
+    }
+}
+
+// Copies the rows that the list of query head h names side by side, keys and then values, for a
+// list that many steps will read.
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_room(s, l, h, w->n);
+    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
+    w->is_near = 1;
+}
+
+// ---- decode: one query a head, through the views
+// Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
+typedef struct {
+    int g, h0, m, n;
+} DecodeGroup;
+
+// out (H) = the groups of layer l -> how many.
+static int decode_groups(Session *s, int l, DecodeGroup *out) {
+    int R = s->c->H / s->c->G, n = 0;
+    for (int h = 0; h < s->c->H; ) {
+        int g = h / R, h0 = h++;
+        while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
+        const View *w = kv_view(s, l, h0);
+        out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
+    }
+    return n;
+}
+
+// The queries of a group go into the tile. q (H,D).
+static void decode_queries(const Session *s, const DecodeGroup *d, const float *q, Tile *t) {
+    size_t D = s->c->D;
+    memcpy(t->q, q + d->h0 * D, d->m * D * sizeof(float));
+    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
+    if (t->q8) q8_queries(t->q8, t->q, d->m, (int)D);
+}
+
+// The running softmax of a group over places p0 .. p1-1 of its view -> part (m,D+2). q (H,D).
+static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q,
+                         Tile *t, float *part) {
+    int D = s->c->D, m = d->m;
+    const KVHead *hd = kv_head(s, l, d->g);
+    const View w = *kv_view(s, l, d->h0);
+    decode_queries(s, d, q, t);
+    tile_begin(t, m, D);
+    fetch_runs(s, hd, &w, p0, p1);
+    for (int p = p0; p < p1; p += KV_TILE) {
+        ViewTile a = view_tile(&w, p, min_int(KV_TILE, p1 - p), t->rows);
+        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
+
+        // Pass 1: scores.
+        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
+        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
+
+        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
+        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
+        tile_fold_of(t, m, a.n, D, v);
+    }
+    chunk_put(part, t, m, D);
+}
+
+// Adds to the mass of a group's KV head the attention its rows draw; their keys are read once more.
+// max, sum (H).
+static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t,
+                        const float *max, const float *sum) {
+    KVHead *hd = kv_head(s, l, d->g);
+    const View w = *kv_view(s, l, d->h0);
+    float mass[KV_TILE];
+    decode_queries(s, d, q, t);
+    for (int p = 0; p < d->n; p += KV_TILE) {
+        ViewTile a = view_tile(&w, p, min_int(KV_TILE, d->n - p), t->rows);
+        if (!tile_scores(s, l, hd, t, d->m, a.rows, a.r0, a.n)) continue;
+        tile_mass(t, d->m, a.n, max + d->h0, sum + d->h0, mass);
+        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
+    }
+}
+
+// Attention of the one token of a decode step, through the views. out, q (H,D). An item is one
+// chunk of one group; threads take items as they come, and one thread joins the chunks of each head
+// in order.
+void attn_decode(Session *s, int l, float *out, const float *q) {
+    if (KV_DEV(s)) {
+        attn_decode_cuda(s, l, out, q);
+        return;
+    }
+    int D = s->c->D, H = s->c->H;
+    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
+
+    // The items: those of group i are first[i] .. first[i+1]-1.
+    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
+    int n_groups = decode_groups(s, l, group), items = 0;
+    int *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
+    size_t pairs = 0;                       // of a query and a row
+    for (int i = 0; i < n_groups; i++) {
+        first[i] = items;
+        items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK;
+        pairs += (size_t)group[i].n * group[i].m;
+    }
+    first[n_groups] = items;
+
+    float *part = scratch(s, (size_t)items * chunk * sizeof(float));
+    float *max = scratch(s, (size_t)H * sizeof(float));
+    float *sum = scratch(s, (size_t)H * sizeof(float));
+    Tile *tiles = tiles_new(s);
+    int team = worth_threads(pairs * D);
+    (void)team;                             // read by OpenMP only
+    #pragma omp parallel for schedule(dynamic) if (team)
+    for (int item = 0; item < items; item++) {
+        int i = 0;
+        while (first[i + 1] <= item) i++;
+        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, group[i].n);
+        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + item * chunk);
+    }
+
+    for (int i = 0; i < n_groups; i++) {
+        const KVHead *hd = kv_head(s, l, group[i].g);
+        const float *from = part + first[i] * chunk;
+        int chunks = first[i + 1] - first[i];
+        for (int j = 0; j < group[i].m; j++) {
+            int h = group[i].h0 + j;
+            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)h * D, &max[h], &sum[h]);
+        }
+        double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
+        s->clk.bytes_attended += (double)group[i].n * bytes_a_row;
+        if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
+    }
+    scratch_reset(s, mark);
 }
 
 // ---- mean softmax rows of many queries: what SnapKV, DiliLazyKV and LoopServe choose rows by
@@ -1817,47 +1790,16 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
     scratch_reset(s, mark);
 }
 
-// ---- lists copied side by side
-// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
-// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
-// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
-static int copies_views(const Session *s) {
-    return !KV_DEV(s) && !s->packing;
-}
-
-// Makes room for a list of n rows for query head h, and for the copy of its rows if near is 1, so
-// that no later step has to ask for memory.
-void view_room(Session *s, int l, int h, int n, int near) {
-    View *w = kv_view(s, l, h);
-    size_t bytes = near && copies_views(s) ? n * raw_row_bytes(s) : 0;
-    if (n > w->cap) {
-        w->cap = n;
-        w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
+// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
+// softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
+// N = kv_longest(s,l).
+void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    if (KV_DEV(s)) {
+        window_scores_cuda(s, l, q, T, W, score);
+        return;
     }
-    if (bytes > w->room) {
-        w->room = bytes;
-        w->near = xrealloc(w->near, bytes);
-    }
-}
-
-// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
-static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
-    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-    for (int i = 0; i < n; i++) {
-        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
-        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
-    }
-}
-
-// Copies the rows that the list of query head h names side by side, keys and then values, for a
-// list that many steps will read.
-void view_near(Session *s, int l, int h) {
-    View *w = kv_view(s, l, h);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    if (!copies_views(s) || !w->n) return;
-    view_room(s, l, h, w->n, 1);
-    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
-    w->is_near = 1;
+    int w = min_int(T, W), H = s->c->H;
+    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->n_tok - w, w, H / s->c->G, score);
 }
 
 // ==================================================================================================== 4 THE DECODE LOOP
@@ -1905,6 +1847,16 @@ int pos_fits(const Session *s, int n, int extra) {
     return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
 }
 
+// A prefill's n tokens t go through the model: in one pass, or under --chunk N in passes of N tokens. At
+// the end of each a method that drops rows does so, as at a turn's end, so that no head ever holds more
+// than its budget and N rows -> the logits (V) of the last one.
+static const float *passes(Session *s, const Token *t, int n) {
+    const float *logits = NULL;
+    int most = s->chunk ? s->chunk : n;
+    for (int t0 = 0; t0 < n; t0 += most) logits = s->forward(s, t + t0, min_int(n - t0, most));
+    return logits;
+}
+
 // One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
@@ -1922,7 +1874,7 @@ const float *prefill(Session *s, const int *ids, int n) {
     view_all(s);
     EACH_HOOK(s, p, enter) n = p->m->enter(s, p->ms, t, n, cap);
 
-    const float *logits = s->forward(s, t, n);
+    const float *logits = passes(s, t, n);
     free(t);
     s->coming = NULL;
     s->turn++;
@@ -2031,6 +1983,16 @@ static int parts_parse(Session *s, const char *spec) {
     return 0;
 }
 
+// Refuses --chunk for a part that looks at a turn as a whole: at its tokens before the pass, or at all its
+// queries at once. 0, or -1 with the reason in s->err.
+static int parts_by_chunks(Session *s) {
+    for (int i = 0; s->chunk && i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->enter || m->attend) return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+    }
+    return 0;
+}
+
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
@@ -2116,12 +2078,12 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = batch_rows(o, opt_str(o, "device"));
-    s->huge_pages = opt_choice(o, "huge-pages", "rows|all|off") < 2;
+    s->chunk = opt_int(o, "chunk");
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+    if (parts_parse(s, method) || parts_by_chunks(s) || parts_open(s) || on_device(s)) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -2159,62 +2121,31 @@ void session_close(Session *s) {
     free(s);
 }
 
-// Exchanges the states of the parts with those in `other`. A state keeps its place in memory.
-static void states_swap(Session *s, char **other) {
-    for (int i = 0; i < s->n_part; i++) {
-        char *own = s->part[i].ms;
-        for (size_t k = 0; k < s->part[i].m->state; k++) {
-            char byte = own[k];
-            own[k] = other[i][k];
-            other[i][k] = byte;
-        }
-    }
-}
-
-// Gives a session what open hooks have set in another one.
-static void opened_copy(Session *to, const Session *from) {
-    to->budget = from->budget;
-    to->ratio = from->ratio;
-    to->queries = from->queries;
-    to->rule = from->rule;
-    to->fk = from->fk;
-    to->fv = from->fv;
-    to->alt = from->alt;
-    to->packing = from->packing;
-    to->made_for = from->made_for;
-    to->pos_end = from->pos_end;
-    to->pos_extra = from->pos_extra;
-}
-
 // Forgets the dialogue: opens every part anew, closes what it was, and drops every row. 0, or -1 with
 // the reason in s->err when a part does not open, as one whose file has gone away; then the session
-// is as it was. So the new states are opened before the old ones are closed.
+// is as it was. So the new states are opened, in a copy of the session, before the old ones are closed.
 int session_try_reset(Session *s) {
-    char *state[MAX_PARTS];
-    const Session was = *s;
-    for (int i = 0; i < s->n_part; i++) state[i] = xcalloc(1, s->part[i].m->state + 1);
-    states_swap(s, state);                              // the old ones wait in `state`
-    budget_options(s);
-    s->alt = NULL;
-    s->packing = NULL;
-    s->made_for = NULL;
-    s->pos_end = s->pos_extra = 0;
-    int bad = parts_begin(s);
-    const Session opened = *s;
+    Session fresh = *s;
+    fresh.alt = NULL;
+    fresh.packing = NULL;
+    fresh.made_for = NULL;
+    fresh.pos_end = fresh.pos_extra = 0;
+    budget_options(&fresh);
+    for (int i = 0; i < s->n_part; i++) fresh.part[i].ms = xcalloc(1, s->part[i].m->state + 1);
+    int bad = parts_begin(&fresh);
 
     // What goes is closed: the old states, or the new ones when a part did not open.
-    if (!bad) {
-        states_swap(s, state);
-        opened_copy(s, &was);
+    Session *gone = bad ? &fresh : s;
+    for (int i = 0; i < gone->n_part; i++) {
+        Part *p = &gone->part[i];
+        if (p->m->close) p->m->close(gone, p->ms);
+        free(p->ms);
     }
-    EACH_HOOK(s, p, close) p->m->close(s, p->ms);
-    for (int i = 0; i < s->c->L * s->c->G && !bad; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s) && !bad) device_reset(s);
-    states_swap(s, state);
-    opened_copy(s, bad ? &was : &opened);
-    for (int i = 0; i < s->n_part; i++) free(state[i]);
-    if (bad) return -1;
+    if (bad) return refuse(s, "%s", fresh.err);
 
+    *s = fresh;
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_reset(s);
     view_all(s);
     s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
     s->n_sys = s->n_foot = s->n_head = 0;
@@ -2713,7 +2644,8 @@ const Method adakv_method = {
 //   cap of layer l = hi - l (hi - lo) / (L - 1)
 // **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
-// layer; a KV head keeps one set.
+// layer; a KV head keeps one set. Budgets are those of the authors' program; kvpress's pyramidkv_press.py
+// counts the window into them, so its rows are others.
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
 // --gqa-agg (mean).
 
@@ -3263,8 +3195,6 @@ static void bit_fill(uint64_t *b, int lo, int hi) {
     }
 }
 
-typedef struct { int lo, hi; } LineRange;       // the numbers lo..hi-1
-
 enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
 
 typedef struct {                // what a choice of lines looks at: sampled rows of one query head
@@ -3283,22 +3213,6 @@ static int bit_list(const uint64_t *b, int n, int *list) {
             if (list) list[count] = w * 64 + __builtin_ctzll(u);
             count++;
         }
-    }
-    return count;
-}
-
-// run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
-static int bit_runs(const uint64_t *b, int n, LineRange *run) {
-    int count = 0, i = 0;
-    while (i < n) {
-        if (!b[i >> 6]) {                               // no bit up to the end of this word
-            i = (i | 63) + 1;
-            continue;
-        }
-        int end = i;
-        while (end < n && bit_get(b, end)) end++;
-        if (end > i) run[count++] = (LineRange){ i, end };
-        i = end + 1;
     }
     return count;
 }
@@ -3341,8 +3255,8 @@ enum { LINE_ROWS = 16 };
 
 typedef struct {                // the lines of one query head, as its blocks use them
     const Lines *line;
-    LineRange *run;             // (n_run) runs of S, ascending
-    int n_run;
+    int *slash;                 // (n_slash) offsets of S, ascending
+    int n_slash;
     int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
     float *skip_v;              // (n) exact only; 0 where column c is a vertical, else -INFINITY
     float *skip_s;              // (n) exact only; skip_s[n-1-o]: the same of offset o
@@ -3363,11 +3277,13 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     LinePlan p = { .line = a, .rows = LINE_BLOCK };
     size_t n = a->n;
     if (a->dense) return p;
-    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
-    p.n_run = bit_runs(a->s, a->n, p.run);
+    p.slash = scratch(s, n * sizeof(int));
+    p.n_slash = bit_list(a->s, a->n, p.slash);
     if (a->tile64) return p;
 
-    if (bit_list(a->s, a->n, NULL) < LINE_BLOCK * p.n_run) p.rows = LINE_ROWS;
+    int runs = 0;                                       // of neighbouring slashes
+    for (int i = 0; i < p.n_slash; i++) runs += !i || p.slash[i] > p.slash[i - 1] + 1;
+    if (p.n_slash < LINE_BLOCK * runs) p.rows = LINE_ROWS;
     p.skip_v = scratch(s, n * sizeof(float));
     p.skip_s = scratch(s, n * sizeof(float));
     for (int x = 0; x < a->n; x++) {
@@ -3377,8 +3293,8 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     return p;
 }
 
-// The columns that the block needs, ascending, into b->cols; returns their number. At the offsets
-// lo..hi-1 of a run, the rows r0..E-1 see the columns from r0-hi+1 to E-lo-1.
+// The columns that the block needs, ascending, into b->cols; returns their number. At the offset o
+// the rows r0..E-1 see the columns r0-o..E-o-1.
 static int block_columns(RowBlock *b, const LinePlan *p) {
     int E = b->r0 + b->m;
     if (p->line->dense) {
@@ -3386,8 +3302,8 @@ static int block_columns(RowBlock *b, const LinePlan *p) {
         return E;
     }
     memcpy(b->need, p->line->v, bit_bytes(E));
-    for (int j = 0; j < p->n_run && p->run[j].lo < E; j++)
-        bit_fill(b->need, max_int(b->r0 - p->run[j].hi + 1, 0), E - p->run[j].lo);
+    for (int i = 0; i < p->n_slash && p->slash[i] < E; i++)
+        bit_fill(b->need, max_int(b->r0 - p->slash[i], 0), E - p->slash[i]);
     int n = bit_list(b->need, E, b->cols);
     while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
     return n;
@@ -3591,7 +3507,7 @@ typedef struct {
     int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
 } LineShape;
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int a_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
     if (lines_open(s, "a-shape")) return -1;
@@ -3642,7 +3558,7 @@ const Method a_shape_method = {
 //   M(r) = { 0 .. r } for the last --tri-shape-last rows r of the turn
 // Options: --tri-shape-init (128), --tri-shape-local (3968), --tri-shape-last (100).
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
     if (lines_open(s, "tri-shape")) return -1;
@@ -3687,24 +3603,18 @@ const Method tri_shape_method = {
 // Options: --minference-verticals (512), --minference-slashes (2048).
 
 enum { MINF_LAST = 64 };        // rows looked at
-enum { MINF_V = 30 };           // columns that come first, whatever their weight
-enum { MINF_S = 100 };          // offsets that do
+static const int minference_least[] = { 30, 100 };      // columns and offsets that come first
 
 typedef struct {
     int n[2];                   // columns and offsets of a head
 } Minference;
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Method.open.
 static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
     if (lines_open(s, "minference")) return -1;
     if (opt_least(s, "minference-verticals", 30, &x->n[0])) return -1;
     return opt_least(s, "minference-slashes", 50, &x->n[1]);
-}
-
-// How many lines of a kind come first, whatever their weight.
-static int minference_least(int slash) {
-    return slash ? MINF_S : MINF_V;
 }
 
 // Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
@@ -3715,7 +3625,7 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         memset(sum, 0, (size_t)a->n * sizeof(float));
         for (int i = 0; i < m; i++)
             for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
-        for (int j = 0; j < a->n && j < minference_least(slash); j++) sum[j] = INFINITY;
+        for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
         int k = top_k(sum, a->n, x->n[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
@@ -3737,7 +3647,7 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
                 n[i] = a[i].n;
                 k[i] = x->n[slash];
             }
-            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least(slash));
+            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
             for (int i = 0; i < heads; i++) {
                 uint64_t *bits = slash ? a[i].s : a[i].v;
@@ -4131,8 +4041,14 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, lines 9 to 17 -> select_faithful
-//   Algorithm 3, lines 3, 6 -> loop_due
+//   Algorithm 2, line 9 -> select_faithful
+//   Algorithm 2, line 10 -> select_faithful
+//   Algorithm 2, line 11 -> select_faithful
+//   Algorithm 2, line 12 -> select_faithful
+//   Algorithm 2, lines 13-14 -> select_faithful
+//   Algorithm 2, lines 16-17 -> select_faithful
+//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
@@ -4151,7 +4067,6 @@ typedef struct {                // working memory of one thread; a head holds at
     double *g;                  // (2N) residuals of the lines on the selecting samples
     float *top;                 // (2N) variant a: w^max, the largest cell of every line
     LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
-    LineRange *run;             // (N) runs of lines, for who draws them
     int *R;                     // (m) sampled rows
 } LoopRoom;
 
@@ -4459,7 +4374,6 @@ static LoopRoom *loop_rooms(Session *s, int m, int N) {
         w[i].g = scratch(s, 2 * n * sizeof(double));
         w[i].top = scratch(s, 2 * n * sizeof(float));
         w[i].item = scratch(s, 2 * n * sizeof(LineItem));
-        w[i].run = scratch(s, n * sizeof(LineRange));
         w[i].R = scratch(s, m * sizeof(int));
     }
     return w;
@@ -4719,8 +4633,11 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
     x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < G && layer_acts(s, l); g++)
-            view_room(s, l, g * R, x->budget < kv_head(s, l, g)->len ? x->budget : 0, 1);
+        for (int g = 0; g < G && layer_acts(s, l); g++) {
+            int n = x->budget < kv_head(s, l, g)->len ? x->budget : 0;
+            view_room(s, l, g * R, n);                  // the first head's copy serves the group
+            for (int r = 1; r < R; r++) view_list_room(kv_view(s, l, g * R + r), n);
+        }
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
@@ -5130,7 +5047,7 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
                            int n_reg, size_t total, const int *keep) {
     int D = s->c->D;
     char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
-    char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
+    char *to = total ? rows_realloc(NULL, 0, total) : NULL;
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
     if (to) memset(to, 0, total);
@@ -5138,14 +5055,19 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
         for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
             int from = keep ? keep[r] : r;
-            if (from < h->packed) {
-                old = region_of(old, from);
-                size_t old_bytes = pats_row_bytes(x->rows64, D, old->w);
-                pats_load_region(x->rows64, 0, old, pats_row(held, old, from, old_bytes), 1, D, row);
-            } else {
+            unsigned char *place = pats_row(to, &reg[i], r, bytes);
+            if (from >= h->packed) {
                 memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
+            } else {
+                old = region_of(old, from);
+                const unsigned char *p = pats_row(held, old, from, pats_row_bytes(x->rows64, D, old->w));
+                if (old->w == reg[i].w) {                // nothing is cut
+                    memcpy(place, p, bytes);
+                    continue;
+                }
+                pats_load_region(x->rows64, 0, old, p, 1, D, row);
             }
-            pats_write_row(pats_row(to, &reg[i], r, bytes), row, D, reg[i].w, x->rows64);   // Sec. 3, w
+            pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
         }
     }
     return to;
@@ -5251,13 +5173,6 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
         #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
         for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, i, g));
     }
-}
-
-// Method.spans: the prefill's attention is the model's own.
-static int pats_spans(const Session *s, const void *ms) {
-    (void)s;
-    (void)ms;
-    return 1;
 }
 
 // Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
@@ -5407,7 +5322,6 @@ const Method pats_method = {
     .open    = pats_open,
     .close   = pats_close,
     .commit  = pats_commit,
-    .spans   = pats_spans,
     .bytes   = pats_bytes,
     .forget  = pats_forget,
     .trace   = pats_trace,
@@ -7386,7 +7300,7 @@ const Method headkv_method = {
 
 // ---- --trace FILE: what every pass computes, as a safetensors file (D84)
 int trace_wants(const Session *s, int l) {
-    return s->trace->on && (l == s->c->L || s->trace->layer[l]);
+    return l == s->c->L || s->trace->layer[l];
 }
 
 // x (dim[0], ..), `dims` numbers, by the name passPPPP. and what fmt makes.
@@ -7434,10 +7348,7 @@ static const float *trace_here(Session *s, const float *x, int heads) {
 static void trace_tokens(Session *s) {
     struct Trace *x = s->trace;
     int T = s->n_tok - s->base, step = s->decoding ? s->step : -1;
-    int found = !x->step || step < 0 || numbers_have(x->step, (int)arrlen(x->step), step);
     x->pass++;
-    x->on = found;
-    if (!found) return;
     size_t mark = scratch_mark(s);
     int *n = scratch(s, (size_t)T * sizeof(int));
     trace_i32(s, &s->base, 1, 0, "base");
@@ -7613,6 +7524,11 @@ static int rows_kept(const Session *s, int ctx, int evicts) {
     return s->budget ? min_int(s->budget, ctx) : ctx;
 }
 
+// The most rows a KV head holds at once, while a layer is computed.
+static int rows_at_once(const Session *s, int ctx, int evicts) {
+    return evicts && s->chunk ? min_int(rows_kept(s, ctx, 1) + s->chunk, ctx) : ctx;
+}
+
 // Bytes that a part's index, bounds or adapter take when ctx tokens are held.
 static size_t part_bytes(const Session *s, const Part *p, int ctx) {
     if (p->m->plan) return p->m->plan(s, p->ms, ctx);
@@ -7650,16 +7566,17 @@ static int wide_inputs(const Session *s) {
     return wide;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. scored 1: scores of every row may be
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of every row may be
 // needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
 // same but those that plan_room_cuda adds.
-static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
+static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, int sparse) {
     const Config *c = s->c;
-    size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t f = sizeof(float), T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t N = rows_at_once(s, p->ctx, evicts);     // rows that a pass may read
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
-    size_t scores = H * T * f;
+    size_t scores = H * N * f;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
     // block does not have fewer pairs of tiles.
@@ -7680,13 +7597,13 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores",
-                   halves || f32 ? 0 : min_size(4 * G * T * D, max_size((size_t)512 << 20, 4 * T * D)));
+                   halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room_cuda(p, "the best of the logits",
                    sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
-    plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
-    plan_room_cuda(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
+    plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
+    plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
@@ -7702,7 +7619,8 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
     int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
-    size_t held = round_to_step(raw), all = round_to_step(p->ctx), others = heads - c->G;
+    size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx, evicts));
+    size_t others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
     p->kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
     p->kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one",
@@ -7737,9 +7655,7 @@ MemoryPlan memory_plan(const Session *s) {
         sparse |= m->attend && m->role & ROLE_PREFILL;
         p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
     }
-    plan_pass(&p, s, turn_hooks(s), sparse);
+    plan_pass(&p, s, evicts, turn_hooks(s), sparse);
     plan_host(&p, s, evicts);
     return p;
 }
-
-// ---- --plan: the same, printed

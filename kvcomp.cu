@@ -4118,7 +4118,7 @@ static Plan plan_decode(Session *s, int l) {
     Plan p = plan_new(s, H, decode_rows(s));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     for (int h = 0, m; h < H; h += m) {
-        const View v = view_of(s, l, h);
+        const View v = *kv_view(s, l, h);
         m = 1;
         while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
@@ -6399,7 +6399,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
 // On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
-// (select_faithful), when a selection is due, views, statistics, and the answers that are prefilled
+// (select_faithful), when a selection is due, views, and the answers that are prefilled
 // again (Definition 1).
 //
 // Bits: scores of the ring agree with the CPU's to rounding, as window scores do; what is made of
@@ -6805,7 +6805,7 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
         int B = 8 * PATS_BLOCK / g->w;                           // Sec. 3, B: elements of a block
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
-    const uint32_t *p = words + g->base / 4 + bit / 32;
+    const uint32_t *p = words + g->base / 4 + bit / 32;          // Sec. 3, fetch
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
     return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }
@@ -6834,7 +6834,7 @@ struct Repack {                 // argument of repack_kernel
     HeadRef now;                // what is stored now
     const Packed *next;         // the new table, whose k and v are written
     const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
-    size_t words;               // words of K, and of V
+    unsigned words;             // words of K, and of V
     int D;
 };
 
@@ -6927,7 +6927,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         if (keep) upload(rows, keep, (size_t)n * sizeof(int));
         Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, mid, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
-        Repack a = { now, pack_table(s, r, &head, reg), rows, (bytes + 3) / 4, s->c->D };
+        Repack a = { now, pack_table(s, r, &head, reg), rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
         pack_swap(r);

@@ -68,8 +68,6 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
-    // it reads by the list (idx, near) of the query head so many before it, in its group; 0: its own
-    int  back;
     int  is_near;               // 1: near holds the listed rows side by side (view_near)
     char *near;                 // (room bytes) K, then V, as they are stored
     size_t room;
@@ -157,9 +155,6 @@ typedef struct Method {
     // pass: Session.queries of them, or all if there are fewer; NULL when no part wants any. Called
     // once more with l == L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
-    // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
-    // does not call it. NULL: never.
-    int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
     // it launched in the last step and commit will move no rows, so that the step can be replayed as it
     // was recorded; STEADY_ONCE when select launches more, in this step alone, and leaves no memory or
@@ -278,8 +273,8 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     // chat template that a method's own weights were trained with; NULL: none, or not said
     const char *made_for;
 
+    int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device
-    int huge_pages;             // 1: a head's rows lie on huge pages where they are many (--huge-pages)
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
     // > 0: of a decode step on a device only so many of the largest logits come to the host
@@ -333,17 +328,6 @@ static inline size_t room_bytes(size_t n) { return n + min_size(n / 4, (size_t)6
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
 
-// The view of query head h, with the list that it reads by: idx and near of another head, if back
-// says so.
-static inline View view_of(const Session *s, int l, int h) {
-    View w = *kv_view(s, l, h);
-    const View *owner = kv_view(s, l, h - w.back);
-    w.idx = owner->idx;
-    w.near = owner->near;
-    w.is_near = owner->is_near;
-    return w;
-}
-
 static inline int same_view(View a, View b) {
     if (a.n != b.n || a.tail != b.tail) return 0;
     return !a.n || !memcmp(a.idx, b.idx, (size_t)a.n * sizeof(int));
@@ -351,8 +335,7 @@ static inline int same_view(View a, View b) {
 
 // Does head h > 0 of layer l read what head h - 1 reads?
 static inline int same_as_before(const Session *s, int l, int h) {
-    int one_list = kv_view(s, l, h)->back == kv_view(s, l, h - 1)->back + 1;
-    return one_list || same_view(view_of(s, l, h - 1), view_of(s, l, h));
+    return same_view(*kv_view(s, l, h - 1), *kv_view(s, l, h));
 }
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)
@@ -518,7 +501,7 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
 // room for a list of n rows, and for view_near
-void view_room(Session *s, int l, int h, int n, int near);
+void view_room(Session *s, int l, int h, int n);
 
 // copy the listed rows side by side
 void view_near(Session *s, int l, int h);
@@ -633,9 +616,7 @@ struct Trace {
     void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
                 int dims);
     unsigned char *layer;       // (L) 1: it is written down
-    Numbers *step;              // decode steps that are (stb_ds); NULL: all
     int pass;                   // passes that have begun
-    int on;                     // 1: this pass is written down
 };
 
 // From now on the passes of this session are written down in x; NULL: not any more.

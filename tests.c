@@ -176,6 +176,48 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     tiny_free(m);
 }
 
+TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at most its budget and N rows; "
+              "methods that see whole turns refuse it") {
+    const char *method[] = { "streaming", "snapkv", "adakv", "h2o", "expected-attention", "tova", "full", "keydiff+pats" };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    int ids[75];
+    for (int j = 0; j < 75; j++) ids[j] = (j * 7 + 3) % 61;
+    for (int i = 0; i < 8; i++) {
+        const char *rows = i == 7 ? "f16" : "f32";
+        char text[2][80];
+        for (int k = 0; k < 2; k++)
+            snprintf(text[k], sizeof text[k], "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
+        Options *o[2] = { options_of(text[0]), options_of(text[1]) };
+        Session *s[2] = { session_open(m.c, m.w, o[0], method[i]), session_open(m.c, m.w, o[1], method[i]) };
+        const float *x = NULL;
+        for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
+        const float *y = prefill(s[1], ids, 75);
+        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
+        CHECK(s[1]->turn == 1 && s[1]->n_tok == 75, "%s: turn %d", method[i], s[1]->turn);
+        CHECK(s[0]->clk.peak == s[1]->clk.peak, "%s: %zu bytes at most, %zu by hand", method[i], s[1]->clk.peak,
+              s[0]->clk.peak);
+        for (int h = 0; h < m.c->L * m.c->G; h++) {
+            const KVHead *a = &s[0]->head[h], *b = &s[1]->head[h];
+            CHECK(a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof(int)), "%s: other rows", method[i]);
+        }
+        for (int k = 0; k < 2; k++) {
+            session_close(s[k]);
+            options_free(o[k]);
+        }
+    }
+
+    const char *whole[] = { "loopserve-p", "minference", "a-shape", "sonic" };
+    for (int i = 0; i < 4; i++) {
+        Options *o = options_of("chunk=20");
+        char err[512];
+        Session *s = session_try(m.c, m.w, o, whole[i], err);
+        CHECK(!s && strstr(err, "sees a whole turn at once"), "%s: %s", whole[i], s ? "taken" : err);
+        if (s) session_close(s);
+        options_free(o);
+    }
+    tiny_free(m);
+}
+
 TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, their keys are the "
                          "ones RoPE gives there, the next token follows") {
     Script p = { 2, { 50, 20 }, { 3, 0 }, 12 };
@@ -1547,15 +1589,12 @@ TEST(loopserve_index, "what a block reads holds every cell of its lines, nothing
         Lines a = {
             .n = n, .p0 = p0, .v = xcalloc(1, bit_bytes(n)), .s = xcalloc(1, bit_bytes(n))
         };
-        LineRange run[512];
+        int slash[512];
         for (int x = 0; x < n; x++) {
             if ((b.s[x] = !x || !rnd_int(1 + i % 40))) bit_set(a.s, x);
             if ((b.v[x] = !rnd_int(1 + i % 23))) bit_set(a.v, x);
         }
-        LinePlan p = { .line = &a, .run = run, .n_run = bit_runs(a.s, n, run) };
-        for (int x = 0; x < n; x++) k += b.s[x];
-        for (int j = 0; j < p.n_run; j++) k -= run[j].hi - run[j].lo;
-        CHECK(!k, "runs");
+        LinePlan p = { .line = &a, .slash = slash, .n_slash = bit_list(a.s, n, slash) };
         char cover[512];
         for (int s0 = p0; s0 < n; s0 += 64) {
             int E = s0 + 64 < n ? s0 + 64 : n, bad = 0, at = 0;
@@ -3030,32 +3069,29 @@ TEST(pats_compose, "PATS under every other method: heads of different lengths, v
     tiny_free(m);
 }
 
-TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does, unless --huge-pages=off") {
-    for (int off = 0; off < 2; off++) {
-        enum { N = 20000 };
-        char err[512];
-        Options *o = options_of_program();
-        options_set(o, "ctx-size", "0", err);
-        options_set(o, "huge-pages", off ? "off" : "rows", err);
-        Config *c = config_synthetic("L1,H1,G1,D128,C64,F64,V64");
-        Weights *w = weights_synthetic(c, 1);
-        Session *s = session_try(c, w, o, "pats", err);
-        CHECK(s, "%s", err);
-        int *ids = random_ids(N, c->V);
-        s->forward = fill_pass;
-        prefill(s, ids, N);
-        const KVHead *h = kv_head(s, 0, 0);
-        int begins = (uintptr_t)h->pk % (2 << 20) == 0 && (uintptr_t)h->pv % (2 << 20) == 0;
-        CHECK(h->pk_bytes > 2 << 20, "%zu packed bytes", h->pk_bytes);
+TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does") {
+    enum { N = 20000 };
+    char err[512];
+    Options *o = options_of_program();
+    options_set(o, "ctx-size", "0", err);
+    Config *c = config_synthetic("L1,H1,G1,D128,C64,F64,V64");
+    Weights *w = weights_synthetic(c, 1);
+    Session *s = session_try(c, w, o, "pats", err);
+    CHECK(s, "%s", err);
+    int *ids = random_ids(N, c->V);
+    s->forward = fill_pass;
+    prefill(s, ids, N);
+    const KVHead *h = kv_head(s, 0, 0);
+    int begins = (uintptr_t)h->pk % (2 << 20) == 0 && (uintptr_t)h->pv % (2 << 20) == 0;
+    CHECK(h->pk_bytes > 2 << 20, "%zu packed bytes", h->pk_bytes);
 #ifdef __linux__
-        CHECK(begins == !off, "off %d: keys at %p, values at %p", off, (void *)h->pk, (void *)h->pv);
+    CHECK(begins, "keys at %p, values at %p", (void *)h->pk, (void *)h->pv);
 #endif
-        (void)begins;
-        arrfree(ids);
-        session_close(s);
-        weights_close(w, c);
-        options_free(o);
-    }
+    (void)begins;
+    arrfree(ids);
+    session_close(s);
+    weights_close(w, c);
+    options_free(o);
 }
 
 TEST(pats_limits,
@@ -4546,10 +4582,9 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
     view_set(s, 0, 2, stale, 4, 29);
     view_group(s, 0, 0, one, 3, 27);
     for (int h = 0; h < 3; h++)
-        CHECK(reads(s, h, 6, group) && kv_view(s, 0, h)->back == h &&
-                  (!h || same_as_before(s, 0, h)),
+        CHECK(reads(s, h, 6, group) && (!h || same_as_before(s, 0, h)),
               "head %d", h);
-    CHECK(!kv_view(s, 0, 3)->back && !kv_view(s, 0, 3)->n, "the other group is untouched");
+    CHECK(!kv_view(s, 0, 3)->n, "the other group is untouched");
     view_set(s, 0, 0, two, 3, 29);
     CHECK(reads(s, 0, 4, alone) && reads(s, 1, 6, group) && reads(s, 2, 6, group) &&
               !same_as_before(s, 0, 1) && same_as_before(s, 0, 2),
@@ -4573,7 +4608,7 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
         CHECK(reads(s, i, 6, all) && kv_view(s, 0, i)->n == 3 && kv_view(s, 0, i)->tail == 3,
               "head %d after compaction", i);
     view_all(s);
-    CHECK(!kv_view(s, 0, 1)->back && reads(s, 2, 6, all), "every row again");
+    CHECK(reads(s, 2, 6, all), "every row again");
     session_close(s);
     options_free(o);
     tiny_free(m);
@@ -4604,10 +4639,7 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
         attn_decode(s, 0, a, q);
         size_t meta = kv_meta_bytes(s);
         for (int h = 0; h < 3; h += 2) view_near(s, 0, h);
-        CHECK(kv_view(s, 0, 0)->is_near && view_of(s, 0, 1).is_near &&
-                  view_of(s, 0, 1).near == view_of(s, 0, 0).near && kv_view(s, 0, 2)->is_near &&
-                  !view_of(s, 0, 3).is_near,
-              "near");
+        CHECK(kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near && !kv_view(s, 0, 3)->is_near, "near");
         CHECK(kv_meta_bytes(s) == meta + 2 * n * (s->fk->row_bytes(24) + s->fv->row_bytes(24)),
               "bytes");
         size_t k_bytes = s->fk->row_bytes(24);
@@ -4624,15 +4656,15 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
             CHECK(memcmp(a, b, 2 * 24 * 4), "the copy is not read");
         }
         kv_repos(s, 0, 0, 5, 7);
-        CHECK(!view_of(s, 0, 0).is_near && !view_of(s, 0, 1).is_near && view_of(s, 0, 2).is_near,
+        CHECK(!kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near,
               "after a key moved");
         view_set(s, 0, 2, list, n, N);
-        CHECK(!view_of(s, 0, 2).is_near, "after a new list");
+        CHECK(!kv_view(s, 0, 2)->is_near, "after a new list");
         attn_decode(s, 0, b, q);
         CHECK(!memcmp(a + 48, b + 48, 48 * 4), "read where they lie again");
         view_near(s, 0, 2);
         view_all(s);
-        CHECK(!view_of(s, 0, 2).is_near && kv_view(s, 0, 2)->room, "every row again");
+        CHECK(!kv_view(s, 0, 2)->is_near && kv_view(s, 0, 2)->room, "every row again");
         session_close(s);
         options_free(o);
         tiny_free(m);
@@ -4645,7 +4677,7 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
     prefill(s, ids, 40);
     view_group(s, 0, 0, list, 3, 30);
     view_near(s, 0, 0);
-    CHECK(!view_of(s, 0, 0).is_near && !near_bytes(s), "packed rows");
+    CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
     session_close(s);
     options_free(o);
     tiny_free(m);
@@ -7743,12 +7775,10 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         int idx[] = { 1, 4, 7 };
         for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
             view_group(s, 0, 0, idx, 3, 20);
-            CHECK(kv_view(s, 0, 1)->back == 1 && same_as_before(s, 0, 1) &&
-                      view_of(s, 0, 1).idx == kv_view(s, 0, 0)->idx,
-                  "one list for the group");
+            CHECK(same_as_before(s, 0, 1), "one list for the group");
             view_set(s, 0, 0, idx + 1, 1, 22);
-            CHECK(!same_as_before(s, 0, 1) && view_of(s, 0, 1).n == 3 &&
-                      view_of(s, 0, 1).idx[0] == 1 && view_of(s, 0, 1).tail == 20,
+            CHECK(!same_as_before(s, 0, 1) && kv_view(s, 0, 1)->n == 3 &&
+                      kv_view(s, 0, 1)->idx[0] == 1 && kv_view(s, 0, 1)->tail == 20,
                   "a view set alone leaves the next head's");
             view_set(s, 0, 0, idx, 3, 20);
             view_set(s, 0, 1, idx + 1, 1, 22);
@@ -8601,7 +8631,7 @@ static int views_differ(const Session *a, Session *b) {
     views_fetch_cuda(b);
     for (int i = 0; i < a->c->L * a->c->H; i++)
         bad +=
-            !same_view(view_of(a, i / a->c->H, i % a->c->H), view_of(b, i / a->c->H, i % a->c->H));
+            !same_view(*kv_view(a, i / a->c->H, i % a->c->H), *kv_view(b, i / a->c->H, i % a->c->H));
     for (int i = 0; i < a->c->L * a->c->G; i++) {
         const KVHead *x = &a->head[i], *y = &b->head[i];
         bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) ||
@@ -8841,7 +8871,7 @@ static void lychee_pass(Pair *p, int n, const char *text) {
         lychee_select(p->d, b, l, dq);
         views_fetch_cuda(p->d);
         for (int h = 0; h < c->H; h++)
-            CHECK(same_view(view_of(p->c, l, h), view_of(p->d, l, h)),
+            CHECK(same_view(*kv_view(p->c, l, h), *kv_view(p->d, l, h)),
                   "%s: layer %d, head %d reads other rows after %d tokens", text, l, h,
                   p->c->n_tok);
     }
@@ -8929,7 +8959,7 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
                 quest_select(p.d, b, l, dq);
                 views_fetch_cuda(p.d);
                 for (int h = 0; h < c->H; h++)
-                    CHECK(same_view(view_of(p.c, l, h), view_of(p.d, l, h)) &&
+                    CHECK(same_view(*kv_view(p.c, l, h), *kv_view(p.d, l, h)) &&
                               kv_view(p.d, l, h)->tail > 60,
                           "%s: layer %d, head %d, pass %d", all, l, h, pass);
                 for (int g = l * 3; g < l * 3 + 3; g++)
@@ -9154,8 +9184,7 @@ TEST(cuda_steady,
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
-    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 56, 9,
-                  0);
+    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 56, 9, 0);
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
@@ -10128,7 +10157,7 @@ static void seek_agrees(Pair *p, double scale, const char *text) {
     p->d->part[0].m->select(p->d, p->d->part[0].ms, 0, dq);
     views_fetch_cuda(p->d);
     for (int h = 0; h < c->H; h++) {
-        View a = view_of(p->c, 0, h), b = view_of(p->d, 0, h);
+        View a = *kv_view(p->c, 0, h), b = *kv_view(p->d, 0, h);
         CHECK(a.tail > 0 && a.n > 0, "%s: nothing was selected, so this shows nothing", text);
         CHECK(same_view(a, b), "%s, query times %g: head %d reads %d rows before %d, on the CPU %d before %d",
               text, scale, h, b.n, b.tail, a.n, a.tail);

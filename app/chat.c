@@ -5,23 +5,14 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
 #include <sys/stat.h>
-#include <termios.h>
 #include <time.h>
 #include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ==================================================================================================== GENERATION AND RECORDS
 // An App is what the command line opened: a model, a tokenizer, a template, one session, and the
@@ -61,14 +52,16 @@ static int id_among(const Token *tok, int n, int id) {
     return 0;
 }
 
-// --repeat-penalty: every id among the last --repeat-last-n tokens has its logit in x (V) divided
+enum { PENALISED = 64 };        // last tokens that --repeat-penalty looks at
+
+// --repeat-penalty: every id among the last of them has its logit in x (V) divided
 // by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
 // method's own tokens (id < 0) have no logit.
 static void penalise(const App *a, float *x) {
     double penalty = opt_real(a->o, "repeat-penalty");
-    int last = opt_int(a->o, "repeat-last-n"), n = a->s->n_tok;
+    int n = a->s->n_tok;
     if (penalty == 1) return;
-    int from = max_int(n - last, 0);
+    int from = max_int(n - PENALISED, 0);
     const Token *recent = a->s->tok + from;
     for (int i = 0; i < n - from; i++) {
         int id = recent[i].id;
@@ -439,7 +432,7 @@ void feed_decode(App *a, int id) {
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
 // same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
 // session is as it was.
-int replay(App *a, int turns) {
+static int replay(App *a, int turns) {
     if (session_try_reset(a->s)) return -1;
     a->stale = 0;
     for (int i = 0; i < turns; i++) {
@@ -496,14 +489,23 @@ int ctx_limit(const App *a) {
 }
 
 // The rows of the longest head of any layer.
-int rows_held(const App *a) {
+static int rows_held(const App *a) {
     int n = 0;
     for (int l = 0; l < a->c->L; l++) n = max_int(n, kv_longest(a->s, l));
     return n;
 }
 
+// The rows that are needed at once for n tokens more. Under --chunk a method that drops rows needs room
+// for one chunk beside its budget.
+static int rows_coming(const App *a, int n) {
+    int chunk = a->s->chunk, evicts = 0;
+    for (int i = 0; i < a->s->n_part; i++) evicts |= a->s->part[i].m->evicts;
+    if (!chunk || !evicts || a->s->ratio >= 0) return n;
+    return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
+}
+
 // Does every head have room for n more rows?
-int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
+static int rows_fit(const App *a, int n) { return rows_held(a) + rows_coming(a, n) <= ctx_limit(a); }
 
 // The same, when a method that drops rows may do so now.
 int make_room(const App *a, int n) {
@@ -630,7 +632,7 @@ static int saves_reads_only(const Session *s) {
 }
 
 // What the method is for: "reads" (or prefill work), "memory", or "nothing".
-const char *what_is_saved(const Session *s) {
+static const char *what_is_saved(const Session *s) {
     if (saves_reads_only(s)) return "reads";
     if (s->n_part == 1 && !s->part[0].m->role) return "nothing";       // full
     return "memory";
@@ -705,7 +707,7 @@ void json_views(const Session *s, FILE *f) {
     for (int l = 0; l < s->c->L; l++) {
         fputs(l ? ",[" : "[", f);
         for (int h = 0; h < s->c->H; h++) {
-            const View w = view_of(s, l, h);
+            const View w = *kv_view(s, l, h);
             fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : "", w.tail);
             for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
             fputs("]}", f);
@@ -840,8 +842,8 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
             rows, saves_reads_only(s) ? " | saves reads, not memory" : "", in_color(stderr, COLOR_OFF));
 }
 
-// /stats and --stats: three lines of the session, then what each part of the method says of itself.
-void print_stats(const App *a, FILE *f) {
+// /stats: three lines of the session.
+static void print_stats(const App *a, FILE *f) {
     const Session *s = a->s;
     const Clock *k = &s->clk;
     char held[32], full[32], meta[32], peak[32], read[32];
@@ -990,7 +992,6 @@ int run_ids(App *a) {
     }
     dump_close(&dump, f, path);
     if (opt_int(a->o, "json")) print_json(a, stdout);
-    if (opt_int(a->o, "stats")) print_stats(a, stderr);
     return 0;
 }
 
@@ -1053,7 +1054,7 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
-        "budget", "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "budget", "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
     Options *plain = options_like(a->o);
@@ -1443,10 +1444,9 @@ static void trace_meta(const App *a, SafeWriter *w) {
 }
 
 // Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
-// exit 2 when the layers or steps are wrong.
+// exit 2 when the layers are wrong.
 void trace_open(App *a) {
     const char *path = opt_str(a->o, "trace"), *layers = opt_str(a->o, "trace-layers");
-    const char *steps = opt_str(a->o, "trace-steps");
     if (!*path) return;
     struct Trace *x = a->trace = xcalloc(1, sizeof *x);
     x->layer = xmalloc((size_t)a->c->L);
@@ -1454,7 +1454,6 @@ void trace_open(App *a) {
     int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
     for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
     arrfree(list);
-    x->step = *steps ? number_parts("trace-steps", steps, 0, 1 << 30) : NULL;
     safe_write_begin(&x->out, path, "--trace");
     trace_meta(a, &x->out);
     trace_session(a->s, x);
@@ -1468,7 +1467,6 @@ void trace_close(App *a, int keep) {
     a->trace = NULL;
     if (keep) safe_write_end(&x->out);
     else safe_write_drop(&x->out);
-    arrfree(x->step);
     free(x->layer);
     free(x);
 }
@@ -1705,7 +1703,6 @@ void open_config(App *a) {
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
-    a->c->huge_pages = opt_choice(a->o, "huge-pages", "rows|all|off") == 1;
     if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
         die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
@@ -1889,6 +1886,14 @@ void open_tokenizer(App *a, int needed) {
     lychee_text(a->tok);
     if (!opt_int(a->o, "raw")) open_template(a, path, needed);
     if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
+}
+
+// Warns when the method brought weights of its own that were trained with another chat template.
+static void template_differs(const App *a) {
+    const char *made = a->s->made_for;
+    if (!made || !a->tp || quiet || template_like(a->tp, made) == 1) return;
+    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
+         a->method, made, a->tp->name);
 }
 
 // Opens the session of --method and seeds the sampler.
@@ -2111,14 +2116,6 @@ static void chat_regen(App *a, FILE *out) {
     chat_reply(a, out);
     a->logged = -1;
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
-}
-
-// Warns when the method brought weights of its own that were trained with another chat template.
-void template_differs(const App *a) {
-    const char *made = a->s->made_for;
-    if (!made || !a->tp || quiet || template_like(a->tp, made) == 1) return;
-    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
-         a->method, made, a->tp->name);
 }
 
 // Says on stderr what a switch has done, unless --quiet.
@@ -2800,7 +2797,6 @@ static void chat_loop(App *a) {
             session_keep(a);
         } else if (text[0]) {
             chat_turn(a, text, stdout);
-            done = opt_int(a->o, "single-turn");
         }
     }
     arrfree(text);
@@ -2826,9 +2822,8 @@ int chat(App *a) {
     messages_end();
     chat_busy = 0;
     session_end(a);
-    int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
-    int bad = (json || stats) && session_ready(a);
-    if (json && !bad) print_json(a, stdout);
-    if (stats && !bad) print_stats(a, stderr);
-    return bad ? EXIT_RUN : 0;
+    if (!opt_int(a->o, "json")) return 0;
+    if (session_ready(a)) return EXIT_RUN;
+    print_json(a, stdout);
+    return 0;
 }

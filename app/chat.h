@@ -109,11 +109,6 @@ void feed_prefill(App *a, const Turn *t);
 // One decode step; its logits stay in the App, or the best of them in the session.
 void feed_decode(App *a, int id);
 
-// Feeds the first turns of the record once more, from an empty cache. The same method gives the
-// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
-// session is as it was.
-int replay(App *a, int turns);
-
 // Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a);
@@ -125,12 +120,6 @@ int record_fits(const Session *s, const Turn *turns, char err[512]);
 // ---- generating a reply
 // The most rows a head may hold: -c, or with -c 0 the model's own limit.
 int ctx_limit(const App *a);
-
-// The rows of the longest head of any layer.
-int rows_held(const App *a);
-
-// Does every head have room for n more rows?
-int rows_fit(const App *a, int n);
 
 // The same, when a method that drops rows may do so now.
 int make_room(const App *a, int n);
@@ -158,9 +147,6 @@ double rate(long n, double seconds);
 // Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
 // the first.
 double bytes_a_step(const Session *s);
-
-// What the method is for: "reads" (or prefill work), "memory", or "nothing".
-const char *what_is_saved(const Session *s);
 
 // n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
 void human_bytes(double n, char out[32]);
@@ -206,9 +192,6 @@ int tokens_said(const Session *s);
 // a head", and why none of those is gone that a method drops.
 void rows_in_words(const Session *s, char out[96]);
 
-// /stats and --stats: three lines of the session, then what each part of the method says of itself.
-void print_stats(const App *a, FILE *f);
-
 // ---- --ids FILE
 // Is there nothing but white space in [p,end)?
 int is_blank(const char *p, const char *end);
@@ -219,7 +202,7 @@ int run_ids(App *a);
 
 // ---- --trace FILE
 // Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
-// exit 2 when the layers or steps are wrong.
+// exit 2 when the layers are wrong.
 void trace_open(App *a);
 
 // Ends it, if there is one. keep 0: the run has failed, and its trace goes.
@@ -255,9 +238,6 @@ int message_known(const App *a, const Turn *t);
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
 int chat_turn(App *a, const char *text, FILE *out);
-
-// Warns when the method brought weights of its own that were trained with another chat template.
-void template_differs(const App *a);
 
 // Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
 // dialogue stays.

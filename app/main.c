@@ -1,42 +1,13 @@
 // app/main.c - the command line.
 #define _GNU_SOURCE
 #include "main.h"
-#include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
-#include <float.h>
 #include <limits.h>
-#include <math.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdlib.h>
-#include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
-#include <sys/stat.h>
-#include <termios.h>
-#include <time.h>
-#include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ---- --plan: every allocation of a run, printed
-// The bytes that a text like 141G, 80000M or 1e9 means; 0: it means none.
-static double bytes_of_text(const char *text) {
-    static const char units[] = "kMGT";
-    char *end;
-    double n = strtod(text, &end), unit = 1;
-    const char *at = *end ? strchr(units, *end) : NULL;
-    for (const char *u = units; at && u <= at; u++) unit *= 1000;
-    if (end == text || !(n > 0) || (*end && (!at || end[1]))) return 0;
-    return n * unit;
-}
-
-// The lines of one memory and their sum -> the sum. extra: bytes that the runtime itself takes.
-static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+// The lines of one memory and their sum. extra: bytes that the runtime itself takes.
+static void plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
     size_t sum = extra;
     fprintf(f, "%s\n", host ? "host" : "device");
     for (int i = 0; i < p->n_line; i++) {
@@ -46,7 +17,6 @@ static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE 
     }
     if (extra) fprintf(f, "  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
     fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
-    return sum;
 }
 
 // The lines become those of a run on the CPU.
@@ -58,22 +28,16 @@ static void plan_for_cpu(MemoryPlan *p) {
     plan_line(p, "rooms of a pass", p->pass_cpu, 1);
 }
 
-// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on
-// the CPU, in sums), and whether those on the device fit into `memory` bytes (0: not asked). Returns the exit code.
-static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
+// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on the
+// CPU, in sums).
+static void plan_print(const Session *s, const char *method, FILE *f) {
     MemoryPlan p = memory_plan(s);
     int cpu = s->c->as_q8;
     fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d %s: at most\n", p.ctx,
             s->batch, method, s->fk->name, s->fv->name, cpu ? "cpu" : "cuda");
     if (cpu) plan_for_cpu(&p);
-    double need = cpu ? 0 : (double)plan_print_part(&p, 0, DEVICE_OWN, f);
-    double host = (double)plan_print_part(&p, 1, 0, f);
-    if (cpu) need = host;
-    if (!memory) return EXIT_OK;
-    double left = memory - need;
-    fprintf(f, "%s into %.3f GB: %.3f GB are %s\n", left >= 0 ? "fits" : "does not fit", memory * 1e-9,
-            fabs(left) * 1e-9, left >= 0 ? "left" : "missing");
-    return left >= 0 ? EXIT_OK : EXIT_MEMORY;
+    else plan_print_part(&p, 0, DEVICE_OWN, f);
+    plan_print_part(&p, 1, 0, f);
 }
 
 // ==================================================================================================== COMMAND LINE
@@ -127,33 +91,64 @@ static void help_value(const Opt *o, char out[96]) {
     else snprintf(out, 96, "%s", text);
 }
 
-// One line of help: flag, name, value, what it is for, and the default where there is one.
-static void help_option(const Opt *o) {
-    char value[96], left[128];
-    const char *flag = short_of(o->name);
+enum { HELP_COLUMNS = 100 };
+
+// An entry of help: flag, name, value, what it is for, and the default where there is one. brief 1: of what it is
+// for only what stands before the first "; " or " (".
+static void help_option(const Opt *o, int brief) {
+    char value[96], left[128], text[640];
+    const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
+    int n = (int)strlen(o->help), wide = brief ? 25 : 32;
+    if (brief && end) n = min_int(n, (int)(end - o->help));
+    if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
     help_value(o, value);
     snprintf(left, sizeof left, "%s%s--%s%s", flag ? flag : "", flag ? " " : "", o->name, value);
-    printf("  %-38s %s", left, o->help);
-    if (o->kind != 'b' && o->kind != 'c' && *o->def) printf(" [%s]", o->def);
-    printf("\n");
+    int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
+    snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");
+    printf("  %-*s ", wide, left);
+    if ((int)strlen(left) > wide) printf("\n%*s", wide + 3, "");
+    print_wrapped(stdout, text, wide + 3, HELP_COLUMNS);
 }
 
-// --help
+// The first lines.
+static void help_head(void) {
+    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\nusage: kvcomp [options] [DIR]\n",
+           KVCOMP_VERSION);
+}
+
+// --help: one screen.
 static void help(void) {
-    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\n", KVCOMP_VERSION);
-    printf("usage: kvcomp [options] [DIR]\n");
+    static const char *const often[] = {
+        "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo",
+        "temp", "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench", "batch",
+        "json", "list-methods",
+    };
+    help_head();
+    for (size_t i = 0; i < sizeof often / sizeof *often; i++)
+        help_option(opt_find_in(program_options, often[i]), 1);
+    printf("--help all has the other options, --help METHOD a method's.\n"
+           "  kvcomp                                           chat with the shipped model; /help there\n"
+           "  kvcomp -m DIR --method streaming --budget 512    a long chat in constant memory\n"
+           "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json  one reply, and its numbers\n"
+           "  kvcomp --eval needle --compare full,snapkv,lychee --budgets 64,128\n"
+           "  kvcomp --report page.html                        what each method keeps, as a page\n");
+}
+
+// --help all
+static void help_all(void) {
+    help_head();
     for (const Opt *o = program_options; o->name; o++) {
         for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
             if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
-        help_option(o);
+        help_option(o, 0);
     }
-    printf("  %-38s %s\n", "--calibrate OUT.json",
-           "measure the heads of the model and write dililazy's and headkv's scores to this file (--help dililazy)");
-    printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
-    printf("The template writes the whole dialogue at every turn; what is new is fed. Where it rewrites history, so is that.\n"
-           "Examples\n  kvcomp                                    chat with the shipped model\n"
-           "  kvcomp -m DIR --method=streaming --budget 512    a long chat in constant memory\n"
-           "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json\n");
+    printf("Methods (--help METHOD has the paper, what is kept, limits)\n");
+    EACH_METHOD(m)
+        for (const Opt *o = (*m)->opts; o && o->name; o++) {
+            const Method *const *first = methods;               // methods share options: the first one has it
+            while (!opt_find_in((*first)->opts, o->name)) first++;
+            if (first == m) help_option(o, 0);
+        }
 }
 
 // What a method saves, as a sentence.
@@ -165,8 +160,12 @@ static const char *help_saves(const Method *m) {
     return "Saves nothing: the reference.";
 }
 
-// --help METHOD
+// --help METHOD, --help all
 static void help_method(const char *name) {
+    if (!strcmp(name, "all")) {
+        help_all();
+        return;
+    }
     const Method *m = method_find(name, strlen(name));
     const char *near = m ? NULL : nearest_method(name, strlen(name));
     if (near) die(EXIT_USAGE, "--help: no method is called '%s' (did you mean %s? see --list-methods)", name, near);
@@ -178,7 +177,7 @@ static void help_method(const char *name) {
         printf("Uses --budget %d%s%s; or --ratio instead of --budget\n",
                m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
     if (m->opts) printf("Options (with their defaults)\n");
-    for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
+    for (const Opt *o = m->opts; o && o->name; o++) help_option(o, 0);
 }
 
 // Prints help if any argument asks for it, whatever the others are. 1: it did.
@@ -300,8 +299,8 @@ static void check_trace(const Options *o) {
         die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
     if (*opt_str(o, "trace") && *opt_str(o, "compare"))
         die(EXIT_USAGE, "--trace goes with one method, not with --compare");
-    for (const char *name = "trace-layers"; name; name = strcmp(name, "trace-steps") ? "trace-steps" : NULL)
-        if (*opt_str(o, name) && !*opt_str(o, "trace")) die(EXIT_USAGE, "--%s goes with --trace FILE", name);
+    if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace"))
+        die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
 }
 
 // Ranges, and options that do not go together: exit 2.
@@ -320,8 +319,6 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
     if (opt_int(o, "json") && opt_int(o, "csv"))
         die(EXIT_USAGE, "--json and --csv both say how to print; give one");
-    if (opt_int(o, "think") && opt_int(o, "no-think"))
-        die(EXIT_USAGE, "--think and --no-think contradict each other; give one");
     check_trace(o);
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
@@ -332,14 +329,13 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "eval-merge") && (eval || ids || bench || *opt_str(o, "batch") || *opt_str(o, "report") || opt_int(o, "demo")))
         die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
-    if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
     int alone = !*opt_str(o, "eval") && !*opt_str(o, "eval-file");
     if (*opt_str(o, "compare") && alone && (*opt_str(o, "file") || opt_given(o, "prompt")))
         die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
                         "/compare QUESTION asks several methods");
-    if (*opt_str(o, "batch") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
+    if (*opt_str(o, "batch") && !opt_int(o, "dump-tokens") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
                                  || opt_int(o, "demo")))
         die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
     if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
@@ -426,7 +422,7 @@ static Message *messages_read(const App *a, const Json *list, int *n, char err[5
     return NULL;
 }
 
-// The ids of one line of --dialogue (stb array), {"messages": [..]}. NULL and err.
+// The ids of one line of a dialogue file (stb array), {"messages": [..]}. NULL and err.
 static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
     char why[256];
     int count, *ids = NULL;
@@ -441,7 +437,7 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     return ids;
 }
 
-// A session file (n bytes) as one line of --dialogue, malloc'd: its messages up to the last one of the
+// A session file (n bytes) as one line of a dialogue file, malloc'd: its messages up to the last one of the
 // user. NULL: the file is none. *size: its length.
 static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
     static const char begin[] = "{\"session\":", reply[] = "{\"role\":\"assistant\"";
@@ -465,13 +461,13 @@ static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
     return line;
 }
 
-// --dump-tokens --dialogue: the ids of every dialogue of a file, one line each; of a session those of its
+// --dump-tokens --batch: the ids of every dialogue of a file, one line each; of a session those of its
 // last prefill.
 static void dump_dialogues(const App *a, const char *path) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--dialogue %s", err);
+    if (!text) die(EXIT_USAGE, "--batch %s", err);
     char *messages = dialogue_of_session(text, n, &n);
     if (messages) free(text);
     if (messages) text = messages;
@@ -483,7 +479,7 @@ static void dump_dialogues(const App *a, const char *path) {
         int *ids = dialogue_line(a, p, (size_t)(end - p), err);
         if (!ids) {
             free(text);
-            die(EXIT_USAGE, "--dialogue %s, line %d: %s", path, line, err);
+            die(EXIT_USAGE, "--batch %s, line %d: %s", path, line, err);
         }
         print_ids(ids);
     }
@@ -493,10 +489,10 @@ static void dump_dialogues(const App *a, const char *path) {
 // --dump-tokens: the ids of the prompt on one line, or those of the dialogues of a file. Needs a
 // tokenizer, but no weights.
 static int dump_tokens(App *a, const char *text) {
-    const char *dialogue = opt_str(a->o, "dialogue");
-    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT or -f FILE");
-    if (text && *dialogue) die(EXIT_USAGE, "--dialogue does not go with -p or -f");
-    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dialogue does not go with --raw");
+    const char *dialogue = opt_str(a->o, "batch");
+    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT, -f FILE or --batch FILE");
+    if (text && *dialogue) die(EXIT_USAGE, "--dump-tokens --batch does not go with -p or -f");
+    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dump-tokens --batch does not go with --raw");
     if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
     char err[256];
     if (!*dialogue) options_set(a->o, "raw", "1", err);     // text alone wants no template
@@ -543,7 +539,7 @@ static const char *const request_fields[] = {
 static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
-        "repeat-penalty", "repeat-last-n", "seed",
+        "repeat-penalty", "seed",
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
@@ -983,7 +979,6 @@ static int answer_prompt(App *a, const char *text) {
         a->reply = NULL;
         free(reply);
     }
-    if (opt_int(a->o, "stats")) print_stats(a, stderr);
     session_end(a);
     return 0;
 }
@@ -1002,18 +997,16 @@ static int run_mode(App *a, const char *text) {
 // --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights
 // are shapes. Returns the exit code.
 static int plan_run(App *a) {
-    const char *method = opt_str(a->o, "method"), *text = opt_str(a->o, "device-memory");
+    const char *method = opt_str(a->o, "method");
     char err[512];
-    double memory = bytes_of_text(text);
-    if (*text && !memory) die(EXIT_USAGE, "--device-memory: expected bytes, like 141G, found %s", text);
     options_set(a->o, "device", "cpu", err);
     if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
     a->w = weights_planned(a->c);
     Session *s = session_open(a->c, a->w, a->o, method);
     s->batch = batch_rows(a->o, a->c->as_q8 ? "cpu" : "cuda");
-    int rc = plan_print(s, method, memory, stdout);
+    plan_print(s, method, stdout);
     session_close(s);
-    return rc;
+    return 0;
 }
 
 // Opens what the mode needs, step by step, and runs it. Returns the exit code.

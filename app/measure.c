@@ -2,26 +2,15 @@
 #define _GNU_SOURCE
 #include "measure.h"
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/select.h>
 #include <sys/stat.h>
-#include <termios.h>
-#include <time.h>
 #include <unistd.h>
-#include <stb/stb_ds.h>
 
 // ==================================================================================================== EVALUATION
 // What a method costs in quality, measured through its own compressed cache. There are two kinds of
@@ -36,9 +25,8 @@
 // differences between rows are paired.
 //
 // Every dialogue is played twice.
-//   Free pass    The method answers, and its own answers are the history of the next turn
-//                (--eval-history gold puts the right ones there instead). Scores, bytes and seconds
-//                come from this pass.
+//   Free pass    The method answers, and its own answers are the history of the next turn; replies of a
+//                file that are given are fed as they are. Scores, bytes and seconds come from this pass.
 //   Forced pass  The right replies are fed token by token, to the method and to full attention
 //                alike. NLL, KLD and top-1 agreement come from this pass, over the tokens of scored
 //                replies, so these numbers do not depend on what a method happened to say.
@@ -1019,12 +1007,12 @@ static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *le
 // --eval-file has one JSON object a line; blank lines are skipped:
 //   {"task":..,"score":..,"messages":[{"role":"user","content":..},
 //                                     {"role":"assistant","content":..,"answers":[..],"choices":[..]},..]}
-// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers,
-// and may then lack "content". The reply is the whole sentence around the first answer. What the last user
-// message is to be answered with may stand beside "messages", as "answers" and "choices".
-//
-// The same in turns: {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
-// In place of "user" a turn may have "paras":[..] and "query":..
+// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers
+// ("answers" or "answer"), and may then lack "content". The reply is the whole sentence around the first
+// answer. What the last user message is to be answered with may stand beside "messages": "answers",
+// "choices", "reply"; then the replies before it are given, and nobody is asked for them. Beside them may
+// also stand "text" (a number: items of one text go together), "length" (tokens), "position" of the
+// question (begin, middle, end) and "depth" of the evidence (0 to 100), as data/tasks has them.
 // The readers return 0; or -1, with err filled, when the line is none of them.
 
 // Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
@@ -1048,12 +1036,6 @@ static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, 
     return 0;
 }
 
-// The name obj[key] of an item's task, or `other` if there is none.
-static const char *read_task(EvalSet *e, const Json *obj, const char *key, const char *other) {
-    const char *name = json_text(obj, key);
-    return *name ? set_text(e, name, strlen(name)) : other;
-}
-
 // Notes where the first answer stands in the right reply.
 static void mark_answer(EvalTurn *t) {
     const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
@@ -1063,33 +1045,10 @@ static void mark_answer(EvalTurn *t) {
     arrput(t->span, from + (int)strlen(t->answers[0]));
 }
 
-// Reads one turn of a dialogue into *t, whose fields are 0.
-static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    char **paras = NULL, *query = NULL;
-    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
-    t->position = t->depth = -1;
-    int bad = read_text(e, obj, "user", &t->user, err)
-           || read_text(e, obj, "query", &query, err)
-           || read_text(e, obj, "reply", &t->reply, err)
-           || read_list(e, obj, "paras", &paras, err)
-           || read_list(e, obj, "answers", &t->answers, err)
-           || read_list(e, obj, "classes", &t->classes, err);
-    if (!bad && !t->user && (paras || query)) {
-        t->user = message(e, paras, "\n\n", query, BEHIND_TEXT);
-        if (paras && query) t->position = BEHIND_TEXT;
-    }
-    arrfree(paras);
-    if (bad) return -1;
-
-    mark_answer(t);
-    return t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
-}
-
 // Takes the score that an item names into *metric; METRIC_FOUND when it names none.
 static int read_metric(const char *name, int *metric, char err[512]) {
     *metric = METRIC_FOUND;
     if (!*name) return 0;
-    if (!strcmp(name, "accuracy")) name = "choice";
     *metric = 0;
     while (*metric < METRICS && strcmp(name, eval_metrics[*metric])) ++*metric;
     if (*metric < METRICS) return 0;
@@ -1097,22 +1056,25 @@ static int read_metric(const char *name, int *metric, char err[512]) {
                  "data/lm_eval_kvcomp.py)", name);
 }
 
-// Reads the turns of a dialogue into *it.
-static int read_dialogue(EvalSet *e, const Json *turns, EvalItem *it, char err[512]) {
-    char why[512];
-    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
-    for (int i = 0; i < turns->n; i++) {
-        EvalTurn t = { 0 };
-        int bad = read_turn(e, &turns->item[i], &t, why);
-        arrput(it->turn, t);
-        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
-    }
-    return 0;
-}
-
 // Reads what a reply is scored by into *t: from an assistant's message, or from the item itself.
 static int read_gold(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    return read_list(e, obj, "answers", &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
+    const char *answers = json_get(obj, "answers") ? "answers" : "answer";
+    return read_list(e, obj, answers, &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
+}
+
+// Reads what stands beside the messages about the last one of the user.
+static int read_beside(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
+    static const char *const places[] = { "begin", "middle", "end" };
+    EvalTurn *t = &arrlast(it->turn);
+    const char *place = json_text(obj, "position");
+    if (json_get(obj, "text")) read_whole(obj, "text", 0, INT_MAX, &it->number, err);
+    if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
+    for (int p = 0; p < 3; p++)
+        if (!strcmp(place, places[p])) t->position = p;
+    if (read_gold(e, obj, t, err) || read_text(e, obj, "reply", &t->reply, err)) return -1;
+    mark_answer(t);
+    for (int i = 0; i + 1 < (int)arrlen(it->turn); i++) it->turn[i].given = !it->turn[i].answers;
+    return 0;
 }
 
 // Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it.
@@ -1133,7 +1095,7 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
         if (bad) return fault(err, "message %d: %.400s", i + 1, why);
         if (i % 2) mark_answer(t);
     }
-    return list->n % 2 ? read_gold(e, obj, &arrlast(it->turn), err) : 0;
+    return list->n % 2 ? read_beside(e, obj, it, err) : 0;
 }
 
 // Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
@@ -1141,17 +1103,16 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
 static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
     Json *obj = json_parse(line, n, err);
     if (!obj) return -1;
-    const Json *turns = json_get(obj, "turns"), *messages = json_get(obj, "messages");
+    const Json *messages = json_get(obj, "messages");
+    const char *task = json_text(obj, "task");
     EvalItem it = { .number = (int)arrlen(e->item) };
     int bad;
-    it.task = read_task(e, obj, "task", read_task(e, obj, "type", "file"));
+    it.task = *task ? set_text(e, task, strlen(task)) : "file";
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
     else if (messages) bad = read_messages(e, obj, messages, &it, err);
-    else if (turns) bad = read_dialogue(e, turns, &it, err);
     else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
-    const char *score = json_text(obj, *json_text(obj, "score") ? "score" : "metric");
-    if (!bad) bad = read_metric(score, &it.metric, err);
+    if (!bad) bad = read_metric(json_text(obj, "score"), &it.metric, err);
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++)
         if (it.metric == METRIC_CLASS && it.turn[i].answers && !it.turn[i].classes)
             bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
@@ -1161,6 +1122,7 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
         it.length += (int)arrlen(ids);
         arrfree(ids);
     }
+    if (!bad && json_get(obj, "length")) bad = read_whole(obj, "length", 1, INT_MAX, &it.length, err);
     arrput(e->item, it);
     json_free(obj);
     return bad;
@@ -1240,30 +1202,28 @@ static void note_cost(const Session *s, Score *sc) {
 // The free pass: the method answers every turn. A reply may be as long as --n-predict, by default 64
 // tokens or twice the right reply, whichever is more.
 static void play_free(App *a, const EvalItem *it, Score *sc) {
-    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
     int limit = opt_int(a->o, "n-predict");             // negative: the default
     play_start(a);
     for (int i = 0; i < (int)arrlen(it->turn); i++) {
+        const EvalTurn *t = &it->turn[i];
         char *said = NULL;
         size_t n = 0;
-        int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
+        int *right = gold_ids(a, t), most = max_int(2 * (int)arrlen(right), 64);
+        play_prefill(a, t->user);
+        for (int k = 0; t->given && k < (int)arrlen(right); k++) {
+            arrput(arrlast(a->turn).dec, right[k]);
+            feed_decode(a, right[k]);
+        }
+        arrfree(right);
+        if (t->given) continue;
         FILE *f = memory_stream(&said, &n);
-        play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
         memory_stream_close(f);
-        if (it->turn[i].answers) {
+        if (t->answers) {
             note_answer(it, i, said, sc);
             arrput(sc->said, said);
         } else {
             free(said);
-        }
-
-        if (gold) {                                     // the history changes, so the cache is rebuilt
-            arrfree(arrlast(a->turn).dec);
-            arrlast(a->turn).dec = right;
-            if (replay(a, (int)arrlen(a->turn))) die(EXIT_USAGE, "%s", a->s->err);
-        } else {
-            arrfree(right);
         }
     }
     note_cost(a->s, sc);
@@ -1665,10 +1625,10 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     else add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
 }
 
-// The row that the gaps of row s are measured from: that of --compare-base, the one with the same
-// budget if it has several. NULL: there is none, or the run has no answers.
+// The row that the gaps of row s are measured from: that of the first method, the one with the same
+// budget if it has several. NULL: the run has no answers.
 static const Score *base_of(const Score *s, const EvalRun *run) {
-    const char *name = opt_str(run->a->o, "compare-base");
+    const char *name = run->rows[0].name;
     const Score *base = NULL;
     for (int r = 0; r < (int)arrlen(run->rows) && !run->ppl; r++) {
         const Score *x = &run->rows[r];
@@ -1678,8 +1638,7 @@ static const Score *base_of(const Score *s, const EvalRun *run) {
     return base;
 }
 
-// Appends the mean score of some answers of the row, if there are any, and its gap to the row of
-// --compare-base.
+// Appends the mean score of some answers of the row, if there are any, and its gap to the first method's.
 static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
                       const char *task, int place) {
     Answer *x = answers_of(s->answers, task, place);
@@ -1928,10 +1887,9 @@ static Score *open_rows(const App *a, OpenRow **open) {
 
 // ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
 // A file of answers has JSON lines. The first one says what the run is: a text for everything that
-// changes a number of the table. Each further line is an answer, with all that the table needs of it
-// and what its item cost (item by item, so the lines of one item repeat it). An item that a row has
-// played is written at once, and is the unit of going on: one whose last line is missing was
-// interrupted, and is played again. A file is written in place, unlike every other one that is kept,
+// changes a number of the table. Each further line is an item as one row played it: its answers, with all
+// that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a
+// last line without its end was interrupted, and is played again. A file is written in place, unlike every other one that is kept,
 // because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
 // a table is made from the same numbers in the same order whether a run was whole, went on, or was
 // spread over machines (D86).
@@ -2031,7 +1989,6 @@ static void eval_file_close(EvalFile *x) {
     for (size_t i = 0; x->cell && i < (size_t)x->items * arrlenu(x->row); i++) score_free(&x->cell[i]);
     free(x->cell);
     arrfree(x->row);
-    score_free(&x->one);
     strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
@@ -2063,9 +2020,9 @@ static uint64_t items_hash(const EvalSet *e) {
 // Writes the given options that change an answer: the methods', and those of what is asked and said.
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
-        "ratio", "sink", "obs-window", "kernel", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
-        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
-        "eval-history",
+        "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "chat-template", "tokenizer",
+        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty",
     };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
@@ -2095,7 +2052,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     char *head = NULL;
     size_t n;
     FILE *f = memory_stream(&head, &n);
-    fprintf(f, "{\"kvcomp\":\"answers 1\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "{\"kvcomp\":\"answers 2\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
     fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
     fprintf(f, "\"seed\":\"%s\",\"rows\":\"", opt_str(a->o, "eval-seed"));
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
@@ -2111,7 +2068,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
 // Holds a first line against the one of this run, or of another part of it. The first n of head_keys
 // must be the same. 0, or -1 with err. Where only the machines differ, a line says so.
 static int head_fits(const EvalFile *x, const Json *own, const Json *found, int n, char err[512]) {
-    if (strcmp(json_text(found, "kvcomp"), "answers 1"))
+    if (strcmp(json_text(found, "kvcomp"), "answers 2"))
         return fault(err, "no file that --eval-out of this kvcomp wrote");
     for (int i = 0; i < n; i++) {
         const char *want = json_text(own, head_keys[i]), *is = json_text(found, head_keys[i]);
@@ -2200,10 +2157,11 @@ static void write_numbers(const Number *k, int n, const void *from, FILE *f) {
     }
 }
 
-// What is known of answer k alone; its KLDs are those of `each` from the place `from` on.
+// Answer k as an object; its KLDs are those of `each` from the place `from` on.
 static void write_answer(const EvalItem *it, const Score *one, int k, int from, FILE *f) {
     const Answer *x = &one->answers[k];
     char **gold = it->turn[x->turn].answers;
+    fprintf(f, "%s{", k ? "," : "");
     json_pair(f, "prediction", one->said[k]);
     fprintf(f, "\"gold\":[");
     for (int i = 0; i < (int)arrlen(gold); i++) {
@@ -2217,27 +2175,27 @@ static void write_answer(const EvalItem *it, const Score *one, int k, int from, 
         if (i) fputc(',', f);
         json_exact(f, one->each[from + i]);
     }
-    fprintf(f, "],");
+    fprintf(f, "]}");
 }
 
-// Writes the lines of item i as row r played it, in one piece. An item without a scored turn has one
-// line, of what it cost. Exit 1 when they cannot be written.
+// Writes the line of item i as row r played it, in one piece. Exit 1 when it cannot be written.
 static void write_item(EvalFile *x, const EvalItem *it, int i, int r, const Score *one) {
     char *text = NULL;
     size_t size;
-    int n = (int)arrlen(one->answers), from = 0;
+    int from = 0;
     FILE *f = memory_stream(&text, &size);
-    for (int k = 0; k < max_int(n, 1); k++) {
-        fputc('{', f);
-        json_pair(f, "task", it->task);
-        fprintf(f, "\"item\":%d,", i + 1);
-        json_pair(f, "method", x->row[r].name);
-        fprintf(f, "\"budget\":%d,\"answer\":%d,\"answers\":%d,", x->row[r].budget, n ? k + 1 : 0, n);
-        if (n) write_answer(it, one, k, from, f);
-        if (n) from += one->answers[k].predicted;
-        write_numbers(cost_numbers, COST_NUMBERS, one, f);
-        fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
+    fputc('{', f);
+    json_pair(f, "task", it->task);
+    fprintf(f, "\"item\":%d,", i + 1);
+    json_pair(f, "method", x->row[r].name);
+    fprintf(f, "\"budget\":%d,\"answers\":[", x->row[r].budget);
+    for (int k = 0; k < (int)arrlen(one->answers); k++) {
+        write_answer(it, one, k, from, f);
+        from += one->answers[k].predicted;
     }
+    fprintf(f, "],");
+    write_numbers(cost_numbers, COST_NUMBERS, one, f);
+    fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
     memory_stream_close(f);
     if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
         die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
@@ -2273,95 +2231,61 @@ static int read_numbers(const Json *obj, const Number *k, int n, void *to, char 
     return bad;
 }
 
-// Reads what write_answer wrote, and appends it to x->one. 0, or -1 with err.
-static int read_answer(EvalFile *x, const Json *obj, char err[512]) {
-    const char *task = json_text(obj, "task");
+// Reads what write_answer wrote, and appends it to *one. 0, or -1 with err.
+static int read_answer(EvalFile *x, const Json *obj, const char *task, Score *one, char err[512]) {
     const Json *kld = json_get(obj, "kld");
     Answer a = { 0 };
-    if (!*task) return fault(err, "no 'task'");
     if (read_numbers(obj, answer_numbers, ANSWER_NUMBERS, &a, err)) return -1;
     if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
         return fault(err, "'kld' has not 'predicted' numbers");
     for (int i = 0; i < kld->n; i++) {
         double d;
         if (read_real(&kld->item[i], "kld", &d, err)) return -1;
-        arrput(x->one.each, d);
+        arrput(one->each, d);
     }
     a.task = stralloc(&x->mem, (char *)task);
-    arrput(x->one.answers, a);
+    arrput(one->answers, a);
     return 0;
 }
 
-// Finds the cell that a line belongs to, and checks that the line goes on where the one before it
-// stopped. 0, or -1 with err.
-static int read_place(EvalFile *x, const Json *obj, char err[512]) {
-    const char *method = json_text(obj, "method");
-    int item = 0, budget = 0, k = 0, n = 0, r = 0, rows = (int)arrlen(x->row);
-    if (read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err)
-        || read_whole(obj, "answers", 0, INT_MAX, &n, err) || read_whole(obj, "answer", n > 0, n, &k, err))
-        return -1;
+// Reads what write_item wrote into *one. Returns its cell; NULL with err.
+static Score *read_item_line(EvalFile *x, const Json *obj, Score *one, char err[512]) {
+    const char *method = json_text(obj, "method"), *task = json_text(obj, "task");
+    const Json *answers = json_get(obj, "answers");
+    int item = 0, budget = 0, r = 0, rows = (int)arrlen(x->row), bad = 0;
+    if (obj->type != JSON_OBJECT || json_holds_nul(obj)) bad = fault(err, "is no object, or a text in it holds \\u0000");
+    else if (!*task) bad = fault(err, "no 'task'");
+    else if (!answers || answers->type != JSON_ARRAY) bad = fault(err, "'answers' is no list");
+    if (!bad) bad = read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err);
     while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
-    if (r == rows) return fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
-
-    int at = (item - 1) * rows + r, goes_on = at == x->at && n == x->of && k == x->read + 1;
-    if (x->at < 0 ? k > 1 : !goes_on)
-        return fault(err, "answer %d of item %d does not follow the line before it", k, item);
-    x->at = at;
-    x->of = n;
-    x->read = k;
-    return 0;
+    if (!bad && r == rows) bad = fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
+    for (int i = 0; !bad && i < answers->n; i++) bad = read_answer(x, &answers->item[i], task, one, err);
+    if (!bad) bad = read_numbers(obj, cost_numbers, COST_NUMBERS, one, err);
+    return bad ? NULL : eval_cell(x, item - 1, r);
 }
 
-// The item whose last line has been read takes its cell, unless the cell is filled.
-static void cell_fill(EvalFile *x) {
-    Score *cell = &x->cell[x->at];
-    x->one.items = 1;
-    x->twice += cell->items;
-    if (cell->items) score_free(&x->one);
-    else *cell = x->one;
-    x->one = (Score){ 0 };
-    x->at = -1;
-}
-
-// Reads one line of n bytes; the last one of an item fills its cell. 0, or -1 with err.
-static int read_answer_line(EvalFile *x, const char *line, size_t n, char err[512]) {
-    Json *obj = json_parse(line, n, err);
-    int bad = -1;
-    if (obj && obj->type != JSON_OBJECT) fault(err, "is no object");
-    else if (obj && json_holds_nul(obj)) fault(err, "a text holds the character \\u0000");
-    else if (obj) bad = read_place(x, obj, err);
-    if (!bad && x->of) bad = read_answer(x, obj, err);
-    if (!bad && x->read == x->of) {
-        bad = read_numbers(obj, cost_numbers, COST_NUMBERS, &x->one, err);
-        if (!bad) cell_fill(x);
-    }
-    json_free(obj);
-    return bad;
-}
-
-// Reads the lines of text (n) from the byte `at` on. Returns the bytes up to the end of the last whole
-// item: what stands behind them was interrupted, and is left out. Exit 2 with the number of a line
-// that is none of a run.
+// Reads the lines of text (n) from the byte `at` on, each into its cell unless that is filled. Returns the
+// bytes up to the end of the last whole line: what stands behind it was interrupted, and is left out. Exit 2
+// with the number of a line that is none of a run.
 static size_t read_answers(EvalFile *x, char *text, size_t n, size_t at) {
     char err[512];
-    size_t whole = at;
-    int line = 2, lines = 0;
-    x->at = -1;
-    for (char *end; at < n; at = (size_t)(end + 1 - text), line++) {
-        end = memchr(text + at, '\n', n - at);
-        lines++;
-        if (!end) break;
-        if (read_answer_line(x, text + at, (size_t)(end - text) - at, err)) {
+    int line = 2;
+    for (char *end; at < n && (end = memchr(text + at, '\n', n - at)); at = (size_t)(end + 1 - text), line++) {
+        Score one = { .items = 1 }, *cell = NULL;
+        Json *obj = json_parse(text + at, (size_t)(end - text) - at, err);
+        if (obj) cell = read_item_line(x, obj, &one, err);
+        json_free(obj);
+        if (!cell) {
+            score_free(&one);
             free(text);
             die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
         }
-        if (x->at < 0) whole = (size_t)(end + 1 - text);
-        if (x->at < 0) lines = 0;
+        x->twice += cell->items;
+        if (cell->items) score_free(&one);
+        else *cell = one;
     }
-    score_free(&x->one);
-    if (lines && !quiet)
-        warn("%s: %d line%s of an interrupted item at its end: dropped", x->path, lines, lines > 1 ? "s" : "");
-    return whole;
+    if (at < n && !quiet) warn("%s: an interrupted line at its end: dropped", x->path);
+    return at;
 }
 
 // ---- answers on disk: a run that writes them
@@ -2554,16 +2478,18 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
 static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     char err[256];
     size_t n;
-    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
+    int *length = number_list("eval-length", opt_str(a->o, "eval-length"), 4, 1 << 20);
+    int V = a->c->V, window = length[0], half = window / 2;
+    arrfree(length);
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--eval-file %s", err);
     int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
     free(text);
     ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
     if (!windows)
-        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path,
+        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-length)", path,
             (int)arrlen(ids), window);
-    windows = min_int(windows, opt_int(a->o, "eval-windows"));
+    windows = min_int(windows, opt_int(a->o, "eval-items"));
 
     Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
@@ -2623,7 +2549,7 @@ static void print_rows(const EvalRun *run, Score *rows) {
     if (opt_int(o, "json")) how = AS_JSON;
     char *table = NULL;
     size_t size;
-    int screen = how == AS_TABLE && isatty(1) && !opt_int(o, "markdown");
+    int screen = how == AS_TABLE && isatty(1);
     FILE *out = screen ? memory_stream(&table, &size) : stdout;
     for (int r = 0; r < (int)arrlen(rows); r++) {
         finish_row(&rows[r], run->seed);
@@ -2635,13 +2561,6 @@ static void print_rows(const EvalRun *run, Score *rows) {
     free(table);
 }
 
-// Ends the program if the rows that --compare-base names are not there.
-static void check_base(const EvalRun *run) {
-    const Options *o = run->a->o;
-    if (opt_given(o, "compare-base") && !base_of(run->rows, run) && !run->ppl)
-        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(o, "compare-base"));
-}
-
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
@@ -2651,7 +2570,6 @@ int eval_merge(App *a) {
     Score *rows = NULL;
     int missing = merge_rows(&x, &rows);
     EvalRun run = { .a = a, .rows = rows, .model = model, .seed = strtoull(seed, NULL, 10) };
-    check_base(&run);
     print_rows(&run, rows);
     rows_free(rows);
     eval_file_close(&x);
@@ -2690,7 +2608,6 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     Score *rows = open_rows(a, &open);
     run.rows = rows;
     if (a->trace) trace_row(a, open);
-    check_base(&run);
     if (saves) eval_file_open(&x, a, &e, rows);
     if (!ppl) play_items(a, &e, rows, open, 1, saves ? &x : NULL);
     for (int r = 0; r < (int)arrlen(rows); r++) {
@@ -3095,7 +3012,8 @@ static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
-        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length, n_needle);
+        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length,
+            n_needle);
     int at = needle_place(t, run, hay, n_hay);
 
     int *ids = NULL;
@@ -3210,7 +3128,8 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
 
 // ---- the file
 
-// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any. The model is named by its folder's last name, because the file travels and the path does not.
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any.
+// The model is named by its folder's last name, because the file travels and the path does not.
 static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibration *r, int accepted) {
     const char *slash = strrchr(c->dir, '/');
     const char *name = slash && slash[1] ? slash + 1 : c->dir;
@@ -3272,10 +3191,11 @@ int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Templ
     Plan p = plan_make(c, tp, o);
     int accepted = calibrate_plan(c, w, t, o, &p);
     if (!accepted)
-        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the expected "
-                      "words. Give it facts and a text that it can read: --calibrate-needles FILE (our facts are English "
-                      "sentences) and --calibrate-haystack FILE", p.length);
-    if (!quiet) tell("%d of %d runs accepted: %s", accepted, (int)(arrlen(p.depth) * arrlen(p.needle)), opt_str(o, "calibrate"));
+        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the "
+                      "expected words. Give it facts and a text that it can read: --calibrate-needles FILE (our "
+                      "facts are English sentences) and --calibrate-haystack FILE", p.length);
+    int runs = (int)(arrlen(p.depth) * arrlen(p.needle));
+    if (!quiet) tell("%d of %d runs accepted: %s", accepted, runs, opt_str(o, "calibrate"));
     plan_free(&p);
     return EXIT_OK;
 }

@@ -11,6 +11,7 @@ typedef struct {
                                 //   [from,to); none: the whole reply is the answer
     char **answers;             // stb_ds: the right answers; none: the turn is not scored
     char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
+    int given;                  // 1: the reply is fed as it is, and nobody is asked for it
     char **evidence;            // stb_ds: the sentences, of this turn and of earlier ones, from which
                                 //   the answer follows
     int position, depth;        // as in Answer
@@ -92,8 +93,6 @@ typedef struct {            // the answers of a run that are on disk
     int items;              // of the whole run
     Score *row;             // stb_ds: name and budget of every row
     Score *cell;            // (items,rows) what a row made of an item; items 0: it is not there
-    Score one;              // the item whose lines are being read ...
-    int at, read, of;       // ... its cell, its answers so far, all its answers; at -1: none is
     int twice;              // items that were there already when they were read
     stbds_string_arena mem; // names of tasks
 } EvalFile;

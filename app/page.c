@@ -500,7 +500,11 @@ static void row_end(FILE *f) { fputs("</tr>\n", f); }
 // Opens a table and its first row, of the columns' heads, with a "|" between two.
 static void table_begin(FILE *f, const char *id, const char *caption, const char *heads) {
     fprintf(f, "<div class=\"wide\" tabindex=\"0\"><table id=\"%s\"><caption>%s</caption>\n<tr>", id, caption);
-    for (const char *p = heads; *p; p += strcspn(p, "|"), p += *p == '|') cell(f, "th", "%.*s", (int)strcspn(p, "|"), p);
+    for (const char *p = heads; *p; p += *p == '|') {
+        int n = (int)strcspn(p, "|");
+        cell(f, "th", "%.*s", n, p);
+        p += n;
+    }
 }
 
 static void table_end(FILE *f) { fputs("</table></div>\n", f); }
@@ -563,7 +567,7 @@ static void table_needles(FILE *f, const EvalRun *run) {
         Needles *x = needles_of(s->answers);
         for (int k = 0; k < (int)arrlen(x); k++) {
             if (!lines++) {
-                table_begin(f, "needles", "Facts found, by the length of the text and the depth at which they stand",
+                table_begin(f, "needles", "Facts found, by the length of the text and the depth of the fact",
                             "method|budget|tokens|depth|answers|mean score");
                 row_end(f);
             }
@@ -722,8 +726,8 @@ static void play_runs(Report *r) {
     char name[160];
     if (*opt_str(r->a->o, "compare")) list = opt_str(r->a->o, "compare");
     else if (opt_given(r->a->o, "method")) list = opt_str(r->a->o, "method");
-    table_begin(r->tables, "runs", "One dialogue through several methods: what is held and read when the last question "
-                "is answered", "method|held|of full|read a step|its answer to the last question");
+    table_begin(r->tables, "runs", "One dialogue through several methods, when the last question is answered",
+                "method|held|of full|read a step|its answer to the last question");
     row_end(r->tables);
     fputs("\"runs\":[", r->json);
     play_run(r, "full");
@@ -842,8 +846,9 @@ static void default_methods(const App *a, char text[2048]) {
         Session *s = strcmp(name, "full") ? session_try(a->c, a->w, a->o, name, err) : NULL;
         size_t n = strlen(text);
         if (s && s->pos_end && s->pos_end < DEFAULT_TOKENS) {
-            if (!quiet) warn("%s is left out of the default evaluation: its items take %d positions, this method goes "
-                             "to max_position_embeddings %d", name, DEFAULT_TOKENS, s->pos_end);
+            if (!quiet)
+                warn("%s is left out of the default evaluation: its items take %d positions, this method goes to "
+                     "max_position_embeddings %d", name, DEFAULT_TOKENS, s->pos_end);
         } else if (s) {
             snprintf(text + n, 2048 - n, ",%s", name);
         }
@@ -857,8 +862,9 @@ int report(App *a) {
     EvalRun none = { .a = a };
     char err[256], text[2048];
     if (!evaluates_quickly(a)) {
-        if (!quiet) warn("no scores in the report: give --eval; unasked, only models of up to 20 million parameters "
-                         "with a context of %d tokens are evaluated", DEFAULT_TOKENS);
+        if (!quiet)
+            warn("no scores in the report: give --eval; unasked, only models of up to 20 million parameters with "
+                 "a context of %d tokens are evaluated", DEFAULT_TOKENS);
         report_write(a, &none);
         return 0;
     }
@@ -883,7 +889,7 @@ int report(App *a) {
 #define WEB __attribute__((used))       // a function that the worker calls
 
 static App web;                         // model, tokenizer, template and options of all sides
-static Shown shown[SIDES];
+static Shown web_side[SIDES];
 static char *web_text;                  // what the last call returned
 static size_t web_size;
 
@@ -931,7 +937,7 @@ static Options *web_options(const char *lines, char err[256]) {
 // Opens side i with a method and options, and plays its record into it; in the middle of a reply,
 // the reply goes on by the new method. "" (no JSON), or the reason why the side stays as it is.
 WEB const char *web_method(int i, const char *method, const char *options) {
-    Shown *x = &shown[i], now = { 0 };
+    Shown *x = &web_side[i], now = { 0 };
     char err[512] = "";
     Options *o = web_options(options, err);
     FILE *f = web_begin();
@@ -961,19 +967,19 @@ WEB const char *web_method(int i, const char *method, const char *options) {
 
 // Forgets the dialogue of side i.
 WEB void web_clear(int i) {
-    if (shown[i].side.app.s) (void)chat_clear(&shown[i].side.app);
+    if (web_side[i].side.app.s) (void)chat_clear(&web_side[i].side.app);
 }
 
-WEB void web_close(int i) { shown_close(&shown[i]); }
+WEB void web_close(int i) { shown_close(&web_side[i]); }
 
 // Feeds a message to side i. 0, or -1: it does not fit.
-WEB int web_say(int i, const char *text) { return shown_say(&shown[i], text); }
+WEB int web_say(int i, const char *text) { return shown_say(&web_side[i], text); }
 
 // One step of the reply of side i, of at most n tokens: the text that came, and whether the reply goes on.
 WEB const char *web_step(int i, int n) {
     char *text = NULL;
     FILE *f = web_begin();
-    fprintf(f, "{\"more\":%d,\"text\":", shown_step(&shown[i], n, &text));
+    fprintf(f, "{\"more\":%d,\"text\":", shown_step(&web_side[i], n, &text));
     json_escape(f, text ? text : "", arrlenu(text));
     fputc('}', f);
     arrfree(text);
@@ -984,7 +990,7 @@ WEB const char *web_step(int i, int n) {
 // reason why it cannot follow.
 WEB const char *web_follow(int i, int of) {
     char err[512];
-    shown_follow(&shown[i], shown[of].side.app.turn, err);
+    shown_follow(&web_side[i], web_side[of].side.app.turn, err);
     FILE *f = web_begin();
     fputs(err, f);
     return web_end(f);
@@ -992,31 +998,31 @@ WEB const char *web_follow(int i, int of) {
 
 WEB const char *web_tokens(int i, int from) {
     FILE *f = web_begin();
-    write_tokens(&shown[i], from, f);
+    write_tokens(&web_side[i], from, f);
     return web_end(f);
 }
 
 WEB const unsigned char *web_masks(int i) {
     static unsigned char *mask;
-    return mask = masks_of(shown[i].side.app.s, mask);
+    return mask = masks_of(web_side[i].side.app.s, mask);
 }
 
 WEB const char *web_facts(int i, int rows) {
     FILE *f = web_begin();
-    write_facts(&shown[i], rows, f);
+    write_facts(&web_side[i], rows, f);
     return web_end(f);
 }
 
 // What the follower's passes traced.
 WEB const char *web_trace(void) {
     FILE *f = web_begin();
-    write_trace(shown[FOLLOWER].latest, f);
+    write_trace(web_side[FOLLOWER].latest, f);
     return web_end(f);
 }
 
 // LoopServe's prefill of the follower's dialogue, with the map of query head h of layer l.
 WEB const char *web_lines(int l, int h) {
-    const App *a = &shown[FOLLOWER].side.app;
+    const App *a = &web_side[FOLLOWER].side.app;
     FILE *f = web_begin();
     write_lines(a, a->turn, a->o, l, h, f);
     return web_end(f);

@@ -1,14 +1,14 @@
 // app/terminal.c - signals, messages from a terminal or a pipe, the history, columns.
 #define _GNU_SOURCE
 #include "terminal.h"
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <locale.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
-#include <sys/select.h>
+#include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
 #include <stb/stb_ds.h>

@@ -254,7 +254,7 @@ loopserve() {
 
     row "LoopServe, Table 1, answers long enough for the default" \
         "progressive selection loses less than one selection at the prompt's end"
-    run long $K --eval kld --eval-file $FACTS --eval-window 1024 --eval-windows 4 \
+    run long $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 \
         --budgets 32,64,128,256 --compare full,snapkv,loopserve-d --obs-window 16 --csv
     for b in 32 64 128 256; do
         here "B $b: KL to full and top-1:" \
@@ -275,7 +275,7 @@ loopserve() {
 
     row "LoopServe, Fig. 5 c" "best for alpha between .99 and 1, worse below .98"
     for a in 0.8 0.9 0.955 0.98 0.99 0.995; do
-        run alpha$a $K --eval kld --eval-file $FACTS --eval-window 1024 --eval-windows 4 \
+        run alpha$a $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 \
             --loopserve-min-context 0 --loopserve-max-cells 1 --loopserve-alpha $a --method loopserve-p --csv
         here "alpha $a: KL to full $(get alpha$a loopserve-p - kld_mean %.6f)," \
             "top-1 $(get alpha$a loopserve-p - top1), perplexity $(get alpha$a loopserve-p - ppl)"
@@ -300,7 +300,7 @@ loopserve() {
 
     row "LoopServe, A.8.1, Fig. 8" "n_d of 16 or 32 balances best; very large n_d loses"
     for n in 1 4 8 16 32 64; do
-        run nd$n $K --eval kld --eval-file $FACTS --eval-window 1024 --eval-windows 4 --budgets 64 \
+        run nd$n $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 --budgets 64 \
             --method loopserve-d --loopserve-interval $n --csv
         here "n_d $n: KL $(get nd$n loopserve-d 64 kld_mean %.4f), top-1 $(get nd$n loopserve-d 64 top1)"
     done
@@ -438,8 +438,7 @@ lychee() {
 
     row "LycheeCluster, Table 1" "10.1 points above Quest (30.82 against 20.68)"
     run quest $K --eval needle,json --eval-items 24 --eval-length 1024 --lychee-buffer 32 \
-        --lychee-full-layers 1 --quest-full-layers 1 --csv --budgets 128,256 --compare quest,lychee \
-        --compare-base quest
+        --lychee-full-layers 1 --quest-full-layers 1 --csv --budgets 128,256 --compare quest,lychee
     for b in 128 256; do
         here "B $b: quest $(get quest quest $b score), lychee $(get quest lychee $b score)," \
             "gap $(gap quest lychee $b); needle $(gap quest lychee $b needle)," \
@@ -518,8 +517,7 @@ sonic() {
     set -- --eval facts,coref --eval-items 54 --eval-length 300 --csv
     row "SONIC, Table 1, CoreRes, 80 % removed" \
         "beats StreamingLLM, H2O, SnapKV and ExpectedAttention (4B: 68.40 against 0, 0, 2.56, 9.20)"
-    run s80 $K "$@" --ratio 0.8 --compare full,sonic,expected-attention,snapkv,streaming,h2o \
-        --compare-base sonic
+    run s80 $K "$@" --ratio 0.8 --compare sonic,full,expected-attention,snapkv,streaming,h2o
     for m in full sonic expected-attention snapkv streaming h2o; do
         here "$m $(score s80 $m -), its gap to SONIC $(gap s80 $m -)," \
             "bytes held $(get s80 $m - stored %.3f)," \
@@ -531,8 +529,7 @@ sonic() {
 
     row "SONIC, Table 1, CoreRes, 50 % removed" \
         "beats all four (4B: 69.01 against 2.79 to 48.06; 1.7B: 49.48 against ExpectedAttention 45.09)"
-    run s50 $K "$@" --ratio 0.5 --compare full,sonic,expected-attention,snapkv,streaming,h2o \
-        --compare-base sonic
+    run s50 $K "$@" --ratio 0.5 --compare sonic,full,expected-attention,snapkv,streaming,h2o
     for m in full sonic expected-attention snapkv streaming h2o; do
         here "$m $(score s50 $m -), its gap to SONIC $(gap s50 $m -)," \
             "bytes held $(get s50 $m - stored %.3f)"
@@ -659,8 +656,7 @@ dililazy() {
     row "DiliLazyKV, Table 1" \
         "best at KV 64 and 128: 31.05 and 32.18, Ada 26.41 and 28.52, SnapKV 24.16 and 26.43," \
         "PyramidKV 23.06 and 26.20"
-    run tab $K "$@" --budgets 64,128 --compare full,dililazy,headkv,snapkv,pyramidkv,adakv \
-        --compare-base dililazy
+    run tab $K "$@" --budgets 64,128 --compare dililazy,full,headkv,snapkv,pyramidkv,adakv
     for b in 64 128; do
         for m in dililazy snapkv pyramidkv adakv headkv; do
             here "B $b, $m: $(score tab $m $b), its gap to DiliLazyKV $(gap tab $m $b)," \
@@ -676,10 +672,10 @@ dililazy() {
 
     row "DiliLazyKV, Table 1, its nearest rivals" \
         "above HeadKV-R (28.32 and 30.38) and HeadKV-R2 (29.76 and 32.00)"
-    run r $K "$@" --budgets 64,128 --compare dililazy,headkv --compare-base dililazy --headkv-score r
+    run r $K "$@" --budgets 64,128 --compare dililazy,headkv --headkv-score r
     here "HeadKV-R2: above; HeadKV-R: B 64 $(score r headkv 64), gap $(gap r headkv 64);" \
         "B 128 $(score r headkv 128), gap $(gap r headkv 128)"
-    run same $K "$@" --budgets 64,128 --compare dililazy,headkv --compare-base dililazy \
+    run same $K "$@" --budgets 64,128 --compare dililazy,headkv \
         --obs-window 8 --dililazy-beta 1.2 --headkv-beta 1.2
     here "both with window 8 and beta 1.2: B 64 DiliLazyKV $(get same dililazy 64 score)," \
         "HeadKV-R2 $(get same headkv 64 score), gap $(gap same headkv 64);" \

@@ -2,7 +2,7 @@
 
     python data/make_dialogues.py
 
-One json object a line: {"type", "turns": [{"user", "reply", "answers"?}, ..]}. A turn with answers is scored. Sentences and values are
+One json object a line: {"task", "messages": [{"role", "content", "answers"?}, ..]}. A reply with answers is scored. Sentences and values are
 made by models/data_gen.py from its held-out entries, which training never uses as values of their own kind.
 """
 import json, os, random, re, sys
@@ -18,9 +18,12 @@ def dialogue(r, task):
     _, turns = data_gen.make_chat(r, TOKENS, task, held=True)
     last = re.findall("«(.*?)»", turns[-1][1])
     if len(last) != 1 or len(turns) < 2: return None
-    out = [{"user": u, "reply": re.sub("[«»]", "", a)} for u, a in turns]
+    out = []
+    for u, a in turns:
+        out.append({"role": "user", "content": u})
+        out.append({"role": "assistant", "content": re.sub("[«»]", "", a)})
     out[-1]["answers"] = last
-    return {"type": task, "turns": out}
+    return {"task": task, "messages": out}
 
 def main():
     r = random.Random(5)

@@ -7,7 +7,7 @@ gives for them, and dialogues as `transformers` renders them.
     python3 make_tokenizers.py                 needs tokenizers, transformers, jinja2
     python3 make_tokenizers.py patterns        patterns.json only
     python3 make_tokenizers.py programs        programs.json only, with the tokenizers that are there
-    python3 make_tokenizers.py check KVCOMP    holds `KVCOMP --dump-tokens --dialogue` against programs.json
+    python3 make_tokenizers.py check KVCOMP    holds `KVCOMP --dump-tokens --batch` against programs.json
 
 strings.bin       every string: varint length, bytes
 NAME/*            tokenizer.json and tokenizer_config.json
@@ -1728,7 +1728,7 @@ def prepare(folder, p, dialogues):
 
 
 def check(kvcomp):
-    """Holds kvcomp --dump-tokens --dialogue against programs.json, which apply_chat_template made."""
+    """Holds kvcomp --dump-tokens --batch against programs.json, which apply_chat_template made."""
     with open(os.path.join(HERE, "programs.json"), encoding="utf-8") as f:
         made = json.load(f)
     bad = n = 0
@@ -1736,7 +1736,7 @@ def check(kvcomp):
         for p in made["programs"]:
             wanted = [(d, ids) for d, ids in zip(made["dialogues"], p["ids"]) if ids]
             command = [kvcomp, "--dump-tokens", "--tokenizer", dir]
-            command += ["--dialogue", os.path.join(dir, "d.jsonl")]
+            command += ["--batch", os.path.join(dir, "d.jsonl")]
             command += [] if p["think"] else ["--no-think"]
             for _ in range(2):
                 prepare(dir, p, [d for d, _ in wanted])

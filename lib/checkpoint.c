@@ -1481,8 +1481,6 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
     char name[200];
     if (weights_open(wf, c->dir, err)) return -1;
-    for (size_t i = 0; c->huge_pages && i < arrlenu(wf->file); i++)
-        ask_huge_pages(wf->file[i]->map, wf->file[i]->size);
     if (weights_take(wf, c, "model.embed_tokens.weight", 1, c->V, c->C, &w->embed, err)) return -1;
     for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {

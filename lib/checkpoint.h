@@ -52,7 +52,6 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    dtype;               // DT_* that most weights have
     char   dir[1024];           // the folder it came from; "synthetic:NAME" when made from a seed
     int    as_q8;               // 1: matrices become DT_Q8 while they are loaded (--weights)
-    int    huge_pages;          // 1: huge pages are asked for behind mapped files of weights (--huge-pages all)
 } Config;
 
 typedef struct {                // one decoder layer. SONIC's Nexus branch is another one, with matrices of its own

@@ -3,10 +3,9 @@
 
     python3 models/smollm2_tasks.py                         writes every task at 1k, 2k and 4k tokens
     python3 models/smollm2_tasks.py check                   fails if the files are not what it would write
-    python3 models/smollm2_tasks.py turns FILE..            prints items in the form that --eval file reads
     --items N --seed S --lengths 1000,8000 --out DIR        make others
 
-Needs python3 alone. A line of a file is an item:
+Needs python3 alone. A line of a file is an item, which `kvcomp --eval file --eval-file FILE` reads:
     task, length, text    the task's name, tokens (about) of the dialogue; items of one text share its number
     position              where the question stands in the last message: begin, middle, end
     depth                 where the evidence stands in the text of its message, 0 to 100
@@ -155,31 +154,15 @@ def made(task, tokens, n, seed):
     return "".join(lines)
 
 
-def as_turns(line):
-    """An item in the form of a dialogue that --eval file reads: a turn for each message of the user, with its reply."""
-    item = json.loads(line)
-    said = item["messages"] + [assistant(item["reply"])]
-    turns = [{"user": a["content"], "reply": b["content"]} for a, b in zip(said[::2], said[1::2])]
-    turns[-1]["answers"] = item["answer"]
-    name = item["task"] + (f"-{item['position']}" if item["task"] == "book-turns" else "")
-    return json.dumps({"type": name, "metric": item["score"], "turns": turns})
-
-
 def main():
     options = argparse.ArgumentParser(description="Makes data/tasks/book-*.jsonl.")
-    options.add_argument("what", nargs="?", choices=["make", "check", "turns"], default="make")
-    options.add_argument("files", nargs="*", help="with turns: the files to print")
+    options.add_argument("what", nargs="?", choices=["make", "check"], default="make")
     options.add_argument("--items", type=int, default=0, help="texts of a task [12, 12, 8]")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--lengths", default="1000,2000,4000", help="tokens of a dialogue")
     options.add_argument("--out", type=pathlib.Path, default=ROOT / "data" / "tasks")
     o = options.parse_args()
 
-    if o.what == "turns":
-        for file in o.files:
-            for line in open(file, encoding="utf-8"):
-                print(as_turns(line))
-        return
     o.out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         for tokens in map(int, o.lengths.split(",")):

@@ -293,7 +293,7 @@ static void target_scores(const char *data, size_t n) {
     char err[512];
     static const char *const which[] = { "inf", "dili", "lazy" };
     for (int i = 0; i < 3; i++) {
-        double *x = scores_load(as_file(data, n), which[i], 2, 2, err);
+        double *x = scores_read(as_file(data, n), which[i], 2, 2, err);
         for (int k = 0; x && k < 4; k++) must(x[k] >= 0, "scores that passed are numbers of at least 0");
         free(x);
     }

@@ -53,6 +53,15 @@ fail() {
 #   cpu/*/h2o/*  h2o evicts in every decode step
 EXPECTED='
 *lychee*/totals.*.meta_bytes               an index holds fewer numbers: a node has no list of its children
+cpu/[!s]*/quest*/totals.*.meta_bytes       every query head has a list of its own
+cpu/[!s]*/loopserve-d*/totals.*.meta_bytes every query head has a list of its own
+device/*/quest*/totals.*.meta_bytes        every query head has a list of its own
+device/*/loopserve-d*/totals.*.meta_bytes  every query head has a list of its own
+device/*/loopserve[+/]*meta_bytes          every query head has a list of its own
+cpu/[!tsw]*/loopserve[+/]*meta_bytes       every query head has a list of its own
+cpu/we*/loopserve[+/]*meta_bytes           every query head has a list of its own
+cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
+cpu/wi*/minference+*/totals.*.meta_bytes   every query head has a list of its own
 cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 */[!cw]*/minference*/*                     60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
 */we*/minference*/*                        60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns

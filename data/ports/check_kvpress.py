@@ -113,7 +113,8 @@ def rows_kept(net, ids, press):
 
 def check_baselines(a, net, tokenizer):
     """A table. kvpress's TOVA always keeps the newest row, which may lose in kvcomp as in the authors' code: heads that
-    differ in that alone are a column of their own."""
+    differ in that alone are a column of their own. So are heads of layer 0 whose rows differ in equal tokens alone:
+    their keys have the same length, and knorm may take either."""
     import kvpress
     import torch
     from safetensors import safe_open
@@ -127,9 +128,10 @@ def check_baselines(a, net, tokenizer):
     print(f"logits behind {TOKENS} tokens: kvcomp's and transformers' differ by {apart:.1e} at most; their standard "
           f"deviation is {own.std():.2f}")
 
-    print("\n| kvpress | kvcomp | heads | the same rows | but for the newest | others |\n|---|---|---:|---:|---:|---:|")
+    print("\n| kvpress | kvcomp | heads | the same rows | but for the newest | but for ties | others |"
+          "\n|---|---|---:|---:|---:|---:|---:|")
     for name, settings, method, words, why_not in BASELINES:
-        heads = same = newest = 0
+        heads = same = newest = ties = 0
         title = f"| {name} | {' '.join(['--method', method, *map(str, words)])} |"
         for text in texts:
             ratio = 1 - (BUDGET + .5) / len(text)               # kvpress keeps int(n (1 - ratio)) rows
@@ -147,10 +149,13 @@ def check_baselines(a, net, tokenizer):
                         last = {TOKENS - 1}
                         pinned = method == "tova" and set(own) - set(theirs) == last and len(own) == len(theirs)
                         pinned = pinned and len(set(theirs) - set(own)) == 1
-                        heads, same, newest = heads + 1, same + (own == theirs), newest + pinned
+                        words_of = lambda rows: sorted(text[r] for r in rows)
+                        tied = l == 0 and own != theirs and words_of(own) == words_of(theirs)
+                        heads, same = heads + 1, same + (own == theirs)
+                        newest, ties = newest + (pinned and not tied), ties + tied
         else:
-            other = heads - same - newest
-            print(f"{title} {heads} | {same} | {newest} | {other} |", flush=True)
+            other = heads - same - newest - ties
+            print(f"{title} {heads} | {same} | {newest} | {ties} | {other} |", flush=True)
             if why_not:
                 print(f"{method}: {why_not}")
             else:
