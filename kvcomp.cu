@@ -7067,7 +7067,7 @@ static __device__ void points_load(float *to, int P, const float *x, int n, int 
 // acc[p][0] = the dot products of the thread's points ti, ti+16 and centres tj, tj+16 (p: point * 2
 // + centre), in the CPU's order: 16 lanes of partial sums, all of them in the thread's registers,
 // folded 8+8, 4+4, 2+2, 1+1.
-static __device__ void pair_dots(float (&acc)[4][16], const float *xs, const float *ms, int ti,
+static __device__ void tile_dots(float (&acc)[4][16], const float *xs, const float *ms, int ti,
                                  int tj, int P) {
     for (int p = 0; p < 4; p++)
         for (int u = 0; u < 16; u++) acc[p][u] = 0;
@@ -7108,7 +7108,7 @@ assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K
         points_load(ms, P, mu + (size_t)j0 * D, K - j0, D);
         __syncthreads();
         float acc[4][16];
-        pair_dots(acc, xs, ms, ti, tj, P);
+        tile_dots(acc, xs, ms, ti, tj, P);
         for (int p = 0; p < 4; p++) {
             int j = j0 + tj + p % 2 * 16;
             if (j >= K || !(acc[p][0] > best[p / 2])) continue;

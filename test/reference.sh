@@ -82,7 +82,6 @@ cpu/wi*/loopserve-p*/*                     lines are summed in the order of thei
 device/*lychee*/trace                      a device lists the clusters of a step in another order (the same ones)
 device/*/@(a-shape|tri-shape|a-shape+lychee+pats)/* lines of short passes go through the general kernel: other roundings, the same rows
 device/@(small|bf16)/@(adakv|dililazy|expected-attention|full|headkv|loopserve?(-d|-p|-p+lychee)|lychee|pyramidkv|quest|snapkv|sonic|tova)/* decode of these head_dims goes through the general kernel: other roundings, the same rows
-device/@(small/sonic+pats|q8_0/sonic|grouped/loopserve+pats|grouped/loopserve-d+q8)/trace blocks of the general kernel have other shapes: other roundings, the same rows
 cpu/[!c]*/tri-shape/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
