@@ -6547,7 +6547,7 @@ TEST(dililazy_usage, "no scores: exit 2 with the hint; a folder's head_scores.js
     const char *bad[][2] = { { "dililazy-beta=0", "--dililazy-beta" },
                              { "budget=16", "--obs-window" },
                              { "kernel=4", "--kernel" } };
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 3; i++) {
         snprintf(all, sizeof all, "%s dililazy-scores=%s", bad[i][0], file);
         o = options_of(all);
         code = open_dies(m, o, "dililazy");
