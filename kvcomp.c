@@ -462,28 +462,6 @@ static void f16_unpack (float *x, const char *o, int n, int D) { to_f32(x, o, DT
 static void bf16_pack  (char *o, const float *x, int D)        { from_f32(o, x, DT_BF16, D); }
 static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT_BF16, (size_t)n * D); }
 
-static void q8_pack(char *o, const float *x, int D) {
-    for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = min_int(Q8_BLOCK, D - b);
-        float top = 0;
-        int bad = 0;
-        for (int i = 0; i < n; i++) {
-            top = fmaxf(top, fabsf(x[b + i]));
-            bad |= !isfinite(x[b + i]);
-        }
-        uint16_t d = f32_to_f16(bad ? NAN : top / 127);
-        float scale = f16_to_f32(d);
-        memcpy(o, &d, 2);
-        for (int i = 0; i < n; i++) {
-            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
-            if (q > 127) q = 127;           // the scale was rounded, so q may be past 127
-            if (q < -127) q = -127;
-            ((signed char *)o)[2 + i] = (signed char)q;
-        }
-        o += 2 + n;
-    }
-}
-
 const Format formats[] = {
     { "f16",  half_bytes, f16_pack,  f16_unpack  },
     { "f32",  f32_bytes,  f32_pack,  f32_unpack  },

@@ -1320,6 +1320,28 @@ float max_f32(const float *x, int n) { return simd.max(x, (size_t)n); }
 
 // ---- rows
 void to_f32(float *dst, const void *src, int dtype, size_t n) { simd.widen[dtype](dst, src, n); }
+void q8_pack(char *o, const float *x, int D) {
+    for (int b = 0; b < D; b += Q8_BLOCK) {
+        int n = min_int(Q8_BLOCK, D - b);
+        float top = 0;
+        int bad = 0;
+        for (int i = 0; i < n; i++) {
+            top = fmaxf(top, fabsf(x[b + i]));
+            bad |= !isfinite(x[b + i]);
+        }
+        uint16_t d = f32_to_f16(bad ? NAN : top / 127);
+        float scale = f16_to_f32(d);
+        memcpy(o, &d, 2);
+        for (int i = 0; i < n; i++) {
+            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
+            if (q > 127) q = 127;           // the scale was rounded, so q may be past 127
+            if (q < -127) q = -127;
+            ((signed char *)o)[2 + i] = (signed char)q;
+        }
+        o += 2 + n;
+    }
+}
+
 void q8_unpack(float *x, const char *o, int n, int D) { simd.unpack_q8(x, o, n, D); }
 
 void from_f32(void *dst, const float *src, int dtype, size_t n) {

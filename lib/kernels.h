@@ -104,6 +104,8 @@ static inline size_t kind_bytes(int dtype, int D) {            // of a row of D 
     return dtype == ROWS_Q8 ? q8_bytes(D) : D * dtype_size(dtype);
 }
 
+// o = the row x (D). The scale of a block is a NaN where a number of it is none, or infinite.
+void   q8_pack  (char *o, const float *x, int D);
 void   q8_unpack(float *x, const char *o, int n, int D);        // x (n,D) = n rows
 
 // ---- weights in 8 bits (DT_Q8)

@@ -21,29 +21,6 @@
 // 1: the set makes products in pairs of bf16.
 static int in_pairs(const char *name) { return !strcmp(name, "avx512bf16") || !strcmp(name, "pairs-plain"); }
 
-// o = the D numbers x as a row of q8_0.
-static void pack_q8(char *o, const float *x, int D) {
-    for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = min_int(Q8_BLOCK, D - b);
-        float top = 0;
-        int bad = 0;
-        for (int i = 0; i < n; i++) {
-            top = fmaxf(top, fabsf(x[b + i]));
-            bad |= !isfinite(x[b + i]);
-        }
-        uint16_t d = f32_to_f16(bad ? NAN : top / 127);
-        float scale = f16_to_f32(d);
-        memcpy(o, &d, 2);
-        for (int i = 0; i < n; i++) {
-            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
-            if (q > 127) q = 127;           // the scale was rounded, so q may be past 127
-            if (q < -127) q = -127;
-            ((signed char *)o)[2 + i] = (signed char)q;
-        }
-        o += 2 + n;
-    }
-}
-
 // The bits of a float.
 static uint32_t bits_of(float x) {
     uint32_t u;
@@ -657,7 +634,7 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
     for (int D = 1; D <= MOST; D++) {
         int bad = 0;
         for (int j = 0; j < ROWS * D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
-        for (int r = 0; r < ROWS; r++) pack_q8(packed + r * q8_bytes(D), x + r * D, D);
+        for (int r = 0; r < ROWS; r++) q8_pack(packed + r * q8_bytes(D), x + r * D, D);
         y[ROWS * D] = 77;
         q8_unpack(y, packed, ROWS, D);
         for (int j = 0; j < ROWS * D; j++) {
@@ -690,7 +667,7 @@ TEST(math_q8_products,
     for (int d = 0; d < 8; d++) {
         int D = dims[d], have = 0;
         for (int j = 0; j < N * D; j++) k[j] *= j % 7 ? 1 : 90;
-        for (int r = 0; r < N; r++) pack_q8(packed + r * q8_bytes(D), k + r * D, D);
+        for (int r = 0; r < N; r++) q8_pack(packed + r * q8_bytes(D), k + r * D, D);
         q8_unpack(unpacked, packed, N, D);
         float most[M][3] = { { 0 } };  // of the columns that share a factor
         for (int i = 0; i < M; i++)
