@@ -9,6 +9,7 @@
 #   compare         README's table of results
 #   smollm2         fetches a real chat model into models/smollm2-135m
 #   test            every check that this machine can make
+#   mutants         faults planted in a copy: do the tests see them?
 #   asan, race      the same under sanitizers;  fuzz: strange files, with clang
 #   web, web-test   the program as one page for a browser, and its checks
 #   cuda-check      what the compiler made of each kernel;  traffic: what a step moves
@@ -77,7 +78,7 @@ endif
 comma := ,
 all: kvcomp
 .PHONY: all deps install-deps cuda dev single build-times run demo compare smollm2 vectors ports-test web install-web web-test \
-        test traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
+        test mutants traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that
@@ -450,7 +451,11 @@ fuzz: fuzz_targets
 	  FUZZ_TARGET=$$t ./fuzz_targets $(FUZZ_FLAGS) fuzz_corpus/$$t || exit 1; \
 	done
 
+# Faults planted one by one: which of them do the tests see? WHICH= names some (test/mutants.sh).
+mutants:
+	sh test/mutants.sh $(WHICH)
+
 clean:
-	rm -rf build/web build/cpu build/cuda build/dev build/test build/asan build/race
+	rm -rf build/web build/mutants build/cpu build/cuda build/dev build/test build/asan build/race
 	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c $(TESTS) tests_hard tests_race tests*_asan tests_gpu
 	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm fuzz_ignored

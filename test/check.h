@@ -232,6 +232,7 @@ static void settle(char **argv) {
 static int check_main(int argc, char **argv) {
     // Static, because a test that is left out jumps back here.
     static int passed, failed, i;
+    const char *stop = getenv("KVCOMP_TEST_STOP");      // the first test that fails is the last
     static double t0;
     settle(argv);
     allocation_fails = this_one_fails;
@@ -258,6 +259,7 @@ static int check_main(int argc, char **argv) {
             printf("FAILED %s (%d checks): %s\n", test_table[i].name, checks_failed, test_table[i].what);
         if (argc > 1 || dt > 2) printf("       %s %.2f s\n", test_table[i].name, dt);
         fflush(stdout);
+        if (failed && stop) break;
     }
     tmp_clear(state_folder);
     for (int k = 0; k < n_lacks; k++)

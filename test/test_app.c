@@ -15,6 +15,9 @@
 #include "check.h"
 #include "twin.h"
 #include <sys/socket.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #include <sys/un.h>
 #include <sys/wait.h>
 
@@ -4186,6 +4189,48 @@ static App *tiny_app(const char *method, const char *session) {
 static void tiny_app_close(App *a) {
     app_close(a);
     free(a);
+}
+
+// fsync as the program calls it, counted. sync_before: how often a file was at sync_path when it was called.
+static int syncs, sync_before;
+static const char *sync_path;
+
+#ifdef __linux__
+int fsync(int fd) {
+    syncs++;
+    sync_before += sync_path && !access(sync_path, F_OK);
+    return (int)syscall(SYS_fsync, fd);
+}
+
+TEST(save_synced, "a file is on the disk before it takes its name, and a message of a session before the reply begins") {
+    char err[512];
+    Saving x;
+    sync_path = tmp_path("synced");
+    syncs = sync_before = 0;
+    CHECK(!save_begin(&x, sync_path, err), "%s", err);
+    fputs("text", x.f);
+    CHECK(!save_keep(&x, 1, err), "%s", err);
+    CHECK(syncs == 2 && sync_before == 1, "%d times, %d of them behind the renaming", syncs, sync_before);
+    sync_path = NULL;
+
+    App *a = tiny_app("full", tmp_path("dialogue"));
+    Turn t = { .user = "hi" };
+    CHECK(!session_lock(a, opt_str(a->o, "session"), err), "%s", err);
+    syncs = 0;
+    CHECK(!session_append(a, &t, 0, err) && syncs == 1, "%d times: %s", syncs, err);
+    close(a->log);
+    a->log = 0;
+    tiny_app_close(a);
+}
+#endif
+
+TEST(sample_least, "--top-p and --min-p: the fewest candidates that have the sum, and those not too far below the best") {
+    Cand c[4];                                          // .5 .25 .125 .125
+    for (int i = 0; i < 4; i++) c[i] = (Cand){ (float)-log(i < 3 ? 2 << i : 8), i };
+    CHECK(probable_candidates(c, 4, 1, 0) == 4 && probable_candidates(c, 4, .74, 0) == 2, "--top-p");
+    CHECK(probable_candidates(c, 4, .76, 0) == 3 && probable_candidates(c, 4, 0, 0) == 1, "--top-p, the ends");
+    CHECK(probable_candidates(c, 4, 1, .3) == 2 && probable_candidates(c, 4, 1, .2) == 4, "--min-p");
+    CHECK(probable_candidates(c, 4, 1, 1.1) == 1, "the best stays");
 }
 
 static const char *long_message = "Here is a long story about a fox and a raven, a cheese, a tree, "
