@@ -213,7 +213,7 @@ cuda-check: kvcomp.cu kvcomp.h
 # The CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed (on
 # PATH, or beside nvcc).
 SANITIZE = memcheck racecheck synccheck
-SANITIZED = cuda_math cuda_rows cuda_attention cuda_full cuda_steps
+SANITIZED = cuda_math cuda_rows cuda_attention cuda_table cuda_steps
 SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) \
               $(wildcard $(dir $(NVCC))compute-sanitizer $(dir $(NVCC))../compute-sanitizer/compute-sanitizer))
 GPU_ARCH = native
@@ -382,7 +382,7 @@ traffic: tests
 # An access that is not aligned to its type, which a GPU does not make, ends the program (SIGILL).
 HARD_SEES = -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
-             cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o cuda_lychee cuda_quest cuda_pats cuda_model \
+             cuda_packed cuda_select cuda_pooled cuda_lines cuda_table cuda_lychee cuda_quest cuda_pats cuda_model \
              cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
