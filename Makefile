@@ -407,9 +407,10 @@ tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/race/emu
 	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
 
 # ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side comes out wrong.
-race: tests_race tests_hard
+race: tests_race tests_hard tests
 	KVCOMP_SIMD=avx2 ./tests_race cuda
 	./tests_hard cuda
+	KVCOMP_ORDERS=3 ./tests cuda
 
 # The same tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
