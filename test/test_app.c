@@ -2033,46 +2033,6 @@ static void write_text_file(const char *path, const char *text) {
     }
 }
 
-TEST(cli_ids, "--ids and --dump-logits: V floats a row, one row for the prefill and one a decoded "
-              "id; bad lines end with 2") {
-    char p[64], o[64];
-    snprintf(p, sizeof p, "/tmp/kvt_%d_ids", (int)getpid());
-    snprintf(o, sizeof o, "/tmp/kvt_%d_logits", (int)getpid());
-
-    static const struct {
-        const char *text;
-        int code;
-        int rows;
-    } cases[] = {
-        { "1 2 3 | 4 5\n\n  \n6\n", 0, 4 },
-        { "1 2 3|\n", 0, 1 },
-        { "7\n", 0, 1 },
-        { "1 2", 0, 1 },
-        { "| 3\n", 2, 0 },
-        { "1 2048\n", 2, 0 },
-        { "1 -2\n", 2, 0 },
-        { "1 x\n", 2, 0 },
-        { "1 | 2 | 3\n", 2, 0 },
-        { "", 2, 0 },
-        { "99999999999999999999\n", 2, 0 },
-    };
-
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        write_text_file(p, cases[i].text);
-        int rc = sh(SYN "--ids %s --dump-logits %s", p, o);
-        struct stat st = { 0 };
-        stat(o, &st);
-        CHECK(rc == cases[i].code, "case %zu: exit %d: %s", i, rc, sh_err);
-        CHECK(rc || st.st_size == cases[i].rows * 2048 * 4, "case %zu: %ld bytes", i,
-              (long)st.st_size);
-        CHECK(!*sh_out, "stdout: %s", sh_out);
-        CHECK(!rc || lines_in(sh_err) == 1, "%s", sh_err);
-    }
-    CHECK(sh(SYN "--ids %s.none", p) == 2, "missing file");
-    unlink(p);
-    unlink(o);
-}
-
 TEST(cli_json, "--json: one object with the documented keys; bytes are what the rows hold; "
                "--json-rows lists them") {
     CHECK(sh(SYN
@@ -2098,36 +2058,6 @@ TEST(cli_json, "--json: one object with the documented keys; bytes are what the 
     CHECK(json_get(j, "kv_bytes_stored")->i == (int64_t)2 * 2 * cap * 2 * 16 * 2,
           "stored %lld for %d rows", (long long)json_get(j, "kv_bytes_stored")->i, held);
     json_free(j);
-}
-
-TEST(cli_ratio, "--ratio 0.5 halves the stored bytes of every method that drops rows, and of none "
-                "that only saves reads") {
-    char p[64];
-    snprintf(p, sizeof p, "/tmp/kvt_%d_ids", (int)getpid());
-    FILE *f = fopen(p, "w");
-    for (int i = 0; i < 1280; i++) fprintf(f, "%d ", (i * 37 + i / 7) % 2048);
-    fprintf(f, "\n");
-    fclose(f);
-    EACH_METHOD (at) {
-        const Method *m = *at;
-        // These need files; their own tests do it.
-        if (!m->evicts || !strcmp(m->name, "sonic") || !strcmp(m->name, "dililazy") ||
-            !strcmp(m->name, "headkv"))
-            continue;
-        CHECK(sh(SYN "--ids %s --json --method=%s --ratio 0.5", p, m->name) == 0, "%s: %s", m->name,
-              sh_err);
-        char err[256];
-        Json *j = json_parse(sh_out, strlen(sh_out), err);
-        if (!j) {
-            CHECK(0, "%s: %s", m->name, err);
-            continue;
-        }
-        double share =
-            (double)json_get(j, "kv_bytes_stored")->i / (double)json_get(j, "kv_bytes_full")->i;
-        CHECK(share > .44 && share < .56, "%s holds %.3f of the full cache", m->name, share);
-        json_free(j);
-    }
-    unlink(p);
 }
 
 TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a path that cannot "
@@ -2181,54 +2111,6 @@ TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a
 }
 
 #define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
-
-TEST(cli_damaged, "weights that hold a NaN: exit 3 at the first logits, in a chat and in an "
-                  "evaluation, not an empty reply and a divergence of 0") {
-    char d[] = "/tmp/kvcomp-nan-XXXXXX";
-    CHECK(mkdtemp(d) &&
-              sh("cp models/kvcomp-tiny/* %s && printf '\\300\\177' | dd of=%s/model.safetensors "
-                 "bs=1 seek=$(($(stat -c %%s %s/model.safetensors) - 2)) conv=notrunc 2>&1",
-                 d, d, d) == 0,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "is not a number") &&
-              lines_in(sh_err) == 1 && !*sh_out,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp -m %s --eval kld --eval-file README.md --eval-window 32 --eval-windows 1 "
-             "--compare full,window --budgets 8",
-             d) == 3 &&
-              !*sh_out,
-          "%s", sh_err);
-    CHECK(sh("printf '/save %s\n' | " CHAT, d) == 0 && strstr(sh_err, "directory") &&
-              sh("test ! -e %s.part", d) == 0,
-          "%s", sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_chat_pipe,
-     "a chat on a pipe: commands, method changes that keep the dialogue, save and load") {
-    char p[64];
-    snprintf(p, sizeof p, "/tmp/kvt_%d_session", (int)getpid());
-    CHECK(sh("printf 'hello\\n/stats\\n/help\\n/nosuch\\n/method streaming\\n/budget 64\\nhow are "
-             "you?\\n/save %s\\n/regen\\n/clear\\n/quit\\n' | " CHAT,
-             p) == 0,
-          "%s", sh_err);
-    CHECK(strstr(sh_err, "stored") && strstr(sh_err, "/regen") &&
-              strstr(sh_err, "no command /nosuch"),
-          "%s", sh_err);
-    CHECK(strstr(sh_err, "[turn 2 "), "the dialogue went on after /method: %s", sh_err);
-    CHECK(sh("printf '/load %s\\nhello\\n' | " CHAT, p) == 0 && strstr(sh_err, "[turn 3 "), "%s",
-          sh_err);
-    CHECK(sh(CHAT "-p hello --session %s", p) == 0 && strstr(sh_err, "[turn 3 "), "%s", sh_err);
-    CHECK(sh("printf '/load %s\\n' | ./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer "
-             "models/kvcomp-tiny",
-             p) == 0 &&
-              strstr(sh_err, "another model"),
-          "%s", sh_err);
-    write_text_file(p, "kvcomp session 1\nmodel zz\n");
-    CHECK(sh("printf '/load %s\\n' | " CHAT, p) == 0 && strstr(sh_err, "not a kvcomp session"),
-          "%s", sh_err);
-    unlink(p);
-}
 
 // A loop of the shell that waits until a file has a line that begins so, for 20 seconds at most.
 #define WAIT_FOR(begin, file) \
@@ -2307,22 +2189,10 @@ static int pty_chat(const char *const *typed, const double *wait, int n, char *s
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-TEST(cli_threads, "a small model gets one thread, others at least one a core; with more than one "
-                  "the program starts itself again and reads its text all the same") {
+TEST(cli_threads, "a small model gets one thread, others at least one a core") {
     CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
     CHECK(threads_for((size_t)1 << 30) == physical_cores() && physical_cores() >= 1, "%d cores",
           physical_cores());
-    const char *form[] = { "-p hello", "-f -", "-f /dev/stdin", "-f <(echo hello)" };
-    char text[4][256];
-    for (int i = 0; i < 4; i++) {
-        CHECK(!sh("echo hello | bash -c 'env -u GOMP_SPINCOUNT -u OMP_WAIT_POLICY ./kvcomp -t 2 %s "
-                  "-n 8 --temp 0 -q'",
-                  form[i]),
-              "%s: %s", form[i], sh_err);
-        snprintf(text[i], sizeof text[i], "%.200s", sh_out);
-        CHECK(*text[i] && (i == 0 || i > 2 || !strcmp(text[i], text[1])), "%s: %s", form[i],
-              text[i]);
-    }
 }
 
 TEST(cli_bf16_terms, "--bf16-terms changes logits where products are made in tiles, 1 also where they are "
@@ -2594,32 +2464,6 @@ TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made
     weights_close(plan, NULL);
     weights_close(w, c);
     weights_close(q, d);
-}
-
-TEST(cli_plan, "--plan names every allocation of a run on a device from a config alone, says whether it fits, "
-               "and what it cannot read") {
-    const char *million = "./kvcomp --plan --synthetic llama-3.1-8b -c 1000000 -b 2048 --method";
-    char cmd[300];
-    snprintf(cmd, sizeof cmd, "%s pats --device-memory 141G", million);
-    CHECK(sh(cmd) == 0 && strstr(sh_out, "packed rows of every layer"), "%s%s", sh_out, sh_err);
-    CHECK(strstr(sh_out, "\nfits into 141.000 GB: ") && strstr(sh_out, " 16.061 GB\n"), "%s", sh_out);
-    snprintf(cmd, sizeof cmd, "%s full --device-memory 141000M", million);
-    CHECK(sh(cmd) == 4 && strstr(sh_out, "does not fit into 141.000 GB"), "%s%s", sh_out, sh_err);
-    CHECK(!strstr(sh_out, "packed rows"), "%s", sh_out);
-    int rc = sh("./kvcomp --plan --synthetic tiny --device-memory much");
-    CHECK(rc == 2 && strstr(sh_err, "like 141G"), "%d: %s", rc, sh_err);
-    rc = sh("./kvcomp --plan --synthetic tiny -c 100 --method nope");
-    CHECK(rc == 2 && strstr(sh_err, "nope"), "%d: %s", rc, sh_err);
-    // A folder that holds nothing but the config.
-    rc = sh("d=$(mktemp -d) && cp models/kvcomp-tiny/config.json $d && "
-            "./kvcomp --plan -m $d --method quest; rc=$?; rm -r $d; exit $rc");
-    CHECK(rc == 0 && strstr(sh_out, "  quest ") && strstr(sh_out, "-b 2048"), "%d: %s%s", rc, sh_out,
-          sh_err);
-    CHECK(!strstr(sh_out, "inputs of products in 32 bits"), "16-bit weights: %s", sh_out);
-    rc = sh("./kvcomp --plan --synthetic tiny --exact");
-    CHECK(rc == 0 && strstr(sh_out, "inputs of products in 32 bits"), "%d: %s", rc, sh_out);
-    rc = sh("./kvcomp --inspect --device-memory 5G");
-    CHECK(rc == 0 && strstr(sh_err, "in --inspect: --device-memory"), "%d: %s", rc, sh_err);
 }
 
 // ---- files that are none, texts with a 0 byte, control characters, options without effect
@@ -3370,15 +3214,6 @@ static int widest_line(const char *s) {
     return most;
 }
 
-TEST(cli_full_context, "a reply that fills the context shows the tokens it holds and no more") {
-    static char full[sizeof sh_out];
-    const char *run = "./kvcomp -q -t 1 --temp 0 -m models/kvcomp-tiny -p 'Tell me a story.'";
-    needs_program();
-    CHECK(sh("%s -c 40 -n 200", run) == 0 && strstr(sh_err, "40 rows held, -c 40"), "%s", sh_err);
-    memcpy(full, sh_out, sizeof full);
-    CHECK(sh("%s -n 27", run) == 0 && !strcmp(sh_out, full), "27 tokens: %s\n%s", sh_out, full);
-}
-
 TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others lie between; every "
                "line fits into 80 columns; only results on stdout; /demo is the same") {
     static char text[1 << 16];
@@ -3474,70 +3309,19 @@ static int holds(const char *d, const char *name, const char *text) {
     return !strncmp(got, text, strlen(text));
 }
 
-TEST(cli_save_place,
-     "a session is written beside its place: permissions kept or 0600, links followed, planted "
-     "names untouched, devices, FIFOs and folders refused, nothing left over") {
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    CHECK(sh("umask 0; " CHAT "-q -p hello --session %s/new", d) == 0 && mode_of(d, "new") == 0600,
-          "%o: %s", mode_of(d, "new"), sh_err);
-    CHECK(sh("chmod 640 %s/new && " CHAT "-q -p hello --session %s/new", d, d) == 0 &&
-              mode_of(d, "new") == 0640,
-          "%o: %s", mode_of(d, "new"), sh_err);
-    CHECK(sh("mkdir %s/sub && ln -s ../new %s/sub/link && ln -s later %s/sub/dangling && echo "
-             "victim >%s/victim && ln -s victim %s/new.part",
-             d, d, d, d, d) == 0,
-          "%s", sh_err);
-    CHECK(sh(CHAT "-p hello --session %s/sub/link", d) == 0 && strstr(sh_err, "[turn 3 "), "%s",
-          sh_err);
-    CHECK(sh("test -L %s/sub/link && test ! -L %s/new && grep -c '\"user\"' %s/new", d, d, d) == 0 &&
-              atoi(sh_out) == 3,
-          "the link stays, its file has three turns: %s", sh_out);
-    CHECK(sh(CHAT "-q -p hello --session %s/sub/dangling && test -f %s/sub/later", d, d) == 0, "%s",
-          sh_err);
-    CHECK(holds(d, "victim", "victim\n"), "a planted name was written through");
-    CHECK(sh("mkfifo %s/fifo", d) == 0, "%s", sh_err);
-    CHECK(sh("timeout 20 " CHAT "-q -p hello --session %s/fifo", d) == 1 &&
-              strstr(sh_err, "no regular file") && lines_in(sh_err) == 1,
-          "%s", sh_err);
-    CHECK(sh(CHAT "-q -p hello --session /dev/null") == 1 && strstr(sh_err, "no regular file") &&
-              !*sh_out && sh("test -c /dev/null") == 0,
-          "%s", sh_err);
-    CHECK(sh(CHAT "-q -p hello --session %s", d) == 1 && strstr(sh_err, "directory") && !*sh_out,
-          "%s", sh_err);
-    CHECK(sh(CHAT "-q -p hello --session %s/none/x", d) == 1 && !*sh_out,
-          "a place that cannot be written is found before the reply: %s", sh_out);
-    CHECK(sh("ln -s loop %s/loop; " CHAT "-q -p hello --session %s/loop", d, d) == 1, "%s", sh_err);
-    CHECK(sh("printf '/save /dev/full\n/save %s/fifo\n' | timeout 20 " CHAT, d) == 0 &&
-              lines_in(sh_err) == 2,
-          "%s", sh_err);
-    CHECK(files_in(d) == 6, "%d files: new, sub, victim, new.part, fifo, loop", files_in(d));
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_save_modes, "a new report, table, trace and dump has the umask's permissions, a file that was there keeps "
-                     "its own; a history that is no file is left as it is") {
+#ifdef KVCOMP_READLINE
+TEST(history_place, "a history that is no file is left as it is") {
     char d[64], path[100], err[512];
-    static const char *const made[] = { "r.html", "r.csv", "t", "l" };
     CHECK(save_folder(d), "no folder");
-    for (int again = 0; again < 2; again++) {
-        CHECK(sh("umask %s; ./kvcomp -q --eval-items 1 --method streaming --report %s/r.html && "
-                 SYN "-q --ids data/ids/three-turns.txt --trace %s/t --dump-logits %s/l",
-                 again ? "000" : "027", d, d, d) == 0,
-              "%s", sh_err);
-        for (int i = 0; i < 4; i++)
-            CHECK(mode_of(d, made[i]) == 0640, "%s: %o", made[i], (unsigned)mode_of(d, made[i]));
-    }
     snprintf(path, sizeof path, "%s/fifo", d);
     CHECK(!mkfifo(path, 0644) && !chmod(path, 0644), "%s", path);
-#ifdef KVCOMP_READLINE
     int reader = open(path, O_RDONLY | O_NONBLOCK);
     CHECK(history_append(path, "\"x\"\n", 4, err) && strstr(err, "is no regular file"), "a FIFO was written to");
     CHECK(mode_of(d, "fifo") == 0644, "%o", (unsigned)mode_of(d, "fifo"));
     close(reader);
-#endif
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
+#endif
 
 TEST(cli_session_lock,
      "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
@@ -3560,42 +3344,6 @@ TEST(cli_session_lock,
         CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c assistant %s/s", d, d) == 0, "%s", sh_err);
         CHECK(strstr(sh_out, saved ? "\n3\n" : "\n2\n"), "%d: the lock is gone: %s", saved, sh_out);
     }
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_save_full,
-     "no room for a session, a report, a table or scores: one line, exit 1, the old file stays and "
-     "nothing lies beside it; a run that fails before leaves them alone") {
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    CHECK(sh(CHAT "-q -p hello --session %s/s && cp %s/s %s/s2", d, d, d) == 0, "%s", sh_err);
-    for (int i = 0; i < 4; i++)
-        CHECK(sh("echo old >%s/%s", d,
-                 (const char *[]){ "r.html", "r.csv", "b.csv", "c.json" }[i]) == 0,
-              "%s", sh_err);
-    const char *limit = "ulimit -f 1;";  // 512 or 1024 bytes a file, by the shell
-    CHECK(sh("yes hello | head -c 2000 >%s/long", d) == 0, "%s", sh_err);
-    CHECK(sh("%s " CHAT "-q -n 1 -f %s/long --session %s/s", limit, d, d) == 1 &&
-              strstr(sh_err, "the old file stays"),
-          "%s", sh_err);
-    CHECK(sh("cmp %s/s %s/s2", d, d) == 0, "the session is another one: %s", sh_out);
-    CHECK(sh("%s ./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", limit, d) == 1 &&
-              strstr(sh_err, "the old file stays") && lines_in(sh_err) == 1,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp -q --report %s/r.html --eval file --eval-file /nonexistent", d) == 2, "%s",
-          sh_err);
-    CHECK(sh("./kvcomp -q --report %s/x.html --eval file --eval-file /nonexistent; test ! -e "
-             "%s/x.html -a ! -e %s/x.csv",
-             d, d, d) == 0,
-          "%s", sh_err);
-    CHECK(holds(d, "r.html", "old\n") && holds(d, "r.csv", "old\n") && holds(d, "b.csv", "old\n"),
-          "an old file is gone");
-    CHECK(sh("./kvcomp -q --calibrate %s/c.json --calibrate-needles /nonexistent", d) == 2 &&
-              holds(d, "c.json", "old\n"),
-          "%s", sh_err);
-    CHECK(sh("./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", d) == 0 && holds(d, "r.html", "<!DOCTYPE") &&
-              holds(d, "r.csv", "picture,") && files_in(d) == 7,
-          "%s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -4325,32 +4073,6 @@ TEST(cli_memory, "what a model takes in words; more than is free is a warning, o
              "data/ids/three-turns.txt") == 4 &&
               lines_in(sh_err) == 1 && strstr(sh_err, "too little for these random weights"),
           "%s", sh_err);
-}
-
-TEST(cli_dump_safe, "--dump-logits is saved as every file is: a run that fails leaves the old one; "
-                    "- and devices get the bytes as they come") {
-    char d[64], path[100];
-    CHECK(save_folder(d), "no folder");
-    snprintf(path, sizeof path, "%s/logits", d);
-    write_text_file(path, "old\n");
-    CHECK(sh("printf '1 2 3 | 4\\n' > %s/good", d) == 0, "%s", sh_err);
-    CHECK(sh("(ulimit -f 8; exec " SYN "--ids %s/good --dump-logits %s)", d, path) == 1 &&
-              lines_in(sh_err) == 1,
-          "%s", sh_err);
-    CHECK(holds(d, "logits", "old\n") && files_in(d) == 2, "the old file: %d files", files_in(d));
-    CHECK(sh(SYN "--ids %s/good --dump-logits %s", d, path) == 0, "%s", sh_err);
-    CHECK(sh(SYN "--ids %s/good --dump-logits - | cmp - %s", d, path) == 0, "%s%s", sh_out, sh_err);
-    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/stdout | cmp - %s", d, path) == 0, "%s%s",
-          sh_out, sh_err);
-    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/fd/3 3>%s/third && cmp %s/third %s", d, d, d,
-             path) == 0,
-          "%s%s", sh_out, sh_err);
-    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/null", d) == 0 && sh("test -c /dev/null") == 0,
-          "%s", sh_err);
-    CHECK(sh(SYN "--ids %s/good --dump-logits %s", d, d) == 1 && strstr(sh_err, "Is a directory") &&
-              lines_in(sh_err) == 1,
-          "%s", sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 TEST(save_no_memory, "a file whose stream finds no memory ends the program with 4, not 1, and "
