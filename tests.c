@@ -5558,6 +5558,9 @@ static int order_set(int i) {
 // With three orders, every one of them takes half of a test's variants.
 static int variants_step(void) { return n_seeds() == 3 ? 2 : 1; }
 
+// Of many shapes that take the same kernels, the harder emulator, in which every access costs, takes every third.
+static int shapes_step(void) { return emu_set_seed && emu_is_hard() ? 3 : variants_step(); }
+
 // A session on the device.
 static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
     char err[256];
@@ -6413,7 +6416,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
                   { 2, 2, 128, 129, "f16", VIS_CAUSAL } };
     int n_shape = sizeof shape / sizeof *shape;
     cuda_tensor_min(1);
-    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += shapes_step()) {
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
@@ -6645,7 +6648,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     int n_mixed = sizeof mixed / sizeof *mixed, dims[] = { 64, 80, 96, 128, 160, 256 };
     int heads[] = { 1, 2, 3, 4, 7, 8, 16 };
     char text[200];
-    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += variants_step()) {
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += shapes_step()) {
         Tiny m = tiny_model(2, mixed[i].H, mixed[i].G, mixed[i].D, 16, 16, 11, 5 + i);
         cuda_span(i % 4 == 1 ? 32 : 0);
         snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmin=0 pats-window=9 pats-sink=3 %s",
@@ -6655,7 +6658,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     cuda_span(0);
     if (emu_set_seed) emu_set_seed(7);
     for (int d = 0; d < 6; d++)
-        for (int b = 1; b <= 10; b++) {
+        for (int b = 1 + d % shapes_step(); b <= 10; b += shapes_step()) {
             Tiny m = tiny_model(1, heads[(b + d) % 7], 1, dims[d], 16, 16, 11, 5);
             snprintf(text, sizeof text,
                      "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-bmin=%d pats-bmax=%d "
@@ -7075,15 +7078,15 @@ static void device_agrees(Tiny m, const char *spec, const char *more) {
 
 TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
                  "the CPU's rows, in as many bytes, and its logits are the CPU's within the bound") {
-    for (int windows = 0; windows < 2; windows++) {
+    int hard = emu_set_seed && emu_is_hard();           // there every access costs
+    for (int windows = 0; windows < (hard ? 1 : 2); windows++) {
         Tiny m = table_model(2, 4, 2, windows ? 2 : 0);
         EACH_METHOD(p) {
             char spec[96];
             snprintf(spec, sizeof spec, "%s+pats", (*p)->name);
-            int hard = emu_set_seed && emu_is_hard();   // there every access costs
             if (windows || hard) device_agrees(m, (*p)->name, "");
             else each_variant(*p, m, device_agrees);
-            if (!windows && !((*p)->role & ROLE_STORE)) device_agrees(m, spec, "");
+            if (!windows && !hard && !((*p)->role & ROLE_STORE)) device_agrees(m, spec, "");
         }
         tiny_free(m);
     }
@@ -7470,8 +7473,6 @@ TEST(cuda_steady,
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 47, 9, 0);
-    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0, 0,
-                  0);
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
@@ -8147,14 +8148,14 @@ TEST(cuda_sampling,
      "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
      "top-k, top-p, min-p; a penalty and large top-k take all logits") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
-    sampling_agrees(m, "full", "temp=0", 1, 9);
-    sampling_agrees(m, "full", "", 40, 9);
-    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 9);
-    sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 9);
-    sampling_agrees(m, "full", "top-k=129", 0, 5);
-    sampling_agrees(m, "full", "top-k=0", 0, 5);
-    sampling_agrees(m, "full", "temp=0 repeat-penalty=1.2", 0, 5);
-    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 9);
+    sampling_agrees(m, "full", "temp=0", 1, 6);
+    sampling_agrees(m, "full", "", 40, 6);
+    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 6);
+    sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
+    sampling_agrees(m, "full", "top-k=129", 0, 3);
+    sampling_agrees(m, "full", "top-k=0", 0, 3);
+    sampling_agrees(m, "full", "temp=0 repeat-penalty=1.2", 0, 3);
+    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20 h2o=stream", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
     Options *o;
@@ -8256,7 +8257,7 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
     tiny_free(m);
 }
 
-TEST(cuda_turns, "1,000 turns on the device and 100 dialogues one after the other: as many bytes "
+TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other, of every kind of method: as many bytes "
                  "held as at the start") {
     const char *method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
     const char *text[] = { "budget=12",
@@ -8270,7 +8271,7 @@ TEST(cuda_turns, "1,000 turns on the device and 100 dialogues one after the othe
         Options *o;
         Session *s = cuda_session(m, method[i], text[i], &o);
         size_t first = 0;
-        for (int t = 0; t < 170; t++) {  // a dialogue has ten turns
+        for (int t = 0; t < 60; t++) {  // a dialogue has ten turns
             int ids[3] = { t % 23, 3, 5 };
             if (t % 10 == 0) {
                 session_reset(s);
@@ -8711,10 +8712,10 @@ TEST(cuda_failures,
         failing_method = method[i];
         failing_text = text[i];
         int rc = in_a_process(failing_run, 0, good, sizeof good);
-        long calls = strtol(good, &sum, 10), step = calls / (i ? 8 : 30) + 1;
+        long calls = strtol(good, &sum, 10), step = calls / (i ? 5 : 20) + 1;
         CHECK(rc == 0 && calls > 100, "%s: %d, %s", method[i], rc, good);
-        // Every one of an opening, then some.
-        for (long n = 1 + i; n <= calls; n += n < 30 && !i ? 1 : step)
+        // Every other one of an opening, then some.
+        for (long n = 1 + i; n <= calls; n += n < 30 && !i ? 2 : step)
             for (int all = 0; all < 2; all++) {
                 rc = in_a_process(failing_run, all ? -n : n, line, sizeof line);
                 int dies = (rc == EXIT_MEMORY || rc == EXIT_RUN || rc == EXIT_USAGE) &&
@@ -8726,7 +8727,7 @@ TEST(cuda_failures,
                 if (rc >= 0 && rc < 5) said[rc]++;
             }
     }
-    CHECK(!emu_fail_at || (said[0] > 2 && said[EXIT_RUN] > 50 && said[EXIT_MEMORY] > 5),
+    CHECK(!emu_fail_at || (said[0] > 2 && said[EXIT_RUN] > 25 && said[EXIT_MEMORY] > 3),
           "%d runs went on, %d ended with 1, %d with 4", said[0], said[EXIT_RUN],
           said[EXIT_MEMORY]);
     tiny_free(failing_model);
@@ -8754,7 +8755,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     int ids[200], ended[2] = { 0, 0 };
     for (int i = 0; i < 200; i++) ids[i] = i * 7 % 29;
     for (int i = 0; emu_fail_at && i < 4; i++) {
-        for (long n = 0, calls = 0; n <= calls; n += calls / 50 + 1) {
+        for (long n = 0, calls = 0; n <= calls; n += calls / 25 + 1) {
             Options *o;
             Session *s = cuda_session(m, method[i], text[i], &o);
             emu_fail_at(n, 0);                  // 0: none
@@ -8764,7 +8765,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
             session_close(s);
             options_free(o);
         }
-        for (int more = 0; more < 100000; more += more / 4 + 1000) {
+        for (int more = 0; more < 100000; more += more / 2 + 1000) {
             Options *o;
             Session *s = cuda_session(m, method[i], text[i], &o);
             ended[turn_dies(s, ids, 40) != 0]++;
@@ -8777,7 +8778,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
             options_free(o);
         }
     }
-    CHECK(!emu_fail_at || (ended[0] > 50 && ended[1] > 100), "%d turns were done, %d were not", ended[0], ended[1]);
+    CHECK(!emu_fail_at || (ended[0] > 25 && ended[1] > 50), "%d turns were done, %d were not", ended[0], ended[1]);
     tiny_free(m);
 }
 
