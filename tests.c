@@ -5555,11 +5555,9 @@ static int order_set(int i) {
 
 #define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
 
-// With three orders, every one of them takes half of a test's variants.
-static int variants_step(void) { return n_seeds() == 3 ? 2 : 1; }
-
-// Of many shapes that take the same kernels, the harder emulator, in which every access costs, takes every third.
-static int shapes_step(void) { return emu_set_seed && emu_is_hard() ? 3 : variants_step(); }
+// With three orders, every one of them takes half of a test's variants; so does the harder emulator, in which every
+// access costs.
+static int variants_step(void) { return emu_set_seed && (n_seeds() == 3 || emu_is_hard()) ? 2 : 1; }
 
 // A session on the device.
 static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
@@ -6416,7 +6414,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
                   { 2, 2, 128, 129, "f16", VIS_CAUSAL } };
     int n_shape = sizeof shape / sizeof *shape;
     cuda_tensor_min(1);
-    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += shapes_step()) {
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
@@ -6648,7 +6646,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     int n_mixed = sizeof mixed / sizeof *mixed, dims[] = { 64, 80, 96, 128, 160, 256 };
     int heads[] = { 1, 2, 3, 4, 7, 8, 16 };
     char text[200];
-    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += shapes_step()) {
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += variants_step()) {
         Tiny m = tiny_model(2, mixed[i].H, mixed[i].G, mixed[i].D, 16, 16, 11, 5 + i);
         cuda_span(i % 4 == 1 ? 32 : 0);
         snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmin=0 pats-window=9 pats-sink=3 %s",
@@ -6658,7 +6656,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
     cuda_span(0);
     if (emu_set_seed) emu_set_seed(7);
     for (int d = 0; d < 6; d++)
-        for (int b = 1 + d % shapes_step(); b <= 10; b += shapes_step()) {
+        for (int b = 1 + d % variants_step(); b <= 10; b += variants_step()) {
             Tiny m = tiny_model(1, heads[(b + d) % 7], 1, dims[d], 16, 16, 11, 5);
             snprintf(text, sizeof text,
                      "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-bmin=%d pats-bmax=%d "
@@ -7217,8 +7215,8 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
     Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3);
     Tiny n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6);
     Tiny o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
-    int all = !emu_set_seed;
-    // Each order of threads sees two or more of them.
+    int all = n_seeds() == 1;
+    // Of three orders of threads each sees two or more of them.
     EACH_SEED(seed) {
         if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
         if (all || seed != 2)
@@ -7676,7 +7674,8 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
         }
         dialogue_agrees(m, "full", shape[i].rows, &p, NULL);
         float *first = NULL;
-        EACH_SEED(seed) {
+        for (int order = 0; order < (emu_set_seed ? 3 : 1); order++) {
+            if (emu_set_seed) emu_set_seed(cuda_seeds[order]);
             if (emu_count) emu_count(NULL);
             float *x = step_logits(m, "full", shape[i].rows, 70, 3, 0);
             long n = emu_count ? emu_count("qkv_kernel") : 6;
@@ -8438,6 +8437,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
     const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
                         "lychee-chunk-max=4 lychee-iters=1";
+    int all = n_seeds() == 1;
     char text[300];
     EACH_SEED(seed) {
         // 4 pages.
@@ -8445,10 +8445,10 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
         // Ties in the first pages.
         seek_passes(n, "quest", "quest-full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
         // 624 pages: three blocks.
-        if (seed == 0)
+        if (all || seed == 0)
             seek_passes(n, "quest", "quest-full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
         // All pages but a few.
-        if (seed == 1)
+        if (all || seed == 1)
             seek_passes(m, "quest", "quest-full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
         snprintf(text, sizeof text, "%s budget=20", small);
         seek_passes(m, "lychee", text, 60, 1, 9, 1);
@@ -8458,8 +8458,10 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
         snprintf(text, sizeof text, "%s budget=303 lychee-beta=.5", small);
         seek_passes(n, "lychee", text, 300, 0, 300, 1);
         // 400 clusters: two blocks.
-        snprintf(text, sizeof text, "%s budget=%d lychee-kg=16", small, seed ? 100 : 2900);
-        if (seed < 2) seek_passes(m, "lychee", text, 3000, 1, 200, 0);
+        for (int k = 0; k < 2; k++) {
+            snprintf(text, sizeof text, "%s budget=%d lychee-kg=16", small, k ? 100 : 2900);
+            if (all || seed == k) seek_passes(m, "lychee", text, 3000, 1, 200, 0);
+        }
     }
     tiny_free(m);
     tiny_free(n);
