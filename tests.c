@@ -4393,102 +4393,86 @@ TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not d
     tiny_free(m);
 }
 
+// What becomes of an adapter before it is refused.
+enum { AS_IT_IS, METADATA, ONE_ROW_MORE, NO_TENSOR, STRANGE_TENSOR, TYPE_OF_BASE, TYPE_OF_TURN, SHAPE_OF_BASE, SHARED,
+       NO_KEY, BIASED };
+
+// Changes the adapter, which fits m.
+static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
+    NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
+    if (how == METADATA || how == SHARED) nexus_meta(a, key, "%s", value);
+    if (how == ONE_ROW_MORE) {
+        t->x = xrealloc(t->x, (size_t)(t->rows + 1) * t->cols * sizeof(float));
+        memset(t->x + (size_t)t->rows++ * t->cols, 0, t->cols * sizeof(float));
+    }
+    if (how == NO_TENSOR) {
+        free(t->x);
+        arrdel(a->t, t - a->t);
+    }
+    if (how == STRANGE_TENSOR) nexus_add(a, key, 0, 16, NULL, 1, "F32");
+    if (how == TYPE_OF_BASE) a->t[0].type = value;
+    if (how == TYPE_OF_TURN) a->t[2].type = value;
+    if (how == SHAPE_OF_BASE) {
+        a->t[0].rows = 4;
+        a->t[0].cols = 8;
+    }
+    for (int k = 0; how == NO_KEY && k < (int)arrlen(a->meta); k++)
+        if (!strcmp(a->meta[k].key, key)) arrdel(a->meta, k);
+}
+
 TEST(sonic_refusals,
      "every check of an adapter has its message, with name, expected and found value") {
+    static const struct {
+        int how;
+        const char *key, *value, *says;
+    } cases[] = {
+        { AS_IT_IS, "", "", NULL },
+        { METADATA, "format", "gguf", "metadata format is gguf, expected sonic-nexus" },
+        { METADATA, "version", "2", "metadata version is 2" },
+        { METADATA, "model_type", "qwen3", "metadata model_type is qwen3, expected llama" },
+        { METADATA, "hidden_size", "64", "hidden_size is 64, base has 32" },
+        { METADATA, "num_hidden_layers", "3", "num_hidden_layers is 3, base has 2" },
+        { METADATA, "num_attention_heads", "8", "num_attention_heads is 8, base has 4" },
+        { METADATA, "num_key_value_heads", "1", "num_key_value_heads is 1, base has 2" },
+        { METADATA, "head_dim", "8", "head_dim is 8, base has 16" },
+        { METADATA, "intermediate_size", "41", "intermediate_size is 41, base has 40" },
+        { METADATA, "attention_bias", "true", "attention_bias is true, expected false" },
+        { ONE_ROW_MORE, "nexus.layers.1.mlp.up_proj.weight", "",
+          "nexus.layers.1.mlp.up_proj.weight is [41,32], base needs [40,32] (adapter made for another model?)" },
+        { NO_TENSOR, "nexus.layers.0.self_attn.k_proj.weight", "", "nexus.layers.0.self_attn.k_proj.weight is missing" },
+        { STRANGE_TENSOR, "nexus.layers.0.q_norm", "", "unexpected tensor nexus.layers.0.q_norm" },
+        { TYPE_OF_BASE, "", "I64", "nexus.embed.base is I64, expected F32, F16 or BF16" },
+        { TYPE_OF_TURN, "", "F16", "nexus.embed.turn is F16, but nexus.embed.base is F32" },
+        { METADATA, "k_max", "9", "nexus.embed.pos is [8,32], base needs [9,32]" },
+        { METADATA, "t_max", "5", "nexus.embed.turn is [4,32], base needs [5,32]" },
+        { METADATA, "position_mode", "compact", "position_mode is compact, expected augmented or original" },
+        { METADATA, "base_fingerprint", "0123456789abcdef", "base_fingerprint is 0123456789abcdef, base has" },
+        { METADATA, "body", "content", "metadata body is content" },
+        { METADATA, "mlp", "none", "metadata mlp is none" },
+        { METADATA, "k_max", "x8", "k_max is x8, expected a number" },
+        { METADATA, "k_default", "9", "k_default is 9, but k_max is 8" },
+        { SHAPE_OF_BASE, "", "", "nexus.embed.base is [4,8], base needs [32]" },
+        { SHARED, "mlp", "dedicated", "nexus.layers.0.mlp.gate_proj.weight is missing" },
+        { METADATA, "mlp", "shared", "unexpected tensor nexus.layers.0.mlp.down_proj.weight" },
+        { NO_KEY, "t_max", "", "metadata t_max is missing" },
+        { BIASED, "", "", "attention_bias is false, expected true" },
+    };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     Tiny biased = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     tiny_bias(biased);
-    const char *says[] = { "",
-                           "metadata format is gguf, expected sonic-nexus",
-                           "metadata version is 2",
-                           "metadata model_type is qwen3, expected llama",
-                           "hidden_size is 64, base has 32",
-                           "num_hidden_layers is 3, base has 2",
-                           "num_attention_heads is 8, base has 4",
-                           "num_key_value_heads is 1, base has 2",
-                           "head_dim is 8, base has 16",
-                           "intermediate_size is 41, base has 40",
-                           "attention_bias is true, expected false",
-                           "nexus.layers.1.mlp.up_proj.weight is [41,32], base needs [40,32] "
-                           "(adapter made for another model?)",
-                           "nexus.layers.0.self_attn.k_proj.weight is missing",
-                           "unexpected tensor nexus.layers.0.q_norm",
-                           "nexus.embed.base is I64, expected F32, F16 or BF16",
-                           "nexus.embed.turn is F16, but nexus.embed.base is F32",
-                           "nexus.embed.pos is [8,32], base needs [9,32]",
-                           "nexus.embed.turn is [4,32], base needs [5,32]",
-                           "position_mode is compact, expected augmented or original",
-                           "base_fingerprint is 0123456789abcdef, base has",
-                           "metadata body is content",
-                           "metadata mlp is none",
-                           "k_max is x8, expected a number",
-                           "k_default is 9, but k_max is 8",
-                           "nexus.embed.base is [4,8], base needs [32]",
-                           "nexus.layers.0.mlp.gate_proj.weight is missing",
-                           "unexpected tensor nexus.layers.0.mlp.down_proj.weight",
-                           "metadata t_max is missing",
-                           "attention_bias is false, expected true" };
-    for (int i = 0; i < (int)(sizeof says / sizeof *says); i++) {
-        Nexus a = nexus_new(m, .1, "F32", "augmented", i == 25);
-        static const char *const key[] = { "",
-                                           "format",
-                                           "version",
-                                           "model_type",
-                                           "hidden_size",
-                                           "num_hidden_layers",
-                                           "num_attention_heads",
-                                           "num_key_value_heads",
-                                           "head_dim",
-                                           "intermediate_size",
-                                           "attention_bias" };
-        static const char *const value[] = { "",  "gguf", "2", "qwen3", "64",  "3",
-                                             "8", "1",    "8", "41",    "true" };
-        if (i && i <= 10) nexus_meta(&a, key[i], "%s", value[i]);
-        NexusTensor *t = i == 11   ? nexus_find(&a, "nexus.layers.1.mlp.up_proj.weight")
-                         : i == 12 ? nexus_find(&a, "nexus.layers.0.self_attn.k_proj.weight")
-                                   : NULL;
-        if (i == 11) {
-            t->rows = 41;
-            t->x = xrealloc(t->x, 41 * 32 * sizeof(float));
-            memset(t->x + 40 * 32, 0, 32 * sizeof(float));
-        }
-        if (i == 12) {
-            free(t->x);
-            arrdel(a.t, t - a.t);
-        }
-        if (i == 13) nexus_add(&a, "nexus.layers.0.q_norm", 0, 16, NULL, 1, "F32");
-        if (i == 14) a.t[0].type = "I64";
-        if (i == 15) a.t[2].type = "F16";
-        if (i == 16) nexus_meta(&a, "k_max", "9");
-        if (i == 17) nexus_meta(&a, "t_max", "5");
-        if (i == 18) nexus_meta(&a, "position_mode", "compact");
-        if (i == 19) nexus_meta(&a, "base_fingerprint", "0123456789abcdef");
-        if (i == 20) nexus_meta(&a, "body", "content");
-        if (i == 21) nexus_meta(&a, "mlp", "none");
-        if (i == 22) nexus_meta(&a, "k_max", "x8");
-        if (i == 23) nexus_meta(&a, "k_default", "9");
-        if (i == 24) {
-            a.t[0].rows = 4;
-            a.t[0].cols = 8;
-        }
-        if (i == 25) nexus_meta(&a, "mlp", "dedicated");
-        if (i == 26) nexus_meta(&a, "mlp", "shared");
-        if (i == 27)
-            for (int k = 0; k < (int)arrlen(a.meta); k++)
-                if (!strcmp(a.meta[k].key, "t_max")) arrdel(a.meta, k);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Nexus a = nexus_new(m, .1, "F32", "augmented", cases[i].how == SHARED);
+        Tiny base = cases[i].how == BIASED ? biased : m;
         char path[64], text[128], err[512] = "";
-        nexus_write(a, path);
-        snprintf(text, sizeof text, "sonic-weights=%s", path);
+        nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
+        snprintf(text, sizeof text, "sonic-weights=%s", nexus_write(a, path));
         Options *o = options_of(text);
-        Tiny base = i == 28 ? biased : m;
         Session *s = session_try(base.c, base.w, o, "sonic", err);
-        CHECK(i ? !s && strstr(err, says[i]) : s != NULL, "case %d: '%s', expected '%s'", i, err,
-              says[i]);
-        if (i == 19) {
-            session_close(s);
+        CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
+              cases[i].value, err, cases[i].says);
+        if (!strcmp(cases[i].key, "base_fingerprint")) {
             options_set(o, "sonic-force", "1", err);
-            CHECK((s = session_try(base.c, base.w, o, "sonic", err)) != NULL, "--sonic-force: %s",
-                  err);
+            CHECK((s = session_try(base.c, base.w, o, "sonic", err)) != NULL, "--sonic-force: %s", err);
         }
         session_close(s);
         options_free(o);
@@ -4496,29 +4480,6 @@ TEST(sonic_refusals,
         nexus_free(a);
     }
 
-    struct {
-        const char *method, *opt, *says;
-    } bad[] = {
-        { "sonic", "", "needs trained Nexus weights" },
-        { "sonic", "sonic-weights=/nowhere/x", "/nowhere/x" },
-        { "sonic", "sonic-weights=kvcomp.h", "kvcomp.h" },
-        { "sonic", "sonic-weights=a sonic-untrained", "exclude" },
-        { "sonic", "sonic-untrained quiet sonic-k=65", "1 to 64" },
-        { "sonic", "sonic-untrained quiet sonic-k=-1", "-1" },
-        { "sonic", "sonic-untrained quiet sonic-k=4 ratio=0.5", "give one" },
-        { "sonic", "sonic-untrained quiet sonic-ratio=1.5", "1.5" },
-        { "sonic", "sonic-untrained quiet sonic-sink=-1", "sonic-sink" },
-        { "sonic+streaming", "sonic-untrained quiet", "cannot be combined" },
-    };
-
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        char err[512] = "";
-        Options *o = options_of(bad[i].opt);
-        Session *s = session_try(m.c, m.w, o, bad[i].method, err);
-        CHECK(!s && strstr(err, bad[i].says), "%s %s: '%s'", bad[i].method, bad[i].opt, err);
-        session_close(s);
-        options_free(o);
-    }
     // Positions other than the adapter's; too long a dialogue.
     Nexus a = nexus_new(m, .1, "F32", "original", 0);
     char path[64], text[128], err[512] = "";
