@@ -99,6 +99,15 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     tiny_free(m);
 }
 
+TEST(streaming_windows, "--streaming-rerotate is refused where sliding windows count original positions") {
+    Tiny m = table_model(2, 4, 2, 1);
+    Options *o = options_of("budget=24 streaming-rerotate");
+    char err[512] = "";
+    CHECK(!session_try(m.c, m.w, o, "streaming", err) && strstr(err, "original positions"), "'%s'", err);
+    options_free(o);
+    tiny_free(m);
+}
+
 TEST(window_small, "window keeps the last B rows for any budget, whatever --sink says") {
     Tiny m = tiny_model(1, 2, 1, 16, 32, 48, 61, 8);
     Options *o = options_of("budget=2 sink=8");
