@@ -9,6 +9,7 @@
 #   compare         README's table of results
 #   smollm2         fetches a real chat model into models/smollm2-135m
 #   test            every check that this machine can make
+#   mutants         faults planted in a copy: do the tests see them?
 #   asan, race      the same under sanitizers;  fuzz: strange files, with clang
 #   web, web-test   the program as one page for a browser, and its checks
 #   cuda-check      what the compiler made of each kernel;  traffic: what a step moves
@@ -77,7 +78,7 @@ endif
 comma := ,
 all: kvcomp
 .PHONY: all deps install-deps cuda dev single build-times run demo compare smollm2 vectors ports-test web install-web web-test \
-        test traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
+        test mutants traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that
@@ -217,7 +218,7 @@ cuda-check: kvcomp.cu kvcomp.h
 # The CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed (on
 # PATH, or beside nvcc).
 SANITIZE = memcheck racecheck synccheck
-SANITIZED = cuda_math cuda_rows cuda_attention cuda_full cuda_steps
+SANITIZED = cuda_math cuda_rows cuda_attention cuda_table cuda_steps
 SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) \
               $(wildcard $(dir $(NVCC))compute-sanitizer $(dir $(NVCC))../compute-sanitizer/compute-sanitizer))
 GPU_ARCH = native
@@ -363,11 +364,18 @@ tests_turns: build/test/test/test_turns.o $(call objects,test,$(TESTS_TURNS_WITH
 
 TESTS = tests tests_kernels tests_lib tests_tokenizer tests_template tests_turns tests_app
 
-# Each runs, whether one before it failed or not.
+# Each runs, whether one before it failed or not. The emulated device needs g++: where there is none it is installed
+# first, or left out.
+ifeq ($(CXX_OK)$(CXX_TRIED),)
+test: deps
+	@($(call debian_install,g++,exit 1)) || echo "g++ is not there and cannot be installed: the tests of the device are left out"
+	@$(MAKE) --no-print-directory CXX_TRIED=1 test
+else
 test: kvcomp $(TESTS) $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
 	bad=0; for t in $(TESTS); do echo "$$t"; ./$$t || bad=1; done; exit $$bad
 ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)
+endif
 endif
 
 # So that it cannot rot where no GPU is: does nvcc take it?
@@ -386,7 +394,7 @@ traffic: tests
 # An access that is not aligned to its type, which a GPU does not make, ends the program (SIGILL).
 HARD_SEES = -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
-             cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o cuda_lychee cuda_quest cuda_pats cuda_model \
+             cuda_packed cuda_select cuda_pooled cuda_lines cuda_table cuda_lychee cuda_quest cuda_model \
              cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
@@ -411,9 +419,10 @@ tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/race/emu
 	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
 
 # ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side comes out wrong.
-race: tests_race tests_hard
+race: tests_race tests_hard tests
 	KVCOMP_SIMD=avx2 ./tests_race cuda
 	./tests_hard cuda
+	KVCOMP_ORDERS=3 ./tests cuda
 
 # The same tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
@@ -455,7 +464,11 @@ fuzz: fuzz_targets
 	  FUZZ_TARGET=$$t ./fuzz_targets $(FUZZ_FLAGS) fuzz_corpus/$$t || exit 1; \
 	done
 
+# Faults planted one by one: which of them do the tests see? WHICH= names some (test/mutants.sh).
+mutants:
+	sh test/mutants.sh $(WHICH)
+
 clean:
-	rm -rf build/web build/cpu build/cuda build/dev build/test build/asan build/race
+	rm -rf build/web build/mutants build/cpu build/cuda build/dev build/test build/asan build/race
 	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c $(TESTS) tests_hard tests_race tests*_asan tests_gpu
 	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm fuzz_ignored

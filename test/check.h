@@ -14,6 +14,7 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -227,13 +228,28 @@ static void settle(char **argv) {
     if (mkdtemp(state_folder)) setenv("XDG_STATE_HOME", state_folder, 1);
 }
 
+// The seconds of a processor that this process has taken, and the programs that it has run.
+static double cpu_seconds(void) {
+    double sum = 0;
+    for (int children = 0; children < 2; children++) {
+        struct rusage u;
+        getrusage(children ? RUSAGE_CHILDREN : RUSAGE_SELF, &u);
+        sum += (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec);
+        sum += (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
+    }
+    return sum;
+}
+
 // Lists the tests, or runs those whose names are given, or all, each in turn. Returns the exit code: 5 if one
 // failed, or none was run.
 static int check_main(int argc, char **argv) {
     // Static, because a test that is left out jumps back here.
     static int passed, failed, i;
-    static double t0;
+    const char *stop = getenv("KVCOMP_TEST_STOP");      // the first test that fails is the last
+    static double before;                               // of whoever became this program
+    static double t0, cpu;
     settle(argv);
+    before = cpu_seconds();
     allocation_fails = this_one_fails;
     if (argc == 2 && !strcmp(argv[1], "-l")) {
         for (i = 0; i < n_tests; i++) printf("%-40s %s\n", test_table[i].name, test_table[i].what);
@@ -244,6 +260,7 @@ static int check_main(int argc, char **argv) {
         for (int j = 1; j < argc; j++) wanted |= strstr(test_table[i].name, argv[j]) != NULL;
         if (!wanted) continue;
         t0 = now();
+        cpu = cpu_seconds();
         checks_failed = 0;
         if (!setjmp(test_leave)) {
             test_table[i].run();
@@ -256,13 +273,15 @@ static int check_main(int argc, char **argv) {
         failed += checks_failed > 0;
         if (checks_failed)
             printf("FAILED %s (%d checks): %s\n", test_table[i].name, checks_failed, test_table[i].what);
-        if (argc > 1 || dt > 2) printf("       %s %.2f s\n", test_table[i].name, dt);
+        if (argc > 1 || dt > 2)
+            printf("       %s %.2f s, %.2f of a processor\n", test_table[i].name, dt, cpu_seconds() - cpu);
         fflush(stdout);
+        if (failed && stop) break;
     }
     tmp_clear(state_folder);
     for (int k = 0; k < n_lacks; k++)
         printf("left out: %d need%s %s\n", lacks[k].n, lacks[k].n == 1 ? "s" : "", lacks[k].what);
-    printf("%d passed, %d failed\n", passed, failed);
+    printf("%d passed, %d failed, %.0f s of a processor\n", passed, failed, cpu_seconds() - before);
     return failed || (!passed && !n_lacks) ? EXIT_CHECK : 0;
 }
 #endif

@@ -469,6 +469,11 @@ static float *run_twin(Twin *t, const Script *p) {
     return out;
 }
 
+// n random ids below V.
+static void draw_ids(int *ids, int n, int V) {
+    for (int i = 0; i < n; i++) ids[i] = rnd_int(V);
+}
+
 // A session with options given as "name=value name=value"; rows stored as f32 unless said
 // otherwise.
 static Options *options_of(const char *text) {
