@@ -28,8 +28,7 @@
 
 # ---- the machine
 
-# An H200 at its highest clock, as in the predictions of NOTES. At a lower one the shares of issue slots grow as it
-# falls.
+# An H200 at its highest clock. At a lower one the shares of issue slots grow as it falls.
 BEGIN {
     copy_rate = 4.3e12          # bytes a second of a copy, those read and those written
     clock = 1.98e9

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The first ten minutes on a GPU, in one command:   sh data/gpu_slot.sh [report.txt]
 #
-# It builds, runs the CUDA tests on the device, measures the whole steps that NOTES.md predicts, has ncu count
+# It builds, runs the CUDA tests on the device, measures whole steps, of which it predicts the times, has ncu count
 # in single kernels, and writes one text file: every prediction beside what was measured, and which ones missed.
 #
 # It needs make, a C compiler, nvcc with cuBLAS, stb_ds.h (CPATH=DIR where it lies in DIR/stb/), and nothing

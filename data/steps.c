@@ -1,17 +1,17 @@
 // How long the parts of a decode step take, without a model around them: the numbers of NOTES.md for
 // which --bench is too coarse.
 //
-//     make NVCC= kvcomp && gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c build/cpu/lib/kernels*.o -lm
+//     make NVCC= kvcomp && gcc -std=c11 -O3 -fopenmp -Ibuild -o build/steps data/steps.c build/cpu/lib/kernels*.o -lm
 //
-// /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS [BUDGET]]]]]
+// build/steps [METHOD [HEAD_DIM [ROWS [LAYERS [BUDGET]]]]]
 //     Attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400
 //     where all fits in the caches), in ns an element of K and V. For loopserve also a selection and
 //     the steps over the rows it chooses, as a share of full attention; for lychee the selection of
 //     all indexed layers, best and mean of 40 steps; for pats what unpacking rows in L1 costs one
 //     thread.
-// /tmp/steps prefill METHOD [HEAD_DIM [ROWS]]
+// build/steps prefill METHOD [HEAD_DIM [ROWS]]
 //     Prefill attention of the last 512 tokens of ROWS (4096), of one layer: median and best of 15.
-// /tmp/steps turns METHOD,.. [HEAD_DIM [ROWS [LAYERS [TURNS [HEADS]]]]]
+// build/steps turns METHOD,.. [HEAD_DIM [ROWS [LAYERS [TURNS [HEADS]]]]]
 //     Attention of several methods in turns, layer by layer, in one process, because speeds that are
 //     measured one after the other on shared cores cannot be compared: medians of TURNS turns (31),
 //     and the median and the quartiles of each turn's ratio to the first method.
