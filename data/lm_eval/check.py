@@ -37,10 +37,9 @@ for method, budget in [("full", 0), ("snapkv", 80), ("h2o", 48)]:
 
     # a right answer
     worst = 0
-    for item, line in zip(map(json.loads, open(ITEMS)), lines):
-        turn = item["turns"][0]
-        asked = lm.apply_chat_template([{"role": "user", "content": turn["user"]}])
-        given = Instance("loglikelihood", {}, (asked, turn["answers"][0]), 0)
+    for item, line in zip(map(json.loads, open(ITEMS)), (line["answers"][0] for line in lines)):
+        asked = lm.apply_chat_template(item["messages"])
+        given = Instance("loglikelihood", {}, (asked, item["answers"][0]), 0)
         (logprob, _), = lm.loglikelihood([given])
         worst = max(worst, abs(logprob + line["nll"] * line["predicted"]))
     same = score == row["score"] and worst < 1e-9 and len(lines) == 8

@@ -124,7 +124,9 @@ def kvcomp(program, model, method, *args, stdin=None):
 
 
 def conversation(number):
-    return json.loads((ROOT / "data" / "dialogues.jsonl").read_text().splitlines()[number])["turns"]
+    """The messages of a dialogue as turns: what the user says and what is replied."""
+    said = json.loads((ROOT / "data" / "dialogues.jsonl").read_text().splitlines()[number])["messages"]
+    return [{"user": a["content"], "reply": b["content"]} for a, b in zip(said[::2], said[1::2])]
 
 
 def rendered(turns):
