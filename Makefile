@@ -6,7 +6,7 @@
 #   dev             kvcomp_dev, compiled quickly and for a debugger: for reading and changing
 #   single          kvcomp_single.c, the whole CPU program as one file
 #   run, demo       a chat; a scripted dialogue through five methods
-#   compare         README's table of results
+#   compare         every method over the same texts, as a table
 #   smollm2         fetches a real chat model into models/smollm2-135m
 #   test            every check that this machine can make
 #   mutants         faults planted in a copy: do the tests see them?
@@ -253,7 +253,7 @@ run: kvcomp
 demo: kvcomp
 	./kvcomp --demo
 
-# README's table of results: every method over the same generated texts, on the shipped model. One thread,
+# A table of results: every method over the same generated texts, on the shipped model. One thread,
 # because on shared cores a model this small loses with two; the numbers but the last two columns are the
 # same for any number. (The list goes to the program as one word.)
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,headkv,quest,lychee,$\
