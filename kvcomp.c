@@ -1770,8 +1770,12 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
 
 // The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
 // softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
-// N = kv_longest(s,l).
+// N = kv_longest(s,l). A method that asks for more queries than its open hook has had kept gets a line,
+// not a mean over fewer of them.
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    if (W > s->queries && s->base + T < s->n_tok)
+        die(EXIT_RUN, "window_scores: %d queries are asked for, %d are kept (a method's open sets Session.queries)",
+            W, s->queries);
     if (KV_DEV(s)) {
         window_scores_cuda(s, l, q, T, W, score);
         return;
@@ -2207,8 +2211,9 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     }
 }
 
-// Nothing moves while the budget is not full; then every step drops a row.
-static int streaming_steady(const Session *s, const void *ms) {
+// Method.steady of what drops rows in decode: nothing moves while the budget is not full; then every step
+// drops a row.
+static int rolling_steady(const Session *s, const void *ms) {
     (void)ms;
     return s->n_tok <= budget_now(s) ? STEADY : UNSTEADY;
 }
@@ -2229,7 +2234,7 @@ const Method streaming_method = {
     .evicts = 1,
     .state  = sizeof(Streaming),
     .open   = streaming_open,
-    .steady = streaming_steady,
+    .steady = rolling_steady,
     .commit = streaming_commit,
 };
 
@@ -2243,7 +2248,7 @@ const Method window_method = {
     .evicts = 1,
     .state  = sizeof(Streaming),
     .open   = window_open,
-    .steady = streaming_steady,
+    .steady = rolling_steady,
     .commit = streaming_commit,
 };
 
@@ -2533,20 +2538,25 @@ const Method snapkv_method = {
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
 // --gqa-agg (mean), --adakv-share.
 
+// share_g of a head's candidates x (n). Because the heads of a layer compete for rows, two devices must
+// get the same shares. So the sums are of fixed-point numbers, whose order does not matter. idx (n) is room.
+static double adakv_share(const float *x, int n, int base, int *idx) {
+    int64_t best = 0, sum = 0;
+    int k = top_k(x, n, base, idx);
+    for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
+    for (int r = 0; r < n; r++) sum += fixed_mass(x[r]);
+    return sum > 0 ? (double)best / (double)sum : 0;
+}
+
 // What the candidates compete by, head after head: score (G,N), n (G) -> (sum of n), where score lies;
-// with `share`, score * share. Because the heads of a layer compete for rows, two devices must get the
-// same shares. So their sums are of fixed-point numbers, whose order does not matter.
+// with `share`, score * share_g.
 static float *adakv_pooled(Session *s, const float *score, int N, const int *n, int base, int share) {
     if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n, base, share);
     float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
     int *idx = scratch(s, (size_t)N * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
-        int64_t best = 0, sum = 0;
-        int k = share ? top_k(x, n[g], base, idx) : 0;
-        for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
-        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        double share_g = !share ? 1 : sum > 0 ? (double)best / (double)sum : 0;
+        double share_g = share ? adakv_share(x, n[g], base, idx) : 1;
         for (int r = 0; r < n[g]; r++) *to++ = (float)(x[r] * share_g);
     }
     return all;
@@ -2685,12 +2695,6 @@ static int h2o_open(Session *s, void *ms) {
     return 0;
 }
 
-// Once the budget is full every decode step moves rows, so no step repeats the one before.
-static int h2o_steady(const Session *s, const void *ms) {
-    (void)ms;
-    return s->n_tok <= budget_now(s) ? STEADY : UNSTEADY;
-}
-
 // keep: the `cap` best of rows [0,n) by score, and every row of [n,len), ascending. Returns their
 // number.
 static int keep_best(int *keep, const float *score, int n, int cap, int len) {
@@ -2727,7 +2731,7 @@ const Method h2o_method = {
     .wants   = KV_MASS,
     .evicts  = 1,
     .open    = h2o_open,
-    .steady  = h2o_steady,
+    .steady  = rolling_steady,
     .commit  = h2o_commit,
 };
 
@@ -5266,7 +5270,7 @@ static void pats_trace(Session *s, void *ms, int l) {
 }
 
 static const Opt pats_opts[] = {
-    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with policy static only" },
+    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with --pats-tend only" },
     { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
     { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
     { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
@@ -5283,8 +5287,8 @@ const Method pats_method = {
     .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs",
     .keeps   = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low "
                "bits of f16 and are packed",
-    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (static only), "
-               "middle drifts towards more cutting in long decodes (ratchet)",
+    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new needs --pats-tend, "
+               "without it middle drifts towards more cutting in long decodes",
     .opts    = pats_opts,
     .role    = ROLE_STORE,
     .state   = sizeof(Pats),
@@ -7021,8 +7025,7 @@ static void dililazy_weights(const double *inf, int L, int H, int alloc, double 
 }
 
 // Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
-static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int alloc,
-                   int *cap) {
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int alloc, int *cap) {
     double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
     double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
     if (alloc == ALLOC_PAPER) pool /= 1 + LEAST_SHARE * L;      // the weights of line 17 sum to 1 + eps L
@@ -7535,16 +7538,17 @@ static int wide_inputs(const Session *s) {
     return wide;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of every row may be
-// needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
-// same but those that plan_room_cuda adds.
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of
+// every row may be needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of
+// pass_cuda; the CPU has the same but those that plan_room_cuda adds.
 static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, int sparse) {
     const Config *c = s->c;
-    size_t f = sizeof(float), T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t f = sizeof(float), H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx;
     size_t N = rows_at_once(s, p->ctx, evicts);     // rows that a pass may read
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
-    size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
+    size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, (int)T);        // tokens whose queries live at once
     size_t scores = H * N * f;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a

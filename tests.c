@@ -592,6 +592,39 @@ TEST(baselines_links,
     }
 }
 
+// Hook commit of a method that has asked for the last query alone, and wants eight.
+static void greedy_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    if (l == s->c->L) return;
+    size_t mark = scratch_mark(s);
+    window_scores(s, l, q, T, 8, scratch(s, (size_t)s->c->H * kv_longest(s, l) * sizeof(float)));
+    scratch_reset(s, mark);
+}
+
+static const Method greedy_method = { .name = "greedy", .wants = KV_QUERY, .commit = greedy_commit };
+
+__attribute__((noinline)) static int prefill_dies(Session *s, const int *ids, int n) {
+    int code;
+    EXPECT_DIE(code, prefill(s, ids, n));
+    return code;
+}
+
+TEST(window_unasked, "a method that reads more queries than it has had kept ends with a line; a turn that is as short "
+                     "as what is kept is not refused") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 7);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int ids[20];
+    draw_ids(ids, 20, 61);
+    observe(s, &greedy_method);
+    CHECK(prefill_dies(s, ids, 1) == 0, "a turn of one token: %s", die_text);
+    int code = prefill_dies(s, ids, 20);
+    CHECK(code == EXIT_RUN && strstr(die_text, "8 queries are asked for, 1 are kept"), "exit %d, \"%s\"", code, die_text);
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
+}
+
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
