@@ -165,7 +165,7 @@ places() {
 loopserve() {
     row "LoopServe, Observation 1, Fig. 1 c" \
         "10 % of the vertical and slash lines hold 90 % of the attention"
-    run gcc ${CC:-cc} -std=c11 -O1 -march=native -fopenmp -w -o "$T/lines_bin" data/lines.c -lm
+    run gcc ${CC:-cc} -std=c11 -O1 -march=native -fopenmp -w -Ibuild -o "$T/lines_bin" data/lines.c -lm
     by "\$ lines -q -t 1 --eval-file $FACTS"
     OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 --eval-file "$FACTS" >"$T/lines"
     here "5 / 10 / 20 / 30 % of the lines hold" \

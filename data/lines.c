@@ -1,6 +1,6 @@
 // What LoopServe's motivation claims about attention, measured on the shipped model: Observations 1 to 4
 // (Fig. 1 c, 1 d, 2 b, 2 c) and Fig. 4. The rows of every softmax matrix are kept, so texts are short.
-//   gcc -std=c11 -O2 -march=native -fopenmp -o /tmp/lines data/lines.c -lm && /tmp/lines
+//   make kvcomp && gcc -std=c11 -O2 -march=native -fopenmp -Ibuild -o build/lines data/lines.c -lm && build/lines
 #define KVCOMP_NO_MAIN
 #include "../lib/base.c"
 #include "../lib/kernels.c"
