@@ -1885,16 +1885,22 @@ const float *decode(Session *s, int id) {
 }
 
 // ---- a full context
-// When -c allows no more rows, a session whose method drops rows is compressed at once, as at a prefill's end: the last
-// w tokens, whose queries score the rows (Session.queries), are taken back and fed once more as one pass, and that pass
-// ends as every prefill does. Returns how many rows fewer the longest head holds; 0: the method drops none, or no more.
+// 1: some part of the session drops rows.
+int session_evicts(const Session *s) {
+    int evicts = 0;
+    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
+    return evicts;
+}
+
+// When -c allows no more rows, a session whose method drops rows is compressed at once, as at a prefill's
+// end: the last w tokens, whose queries score the rows (Session.queries), are taken back and fed once more
+// as one pass, and that pass ends as every prefill does. Returns how many rows fewer the longest head
+// holds; 0: the method drops none, or no more.
 int session_compress(Session *s) {
-    int evicts = 0, held = 0, left = 0, w = min_int(max_int(s->queries, 1), s->n_tok - 1);
-    for (int i = 0; i < s->n_part; i++) {
+    int held = 0, left = 0, w = min_int(max_int(s->queries, 1), s->n_tok - 1);
+    for (int i = 0; i < s->n_part; i++)
         if (s->part[i].m->enter) return 0;              // its own tokens cannot be fed once more
-        evicts |= s->part[i].m->evicts;
-    }
-    if (!evicts || w < 1) return 0;
+    if (!session_evicts(s) || w < 1) return 0;
     for (int l = 0; l < s->c->L; l++) held = max_int(held, kv_longest(s, l));
 
     Token *t = s->coming = xmalloc((size_t)w * sizeof(Token));
@@ -7616,12 +7622,11 @@ static void plan_host(MemoryPlan *p, const Session *s, int evicts) {
 // What a dialogue of -c tokens takes on a device, every allocation a line.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
-    int ctx = opt_int(s->opt, "ctx-size"), evicts = 0, sparse = 0;
+    int ctx = opt_int(s->opt, "ctx-size"), evicts = session_evicts(s), sparse = 0;
     if (!ctx) ctx = c->max_pos;
 
     MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx, .pass_cpu = ARENA_BLOCK };
     plan_line(&p, "weights", p.weights, 0);
-    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
     plan_rows(&p, s, evicts);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;

@@ -552,6 +552,9 @@ const float *prefill(Session *s, const int *ids, int n);
 
 const float *decode (Session *s, int id);           // one token -> logits (V), unless Session.picked has the best
 
+// does a part drop rows?
+int session_evicts(const Session *s);
+
 // -c allows no more rows: compresses at once, as at a prefill's end -> rows fewer in the longest head; 0: none
 int session_compress(Session *s);
 

@@ -498,17 +498,20 @@ static int rows_held(const App *a) {
 // The rows that are needed at once for n tokens more. Under --chunk a method that drops rows needs room
 // for one chunk beside its budget.
 static int rows_coming(const App *a, int n) {
-    int chunk = a->s->chunk, evicts = 0;
-    for (int i = 0; i < a->s->n_part; i++) evicts |= a->s->part[i].m->evicts;
-    if (!chunk || !evicts || a->s->ratio >= 0) return n;
+    int chunk = a->s->chunk;
+    if (!chunk || !session_evicts(a->s) || a->s->ratio >= 0) return n;
     return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
 }
 
 // Does every head have room for n more rows?
 static int rows_fit(const App *a, int n) { return rows_held(a) + rows_coming(a, n) <= ctx_limit(a); }
 
-// The same, when a method that drops rows may do so now.
+// The same, when a method that drops rows may do so now. It does not for n tokens that would not fit then
+// either: they are refused, and a replay of the dialogue, which knows nothing of them, must drop what was
+// dropped.
 int make_room(const App *a, int n) {
+    int least = a->s->ratio >= 0 ? 0 : min_int(rows_held(a), a->s->budget);
+    if (least + (a->s->chunk ? min_int(n, a->s->chunk) : n) > ctx_limit(a)) return 0;
     while (!rows_fit(a, n))
         if (session_compress(a->s) <= 0) return 0;
     return 1;
@@ -808,10 +811,9 @@ static int has_begun(const Session *s) {
 // The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
 // a head", and why none of those is gone that a method drops.
 void rows_in_words(const Session *s, char out[96]) {
-    int lo, hi, n = tokens_said(s), evicts = 0;
+    int lo, hi, n = tokens_said(s), evicts = session_evicts(s);
     int limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;         // rows a head; 0: there is none
     rows_range(s, &lo, &hi);
-    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
     if (!has_begun(s) && limit && hi <= limit)
         snprintf(out, 96, "all %d rows a head: the budget is %d", hi, limit);
     else if (!has_begun(s) && limit)

@@ -121,8 +121,8 @@ static void help_head(void) {
 static void help(void) {
     static const char *const often[] = {
         "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo",
-        "temp", "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench", "batch",
-        "json", "list-methods",
+        "temp", "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench",
+        "batch", "json", "list-methods",
     };
     help_head();
     for (size_t i = 0; i < sizeof often / sizeof *often; i++)
@@ -324,7 +324,8 @@ static void check_options(const Options *o) {
     int merge = *opt_str(o, "eval-merge") != 0, named = *opt_str(o, "eval") || *opt_str(o, "eval-file");
     wrong_if(out_of_range(o, NULL, err), "%s", err);
     wrong_if(opt_int(o, "kernel") % 2 == 0, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
-    wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"), "--budget and --ratio both say how much to keep; give one");
+    wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"),
+             "--budget and --ratio both say how much to keep; give one");
     wrong_if(opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one");
     wrong_if(*opt_str(o, "dump-logits") && !ids, "--dump-logits goes with --ids FILE");
     wrong_if(!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"),

@@ -1067,7 +1067,7 @@ static int read_beside(EvalSet *e, const Json *obj, EvalItem *it, char err[512])
     static const char *const places[] = { "begin", "middle", "end" };
     EvalTurn *t = &arrlast(it->turn);
     const char *place = json_text(obj, "position");
-    if (json_get(obj, "text")) read_whole(obj, "text", 0, INT_MAX, &it->number, err);
+    if (json_get(obj, "text") && read_whole(obj, "text", 0, INT_MAX, &it->number, err)) return -1;
     if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
     for (int p = 0; p < 3; p++)
         if (!strcmp(place, places[p])) t->position = p;
@@ -1889,8 +1889,8 @@ static Score *open_rows(const App *a, OpenRow **open) {
 // A file of answers has JSON lines. The first one says what the run is: a text for everything that
 // changes a number of the table. Each further line is an item as one row played it: its answers, with all
 // that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a
-// last line without its end was interrupted, and is played again. A file is written in place, unlike every other one that is kept,
-// because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
+// last line without its end was interrupted, and is played again. A file is written in place, unlike every
+// other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
 // a table is made from the same numbers in the same order whether a run was whole, went on, or was
 // spread over machines (D86).
 
@@ -2256,7 +2256,8 @@ static Score *read_item_line(EvalFile *x, const Json *obj, Score *one, char err[
     if (obj->type != JSON_OBJECT || json_holds_nul(obj)) bad = fault(err, "is no object, or a text in it holds \\u0000");
     else if (!*task) bad = fault(err, "no 'task'");
     else if (!answers || answers->type != JSON_ARRAY) bad = fault(err, "'answers' is no list");
-    if (!bad) bad = read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err);
+    if (!bad) bad = read_whole(obj, "item", 1, x->items, &item, err);
+    if (!bad) bad = read_whole(obj, "budget", 0, INT_MAX, &budget, err);
     while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
     if (!bad && r == rows) bad = fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
     for (int i = 0; !bad && i < answers->n; i++) bad = read_answer(x, &answers->item[i], task, one, err);

@@ -100,7 +100,8 @@ const Opt program_options[] = {
       "tokens of a text, or several lengths: 512,1024; ppl, kld: of a window, half prefilled, half decoded" },
     { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
     { "eval-out",      's', "",
-      "write a line per item and row to this file as it goes; the same run with the same file goes on where it stopped" },
+      "write a line per item and row to this file as it goes; the same run with the same file goes on where "
+      "it stopped" },
     { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
     { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
     { "compare",       's', "",

@@ -2587,6 +2587,14 @@ TEST(cli_context_renewed, "a chat under a method that drops rows goes on when -c
              "--temp 0 -q -c 64 -n 40 --ignore-eos --method=snapkv --budget 40 --obs-window 8 --session %s/parts; done", d) == 0 &&
               !strcmp(sh_out, said),
           "%s%s", sh_out, sh_err);
+
+    // A message that fits into no context drops nothing: no replay would.
+    char words[400] = "";
+    for (int i = 0; i < 90; i++) strcat(words, "fox ");
+    CHECK(sh("printf 'tell me a story\n%s\n' | ./kvcomp -m models/kvcomp-tiny --temp 0 -q -c 64 -n 20 --ignore-eos "
+             "--method=snapkv --budget 20 --obs-window 8", words) == 0 &&
+              strstr(sh_err, "tokens do not fit: 32 rows held, -c 64"),
+          "%s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
