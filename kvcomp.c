@@ -467,6 +467,7 @@ const Format formats[] = {
     { "f32",  f32_bytes,  f32_pack,  f32_unpack  },
     { "bf16", half_bytes, bf16_pack, bf16_unpack },
     { "q8_0", q8_bytes,   q8_pack,   q8_unpack   },
+    { "q4",   q4_bytes,   q4_pack,   q4_unpack   },
     { NULL, NULL, NULL, NULL },
 };
 
@@ -924,7 +925,7 @@ size_t kv_bytes(const Session *s) {
 // The format full attention is compared in: the session's, but f16 where that one compresses.
 const Format *full_format(const Session *s, int v) {
     const Format *f = format_of(s, v);
-    return s->packing || !strcmp(f->name, "q8_0") ? format_find("f16") : f;
+    return s->packing || !strcmp(f->name, "q8_0") || !strcmp(f->name, "q4") ? format_find("f16") : f;
 }
 
 // The bytes full attention would hold for the same tokens. It has no tokens of a method's own.
@@ -3128,14 +3129,18 @@ const Method keydiff_method = {
 //   value i of a block = scale * integer i,   34 bytes for 32 values: 8.5 bits a value
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 
-// Chooses q8_0 for keys and values. Returns 0, or -1 with the reason in s->err.
-static int q8_open(Session *s, void *ms) {
-    (void)ms;
+// Chooses a format for keys and values of a method. Returns 0, or -1 with the reason in s->err.
+static int rows_are(Session *s, const char *method, const char *format) {
     if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv"))
-        return refuse(s, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
-    s->fk = format_find("q8_0");
+        return refuse(s, "%s: sets -ctk and -ctv to %s itself, leave them out", method, format);
+    s->fk = format_find(format);
     s->fv = s->fk;
     return 0;
+}
+
+static int q8_open(Session *s, void *ms) {
+    (void)ms;
+    return rows_are(s, "q8", "q8_0");
 }
 
 const Method q8_method = {
@@ -3145,6 +3150,21 @@ const Method q8_method = {
     .limits  = "sets -ctk and -ctv itself",
     .role    = ROLE_STORE,
     .open    = q8_open,
+};
+
+// ---- Q4
+static int q4_open(Session *s, void *ms) {
+    (void)ms;
+    return rows_are(s, "q4", "q4");
+}
+
+const Method q4_method = {
+    .name    = "q4",
+    .paper   = "QuaRot, arXiv 2404.00456",
+    .keeps   = "keeps every row at 4.5 bits an element, turned by a Hadamard transform",
+    .limits  = "sets -ctk and -ctv itself",
+    .role    = ROLE_STORE,
+    .open    = q4_open,
 };
 
 // ==================================================================================================== 7 SPARSE PREFILL BASELINES
@@ -7472,6 +7492,7 @@ const Method *const methods[] = {
     &loopserve_d_method,            // rows read
     &pats_method,                   // how rows are stored
     &q8_method,                     // how rows are stored
+    &q4_method,                     // how rows are stored
     &lychee_method,                 // rows read
     &sonic_method,                  // the prefill, rows kept
     &dililazy_method,               // rows kept
@@ -7572,8 +7593,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
     plan_room_cuda(p, "scales of inputs", block * f);
     p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
-    // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
-    int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
+    // Of packed, q8_0, q4 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
+    int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && strcmp(s->fk->name, "q4") && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores",
                    halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));

@@ -14,7 +14,7 @@
 //
 // ==================================================================================================== NUMBERS AND KERNELS
 // Everything that is arithmetic only: products of matrices, the two products of attention, exponentials,
-// conversions between f32 and the 16-bit formats, and the k largest of n numbers.
+// conversions between f32 and the other formats, and the k largest of n numbers.
 //
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its right side
 // is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 are read as they are stored
@@ -95,6 +95,16 @@ typedef struct { I32 p[PARTS]; } Ints;
 #define QUARTER(q) FOUR(q), FOUR(q)
 #else
 #define QUARTER(q) FOUR(q)
+#endif
+
+// The places of a register, each with the bits of s turned around.
+#if defined(__AVX512F__)
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s), \
+                  8 ^ (s), 9 ^ (s), 10 ^ (s), 11 ^ (s), 12 ^ (s), 13 ^ (s), 14 ^ (s), 15 ^ (s)
+#elif defined(__AVX2__)
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)
+#else
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
 #endif
 
 // Places for folds: of each quarter (four lanes) the first or last two of a and then of b, the even or the odd
@@ -893,6 +903,73 @@ static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
     }
 }
 
+// A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
+// the difference. Steps of small integers are exact.
+static const float step_sign[4][LANES] = {              // -1 where the place has the bit 1, 2, 4 or 8
+    { 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1 },
+    { 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1 },
+    { 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1 },
+    { 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1 },
+};
+#define STEP_WITHIN(x, b)                                                       \
+    EACH_REG(i) {                                                               \
+        F32 sign;                                                               \
+        memcpy(&sign, step_sign[b], sizeof sign);                               \
+        F32 other = SHUFFLE((x).p[i], (x).p[i], ACROSS((1 << (b)) % WIDTH));    \
+        (x).p[i] = reg_fma((x).p[i], sign, other);                              \
+    }
+
+// The same where the two stand in different registers, `apart` registers from each other.
+INLINE Vec step_between(Vec x, int apart) {
+    Vec y = x;
+    EACH_REG(i) y.p[i] = i & apart ? x.p[i ^ apart] - x.p[i] : x.p[i] + x.p[i ^ apart];
+    return y;
+}
+
+INLINE Vec hadamard_16(Vec x) {
+    STEP_WITHIN(x, 0)
+    STEP_WITHIN(x, 1)
+#if defined(__AVX2__)
+    STEP_WITHIN(x, 2)
+#else
+    x = step_between(x, 1);
+#endif
+#if defined(__AVX512F__)
+    STEP_WITHIN(x, 3)
+#else
+    x = step_between(x, 8 / WIDTH);
+#endif
+    return x;
+}
+
+// The odd numbers 2 u - 15 of 16 values of a whole block of q4, whose four planes have two words each.
+INLINE Vec q4_odd_numbers(const char *planes) {
+    static const int32_t place[LANES] = { 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768 };
+    Ints u;
+    EACH_REG(i) u.p[i] = -15 - (I32){0};
+    UNROLL for (int b = 0; b < 4; b++) {
+        uint16_t word;
+        memcpy(&word, planes + 4 * b, sizeof word);
+        EACH_REG(i) {
+            I32 bit;
+            memcpy(&bit, place + i * WIDTH, sizeof bit);
+            u.p[i] += (I32)((bit & word) != 0) & (2 << b);
+        }
+    }
+    return vec_of_ints(u);
+}
+
+// Kernels.unpack_q4.
+static void unpack_q4_block(float *dst, const char *src) {
+    uint16_t d;
+    memcpy(&d, src, sizeof d);
+    Vec low = q4_odd_numbers(src + 2), high = q4_odd_numbers(src + 4), scale = vec_all(f16_to_f32(d));
+    low = hadamard_16(low);
+    high = hadamard_16(high);
+    vec_store(dst, vec_mul(vec_add(low, high), scale), LANES);
+    vec_store(dst + LANES, vec_mul(vec_add(low, vec_negative(high)), scale), LANES);
+}
+
 // Element i of w bits. The bits of the next one fall off on top.
 INLINE uint16_t packed_bits(const unsigned char *p, int i, int w) {
     size_t bit = (size_t)i * w;
@@ -1020,6 +1097,7 @@ const Kernels PASTE(kernels_, SET) = {
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .narrow_f16      = narrow_row,
     .unpack_q8       = unpack_q8_rows,
+    .unpack_q4       = unpack_q4_block,
     .unpack          = unpack_row,
     .exp_shift       = exp_row,
     .softmax_columns = softmax_tile,
@@ -1343,6 +1421,65 @@ void q8_pack(char *o, const float *x, int D) {
 }
 
 void q8_unpack(float *x, const char *o, int n, int D) { simd.unpack_q8(x, o, n, D); }
+
+// y (n) = H y, in parts of m.
+static void hadamard(float *y, int n, int m) {
+    for (int step = 1; step < m; step *= 2)
+        for (int i = 0; i < n; i++) {
+            if (i & step) continue;
+            float a = y[i], b = y[i + step];
+            y[i] = a + b;
+            y[i + step] = a - b;
+        }
+}
+
+// A block of n values.
+static void q4_pack_block(char *o, const float *x, int n) {
+    float y[Q4_BLOCK], top = 0;
+    int m = q4_part(n), words = q4_words(n), bad = 0;
+    memcpy(y, x, (size_t)n * sizeof *y);
+    hadamard(y, n, m);
+    for (int i = 0; i < n; i++) {
+        top = fmaxf(top, fabsf(y[i]));
+        bad |= !isfinite(y[i]);
+    }
+    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m)), plane[8] = {0};
+    float unit = f16_to_f32(d) * (float)m;
+    for (int i = 0; i < n; i++) {
+        float u = unit > 0 ? floorf(y[i] / unit * .5f) + 8 : 8;
+        if (u > 15) u = 15;             // the scale was rounded, so u may be past 15
+        if (u < 0) u = 0;
+        for (int b = 0; b < 4; b++) plane[b * words + i / 16] |= (uint16_t)(((int)u >> b & 1) << i % 16);
+    }
+    memcpy(o, &d, 2);
+    memcpy(o + 2, plane, (size_t)(8 * words));
+}
+
+void q4_pack(char *o, const float *x, int D) {
+    for (int b = 0; b < D; b += Q4_BLOCK, o += Q4_BYTES) q4_pack_block(o, x + b, min_int(Q4_BLOCK, D - b));
+}
+
+// A shorter block, the last one of a row: dst (n).
+static void q4_unpack_short(float *dst, const char *src, int n) {
+    uint16_t word[9];
+    int words = q4_words(n);
+    memcpy(word, src, (size_t)(2 + 8 * words));
+    for (int i = 0; i < n; i++) {
+        int u = 0;
+        for (int b = 0; b < 4; b++) u |= (word[1 + b * words + i / 16] >> i % 16 & 1) << b;
+        dst[i] = (float)(2 * u - 15);
+    }
+    hadamard(dst, n, q4_part(n));
+    for (int i = 0; i < n; i++) dst[i] *= f16_to_f32(word[0]);
+}
+
+void q4_unpack(float *x, const char *o, int n, int D) {
+    size_t whole = (size_t)D / Q4_BLOCK, rest = (size_t)D % Q4_BLOCK, bytes = q4_bytes(D);
+    for (int r = 0; r < n; r++, o += bytes, x += D) {
+        for (size_t b = 0; b < whole; b++) simd.unpack_q4(x + b * Q4_BLOCK, o + b * Q4_BYTES);
+        if (rest) q4_unpack_short(x + whole * Q4_BLOCK, o + whole * Q4_BYTES, (int)rest);
+    }
+}
 
 void from_f32(void *dst, const float *src, int dtype, size_t n) {
     uint16_t *h = dst;
