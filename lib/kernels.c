@@ -960,14 +960,15 @@ INLINE Vec q4_odd_numbers(const char *planes) {
 }
 
 // Kernels.unpack_q4.
-static void unpack_q4_block(float *dst, const char *src) {
-    uint16_t d;
-    memcpy(&d, src, sizeof d);
-    Vec low = q4_odd_numbers(src + 2), high = q4_odd_numbers(src + 4), scale = vec_all(f16_to_f32(d));
-    low = hadamard_16(low);
-    high = hadamard_16(high);
-    vec_store(dst, vec_mul(vec_add(low, high), scale), LANES);
-    vec_store(dst + LANES, vec_mul(vec_add(low, vec_negative(high)), scale), LANES);
+static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
+    for (size_t i = 0; i < n; i++, src += Q4_BYTES, dst += Q4_BLOCK) {
+        uint16_t d;
+        memcpy(&d, src, sizeof d);
+        Vec low = hadamard_16(q4_odd_numbers(src + 2)), high = hadamard_16(q4_odd_numbers(src + 4));
+        Vec scale = vec_all(f16_to_f32(d));
+        vec_store(dst, vec_mul(vec_add(low, high), scale), LANES);
+        vec_store(dst + LANES, vec_mul(vec_add(low, vec_negative(high)), scale), LANES);
+    }
 }
 
 // Element i of w bits. The bits of the next one fall off on top.
@@ -1097,7 +1098,7 @@ const Kernels PASTE(kernels_, SET) = {
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .narrow_f16      = narrow_row,
     .unpack_q8       = unpack_q8_rows,
-    .unpack_q4       = unpack_q4_block,
+    .unpack_q4       = unpack_q4_blocks,
     .unpack          = unpack_row,
     .exp_shift       = exp_row,
     .softmax_columns = softmax_tile,
@@ -1474,10 +1475,15 @@ static void q4_unpack_short(float *dst, const char *src, int n) {
 }
 
 void q4_unpack(float *x, const char *o, int n, int D) {
-    size_t whole = (size_t)D / Q4_BLOCK, rest = (size_t)D % Q4_BLOCK, bytes = q4_bytes(D);
-    for (int r = 0; r < n; r++, o += bytes, x += D) {
-        for (size_t b = 0; b < whole; b++) simd.unpack_q4(x + b * Q4_BLOCK, o + b * Q4_BYTES);
-        if (rest) q4_unpack_short(x + whole * Q4_BLOCK, o + whole * Q4_BYTES, (int)rest);
+    size_t whole = (size_t)(D / Q4_BLOCK);
+    int rest = D % Q4_BLOCK;
+    if (!rest) {                        // one block behind the other
+        simd.unpack_q4(x, o, n * whole);
+        return;
+    }
+    for (int r = 0; r < n; r++, o += q4_bytes(D), x += D) {
+        simd.unpack_q4(x, o, whole);
+        q4_unpack_short(x + whole * Q4_BLOCK, o + whole * Q4_BYTES, rest);
     }
 }
 

@@ -255,7 +255,7 @@ typedef struct {
     void (*widen[3])(float *dst, const void *src, size_t n);
     void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void (*unpack_q8)(float *dst, const char *src, int n, int D);
-    void (*unpack_q4)(float *dst, const char *src);     // one whole block
+    void (*unpack_q4)(float *dst, const char *src, size_t n);   // n whole blocks
     void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
     void (*exp_shift)(float *x, float max, size_t n, float *sum);
     void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);
