@@ -942,32 +942,32 @@ INLINE Vec hadamard_16(Vec x) {
     return x;
 }
 
-// The odd numbers 2 u - 15 of 16 values of a whole block of q4, whose four planes have two words each.
-INLINE Vec q4_odd_numbers(const char *planes) {
-    static const int32_t place[LANES] = { 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768 };
-    Ints u;
-    EACH_REG(i) u.p[i] = -15 - (I32){0};
-    UNROLL for (int b = 0; b < 4; b++) {
-        uint16_t word;
-        memcpy(&word, planes + 4 * b, sizeof word);
-        EACH_REG(i) {
-            I32 bit;
-            memcpy(&bit, place + i * WIDTH, sizeof bit);
-            u.p[i] += (I32)((bit & word) != 0) & (2 << b);
-        }
-    }
-    return vec_of_ints(u);
-}
-
-// Kernels.unpack_q4.
+// Kernels.unpack_q4. The two halves of a block go through the transform as one number, first + 65536 second: of
+// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
+// 65536 leaves the second one.
 static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
-    for (size_t i = 0; i < n; i++, src += Q4_BYTES, dst += Q4_BLOCK) {
+    static const int32_t place[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    const Vec round = vec_all(12582912);
+    for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
         uint16_t d;
+        uint32_t plane[4];
         memcpy(&d, src, sizeof d);
-        Vec low = hadamard_16(q4_odd_numbers(src + 2)), high = hadamard_16(q4_odd_numbers(src + 4));
-        Vec scale = vec_all(f16_to_f32(d));
-        vec_store(dst, vec_mul(vec_add(low, high), scale), LANES);
-        vec_store(dst + LANES, vec_mul(vec_add(low, vec_negative(high)), scale), LANES);
+        memcpy(plane, src + sizeof d, sizeof plane);
+
+        // 2 u - 15 of both halves: lane j has the bits j and j + 16 of each plane.
+        Ints odd;
+        EACH_REG(i) {
+            I32 j;
+            memcpy(&j, place + i * WIDTH, sizeof j);
+            U32 u = {0};
+            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> (U32)j) & 0x10001) << (b + 1);
+            odd.p[i] = (I32)u - 0xf000f;
+        }
+        Vec both = hadamard_16(vec_of_ints(odd));
+        Vec second = vec_add(vec_fma(both, vec_all(1 / 65536.f), round), vec_negative(round));
+        Vec first = vec_fma(second, vec_all(-65536), both), scale = vec_all(f16_to_f32(d));
+        vec_store(dst, vec_mul(vec_add(first, second), scale), LANES);
+        vec_store(dst + LANES, vec_mul(vec_add(first, vec_negative(second)), scale), LANES);
     }
 }
 
@@ -1423,15 +1423,15 @@ void q8_pack(char *o, const float *x, int D) {
 
 void q8_unpack(float *x, const char *o, int n, int D) { simd.unpack_q8(x, o, n, D); }
 
-// y (n) = H y, in parts of m.
+// y (n) = H y, in parts of m. Each step has the sum and the difference of those at i and i + step.
 static void hadamard(float *y, int n, int m) {
     for (int step = 1; step < m; step *= 2)
-        for (int i = 0; i < n; i++) {
-            if (i & step) continue;
-            float a = y[i], b = y[i + step];
-            y[i] = a + b;
-            y[i + step] = a - b;
-        }
+        for (int first = 0; first < n; first += 2 * step)
+            for (int i = first; i < first + step; i++) {
+                float a = y[i], b = y[i + step];
+                y[i] = a + b;
+                y[i + step] = a - b;
+            }
 }
 
 // A block of n values.
@@ -1444,16 +1444,16 @@ static void q4_pack_block(char *o, const float *x, int n) {
         top = fmaxf(top, fabsf(y[i]));
         bad |= !isfinite(y[i]);
     }
-    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m)), plane[8] = {0};
+    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    uint32_t plane[4] = {0};
     float unit = f16_to_f32(d) * (float)m;
     for (int i = 0; i < n; i++) {
-        float u = unit > 0 ? floorf(y[i] / unit * .5f) + 8 : 8;
-        if (u > 15) u = 15;             // the scale was rounded, so u may be past 15
-        if (u < 0) u = 0;
-        for (int b = 0; b < 4; b++) plane[b * words + i / 16] |= (uint16_t)(((int)u >> b & 1) << i % 16);
+        int u = unit > 0 ? (int)(y[i] / unit * .5f + 8) : 8;
+        u = max_int(0, min_int(u, 15));         // the scale was rounded, so u may be past 15
+        for (int b = 0; b < 4; b++) plane[b] |= (uint32_t)(u >> b & 1) << i;
     }
     memcpy(o, &d, 2);
-    memcpy(o + 2, plane, (size_t)(8 * words));
+    for (int b = 0; b < 4; b++) memcpy(o + 2 + 2 * words * b, &plane[b], 2 * (size_t)words);
 }
 
 void q4_pack(char *o, const float *x, int D) {
