@@ -1349,13 +1349,15 @@ float *pass_cuda(Session *s, int T) {
 // rows are touched.
 
 // ---- rows as they are stored (D1)
-// A q8_0 row is D/32 blocks, rounded up, of 34 bytes: an f16 scale, then 32 signed bytes.
+// A q8_0 row is D/32 blocks, rounded up, of 34 bytes: an f16 scale, then 32 signed bytes. A q4 row is as many
+// blocks of 18 bytes, which lib/kernels.h describes: an f16 scale, then four planes of bits.
 
 enum {
     ROW_F32 = DT_F32,
     ROW_F16 = DT_F16,
     ROW_BF16 = DT_BF16,
     ROW_Q8,
+    ROW_Q4,
     Q8_VALUES = 32,             // values of a block
     Q8_BYTES = Q8_VALUES + 2    // its bytes
 };
@@ -1364,11 +1366,38 @@ enum {
 static int row_kind(const Format *f) {
     if (!strcmp(f->name, "f32")) return ROW_F32;
     if (!strcmp(f->name, "f16")) return ROW_F16;
-    return !strcmp(f->name, "bf16") ? ROW_BF16 : ROW_Q8;
+    if (!strcmp(f->name, "bf16")) return ROW_BF16;
+    return !strcmp(f->name, "q8_0") ? ROW_Q8 : ROW_Q4;
 }
 
-// Element d of a stored row.
-static __device__ float row_get(const char *row, int kind, int d) {
+// Bit j: has i & j an odd number of bits? Row i of the Hadamard matrix is -1 there.
+static __device__ uint32_t odd_places(int i) {
+    const uint32_t bit[] = { 0xaaaaaaaa, 0xcccccccc, 0xf0f0f0f0, 0xff00ff00, 0xffff0000 };
+    uint32_t odd = 0;
+    KV_UNROLL()
+    for (int b = 0; b < 5; b++) odd ^= i >> b & 1 ? bit[b] : 0;
+    return odd;
+}
+
+// Element d of a row of q4 (D), d sum_j H[i][j] (2 u_j - 15). A sum over the bits of a plane is a count of those
+// with a plus less a count of those with a minus, so no other lane is asked.
+static __device__ float row_get_q4(const char *row, int d, int D) {
+    int first = d / Q4_BLOCK * Q4_BLOCK, n = min_int(D - first, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
+    int i = d - first, sum = i % m ? 0 : -15 * m;
+    uint32_t part = 0xffffffff >> (32 - m) << (i - i % m), minus = part & odd_places(i % m) << (i - i % m);
+    const uint16_t *block = (const uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
+    KV_UNROLL()
+    for (int b = 0; b < 4; b++) {
+        uint32_t plane = block[1 + b * words];
+        if (words > 1) plane |= (uint32_t)block[2 + b * words] << 16;
+        sum += (__popc(plane & part) - 2 * __popc(plane & minus)) * (2 << b);
+    }
+    return half_get<DT_F16>(block[0]) * (float)sum;
+}
+
+// Element d of a stored row (D).
+static __device__ float row_get(const char *row, int kind, int d, int D) {
+    if (kind == ROW_Q4) return row_get_q4(row, d, D);
     if (kind != ROW_Q8) return number(row, kind, d);
     const char *b = row + d / Q8_VALUES * Q8_BYTES;
     return half_get<DT_F16>(*(const uint16_t *)b) * (float)((const signed char *)b)[2 + d % Q8_VALUES];
@@ -1388,10 +1417,39 @@ static __device__ void row_put_q8(char *row, int d, int D, float x) {
     if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)q;
 }
 
+// row_put for q4, as q4_pack_block: a lane has one number of the block, and a ballot is a plane.
+static __device__ void row_put_q4(char *row, int d, int D, float x) {
+    int lane = d % Q4_BLOCK, n = min_int(D - d + lane, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
+    float y = d < D ? x : 0;
+    for (int step = 1; step < m; step *= 2) {
+        float other = __shfl_xor_sync(ALL_LANES, y, step);
+        y = lane & step ? other - y : y + other;
+    }
+    float top = lanes_max<32>(fabsf(y));
+    int bad = __any_sync(ALL_LANES, !isfinite(y));
+    uint16_t half = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    float unit = f16_to_f32(half) * (float)m;
+    int u = unit > 0 ? (int)(y / unit * .5f + 8) : 8;
+    u = max_int(0, min_int(u, 15));
+    uint32_t mine = 0;                          // the plane of which this lane stores a word
+    KV_UNROLL()
+    for (int b = 0; b < 4; b++) {
+        uint32_t plane = __ballot_sync(ALL_LANES, d < D && u >> b & 1);
+        if (lane / words == b) mine = plane;
+    }
+    uint16_t *block = (uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
+    if (!lane) block[0] = half;
+    if (lane < 4 * words) block[1 + lane] = (uint16_t)(mine >> lane % words * 16);
+}
+
 // Stores x as element d of a row, rounded exactly as its Format rounds on the CPU. All 32 lanes of
-// a warp call this together, for 32 neighbouring d, because they are one block of q8_0. Elements
+// a warp call this together, for 32 neighbouring d, because they are one block of q8_0 or q4. Elements
 // from D on are not stored.
 static __device__ void row_put(char *row, int kind, int d, int D, float x) {
+    if (kind == ROW_Q4) {
+        row_put_q4(row, d, D, x);
+        return;
+    }
     if (kind == ROW_Q8) {
         row_put_q8(row, d, D, x);
         return;
@@ -1949,7 +2007,7 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
             continue;
         }
         const char *from = (v ? h.v : h.k) + (row[j] - h.packed) * (v ? a.bytes_v : a.bytes_k);
-        for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(from, kind, d);
+        for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(from, kind, d, a.D);
     }
 }
 
@@ -2781,7 +2839,7 @@ enum {
     GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
     SEE_16 = 0xffff,            // 16 positions that are all seen
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
+    GQA_PATS = ROW_Q4 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
 #ifdef KVCOMP_TEST
 enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
@@ -3964,7 +4022,7 @@ column_scan_kernel(const __grid_constant__ Scan a, int pass) {
 //                              decode            prefill                     sums of columns
 //     f16, bf16                decode_kernel     prefill_kernel              column_scan_kernel
 //     q8_0, PATS's             decode_kernel     prefill_kernel, as f16      column_kernel
-//     PATS's under rows64,
+//     PATS's under rows64, q4,
 //     K and V in two formats   attend_kernel     prefill_kernel, as f16      column_kernel
 //     f32                      attend_kernel     attend_kernel               column_kernel
 //
@@ -3983,7 +4041,7 @@ column_scan_kernel(const __grid_constant__ Scan a, int pass) {
 // The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
 static int gqa_kind(const Session *s) {
     int D = s->c->D, kind = row_kind(s->fk);
-    if (s->fk != s->fv || kind == ROW_F32 || (D != 64 && D != 128)) return -1;
+    if (s->fk != s->fv || kind == ROW_F32 || kind == ROW_Q4 || (D != 64 && D != 128)) return -1;
     if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
     return kind;
 }
@@ -4245,9 +4303,9 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int dec
 }
 
 // ---- rows that prefill_kernel cannot read as they are stored
-// Packed rows, q8_0 rows, and rows of two types are brought to f16 before a pass reads them: each is
+// Packed rows, rows of q8_0 and q4, and rows of two types are brought to f16 before a pass reads them: each is
 // read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
-// fewer bits, so they stay what they are; q8_0 and bf16 numbers are rounded to f16's 11 bits, as q is.
+// fewer bits, so they stay what they are; q8_0, q4 and bf16 numbers are rounded to f16's 11 bits, as q is.
 // Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
 
 #ifdef KVCOMP_TEST
@@ -4265,14 +4323,14 @@ static __global__ void rows_as_f16_kernel(Attn a, int g0, int N, uint16_t *to) {
     const char *raw = (v ? h.v : h.k) + (r - h.packed) * bytes;
     to += ((size_t)(2 * blockIdx.y + v) * N + r) * a.D;
     for (int d = threadIdx.x & 31; d < a.D; d += 32)
-        to[d] = half_put<DT_F16>(r < h.packed ? packed_value(h, v, r, d, a.D) : row_get(raw, kind, d));
+        to[d] = half_put<DT_F16>(r < h.packed ? packed_value(h, v, r, d, a.D) : row_get(raw, kind, d, a.D));
 }
 
 // 1: every row of layer l is stored as a 16-bit number of one type.
 static int rows_are_halves(const Session *s, int l) {
     int packed = 0;
     for (int g = 0; g < s->c->G; g++) packed |= kv_head(s, l, g)->packed;
-    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && !packed;
+    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && row_kind(s->fk) != ROW_Q4 && !packed;
 }
 
 // KV heads of layer l that prefill_kernel is launched for at once.
@@ -5395,7 +5453,7 @@ struct LayerRows {
 static __device__ float row_value(const LayerRows &a, const HeadRef &h, int r, int d) {
     if (r < h.packed) return packed_value(h, a.v, r, d, a.D);
     const char *raw = a.v ? h.v : h.k;
-    return row_get(raw + (size_t)(r - h.packed) * a.bytes, a.kind, d);
+    return row_get(raw + (size_t)(r - h.packed) * a.bytes, a.kind, d, a.D);
 }
 
 // The keys (OF_K) or the values (OF_V) of layer l.

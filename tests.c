@@ -6147,12 +6147,12 @@ static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
 
 TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, "
                 "compact, truncate, re-rotate, load; memory is given back") {
-    const char *format[] = { "f32", "f16", "bf16", "q8_0" };
-    EACH_SEED(seed) for (int f = 0; f < 4; f++) {
-        int D = (int[]){ 40, 48, 64, 72 }[f];
+    const char *format[] = { "f32", "f16", "bf16", "q8_0", "q4" };
+    EACH_SEED(seed) for (int f = 0; f < 5; f++) {
+        int D = (int[]){ 40, 48, 64, 72, 56 }[f];
         Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         char text[64];
-        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 4]);
+        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 5]);
         Pair p = pair_open(m, "full", text);
         // f16: some values saturate.
         pair_append(&p, 70, f == 1 ? 30000 : 1);
@@ -6190,10 +6190,10 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
             (v ? kv_load_v : kv_load_k)(p.d, kv_head(p.d, 0, 1), rows, 0, 7, b);
             CHECK(!memcmp(a, b, (size_t)7 * D * sizeof *a), "%s: load", format[f]);
         }
-        if (f == 3) {                           // a block of q8_0 with an infinity has a NaN for its scale
+        if (f >= 3) {                           // a block with an infinity has a NaN for its scale
             pair_append(&p, 1, INFINITY);
             kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
-            CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of q8_0");
+            CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of %s", format[f]);
         }
         pair_close(&p);
         tiny_free(m);

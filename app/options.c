@@ -28,8 +28,8 @@ const Opt program_options[] = {
     { "bf16-terms",    'c', "3|2|1",
       "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
       "1 (.002 off) on AVX-512 BF16, too" },
-    { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
-    { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
+    { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored" },
+    { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
     { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
     { "synthetic",     's', "",

@@ -14,7 +14,7 @@
 //
 // ==================================================================================================== NUMBERS AND KERNELS
 // Everything that is arithmetic only: products of matrices, the two products of attention, exponentials,
-// conversions between f32 and the 16-bit formats, and the k largest of n numbers.
+// conversions between f32 and the other formats, and the k largest of n numbers.
 //
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its right side
 // is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 are read as they are stored
@@ -95,6 +95,16 @@ typedef struct { I32 p[PARTS]; } Ints;
 #define QUARTER(q) FOUR(q), FOUR(q)
 #else
 #define QUARTER(q) FOUR(q)
+#endif
+
+// The places of a register, each with the bits of s turned around.
+#if defined(__AVX512F__)
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s), \
+                  8 ^ (s), 9 ^ (s), 10 ^ (s), 11 ^ (s), 12 ^ (s), 13 ^ (s), 14 ^ (s), 15 ^ (s)
+#elif defined(__AVX2__)
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)
+#else
+#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
 #endif
 
 // Places for folds: of each quarter (four lanes) the first or last two of a and then of b, the even or the odd
@@ -893,6 +903,74 @@ static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
     }
 }
 
+// A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
+// the difference. Steps of small integers are exact.
+static const float step_sign[4][LANES] = {              // -1 where the place has the bit 1, 2, 4 or 8
+    { 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1 },
+    { 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1 },
+    { 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1 },
+    { 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1 },
+};
+#define STEP_WITHIN(x, b)                                                       \
+    EACH_REG(i) {                                                               \
+        F32 sign;                                                               \
+        memcpy(&sign, step_sign[b], sizeof sign);                               \
+        F32 other = SHUFFLE((x).p[i], (x).p[i], ACROSS((1 << (b)) % WIDTH));    \
+        (x).p[i] = reg_fma((x).p[i], sign, other);                              \
+    }
+
+// The same where the two stand in different registers, `apart` registers from each other.
+INLINE Vec step_between(Vec x, int apart) {
+    Vec y = x;
+    EACH_REG(i) y.p[i] = i & apart ? x.p[i ^ apart] - x.p[i] : x.p[i] + x.p[i ^ apart];
+    return y;
+}
+
+INLINE Vec hadamard_16(Vec x) {
+    STEP_WITHIN(x, 0)
+    STEP_WITHIN(x, 1)
+#if defined(__AVX2__)
+    STEP_WITHIN(x, 2)
+#else
+    x = step_between(x, 1);
+#endif
+#if defined(__AVX512F__)
+    STEP_WITHIN(x, 3)
+#else
+    x = step_between(x, 8 / WIDTH);
+#endif
+    return x;
+}
+
+// Kernels.unpack_q4. The two halves of a block go through the transform as one number, first + 65536 second: of
+// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
+// 65536 leaves the second one.
+static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
+    static const int32_t place[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    const Vec round = vec_all(12582912);
+    for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
+        uint16_t d;
+        uint32_t plane[4];
+        memcpy(&d, src, sizeof d);
+        memcpy(plane, src + sizeof d, sizeof plane);
+
+        // 2 u - 15 of both halves: lane j has the bits j and j + 16 of each plane.
+        Ints odd;
+        EACH_REG(i) {
+            I32 j;
+            memcpy(&j, place + i * WIDTH, sizeof j);
+            U32 u = {0};
+            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> (U32)j) & 0x10001) << (b + 1);
+            odd.p[i] = (I32)u - 0xf000f;
+        }
+        Vec both = hadamard_16(vec_of_ints(odd));
+        Vec second = vec_add(vec_fma(both, vec_all(1 / 65536.f), round), vec_negative(round));
+        Vec first = vec_fma(second, vec_all(-65536), both), scale = vec_all(f16_to_f32(d));
+        vec_store(dst, vec_mul(vec_add(first, second), scale), LANES);
+        vec_store(dst + LANES, vec_mul(vec_add(first, vec_negative(second)), scale), LANES);
+    }
+}
+
 // Element i of w bits. The bits of the next one fall off on top.
 INLINE uint16_t packed_bits(const unsigned char *p, int i, int w) {
     size_t bit = (size_t)i * w;
@@ -1020,6 +1098,7 @@ const Kernels PASTE(kernels_, SET) = {
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .narrow_f16      = narrow_row,
     .unpack_q8       = unpack_q8_rows,
+    .unpack_q4       = unpack_q4_blocks,
     .unpack          = unpack_row,
     .exp_shift       = exp_row,
     .softmax_columns = softmax_tile,
@@ -1343,6 +1422,70 @@ void q8_pack(char *o, const float *x, int D) {
 }
 
 void q8_unpack(float *x, const char *o, int n, int D) { simd.unpack_q8(x, o, n, D); }
+
+// y (n) = H y, in parts of m. Each step has the sum and the difference of those at i and i + step.
+static void hadamard(float *y, int n, int m) {
+    for (int step = 1; step < m; step *= 2)
+        for (int first = 0; first < n; first += 2 * step)
+            for (int i = first; i < first + step; i++) {
+                float a = y[i], b = y[i + step];
+                y[i] = a + b;
+                y[i + step] = a - b;
+            }
+}
+
+// A block of n values.
+static void q4_pack_block(char *o, const float *x, int n) {
+    float y[Q4_BLOCK], top = 0;
+    int m = q4_part(n), words = q4_words(n), bad = 0;
+    memcpy(y, x, (size_t)n * sizeof *y);
+    hadamard(y, n, m);
+    for (int i = 0; i < n; i++) {
+        top = fmaxf(top, fabsf(y[i]));
+        bad |= !isfinite(y[i]);
+    }
+    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    uint32_t plane[4] = {0};
+    float unit = f16_to_f32(d) * (float)m;
+    for (int i = 0; i < n; i++) {
+        int u = unit > 0 ? (int)(y[i] / unit * .5f + 8) : 8;
+        u = max_int(0, min_int(u, 15));         // the scale was rounded, so u may be past 15
+        for (int b = 0; b < 4; b++) plane[b] |= (uint32_t)(u >> b & 1) << i;
+    }
+    memcpy(o, &d, 2);
+    for (int b = 0; b < 4; b++) memcpy(o + 2 + 2 * words * b, &plane[b], 2 * (size_t)words);
+}
+
+void q4_pack(char *o, const float *x, int D) {
+    for (int b = 0; b < D; b += Q4_BLOCK, o += Q4_BYTES) q4_pack_block(o, x + b, min_int(Q4_BLOCK, D - b));
+}
+
+// A shorter block, the last one of a row: dst (n).
+static void q4_unpack_short(float *dst, const char *src, int n) {
+    uint16_t word[9];
+    int words = q4_words(n);
+    memcpy(word, src, (size_t)(2 + 8 * words));
+    for (int i = 0; i < n; i++) {
+        int u = 0;
+        for (int b = 0; b < 4; b++) u |= (word[1 + b * words + i / 16] >> i % 16 & 1) << b;
+        dst[i] = (float)(2 * u - 15);
+    }
+    hadamard(dst, n, q4_part(n));
+    for (int i = 0; i < n; i++) dst[i] *= f16_to_f32(word[0]);
+}
+
+void q4_unpack(float *x, const char *o, int n, int D) {
+    size_t whole = (size_t)(D / Q4_BLOCK);
+    int rest = D % Q4_BLOCK;
+    if (!rest) {                        // one block behind the other
+        simd.unpack_q4(x, o, n * whole);
+        return;
+    }
+    for (int r = 0; r < n; r++, o += q4_bytes(D), x += D) {
+        simd.unpack_q4(x, o, whole);
+        q4_unpack_short(x + whole * Q4_BLOCK, o + whole * Q4_BYTES, rest);
+    }
+}
 
 void from_f32(void *dst, const float *src, int dtype, size_t n) {
     uint16_t *h = dst;

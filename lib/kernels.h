@@ -108,6 +108,25 @@ static inline size_t kind_bytes(int dtype, int D) {            // of a row of D 
 void   q8_pack  (char *o, const float *x, int D);
 void   q8_unpack(float *x, const char *o, int n, int D);        // x (n,D) = n rows
 
+// ---- rows of format q4: blocks of 32 values, the last one may be shorter, turned by a Hadamard transform and
+// rounded to 4 bits. A block of n values is turned in parts of m, the largest power of two that divides n:
+//   y = H x, H[i][j] = -1 where i & j has an odd number of bits, else 1;     x = H y / m
+//   y_j is stored as u_j = 0 .. 15, which stands for the odd number 2 u_j - 15, in units of m d = max|y| / 15
+//   x_i = d sum_j H[i][j] (2 u_j - 15)
+// The sum is one of small integers: reading is exact, in any order. A block is the f16 d, then four planes: bit j
+// of plane b is bit b of u_j. A plane is one word of 16 bits for up to 16 values, else two.
+enum { Q4_BLOCK = 32, Q4_BYTES = 18 };
+KV_HD static inline int q4_words(int n) { return n > 16 ? 2 : 1; }             // of a plane of a block of n
+KV_HD static inline int q4_part(int n) { return n & -n; }                      // m
+static inline size_t q4_bytes(int D) {                                         // a row
+    int rest = D % Q4_BLOCK;
+    return (size_t)(D / Q4_BLOCK * Q4_BYTES + (rest ? 2 + 8 * q4_words(rest) : 0));
+}
+
+// o = the row x (D). The scale of a block is a NaN where a number of it is none, or infinite.
+void   q4_pack  (char *o, const float *x, int D);
+void   q4_unpack(float *x, const char *o, int n, int D);        // x (n,D) = n rows
+
 // ---- weights in 8 bits (DT_Q8)
 size_t q8_tensor_bytes(int rows, int cols);
 #define Q8_MOST (127 * 65504.0f)        // the largest weight that they hold
@@ -236,6 +255,7 @@ typedef struct {
     void (*widen[3])(float *dst, const void *src, size_t n);
     void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void (*unpack_q8)(float *dst, const char *src, int n, int D);
+    void (*unpack_q4)(float *dst, const char *src, size_t n);   // n whole blocks
     void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
     void (*exp_shift)(float *x, float max, size_t n, float *sum);
     void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);

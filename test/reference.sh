@@ -108,16 +108,16 @@ streaming+pats
 # input/: text (1,400 tokens of English and of a table), long (as many random ids), short (130 ids). Turns
 # "chat" are replies of the shipped model to a long prompt and in dialogues. "best" is the vector set that
 # the program chooses. Methods whose name the expression "without" finds are refused there: PATS cuts f16
-# alone, and q8 brings rows of its own.
+# alone, and q8 and q4 bring rows of their own.
 SETTINGS='
 place   name        model                           turns  vectors  without  options
 cpu     chat        tiny                            chat   best     none
 cpu     text        tiny                            text   best     none
-cpu     text-f32    tiny                            text   best     pats|q8 -ctk f32 -ctv f32
+cpu     text-f32    tiny                            text   best     pats|q[48] -ctk f32 -ctv f32
 cpu     grouped     L3,H8,G2,D64,C128,F192,V512     long   best     none
 cpu     blocks      L3,H8,G2,D64,C128,F192,V512     long   best     none     -b 100 -t 2
-cpu     bf16        L3,H8,G2,D64,C128,F192,V512     long   best     pats|q8 -ctk bf16 -ctv bf16
-cpu     q8_0        L3,H8,G2,D64,C128,F192,V512     long   best     pats|q8 -ctk q8_0 -ctv q8_0
+cpu     bf16        L3,H8,G2,D64,C128,F192,V512     long   best     pats|q[48] -ctk bf16 -ctv bf16
+cpu     q8_0        L3,H8,G2,D64,C128,F192,V512     long   best     pats|q[48] -ctk q8_0 -ctv q8_0
 cpu     weights     L3,H8,G2,D64,C128,F192,V512     long   best     none     --weights q8_0
 cpu     uneven      L3,H10,G2,D80,C80,F112,V300     long   best     none
 cpu     short       L3,H4,G4,D24,C48,F80,V256       short  best     none
@@ -126,8 +126,8 @@ cpu     avx2        L3,H8,G2,D64,C128,F192,V512     long   avx2     none
 cpu     plain       L3,H8,G2,D64,C128,F192,V512     short  plain    none
 device  small       L3,H6,G3,D16,C32,F48,V256       short  best     none
 device  grouped     L2,H8,G2,D64,C64,F64,V256       short  best     none
-device  q8_0        L2,H4,G2,D32,C32,F48,V256       short  best     pats|q8 -ctk q8_0 -ctv q8_0
-device  bf16        L2,H3,G1,D40,C64,F64,V256       short  best     pats|q8 -ctk bf16 -ctv bf16
+device  q8_0        L2,H4,G2,D32,C32,F48,V256       short  best     pats|q[48] -ctk q8_0 -ctv q8_0
+device  bf16        L2,H3,G1,D40,C64,F64,V256       short  best     pats|q[48] -ctk bf16 -ctv bf16
 '
 
 # The options of a method, of whatever combination it is a part. They are added to those of the setting.

@@ -2422,8 +2422,9 @@ TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode 
             if (!strcmp(own[i][0], name)) text = own[i][1];
         snprintf(opt, sizeof opt, "%s%s", text,
                  strcmp(name, "dililazy") && strcmp(name, "headkv") ? "" : path);
-        // q8 stores rows its own way.
-        Options *o = strcmp(name, "q8") ? options_of(opt) : options_of_program();
+        // q8 and q4 choose how rows are stored.
+        int chooses = (*at)->role & ROLE_STORE && strcmp(name, "pats");
+        Options *o = chooses ? options_of_program() : options_of(opt);
         int ids[90];
         for (int in_decode = 0; in_decode < 2; in_decode++) {
             char err[512];

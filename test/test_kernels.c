@@ -651,6 +651,29 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
     free(packed);
 }
 
+TEST(math_q4, "rows of q4 unpack to the same bits with every instruction set, for every head_dim, and nothing is "
+              "written past them") {
+    enum { ROWS = 5, MOST = 131 };
+
+    char *packed = xmalloc(ROWS * q4_bytes(MOST));
+    float x[ROWS * MOST], y[ROWS * MOST + 1], plain[ROWS * MOST];
+    rnd_seed(59);
+    for (int D = 1; D <= MOST; D++) {
+        for (int j = 0; j < ROWS * D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
+        for (int r = 0; r < ROWS; r++) q4_pack(packed + r * q4_bytes(D), x + r * D, D);
+        simd_set("plain");
+        q4_unpack(plain, packed, ROWS, D);
+        EACH_SIMD(i) {
+            y[ROWS * D] = 77;
+            q4_unpack(y, packed, ROWS, D);
+            CHECK(!memcmp(y, plain, ROWS * D * sizeof *y), "%s D %d: other bits", simd_name(), D);
+            CHECK(y[ROWS * D] == 77, "%s D %d: %g behind the rows", simd_name(), D, y[ROWS * D]);
+        }
+    }
+    simd_set(NULL);
+    free(packed);
+}
+
 TEST(math_q8_products,
      "products with rows of q8_0: keys as sums of integers within the rounding of q "
      "to 16 bits, the same bits whatever stands beside a row and with every set that "
