@@ -3158,17 +3158,19 @@ const Method q8_method = {
 // Ashkboos, Mohtashami, Croci, Li, Cameron, Jaggi, Alistarh, Hoefler, Hensman: QuaRot, Outlier-Free
 // 4-Bit Inference in Rotated LLMs. arXiv 2404.00456.
 // 4 bits a value, beside a largest value that sets the step: one channel that is much larger than
-// the others, as keys have them, leaves nothing of the others. A Hadamard transform H, an orthogonal
-// matrix of 1 and -1, spreads it over all numbers of its block, and is undone when a row is read.
+// the others, as keys have them, leaves nothing of the others. A Hadamard transform H, a matrix of 1
+// and -1 with orthogonal columns, spreads it over all numbers of its block, and is undone when a row
+// is read.
 //   y = H x,   y_j rounded to the nearest of the 16 odd numbers -15 .. 15 in units of max|y| / 15,
 //   x = H y / 32
 // for each block of 32 values with one f16 scale: 18 bytes, 4.5 bits a value. Normal numbers come
 // back with an error of 9.1 %, those beside an outlier of 30 with 28 %. The format itself, which
 // also says how a head_dim that is no multiple of 32 ends, stands in lib/kernels.h.
 // **Differs from the paper:** H has 32 columns, where QuaRot's has head_dim: each block is read by
-// itself, as an exact sum of integers, and KL is the same (NOTES.md, Baselines). Levels are symmetric
-// without a 0, where QuaRot's rows have a zero point a group. A row is turned back when it is read;
-// QuaRot turns queries, and the weights behind the values, instead, which gives the same numbers.
+// itself, as an exact sum of integers, and KL is the same (NOTES.md, section 7). Levels are symmetric
+// without a 0, where QuaRot's rows have a zero point a group; -7 to 7 have a larger KL. A row is
+// turned back when it is read; QuaRot turns queries, and the weights behind the values, instead,
+// which gives the same numbers.
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 static int q4_open(Session *s, void *ms) {
     (void)ms;

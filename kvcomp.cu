@@ -1428,13 +1428,13 @@ static __device__ void row_put_q4(char *row, int d, int D, float x) {
     float top = lanes_max<32>(fabsf(y));
     int bad = __any_sync(ALL_LANES, !isfinite(y));
     uint16_t half = f32_to_f16(bad ? NAN : top / (float)(15 * m));
-    float unit = f16_to_f32(half) * (float)m;
-    int u = unit > 0 ? (int)(y / unit * .5f + 8) : 8;
-    u = max_int(0, min_int(u, 15));
+    float unit = f16_to_f32(half) * (float)m, u = unit > 0 ? y / unit * .5f + 8 : 8;
+    if (u > 15) u = 15;
+    if (u < 0) u = 0;
     uint32_t mine = 0;                          // the plane of which this lane stores a word
     KV_UNROLL()
     for (int b = 0; b < 4; b++) {
-        uint32_t plane = __ballot_sync(ALL_LANES, d < D && u >> b & 1);
+        uint32_t plane = __ballot_sync(ALL_LANES, d < D && (int)u >> b & 1);
         if (lane / words == b) mine = plane;
     }
     uint16_t *block = (uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);

@@ -1448,9 +1448,10 @@ static void q4_pack_block(char *o, const float *x, int n) {
     uint32_t plane[4] = {0};
     float unit = f16_to_f32(d) * (float)m;
     for (int i = 0; i < n; i++) {
-        int u = unit > 0 ? (int)(y[i] / unit * .5f + 8) : 8;
-        u = max_int(0, min_int(u, 15));         // the scale was rounded, so u may be past 15
-        for (int b = 0; b < 4; b++) plane[b] |= (uint32_t)(u >> b & 1) << i;
+        float u = unit > 0 ? y[i] / unit * .5f + 8 : 8;
+        if (u > 15) u = 15;             // the scale was rounded, so u may be past 15
+        if (u < 0) u = 0;
+        for (int b = 0; b < 4; b++) plane[b] |= (uint32_t)((int)u >> b & 1) << i;
     }
     memcpy(o, &d, 2);
     for (int b = 0; b < 4; b++) memcpy(o + 2 + 2 * words * b, &plane[b], 2 * (size_t)words);
