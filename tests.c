@@ -27,38 +27,19 @@ TEST(twin_streaming, "StreamingLLM keeps the promised rows and agrees with its t
     Script p = { 4, { 60, 3, 25, 1 }, { 6, 9, 2, 30 }, 3 };
     int B[2] = { 20, 4 };
     Tiny m = tiny_model(3, 6, 3, 16, 32, 48, 61, 5);
-    Options *o = options_of("budget=20");
-    Session *s = session_open(m.c, m.w, o, "streaming");
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    t->hook = (TwinHooks){ .u = B, .after = streaming_twin };
-    float *a = run_session(s, &p), *b = run_twin(t, &p);
-    CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
-    CHECK(!rows_differ(s, t), "rows");
-    CHECK(s->head[0].len == 20, "held %d, expected the budget, in decode too", s->head[0].len);
-    free(a);
-    free(b);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+    Beside x = run_beside(m, "streaming", "budget=20", (TwinHooks){ .u = B, .after = streaming_twin }, &p);
+    CHECK(x.s->head[0].len == 20, "held %d, expected the budget, in decode too", x.s->head[0].len);
+    beside_done(&x);
     tiny_free(m);
 }
 
 TEST(twin_tova, "TOVA keeps what the last query attends to, in every step, and agrees with its twin") {
     Script p = { 3, { 60, 1, 25 }, { 9, 6, 8 }, 4 };
+    int B = 20;
     Tiny m = tiny_model(3, 6, 3, 16, 32, 48, 61, 5);
-    int budget = 20;
-    Options *o = options_of("budget=20");
-    Session *s = session_open(m.c, m.w, o, "tova");
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    t->hook = (TwinHooks){ .u = &budget, .after = tova_twin };
-    float *a = run_session(s, &p), *b = run_twin(t, &p);
-    CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
-    CHECK(!rows_differ(s, t) && s->head[0].len == budget, "rows");
-    free(a);
-    free(b);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+    Beside x = run_beside(m, "tova", "budget=20", (TwinHooks){ .u = &B, .after = tova_twin }, &p);
+    CHECK(x.s->head[0].len == B, "held %d, expected the budget", x.s->head[0].len);
+    beside_done(&x);
     tiny_free(m);
 }
 
@@ -67,8 +48,8 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     const char *method[] = { "snapkv", "adakv", "pyramidkv", "expected-attention" };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 4; i++) {
-        Options *o = options_of("budget=24 obs-window=8");
-        Session *s[2] = { session_open(m.c, m.w, o, method[i]), session_open(m.c, m.w, o, method[i]) };
+        Session *s[2];
+        for (int j = 0; j < 2; j++) s[j] = session_of(m, method[i], "budget=24 obs-window=8");
         int ids[70];
         for (int j = 0; j < 70; j++) ids[j] = (j * 7 + 3) % 61;
         prefill(s[0], ids, 20);                     // no more than the budget: nothing is dropped
@@ -97,17 +78,13 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
         for (int l = 0; l < 2; l++)
             for (int g = 0; g < 2; g++) held += kv_head(s[0], l, g)->len;
         CHECK(held <= 4 * 24, "%s: %d rows in all after a second time", method[i], held);
-        session_close(s[0]);
-        session_close(s[1]);
-        options_free(o);
+        for (int j = 0; j < 2; j++) session_done(s[j]);
     }
-    Options *o = options_of("");
-    Session *full = session_open(m.c, m.w, o, "full");
+    Session *full = session_of(m, "full", "");
     int ids[3] = { 1, 2, 3 };
     prefill(full, ids, 3);
     CHECK(!session_compress(full) && full->n_tok == 3, "full attention drops nothing");
-    session_close(full);
-    options_free(o);
+    session_done(full);
     tiny_free(m);
 }
 
@@ -119,11 +96,12 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     for (int j = 0; j < 75; j++) ids[j] = (j * 7 + 3) % 61;
     for (int i = 0; i < 8; i++) {
         const char *rows = i == 7 ? "f16" : "f32";
-        char text[2][80];
-        for (int k = 0; k < 2; k++)
-            snprintf(text[k], sizeof text[k], "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
-        Options *o[2] = { options_of(text[0]), options_of(text[1]) };
-        Session *s[2] = { session_open(m.c, m.w, o[0], method[i]), session_open(m.c, m.w, o[1], method[i]) };
+        Session *s[2];
+        for (int k = 0; k < 2; k++) {
+            char text[80];
+            snprintf(text, sizeof text, "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
+            s[k] = session_of(m, method[i], text);
+        }
         const float *x = NULL;
         for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
         const float *y = prefill(s[1], ids, 75);
@@ -135,10 +113,7 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
             const KVHead *a = &s[0]->head[h], *b = &s[1]->head[h];
             CHECK(a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof(int)), "%s: other rows", method[i]);
         }
-        for (int k = 0; k < 2; k++) {
-            session_close(s[k]);
-            options_free(o[k]);
-        }
+        for (int k = 0; k < 2; k++) session_done(s[k]);
     }
 
     const char *whole[] = { "loopserve-p", "minference", "a-shape", "sonic" };
@@ -160,8 +135,7 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     Tiny m = tiny_model(1, 4, 2, 16, 32, 48, 61, 8);
     float *kept[2] = { NULL, NULL };
     for (int turn = 0; turn < 2; turn++) {
-        Options *o = options_of(turn ? "budget=24 streaming-rerotate" : "budget=24");
-        Session *s = session_open(m.c, m.w, o, "streaming");
+        Session *s = session_of(m, "streaming", turn ? "budget=24 streaming-rerotate" : "budget=24");
         free(run_session(s, &p));
         KVHead *h = kv_head(s, 0, 1);
         CHECK(h->len == 24, "%d rows", h->len);
@@ -179,8 +153,7 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
         }
         CHECK(s->pos_next == (turn ? 24 : 73), "next position %d", s->pos_next);
         twin_free(t);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     CHECK(worst(kept[0], kept[1], 24 * 16, 1e-5, 1e-5, NULL) <= 1,
           "keys differ by more than their rotation");
@@ -200,14 +173,12 @@ TEST(streaming_windows, "--streaming-rerotate is refused where sliding windows c
 
 TEST(window_small, "window keeps the last B rows for any budget, whatever --sink says") {
     Tiny m = tiny_model(1, 2, 1, 16, 32, 48, 61, 8);
-    Options *o = options_of("budget=2 sink=8");
-    Session *s = session_open(m.c, m.w, o, "window");
+    Session *s = session_of(m, "window", "budget=2 sink=8");
     int ids[20] = { 1, 2, 3, 4, 5, 6, 7 };
     prefill(s, ids, 20);
     CHECK(s->head[0].len == 2 && s->head[0].src[0] == 18, "%d rows from %d", s->head[0].len,
           s->head[0].src[0]);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -505,55 +476,33 @@ static const struct {
 
 enum { BASE_CASES = sizeof base_case / sizeof *base_case };
 
-// One method against its twin over a script: logits and kept rows
-static void base_agrees(Tiny m, const char *method, const char *opt, BaseTwin b, const Script *p) {
-    Options *o = options_of(opt);
-    Session *s = session_open(m.c, m.w, o, method);
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)m.c->L * m.c->H, sizeof *b.seen);
-    t->hook = (TwinHooks){ .u = &b, .after = base_twin };
-    float *x = run_session(s, p), *y = run_twin(t, p);
-    double e = worst(x, y, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
-    CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, opt, m.c->H,
-          m.c->G, m.c->L, e);
-    CHECK(!rows_differ(s, t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, opt,
-          m.c->H, m.c->G, m.c->L, rows_differ(s, t));
-    if (b.kind == BT_H2O)
-        for (int i = 0; i < m.c->L * m.c->G; i++)
-            for (int r = 0; r < s->head[i].len; r++)
-                CHECK(fabs(s->head[i].mass[r] - t->row[i][r].mass) <=
-                          1e-5 + 1e-5 * t->row[i][r].mass,
-                      "mass of row %d: %g, expected %g", r, s->head[i].mass[r], t->row[i][r].mass);
-    for (int i = 0; b.seen && i < m.c->L * m.c->H; i++) arrfree(b.seen[i]);
-    free(b.seen);
-    free(x);
-    free(y);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+// Every case against its twin over a script on a model of L layers; H2O's masses too.
+static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
+    Tiny m = tiny_model(L, H, G, 16, 32, 40, 61, seed);
+    for (int k = 0; k < BASE_CASES; k++) {
+        BaseTwin b = base_case[k].b;
+        if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)L * H, sizeof *b.seen);
+        Beside x = run_beside(m, base_case[k].method, base_case[k].opt, (TwinHooks){ .u = &b, .after = base_twin }, p);
+        for (int i = 0; i < L * G && b.kind == BT_H2O; i++)
+            for (int r = 0; r < x.s->head[i].len; r++) {
+                double mass = x.t->row[i][r].mass, found = x.s->head[i].mass[r];
+                CHECK(fabs(found - mass) <= 1e-5 + 1e-5 * mass, "mass of row %d: %g, expected %g", r, found, mass);
+            }
+        for (int i = 0; b.seen && i < L * H; i++) arrfree(b.seen[i]);
+        free(b.seen);
+        beside_done(&x);
+    }
+    tiny_free(m);
 }
 
-TEST(baselines_twin, "every baseline agrees with its slow twin over three turns: logits 1e-5, same "
-                     "rows; GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows; GQA 1:1, 2:1, 4:1, 3 KV heads; "
+                     "a first turn of one token, turns shorter than the window, a prompt that ends the quiet time, "
+                     "one layer") {
+    static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 21 };
-    for (int i = 0; i < 4; i++) {
-        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 41 + i);
-        for (int k = 0; k < BASE_CASES; k++)
-            base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
-        tiny_free(m);
-    }
-}
-
-TEST(baselines_short, "first turn of one token, turns shorter than the window, a prompt that ends "
-                      "the quiet time: twins agree; one layer") {
-    Script p = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
-    for (int L = 1; L < 3; L++) {
-        Tiny m = tiny_model(L, 6, 3, 16, 32, 40, 61, 51);
-        for (int k = 0; k < BASE_CASES; k++)
-            base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
-        tiny_free(m);
-    }
+    Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
+    for (int i = 0; i < 4; i++) base_agree(3, shape[i][0], shape[i][1], 41 + i, &p);
+    for (int L = 1; L < 3; L++) base_agree(L, 6, 3, 51, &small);
 }
 
 TEST(baselines_links,
@@ -612,24 +561,21 @@ __attribute__((noinline)) static int prefill_dies(Session *s, const int *ids, in
 TEST(window_unasked, "a method that reads more queries than it has had kept ends with a line; a turn that is as short "
                      "as what is kept is not refused") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 7);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[20];
     draw_ids(ids, 20, 61);
     observe(s, &greedy_method);
     CHECK(prefill_dies(s, ids, 1) == 0, "a turn of one token: %s", die_text);
     int code = prefill_dies(s, ids, 20);
     CHECK(code == EXIT_RUN && strstr(die_text, "8 queries are asked for, 1 are kept"), "exit %d, \"%s\"", code, die_text);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
-    Options *o = options_of("budget=24");
-    Session *s[2] = { session_open(m.c, m.w, o, "full"), session_open(m.c, m.w, o, "knorm") };
+    Session *s[2] = { session_of(m, "full", "budget=24"), session_of(m, "knorm", "budget=24") };
     int ids[70];
     draw_ids(ids, 70, 61);
     for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
@@ -650,8 +596,7 @@ TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter 
             CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
                   h->len, longest, shortest);
         }
-    for (int i = 0; i < 2; i++) session_close(s[i]);
-    options_free(o);
+    for (int i = 0; i < 2; i++) session_done(s[i]);
     tiny_free(m);
 }
 
@@ -688,8 +633,7 @@ TEST(baselines_pyramid, "PyramidKV's numbers by hand; they fall with the layer, 
 TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower (head, row); "
                       "heads of unequal length; sums in 200 random cases") {
     Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int cap[2], n[2] = { 8, 8 };
     s->head[0].len = 10;
     s->head[1].len = 10;  // w 2: 8 candidates each, base 5
@@ -723,24 +667,15 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
         free(x);
     }
     s->head[0].len = s->head[1].len = 0;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
-}
-
-// Opens a session. Returns the exit code, 0 if it opened.
-__attribute__((noinline)) static int open_dies(Tiny m, const Options *o, const char *method) {
-    int code;
-    EXPECT_DIE(code, session_close(session_open(m.c, m.w, o, method)));
-    return code;
 }
 
 TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do not exceed G*base, "
                             "whatever the number of tokens seen") {
     Tiny m = tiny_model(2, 2, 1, 16, 32, 40, 61, 19);
     // Base 24: one head gets rint(.8*24) + 4 = 23 rows and the window.
-    Options *o = options_of("budget=32 obs-window=8");
-    Session *s = session_open(m.c, m.w, o, "adakv");
+    Session *s = session_of(m, "adakv", "budget=32 obs-window=8");
     // Turn 1: 24 candidates, nothing to do.
     int ids[60], want[4] = { 31, 32, 31, 31 }, n[4] = { 60, 1, 1, 5 };
     draw_ids(ids, 60, 61);
@@ -750,16 +685,14 @@ TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do 
             CHECK(s->head[l].len == want[turn], "turn %d: %d rows, expected %d", turn,
                   s->head[l].len, want[turn]);
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(baselines_expected,
      "ExpectedAttention's moments by hand: two queries, D 2; and the bytes it says it holds") {
     Tiny m = tiny_model(1, 1, 1, 2, 8, 8, 61, 18);
-    Options *o = options_of("budget=8 sink=1");
-    Session *s = session_open(m.c, m.w, o, "expected-attention");
+    Session *s = session_of(m, "expected-attention", "budget=8 sink=1");
     Expected *x = s->part[0].ms;
     s->tok = xmalloc(4 * sizeof *s->tok);
     s->cap_tok = 4;
@@ -781,8 +714,7 @@ TEST(baselines_expected,
           cov[3]);
     CHECK(expected_bytes(s, x) == sizeof(long) + (2 + 4) * sizeof(double), "%zu bytes",
           expected_bytes(s, x));
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -1263,8 +1195,7 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
             m.c->windowed[0] = 1;
             m.c->window = 1 + rnd_int(120);
         }
-        Options *o = options_of(i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
-        Session *s = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "full", i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
         float *K = xmalloc((size_t)n * G * D * 4), *V = xmalloc((size_t)n * G * D * 4);
         float *q = xmalloc((size_t)T * H * D * 4), *out = xmalloc((size_t)T * H * D * 4);
         float *ref = xmalloc((size_t)T * H * D * 4);
@@ -1309,8 +1240,7 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         free(q);
         free(out);
         free(ref);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         tiny_free(m);
     }
 }
@@ -1524,8 +1454,8 @@ static double loop_agree(const char *method, const char *options, const Script *
         memset(m.c->windowed, 1, L);
         m.c->window = window;
     }
-    Options *o = options_of(options);
-    Session *s = session_open(m.c, m.w, o, method);
+    Session *s = session_of(m, method, options);
+    const Options *o = s->opt;
     Twin *t = twin_new(m.c, m.w, !strcmp(opt_str(o, "ctk"), "f16") ? DT_F16 : DT_F32);
     LoopTwin u = loop_twin(o, m.c, method);
     int streaming[2] = { opt_int(o, "budget"), 4 };
@@ -1540,8 +1470,7 @@ static double loop_agree(const char *method, const char *options, const Script *
     if (dense) *dense = (double)u.dense / u.passes;
     loop_twin_free(&u, m.c);
     twin_free(t);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     return e;
 }
@@ -1662,23 +1591,14 @@ TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their sl
     };
     for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 50 + i);
-        Options *o = options_of(run[i][1]);
-        Session *s = session_open(m.c, m.w, o, run[i][0]);
-        Twin *t = twin_new(m.c, m.w, DT_F32);
         ShapeTwin u = { .kind = i < 2 ? i : 2,
                         .init = (int[]){ 9, 3, 40, 30 }[i],
                         .local = (int[]){ 31, 20, 110, 60 }[i],
                         .last = 11 };
-        t->hook = (TwinHooks){ .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
-        float *a = run_session(s, &p), *b = run_twin(t, &p);
-        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL);
-        CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
+        TwinHooks hooks = { .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
+        Beside x = run_beside(m, run[i][0], run[i][1], hooks, &p);
         for (int h = 0; h < 4; h++) free(u.mask[h]);
-        free(a);
-        free(b);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        beside_done(&x);
         tiny_free(m);
     }
 }
@@ -1760,8 +1680,7 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
     for (int run = 0; run < 3; run++) {
         rnd_seed(77);
         synth_head(run, N, D, slash, 3, q, K, V);
-        Options *o = options_of("ctk=f16 ctv=f16");
-        Session *s = session_open(m.c, m.w, o, "loopserve-p");
+        Session *s = session_of(m, "loopserve-p", "ctk=f16 ctv=f16");
         LoopServe *x = s->part[0].ms;
         feed_rows(s, K, V, N, N);
         size_t mark = scratch_mark(s);
@@ -1801,8 +1720,7 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
                 printf("%-8s all rows: mass %.4f, least %.4f\n", "", mean, least);
         }
         scratch_reset(s, mark);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     free(q);
     free(K);
@@ -1830,8 +1748,7 @@ TEST(loopserve_reads, "decode over a long context reads B rows and this answer, 
     for (int run = 0; run < 2; run++) {  // 0: full attention, 1: LoopServe
         char opt[64];
         snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 budget=%d", B);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "loopserve-d");
+        Session *s = session_of(m, "loopserve-d", opt);
         void *ms = s->part[0].ms;
         feed_rows(s, K, V, N, 20);
         loopserve_commit(s, ms, 0, q, 20);
@@ -1854,8 +1771,7 @@ TEST(loopserve_reads, "decode over a long context reads B rows and this answer, 
                   s->step, n);
         }
         for (int h = 0; h < H; h++) CHECK(s->view[h].cap == cap[h], "a view grew in decode");
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     if (getenv("KVCOMP_BENCH"))
         printf("decode   %d rows, B %d, %d heads on %d: full %.3f ms a step, loopserve-d %.3f ms "
@@ -2189,7 +2105,7 @@ TEST(pats_ratchet,
 // `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
 // rules where they stand. Logits must be the same bits.
 typedef struct {
-    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last, forgets;
+    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last;
     unsigned char bits[20000];
 } SlowPats;
 
@@ -2218,7 +2134,7 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
 
 // run_session with slow_pats_pass after every pass; x NULL: without.
 static float *run_pats(Session *s, SlowPats *x, const Script *p) {
-    int V = s->c->V, row = 0, ids[8192], prompt_end = 0;
+    int V = s->c->V, row = 0, ids[8192];
     float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
     for (int t = 0; t < p->turns; t++) {
         script_ids(p, t, V, ids);
@@ -2226,9 +2142,6 @@ static float *run_pats(Session *s, SlowPats *x, const Script *p) {
             memcpy(out + (size_t)row++ * V,
                    i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
                    V * sizeof *out);
-            // The last answer was truncated and prefilled again (D28)
-            if (x && i < 0 && x->forgets && t) memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
-            if (i < 0) prompt_end = s->n_tok;
             if (x) slow_pats_pass(x, s);
         }
     }
@@ -2267,14 +2180,11 @@ static void check_packed(const Session *s, const char *who) {
     CHECK(sum == kv_bytes(s), "%s: kv_bytes %zu, held %zu", who, kv_bytes(s), sum);
 }
 
-// Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows
-// must agree.
-static void pats_against_slow(const char *method, const char *opt, Tiny m, const Script *p) {
-    char text[512], name[64];
+// Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows must agree.
+static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
+    char text[512];
     snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt);
-    snprintf(name, sizeof name, strcmp(method, "full") ? "%s+pats" : "pats", method);
-    Options *o = options_of(text);
-    Session *s = session_open(m.c, m.w, o, name), *ref = session_open(m.c, m.w, o, method);
+    Session *s = session_of(m, "pats", text), *ref = session_of(m, "full", text);
     const Pats *x = pats_of(s);
     SlowPats *slow = xcalloc(1, sizeof *slow);
     *slow = (SlowPats){ .schedule = x->schedule,
@@ -2285,23 +2195,19 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
                         .sink = x->sink,
                         .window = x->window,
                         .T_end = x->T_end };
-    slow->forgets = !strncmp(method, "loopserve", 9);
     float *a = run_pats(s, NULL, p), *b = run_pats(ref, slow, p);
-    CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s %s: logits differ", name,
-          opt);
-    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap),
-          "%s %s: B[t] differs", name, opt);
+    CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s: logits differ", opt);
+    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s: B[t] differs", opt);
     for (int i = 0; i < m.c->L * m.c->G; i++)
         CHECK(s->head[i].len == ref->head[i].len &&
                   !memcmp(s->head[i].src, ref->head[i].src, s->head[i].len * sizeof(int)),
-              "%s %s: rows of head %d", name, opt, i);
-    check_packed(s, name);
+              "%s: rows of head %d", opt, i);
+    check_packed(s, opt);
     free(a);
     free(b);
     free(slow);
-    session_close(s);
-    session_close(ref);
-    options_free(o);
+    session_done(s);
+    session_done(ref);
 }
 
 TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in "
@@ -2316,7 +2222,7 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
                  "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-round=%s pats-tend=%d pats-format=%s",
                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
-        pats_against_slow("full", opt, m, &p);
+        pats_against_slow(opt, m, &p);
     }
     tiny_free(m);
 }
@@ -2348,8 +2254,7 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does")
 
 TEST(pats_rollback, "tokens that are taken back take what their rows have lost along") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 31, 5);
-    Options *o = options_of("ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
-    Session *s = session_open(m.c, m.w, o, "pats");
+    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
     const Pats *x = s->part[0].ms;
     int ids[90] = { 1, 2, 3 }, lost = 0;
     prefill(s, ids, 90);
@@ -2358,8 +2263,7 @@ TEST(pats_rollback, "tokens that are taken back take what their rows have lost a
     kv_truncate(s, 40);
     for (int t = 40; t < 90; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
     CHECK(s->head[0].packed <= 40 && x->cut <= 40, "%d rows packed, tokens cut to %d", s->head[0].packed, x->cut);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -2372,8 +2276,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
         snprintf(text, sizeof text,
                  "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-tend=%d",
                  rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
-        Options *o = options_of(text);
-        Session *s = session_open(m.c, m.w, o, "pats");
+        Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
             int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
             for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
@@ -2407,75 +2310,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
             check_packed(s, "keep");
             free(k);
         }
-        session_close(s);
-        options_free(o);
-    }
-    tiny_free(m);
-}
-
-// ---- the twin in double
-
-// Rows are f16, so a key on the edge of two values may fall on the other side; the bound allows that, a
-// wrong B[t] moves logits ten times further.
-
-// What PATS does in a pass of n tokens, once their rows are there.
-static inline void pats_pass_ends(Session *s, int n) {
-    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
-}
-
-// Cuts the rows of layer l to their bits.
-static void pats_twin_cut(Twin *t, int l, const SlowPats *p) {
-    for (int g = 0; g < t->c->G; g++) {
-        TwinRow *r = t->row[l * t->c->G + g];
-        for (int i = 0; i < (int)arrlen(r); i++)
-            for (int d = 0; d < t->c->D; d++) {
-                r[i].k[d] = slow_cut(r[i].k[d], p->bits[r[i].src], p->mid);
-                r[i].v[d] = slow_cut(r[i].v[d], p->bits[r[i].src], p->mid);
-            }
-    }
-}
-
-// After a pass whose sequence grew by an eighth: all bits and rows anew.
-static void pats_twin_after(void *v, Twin *t, int l, const double *q, const double *qp, int n) {
-    SlowPats *p = v;
-    int T = (int)arrlen(t->id);
-    (void)q;
-    (void)qp;
-    (void)n;
-    if (l < t->c->L || 8 * T < 9 * p->T_last) return;
-    p->T_last = T;
-    for (int i = 0; i < T - p->window; i++) {
-        int b = i < p->sink ? p->b_min : (int)slow_bits(p->schedule, p->b_min, p->b_max, i + 1, T);
-        if (b > p->bits[i]) p->bits[i] = (unsigned char)b;
-    }
-    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, p);
-}
-
-TEST(pats_twin, "the ratchet over three turns agrees with the twin in double") {
-    Script p = { 3, { 60, 20, 9 }, { 12, 4, 5 }, 13 };
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
-    for (int i = 0; i < 4; i++) {
-        char text[160];
-        int window = i % 2 ? 0 : 10, sink = i % 2 ? 0 : 4, mid = i / 2;
-        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-round=%s",
-                 window, sink, mid ? "mid" : "trunc");
-        Options *o = options_of(text);
-        Session *s = session_open(m.c, m.w, o, "pats");
-        Twin *t = twin_new(m.c, m.w, DT_F16);
-        SlowPats *u = xcalloc(1, sizeof *u);
-        *u = (SlowPats){ .schedule = PATS_MIDDLE, .mid = mid, .b_min = 2, .b_max = 6, .sink = sink, .window = window };
-        t->hook = (TwinHooks){ .u = u, .after = pats_twin_after };
-        float *a = run_session(s, &p), *b = run_twin(t, &p);
-        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 3e-2, 0, NULL);
-        CHECK(e <= 1, "%s: %g times the bound", text, e);
-        CHECK(!memcmp(u->bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
-        CHECK(!rows_differ(s, t), "rows");
-        free(a);
-        free(b);
-        free(u);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     tiny_free(m);
 }
@@ -2490,16 +2325,14 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
     for (int i = 0; i < 3; i++) {
         char all[200];
         snprintf(all, sizeof all, "%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
-        Options *o = options_of(all);
-        Session *s = session_open(m.c, m.w, o, i == 2 ? "snapkv+pats" : "pats");
+        Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, ids, 300);
         logits[i] = xmalloc(53 * sizeof(float));
         memcpy(logits[i], decode(s, 1), 53 * sizeof(float));
         double share = (double)s->clk.peak / (double)kv_bytes_full(s);
         CHECK(i == 2 ? share > .95 : share < .9, "%s: at most %g of the raw rows were held", all, share);
         CHECK(!memcmp(logits[i], logits[0], 53 * sizeof(float)), "%s: other logits", all);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     for (int i = 0; i < 3; i++) free(logits[i]);
     tiny_free(m);
@@ -2511,23 +2344,12 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
 // keeps each chunk key and each cluster as a plain array, sorts everything, and shares no function
 // with the section.
 
-#ifdef _OPENMP
 // Tiny models run faster so; threads have their own test.
 static int one_thread(void) {
-    int n = omp_get_max_threads();
-    omp_set_num_threads(1);
+    int n = n_threads();
+    set_threads(1);
     return n;
 }
-
-// Gives OpenMP its number of threads back.
-static void threads_back(int n) { omp_set_num_threads(n); }
-#else
-// Without OpenMP there is one thread.
-static int one_thread(void) { return 1; }
-
-// Gives OpenMP its number of threads back.
-static void threads_back(int n) { (void)n; }
-#endif
 
 // ---- a toy tokenizer: id -> bytes; specials are ids with special 1
 
@@ -3216,11 +3038,10 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     else
         token_text = (TokenText){ 0 };
     Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
-    Options *o = options_of(k->opt);
-    Session *s = session_open(m.c, m.w, o, "lychee");
+    Session *s = session_of(m, "lychee", k->opt);
     Lychee *x = lychee_of(s);
     Twin *t = twin_new(m.c, m.w, DT_F32);
-    TwinLychee set = twin_settings(o), *y = &set;
+    TwinLychee set = twin_settings(s->opt), *y = &set;
     y->tree = xcalloc((size_t)k->L * k->G, sizeof *y->tree);
     y->see = xcalloc((size_t)k->L * k->H * 8192, 1);
     t->hook = (TwinHooks){
@@ -3274,8 +3095,7 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     free(lo);
     free(want);
     twin_free(t);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     token_text = (TokenText){ 0 };
     CHECK(set.grafts > 0 && set.builds > 0, "%s: %d grafts, %d builds", k->opt, set.grafts,
@@ -3289,90 +3109,29 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
                   "options, turns, grafts, rebuilds") {
     static const LycheeCase k[] = {
         { 2, 4, 4, 24, 400, { 3, { 200, 60, 1 }, { 40, 30, 60 }, 1 }, BASE_OPT "budget=64" },
-        { 3,
-          4,
-          2,
-          40,
-          400,
-          { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 },
-          BASE_OPT "budget=48 lychee-beta=1" },
-        { 2,
-          4,
-          1,
-          32,
-          200,
-          { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 },
-          BASE_OPT "budget=80 lychee-beta=0.25" },
-        { 3,
-          6,
-          3,
-          40,
-          400,
-          { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
+        { 3, 4, 2, 40, 400, { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 }, BASE_OPT "budget=48 lychee-beta=1" },
+        { 2, 4, 1, 32, 200, { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 }, BASE_OPT "budget=80 lychee-beta=0.25" },
+        { 3, 6, 3, 40, 400, { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
           BASE_OPT "budget=64 lychee-kg=2 lychee-beta=0.5" },
-        { 2,
-          6,
-          3,
-          24,
-          400,
-          { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
+        { 2, 6, 3, 24, 400, { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
           BASE_OPT "budget=48 lychee-kg=3 lychee-beta=1" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 330, 40 }, { 60, 40 }, 6 },
+        { 2, 4, 2, 24, 300, { 2, { 330, 40 }, { 60, 40 }, 6 },
           BASE_OPT "budget=64 lychee-kg=1 lychee-chunks-per-cluster=1" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 150, 70 }, { 170, 40 }, 7 },
-          BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 220, 70 }, { 50, 40 }, 8 },
-          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 "
-          "lychee-chunk-min=3 lychee-chunk-max=9 lychee-iters=3 "
-          "lychee-chunks-per-cluster=3 lychee-beta=1" },
-        { 2,
-          4,
-          2,
-          24,
-          200,
-          { 2, { 150, 31 }, { 60, 40 }, 10 },
-          "lychee-buffer=0 lychee-full-layers=0 budget=16" },
+        { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
+        { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 },
+          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
+          "lychee-iters=3 lychee-chunks-per-cluster=3 lychee-beta=1" },
+        { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 budget=16" },
     };
     int threads = one_thread();
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
         int builds = lychee_against_twin(&k[i], 40 + i, i % 5 != 1);
         if (i == 4) CHECK(builds > 1, "case 4 must rebuild");
     }
-    threads_back(threads);
+    set_threads(threads);
 }
 
-// ---- limits, determinism, guarantees
-
-static float *lychee_run(const Tiny *m, const char *method, const char *opt, const Script *p,
-                         size_t *meta) {
-    Options *o = options_of(opt);
-    Session *s = session_open(m->c, m->w, o, method);
-    float *a = run_session(s, p);
-    if (meta) *meta = kv_meta_bytes(s);
-    session_close(s);
-    options_free(o);
-    return a;
-}
-
-// Whether two runs of a script gave the same bits.
-static int same_logits(const Tiny *m, const Script *p, const float *a, const float *b) {
-    return !memcmp(a, b, (size_t)script_rows(p) * m->c->V * sizeof *a);
-}
+// ---- limits, guarantees
 
 // Nodes for n points of 8 dimensions at most, which kmeans divides among K centres.
 static Nodes nodes_of(int K) {
@@ -3489,9 +3248,9 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
     Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
     int threads = one_thread(), ids[300];
     for (int i = 0; i < 300; i++) ids[i] = i * 7 % 101;
-    Options *o = options_of("budget=160 lychee-buffer=24 lychee-full-layers=0");
+    const char *text = "budget=160 lychee-buffer=24 lychee-full-layers=0";
     for (int over = 0; over < 2; over++) {
-        Session *s = session_open(m.c, m.w, o, "lychee"), *f = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "lychee", text), *f = session_of(m, "full", text);
         prefill(s, ids, 200);
         prefill(f, ids, 200);
         int M = lychee_of(s)->M, end = t_idx(lychee_of(s));
@@ -3505,11 +3264,10 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
         for (int i = 0; i < 30; i++) decode(s, ids[i]);
         CHECK(kv_view(s, 1, 0)->tail > 0, "past 184 rows the index is used");
         for (int g = 0; g < 2; g++) check_tree(s, lychee_of(s), 1, g);
-        session_close(s);
-        session_close(f);
+        session_done(s);
+        session_done(f);
     }
-    threads_back(threads);
-    options_free(o);
+    set_threads(threads);
     tiny_free(m);
 }
 
@@ -3529,8 +3287,7 @@ static size_t near_bytes(const Session *s) {
 TEST(views, "the heads of a group read one list: rows, a head set alone, two in a row, compaction, "
             "rows not read by any head are gone") {
     Tiny m = tiny_model(1, 6, 2, 8, 16, 16, 11, 3);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[30] = { 1, 2, 3 }, one[] = { 1, 4, 7 }, two[] = { 0, 9, 20 };
     int stale[] = { 25, 26, 27, 28 };
     static const int group[] = { 1, 4, 7, 27, 28, 29 }, alone[] = { 0, 9, 20, 29 };
@@ -3567,8 +3324,7 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
               "head %d after compaction", i);
     view_all(s);
     CHECK(reads(s, 2, 6, all), "every row again");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -3579,8 +3335,7 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
                                            "ctk=q8_0 ctv=f16", "ctk=f32 ctv=q8_0" };
     for (int c = 0; c < 40; c++) {
         Tiny m = tiny_model(1, 4, 2, 24, 32, 32, 61, 90 + c);
-        Options *o = options_of(formats[c % 4]);
-        Session *s = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "full", formats[c % 4]);
         int ids[300], list[300], n = 0, N = 300, tail = 200 + rnd_int(101);
         int every = 1 + rnd_int(4);
         float q[4 * 24], a[4 * 24], b[4 * 24];
@@ -3623,21 +3378,18 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
         view_near(s, 0, 2);
         view_all(s);
         CHECK(!kv_view(s, 0, 2)->is_near && kv_view(s, 0, 2)->room, "every row again");
-        session_close(s);
-        options_free(o);
+        session_done(s);
         tiny_free(m);
     }
     Tiny m = tiny_model(1, 2, 1, 16, 32, 32, 61, 9);
-    Options *o = options_of("ctk=f16 ctv=f16");
-    Session *s = session_open(m.c, m.w, o, "pats");
+    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16");
     int ids[40], list[] = { 1, 2, 9 };
     draw_ids(ids, 40, 61);
     prefill(s, ids, 40);
     view_group(s, 0, 0, list, 3, 30);
     view_near(s, 0, 0);
     CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -3727,13 +3479,11 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     int ids[400], rc = 1;
     for (int i = 0; i < 400; i++) ids[i] = i * 7 % 29;
     for (long n = 1; rc; n++) {
-        Options *o = options_of("budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
-        Session *s = session_open(m.c, m.w, o, "lychee");
+        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
         prefill(s, ids, 100);
         rc = lychee_out_of_memory(s, ids, n);
         CHECK(!rc || rc == EXIT_MEMORY, "allocation %ld: %d", n, rc);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     tiny_free(m);
 }
@@ -3811,28 +3561,20 @@ TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, 
         Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
         char opt[128];
         snprintf(opt, sizeof opt, "budget=%d quest-full-layers=%d", v[i].budget, v[i].full);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "quest");
-        Twin *t = twin_new(m.c, m.w, DT_F32);
         TwinQuest y = { v[i].budget, v[i].full, xcalloc((size_t)2 * v[i].G * 8192, 1) };
-        t->hook = (TwinHooks){ .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
-        float *a = run_session(s, &v[i].p), *b = run_twin(t, &v[i].p);
-        double e = worst(a, b, (size_t)script_rows(&v[i].p) * 101, 1e-5, 1e-5, NULL);
-        CHECK(e <= 1, "case %d: %g times the bound", i, e);
+        TwinHooks hooks = { .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
+        Beside x = run_beside(m, "quest", opt, hooks, &v[i].p);
+        Session *s = x.s;
         int rows[8192], n = view_rows(s, 1, 0, rows), N = s->n_tok, cur = (N - 1) / 16;
         int pages = (v[i].budget / 16 > 3 ? v[i].budget / 16 : 3);
         CHECK(n == (pages - 1) * 16 + N - cur * 16, "case %d reads %d rows", i, n);
         for (int r = 0; r < n; r++)
             CHECK(y.see[((size_t)v[i].G) * 8192 + rows[r]], "row %d", rows[r]);
-        free(a);
-        free(b);
         free(y.see);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        beside_done(&x);
         tiny_free(m);
     }
-    threads_back(threads);
+    set_threads(threads);
 }
 
 TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage; bounds are exact; "
@@ -3874,7 +3616,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
         session_close(s);
         options_free(o);
     }
-    threads_back(threads);
+    set_threads(threads);
     tiny_free(m);
 }
 
@@ -4209,12 +3951,11 @@ static float *run_slow_sonic(SlowSonic *u, const Talk *p) {
 }
 
 // A session with this adapter, through a file that is removed again.
-static Session *sonic_session(Tiny m, Nexus a, const char *opt, Options **o) {
+static Session *sonic_session(Tiny m, Nexus a, const char *opt) {
     char path[64], text[256];
     nexus_write(a, path);
     snprintf(text, sizeof text, "sonic-weights=%s %s", path, opt);
-    *o = options_of(text);
-    Session *s = session_open(m.c, m.w, *o, strstr(opt, "ctk=f16") ? "sonic+pats" : "sonic");
+    Session *s = session_of(m, "sonic", text);
     unlink(path);
     return s;
 }
@@ -4254,9 +3995,7 @@ TEST(sonic_mask,
     for (int mode = 0; mode < 4; mode++) {
         Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
         Nexus a = nexus_new(m, .1, "F32", mode % 2 ? "original" : "augmented", 0);
-        Options *o;
-        Session *s = sonic_session(
-            m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot", &o);
+        Session *s = sonic_session(m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot");
         Talk p = { .turns = 2, .pre = { 4, 2 }, .dec = { 3 }, .seed = 5 };
         free(run_talk(s, &p));
         CHECK(s->n_tok == 13, "%d tokens", s->n_tok);
@@ -4270,8 +4009,7 @@ TEST(sonic_mask,
         const KVHead *h = kv_head(s, 0, 0);
         CHECK(h->len == 7 && !memcmp(h->src, kept, sizeof kept), "mode %d: %d rows", mode, h->len);
         CHECK(s->pos_next == (mode % 2 ? 9 : 13), "mode %d: next position %d", mode, s->pos_next);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
         tiny_free(m);
     }
@@ -4303,8 +4041,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                 "T_max take the last one, with one warning") {
     Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
     Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
-    Options *o;
-    Session *s = sonic_session(m, a, "quiet", &o);
+    Session *s = sonic_session(m, a, "quiet");
     Sonic *x = s->part[0].ms;
     float got[16];
     for (int turn = 0; turn < 7; turn++)
@@ -4317,8 +4054,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                       "turn %d token %d", turn, j);
         }
     CHECK(x->warned, "no warning");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     nexus_free(a);
     tiny_free(m);
 }
@@ -4359,8 +4095,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                  i > 8    ? "ratio=0.6"
                  : i == 4 ? "sonic-k=3"
                           : "");
-        Options *o;
-        Session *s = sonic_session(m, a, opt, &o);
+        Session *s = sonic_session(m, a, opt);
         Script k = talk_script(p);
         float *x = run_talk(s, p), *y = run_slow_sonic(u, p);
         size_t at = 0;
@@ -4372,8 +4107,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         free(y);
         free(u->alt);
         free(u);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
         tiny_free(m);
     }
@@ -4385,13 +4119,12 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
     rnd_seed(50);
     for (int i = 0; i < 40; i++) {
         Nexus a = nexus_new(m, .1, "F32", i % 3 ? "augmented" : "original", 0);
-        Options *o;
         char opt[64];
         int K = 1 + rnd_int(8), sink = rnd_int(9), one = i % 2, want = 0, text = 0;
         int n_prev[2] = { 0, 0 };
         snprintf(opt, sizeof opt, "quiet sonic-k=%d sonic-sink=%d%s", K, sink,
                  one ? " sonic-oneshot" : "");
-        Session *s = sonic_session(m, a, opt, &o);
+        Session *s = sonic_session(m, a, opt);
         for (int t = 0; t < 6; t++) {
             int ids[16], n = 1 + rnd_int(12), dec = rnd_int(8);
             for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
@@ -4429,8 +4162,7 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         int all = text + n_prev[0] + n_prev[1], steps = (all + KV_STEP - 1) / KV_STEP;
         CHECK(kv_bytes_full(s) == (size_t)2 * steps * KV_STEP * 8 * 4 * 2,
               "full attention holds %d tokens: %zu bytes", all, kv_bytes_full(s));
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
     }
     tiny_free(m);
@@ -4482,14 +4214,13 @@ TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not d
         rnd_seed(9);
         for (int t = 0; t < 3; t++)
             for (int k = 0; k < 12; k++) base[t][k] = ids[t][k] = rnd_int(61);
-        Options *o[4];
         Session *s[4];
         // 0: as is; 1: another current turn; 2: another second turn; 3: another first turn.
         for (int v = 0; v < 4; v++) {
             memcpy(ids, base, sizeof ids);
             if (v)
                 for (int k = 5; k < 12; k++) ids[3 - v][k] = (ids[3 - v][k] + 1 + k) % 61;
-            s[v] = sonic_session(m, a, opt, &o[v]);
+            s[v] = sonic_session(m, a, opt);
             for (int t = 0; t < 3; t++) {
                 prefill(s[v], ids[t], 9);
                 for (int k = 9; k < 12; k++) decode(s[v], ids[t][k]);
@@ -4505,26 +4236,18 @@ TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not d
         }
         CHECK(!one || !nexus_rows_same(s[0], s[2], 3, 6),
               "one-shot: earlier Nexus rows do see later bodies (Eq. 5)");
-        for (int v = 0; v < 4; v++) {
-            session_close(s[v]);
-            options_free(o[v]);
-        }
+        for (int v = 0; v < 4; v++) session_done(s[v]);
     }
     for (int h = 1; h < 3; h++) {  // T1, T4: h finished messages
         Talk p = { .turns = 2, .pre = { 12, 6 }, .dec = { h == 1 ? 0 : 5, 2 }, .seed = 6 };
-        Options *o[2];
-        Session *s[2] = { sonic_session(m, a, "", &o[0]),
-                          sonic_session(m, a, "sonic-oneshot", &o[1]) };
+        Session *s[2] = { sonic_session(m, a, ""), sonic_session(m, a, "sonic-oneshot") };
         float *x = run_talk(s[0], &p), *y = run_talk(s[1], &p);
         Script k = talk_script(&p);
         double e = worst(x, y, (size_t)script_rows(&k) * 61, 1e-5, 1e-5, NULL);
         CHECK(h == 1 ? e <= 1 : e > 10, "h = %d: %g times the bound apart", h, e);
         free(x);
         free(y);
-        for (int v = 0; v < 2; v++) {
-            session_close(s[v]);
-            options_free(o[v]);
-        }
+        for (int v = 0; v < 2; v++) session_done(s[v]);
     }
     nexus_free(a);
     tiny_free(m);
@@ -4639,8 +4362,7 @@ TEST(sonic_refusals,
 TEST(sonic_bounds, "what attention skips is never visible, and what it does not test always is: "
                    "2,000 random tiles of every rule, with positions that overlap under a window") {
     Tiny m = tiny_model(1, 4, 2, 8, 16, 16, 31, 3);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[200] = { 0 }, all = 0, edge = 0, before = 0;
     prefill(s, ids, 200);
     m.c->windowed = xmalloc(1);
@@ -4682,17 +4404,15 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     CHECK(all > 100 && edge > 500 && before > 100, "%d tiles without a test, %d edges, %d before a window", all,
           edge, before);
     s->rule = VIS_CAUSAL;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings are drawn once "
                       "and for all and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Options *o[2] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet") };
     Session *s[2];
-    for (int i = 0; i < 2; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
+    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-untrained quiet");
     const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
     CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
@@ -4707,10 +4427,7 @@ TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings
     Talk p = { .turns = 3, .pre = { 30, 9, 8 }, .dec = { 6, 5, 4 }, .seed = 4 };
     free(run_talk(s[0], &p));
     CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    for (int i = 0; i < 2; i++) session_done(s[i]);
     tiny_free(m);
 }
 
@@ -4982,22 +4699,15 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
     }
 }
 
-// Runs a script on the program and on the twin with the same scores; logits and rows must agree.
+// Runs a script on the program and on the twin with the same scores; logits, rows and what every query head reads agree.
 static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
     int bad = 0, rows[4096];
     const char *method = x.alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
     snprintf(all, sizeof all, "%s %s-scores=%s", opt, method, path);
-    Options *o = options_of(all);
-    Session *s = session_open(m.c, m.w, o, method);
-    Twin *t = twin_new(m.c, m.w, DT_F32);
     x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
-    t->hook = (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after };
-    float *a = run_session(s, p), *b = run_twin(t, p);
-    double e = worst(a, b, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
-    CHECK(e <= 1, "%s, H %d G %d: logits are %g times the bound off", opt, m.c->H, m.c->G, e);
-    CHECK(!rows_differ(s, t), "%s, H %d G %d: %d heads hold other rows", opt, m.c->H, m.c->G,
-          rows_differ(s, t));
+    Beside b = run_beside(m, method, all, (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after }, p);
+    Session *s = b.s;
     // What every query head reads, the tokens since the prefill aside.
     for (int i = 0; i < m.c->L * m.c->H && x.read[0]; i++) {
         const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
@@ -5012,12 +4722,8 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     CHECK(!bad, "%s: %d rows of the views differ", opt, bad);
     for (int i = 0; i < m.c->L * m.c->H; i++) arrfree(x.read[i]);
     free(x.read);
-    free(a);
-    free(b);
     free(text);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+    beside_done(&b);
     temp_done(path);
 }
 
@@ -5032,74 +4738,31 @@ static const struct {
     { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
     { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
       { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
-};
-
-enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
-
-static const struct {
-    const char *opt;
-    DiliTwin x;
-} headkv_case[] = {
     { "budget=24", { 24, 8, 7, ALLOC_HEADKV, -1, 1.2, 0, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
       { 30, 4, 3, ALLOC_HEADKV, -1, 2, 0, NULL, NULL, 0 } },
     { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
-enum { HEADKV_CASES = sizeof headkv_case / sizeof *headkv_case };
+enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
 
-// n influences between 0 and 1, a sixth of them 0.
-static void random_scores(double *x, int n) {
-    for (int i = 0; i < n; i++) x[i] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
-}
-
-TEST(dililazy_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows "
-                    "every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin over three turns: logits 1e-5, rows held, "
+                           "rows every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
+    static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
     Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
     for (int i = 0; i < 4; i++) {
-        double inf[32];
+        double score[32];
         Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
-        random_scores(inf, 3 * shape[i][0]);
+        for (int k = 0; k < 3 * shape[i][0]; k++) score[k] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
         for (int k = 0; k < DILI_CASES; k++) {
             DiliTwin x = dili_case[k].x;
-            x.inf = inf;
+            x.inf = score;
             dili_agrees(m, dili_case[k].opt, x, &p);
             if (i == 3) dili_agrees(m, dili_case[k].opt, x, &small);
         }
         tiny_free(m);
     }
-}
-
-TEST(headkv_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows every "
-                  "query head reads; GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
-    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
-    Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
-    for (int i = 0; i < 4; i++) {
-        double score[32];
-        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 71 + i);
-        random_scores(score, 3 * shape[i][0]);
-        for (int k = 0; k < HEADKV_CASES; k++) {
-            DiliTwin x = headkv_case[k].x;
-            x.inf = score;
-            dili_agrees(m, headkv_case[k].opt, x, &p);
-            if (i == 3) dili_agrees(m, headkv_case[k].opt, x, &small);
-        }
-        tiny_free(m);
-    }
-}
-
-// A session with random scores in a file that is gone again
-static Session *dili_open(Tiny m, const char *opt, const double *inf, Options **o) {
-    char *text = scores_text(m.c->L, m.c->H, inf), *path = temp_text(text), all[512];
-    snprintf(all, sizeof all, "%s dililazy-scores=%s", opt, path);
-    *o = options_of(all);
-    Session *s = session_open(m.c, m.w, *o, "dililazy");
-    free(text);
-    temp_done(path);
-    return s;
 }
 
 // ---- stage 1
@@ -5618,12 +5281,11 @@ static int order_set(int i) {
 // access costs.
 static int variants_step(void) { return emu_set_seed && (n_seeds() == 3 || emu_is_hard()) ? 2 : 1; }
 
-// A session on the device.
-static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
-    char err[256];
-    *o = options_of(text);
-    options_set(*o, "device", "cuda", err);
-    return session_open(m.c, m.w, *o, method);
+// A session on the device, for session_done.
+static Session *cuda_session(Tiny m, const char *method, const char *text) {
+    char all[512];
+    snprintf(all, sizeof all, "device=cuda %s", text);
+    return session_of(m, method, all);
 }
 
 // Data to be freed.
@@ -5679,8 +5341,7 @@ static void cuda_product(Session *s, int O, int I, int T, int dtype) {
 TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiGLU at odd shapes agree "
                 "with the CPU") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "exact", &o);
+    Session *s = cuda_session(m, "full", "exact");
     EACH_SEED(seed) {
         int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 }, { 21, 1104 } };
         int T[] = { 1, 2, 7 };
@@ -5715,8 +5376,7 @@ TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiG
             free(ref);
         }
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -5753,8 +5413,7 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
                        "weights that f16 holds, by 2^-8 with others; --exact by 2^-22 and 2^-16; rows of "
                        "any size") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o[2];
-    Session *s[2] = { cuda_session(m, "full", "", &o[0]), cuda_session(m, "full", "exact", &o[1]) };
+    Session *s[2] = { cuda_session(m, "full", ""), cuda_session(m, "full", "exact") };
     // A sum of 96 terms, each off by up to such a share of itself: the worst of 144 sums is off by
     // about 1.5 such shares.
     const struct {
@@ -5778,10 +5437,7 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
                       kind[k].tiny, e ? ", exact" : "", size, x);
                 CHECK(e || k != 4 || x > 2e-3, "a matrix that stays bf16 meets bf16 rows: %g", x);
             }
-    for (int e = 0; e < 2; e++) {
-        session_close(s[e]);
-        options_free(o[e]);
-    }
+    for (int e = 0; e < 2; e++) session_done(s[e]);
     tiny_free(m);
 }
 
@@ -5810,8 +5466,7 @@ TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; on
                   "a token's product is the same to the bit") {
     enum { N = 4096 };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o[2];
-    Session *s = cuda_session(m, "full", "", &o[0]), *exact = cuda_session(m, "full", "exact", &o[1]);
+    Session *s = cuda_session(m, "full", ""), *exact = cuda_session(m, "full", "exact");
     uint16_t h[N];
     int lost, dtype;
     double e;
@@ -5850,10 +5505,8 @@ TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; on
     cuda_math(s, 'm', y[0], 40, x, 96, &w, 1);
     cuda_math(exact, 'm', y[1], 40, x, 96, &w, 1);
     CHECK(!memcmp(y[0], y[1], sizeof y[0]), "other bits");
-    session_close(s);
-    session_close(exact);
-    options_free(o[0]);
-    options_free(o[1]);
+    session_done(s);
+    session_done(exact);
     free((void *)w.data);
     free(x);
     tiny_free(m);
@@ -6042,29 +5695,28 @@ TEST(cuda_loops_blocks, "what data/cuda_loops.awk takes for a block's shared mem
     }
 }
 
+// What PATS does in a pass of n tokens, once their rows are there.
+static void pats_pass_ends(Session *s, int n) {
+    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
+}
+
 // ---- two sessions with the same rows, one on each side
 
 // Rows are put in directly, so the contents of the heads are known to the bit.
 typedef struct {
     Tiny m;
-    Options *oc, *od;
     Session *c, *d;
 } Pair;
 
 // Two sessions with the same method and options, p.c on the CPU and p.d on the device.
 static Pair pair_open(Tiny m, const char *method, const char *text) {
-    Pair p = { .m = m, .oc = options_of(text) };
-    p.c = session_open(m.c, m.w, p.oc, method);
-    p.d = cuda_session(m, method, text, &p.od);
-    return p;
+    return (Pair){ m, session_of(m, method, text), cuda_session(m, method, text) };
 }
 
 // Closes both.
 static void pair_close(Pair *p) {
-    session_close(p->c);
-    session_close(p->d);
-    options_free(p->oc);
-    options_free(p->od);
+    session_done(p->c);
+    session_done(p->d);
 }
 
 // A pass of n tokens: rows of every layer.
@@ -6723,8 +6375,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
 TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, "
                   "signs, infinities, empty and short rows, k 0 to past n") {
     Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
-    Options *o, *oc = options_of("");
-    Session *s = cuda_session(m, "full", "", &o), *c = session_open(m.c, m.w, oc, "full");
+    Session *s = cuda_session(m, "full", ""), *c = session_of(m, "full", "");
     EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
         enum { S = 6, N = 1300 };
 
@@ -6759,10 +6410,8 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         free(idx);
         free(b);
     }
-    session_close(s);
-    session_close(c);
-    options_free(o);
-    options_free(oc);
+    session_done(s);
+    session_done(c);
     tiny_free(m);
 }
 
@@ -7079,14 +6728,11 @@ static void sides_agree(Session *a, Session *b, const char *method, const char *
 // Whole dialogues with these options on both sides. alt: weights of Nexus rows, or NULL.
 static void dialogue_agrees(Tiny m, const char *method, const char *text, const Script *p,
                             const Layer *alt) {
-    Options *oc = options_of(text), *od;
-    Session *a = session_open(m.c, m.w, oc, method), *b = cuda_session(m, method, text, &od);
+    Session *a = session_of(m, method, text), *b = cuda_session(m, method, text);
     if (alt) a->alt = b->alt = alt;
     sides_agree(a, b, method, text, p);
-    session_close(a);
-    session_close(b);
-    options_free(oc);
-    options_free(od);
+    session_done(a);
+    session_done(b);
 }
 
 // Whole dialogues of a method on both sides, with other weights for SONIC's rows if given.
@@ -7100,10 +6746,7 @@ static void dialogues_alt(const char *method, const char *text, const Layer *alt
     tiny_free(m);
 }
 
-// Whole dialogues of a method on both sides.
-static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
-
-// A variant of what dialogues() has shown: one order of threads, another one each time.
+// A variant of a method on both sides: one order of threads, another one each time.
 static void dialogues_more(const char *method, const char *text) {
     static int turn;
     Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
@@ -7117,17 +6760,14 @@ static void dialogues_more(const char *method, const char *text) {
 static void device_agrees(Tiny m, const char *spec, const char *more) {
     static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
     static int turn;
-    Options *o[2];
     char err[512], all[320];
     snprintf(all, sizeof all, "%s device=cuda", more);
     if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    Session *a = table_open(m, spec, 1, more, &o[0], err), *b = table_open(m, spec, 1, all, &o[1], err);
+    Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
     CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
     if (a && b) sides_agree(a, b, spec, more, &p);
-    session_close(a);
-    session_close(b);
-    options_free(o[0]);
-    options_free(o[1]);
+    session_done(a);
+    session_done(b);
 }
 
 TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
@@ -7371,11 +7011,10 @@ TEST(cuda_trace,
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
         float *x, *y, *z;
-        Options *o;
         size_t n = (size_t)script_rows(&p) * m.c->V;
         SafeFile *a = trace_of(m, of[i].method, of[i].text, "cpu", &p, &x);
         SafeFile *b = trace_of(m, of[i].method, of[i].text, "cuda", &p, &y);
-        Session *s = cuda_session(m, of[i].method, of[i].text, &o);
+        Session *s = cuda_session(m, of[i].method, of[i].text);
         z = run_session(s, &p);
         CHECK(worst(y, x, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU",
               of[i].method);
@@ -7394,8 +7033,7 @@ TEST(cuda_trace,
               own, of[i].own);
         safetensors_close(a);
         safetensors_close(b);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         free(x);
         free(y);
         free(z);
@@ -7408,8 +7046,7 @@ TEST(cuda_trace,
 // Returns logits (steps,V), to be freed. graph: the first step that is one; steps: none is to be.
 static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps,
                           int graph) {
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    Session *s = cuda_session(m, method, text);
     cuda_single_launches(s, graph == steps);
     int V = m.c->V, *ids = xmalloc(n * sizeof *ids);
     float *x = xmalloc((size_t)steps * V * sizeof *x);
@@ -7420,8 +7057,7 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
         CHECK(cuda_graphs(s) == (i >= graph), "%s: step %d %s a graph", method, i,
               i < graph ? "with" : "without");
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     free(ids);
     return x;
 }
@@ -7475,8 +7111,7 @@ static void steady_agrees(Tiny m, const char *method, const char *text, int grap
     // Another order of threads each time.
     if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
     size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof(float);
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    Session *s = cuda_session(m, method, text);
     // All rooms are there from now on: only what a step means asks for another graph.
     free(run_session(s, &once));
     session_reset(s);
@@ -7497,8 +7132,7 @@ static void steady_agrees(Tiny m, const char *method, const char *text, int grap
     CHECK(!memcmp(a, b, bytes), "%s %s: the graph gives other logits", method, text);
     free(b);
     free(a);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     dialogue_agrees(m, method, text, &p, NULL);
 }
 
@@ -7646,25 +7280,15 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
 // tokens and two steps.
 static double path_error(Config *c, Weights *w, const char *text) {
     enum { T = 40 };
-    char err[256];
-    Options *o[2];
-    Session *s[2];
+    Pair p = pair_open((Tiny){ c, w }, "full", text);
     int *ids = random_ids(T, c->V);
     double e = 0;
-    for (int i = 0; i < 2; i++) {
-        o[i] = options_of(text);
-        options_set(o[i], "device", i ? "cuda" : "cpu", err);
-        s[i] = session_open(c, w, o[i], "full");
-    }
     for (int i = -1; i < 2; i++) {
-        const float *x = i < 0 ? prefill(s[0], ids, T) : decode(s[0], ids[i]);
-        const float *y = i < 0 ? prefill(s[1], ids, T) : decode(s[1], ids[i]);
+        const float *x = i < 0 ? prefill(p.c, ids, T) : decode(p.c, ids[i]);
+        const float *y = i < 0 ? prefill(p.d, ids, T) : decode(p.d, ids[i]);
         e = fmax(e, largest_difference(x, y, c->V));
     }
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    pair_close(&p);
     arrfree(ids);
     return e;
 }
@@ -7781,8 +7405,11 @@ TEST(cuda_wide, "head_dim 256 and 160: every method's kernels agree with the CPU
 static int cuda_try(Tiny m, const char *method, const char *text) {
     // static: longjmp leaves it alone.
     static Options *o;
+    char err[256];
     int rc;
-    EXPECT_DIE(rc, session_close(cuda_session(m, method, text, &o)));
+    o = options_of(text);
+    options_set(o, "device", "cuda", err);
+    EXPECT_DIE(rc, session_close(session_open(m.c, m.w, o, method)));
     options_free(o);
     return rc;
 }
@@ -7907,12 +7534,9 @@ static void traffic_launches(const Traffic *t, const char *what) {
 TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are those of a step and of "
                    "a prefill that ran") {
     const int T = 300, b = 128;
-    char err[256];
-    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128");
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
-    options_set(o, "device", "cuda", err);
-    Session *s = session_open(c, w, o, "full");
+    Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
     int *ids = random_ids(T, c->V);
     Traffic *pp = traffic_prefill(c, T, b), *tg = traffic_decode(c, T + 2);
     double weights = 0, rows = 0;
@@ -7939,9 +7563,8 @@ TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are thos
     arrfree(pp);
     arrfree(tg);
     arrfree(ids);
-    session_close(s);
+    session_done(s);
     weights_close(w, c);
-    options_free(o);
     if (!getenv("CUDA_VERBOSE")) return;
     Config big = {
         .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256, .dtype = DT_BF16
@@ -8118,8 +7741,7 @@ TEST(cuda_best,
      "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
     static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     for (int i = 0; i < 6; i++)
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
@@ -8142,8 +7764,7 @@ TEST(cuda_best,
             CHECK(b.worst > 0x7f800000, "%08x", b.worst);
             free(x);
         }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8151,10 +7772,10 @@ TEST(cuda_best,
 // Both draw the same ids, which are those the dialogue goes on with. picks: how many the options
 // ask for.
 static void sampling_agrees(Tiny m, const char *method, const char *text, int picks, int steps) {
-    Options *o[2];
-    Session *s[2] = { cuda_session(m, method, text, &o[0]), cuda_session(m, method, text, &o[1]) };
+    Session *s[2] = { cuda_session(m, method, text), cuda_session(m, method, text) };
+    Options *o = options_in(s[0]);
     float *row = xmalloc((size_t)m.c->V * sizeof *row);
-    App a = { .o = o[0], .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
+    App a = { .o = o, .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
     b.s = s[1];
     int ids[40], changed = 0;
     for (int i = 0; i < 40; i++) ids[i] = i * 7 % m.c->V;
@@ -8163,12 +7784,12 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     feed_prefill(&a, &t);
     feed_prefill(&b, &t);
     CHECK(!s[0]->picked, "a prefill has all logits");
-    CHECK(logits_needed(o[0]) == picks, "%s: %d logits, should be %d", text, logits_needed(o[0]),
+    CHECK(logits_needed(o) == picks, "%s: %d logits, should be %d", text, logits_needed(o),
           picks);
     if (emu_count) emu_count(NULL);
     for (int i = 0; i < steps; i++) {
         // As generate does; once in between somebody wants all of them.
-        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o[0]);
+        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o);
         uint64_t rng = a.rng;
         int x = sample(&a), y;
         memset(row, 0, (size_t)m.c->V * sizeof *row);
@@ -8184,7 +7805,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
         CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row),
               "step %d", i);
     }
-    CHECK(changed == (opt_real(o[0], "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
+    CHECK(changed == (opt_real(o, "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
           changed);
     if (emu_count && picks) {
         CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text,
@@ -8192,10 +7813,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     }
     turn_free(t);
     free(row);
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    for (int i = 0; i < 2; i++) session_done(s[i]);
 }
 
 TEST(cuda_sampling,
@@ -8212,17 +7830,15 @@ TEST(cuda_sampling,
     sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
-    Options *o;
     int ids[5] = { 1, 2, 3, 4, 5 }, rc;
     ((float *)(uintptr_t)m.w->embed.data)[7 * 16] = NAN;
-    Session *s = cuda_session(m, "full", "temp=0", &o);
+    Session *s = cuda_session(m, "full", "temp=0");
     prefill(s, ids, 5);
     s->picks = 1;
     EXPECT_DIE(rc, decode(s, 7));
     CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
     s->picks = 0;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8241,20 +7857,18 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     for (int i = 0; emu_set_memory && i < 8; i++) {
         Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         int ids[300];
-        Options *o;
         for (int t = 0; t < 300; t++) ids[t] = t % 53;
         weights_count(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
-        Session *s = cuda_session(m, method[i], text[i], &o);
+        Session *s = cuda_session(m, method[i], text[i]);
         MemoryPlan p = memory_plan(s);
         prefill(s, ids, 299);
         decode(s, 1);
         size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
         CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned",
               method[i], text[i], most, need);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
         int rc = cuda_try(m, method[i], text[i]);
         CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") &&
@@ -8269,12 +7883,9 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
 
 // The bytes that the memory plan asks for on the device.
 static size_t cuda_plan(Tiny m, const char *text) {
-    char err[512];
-    Options *o = options_of(text);
-    Session *s = session_try(m.c, m.w, o, "full", err);
+    Session *s = session_of(m, "full", text);
     MemoryPlan p = memory_plan(s);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return p.weights + p.kv + p.parts + p.pass;
 }
 
@@ -8322,8 +7933,7 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
                            "sonic-untrained quiet sonic-k=2" };
     for (int i = 0; emu_most_memory && i < 6; i++) {
         Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
-        Options *o;
-        Session *s = cuda_session(m, method[i], text[i], &o);
+        Session *s = cuda_session(m, method[i], text[i]);
         size_t first = 0;
         for (int t = 0; t < 60; t++) {  // a dialogue has ten turns
             int ids[3] = { t % 23, 3, 5 };
@@ -8338,8 +7948,7 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
             decode(s, 1);
             decode(s, 2);
         }
-        session_close(s);
-        options_free(o);
+        session_done(s);
         CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
         tiny_free(m);
     }
@@ -8348,11 +7957,10 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
 TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 256; "
                    "sessions give everything back") {
     Tiny m = tiny_model(1, 2, 1, 258, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o = NULL;
     int rc = cuda_try(m, "full", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
     Script p = { 1, { 20 }, { 2 }, 1 };
-    Session *s = cuda_session(n, "full", "", &o);
+    Session *s = cuda_session(n, "full", "");
     float *a = run_session(s, &p);
     session_reset(s);
     float *b = run_session(s, &p);
@@ -8360,8 +7968,7 @@ TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim
           "after a reset the same logits");
     free(a);
     free(b);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     tiny_free(n);
 }
@@ -8407,9 +8014,8 @@ TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the r
 TEST(cuda_pool, "rows that were given back stay in the pool; memory that is asked for elsewhere "
                 "takes them from there") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
     Script p = { 1, { 60 }, { 20 }, 4 };  // heads grow
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     free(run_session(s, &p));
     size_t kept = emu_pooled ? emu_pooled() : 0;
     CHECK(!emu_pooled || kept > 0, "the heads' old rows went back to the device");
@@ -8419,16 +8025,14 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
         CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
         emu_set_memory(0);
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free; on the "
                  "device decode goes on until heads have grown") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     // Of the 128 KB that a test's copy wants.
     if (emu_set_memory) emu_set_memory(held_now() + 70000);
     double copy = device_copy_rate();
@@ -8439,8 +8043,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     BenchLine b = bench_decode(s, 20, 1);
     CHECK(s->n_tok >= 65 + GROWTH_STEPS - 1 && s->n_tok < 80 && b.growth != 0,
           "%d tokens, a growth costs %g s", s->n_tok, b.growth);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8524,8 +8127,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
 
 // Kernels of a step that was replayed.
 static long step_kernels(Tiny m, const char *method, const char *text) {
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    Session *s = cuda_session(m, method, text);
     int ids[100];
     for (int i = 0; i < 100; i++) ids[i] = i * 7 % m.c->V;
     prefill(s, ids, 100);
@@ -8535,8 +8137,7 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
     decode(s, 5);
     long n = emu_count("_kernel");
     CHECK(emu_count("cudaGraphLaunch") == 1, "%s: the step was no graph", method);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return n;
 }
 
@@ -8563,13 +8164,11 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
                        "layers beside the weights and rooms runs it; in spans of -b it agrees with the CPU") {
     Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31), n = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
     Script p = { 2, { 60, 30 }, { 5, 3 }, 4 };
-    Options *o;
     int ids[1000];
     weights_count(m.w, m.c);
     Session *s = cuda_session(m, "pats",
                               "ctx-size=1010 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
-                              "ctv=f16",
-                              &o);
+                              "ctv=f16");
     MemoryPlan plan = memory_plan(s);
     size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
     size_t raw = (size_t)8 * 1024 * 32 * 4;   // K and V of all layers
@@ -8582,8 +8181,7 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     CHECK(isfinite(*prefill(s, ids, 1000)) && isfinite(*decode(s, 1)), "logits");
     if (emu_set_memory) emu_set_memory(0);
     CHECK(cuda_held(s) < raw * 3 / 4, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     dialogue_agrees(n, "pats", "batch-size=7 pats-window=8 ctk=f16 ctv=f16", &p, NULL);
     tiny_free(m);
     tiny_free(n);
@@ -8738,16 +8336,15 @@ static const char *failing_method, *failing_text;
 // arg: the call that fails; negative: all from that one on. 0: none, and their number is the
 // answer.
 __attribute__((unused)) static void failing_run(long arg) {
-    Options *o;
     // Graphs, heads that grow, a second turn.
     Script p = { 2, { 60, 3 }, { 7, 2 }, 4 };
     int n = script_rows(&p) * failing_model.c->V;
     emu_fail_at(arg < 0 ? -arg : arg, arg < 0);
-    Session *s = cuda_session(failing_model, failing_method, failing_text, &o);
+    Session *s = cuda_session(failing_model, failing_method, failing_text);
     float *x = run_session(s, &p);
     double sum = 0;
     for (int i = 0; i < n; i++) sum += fabs((double)x[i]) * (1 + i % 7);
-    session_close(s);
+    session_done(s);
     fprintf(stderr, "%ld %.12g\n", emu_calls(), sum);
 }
 
@@ -8814,26 +8411,22 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     for (int i = 0; i < 200; i++) ids[i] = i * 7 % 29;
     for (int i = 0; emu_fail_at && i < 4; i++) {
         for (long n = 0, calls = 0; n <= calls; n += calls / 25 + 1) {
-            Options *o;
-            Session *s = cuda_session(m, method[i], text[i], &o);
+            Session *s = cuda_session(m, method[i], text[i]);
             emu_fail_at(n, 0);                  // 0: none
             ended[turn_dies(s, ids, 40) != 0]++;
             if (!n) calls = emu_calls();
             emu_fail_at(0, 0);
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
         for (int more = 0; more < 100000; more += more / 2 + 1000) {
-            Options *o;
-            Session *s = cuda_session(m, method[i], text[i], &o);
+            Session *s = cuda_session(m, method[i], text[i]);
             ended[turn_dies(s, ids, 40) != 0]++;
             emu_set_memory(held_now() + more);
             int rc = turn_dies(s, ids, 200);
             emu_set_memory(0);
             CHECK(rc == EXIT_MEMORY || (more && !rc), "%s: %d bytes more: %d", method[i], more, rc);
             ended[rc != 0]++;
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
     }
     CHECK(!emu_fail_at || (ended[0] > 25 && ended[1] > 50), "%d turns were done, %d were not", ended[0], ended[1]);
@@ -8875,14 +8468,12 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
     }
 #endif
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     int was = cuda_poison;
     for (cuda_poison = 0; cuda_poison < 2; cuda_poison++)
         CHECK(cuda_stale(s) == cuda_poison, "poison %d", cuda_poison);
     cuda_poison = was;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8900,11 +8491,10 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
     for (int i = 0; i < 3; i++) {
         float *logits[2];
         for (int stopped = 0; stopped < 2; stopped++) {
-            Options *o;
             App a = { .c = m.c,
                       .w = m.w,
-                      .s = cuda_session(m, method[i], "budget=20 obs-window=4", &o) };
-            a.o = o;
+                      .s = cuda_session(m, method[i], "budget=20 obs-window=4") };
+            a.o = options_in(a.s);
             a.logits = logits[stopped] = xcalloc(m.c->V, sizeof(float));
             Turn turn[] = { stop_turn(1, 30, m.c->V), stop_turn(2, 40, m.c->V),
                             stop_turn(3, 9, m.c->V) };
@@ -8922,8 +8512,7 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
                   a.s->n_tok);
             for (int t = 0; t < 3; t++) turn_free(turn[t]);
             arrfree(a.turn);
-            session_close(a.s);
-            options_free(o);
+            session_done(a.s);
         }
         CHECK(!memcmp(logits[0], logits[1], m.c->V * sizeof(float)), "%s: other logits", method[i]);
         free(logits[0]);
