@@ -1190,11 +1190,7 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         int T = i < 3 ? 1 + rnd_int(n) : 1 + rnd_int(n), H = shape[i % 3][0];
         int G = shape[i % 3][1], D = i % 2 ? 16 : 40;
         Tiny m = tiny_model(1, H, G, D, 16, 16, 7, i);
-        if (i % 5 == 4) {
-            m.c->windowed = xcalloc(1, 1);
-            m.c->windowed[0] = 1;
-            m.c->window = 1 + rnd_int(120);
-        }
+        if (i % 5 == 4) tiny_window(m, 1, 1 + rnd_int(120));
         Session *s = session_of(m, "full", i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
         float *K = xmalloc((size_t)n * G * D * 4), *V = xmalloc((size_t)n * G * D * 4);
         float *q = xmalloc((size_t)T * H * D * 4), *out = xmalloc((size_t)T * H * D * 4);
@@ -1449,11 +1445,7 @@ static double loop_race(Session *s, Twin *t, LoopTwin *u, const Script *p, int f
 static double loop_agree(const char *method, const char *options, const Script *p, int L, int H,
                          int G, int window, int follow, double tol, double *dense) {
     Tiny m = tiny_model(L, H, G, 16, 32, 48, 61, 40 + H + G);
-    if (window) {
-        m.c->windowed = xmalloc(L);
-        memset(m.c->windowed, 1, L);
-        m.c->window = window;
-    }
+    if (window) tiny_window(m, ~0u, window);
     Session *s = session_of(m, method, options);
     const Options *o = s->opt;
     Twin *t = twin_new(m.c, m.w, !strcmp(opt_str(o, "ctk"), "f16") ? DT_F16 : DT_F32);
@@ -1822,51 +1814,15 @@ TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of ever
     struct {
         int schedule, b_max, at[16][2];
     } want[] = {
-        { PATS_NEW,
-          10,
-          { { 0, 2 },
-            { 52, 3 },
-            { 154, 4 },
-            { 256, 5 },
-            { 359, 6 },
-            { 461, 7 },
-            { 563, 8 },
-            { 665, 9 },
-            { 768, 10 },
+        { PATS_NEW, 10,
+          { { 0, 2 }, { 52, 3 }, { 154, 4 }, { 256, 5 }, { 359, 6 }, { 461, 7 }, { 563, 8 }, { 665, 9 }, { 768, 10 },
             { 1024, -1 } } },
-        { PATS_MIDDLE,
-          8,
-          { { 0, 2 },
-            { 32, 3 },
-            { 96, 4 },
-            { 160, 5 },
-            { 224, 6 },
-            { 288, 7 },
-            { 352, 8 },
-            { 672, 7 },
-            { 736, 6 },
-            { 800, 5 },
-            { 864, 4 },
-            { 928, 3 },
-            { 992, 2 },
-            { 1024, -1 } } },
-        { PATS_MIDDLE,
-          10,
-          { { 0, 2 },
-            { 26, 3 },
-            { 77, 4 },
-            { 128, 5 },
-            { 180, 6 },
-            { 231, 7 },
-            { 282, 8 },
-            { 333, 9 },
-            { 384, 10 },
-            { 640, 9 },
-            { 691, 8 },
-            { 742, 7 },
-            { 793, 6 },
-            { 844, 5 },
-            { 896, 4 } } },
+        { PATS_MIDDLE, 8,
+          { { 0, 2 }, { 32, 3 }, { 96, 4 }, { 160, 5 }, { 224, 6 }, { 288, 7 }, { 352, 8 }, { 672, 7 }, { 736, 6 },
+            { 800, 5 }, { 864, 4 }, { 928, 3 }, { 992, 2 }, { 1024, -1 } } },
+        { PATS_MIDDLE, 10,
+          { { 0, 2 }, { 26, 3 }, { 77, 4 }, { 128, 5 }, { 180, 6 }, { 231, 7 }, { 282, 8 }, { 333, 9 }, { 384, 10 },
+            { 640, 9 }, { 691, 8 }, { 742, 7 }, { 793, 6 }, { 844, 5 }, { 896, 4 } } },
     };
 
     for (int i = 0; i < 3; i++)
@@ -4365,8 +4321,7 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     Session *s = session_of(m, "full", "");
     int ids[200] = { 0 }, all = 0, edge = 0, before = 0;
     prefill(s, ids, 200);
-    m.c->windowed = xmalloc(1);
-    m.c->windowed[0] = 1;
+    tiny_window(m, 1, 0);
     const KVHead *hd = kv_head(s, 0, 0);
     Tile *t = tiles_new(s);
     for (int c = 0; c < 2000; c++) {
@@ -4433,21 +4388,14 @@ TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings
 
 // ==================================================================================================== 11 DILILAZYKV AND HEADKV
 
-// A file that holds text -> its name, to be unlinked and freed.
+// A file that holds text -> its name, to be freed; the file goes with the tests' folder.
 static char *temp_text(const char *text) {
-    char *path = xmalloc(256);
-    snprintf(path, 256, "%s/kvcomp-test-XXXXXX", P_tmpdir);
-    int fd = mkstemp(path);
-    CHECK(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text), "%s cannot be written",
-          path);
-    close(fd);
+    static int made;
+    char name[32], *path = xmalloc(400);
+    snprintf(name, sizeof name, "text-%d", made++ % 8);
+    snprintf(path, 400, "%s", tmp_path(name));
+    put_file(path, text, strlen(text));
     return path;
-}
-
-// Removes a file and frees its name.
-static void temp_done(char *path) {
-    unlink(path);
-    free(path);
 }
 
 // A flat file in an order that is not the heads'.
@@ -4565,12 +4513,12 @@ static int load_fails(const char *text, const char *which, const char *expected)
     double *x = scores_read(path, which, 2, 2, err);
     if (x) {
         free(x);
-        temp_done(path);
+        free(path);
         return 0;
     }
     int named = strstr(err, expected) != NULL;
     if (!named) fprintf(stderr, "  said: %s\n", err);
-    temp_done(path);
+    free(path);
     return named;
 }
 
@@ -4596,7 +4544,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
         double *x = scores_read(path, good[i][1], 2, 2, err);
         CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
         free(x);
-        temp_done(path);
+        free(path);
     }
     CHECK(load_fails("{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "inf", "1-1"), "a head is missing");
     CHECK(
@@ -4724,7 +4672,7 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     free(x.read);
     free(text);
     beside_done(&b);
-    temp_done(path);
+    free(path);
 }
 
 static const struct {
@@ -4896,29 +4844,49 @@ static void cal_after(void *u, Twin *t, int l, const double *q, const double *q_
     }
 }
 
-// Runs calibrate in a child process (what it holds when it dies is no leak then) -> its exit code;
-// text: the end of what it wrote on stderr
-static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char text[1024]) {
-    int end[2], status = -1, n = 0, got;
-    fflush(NULL);
+// Runs f(arg) in a process of its own, one thread, without the mark that die() jumps to -> its exit
+// code, 128 + a signal's number; what it says on stderr in said.
+static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
+    int end[2], rc;
     if (pipe(end)) return -1;
+    fflush(NULL);
     pid_t pid = fork();
     if (!pid) {
-#ifdef _OPENMP
-        // A forked OpenMP pool has lost its threads.
-        omp_set_num_threads(1);
-#endif
         dup2(end[1], 2);
         close(end[0]);
         close(end[1]);
-        _exit(calibrate(m.c, m.w, t, NULL, o));
+        set_threads(1);                         // a forked pool has lost its threads
+        die_jump = NULL;
+        f(arg);
+        _exit(0);
     }
     close(end[1]);
-    while (n < 1023 && (got = (int)read(end[0], text + n, 1023 - n)) > 0) n += got;
-    text[n] = 0;
+    size_t n = 0;
+    for (ssize_t got; n + 1 < size && (got = read(end[0], said + n, size - n - 1)) > 0;)
+        n += (size_t)got;
+    said[n] = 0;
     close(end[0]);
-    waitpid(pid, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    if (pid < 0 || waitpid(pid, &rc, 0) != pid) return -1;
+    return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
+}
+
+static struct {
+    Tiny m;
+    const Tokenizer *t;
+    const Options *o;
+} calibrated;
+
+static void calibrate_apart(long unused) {
+    (void)unused;
+    _exit(calibrate(calibrated.m.c, calibrated.m.w, calibrated.t, NULL, calibrated.o));
+}
+
+// Runs calibrate in a process of its own (what it holds when it dies is no leak then) -> its exit code; said: its stderr.
+static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char said[1024]) {
+    calibrated.m = m;
+    calibrated.t = t;
+    calibrated.o = o;
+    return in_a_process(calibrate_apart, 0, said, 1024);
 }
 
 // The plan of --calibrate with other lengths, three depths, and every run accepted.
@@ -5217,8 +5185,8 @@ TEST(headkv_calibrate,
     options_free(o);
     unlink(out);
     free(out);
-    temp_done(plain);
-    temp_done(half);
+    free(plain);
+    free(half);
     arrfree(hay);
     tokenizer_free(t);
     tiny_free(m);
@@ -5695,11 +5663,6 @@ TEST(cuda_loops_blocks, "what data/cuda_loops.awk takes for a block's shared mem
     }
 }
 
-// What PATS does in a pass of n tokens, once their rows are there.
-static void pats_pass_ends(Session *s, int n) {
-    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
-}
-
 // ---- two sessions with the same rows, one on each side
 
 // Rows are put in directly, so the contents of the heads are known to the bit.
@@ -5741,6 +5704,13 @@ static void pair_append(Pair *p, int n, double k_std) {
         free(v);
     }
     free(t);
+}
+
+// The end of a pass of n tokens on both sides: the commits of all parts, layer after layer.
+static void pair_commit(Pair *p, int n) {
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+        for (int l = 0; l <= s->c->L; l++)
+            for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, l, NULL, n);
 }
 
 // dev: device memory.
@@ -5936,9 +5906,7 @@ TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to
 
     EACH_SEED(seed) for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 21;
+        tiny_window(m, 2, 21);
         Pair p = pair_open(m, "full", shape[i].text);
         p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
         pair_append(&p, 100, 1);
@@ -5975,9 +5943,7 @@ TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: both head_dims, 1 to
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 21;
+        tiny_window(m, 2, 21);
         cuda_span(i % 4 == 1 ? 32 : 0);
         Pair p = pair_open(m, "full", text);
         if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
@@ -6012,9 +5978,7 @@ TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f
     EACH_SEED(seed) for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
         const Config *c = m.c;
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 150;
+        tiny_window(m, 2, 150);
         int n = 256 + 3 * seed, half = 129;
         size_t row = (size_t)c->H * c->D, all = n * row;
         Pair p = pair_open(m, "full", format[(i + seed) % 4]);
@@ -6125,9 +6089,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 40;
+        tiny_window(m, 2, 40);
         Pair p = pair_open(m, "full", text);
         pair_append(&p, (int[]){ 1, 100, 240 }[i % 3], 1);
         for (int g = 0; g < shape[i].G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);      // unequal heads
@@ -6148,8 +6110,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         Pair p = pair_open(m, other[i][0], other[i][1]);
         pair_append(&p, 100, 1);
         pair_prefill(&p, 0, 100);                        // nothing is packed yet
-        for (Session *s = p.c; s && i == 0; s = s == p.c ? p.d : NULL)
-            pats_pass_ends(s, 100);
+        if (i == 0) pair_commit(&p, 100);
         for (int g = 0; g < 3; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         pair_append(&p, 70, 1);
         CHECK(i || kv_head(p.d, 1, 0)->packed > 50, "packed rows");
@@ -6187,8 +6148,7 @@ static void pair_loads(Pair *p, int l, int g) {
 // Rows of n tokens, and the end of the pass.
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        pats_pass_ends(s, n);
+    pair_commit(p, n);
 }
 
 TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
@@ -6241,9 +6201,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
 // attention each row receives is summed. The second layer has a window of 37.
 static void gqa_agrees(Tiny m, const char *method, const char *text, int first, int n, int rule,
                        int thin) {
-    m.c->windowed = xcalloc(2, 1);
-    m.c->windowed[1] = 1;
-    m.c->window = 37;
+    tiny_window(m, 2, 37);
     Pair p = pair_open(m, method, text);
     if (rule) p.c->rule = p.d->rule = rule;
     p.c->wants = p.d->wants = thin ? KV_MASS : 0;
@@ -6581,17 +6539,14 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
     EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i],
                             (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
-        m.c->windowed = xcalloc(1, 1);
-        m.c->windowed[0] = i == 2;
-        m.c->window = 50;
+        tiny_window(m, i == 2, 50);
         Pair p = pair_open(m, i == 3 ? "pats" : "full",
                            i == 3   ? "ctk=f16 ctv=f16 pats-window=9"
                            : i == 1 ? "ctk=bf16 ctv=q8_0"
                                     : "");
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
-        for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL)
-            pats_pass_ends(s, 90);
+        if (i == 3) pair_commit(&p, 90);
         // Each i tries other rules.
         int T = (int[]){ 131, 70, 33, 64 }[i];
         rnd_seed(40 + i);
@@ -6619,9 +6574,7 @@ TEST(cuda_tensor_lines, "attention over lines on tensor cores agrees with the CP
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
-        m.c->windowed = xcalloc(1, 1);
-        m.c->windowed[0] = i == 2;
-        m.c->window = 90;
+        tiny_window(m, i == 2, 90);
         Pair p = pair_open(m, "full", text);
         if (shape[i].before) pair_append(&p, shape[i].before, 1);
         for (int g = 0; g < shape[i].G && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
@@ -6735,27 +6688,6 @@ static void dialogue_agrees(Tiny m, const char *method, const char *text, const 
     session_done(b);
 }
 
-// Whole dialogues of a method on both sides, with other weights for SONIC's rows if given.
-static void dialogues_alt(const char *method, const char *text, const Layer *alt) {
-    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
-    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
-    EACH_SEED(seed) {
-        p.seed = 4 + seed;
-        dialogue_agrees(m, method, text, &p, alt);
-    }
-    tiny_free(m);
-}
-
-// A variant of a method on both sides: one order of threads, another one each time.
-static void dialogues_more(const char *method, const char *text) {
-    static int turn;
-    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
-    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
-    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    dialogue_agrees(m, method, text, &p, NULL);
-    tiny_free(m);
-}
-
 // One order of threads a variant, another one each time.
 static void device_agrees(Tiny m, const char *spec, const char *more) {
     static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
@@ -6865,30 +6797,34 @@ static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
     return bad;
 }
 
+// The first part selects rows of layer l on both sides, for a random query (scale > 0) or for one to which all rows are
+// the same (0): every head reads the same.
+static void select_agrees(Pair *p, int l, double scale, const char *text) {
+    const Config *c = p->m.c;
+    float *q = normals((size_t)c->H * c->D, scale), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    p->c->part[0].m->select(p->c, p->c->part[0].ms, l, q);
+    p->d->part[0].m->select(p->d, p->d->part[0].ms, l, dq);
+    views_fetch_cuda(p->d);
+    for (int h = 0; h < c->H; h++) {
+        View a = *kv_view(p->c, l, h), b = *kv_view(p->d, l, h);
+        CHECK(same_view(a, b), "%s, %d tokens, query times %g: layer %d, head %d reads %d rows before %d, on the CPU %d "
+              "before %d", text, p->c->n_tok, scale, l, h, b.n, b.tail, a.n, a.tail);
+    }
+    cuda_drop(dq);
+    free(q);
+}
+
 // N tokens, the end of the pass, then what a query would read.
 static void lychee_pass(Pair *p, int n, const char *text) {
     const Config *c = p->m.c;
     Lychee *a = p->c->part[0].ms, *b = p->d->part[0].ms;
     pair_append(p, n, 1);
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, c->L, NULL, n);
+    pair_commit(p, n);
     CHECK(!trees_differ(p->c, a, b), "%s: trees after %d tokens, %d chunks", text, p->c->n_tok,
           a->M);
-    float *q = normals((size_t)c->H * c->D, 1.5);
-    float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
-    for (int l = 0; l < c->L; l++) {
-        lychee_select(p->c, a, l, q);
-        lychee_select(p->d, b, l, dq);
-        views_fetch_cuda(p->d);
-        for (int h = 0; h < c->H; h++)
-            CHECK(same_view(*kv_view(p->c, l, h), *kv_view(p->d, l, h)),
-                  "%s: layer %d, head %d reads other rows after %d tokens", text, l, h,
-                  p->c->n_tok);
-    }
+    for (int l = 0; l < c->L; l++) select_agrees(p, l, 1.5, text);
     CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90,
           "nothing was selected, so this shows nothing");
-    cuda_drop(dq);
-    free(q);
 }
 
 // A LycheeCluster index that is built, grafted and built anew on both sides; both must be the same.
@@ -6930,14 +6866,18 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
 }
 
 TEST(cuda_quest, "quest; 5, 9 and 12 query heads a list, the fast kernel's and the general one's") {
-    dialogues_more("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16");
-    for (int i = 0; i < 3; i++) {
-        Tiny m = tiny_model(2, (int[]){ 10, 9, 12 }[i], (int[]){ 2, 1, 1 }[i], 16, 24, 40, 53, 21);
-        Script p = { 1, { 90 }, { 4 }, 4 };
-        dialogue_agrees(m, "quest",
-                        i == 2 ? "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0"
-                               : "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16",
-                        &p, NULL);
+    static const struct {
+        int H, G;
+        const char *text;
+    } run[] = { { 6, 3, "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16" },
+                { 10, 2, "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16" },
+                { 9, 1, "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16" },
+                { 12, 1, "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0" } };
+    Script p = { 1, { 90 }, { 4 }, 4 };
+    for (int i = 0; i < 4; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        Tiny m = tiny_model(2, run[i].H, run[i].G, 16, 24, 40, 53, 21);
+        dialogue_agrees(m, "quest", run[i].text, &p, NULL);
         tiny_free(m);
     }
 }
@@ -6957,28 +6897,16 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
         Quest *a = p.c->part[0].ms, *b = p.d->part[0].ms;
         for (int pass = 0; pass < 7; pass++) {
             pair_append(&p, pass ? 1 + 9 * pass : 77, 1);
-            for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
-                for (int l = 0; l <= c->L; l++)
-                    for (int k = 0; k < s->n_part; k++)
-                        s->part[k].m->commit(s, s->part[k].ms, l, NULL, 9);
-            float *q = normals((size_t)c->H * c->D, 1.5);
-            float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+            pair_commit(&p, 9);
             for (int l = 0; l < c->L; l++) {
-                quest_select(p.c, a, l, q);
-                quest_select(p.d, b, l, dq);
-                views_fetch_cuda(p.d);
-                for (int h = 0; h < c->H; h++)
-                    CHECK(same_view(*kv_view(p.c, l, h), *kv_view(p.d, l, h)) &&
-                              kv_view(p.d, l, h)->tail > 60,
-                          "%s: layer %d, head %d, pass %d", all, l, h, pass);
+                select_agrees(&p, l, 1.5, all);
+                CHECK(kv_view(p.d, l, 0)->tail > 60, "%s: layer %d, pass %d", all, l, pass);
                 for (int g = l * 3; g < l * 3 + 3; g++)
                     CHECK(a->head[g].n == b->head[g].n &&
                               !bytes_differ(a->head[g].bound, b->head[g].bound,
                                             a->head[g].n * 2 * c->D * dtype_size(a->dtype)),
                           "%s: bounds of head %d", all, g);
             }
-            cuda_drop(dq);
-            free(q);
         }
         pair_close(&p);
         tiny_free(m);
@@ -7140,9 +7068,7 @@ TEST(cuda_steady,
      "steps that choose rows as a graph, over grafts, ends of pages, selections, heads that grow "
      "and a second turn: the launches one by one to the bit, the CPU's rows and views") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
-    w.c->windowed = xcalloc(2, 1);
-    w.c->windowed[0] = 1;
-    w.c->window = 40;  // hooks skip that layer
+    tiny_window(w, 1, 40);      // hooks skip that layer
     // Tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way.
     steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5, 2);
     // 31, 65, 91, 97.
@@ -7168,63 +7094,57 @@ TEST(cuda_steady,
     tiny_free(w);
 }
 
-TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, "
-                     "with and without hooks in a step") {
-    const char *method[] = { "snapkv", "adakv", "lychee", "quest", "loopserve-d" };
-    Tiny m = tiny_model(2, 2, 1, 16, 16, 24, 53, 31);
-    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 0);
-    for (int i = 0; i < 5; i++) {
-        // The first step shows what a select hook does.
-        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i >= 2);
-        CHECK(!memcmp(a, b, 6 * 53 * sizeof *a), "%s", method[i]);
-        free(b);
-    }
-    free(a);
-    tiny_free(m);
-}
-
-TEST(cuda_gqa_steps,
-     "decode on tensor cores in a whole step: a graph is the launches one by one to the bit, what "
-     "reads everything is full attention to the bit, methods agree with the CPU") {
-    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv" };
-    const char *text[] = { "batch-size=100 ctk=f16 ctv=f16", "batch-size=100 ctk=bf16 ctv=bf16" };
-    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
-    for (int f = 0; f < 2; f++) {
+TEST(cuda_same_bits, "what reads everything is full attention to the bit on the device, with and without hooks in a "
+                     "step; so is a graph of steps on tensor cores, whose methods agree with the CPU") {
+    static const struct {
+        int H, G, D, n, steps;
+        const char *text;
+    } run[] = { { 2, 1, 16, 260, 6, "batch-size=100" },
+                { 4, 2, 64, 230, 4, "batch-size=100 ctk=f16 ctv=f16" },      // on tensor cores
+                { 4, 2, 64, 230, 4, "batch-size=100 ctk=bf16 ctv=bf16" } };
+    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv", "snapkv" };
+    for (int f = 0; f < 3; f++) {
+        int n = run[f].n, steps = run[f].steps, tensor = run[f].D == 64;
+        size_t bytes = (size_t)steps * 53 * sizeof(float);
         char all[100];
-        snprintf(all, sizeof all, "%s budget=1000", text[f]);
+        Tiny m = tiny_model(2, run[f].H, run[f].G, run[f].D, 16, 24, 53, 31);
+        snprintf(all, sizeof all, "%s budget=1000", run[f].text);
         if (emu_count) emu_count(NULL);
-        float *a = step_logits(m, "full", text[f], 230, 4, 0), *b = NULL;
-        CHECK(!emu_count || emu_count("decode_kernel") == 8, "4 steps of 2 layers, launched %ld times",
-              emu_count("decode_kernel"));
+        float *a = step_logits(m, "full", run[f].text, n, steps, 0), *b = NULL;
+        CHECK(!emu_count || !tensor || emu_count("decode_kernel") == 2 * steps, "%d steps of 2 layers, launched %ld times",
+              steps, emu_count("decode_kernel"));
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
-            b = step_logits(m, "full", text[f], 230, 4, 9);
+            b = step_logits(m, "full", run[f].text, n, steps, INT_MAX);
             emu_no_graphs = 0;
-            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s: the graph gives other logits", text[f]);
+            CHECK(!memcmp(a, b, bytes), "%s: the graph gives other logits", run[f].text);
             free(b);
         }
-        for (int i = 0; i < 4; i++) {
-            // The first step shows what a select hook does.
-            b = step_logits(m, method[i], all, 230, 4, i < 3);
-            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s, %s", method[i], all);
+        for (int i = 0; i < (tensor ? 4 : 5); i++) {
+            b = step_logits(m, method[i], all, n, steps, i < 3);    // the first step shows what a select hook does
+            CHECK(!memcmp(a, b, bytes), "%s, %s", method[i], all);
             free(b);
         }
         free(a);
+        tiny_free(m);
     }
+    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
     Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
     dialogue_agrees(m, "full", "ctk=f16 ctv=f16", &p, NULL);
     dialogue_agrees(m, "h2o", "budget=20 ctk=bf16 ctv=bf16", &p, NULL);
     dialogue_agrees(m, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", &p, NULL);
-    dialogue_agrees(m, "lychee",
-                    "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16",
-                    &p, NULL);
+    dialogue_agrees(m, "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16", &p, NULL);
     tiny_free(m);
 }
 
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
-    Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
-    dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
-    dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21), nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
+    EACH_SEED(seed) {
+        Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 + seed };
+        dialogue_agrees(m, "sonic", "sonic-untrained sonic-k=2 quiet", &p, nexus.w->layer);
+        dialogue_agrees(m, "sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", &p, nexus.w->layer);
+    }
+    tiny_free(m);
     tiny_free(nexus);
 }
 
@@ -7242,9 +7162,7 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
     EACH_SEED(seed) for (int kind = 0; kind < 3; kind++) {
         Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
         Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 9;
+        tiny_window(m, 2, 9);
         for (int l = 0; l < 2; l++) {
             Layer *y = &m.w->layer[l];
             y->q_norm = tiny_norm(40);
@@ -7642,7 +7560,7 @@ static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda
     session_close(s);
     weights_close(w, c);
     options_free(o);
-    if (path) temp_done(path);
+    free(path);
     free(json);
     free(score);
     return cost;
@@ -8052,25 +7970,6 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
 // Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
 void cuda_seek_shared(int bytes);
 
-// What layer 0 of the CPU and of the device reads of the rows there are, for a random query (scale
-// > 0) or for one to which all rows are the same (0).
-static void seek_agrees(Pair *p, double scale, const char *text) {
-    const Config *c = p->m.c;
-    float *q = normals((size_t)c->H * c->D, scale);
-    float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
-    p->c->part[0].m->select(p->c, p->c->part[0].ms, 0, q);
-    p->d->part[0].m->select(p->d, p->d->part[0].ms, 0, dq);
-    views_fetch_cuda(p->d);
-    for (int h = 0; h < c->H; h++) {
-        View a = *kv_view(p->c, 0, h), b = *kv_view(p->d, 0, h);
-        CHECK(a.tail > 0 && a.n > 0, "%s: nothing was selected, so this shows nothing", text);
-        CHECK(same_view(a, b), "%s, query times %g: head %d reads %d rows before %d, on the CPU %d before %d",
-              text, scale, h, b.n, b.tail, a.n, a.tail);
-    }
-    cuda_drop(dq);
-    free(q);
-}
-
 // Two passes of n1 and n2 tokens whose keys have these deviations; then selections, with the scores
 // in shared memory and outside of it.
 static void seek_passes(Tiny m, const char *method, const char *text, int n1, double std1, int n2,
@@ -8078,12 +7977,13 @@ static void seek_passes(Tiny m, const char *method, const char *text, int n1, do
     Pair p = pair_open(m, method, text);
     for (int pass = 0; pass < 2; pass++) {
         pair_append(&p, pass ? n2 : n1, pass ? std2 : std1);
-        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
-            for (int l = 0; l <= m.c->L; l++) s->part[0].m->commit(s, s->part[0].ms, l, NULL, 9);
+        pair_commit(&p, 9);
     }
     for (int i = 0; i < 4; i++) {
         cuda_seek_shared(i & 1 ? 0 : -1);
-        seek_agrees(&p, i & 2 ? 0 : 1.5, text);
+        select_agrees(&p, 0, i & 2 ? 0 : 1.5, text);
+        for (int h = 0; h < m.c->H; h++)
+            CHECK(kv_view(p.c, 0, h)->tail > 0 && kv_view(p.c, 0, h)->n > 0, "%s: nothing was selected", text);
     }
     cuda_seek_shared(-1);
     pair_close(&p);
@@ -8205,9 +8105,7 @@ TEST(cuda_columns,
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         int H = shape[i].H, G = shape[i].G, D = shape[i].D, n = 70;
         Tiny m = tiny_model(2, H, G, D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 45;
+        tiny_window(m, 2, 45);
         Pair p = pair_open(m, "full", text);
         if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
         pair_append(&p, shape[i].n, 1);
@@ -8300,35 +8198,6 @@ TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on 
 }
 
 // ---- calls that fail
-
-// Runs f(arg) in a process of its own, one thread, without the mark that die() jumps to -> its exit
-// code, 128 + a signal's number; what it says on stderr in said.
-__attribute__((unused)) static int in_a_process(void (*f)(long), long arg, char *said,
-                                                size_t size) {
-    int end[2], rc;
-    if (pipe(end)) return -1;
-    fflush(NULL);
-    pid_t pid = fork();
-    if (!pid) {
-        dup2(end[1], 2);
-        close(end[0]);
-        close(end[1]);
-#ifdef _OPENMP
-        omp_set_num_threads(1);
-#endif
-        die_jump = NULL;
-        f(arg);
-        _exit(0);
-    }
-    close(end[1]);
-    size_t n = 0;
-    for (ssize_t got; n + 1 < size && (got = read(end[0], said + n, size - n - 1)) > 0;)
-        n += (size_t)got;
-    said[n] = 0;
-    close(end[0]);
-    if (pid < 0 || waitpid(pid, &rc, 0) != pid) return -1;
-    return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
-}
 
 static Tiny failing_model;
 static const char *failing_method, *failing_text;

@@ -43,10 +43,7 @@ static Tiny table_model_of(int L, int H, int G, int D, unsigned windows) {
     p += sprintf(p, "}");
     snprintf(path, sizeof path, "%s/head_scores.json", dir);
     put_file(path, text, p - text);
-    if (!windows) return m;
-    m.c->window = 24;
-    m.c->windowed = xcalloc(L, 1);
-    for (int l = 0; l < L; l++) m.c->windowed[l] = windows >> l & 1;
+    if (windows) tiny_window(m, windows, 24);
     return m;
 }
 

@@ -490,6 +490,13 @@ static Options *options_of(const char *text) {
     return o;
 }
 
+// The layers of these bits (0: the first) get a sliding window of that width.
+static void tiny_window(Tiny m, unsigned layers, int width) {
+    m.c->window = width;
+    m.c->windowed = xcalloc(m.c->L, 1);
+    for (int l = 0; l < m.c->L; l++) m.c->windowed[l] = layers >> l & 1;
+}
+
 // A session of this method with these options, which are freed with it by session_done.
 static Session *session_of(Tiny m, const char *method, const char *text) {
     return session_open(m.c, m.w, options_of(text), method);
