@@ -27,38 +27,19 @@ TEST(twin_streaming, "StreamingLLM keeps the promised rows and agrees with its t
     Script p = { 4, { 60, 3, 25, 1 }, { 6, 9, 2, 30 }, 3 };
     int B[2] = { 20, 4 };
     Tiny m = tiny_model(3, 6, 3, 16, 32, 48, 61, 5);
-    Options *o = options_of("budget=20");
-    Session *s = session_open(m.c, m.w, o, "streaming");
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    t->hook = (TwinHooks){ .u = B, .after = streaming_twin };
-    float *a = run_session(s, &p), *b = run_twin(t, &p);
-    CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
-    CHECK(!rows_differ(s, t), "rows");
-    CHECK(s->head[0].len == 20, "held %d, expected the budget, in decode too", s->head[0].len);
-    free(a);
-    free(b);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+    Beside x = run_beside(m, "streaming", "budget=20", (TwinHooks){ .u = B, .after = streaming_twin }, &p);
+    CHECK(x.s->head[0].len == 20, "held %d, expected the budget, in decode too", x.s->head[0].len);
+    beside_done(&x);
     tiny_free(m);
 }
 
 TEST(twin_tova, "TOVA keeps what the last query attends to, in every step, and agrees with its twin") {
     Script p = { 3, { 60, 1, 25 }, { 9, 6, 8 }, 4 };
+    int B = 20;
     Tiny m = tiny_model(3, 6, 3, 16, 32, 48, 61, 5);
-    int budget = 20;
-    Options *o = options_of("budget=20");
-    Session *s = session_open(m.c, m.w, o, "tova");
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    t->hook = (TwinHooks){ .u = &budget, .after = tova_twin };
-    float *a = run_session(s, &p), *b = run_twin(t, &p);
-    CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
-    CHECK(!rows_differ(s, t) && s->head[0].len == budget, "rows");
-    free(a);
-    free(b);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+    Beside x = run_beside(m, "tova", "budget=20", (TwinHooks){ .u = &B, .after = tova_twin }, &p);
+    CHECK(x.s->head[0].len == B, "held %d, expected the budget", x.s->head[0].len);
+    beside_done(&x);
     tiny_free(m);
 }
 
@@ -67,8 +48,8 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     const char *method[] = { "snapkv", "adakv", "pyramidkv", "expected-attention" };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 4; i++) {
-        Options *o = options_of("budget=24 obs-window=8");
-        Session *s[2] = { session_open(m.c, m.w, o, method[i]), session_open(m.c, m.w, o, method[i]) };
+        Session *s[2];
+        for (int j = 0; j < 2; j++) s[j] = session_of(m, method[i], "budget=24 obs-window=8");
         int ids[70];
         for (int j = 0; j < 70; j++) ids[j] = (j * 7 + 3) % 61;
         prefill(s[0], ids, 20);                     // no more than the budget: nothing is dropped
@@ -97,17 +78,13 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
         for (int l = 0; l < 2; l++)
             for (int g = 0; g < 2; g++) held += kv_head(s[0], l, g)->len;
         CHECK(held <= 4 * 24, "%s: %d rows in all after a second time", method[i], held);
-        session_close(s[0]);
-        session_close(s[1]);
-        options_free(o);
+        for (int j = 0; j < 2; j++) session_done(s[j]);
     }
-    Options *o = options_of("");
-    Session *full = session_open(m.c, m.w, o, "full");
+    Session *full = session_of(m, "full", "");
     int ids[3] = { 1, 2, 3 };
     prefill(full, ids, 3);
     CHECK(!session_compress(full) && full->n_tok == 3, "full attention drops nothing");
-    session_close(full);
-    options_free(o);
+    session_done(full);
     tiny_free(m);
 }
 
@@ -119,11 +96,12 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     for (int j = 0; j < 75; j++) ids[j] = (j * 7 + 3) % 61;
     for (int i = 0; i < 8; i++) {
         const char *rows = i == 7 ? "f16" : "f32";
-        char text[2][80];
-        for (int k = 0; k < 2; k++)
-            snprintf(text[k], sizeof text[k], "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
-        Options *o[2] = { options_of(text[0]), options_of(text[1]) };
-        Session *s[2] = { session_open(m.c, m.w, o[0], method[i]), session_open(m.c, m.w, o[1], method[i]) };
+        Session *s[2];
+        for (int k = 0; k < 2; k++) {
+            char text[80];
+            snprintf(text, sizeof text, "budget=24 obs-window=8 ctk=%s ctv=%s%s", rows, rows, k ? " chunk=20" : "");
+            s[k] = session_of(m, method[i], text);
+        }
         const float *x = NULL;
         for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
         const float *y = prefill(s[1], ids, 75);
@@ -135,10 +113,7 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
             const KVHead *a = &s[0]->head[h], *b = &s[1]->head[h];
             CHECK(a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof(int)), "%s: other rows", method[i]);
         }
-        for (int k = 0; k < 2; k++) {
-            session_close(s[k]);
-            options_free(o[k]);
-        }
+        for (int k = 0; k < 2; k++) session_done(s[k]);
     }
 
     const char *whole[] = { "loopserve-p", "minference", "a-shape", "sonic" };
@@ -160,8 +135,7 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     Tiny m = tiny_model(1, 4, 2, 16, 32, 48, 61, 8);
     float *kept[2] = { NULL, NULL };
     for (int turn = 0; turn < 2; turn++) {
-        Options *o = options_of(turn ? "budget=24 streaming-rerotate" : "budget=24");
-        Session *s = session_open(m.c, m.w, o, "streaming");
+        Session *s = session_of(m, "streaming", turn ? "budget=24 streaming-rerotate" : "budget=24");
         free(run_session(s, &p));
         KVHead *h = kv_head(s, 0, 1);
         CHECK(h->len == 24, "%d rows", h->len);
@@ -179,8 +153,7 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
         }
         CHECK(s->pos_next == (turn ? 24 : 73), "next position %d", s->pos_next);
         twin_free(t);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     CHECK(worst(kept[0], kept[1], 24 * 16, 1e-5, 1e-5, NULL) <= 1,
           "keys differ by more than their rotation");
@@ -200,14 +173,12 @@ TEST(streaming_windows, "--streaming-rerotate is refused where sliding windows c
 
 TEST(window_small, "window keeps the last B rows for any budget, whatever --sink says") {
     Tiny m = tiny_model(1, 2, 1, 16, 32, 48, 61, 8);
-    Options *o = options_of("budget=2 sink=8");
-    Session *s = session_open(m.c, m.w, o, "window");
+    Session *s = session_of(m, "window", "budget=2 sink=8");
     int ids[20] = { 1, 2, 3, 4, 5, 6, 7 };
     prefill(s, ids, 20);
     CHECK(s->head[0].len == 2 && s->head[0].src[0] == 18, "%d rows from %d", s->head[0].len,
           s->head[0].src[0]);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -505,55 +476,33 @@ static const struct {
 
 enum { BASE_CASES = sizeof base_case / sizeof *base_case };
 
-// One method against its twin over a script: logits and kept rows
-static void base_agrees(Tiny m, const char *method, const char *opt, BaseTwin b, const Script *p) {
-    Options *o = options_of(opt);
-    Session *s = session_open(m.c, m.w, o, method);
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)m.c->L * m.c->H, sizeof *b.seen);
-    t->hook = (TwinHooks){ .u = &b, .after = base_twin };
-    float *x = run_session(s, p), *y = run_twin(t, p);
-    double e = worst(x, y, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
-    CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, opt, m.c->H,
-          m.c->G, m.c->L, e);
-    CHECK(!rows_differ(s, t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, opt,
-          m.c->H, m.c->G, m.c->L, rows_differ(s, t));
-    if (b.kind == BT_H2O)
-        for (int i = 0; i < m.c->L * m.c->G; i++)
-            for (int r = 0; r < s->head[i].len; r++)
-                CHECK(fabs(s->head[i].mass[r] - t->row[i][r].mass) <=
-                          1e-5 + 1e-5 * t->row[i][r].mass,
-                      "mass of row %d: %g, expected %g", r, s->head[i].mass[r], t->row[i][r].mass);
-    for (int i = 0; b.seen && i < m.c->L * m.c->H; i++) arrfree(b.seen[i]);
-    free(b.seen);
-    free(x);
-    free(y);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
+// Every case against its twin over a script on a model of L layers; H2O's masses too.
+static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
+    Tiny m = tiny_model(L, H, G, 16, 32, 40, 61, seed);
+    for (int k = 0; k < BASE_CASES; k++) {
+        BaseTwin b = base_case[k].b;
+        if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)L * H, sizeof *b.seen);
+        Beside x = run_beside(m, base_case[k].method, base_case[k].opt, (TwinHooks){ .u = &b, .after = base_twin }, p);
+        for (int i = 0; i < L * G && b.kind == BT_H2O; i++)
+            for (int r = 0; r < x.s->head[i].len; r++) {
+                double mass = x.t->row[i][r].mass, found = x.s->head[i].mass[r];
+                CHECK(fabs(found - mass) <= 1e-5 + 1e-5 * mass, "mass of row %d: %g, expected %g", r, found, mass);
+            }
+        for (int i = 0; b.seen && i < L * H; i++) arrfree(b.seen[i]);
+        free(b.seen);
+        beside_done(&x);
+    }
+    tiny_free(m);
 }
 
-TEST(baselines_twin, "every baseline agrees with its slow twin over three turns: logits 1e-5, same "
-                     "rows; GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows; GQA 1:1, 2:1, 4:1, 3 KV heads; "
+                     "a first turn of one token, turns shorter than the window, a prompt that ends the quiet time, "
+                     "one layer") {
+    static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 21 };
-    for (int i = 0; i < 4; i++) {
-        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 41 + i);
-        for (int k = 0; k < BASE_CASES; k++)
-            base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
-        tiny_free(m);
-    }
-}
-
-TEST(baselines_short, "first turn of one token, turns shorter than the window, a prompt that ends "
-                      "the quiet time: twins agree; one layer") {
-    Script p = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
-    for (int L = 1; L < 3; L++) {
-        Tiny m = tiny_model(L, 6, 3, 16, 32, 40, 61, 51);
-        for (int k = 0; k < BASE_CASES; k++)
-            base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
-        tiny_free(m);
-    }
+    Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
+    for (int i = 0; i < 4; i++) base_agree(3, shape[i][0], shape[i][1], 41 + i, &p);
+    for (int L = 1; L < 3; L++) base_agree(L, 6, 3, 51, &small);
 }
 
 TEST(baselines_links,
@@ -612,24 +561,21 @@ __attribute__((noinline)) static int prefill_dies(Session *s, const int *ids, in
 TEST(window_unasked, "a method that reads more queries than it has had kept ends with a line; a turn that is as short "
                      "as what is kept is not refused") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 7);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[20];
     draw_ids(ids, 20, 61);
     observe(s, &greedy_method);
     CHECK(prefill_dies(s, ids, 1) == 0, "a turn of one token: %s", die_text);
     int code = prefill_dies(s, ids, 20);
     CHECK(code == EXIT_RUN && strstr(die_text, "8 queries are asked for, 1 are kept"), "exit %d, \"%s\"", code, die_text);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
-    Options *o = options_of("budget=24");
-    Session *s[2] = { session_open(m.c, m.w, o, "full"), session_open(m.c, m.w, o, "knorm") };
+    Session *s[2] = { session_of(m, "full", "budget=24"), session_of(m, "knorm", "budget=24") };
     int ids[70];
     draw_ids(ids, 70, 61);
     for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
@@ -650,8 +596,7 @@ TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter 
             CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
                   h->len, longest, shortest);
         }
-    for (int i = 0; i < 2; i++) session_close(s[i]);
-    options_free(o);
+    for (int i = 0; i < 2; i++) session_done(s[i]);
     tiny_free(m);
 }
 
@@ -688,8 +633,7 @@ TEST(baselines_pyramid, "PyramidKV's numbers by hand; they fall with the layer, 
 TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower (head, row); "
                       "heads of unequal length; sums in 200 random cases") {
     Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int cap[2], n[2] = { 8, 8 };
     s->head[0].len = 10;
     s->head[1].len = 10;  // w 2: 8 candidates each, base 5
@@ -723,24 +667,15 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
         free(x);
     }
     s->head[0].len = s->head[1].len = 0;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
-}
-
-// Opens a session. Returns the exit code, 0 if it opened.
-__attribute__((noinline)) static int open_dies(Tiny m, const Options *o, const char *method) {
-    int code;
-    EXPECT_DIE(code, session_close(session_open(m.c, m.w, o, method)));
-    return code;
 }
 
 TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do not exceed G*base, "
                             "whatever the number of tokens seen") {
     Tiny m = tiny_model(2, 2, 1, 16, 32, 40, 61, 19);
     // Base 24: one head gets rint(.8*24) + 4 = 23 rows and the window.
-    Options *o = options_of("budget=32 obs-window=8");
-    Session *s = session_open(m.c, m.w, o, "adakv");
+    Session *s = session_of(m, "adakv", "budget=32 obs-window=8");
     // Turn 1: 24 candidates, nothing to do.
     int ids[60], want[4] = { 31, 32, 31, 31 }, n[4] = { 60, 1, 1, 5 };
     draw_ids(ids, 60, 61);
@@ -750,16 +685,14 @@ TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do 
             CHECK(s->head[l].len == want[turn], "turn %d: %d rows, expected %d", turn,
                   s->head[l].len, want[turn]);
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(baselines_expected,
      "ExpectedAttention's moments by hand: two queries, D 2; and the bytes it says it holds") {
     Tiny m = tiny_model(1, 1, 1, 2, 8, 8, 61, 18);
-    Options *o = options_of("budget=8 sink=1");
-    Session *s = session_open(m.c, m.w, o, "expected-attention");
+    Session *s = session_of(m, "expected-attention", "budget=8 sink=1");
     Expected *x = s->part[0].ms;
     s->tok = xmalloc(4 * sizeof *s->tok);
     s->cap_tok = 4;
@@ -781,8 +714,7 @@ TEST(baselines_expected,
           cov[3]);
     CHECK(expected_bytes(s, x) == sizeof(long) + (2 + 4) * sizeof(double), "%zu bytes",
           expected_bytes(s, x));
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -1258,13 +1190,8 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         int T = i < 3 ? 1 + rnd_int(n) : 1 + rnd_int(n), H = shape[i % 3][0];
         int G = shape[i % 3][1], D = i % 2 ? 16 : 40;
         Tiny m = tiny_model(1, H, G, D, 16, 16, 7, i);
-        if (i % 5 == 4) {
-            m.c->windowed = xcalloc(1, 1);
-            m.c->windowed[0] = 1;
-            m.c->window = 1 + rnd_int(120);
-        }
-        Options *o = options_of(i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
-        Session *s = session_open(m.c, m.w, o, "full");
+        if (i % 5 == 4) tiny_window(m, 1, 1 + rnd_int(120));
+        Session *s = session_of(m, "full", i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
         float *K = xmalloc((size_t)n * G * D * 4), *V = xmalloc((size_t)n * G * D * 4);
         float *q = xmalloc((size_t)T * H * D * 4), *out = xmalloc((size_t)T * H * D * 4);
         float *ref = xmalloc((size_t)T * H * D * 4);
@@ -1309,8 +1236,7 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         free(q);
         free(out);
         free(ref);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         tiny_free(m);
     }
 }
@@ -1519,13 +1445,9 @@ static double loop_race(Session *s, Twin *t, LoopTwin *u, const Script *p, int f
 static double loop_agree(const char *method, const char *options, const Script *p, int L, int H,
                          int G, int window, int follow, double tol, double *dense) {
     Tiny m = tiny_model(L, H, G, 16, 32, 48, 61, 40 + H + G);
-    if (window) {
-        m.c->windowed = xmalloc(L);
-        memset(m.c->windowed, 1, L);
-        m.c->window = window;
-    }
-    Options *o = options_of(options);
-    Session *s = session_open(m.c, m.w, o, method);
+    if (window) tiny_window(m, ~0u, window);
+    Session *s = session_of(m, method, options);
+    const Options *o = s->opt;
     Twin *t = twin_new(m.c, m.w, !strcmp(opt_str(o, "ctk"), "f16") ? DT_F16 : DT_F32);
     LoopTwin u = loop_twin(o, m.c, method);
     int streaming[2] = { opt_int(o, "budget"), 4 };
@@ -1540,8 +1462,7 @@ static double loop_agree(const char *method, const char *options, const Script *
     if (dense) *dense = (double)u.dense / u.passes;
     loop_twin_free(&u, m.c);
     twin_free(t);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     return e;
 }
@@ -1662,23 +1583,14 @@ TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their sl
     };
     for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 50 + i);
-        Options *o = options_of(run[i][1]);
-        Session *s = session_open(m.c, m.w, o, run[i][0]);
-        Twin *t = twin_new(m.c, m.w, DT_F32);
         ShapeTwin u = { .kind = i < 2 ? i : 2,
                         .init = (int[]){ 9, 3, 40, 30 }[i],
                         .local = (int[]){ 31, 20, 110, 60 }[i],
                         .last = 11 };
-        t->hook = (TwinHooks){ .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
-        float *a = run_session(s, &p), *b = run_twin(t, &p);
-        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL);
-        CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
+        TwinHooks hooks = { .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
+        Beside x = run_beside(m, run[i][0], run[i][1], hooks, &p);
         for (int h = 0; h < 4; h++) free(u.mask[h]);
-        free(a);
-        free(b);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        beside_done(&x);
         tiny_free(m);
     }
 }
@@ -1760,8 +1672,7 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
     for (int run = 0; run < 3; run++) {
         rnd_seed(77);
         synth_head(run, N, D, slash, 3, q, K, V);
-        Options *o = options_of("ctk=f16 ctv=f16");
-        Session *s = session_open(m.c, m.w, o, "loopserve-p");
+        Session *s = session_of(m, "loopserve-p", "ctk=f16 ctv=f16");
         LoopServe *x = s->part[0].ms;
         feed_rows(s, K, V, N, N);
         size_t mark = scratch_mark(s);
@@ -1801,8 +1712,7 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
                 printf("%-8s all rows: mass %.4f, least %.4f\n", "", mean, least);
         }
         scratch_reset(s, mark);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     free(q);
     free(K);
@@ -1830,8 +1740,7 @@ TEST(loopserve_reads, "decode over a long context reads B rows and this answer, 
     for (int run = 0; run < 2; run++) {  // 0: full attention, 1: LoopServe
         char opt[64];
         snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 budget=%d", B);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "loopserve-d");
+        Session *s = session_of(m, "loopserve-d", opt);
         void *ms = s->part[0].ms;
         feed_rows(s, K, V, N, 20);
         loopserve_commit(s, ms, 0, q, 20);
@@ -1854,8 +1763,7 @@ TEST(loopserve_reads, "decode over a long context reads B rows and this answer, 
                   s->step, n);
         }
         for (int h = 0; h < H; h++) CHECK(s->view[h].cap == cap[h], "a view grew in decode");
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     if (getenv("KVCOMP_BENCH"))
         printf("decode   %d rows, B %d, %d heads on %d: full %.3f ms a step, loopserve-d %.3f ms "
@@ -1906,51 +1814,15 @@ TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of ever
     struct {
         int schedule, b_max, at[16][2];
     } want[] = {
-        { PATS_NEW,
-          10,
-          { { 0, 2 },
-            { 52, 3 },
-            { 154, 4 },
-            { 256, 5 },
-            { 359, 6 },
-            { 461, 7 },
-            { 563, 8 },
-            { 665, 9 },
-            { 768, 10 },
+        { PATS_NEW, 10,
+          { { 0, 2 }, { 52, 3 }, { 154, 4 }, { 256, 5 }, { 359, 6 }, { 461, 7 }, { 563, 8 }, { 665, 9 }, { 768, 10 },
             { 1024, -1 } } },
-        { PATS_MIDDLE,
-          8,
-          { { 0, 2 },
-            { 32, 3 },
-            { 96, 4 },
-            { 160, 5 },
-            { 224, 6 },
-            { 288, 7 },
-            { 352, 8 },
-            { 672, 7 },
-            { 736, 6 },
-            { 800, 5 },
-            { 864, 4 },
-            { 928, 3 },
-            { 992, 2 },
-            { 1024, -1 } } },
-        { PATS_MIDDLE,
-          10,
-          { { 0, 2 },
-            { 26, 3 },
-            { 77, 4 },
-            { 128, 5 },
-            { 180, 6 },
-            { 231, 7 },
-            { 282, 8 },
-            { 333, 9 },
-            { 384, 10 },
-            { 640, 9 },
-            { 691, 8 },
-            { 742, 7 },
-            { 793, 6 },
-            { 844, 5 },
-            { 896, 4 } } },
+        { PATS_MIDDLE, 8,
+          { { 0, 2 }, { 32, 3 }, { 96, 4 }, { 160, 5 }, { 224, 6 }, { 288, 7 }, { 352, 8 }, { 672, 7 }, { 736, 6 },
+            { 800, 5 }, { 864, 4 }, { 928, 3 }, { 992, 2 }, { 1024, -1 } } },
+        { PATS_MIDDLE, 10,
+          { { 0, 2 }, { 26, 3 }, { 77, 4 }, { 128, 5 }, { 180, 6 }, { 231, 7 }, { 282, 8 }, { 333, 9 }, { 384, 10 },
+            { 640, 9 }, { 691, 8 }, { 742, 7 }, { 793, 6 }, { 844, 5 }, { 896, 4 } } },
     };
 
     for (int i = 0; i < 3; i++)
@@ -2189,7 +2061,7 @@ TEST(pats_ratchet,
 // `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
 // rules where they stand. Logits must be the same bits.
 typedef struct {
-    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last, forgets;
+    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last;
     unsigned char bits[20000];
 } SlowPats;
 
@@ -2218,7 +2090,7 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
 
 // run_session with slow_pats_pass after every pass; x NULL: without.
 static float *run_pats(Session *s, SlowPats *x, const Script *p) {
-    int V = s->c->V, row = 0, ids[8192], prompt_end = 0;
+    int V = s->c->V, row = 0, ids[8192];
     float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
     for (int t = 0; t < p->turns; t++) {
         script_ids(p, t, V, ids);
@@ -2226,9 +2098,6 @@ static float *run_pats(Session *s, SlowPats *x, const Script *p) {
             memcpy(out + (size_t)row++ * V,
                    i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
                    V * sizeof *out);
-            // The last answer was truncated and prefilled again (D28)
-            if (x && i < 0 && x->forgets && t) memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
-            if (i < 0) prompt_end = s->n_tok;
             if (x) slow_pats_pass(x, s);
         }
     }
@@ -2267,14 +2136,11 @@ static void check_packed(const Session *s, const char *who) {
     CHECK(sum == kv_bytes(s), "%s: kv_bytes %zu, held %zu", who, kv_bytes(s), sum);
 }
 
-// Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows
-// must agree.
-static void pats_against_slow(const char *method, const char *opt, Tiny m, const Script *p) {
-    char text[512], name[64];
+// Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows must agree.
+static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
+    char text[512];
     snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt);
-    snprintf(name, sizeof name, strcmp(method, "full") ? "%s+pats" : "pats", method);
-    Options *o = options_of(text);
-    Session *s = session_open(m.c, m.w, o, name), *ref = session_open(m.c, m.w, o, method);
+    Session *s = session_of(m, "pats", text), *ref = session_of(m, "full", text);
     const Pats *x = pats_of(s);
     SlowPats *slow = xcalloc(1, sizeof *slow);
     *slow = (SlowPats){ .schedule = x->schedule,
@@ -2285,23 +2151,19 @@ static void pats_against_slow(const char *method, const char *opt, Tiny m, const
                         .sink = x->sink,
                         .window = x->window,
                         .T_end = x->T_end };
-    slow->forgets = !strncmp(method, "loopserve", 9);
     float *a = run_pats(s, NULL, p), *b = run_pats(ref, slow, p);
-    CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s %s: logits differ", name,
-          opt);
-    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap),
-          "%s %s: B[t] differs", name, opt);
+    CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s: logits differ", opt);
+    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s: B[t] differs", opt);
     for (int i = 0; i < m.c->L * m.c->G; i++)
         CHECK(s->head[i].len == ref->head[i].len &&
                   !memcmp(s->head[i].src, ref->head[i].src, s->head[i].len * sizeof(int)),
-              "%s %s: rows of head %d", name, opt, i);
-    check_packed(s, name);
+              "%s: rows of head %d", opt, i);
+    check_packed(s, opt);
     free(a);
     free(b);
     free(slow);
-    session_close(s);
-    session_close(ref);
-    options_free(o);
+    session_done(s);
+    session_done(ref);
 }
 
 TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in "
@@ -2316,7 +2178,7 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
                  "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-round=%s pats-tend=%d pats-format=%s",
                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
-        pats_against_slow("full", opt, m, &p);
+        pats_against_slow(opt, m, &p);
     }
     tiny_free(m);
 }
@@ -2348,8 +2210,7 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does")
 
 TEST(pats_rollback, "tokens that are taken back take what their rows have lost along") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 31, 5);
-    Options *o = options_of("ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
-    Session *s = session_open(m.c, m.w, o, "pats");
+    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
     const Pats *x = s->part[0].ms;
     int ids[90] = { 1, 2, 3 }, lost = 0;
     prefill(s, ids, 90);
@@ -2358,8 +2219,7 @@ TEST(pats_rollback, "tokens that are taken back take what their rows have lost a
     kv_truncate(s, 40);
     for (int t = 40; t < 90; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
     CHECK(s->head[0].packed <= 40 && x->cut <= 40, "%d rows packed, tokens cut to %d", s->head[0].packed, x->cut);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -2372,8 +2232,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
         snprintf(text, sizeof text,
                  "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-tend=%d",
                  rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
-        Options *o = options_of(text);
-        Session *s = session_open(m.c, m.w, o, "pats");
+        Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
             int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
             for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
@@ -2407,75 +2266,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
             check_packed(s, "keep");
             free(k);
         }
-        session_close(s);
-        options_free(o);
-    }
-    tiny_free(m);
-}
-
-// ---- the twin in double
-
-// Rows are f16, so a key on the edge of two values may fall on the other side; the bound allows that, a
-// wrong B[t] moves logits ten times further.
-
-// What PATS does in a pass of n tokens, once their rows are there.
-static inline void pats_pass_ends(Session *s, int n) {
-    for (int l = 0; l <= s->c->L; l++) pats_commit(s, s->part[0].ms, l, NULL, n);
-}
-
-// Cuts the rows of layer l to their bits.
-static void pats_twin_cut(Twin *t, int l, const SlowPats *p) {
-    for (int g = 0; g < t->c->G; g++) {
-        TwinRow *r = t->row[l * t->c->G + g];
-        for (int i = 0; i < (int)arrlen(r); i++)
-            for (int d = 0; d < t->c->D; d++) {
-                r[i].k[d] = slow_cut(r[i].k[d], p->bits[r[i].src], p->mid);
-                r[i].v[d] = slow_cut(r[i].v[d], p->bits[r[i].src], p->mid);
-            }
-    }
-}
-
-// After a pass whose sequence grew by an eighth: all bits and rows anew.
-static void pats_twin_after(void *v, Twin *t, int l, const double *q, const double *qp, int n) {
-    SlowPats *p = v;
-    int T = (int)arrlen(t->id);
-    (void)q;
-    (void)qp;
-    (void)n;
-    if (l < t->c->L || 8 * T < 9 * p->T_last) return;
-    p->T_last = T;
-    for (int i = 0; i < T - p->window; i++) {
-        int b = i < p->sink ? p->b_min : (int)slow_bits(p->schedule, p->b_min, p->b_max, i + 1, T);
-        if (b > p->bits[i]) p->bits[i] = (unsigned char)b;
-    }
-    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, p);
-}
-
-TEST(pats_twin, "the ratchet over three turns agrees with the twin in double") {
-    Script p = { 3, { 60, 20, 9 }, { 12, 4, 5 }, 13 };
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
-    for (int i = 0; i < 4; i++) {
-        char text[160];
-        int window = i % 2 ? 0 : 10, sink = i % 2 ? 0 : 4, mid = i / 2;
-        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-round=%s",
-                 window, sink, mid ? "mid" : "trunc");
-        Options *o = options_of(text);
-        Session *s = session_open(m.c, m.w, o, "pats");
-        Twin *t = twin_new(m.c, m.w, DT_F16);
-        SlowPats *u = xcalloc(1, sizeof *u);
-        *u = (SlowPats){ .schedule = PATS_MIDDLE, .mid = mid, .b_min = 2, .b_max = 6, .sink = sink, .window = window };
-        t->hook = (TwinHooks){ .u = u, .after = pats_twin_after };
-        float *a = run_session(s, &p), *b = run_twin(t, &p);
-        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 3e-2, 0, NULL);
-        CHECK(e <= 1, "%s: %g times the bound", text, e);
-        CHECK(!memcmp(u->bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
-        CHECK(!rows_differ(s, t), "rows");
-        free(a);
-        free(b);
-        free(u);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     tiny_free(m);
 }
@@ -2490,16 +2281,14 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
     for (int i = 0; i < 3; i++) {
         char all[200];
         snprintf(all, sizeof all, "%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
-        Options *o = options_of(all);
-        Session *s = session_open(m.c, m.w, o, i == 2 ? "snapkv+pats" : "pats");
+        Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, ids, 300);
         logits[i] = xmalloc(53 * sizeof(float));
         memcpy(logits[i], decode(s, 1), 53 * sizeof(float));
         double share = (double)s->clk.peak / (double)kv_bytes_full(s);
         CHECK(i == 2 ? share > .95 : share < .9, "%s: at most %g of the raw rows were held", all, share);
         CHECK(!memcmp(logits[i], logits[0], 53 * sizeof(float)), "%s: other logits", all);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     for (int i = 0; i < 3; i++) free(logits[i]);
     tiny_free(m);
@@ -2511,23 +2300,12 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
 // keeps each chunk key and each cluster as a plain array, sorts everything, and shares no function
 // with the section.
 
-#ifdef _OPENMP
 // Tiny models run faster so; threads have their own test.
 static int one_thread(void) {
-    int n = omp_get_max_threads();
-    omp_set_num_threads(1);
+    int n = n_threads();
+    set_threads(1);
     return n;
 }
-
-// Gives OpenMP its number of threads back.
-static void threads_back(int n) { omp_set_num_threads(n); }
-#else
-// Without OpenMP there is one thread.
-static int one_thread(void) { return 1; }
-
-// Gives OpenMP its number of threads back.
-static void threads_back(int n) { (void)n; }
-#endif
 
 // ---- a toy tokenizer: id -> bytes; specials are ids with special 1
 
@@ -3216,11 +2994,10 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     else
         token_text = (TokenText){ 0 };
     Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
-    Options *o = options_of(k->opt);
-    Session *s = session_open(m.c, m.w, o, "lychee");
+    Session *s = session_of(m, "lychee", k->opt);
     Lychee *x = lychee_of(s);
     Twin *t = twin_new(m.c, m.w, DT_F32);
-    TwinLychee set = twin_settings(o), *y = &set;
+    TwinLychee set = twin_settings(s->opt), *y = &set;
     y->tree = xcalloc((size_t)k->L * k->G, sizeof *y->tree);
     y->see = xcalloc((size_t)k->L * k->H * 8192, 1);
     t->hook = (TwinHooks){
@@ -3274,8 +3051,7 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     free(lo);
     free(want);
     twin_free(t);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     token_text = (TokenText){ 0 };
     CHECK(set.grafts > 0 && set.builds > 0, "%s: %d grafts, %d builds", k->opt, set.grafts,
@@ -3289,90 +3065,29 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
                   "options, turns, grafts, rebuilds") {
     static const LycheeCase k[] = {
         { 2, 4, 4, 24, 400, { 3, { 200, 60, 1 }, { 40, 30, 60 }, 1 }, BASE_OPT "budget=64" },
-        { 3,
-          4,
-          2,
-          40,
-          400,
-          { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 },
-          BASE_OPT "budget=48 lychee-beta=1" },
-        { 2,
-          4,
-          1,
-          32,
-          200,
-          { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 },
-          BASE_OPT "budget=80 lychee-beta=0.25" },
-        { 3,
-          6,
-          3,
-          40,
-          400,
-          { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
+        { 3, 4, 2, 40, 400, { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 }, BASE_OPT "budget=48 lychee-beta=1" },
+        { 2, 4, 1, 32, 200, { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 }, BASE_OPT "budget=80 lychee-beta=0.25" },
+        { 3, 6, 3, 40, 400, { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
           BASE_OPT "budget=64 lychee-kg=2 lychee-beta=0.5" },
-        { 2,
-          6,
-          3,
-          24,
-          400,
-          { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
+        { 2, 6, 3, 24, 400, { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
           BASE_OPT "budget=48 lychee-kg=3 lychee-beta=1" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 330, 40 }, { 60, 40 }, 6 },
+        { 2, 4, 2, 24, 300, { 2, { 330, 40 }, { 60, 40 }, 6 },
           BASE_OPT "budget=64 lychee-kg=1 lychee-chunks-per-cluster=1" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 150, 70 }, { 170, 40 }, 7 },
-          BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
-        { 2,
-          4,
-          2,
-          24,
-          300,
-          { 2, { 220, 70 }, { 50, 40 }, 8 },
-          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 "
-          "lychee-chunk-min=3 lychee-chunk-max=9 lychee-iters=3 "
-          "lychee-chunks-per-cluster=3 lychee-beta=1" },
-        { 2,
-          4,
-          2,
-          24,
-          200,
-          { 2, { 150, 31 }, { 60, 40 }, 10 },
-          "lychee-buffer=0 lychee-full-layers=0 budget=16" },
+        { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
+        { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 },
+          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
+          "lychee-iters=3 lychee-chunks-per-cluster=3 lychee-beta=1" },
+        { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 budget=16" },
     };
     int threads = one_thread();
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
         int builds = lychee_against_twin(&k[i], 40 + i, i % 5 != 1);
         if (i == 4) CHECK(builds > 1, "case 4 must rebuild");
     }
-    threads_back(threads);
+    set_threads(threads);
 }
 
-// ---- limits, determinism, guarantees
-
-static float *lychee_run(const Tiny *m, const char *method, const char *opt, const Script *p,
-                         size_t *meta) {
-    Options *o = options_of(opt);
-    Session *s = session_open(m->c, m->w, o, method);
-    float *a = run_session(s, p);
-    if (meta) *meta = kv_meta_bytes(s);
-    session_close(s);
-    options_free(o);
-    return a;
-}
-
-// Whether two runs of a script gave the same bits.
-static int same_logits(const Tiny *m, const Script *p, const float *a, const float *b) {
-    return !memcmp(a, b, (size_t)script_rows(p) * m->c->V * sizeof *a);
-}
+// ---- limits, guarantees
 
 // Nodes for n points of 8 dimensions at most, which kmeans divides among K centres.
 static Nodes nodes_of(int K) {
@@ -3489,9 +3204,9 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
     Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
     int threads = one_thread(), ids[300];
     for (int i = 0; i < 300; i++) ids[i] = i * 7 % 101;
-    Options *o = options_of("budget=160 lychee-buffer=24 lychee-full-layers=0");
+    const char *text = "budget=160 lychee-buffer=24 lychee-full-layers=0";
     for (int over = 0; over < 2; over++) {
-        Session *s = session_open(m.c, m.w, o, "lychee"), *f = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "lychee", text), *f = session_of(m, "full", text);
         prefill(s, ids, 200);
         prefill(f, ids, 200);
         int M = lychee_of(s)->M, end = t_idx(lychee_of(s));
@@ -3505,11 +3220,10 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
         for (int i = 0; i < 30; i++) decode(s, ids[i]);
         CHECK(kv_view(s, 1, 0)->tail > 0, "past 184 rows the index is used");
         for (int g = 0; g < 2; g++) check_tree(s, lychee_of(s), 1, g);
-        session_close(s);
-        session_close(f);
+        session_done(s);
+        session_done(f);
     }
-    threads_back(threads);
-    options_free(o);
+    set_threads(threads);
     tiny_free(m);
 }
 
@@ -3529,8 +3243,7 @@ static size_t near_bytes(const Session *s) {
 TEST(views, "the heads of a group read one list: rows, a head set alone, two in a row, compaction, "
             "rows not read by any head are gone") {
     Tiny m = tiny_model(1, 6, 2, 8, 16, 16, 11, 3);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[30] = { 1, 2, 3 }, one[] = { 1, 4, 7 }, two[] = { 0, 9, 20 };
     int stale[] = { 25, 26, 27, 28 };
     static const int group[] = { 1, 4, 7, 27, 28, 29 }, alone[] = { 0, 9, 20, 29 };
@@ -3567,8 +3280,7 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
               "head %d after compaction", i);
     view_all(s);
     CHECK(reads(s, 2, 6, all), "every row again");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -3579,8 +3291,7 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
                                            "ctk=q8_0 ctv=f16", "ctk=f32 ctv=q8_0" };
     for (int c = 0; c < 40; c++) {
         Tiny m = tiny_model(1, 4, 2, 24, 32, 32, 61, 90 + c);
-        Options *o = options_of(formats[c % 4]);
-        Session *s = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "full", formats[c % 4]);
         int ids[300], list[300], n = 0, N = 300, tail = 200 + rnd_int(101);
         int every = 1 + rnd_int(4);
         float q[4 * 24], a[4 * 24], b[4 * 24];
@@ -3623,21 +3334,18 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
         view_near(s, 0, 2);
         view_all(s);
         CHECK(!kv_view(s, 0, 2)->is_near && kv_view(s, 0, 2)->room, "every row again");
-        session_close(s);
-        options_free(o);
+        session_done(s);
         tiny_free(m);
     }
     Tiny m = tiny_model(1, 2, 1, 16, 32, 32, 61, 9);
-    Options *o = options_of("ctk=f16 ctv=f16");
-    Session *s = session_open(m.c, m.w, o, "pats");
+    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16");
     int ids[40], list[] = { 1, 2, 9 };
     draw_ids(ids, 40, 61);
     prefill(s, ids, 40);
     view_group(s, 0, 0, list, 3, 30);
     view_near(s, 0, 0);
     CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -3727,13 +3435,11 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     int ids[400], rc = 1;
     for (int i = 0; i < 400; i++) ids[i] = i * 7 % 29;
     for (long n = 1; rc; n++) {
-        Options *o = options_of("budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
-        Session *s = session_open(m.c, m.w, o, "lychee");
+        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
         prefill(s, ids, 100);
         rc = lychee_out_of_memory(s, ids, n);
         CHECK(!rc || rc == EXIT_MEMORY, "allocation %ld: %d", n, rc);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     tiny_free(m);
 }
@@ -3811,28 +3517,20 @@ TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, 
         Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
         char opt[128];
         snprintf(opt, sizeof opt, "budget=%d quest-full-layers=%d", v[i].budget, v[i].full);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "quest");
-        Twin *t = twin_new(m.c, m.w, DT_F32);
         TwinQuest y = { v[i].budget, v[i].full, xcalloc((size_t)2 * v[i].G * 8192, 1) };
-        t->hook = (TwinHooks){ .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
-        float *a = run_session(s, &v[i].p), *b = run_twin(t, &v[i].p);
-        double e = worst(a, b, (size_t)script_rows(&v[i].p) * 101, 1e-5, 1e-5, NULL);
-        CHECK(e <= 1, "case %d: %g times the bound", i, e);
+        TwinHooks hooks = { .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
+        Beside x = run_beside(m, "quest", opt, hooks, &v[i].p);
+        Session *s = x.s;
         int rows[8192], n = view_rows(s, 1, 0, rows), N = s->n_tok, cur = (N - 1) / 16;
         int pages = (v[i].budget / 16 > 3 ? v[i].budget / 16 : 3);
         CHECK(n == (pages - 1) * 16 + N - cur * 16, "case %d reads %d rows", i, n);
         for (int r = 0; r < n; r++)
             CHECK(y.see[((size_t)v[i].G) * 8192 + rows[r]], "row %d", rows[r]);
-        free(a);
-        free(b);
         free(y.see);
-        twin_free(t);
-        session_close(s);
-        options_free(o);
+        beside_done(&x);
         tiny_free(m);
     }
-    threads_back(threads);
+    set_threads(threads);
 }
 
 TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage; bounds are exact; "
@@ -3874,7 +3572,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
         session_close(s);
         options_free(o);
     }
-    threads_back(threads);
+    set_threads(threads);
     tiny_free(m);
 }
 
@@ -3995,47 +3693,24 @@ static void nexus_free(Nexus a) {
     arrfree(a.meta);
 }
 
-// Writes an adapter as a safetensors file and sets path, which is also returned.
-static char *nexus_write(Nexus a, char path[64]) {
-    char *head = xmalloc(1 << 20);
-    size_t n = 0, at = 0;
-    n += sprintf(head + n, "{\"__metadata__\":{");
-    for (int i = 0; i < (int)arrlen(a.meta); i++)
-        n += sprintf(head + n, "%s\"%s\":\"%s\"", i ? "," : "", a.meta[i].key, a.meta[i].value);
-    n += sprintf(head + n, "}");
+// Writes an adapter as a safetensors file of the tests' folder, whose path it returns.
+static const char *nexus_write(Nexus a) {
+    const char *path = tmp_path("nexus.safetensors");
+    SafeWriter w;
+    safe_write_begin(&w, path, "the adapter");
+    for (int i = 0; i < (int)arrlen(a.meta); i++) safe_write_meta(&w, a.meta[i].key, a.meta[i].value);
+    safe_write_meta_end(&w);
     for (int i = 0; i < (int)arrlen(a.t); i++) {
         const NexusTensor *t = &a.t[i];
-        size_t bytes = (size_t)(t->rows ? t->rows : 1) * t->cols *
-                       (!strcmp(t->type, "F32")   ? 4
-                        : !strcmp(t->type, "I64") ? 8
-                                                  : 2);
-        n += sprintf(head + n, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name, t->type);
-        n += t->rows ? sprintf(head + n, "%d,%d", t->rows, t->cols)
-                     : sprintf(head + n, "%d", t->cols);
-        n += sprintf(head + n, "],\"data_offsets\":[%zu,%zu]}", at, at + bytes);
-        at += bytes;
+        size_t n = (size_t)(t->rows ? t->rows : 1) * t->cols;
+        int F32 = !strcmp(t->type, "F32"), I64 = !strcmp(t->type, "I64");
+        int dtype = F32 ? DT_F32 : !strcmp(t->type, "F16") ? DT_F16 : DT_BF16, dim[] = { t->rows, t->cols };
+        void *x = xcalloc(n, 8);
+        if (!I64) from_f32(x, t->x, dtype, n);
+        safe_write(&w, t->name, t->type, I64 ? 8 : dtype_size(dtype), x, t->rows ? dim : dim + 1, t->rows ? 2 : 1);
+        free(x);
     }
-    n += sprintf(head + n, "}");
-    snprintf(path, 64, "/tmp/kvcomp_nexus_%d.safetensors", (int)getpid());
-    FILE *f = fopen(path, "wb");
-    if (!f) die(EXIT_RUN, "%s", path);
-    uint64_t len = n;
-    fwrite(&len, 8, 1, f);
-    fwrite(head, 1, n, f);
-    for (int i = 0; i < (int)arrlen(a.t); i++)
-        for (size_t k = 0, m = (size_t)(a.t[i].rows ? a.t[i].rows : 1) * a.t[i].cols; k < m; k++) {
-            uint16_t h =
-                !strcmp(a.t[i].type, "F16") ? f32_to_f16(a.t[i].x[k]) : f32_to_bf16(a.t[i].x[k]);
-            int64_t whole = 1;
-            if (!strcmp(a.t[i].type, "F32"))
-                fwrite(&a.t[i].x[k], 4, 1, f);
-            else if (!strcmp(a.t[i].type, "I64"))
-                fwrite(&whole, 8, 1, f);
-            else
-                fwrite(&h, 2, 1, f);
-        }
-    fclose(f);
-    free(head);
+    safe_write_end(&w);
     return path;
 }
 
@@ -4209,14 +3884,10 @@ static float *run_slow_sonic(SlowSonic *u, const Talk *p) {
 }
 
 // A session with this adapter, through a file that is removed again.
-static Session *sonic_session(Tiny m, Nexus a, const char *opt, Options **o) {
-    char path[64], text[256];
-    nexus_write(a, path);
-    snprintf(text, sizeof text, "sonic-weights=%s %s", path, opt);
-    *o = options_of(text);
-    Session *s = session_open(m.c, m.w, *o, strstr(opt, "ctk=f16") ? "sonic+pats" : "sonic");
-    unlink(path);
-    return s;
+static Session *sonic_session(Tiny m, Nexus a, const char *opt) {
+    char text[512];
+    snprintf(text, sizeof text, "sonic-weights=%s %s", nexus_write(a), opt);
+    return session_of(m, "sonic", text);
 }
 
 // Q, k, v biases and norms per head, as Qwen.
@@ -4254,9 +3925,7 @@ TEST(sonic_mask,
     for (int mode = 0; mode < 4; mode++) {
         Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
         Nexus a = nexus_new(m, .1, "F32", mode % 2 ? "original" : "augmented", 0);
-        Options *o;
-        Session *s = sonic_session(
-            m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot", &o);
+        Session *s = sonic_session(m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot");
         Talk p = { .turns = 2, .pre = { 4, 2 }, .dec = { 3 }, .seed = 5 };
         free(run_talk(s, &p));
         CHECK(s->n_tok == 13, "%d tokens", s->n_tok);
@@ -4270,8 +3939,7 @@ TEST(sonic_mask,
         const KVHead *h = kv_head(s, 0, 0);
         CHECK(h->len == 7 && !memcmp(h->src, kept, sizeof kept), "mode %d: %d rows", mode, h->len);
         CHECK(s->pos_next == (mode % 2 ? 9 : 13), "mode %d: next position %d", mode, s->pos_next);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
         tiny_free(m);
     }
@@ -4303,8 +3971,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                 "T_max take the last one, with one warning") {
     Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
     Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
-    Options *o;
-    Session *s = sonic_session(m, a, "quiet", &o);
+    Session *s = sonic_session(m, a, "quiet");
     Sonic *x = s->part[0].ms;
     float got[16];
     for (int turn = 0; turn < 7; turn++)
@@ -4317,8 +3984,7 @@ TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows;
                       "turn %d token %d", turn, j);
         }
     CHECK(x->warned, "no warning");
-    session_close(s);
-    options_free(o);
+    session_done(s);
     nexus_free(a);
     tiny_free(m);
 }
@@ -4359,8 +4025,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                  i > 8    ? "ratio=0.6"
                  : i == 4 ? "sonic-k=3"
                           : "");
-        Options *o;
-        Session *s = sonic_session(m, a, opt, &o);
+        Session *s = sonic_session(m, a, opt);
         Script k = talk_script(p);
         float *x = run_talk(s, p), *y = run_slow_sonic(u, p);
         size_t at = 0;
@@ -4372,8 +4037,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         free(y);
         free(u->alt);
         free(u);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
         tiny_free(m);
     }
@@ -4385,13 +4049,12 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
     rnd_seed(50);
     for (int i = 0; i < 40; i++) {
         Nexus a = nexus_new(m, .1, "F32", i % 3 ? "augmented" : "original", 0);
-        Options *o;
         char opt[64];
         int K = 1 + rnd_int(8), sink = rnd_int(9), one = i % 2, want = 0, text = 0;
         int n_prev[2] = { 0, 0 };
         snprintf(opt, sizeof opt, "quiet sonic-k=%d sonic-sink=%d%s", K, sink,
                  one ? " sonic-oneshot" : "");
-        Session *s = sonic_session(m, a, opt, &o);
+        Session *s = sonic_session(m, a, opt);
         for (int t = 0; t < 6; t++) {
             int ids[16], n = 1 + rnd_int(12), dec = rnd_int(8);
             for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
@@ -4429,8 +4092,7 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         int all = text + n_prev[0] + n_prev[1], steps = (all + KV_STEP - 1) / KV_STEP;
         CHECK(kv_bytes_full(s) == (size_t)2 * steps * KV_STEP * 8 * 4 * 2,
               "full attention holds %d tokens: %zu bytes", all, kv_bytes_full(s));
-        session_close(s);
-        options_free(o);
+        session_done(s);
         nexus_free(a);
     }
     tiny_free(m);
@@ -4482,14 +4144,13 @@ TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not d
         rnd_seed(9);
         for (int t = 0; t < 3; t++)
             for (int k = 0; k < 12; k++) base[t][k] = ids[t][k] = rnd_int(61);
-        Options *o[4];
         Session *s[4];
         // 0: as is; 1: another current turn; 2: another second turn; 3: another first turn.
         for (int v = 0; v < 4; v++) {
             memcpy(ids, base, sizeof ids);
             if (v)
                 for (int k = 5; k < 12; k++) ids[3 - v][k] = (ids[3 - v][k] + 1 + k) % 61;
-            s[v] = sonic_session(m, a, opt, &o[v]);
+            s[v] = sonic_session(m, a, opt);
             for (int t = 0; t < 3; t++) {
                 prefill(s[v], ids[t], 9);
                 for (int k = 9; k < 12; k++) decode(s[v], ids[t][k]);
@@ -4505,26 +4166,18 @@ TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not d
         }
         CHECK(!one || !nexus_rows_same(s[0], s[2], 3, 6),
               "one-shot: earlier Nexus rows do see later bodies (Eq. 5)");
-        for (int v = 0; v < 4; v++) {
-            session_close(s[v]);
-            options_free(o[v]);
-        }
+        for (int v = 0; v < 4; v++) session_done(s[v]);
     }
     for (int h = 1; h < 3; h++) {  // T1, T4: h finished messages
         Talk p = { .turns = 2, .pre = { 12, 6 }, .dec = { h == 1 ? 0 : 5, 2 }, .seed = 6 };
-        Options *o[2];
-        Session *s[2] = { sonic_session(m, a, "", &o[0]),
-                          sonic_session(m, a, "sonic-oneshot", &o[1]) };
+        Session *s[2] = { sonic_session(m, a, ""), sonic_session(m, a, "sonic-oneshot") };
         float *x = run_talk(s[0], &p), *y = run_talk(s[1], &p);
         Script k = talk_script(&p);
         double e = worst(x, y, (size_t)script_rows(&k) * 61, 1e-5, 1e-5, NULL);
         CHECK(h == 1 ? e <= 1 : e > 10, "h = %d: %g times the bound apart", h, e);
         free(x);
         free(y);
-        for (int v = 0; v < 2; v++) {
-            session_close(s[v]);
-            options_free(o[v]);
-        }
+        for (int v = 0; v < 2; v++) session_done(s[v]);
     }
     nexus_free(a);
     tiny_free(m);
@@ -4600,37 +4253,29 @@ TEST(sonic_refusals,
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Nexus a = nexus_new(m, .1, "F32", "augmented", cases[i].how == SHARED);
         Tiny base = cases[i].how == BIASED ? biased : m;
-        char path[64], text[128], err[512] = "";
+        char text[512], err[512] = "";
         nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
-        snprintf(text, sizeof text, "sonic-weights=%s", nexus_write(a, path));
+        snprintf(text, sizeof text, "sonic-weights=%s", nexus_write(a));
         Options *o = options_of(text);
         Session *s = session_try(base.c, base.w, o, "sonic", err);
         CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
               cases[i].value, err, cases[i].says);
         session_close(s);
         options_free(o);
-        unlink(path);
         nexus_free(a);
     }
 
     // Too long a dialogue.
     Nexus a = nexus_new(m, .1, "F32", "original", 0);
-    char path[64], text[128], err[512] = "";
-    nexus_write(a, path);
-    snprintf(text, sizeof text, "sonic-weights=%s", path);
-    Options *o = options_of(text);
     m.c->max_pos = 20;
-    Session *s = session_try(m.c, m.w, o, "sonic", err);
+    Session *s = sonic_session(m, a, "");
     Token tokens[21];
     int code = 0;
-    CHECK(s != NULL, "%s", err);
     for (int i = 0; i < 21; i++) tokens[i] = (Token){ i, -1, 0, TOK_USER };
     EXPECT_DIE(code, sonic_enter(s, s->part[0].ms, tokens, 21, 21));
     CHECK(code == EXIT_RUN && strstr(die_text, "max_position_embeddings 20"), "%d %s", code,
           die_text);
-    session_close(s);
-    options_free(o);
-    unlink(path);
+    session_done(s);
     nexus_free(a);
     tiny_free(m);
     tiny_free(biased);
@@ -4639,12 +4284,10 @@ TEST(sonic_refusals,
 TEST(sonic_bounds, "what attention skips is never visible, and what it does not test always is: "
                    "2,000 random tiles of every rule, with positions that overlap under a window") {
     Tiny m = tiny_model(1, 4, 2, 8, 16, 16, 31, 3);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    Session *s = session_of(m, "full", "");
     int ids[200] = { 0 }, all = 0, edge = 0, before = 0;
     prefill(s, ids, 200);
-    m.c->windowed = xmalloc(1);
-    m.c->windowed[0] = 1;
+    tiny_window(m, 1, 0);
     const KVHead *hd = kv_head(s, 0, 0);
     Tile *t = tiles_new(s);
     for (int c = 0; c < 2000; c++) {
@@ -4682,17 +4325,15 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     CHECK(all > 100 && edge > 500 && before > 100, "%d tiles without a test, %d edges, %d before a window", all,
           edge, before);
     s->rule = VIS_CAUSAL;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings are drawn once "
                       "and for all and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Options *o[2] = { options_of("sonic-untrained quiet"), options_of("sonic-untrained quiet") };
     Session *s[2];
-    for (int i = 0; i < 2; i++) s[i] = session_open(m.c, m.w, o[i], "sonic");
+    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-untrained quiet");
     const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
     CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
@@ -4707,30 +4348,20 @@ TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings
     Talk p = { .turns = 3, .pre = { 30, 9, 8 }, .dec = { 6, 5, 4 }, .seed = 4 };
     free(run_talk(s[0], &p));
     CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    for (int i = 0; i < 2; i++) session_done(s[i]);
     tiny_free(m);
 }
 
 // ==================================================================================================== 11 DILILAZYKV AND HEADKV
 
-// A file that holds text -> its name, to be unlinked and freed.
+// A file that holds text -> its name, to be freed; the file goes with the tests' folder.
 static char *temp_text(const char *text) {
-    char *path = xmalloc(256);
-    snprintf(path, 256, "%s/kvcomp-test-XXXXXX", P_tmpdir);
-    int fd = mkstemp(path);
-    CHECK(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text), "%s cannot be written",
-          path);
-    close(fd);
+    static int made;
+    char name[32], *path = xmalloc(400);
+    snprintf(name, sizeof name, "text-%d", made++ % 8);
+    snprintf(path, 400, "%s", tmp_path(name));
+    put_file(path, text, strlen(text));
     return path;
-}
-
-// Removes a file and frees its name.
-static void temp_done(char *path) {
-    unlink(path);
-    free(path);
 }
 
 // A flat file in an order that is not the heads'.
@@ -4848,12 +4479,12 @@ static int load_fails(const char *text, const char *which, const char *expected)
     double *x = scores_read(path, which, 2, 2, err);
     if (x) {
         free(x);
-        temp_done(path);
+        free(path);
         return 0;
     }
     int named = strstr(err, expected) != NULL;
     if (!named) fprintf(stderr, "  said: %s\n", err);
-    temp_done(path);
+    free(path);
     return named;
 }
 
@@ -4879,7 +4510,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
         double *x = scores_read(path, good[i][1], 2, 2, err);
         CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
         free(x);
-        temp_done(path);
+        free(path);
     }
     CHECK(load_fails("{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "inf", "1-1"), "a head is missing");
     CHECK(
@@ -4982,22 +4613,15 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
     }
 }
 
-// Runs a script on the program and on the twin with the same scores; logits and rows must agree.
+// Runs a script on the program and on the twin with the same scores; logits, rows and what every query head reads agree.
 static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
     int bad = 0, rows[4096];
     const char *method = x.alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
     snprintf(all, sizeof all, "%s %s-scores=%s", opt, method, path);
-    Options *o = options_of(all);
-    Session *s = session_open(m.c, m.w, o, method);
-    Twin *t = twin_new(m.c, m.w, DT_F32);
     x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
-    t->hook = (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after };
-    float *a = run_session(s, p), *b = run_twin(t, p);
-    double e = worst(a, b, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
-    CHECK(e <= 1, "%s, H %d G %d: logits are %g times the bound off", opt, m.c->H, m.c->G, e);
-    CHECK(!rows_differ(s, t), "%s, H %d G %d: %d heads hold other rows", opt, m.c->H, m.c->G,
-          rows_differ(s, t));
+    Beside b = run_beside(m, method, all, (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after }, p);
+    Session *s = b.s;
     // What every query head reads, the tokens since the prefill aside.
     for (int i = 0; i < m.c->L * m.c->H && x.read[0]; i++) {
         const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
@@ -5012,13 +4636,9 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     CHECK(!bad, "%s: %d rows of the views differ", opt, bad);
     for (int i = 0; i < m.c->L * m.c->H; i++) arrfree(x.read[i]);
     free(x.read);
-    free(a);
-    free(b);
     free(text);
-    twin_free(t);
-    session_close(s);
-    options_free(o);
-    temp_done(path);
+    beside_done(&b);
+    free(path);
 }
 
 static const struct {
@@ -5032,74 +4652,31 @@ static const struct {
     { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
     { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
       { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
-};
-
-enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
-
-static const struct {
-    const char *opt;
-    DiliTwin x;
-} headkv_case[] = {
     { "budget=24", { 24, 8, 7, ALLOC_HEADKV, -1, 1.2, 0, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
       { 30, 4, 3, ALLOC_HEADKV, -1, 2, 0, NULL, NULL, 0 } },
     { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
-enum { HEADKV_CASES = sizeof headkv_case / sizeof *headkv_case };
+enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
 
-// n influences between 0 and 1, a sixth of them 0.
-static void random_scores(double *x, int n) {
-    for (int i = 0; i < n; i++) x[i] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
-}
-
-TEST(dililazy_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows "
-                    "every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin over three turns: logits 1e-5, rows held, "
+                           "rows every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
+    static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
     Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
     for (int i = 0; i < 4; i++) {
-        double inf[32];
+        double score[32];
         Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
-        random_scores(inf, 3 * shape[i][0]);
+        for (int k = 0; k < 3 * shape[i][0]; k++) score[k] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
         for (int k = 0; k < DILI_CASES; k++) {
             DiliTwin x = dili_case[k].x;
-            x.inf = inf;
+            x.inf = score;
             dili_agrees(m, dili_case[k].opt, x, &p);
             if (i == 3) dili_agrees(m, dili_case[k].opt, x, &small);
         }
         tiny_free(m);
     }
-}
-
-TEST(headkv_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows every "
-                  "query head reads; GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
-    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
-    Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
-    for (int i = 0; i < 4; i++) {
-        double score[32];
-        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 71 + i);
-        random_scores(score, 3 * shape[i][0]);
-        for (int k = 0; k < HEADKV_CASES; k++) {
-            DiliTwin x = headkv_case[k].x;
-            x.inf = score;
-            dili_agrees(m, headkv_case[k].opt, x, &p);
-            if (i == 3) dili_agrees(m, headkv_case[k].opt, x, &small);
-        }
-        tiny_free(m);
-    }
-}
-
-// A session with random scores in a file that is gone again
-static Session *dili_open(Tiny m, const char *opt, const double *inf, Options **o) {
-    char *text = scores_text(m.c->L, m.c->H, inf), *path = temp_text(text), all[512];
-    snprintf(all, sizeof all, "%s dililazy-scores=%s", opt, path);
-    *o = options_of(all);
-    Session *s = session_open(m.c, m.w, *o, "dililazy");
-    free(text);
-    temp_done(path);
-    return s;
 }
 
 // ---- stage 1
@@ -5233,29 +4810,49 @@ static void cal_after(void *u, Twin *t, int l, const double *q, const double *q_
     }
 }
 
-// Runs calibrate in a child process (what it holds when it dies is no leak then) -> its exit code;
-// text: the end of what it wrote on stderr
-static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char text[1024]) {
-    int end[2], status = -1, n = 0, got;
-    fflush(NULL);
+// Runs f(arg) in a process of its own, one thread, without the mark that die() jumps to -> its exit
+// code, 128 + a signal's number; what it says on stderr in said.
+static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
+    int end[2], rc;
     if (pipe(end)) return -1;
+    fflush(NULL);
     pid_t pid = fork();
     if (!pid) {
-#ifdef _OPENMP
-        // A forked OpenMP pool has lost its threads.
-        omp_set_num_threads(1);
-#endif
         dup2(end[1], 2);
         close(end[0]);
         close(end[1]);
-        _exit(calibrate(m.c, m.w, t, NULL, o));
+        set_threads(1);                         // a forked pool has lost its threads
+        die_jump = NULL;
+        f(arg);
+        _exit(0);
     }
     close(end[1]);
-    while (n < 1023 && (got = (int)read(end[0], text + n, 1023 - n)) > 0) n += got;
-    text[n] = 0;
+    size_t n = 0;
+    for (ssize_t got; n + 1 < size && (got = read(end[0], said + n, size - n - 1)) > 0;)
+        n += (size_t)got;
+    said[n] = 0;
     close(end[0]);
-    waitpid(pid, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    if (pid < 0 || waitpid(pid, &rc, 0) != pid) return -1;
+    return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
+}
+
+static struct {
+    Tiny m;
+    const Tokenizer *t;
+    const Options *o;
+} calibrated;
+
+static void calibrate_apart(long unused) {
+    (void)unused;
+    _exit(calibrate(calibrated.m.c, calibrated.m.w, calibrated.t, NULL, calibrated.o));
+}
+
+// Runs calibrate in a process of its own (what it holds when it dies is no leak then) -> its exit code; said: its stderr.
+static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char said[1024]) {
+    calibrated.m = m;
+    calibrated.t = t;
+    calibrated.o = o;
+    return in_a_process(calibrate_apart, 0, said, 1024);
 }
 
 // The plan of --calibrate with other lengths, three depths, and every run accepted.
@@ -5554,8 +5151,8 @@ TEST(headkv_calibrate,
     options_free(o);
     unlink(out);
     free(out);
-    temp_done(plain);
-    temp_done(half);
+    free(plain);
+    free(half);
     arrfree(hay);
     tokenizer_free(t);
     tiny_free(m);
@@ -5618,12 +5215,11 @@ static int order_set(int i) {
 // access costs.
 static int variants_step(void) { return emu_set_seed && (n_seeds() == 3 || emu_is_hard()) ? 2 : 1; }
 
-// A session on the device.
-static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
-    char err[256];
-    *o = options_of(text);
-    options_set(*o, "device", "cuda", err);
-    return session_open(m.c, m.w, *o, method);
+// A session on the device, for session_done.
+static Session *cuda_session(Tiny m, const char *method, const char *text) {
+    char all[512];
+    snprintf(all, sizeof all, "device=cuda %s", text);
+    return session_of(m, method, all);
 }
 
 // Data to be freed.
@@ -5679,8 +5275,7 @@ static void cuda_product(Session *s, int O, int I, int T, int dtype) {
 TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiGLU at odd shapes agree "
                 "with the CPU") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "exact", &o);
+    Session *s = cuda_session(m, "full", "exact");
     EACH_SEED(seed) {
         int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 }, { 21, 1104 } };
         int T[] = { 1, 2, 7 };
@@ -5715,8 +5310,7 @@ TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiG
             free(ref);
         }
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -5753,8 +5347,7 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
                        "weights that f16 holds, by 2^-8 with others; --exact by 2^-22 and 2^-16; rows of "
                        "any size") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o[2];
-    Session *s[2] = { cuda_session(m, "full", "", &o[0]), cuda_session(m, "full", "exact", &o[1]) };
+    Session *s[2] = { cuda_session(m, "full", ""), cuda_session(m, "full", "exact") };
     // A sum of 96 terms, each off by up to such a share of itself: the worst of 144 sums is off by
     // about 1.5 such shares.
     const struct {
@@ -5771,17 +5364,11 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
                 if (e && shift) continue;       // two products are as f16 goes
                 int size = shift == 1 ? 40 : shift == 2 ? -60 : 0;
                 double x = product_error(s[e], kind[k].dtype, 3, kind[k].tiny, size);
-                if (getenv("CUDA_VERBOSE"))
-                    printf("       dtype %d, %d tiny%s, rows of 2^%d: %.1e\n", kind[k].dtype,
-                           kind[k].tiny, e ? ", exact" : "", size, x);
                 CHECK(x <= kind[k].most[e], "dtype %d, %d tiny%s, rows of 2^%d: %g", kind[k].dtype,
                       kind[k].tiny, e ? ", exact" : "", size, x);
                 CHECK(e || k != 4 || x > 2e-3, "a matrix that stays bf16 meets bf16 rows: %g", x);
             }
-    for (int e = 0; e < 2; e++) {
-        session_close(s[e]);
-        options_free(o[e]);
-    }
+    for (int e = 0; e < 2; e++) session_done(s[e]);
     tiny_free(m);
 }
 
@@ -5810,8 +5397,7 @@ TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; on
                   "a token's product is the same to the bit") {
     enum { N = 4096 };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o[2];
-    Session *s = cuda_session(m, "full", "", &o[0]), *exact = cuda_session(m, "full", "exact", &o[1]);
+    Session *s = cuda_session(m, "full", ""), *exact = cuda_session(m, "full", "exact");
     uint16_t h[N];
     int lost, dtype;
     double e;
@@ -5850,10 +5436,8 @@ TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; on
     cuda_math(s, 'm', y[0], 40, x, 96, &w, 1);
     cuda_math(exact, 'm', y[1], 40, x, 96, &w, 1);
     CHECK(!memcmp(y[0], y[1], sizeof y[0]), "other bits");
-    session_close(s);
-    session_close(exact);
-    options_free(o[0]);
-    options_free(o[1]);
+    session_done(s);
+    session_done(exact);
     free((void *)w.data);
     free(x);
     tiny_free(m);
@@ -6047,24 +5631,36 @@ TEST(cuda_loops_blocks, "what data/cuda_loops.awk takes for a block's shared mem
 // Rows are put in directly, so the contents of the heads are known to the bit.
 typedef struct {
     Tiny m;
-    Options *oc, *od;
     Session *c, *d;
 } Pair;
 
 // Two sessions with the same method and options, p.c on the CPU and p.d on the device.
 static Pair pair_open(Tiny m, const char *method, const char *text) {
-    Pair p = { .m = m, .oc = options_of(text) };
-    p.c = session_open(m.c, m.w, p.oc, method);
-    p.d = cuda_session(m, method, text, &p.od);
+    return (Pair){ m, session_of(m, method, text), cuda_session(m, method, text) };
+}
+
+// A row of the tests of attention: heads, tokens of the last pass, the format of all rows, 1: SONIC's rule.
+typedef struct {
+    int H, G, D, n;
+    const char *format;
+    int rule;
+} Shape;
+
+// A pair with full attention on a model of two layers, the second of which has a sliding window.
+static Pair pair_shaped(const Shape *x, int seed, int window) {
+    char text[64];
+    snprintf(text, sizeof text, "ctk=%s ctv=%s", x->format, x->format);
+    Tiny m = tiny_model(2, x->H, x->G, x->D, 16, 16, 11, seed);
+    tiny_window(m, 2, window);
+    Pair p = pair_open(m, "full", text);
+    if (x->rule) p.c->rule = p.d->rule = VIS_SEGMENT;
     return p;
 }
 
 // Closes both.
 static void pair_close(Pair *p) {
-    session_close(p->c);
-    session_close(p->d);
-    options_free(p->oc);
-    options_free(p->od);
+    session_done(p->c);
+    session_done(p->d);
 }
 
 // A pass of n tokens: rows of every layer.
@@ -6089,6 +5685,13 @@ static void pair_append(Pair *p, int n, double k_std) {
         free(v);
     }
     free(t);
+}
+
+// The end of a pass of n tokens on both sides: the commits of all parts, layer after layer.
+static void pair_commit(Pair *p, int n) {
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+        for (int l = 0; l <= s->c->L; l++)
+            for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, l, NULL, n);
 }
 
 // dev: device memory.
@@ -6284,9 +5887,7 @@ TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to
 
     EACH_SEED(seed) for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 21;
+        tiny_window(m, 2, 21);
         Pair p = pair_open(m, "full", shape[i].text);
         p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
         pair_append(&p, 100, 1);
@@ -6306,11 +5907,7 @@ void cuda_span(int n);
 TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: both head_dims, 1 to 17 query "
                "heads a KV head, f16 and bf16, lists, tails, windows, SONIC's rule, lengths around "
                "a tile, items in several spans") {
-    static const struct {
-        int H, G, D, n;
-        const char *format;
-        int rule;
-    } shape[] = { { 4, 1, 64, 1, "f16", 0 },   { 16, 1, 64, 3, "bf16", 0 },
+    static const Shape shape[] = { { 4, 1, 64, 1, "f16", 0 },   { 16, 1, 64, 3, "bf16", 0 },
                   { 10, 2, 64, 2, "bf16", 0 }, { 3, 3, 64, 17, "f16", 1 },
                   { 9, 1, 64, 2, "f16", 0 },   { 4, 2, 64, 6, "bf16", 1 },
                   { 8, 2, 128, 2, "bf16", 0 }, { 17, 1, 128, 1, "f16", 0 },
@@ -6320,15 +5917,8 @@ TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: both head_dims, 1 to
 
     int n_shape = sizeof shape / sizeof *shape;
     EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
-        char text[64];
-        snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
-        Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 21;
         cuda_span(i % 4 == 1 ? 32 : 0);
-        Pair p = pair_open(m, "full", text);
-        if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
+        Pair p = pair_shaped(&shape[i], 5 + i, 21);
         p.c->wants = p.d->wants = KV_MASS;
         pair_append(&p, (int[]){ 15, 100, 143 }[i % 3], 1);
         // Another message.
@@ -6338,7 +5928,7 @@ TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: both head_dims, 1 to
         pair_append(&p, shape[i].n, 1);
         for (int l = 0; l < 2; l++) pair_attention(&p, l, shape[i].n);
         pair_close(&p);
-        tiny_free(m);
+        tiny_free(p.m);
     }
     cuda_span(0);
 }
@@ -6360,9 +5950,7 @@ TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f
     EACH_SEED(seed) for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
         const Config *c = m.c;
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 150;
+        tiny_window(m, 2, 150);
         int n = 256 + 3 * seed, half = 129;
         size_t row = (size_t)c->H * c->D, all = n * row;
         Pair p = pair_open(m, "full", format[(i + seed) % 4]);
@@ -6473,9 +6061,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 40;
+        tiny_window(m, 2, 40);
         Pair p = pair_open(m, "full", text);
         pair_append(&p, (int[]){ 1, 100, 240 }[i % 3], 1);
         for (int g = 0; g < shape[i].G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);      // unequal heads
@@ -6496,8 +6082,7 @@ TEST(cuda_tensor_shapes, "a prefill on tensor cores at odd sizes agrees with the
         Pair p = pair_open(m, other[i][0], other[i][1]);
         pair_append(&p, 100, 1);
         pair_prefill(&p, 0, 100);                        // nothing is packed yet
-        for (Session *s = p.c; s && i == 0; s = s == p.c ? p.d : NULL)
-            pats_pass_ends(s, 100);
+        if (i == 0) pair_commit(&p, 100);
         for (int g = 0; g < 3; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         pair_append(&p, 70, 1);
         CHECK(i || kv_head(p.d, 1, 0)->packed > 50, "packed rows");
@@ -6535,8 +6120,7 @@ static void pair_loads(Pair *p, int l, int g) {
 // Rows of n tokens, and the end of the pass.
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        pats_pass_ends(s, n);
+    pair_commit(p, n);
 }
 
 TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
@@ -6589,9 +6173,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
 // attention each row receives is summed. The second layer has a window of 37.
 static void gqa_agrees(Tiny m, const char *method, const char *text, int first, int n, int rule,
                        int thin) {
-    m.c->windowed = xcalloc(2, 1);
-    m.c->windowed[1] = 1;
-    m.c->window = 37;
+    tiny_window(m, 2, 37);
     Pair p = pair_open(m, method, text);
     if (rule) p.c->rule = p.d->rule = rule;
     p.c->wants = p.d->wants = thin ? KV_MASS : 0;
@@ -6723,8 +6305,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
 TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, "
                   "signs, infinities, empty and short rows, k 0 to past n") {
     Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
-    Options *o, *oc = options_of("");
-    Session *s = cuda_session(m, "full", "", &o), *c = session_open(m.c, m.w, oc, "full");
+    Session *s = cuda_session(m, "full", ""), *c = session_of(m, "full", "");
     EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
         enum { S = 6, N = 1300 };
 
@@ -6759,10 +6340,8 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         free(idx);
         free(b);
     }
-    session_close(s);
-    session_close(c);
-    options_free(o);
-    options_free(oc);
+    session_done(s);
+    session_done(c);
     tiny_free(m);
 }
 
@@ -6932,17 +6511,14 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
     EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i],
                             (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
-        m.c->windowed = xcalloc(1, 1);
-        m.c->windowed[0] = i == 2;
-        m.c->window = 50;
+        tiny_window(m, i == 2, 50);
         Pair p = pair_open(m, i == 3 ? "pats" : "full",
                            i == 3   ? "ctk=f16 ctv=f16 pats-window=9"
                            : i == 1 ? "ctk=bf16 ctv=q8_0"
                                     : "");
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
-        for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL)
-            pats_pass_ends(s, 90);
+        if (i == 3) pair_commit(&p, 90);
         // Each i tries other rules.
         int T = (int[]){ 131, 70, 33, 64 }[i];
         rnd_seed(40 + i);
@@ -6970,9 +6546,7 @@ TEST(cuda_tensor_lines, "attention over lines on tensor cores agrees with the CP
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
-        m.c->windowed = xcalloc(1, 1);
-        m.c->windowed[0] = i == 2;
-        m.c->window = 90;
+        tiny_window(m, i == 2, 90);
         Pair p = pair_open(m, "full", text);
         if (shape[i].before) pair_append(&p, shape[i].before, 1);
         for (int g = 0; g < shape[i].G && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
@@ -7030,14 +6604,14 @@ static int views_differ(const Session *a, Session *b) {
     return bad;
 }
 
-// The same script on both sides: a on the CPU, b on the device. text names their options.
-static void sides_agree(Session *a, Session *b, const char *method, const char *text, const Script *p) {
+// The same script on both sides: a on the CPU, b on the device. text names their options. The device's logits go to out
+// (script_rows,V), NULL: nowhere. Returns how many rows of logits were compared.
+static int sides_agree(Session *a, Session *b, const char *method, const char *text, const Script *p, float *out) {
     const Config *c = a->c;
-    int ids[4096], V = c->V;
-    double w = 0;
+    int ids[4096], V = c->V, rows = 0;
     for (int t = 0; t < p->turns; t++) {
         script_ids(p, t, V, ids);
-        for (int i = -1; i < p->dec[t]; i++) {
+        for (int i = -1; i < p->dec[t]; i++, rows++) {
             closest = INFINITY;
             const float *x = i < 0 ? prefill(a, ids, p->pre[t]) : decode(a, ids[p->pre[t] + i]);
             double gap = closest;
@@ -7045,10 +6619,10 @@ static void sides_agree(Session *a, Session *b, const char *method, const char *
             if (gap < 1e-6 && views_differ(a, b)) {
                 printf("       %s %s: turn %d, pass %d: both choices are as good as equal, by %.1e of a score; from "
                        "here on the sides are not compared\n", method, text, t, i, gap);
-                return;
+                return rows;
             }
+            if (out) memcpy(out + (size_t)rows * V, y, V * sizeof *y);
             double e = worst(y, x, V, logit_bound, logit_bound, NULL);
-            if (e > w) w = e;
             CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i,
                   e);
             CHECK(!views_differ(a, b),
@@ -7064,70 +6638,38 @@ static void sides_agree(Session *a, Session *b, const char *method, const char *
         CHECK(worst(b->head[i].mass, a->head[i].mass, a->head[i].len, tol, tol, NULL) <= 1,
               "%s %s: mass of head %d", method, text, i);
     }
-    CHECK(kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) - near_bytes(a) == kv_meta_bytes(b) &&
-              !near_bytes(b),
+    // A session of `out` has been used before, and its methods' rooms are as large as they were then.
+    CHECK(out || (kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) - near_bytes(a) == kv_meta_bytes(b) && !near_bytes(b)),
           "%s: bytes", method);
     // The bytes of a packed row are a mean, so the two sums may be rounded differently.
     CHECK(fabs(a->clk.bytes_attended - b->clk.bytes_attended) < 1 && a->clk.peak == b->clk.peak,
           "%s: %.0f bytes attended, %zu at the peak; on the CPU %.0f and %zu", method, b->clk.bytes_attended,
           b->clk.peak, a->clk.bytes_attended, a->clk.peak);
-    if (getenv("CUDA_VERBOSE"))
-        printf("       %-12s %-40s worst %.4f of the bound, %d rows held\n", method, text, w,
-               b->head[0].len);
+    return rows;
 }
 
 // Whole dialogues with these options on both sides. alt: weights of Nexus rows, or NULL.
 static void dialogue_agrees(Tiny m, const char *method, const char *text, const Script *p,
                             const Layer *alt) {
-    Options *oc = options_of(text), *od;
-    Session *a = session_open(m.c, m.w, oc, method), *b = cuda_session(m, method, text, &od);
+    Session *a = session_of(m, method, text), *b = cuda_session(m, method, text);
     if (alt) a->alt = b->alt = alt;
-    sides_agree(a, b, method, text, p);
-    session_close(a);
-    session_close(b);
-    options_free(oc);
-    options_free(od);
-}
-
-// Whole dialogues of a method on both sides, with other weights for SONIC's rows if given.
-static void dialogues_alt(const char *method, const char *text, const Layer *alt) {
-    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
-    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
-    EACH_SEED(seed) {
-        p.seed = 4 + seed;
-        dialogue_agrees(m, method, text, &p, alt);
-    }
-    tiny_free(m);
-}
-
-// Whole dialogues of a method on both sides.
-static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
-
-// A variant of what dialogues() has shown: one order of threads, another one each time.
-static void dialogues_more(const char *method, const char *text) {
-    static int turn;
-    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
-    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
-    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    dialogue_agrees(m, method, text, &p, NULL);
-    tiny_free(m);
+    sides_agree(a, b, method, text, p, NULL);
+    session_done(a);
+    session_done(b);
 }
 
 // One order of threads a variant, another one each time.
 static void device_agrees(Tiny m, const char *spec, const char *more) {
     static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
     static int turn;
-    Options *o[2];
     char err[512], all[320];
     snprintf(all, sizeof all, "%s device=cuda", more);
     if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    Session *a = table_open(m, spec, 1, more, &o[0], err), *b = table_open(m, spec, 1, all, &o[1], err);
+    Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
     CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
-    if (a && b) sides_agree(a, b, spec, more, &p);
-    session_close(a);
-    session_close(b);
-    options_free(o[0]);
-    options_free(o[1]);
+    if (a && b) sides_agree(a, b, spec, more, &p, NULL);
+    session_done(a);
+    session_done(b);
 }
 
 TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
@@ -7225,30 +6767,34 @@ static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
     return bad;
 }
 
+// The first part selects rows of layer l on both sides, for a random query (scale > 0) or for one to which all rows are
+// the same (0): every head reads the same.
+static void select_agrees(Pair *p, int l, double scale, const char *text) {
+    const Config *c = p->m.c;
+    float *q = normals((size_t)c->H * c->D, scale), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    p->c->part[0].m->select(p->c, p->c->part[0].ms, l, q);
+    p->d->part[0].m->select(p->d, p->d->part[0].ms, l, dq);
+    views_fetch_cuda(p->d);
+    for (int h = 0; h < c->H; h++) {
+        View a = *kv_view(p->c, l, h), b = *kv_view(p->d, l, h);
+        CHECK(same_view(a, b), "%s, %d tokens, query times %g: layer %d, head %d reads %d rows before %d, on the CPU %d "
+              "before %d", text, p->c->n_tok, scale, l, h, b.n, b.tail, a.n, a.tail);
+    }
+    cuda_drop(dq);
+    free(q);
+}
+
 // N tokens, the end of the pass, then what a query would read.
 static void lychee_pass(Pair *p, int n, const char *text) {
     const Config *c = p->m.c;
     Lychee *a = p->c->part[0].ms, *b = p->d->part[0].ms;
     pair_append(p, n, 1);
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
-        for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, c->L, NULL, n);
+    pair_commit(p, n);
     CHECK(!trees_differ(p->c, a, b), "%s: trees after %d tokens, %d chunks", text, p->c->n_tok,
           a->M);
-    float *q = normals((size_t)c->H * c->D, 1.5);
-    float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
-    for (int l = 0; l < c->L; l++) {
-        lychee_select(p->c, a, l, q);
-        lychee_select(p->d, b, l, dq);
-        views_fetch_cuda(p->d);
-        for (int h = 0; h < c->H; h++)
-            CHECK(same_view(*kv_view(p->c, l, h), *kv_view(p->d, l, h)),
-                  "%s: layer %d, head %d reads other rows after %d tokens", text, l, h,
-                  p->c->n_tok);
-    }
+    for (int l = 0; l < c->L; l++) select_agrees(p, l, 1.5, text);
     CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90,
           "nothing was selected, so this shows nothing");
-    cuda_drop(dq);
-    free(q);
 }
 
 // A LycheeCluster index that is built, grafted and built anew on both sides; both must be the same.
@@ -7290,14 +6836,18 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
 }
 
 TEST(cuda_quest, "quest; 5, 9 and 12 query heads a list, the fast kernel's and the general one's") {
-    dialogues_more("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16");
-    for (int i = 0; i < 3; i++) {
-        Tiny m = tiny_model(2, (int[]){ 10, 9, 12 }[i], (int[]){ 2, 1, 1 }[i], 16, 24, 40, 53, 21);
-        Script p = { 1, { 90 }, { 4 }, 4 };
-        dialogue_agrees(m, "quest",
-                        i == 2 ? "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0"
-                               : "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16",
-                        &p, NULL);
+    static const struct {
+        int H, G;
+        const char *text;
+    } run[] = { { 6, 3, "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16" },
+                { 10, 2, "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16" },
+                { 9, 1, "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16" },
+                { 12, 1, "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0" } };
+    Script p = { 1, { 90 }, { 4 }, 4 };
+    for (int i = 0; i < 4; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        Tiny m = tiny_model(2, run[i].H, run[i].G, 16, 24, 40, 53, 21);
+        dialogue_agrees(m, "quest", run[i].text, &p, NULL);
         tiny_free(m);
     }
 }
@@ -7317,28 +6867,16 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
         Quest *a = p.c->part[0].ms, *b = p.d->part[0].ms;
         for (int pass = 0; pass < 7; pass++) {
             pair_append(&p, pass ? 1 + 9 * pass : 77, 1);
-            for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
-                for (int l = 0; l <= c->L; l++)
-                    for (int k = 0; k < s->n_part; k++)
-                        s->part[k].m->commit(s, s->part[k].ms, l, NULL, 9);
-            float *q = normals((size_t)c->H * c->D, 1.5);
-            float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+            pair_commit(&p, 9);
             for (int l = 0; l < c->L; l++) {
-                quest_select(p.c, a, l, q);
-                quest_select(p.d, b, l, dq);
-                views_fetch_cuda(p.d);
-                for (int h = 0; h < c->H; h++)
-                    CHECK(same_view(*kv_view(p.c, l, h), *kv_view(p.d, l, h)) &&
-                              kv_view(p.d, l, h)->tail > 60,
-                          "%s: layer %d, head %d, pass %d", all, l, h, pass);
+                select_agrees(&p, l, 1.5, all);
+                CHECK(kv_view(p.d, l, 0)->tail > 60, "%s: layer %d, pass %d", all, l, pass);
                 for (int g = l * 3; g < l * 3 + 3; g++)
                     CHECK(a->head[g].n == b->head[g].n &&
                               !bytes_differ(a->head[g].bound, b->head[g].bound,
                                             a->head[g].n * 2 * c->D * dtype_size(a->dtype)),
                           "%s: bounds of head %d", all, g);
             }
-            cuda_drop(dq);
-            free(q);
         }
         pair_close(&p);
         tiny_free(m);
@@ -7371,11 +6909,10 @@ TEST(cuda_trace,
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
         float *x, *y, *z;
-        Options *o;
         size_t n = (size_t)script_rows(&p) * m.c->V;
         SafeFile *a = trace_of(m, of[i].method, of[i].text, "cpu", &p, &x);
         SafeFile *b = trace_of(m, of[i].method, of[i].text, "cuda", &p, &y);
-        Session *s = cuda_session(m, of[i].method, of[i].text, &o);
+        Session *s = cuda_session(m, of[i].method, of[i].text);
         z = run_session(s, &p);
         CHECK(worst(y, x, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU",
               of[i].method);
@@ -7394,8 +6931,7 @@ TEST(cuda_trace,
               own, of[i].own);
         safetensors_close(a);
         safetensors_close(b);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         free(x);
         free(y);
         free(z);
@@ -7408,8 +6944,7 @@ TEST(cuda_trace,
 // Returns logits (steps,V), to be freed. graph: the first step that is one; steps: none is to be.
 static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps,
                           int graph) {
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    Session *s = cuda_session(m, method, text);
     cuda_single_launches(s, graph == steps);
     int V = m.c->V, *ids = xmalloc(n * sizeof *ids);
     float *x = xmalloc((size_t)steps * V * sizeof *x);
@@ -7420,8 +6955,7 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
         CHECK(cuda_graphs(s) == (i >= graph), "%s: step %d %s a graph", method, i,
               i < graph ? "with" : "without");
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     free(ids);
     return x;
 }
@@ -7474,14 +7008,15 @@ static void steady_agrees(Tiny m, const char *method, const char *text, int grap
     Script p = { 2, { 30, 22 }, { 38, 18 }, 4 }, once = { 1, { 110 }, { 2 }, 5 };
     // Another order of threads each time.
     if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof(float);
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    size_t row = (size_t)m.c->V * sizeof(float);
+    Session *c = session_of(m, method, text), *s = cuda_session(m, method, text);
     // All rooms are there from now on: only what a step means asks for another graph.
+    free(run_session(c, &once));
     free(run_session(s, &once));
+    session_reset(c);
     session_reset(s);
     if (emu_count) emu_count(NULL);
-    float *a = run_session(s, &p), *b;
+    float *a = run_session(s, &p), *b = xmalloc(script_rows(&p) * row);
     if (emu_count) {
         long n = emu_count("cudaGraphLaunch"), k = emu_count("cudaStreamBeginCapture");
         long made = emu_count("cudaGraphInstantiate"), updated = emu_count("cudaGraphExecUpdate");
@@ -7493,22 +7028,19 @@ static void steady_agrees(Tiny m, const char *method, const char *text, int grap
     }
     session_reset(s);
     cuda_single_launches(s, 1);
-    b = run_session(s, &p);
-    CHECK(!memcmp(a, b, bytes), "%s %s: the graph gives other logits", method, text);
+    int rows = sides_agree(c, s, method, text, &p, b);
+    CHECK(!memcmp(a, b, rows * row), "%s %s: the graph gives other logits", method, text);
     free(b);
     free(a);
-    session_close(s);
-    options_free(o);
-    dialogue_agrees(m, method, text, &p, NULL);
+    session_done(c);
+    session_done(s);
 }
 
 TEST(cuda_steady,
      "steps that choose rows as a graph, over grafts, ends of pages, selections, heads that grow "
      "and a second turn: the launches one by one to the bit, the CPU's rows and views") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
-    w.c->windowed = xcalloc(2, 1);
-    w.c->windowed[0] = 1;
-    w.c->window = 40;  // hooks skip that layer
+    tiny_window(w, 1, 40);      // hooks skip that layer
     // Tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way.
     steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5, 2);
     // 31, 65, 91, 97.
@@ -7534,63 +7066,57 @@ TEST(cuda_steady,
     tiny_free(w);
 }
 
-TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, "
-                     "with and without hooks in a step") {
-    const char *method[] = { "snapkv", "adakv", "lychee", "quest", "loopserve-d" };
-    Tiny m = tiny_model(2, 2, 1, 16, 16, 24, 53, 31);
-    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 0);
-    for (int i = 0; i < 5; i++) {
-        // The first step shows what a select hook does.
-        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i >= 2);
-        CHECK(!memcmp(a, b, 6 * 53 * sizeof *a), "%s", method[i]);
-        free(b);
-    }
-    free(a);
-    tiny_free(m);
-}
-
-TEST(cuda_gqa_steps,
-     "decode on tensor cores in a whole step: a graph is the launches one by one to the bit, what "
-     "reads everything is full attention to the bit, methods agree with the CPU") {
-    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv" };
-    const char *text[] = { "batch-size=100 ctk=f16 ctv=f16", "batch-size=100 ctk=bf16 ctv=bf16" };
-    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
-    for (int f = 0; f < 2; f++) {
+TEST(cuda_same_bits, "what reads everything is full attention to the bit on the device, with and without hooks in a "
+                     "step; so is a graph of steps on tensor cores, whose methods agree with the CPU") {
+    static const struct {
+        int H, G, D, n, steps;
+        const char *text;
+    } run[] = { { 2, 1, 16, 260, 6, "batch-size=100" },
+                { 4, 2, 64, 230, 4, "batch-size=100 ctk=f16 ctv=f16" },      // on tensor cores
+                { 4, 2, 64, 230, 4, "batch-size=100 ctk=bf16 ctv=bf16" } };
+    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv", "snapkv" };
+    for (int f = 0; f < 3; f++) {
+        int n = run[f].n, steps = run[f].steps, tensor = run[f].D == 64;
+        size_t bytes = (size_t)steps * 53 * sizeof(float);
         char all[100];
-        snprintf(all, sizeof all, "%s budget=1000", text[f]);
+        Tiny m = tiny_model(2, run[f].H, run[f].G, run[f].D, 16, 24, 53, 31);
+        snprintf(all, sizeof all, "%s budget=1000", run[f].text);
         if (emu_count) emu_count(NULL);
-        float *a = step_logits(m, "full", text[f], 230, 4, 0), *b = NULL;
-        CHECK(!emu_count || emu_count("decode_kernel") == 8, "4 steps of 2 layers, launched %ld times",
-              emu_count("decode_kernel"));
+        float *a = step_logits(m, "full", run[f].text, n, steps, 0), *b = NULL;
+        CHECK(!emu_count || !tensor || emu_count("decode_kernel") == 2 * steps, "%d steps of 2 layers, launched %ld times",
+              steps, emu_count("decode_kernel"));
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
-            b = step_logits(m, "full", text[f], 230, 4, 9);
+            b = step_logits(m, "full", run[f].text, n, steps, INT_MAX);
             emu_no_graphs = 0;
-            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s: the graph gives other logits", text[f]);
+            CHECK(!memcmp(a, b, bytes), "%s: the graph gives other logits", run[f].text);
             free(b);
         }
-        for (int i = 0; i < 4; i++) {
-            // The first step shows what a select hook does.
-            b = step_logits(m, method[i], all, 230, 4, i < 3);
-            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s, %s", method[i], all);
+        for (int i = 0; i < (tensor ? 4 : 5); i++) {
+            b = step_logits(m, method[i], all, n, steps, i < 3);    // the first step shows what a select hook does
+            CHECK(!memcmp(a, b, bytes), "%s, %s", method[i], all);
             free(b);
         }
         free(a);
+        tiny_free(m);
     }
+    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
     Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
     dialogue_agrees(m, "full", "ctk=f16 ctv=f16", &p, NULL);
     dialogue_agrees(m, "h2o", "budget=20 ctk=bf16 ctv=bf16", &p, NULL);
     dialogue_agrees(m, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", &p, NULL);
-    dialogue_agrees(m, "lychee",
-                    "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16",
-                    &p, NULL);
+    dialogue_agrees(m, "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16", &p, NULL);
     tiny_free(m);
 }
 
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
-    Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
-    dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
-    dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21), nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
+    EACH_SEED(seed) {
+        Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 + seed };
+        dialogue_agrees(m, "sonic", "sonic-untrained sonic-k=2 quiet", &p, nexus.w->layer);
+        dialogue_agrees(m, "sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", &p, nexus.w->layer);
+    }
+    tiny_free(m);
     tiny_free(nexus);
 }
 
@@ -7608,9 +7134,7 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
     EACH_SEED(seed) for (int kind = 0; kind < 3; kind++) {
         Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
         Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 9;
+        tiny_window(m, 2, 9);
         for (int l = 0; l < 2; l++) {
             Layer *y = &m.w->layer[l];
             y->q_norm = tiny_norm(40);
@@ -7646,25 +7170,15 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
 // tokens and two steps.
 static double path_error(Config *c, Weights *w, const char *text) {
     enum { T = 40 };
-    char err[256];
-    Options *o[2];
-    Session *s[2];
+    Pair p = pair_open((Tiny){ c, w }, "full", text);
     int *ids = random_ids(T, c->V);
     double e = 0;
-    for (int i = 0; i < 2; i++) {
-        o[i] = options_of(text);
-        options_set(o[i], "device", i ? "cuda" : "cpu", err);
-        s[i] = session_open(c, w, o[i], "full");
-    }
     for (int i = -1; i < 2; i++) {
-        const float *x = i < 0 ? prefill(s[0], ids, T) : decode(s[0], ids[i]);
-        const float *y = i < 0 ? prefill(s[1], ids, T) : decode(s[1], ids[i]);
+        const float *x = i < 0 ? prefill(p.c, ids, T) : decode(p.c, ids[i]);
+        const float *y = i < 0 ? prefill(p.d, ids, T) : decode(p.d, ids[i]);
         e = fmax(e, largest_difference(x, y, c->V));
     }
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    pair_close(&p);
     arrfree(ids);
     return e;
 }
@@ -7674,7 +7188,6 @@ TEST(cuda_prefill_error, "logits behind a prefill with bf16 weights: one product
     Config *c = config_synthetic("L3,H4,G2,D64,C128,F256,V256");
     Weights *w = weights_synthetic(c, 1);
     double one = path_error(c, w, "ctk=f32 ctv=f32"), two = path_error(c, w, "ctk=f32 ctv=f32 exact");
-    if (getenv("CUDA_VERBOSE")) printf("       one product %.1e, exact %.1e\n", one, two);
     CHECK(one < 1e-3 && two < 1e-4 && two < one, "one product %g, exact %g", one, two);
     weights_close(w, c);
 }
@@ -7781,122 +7294,65 @@ TEST(cuda_wide, "head_dim 256 and 160: every method's kernels agree with the CPU
 static int cuda_try(Tiny m, const char *method, const char *text) {
     // static: longjmp leaves it alone.
     static Options *o;
+    char err[256];
     int rc;
-    EXPECT_DIE(rc, session_close(cuda_session(m, method, text, &o)));
+    o = options_of(text);
+    options_set(o, "device", "cuda", err);
+    EXPECT_DIE(rc, session_close(session_open(m.c, m.w, o, method)));
     options_free(o);
     return rc;
 }
 
 // ---- traffic
 
-// What every kernel must move and compute, from the shapes. Launches, weights and K and V rows are
-// checked against what the emulator counted; CUDA_VERBOSE=1 ./tests cuda_traffic prints the tables
-// for Llama-3.1-8B. Bytes count once what a kernel needs from device memory; what comes again from
-// a cache (the activations of a product, K and V for a second block of queries) is not in them, but
-// in a prefill's attention it is. Symbols: kvcomp.h's, w bytes a weight, r bytes of a K and a V
-// row, I items of a decode step's attention, b tokens of a block. read: beside weights, rows.
+// What a pass must launch and read, from the shapes, kernel by kernel: launches of the whole pass, bytes of weights, and
+// bytes of K and V rows; they are checked against what the emulator counted. Symbols: kvcomp.h's; w bytes a weight, r
+// bytes of a K and a V row, Q numbers of a token's q, k and v.
 typedef struct {
-    const char *kernel, *name, *reads, *writes, *operations;
-    double launches, weights, rows, read, written, flops;
-    int tensor;
+    const char *kernel;
+    double launches, weights, rows;
 } Traffic;
 
-// One step with N rows behind and at it. stb_ds array.
-static Traffic *traffic_decode(const Config *c, double N) {
-    double L = c->L, C = c->C, F = c->F, V = c->V, H = c->H, HD = (double)c->H * c->D;
-    double GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D;
-    double Q = HD + 2 * GD;
-    double chunk = ceil(c->G * N / 512 / 32) * 32;
-    double items = c->G * ceil(N / (chunk < 64 ? 64 : chunk));
-    double part = items * (H / c->G < 5 ? 4 : 8) * (c->D + 2) * 4;
-    Traffic all[] = {
-        { "step_works_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0,
-          0 },
-        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
-        { "qkv_kernel", "norm, q, k, v, RoPE, append",
-          "L (w C (HD + 2 GD + 1) + 4 (C + HD + 2 GD))", "L (4 (2 HD + 2 GD) + G r)",
-          "L 2 C (HD + 2 GD)", L, L * (Q + 1) * C * w, 0, L * 4 * (C + Q),
-          L * (4 * (Q + HD) + c->G * r), L * 2 * C * Q, 0 },
-        { c->D < 64 ? "attend_kernel" : "decode_kernel", "attention, joining",
-          "L (N G r + 4 HD + 16 I (D + 2))", "L (16 I (D + 2) + 4 HD)", "L 4 N HD", L, 0,
-          L * N * c->G * r, L * (4 * HD + part), L * (part + 4 * HD + 8 * H), L * 4 * N * HD, 0 },
-        { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L,
-          L * HD * C * w, 0, L * 4 * (HD + C), L * 4 * C, L * 2 * C * HD, 0 },
-        { "gemv_kernel", "norm, gate, up, SwiGLU", "L (w C (2 F + 1) + 4 C)", "L 4 F", "L 4 C F", L,
-          L * (2 * F + 1) * C * w, 0, L * 4 * C, L * 4 * F, L * 4 * C * F, 0 },
-        { "gemv_kernel", "down, + residual", "L (w C F + 4 F + 4 C)", "L 4 C", "L 2 C F", L,
-          L * F * C * w, 0, L * 4 * (F + C), L * 4 * C, L * 2 * C * F, 0 },
-        { "gemv_kernel", "norm, logits", "w C (V + 1) + 4 C", "4 V", "2 C V", 1, (V + 1) * C * w, 0,
-          4 * C, 4 * V, 2 * C * V, 0 },
-        { "pick_kernel", "the best 40 logits", "4 V", "8 40 V / 4096", "-", 1, 0, 0, 4 * V,
-          320 * ceil(V / BEST_CHUNK), 0, 0 },
+enum { DECODE_KERNELS = 9, PREFILL_KERNELS = 6 };
+
+// One step with N rows behind and at it.
+static void traffic_decode(const Config *c, double N, Traffic t[DECODE_KERNELS]) {
+    double L = c->L, C = c->C, F = c->F, V = c->V, HD = (double)c->H * c->D;
+    double w = (double)dtype_size(c->dtype), r = 4.0 * c->D, Q = HD + 2.0 * c->G * c->D;
+    const Traffic all[] = {
+        { "step_works_kernel", 1, 0, 0 },                       // items of every layer
+        { "embed_kernel", 1, C * w, 0 },
+        { "qkv_kernel", L, L * (Q + 1) * C * w, 0 },            // norm, q, k, v, RoPE, append
+        { c->D < 64 ? "attend_kernel" : "decode_kernel", L, 0, L * N * c->G * r },
+        { "gemv_kernel", L, L * HD * C * w, 0 },                // output, + residual
+        { "gemv_kernel", L, L * (2 * F + 1) * C * w, 0 },       // norm, gate, up, SwiGLU
+        { "gemv_kernel", L, L * F * C * w, 0 },                 // down, + residual
+        { "gemv_kernel", 1, (V + 1) * C * w, 0 },               // norm, logits
+        { "pick_kernel", 1, 0, 0 },                             // the best 40 logits
     };
-    Traffic *t = NULL;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
-    return t;
+    memcpy(t, all, sizeof all);
 }
 
-// A token of a prefill of T from nothing, in blocks of b. launches: of the whole pass
-// A token's share. The last layer ends with the last token alone: K = L-1 layers go on after
-// attention.
-static Traffic *traffic_prefill(const Config *c, double T, double b) {
-    double L = c->L, C = c->C, F = c->F, H = c->H, HD = (double)c->H * c->D;
-    double GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D;
-    double Q = HD + 2 * GD;
-    double K = L - 1, n = L * ceil(T / b), k = K * ceil(T / b);
-    double P = L * C * Q + K * C * (HD + 3 * F), in = L * C + K * (HD + C + F);
-    double out = L * Q + K * (2 * C + 2 * F);
-    Traffic all[] = {
-        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
-        { "rows_kernel", "norms, SwiGLU, activations in 16 bits", "L 4 C + K 4 (HD + C + 2 F)",
-          "2 A, A = L C + K (HD + C + F)", "4 A", n + 3 * k, (n + k) * C * w / T, 0,
-          4 * in + K * 4 * F, 2 * in, 4 * in, 0 },
-        { "cublasGemmEx", "products", "w P / b + 2 A", "L 4 (HD + 2 GD) + K 8 (C + F)",
-          "2 P, P = L C (HD + 2 GD) + K C (HD + 3 F)", n + 3 * k, P * w / b, 0, 2 * in, 4 * out, 2 * P,
-          1 },
-        { "finish_kernel", "scales, biases, residuals", "K 16 C", "K 8 C", "K 6 C", 2 * k, 0, 0,
-          K * 16 * C, K * 8 * C, K * 6 * C, 0 },
-        { "heads_kernel", "scales, biases, RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)",
-          "L 4 (HD + GD)", n, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 4 * (HD + GD), 0 },
-        { "prefill_kernel", "attention", "L (H T r / 256 + 4 HD)", "L (4 HD + 8 H)", "L 4 T HD", n,
-          0, L * H * T * r / 256, L * 4 * HD, L * (4 * HD + 8 * H), L * 4 * T * HD, 1 },
+// A prefill of T tokens from nothing in blocks of b; its launches alone. The last layer ends with the last token: L - 1
+// layers go on after attention.
+static void traffic_prefill(const Config *c, double T, double b, Traffic t[PREFILL_KERNELS]) {
+    double n = c->L * ceil(T / b), k = (c->L - 1) * ceil(T / b);
+    const Traffic all[] = {
+        { "embed_kernel", 1, 0, 0 },
+        { "rows_kernel", n + 3 * k, 0, 0 },         // norms, SwiGLU, activations in 16 bits
+        { "cublasGemmEx", n + 3 * k, 0, 0 },        // products
+        { "finish_kernel", 2 * k, 0, 0 },           // scales, biases, residuals
+        { "heads_kernel", n, 0, 0 },                // scales, biases, RoPE, append
+        { "prefill_kernel", n, 0, 0 },
     };
-    Traffic *t = NULL;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
-    return t;
-}
-
-// H100: 3.35 TB/s, 990 TFLOP/s on tensor cores, 67 in f32 beside them.
-static void traffic_print(const Traffic *t, const char *what) {
-    Traffic sum = { .name = "all" };
-    double least = 0;
-    printf("\n%s\n\n| kernel | what | launches | reads, bytes | writes, bytes | operations | MB "
-           "read | MB written | GFLOP | us at least | bound "
-           "|\n|---|---|---:|---|---|---|---:|---:|---:|---:|---|\n",
-           what);
-    for (int i = 0; i < (int)arrlen(t); i++) {
-        double read = t[i].weights + t[i].rows + t[i].read;
-        double memory = (read + t[i].written) / 3.35e12;
-        double work = t[i].flops / (t[i].tensor ? 990e12 : 67e12);
-        printf("| %s | %s | %.0f | %s | %s | %s | %.3f | %.3f | %.3f | %.2f | %s |\n", t[i].kernel,
-               t[i].name, t[i].launches, t[i].reads, t[i].writes, t[i].operations, read * 1e-6,
-               t[i].written * 1e-6, t[i].flops * 1e-9, 1e6 * fmax(memory, work),
-               memory > work ? "memory" : "arithmetic");
-        sum.launches += t[i].launches;
-        sum.read += read;
-        sum.written += t[i].written;
-        sum.flops += t[i].flops;
-        least += fmax(memory, work);
-    }
-    printf("| all | | %.0f | | | | %.3f | %.3f | %.3f | %.2f | |\n", sum.launches, sum.read * 1e-6,
-           sum.written * 1e-6, sum.flops * 1e-9, 1e6 * least);
+    memcpy(t, all, sizeof all);
 }
 
 // As many as the emulator counted since it last forgot.
-static void traffic_launches(const Traffic *t, const char *what) {
-    for (int i = 0; i < (int)arrlen(t); i++) {
+static void traffic_launches(const Traffic *t, int kernels, const char *what) {
+    for (int i = 0; i < kernels; i++) {
         double n = 0;
-        for (int j = 0; j < (int)arrlen(t); j++)
+        for (int j = 0; j < kernels; j++)
             if (!strcmp(t[i].kernel, t[j].kernel)) n += t[j].launches;
         CHECK((double)emu_count(t[i].kernel) == n,
               "%s: %s was launched %ld times, the table says %g", what, t[i].kernel,
@@ -7907,28 +7363,27 @@ static void traffic_launches(const Traffic *t, const char *what) {
 TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are those of a step and of "
                    "a prefill that ran") {
     const int T = 300, b = 128;
-    char err[256];
-    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128");
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
-    options_set(o, "device", "cuda", err);
-    Session *s = session_open(c, w, o, "full");
+    Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
     int *ids = random_ids(T, c->V);
-    Traffic *pp = traffic_prefill(c, T, b), *tg = traffic_decode(c, T + 2);
+    Traffic pp[PREFILL_KERNELS], tg[DECODE_KERNELS];
+    traffic_prefill(c, T, b, pp);
+    traffic_decode(c, T + 2, tg);
     double weights = 0, rows = 0;
     if (emu_count) emu_count(NULL);
     prefill(s, ids, T);
     if (emu_count) {
         CHECK(emu_count("gemv_kernel") == 4, "the last token: output, MLP and logits");
-        traffic_launches(pp, "prefill");
+        traffic_launches(pp, PREFILL_KERNELS, "prefill");
     }
     s->picks = 40;
     decode(s, ids[0]);
     if (emu_count) emu_count(NULL);
     memset(&s->clk, 0, sizeof s->clk);
     decode(s, ids[1]);
-    if (emu_count) traffic_launches(tg, "decode");
-    for (int i = 0; i < (int)arrlen(tg); i++) {
+    if (emu_count) traffic_launches(tg, DECODE_KERNELS, "decode");
+    for (int i = 0; i < DECODE_KERNELS; i++) {
         weights += tg[i].weights;
         rows += tg[i].rows;
     }
@@ -7936,22 +7391,9 @@ TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are thos
           s->clk.bytes_attended);
     CHECK(weights == (double)w->bytes - (c->tied ? 0 : c->V * c->C * 2.0) + c->C * 2.0,
           "%g bytes of weights, the model has %zu", weights, w->bytes);
-    arrfree(pp);
-    arrfree(tg);
     arrfree(ids);
-    session_close(s);
+    session_done(s);
     weights_close(w, c);
-    options_free(o);
-    if (!getenv("CUDA_VERBOSE")) return;
-    Config big = {
-        .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256, .dtype = DT_BF16
-    };
-    pp = traffic_prefill(&big, 32768, 2048);
-    tg = traffic_decode(&big, 32768);
-    traffic_print(tg, "A decode step, 32,768 rows of f16, BF16 weights:");
-    traffic_print(pp, "A token of a 32,768-token prefill in blocks of 2,048:");
-    arrfree(pp);
-    arrfree(tg);
 }
 
 // ---- traffic of every method's decode step: `make traffic`
@@ -8019,7 +7461,7 @@ static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda
     session_close(s);
     weights_close(w, c);
     options_free(o);
-    if (path) temp_done(path);
+    free(path);
     free(json);
     free(score);
     return cost;
@@ -8118,8 +7560,7 @@ TEST(cuda_best,
      "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
     static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     for (int i = 0; i < 6; i++)
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
@@ -8142,8 +7583,7 @@ TEST(cuda_best,
             CHECK(b.worst > 0x7f800000, "%08x", b.worst);
             free(x);
         }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8151,10 +7591,10 @@ TEST(cuda_best,
 // Both draw the same ids, which are those the dialogue goes on with. picks: how many the options
 // ask for.
 static void sampling_agrees(Tiny m, const char *method, const char *text, int picks, int steps) {
-    Options *o[2];
-    Session *s[2] = { cuda_session(m, method, text, &o[0]), cuda_session(m, method, text, &o[1]) };
+    Session *s[2] = { cuda_session(m, method, text), cuda_session(m, method, text) };
+    Options *o = options_in(s[0]);
     float *row = xmalloc((size_t)m.c->V * sizeof *row);
-    App a = { .o = o[0], .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
+    App a = { .o = o, .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
     b.s = s[1];
     int ids[40], changed = 0;
     for (int i = 0; i < 40; i++) ids[i] = i * 7 % m.c->V;
@@ -8163,12 +7603,12 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     feed_prefill(&a, &t);
     feed_prefill(&b, &t);
     CHECK(!s[0]->picked, "a prefill has all logits");
-    CHECK(logits_needed(o[0]) == picks, "%s: %d logits, should be %d", text, logits_needed(o[0]),
+    CHECK(logits_needed(o) == picks, "%s: %d logits, should be %d", text, logits_needed(o),
           picks);
     if (emu_count) emu_count(NULL);
     for (int i = 0; i < steps; i++) {
         // As generate does; once in between somebody wants all of them.
-        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o[0]);
+        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o);
         uint64_t rng = a.rng;
         int x = sample(&a), y;
         memset(row, 0, (size_t)m.c->V * sizeof *row);
@@ -8184,7 +7624,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
         CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row),
               "step %d", i);
     }
-    CHECK(changed == (opt_real(o[0], "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
+    CHECK(changed == (opt_real(o, "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
           changed);
     if (emu_count && picks) {
         CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text,
@@ -8192,10 +7632,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     }
     turn_free(t);
     free(row);
-    for (int i = 0; i < 2; i++) {
-        session_close(s[i]);
-        options_free(o[i]);
-    }
+    for (int i = 0; i < 2; i++) session_done(s[i]);
 }
 
 TEST(cuda_sampling,
@@ -8212,17 +7649,15 @@ TEST(cuda_sampling,
     sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
-    Options *o;
     int ids[5] = { 1, 2, 3, 4, 5 }, rc;
     ((float *)(uintptr_t)m.w->embed.data)[7 * 16] = NAN;
-    Session *s = cuda_session(m, "full", "temp=0", &o);
+    Session *s = cuda_session(m, "full", "temp=0");
     prefill(s, ids, 5);
     s->picks = 1;
     EXPECT_DIE(rc, decode(s, 7));
     CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
     s->picks = 0;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8241,20 +7676,18 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     for (int i = 0; emu_set_memory && i < 8; i++) {
         Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         int ids[300];
-        Options *o;
         for (int t = 0; t < 300; t++) ids[t] = t % 53;
         weights_count(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
-        Session *s = cuda_session(m, method[i], text[i], &o);
+        Session *s = cuda_session(m, method[i], text[i]);
         MemoryPlan p = memory_plan(s);
         prefill(s, ids, 299);
         decode(s, 1);
         size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
         CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned",
               method[i], text[i], most, need);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
         int rc = cuda_try(m, method[i], text[i]);
         CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") &&
@@ -8269,12 +7702,9 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
 
 // The bytes that the memory plan asks for on the device.
 static size_t cuda_plan(Tiny m, const char *text) {
-    char err[512];
-    Options *o = options_of(text);
-    Session *s = session_try(m.c, m.w, o, "full", err);
+    Session *s = session_of(m, "full", text);
     MemoryPlan p = memory_plan(s);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return p.weights + p.kv + p.parts + p.pass;
 }
 
@@ -8322,8 +7752,7 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
                            "sonic-untrained quiet sonic-k=2" };
     for (int i = 0; emu_most_memory && i < 6; i++) {
         Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
-        Options *o;
-        Session *s = cuda_session(m, method[i], text[i], &o);
+        Session *s = cuda_session(m, method[i], text[i]);
         size_t first = 0;
         for (int t = 0; t < 60; t++) {  // a dialogue has ten turns
             int ids[3] = { t % 23, 3, 5 };
@@ -8338,8 +7767,7 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
             decode(s, 1);
             decode(s, 2);
         }
-        session_close(s);
-        options_free(o);
+        session_done(s);
         CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
         tiny_free(m);
     }
@@ -8348,11 +7776,10 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
 TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 256; "
                    "sessions give everything back") {
     Tiny m = tiny_model(1, 2, 1, 258, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o = NULL;
     int rc = cuda_try(m, "full", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
     Script p = { 1, { 20 }, { 2 }, 1 };
-    Session *s = cuda_session(n, "full", "", &o);
+    Session *s = cuda_session(n, "full", "");
     float *a = run_session(s, &p);
     session_reset(s);
     float *b = run_session(s, &p);
@@ -8360,8 +7787,7 @@ TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim
           "after a reset the same logits");
     free(a);
     free(b);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
     tiny_free(n);
 }
@@ -8407,9 +7833,8 @@ TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the r
 TEST(cuda_pool, "rows that were given back stay in the pool; memory that is asked for elsewhere "
                 "takes them from there") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
     Script p = { 1, { 60 }, { 20 }, 4 };  // heads grow
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     free(run_session(s, &p));
     size_t kept = emu_pooled ? emu_pooled() : 0;
     CHECK(!emu_pooled || kept > 0, "the heads' old rows went back to the device");
@@ -8419,16 +7844,14 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
         CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
         emu_set_memory(0);
     }
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
 TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free; on the "
                  "device decode goes on until heads have grown") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     // Of the 128 KB that a test's copy wants.
     if (emu_set_memory) emu_set_memory(held_now() + 70000);
     double copy = device_copy_rate();
@@ -8439,8 +7862,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     BenchLine b = bench_decode(s, 20, 1);
     CHECK(s->n_tok >= 65 + GROWTH_STEPS - 1 && s->n_tok < 80 && b.growth != 0,
           "%d tokens, a growth costs %g s", s->n_tok, b.growth);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8449,25 +7871,6 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
 // Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
 void cuda_seek_shared(int bytes);
 
-// What layer 0 of the CPU and of the device reads of the rows there are, for a random query (scale
-// > 0) or for one to which all rows are the same (0).
-static void seek_agrees(Pair *p, double scale, const char *text) {
-    const Config *c = p->m.c;
-    float *q = normals((size_t)c->H * c->D, scale);
-    float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
-    p->c->part[0].m->select(p->c, p->c->part[0].ms, 0, q);
-    p->d->part[0].m->select(p->d, p->d->part[0].ms, 0, dq);
-    views_fetch_cuda(p->d);
-    for (int h = 0; h < c->H; h++) {
-        View a = *kv_view(p->c, 0, h), b = *kv_view(p->d, 0, h);
-        CHECK(a.tail > 0 && a.n > 0, "%s: nothing was selected, so this shows nothing", text);
-        CHECK(same_view(a, b), "%s, query times %g: head %d reads %d rows before %d, on the CPU %d before %d",
-              text, scale, h, b.n, b.tail, a.n, a.tail);
-    }
-    cuda_drop(dq);
-    free(q);
-}
-
 // Two passes of n1 and n2 tokens whose keys have these deviations; then selections, with the scores
 // in shared memory and outside of it.
 static void seek_passes(Tiny m, const char *method, const char *text, int n1, double std1, int n2,
@@ -8475,12 +7878,13 @@ static void seek_passes(Tiny m, const char *method, const char *text, int n1, do
     Pair p = pair_open(m, method, text);
     for (int pass = 0; pass < 2; pass++) {
         pair_append(&p, pass ? n2 : n1, pass ? std2 : std1);
-        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
-            for (int l = 0; l <= m.c->L; l++) s->part[0].m->commit(s, s->part[0].ms, l, NULL, 9);
+        pair_commit(&p, 9);
     }
     for (int i = 0; i < 4; i++) {
         cuda_seek_shared(i & 1 ? 0 : -1);
-        seek_agrees(&p, i & 2 ? 0 : 1.5, text);
+        select_agrees(&p, 0, i & 2 ? 0 : 1.5, text);
+        for (int h = 0; h < m.c->H; h++)
+            CHECK(kv_view(p.c, 0, h)->tail > 0 && kv_view(p.c, 0, h)->n > 0, "%s: nothing was selected", text);
     }
     cuda_seek_shared(-1);
     pair_close(&p);
@@ -8524,8 +7928,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
 
 // Kernels of a step that was replayed.
 static long step_kernels(Tiny m, const char *method, const char *text) {
-    Options *o;
-    Session *s = cuda_session(m, method, text, &o);
+    Session *s = cuda_session(m, method, text);
     int ids[100];
     for (int i = 0; i < 100; i++) ids[i] = i * 7 % m.c->V;
     prefill(s, ids, 100);
@@ -8535,8 +7938,7 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
     decode(s, 5);
     long n = emu_count("_kernel");
     CHECK(emu_count("cudaGraphLaunch") == 1, "%s: the step was no graph", method);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return n;
 }
 
@@ -8563,27 +7965,24 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
                        "layers beside the weights and rooms runs it; in spans of -b it agrees with the CPU") {
     Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31), n = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
     Script p = { 2, { 60, 30 }, { 5, 3 }, 4 };
-    Options *o;
-    int ids[1000];
+    int ids[500];
     weights_count(m.w, m.c);
     Session *s = cuda_session(m, "pats",
-                              "ctx-size=1010 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
-                              "ctv=f16",
-                              &o);
+                              "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
+                              "ctv=f16");
     MemoryPlan plan = memory_plan(s);
     size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
-    size_t raw = (size_t)8 * 1024 * 32 * 4;   // K and V of all layers
+    size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
     for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].host ? 0 : plan.line[i].bytes;
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
     CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
           raw, plan.pass);
     if (emu_set_memory) emu_set_memory(need);
-    for (int i = 0; i < 1000; i++) ids[i] = i * 7 % 53;
-    CHECK(isfinite(*prefill(s, ids, 1000)) && isfinite(*decode(s, 1)), "logits");
+    for (int i = 0; i < 500; i++) ids[i] = i * 7 % 53;
+    CHECK(isfinite(*prefill(s, ids, 500)) && isfinite(*decode(s, 1)), "logits");
     if (emu_set_memory) emu_set_memory(0);
-    CHECK(cuda_held(s) < raw * 3 / 4, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
-    session_close(s);
-    options_free(o);
+    CHECK(cuda_held(s) < raw * 4 / 5, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
+    session_done(s);
     dialogue_agrees(n, "pats", "batch-size=7 pats-window=8 ctk=f16 ctv=f16", &p, NULL);
     tiny_free(m);
     tiny_free(n);
@@ -8592,26 +7991,15 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
 TEST(cuda_columns,
      "column sums on tensor cores agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 "
      "queries, unequal heads, several chunks, a window, SONIC's rule") {
-    static const struct {
-        int H, G, D, n;
-        const char *format;
-        int rule;
-    } shape[] = { { 4, 2, 64, 900, "f16", 0 },  { 3, 1, 128, 300, "bf16", 0 },
+    static const Shape shape[] = { { 4, 2, 64, 900, "f16", 0 },  { 3, 1, 128, 300, "bf16", 0 },
                   { 2, 2, 128, 600, "f16", 1 }, { 1, 1, 64, 30, "bf16", 1 },
                   { 2, 1, 64, 140, "bf16", 0 }, { 2, 2, 128, 150, "f16", 1 },
                   { 1, 1, 128, 100, "f16", 0 }, { 2, 1, 64, 300, "f16", 0 },
                   { 3, 1, 64, 90, "bf16", 1 } };
 
     EACH_SEED(seed) for (int i = seed % variants_step(); i < 9; i += variants_step()) {
-        char text[64];
-        snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         int H = shape[i].H, G = shape[i].G, D = shape[i].D, n = 70;
-        Tiny m = tiny_model(2, H, G, D, 16, 16, 11, 5 + i);
-        m.c->windowed = xcalloc(2, 1);
-        m.c->windowed[1] = 1;
-        m.c->window = 45;
-        Pair p = pair_open(m, "full", text);
-        if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
+        Pair p = pair_shaped(&shape[i], 5 + i, 45);
         pair_append(&p, shape[i].n, 1);
         for (int g = 0; g < G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         pair_append(&p, n, 1);
@@ -8635,7 +8023,7 @@ TEST(cuda_columns,
         cuda_drop(dq);
         free(q);
         pair_close(&p);
-        tiny_free(m);
+        tiny_free(p.m);
     }
 }
 
@@ -8703,51 +8091,21 @@ TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on 
 
 // ---- calls that fail
 
-// Runs f(arg) in a process of its own, one thread, without the mark that die() jumps to -> its exit
-// code, 128 + a signal's number; what it says on stderr in said.
-__attribute__((unused)) static int in_a_process(void (*f)(long), long arg, char *said,
-                                                size_t size) {
-    int end[2], rc;
-    if (pipe(end)) return -1;
-    fflush(NULL);
-    pid_t pid = fork();
-    if (!pid) {
-        dup2(end[1], 2);
-        close(end[0]);
-        close(end[1]);
-#ifdef _OPENMP
-        omp_set_num_threads(1);
-#endif
-        die_jump = NULL;
-        f(arg);
-        _exit(0);
-    }
-    close(end[1]);
-    size_t n = 0;
-    for (ssize_t got; n + 1 < size && (got = read(end[0], said + n, size - n - 1)) > 0;)
-        n += (size_t)got;
-    said[n] = 0;
-    close(end[0]);
-    if (pid < 0 || waitpid(pid, &rc, 0) != pid) return -1;
-    return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
-}
-
 static Tiny failing_model;
 static const char *failing_method, *failing_text;
 
 // arg: the call that fails; negative: all from that one on. 0: none, and their number is the
 // answer.
 __attribute__((unused)) static void failing_run(long arg) {
-    Options *o;
     // Graphs, heads that grow, a second turn.
     Script p = { 2, { 60, 3 }, { 7, 2 }, 4 };
     int n = script_rows(&p) * failing_model.c->V;
     emu_fail_at(arg < 0 ? -arg : arg, arg < 0);
-    Session *s = cuda_session(failing_model, failing_method, failing_text, &o);
+    Session *s = cuda_session(failing_model, failing_method, failing_text);
     float *x = run_session(s, &p);
     double sum = 0;
     for (int i = 0; i < n; i++) sum += fabs((double)x[i]) * (1 + i % 7);
-    session_close(s);
+    session_done(s);
     fprintf(stderr, "%ld %.12g\n", emu_calls(), sum);
 }
 
@@ -8814,26 +8172,22 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     for (int i = 0; i < 200; i++) ids[i] = i * 7 % 29;
     for (int i = 0; emu_fail_at && i < 4; i++) {
         for (long n = 0, calls = 0; n <= calls; n += calls / 25 + 1) {
-            Options *o;
-            Session *s = cuda_session(m, method[i], text[i], &o);
+            Session *s = cuda_session(m, method[i], text[i]);
             emu_fail_at(n, 0);                  // 0: none
             ended[turn_dies(s, ids, 40) != 0]++;
             if (!n) calls = emu_calls();
             emu_fail_at(0, 0);
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
         for (int more = 0; more < 100000; more += more / 2 + 1000) {
-            Options *o;
-            Session *s = cuda_session(m, method[i], text[i], &o);
+            Session *s = cuda_session(m, method[i], text[i]);
             ended[turn_dies(s, ids, 40) != 0]++;
             emu_set_memory(held_now() + more);
             int rc = turn_dies(s, ids, 200);
             emu_set_memory(0);
             CHECK(rc == EXIT_MEMORY || (more && !rc), "%s: %d bytes more: %d", method[i], more, rc);
             ended[rc != 0]++;
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
     }
     CHECK(!emu_fail_at || (ended[0] > 25 && ended[1] > 50), "%d turns were done, %d were not", ended[0], ended[1]);
@@ -8875,14 +8229,12 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
     }
 #endif
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
-    Options *o;
-    Session *s = cuda_session(m, "full", "", &o);
+    Session *s = cuda_session(m, "full", "");
     int was = cuda_poison;
     for (cuda_poison = 0; cuda_poison < 2; cuda_poison++)
         CHECK(cuda_stale(s) == cuda_poison, "poison %d", cuda_poison);
     cuda_poison = was;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     tiny_free(m);
 }
 
@@ -8900,11 +8252,10 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
     for (int i = 0; i < 3; i++) {
         float *logits[2];
         for (int stopped = 0; stopped < 2; stopped++) {
-            Options *o;
             App a = { .c = m.c,
                       .w = m.w,
-                      .s = cuda_session(m, method[i], "budget=20 obs-window=4", &o) };
-            a.o = o;
+                      .s = cuda_session(m, method[i], "budget=20 obs-window=4") };
+            a.o = options_in(a.s);
             a.logits = logits[stopped] = xcalloc(m.c->V, sizeof(float));
             Turn turn[] = { stop_turn(1, 30, m.c->V), stop_turn(2, 40, m.c->V),
                             stop_turn(3, 9, m.c->V) };
@@ -8922,8 +8273,7 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
                   a.s->n_tok);
             for (int t = 0; t < 3; t++) turn_free(turn[t]);
             arrfree(a.turn);
-            session_close(a.s);
-            options_free(o);
+            session_done(a.s);
         }
         CHECK(!memcmp(logits[0], logits[1], m.c->V * sizeof(float)), "%s: other logits", method[i]);
         free(logits[0]);

@@ -43,10 +43,7 @@ static Tiny table_model_of(int L, int H, int G, int D, unsigned windows) {
     p += sprintf(p, "}");
     snprintf(path, sizeof path, "%s/head_scores.json", dir);
     put_file(path, text, p - text);
-    if (!windows) return m;
-    m.c->window = 24;
-    m.c->windowed = xcalloc(L, 1);
-    for (int l = 0; l < L; l++) m.c->windowed[l] = windows >> l & 1;
+    if (windows) tiny_window(m, windows, 24);
     return m;
 }
 
@@ -72,20 +69,22 @@ static int stores(const char *spec) {
 }
 
 // A session of these parts with small options (small 1) or the program's own, and `more`, words of "name=value".
-// Rows are f32 unless a part stores them. NULL, and the reason in err, where it is refused.
-static Session *table_open(Tiny m, const char *spec, int small, const char *more, Options **o, char err[512]) {
+// Rows are f32 unless a part stores them. NULL, and the reason in err, where it is refused. For session_done.
+static Session *table_open(Tiny m, const char *spec, int small, const char *more, char err[512]) {
     char words[512];
-    *o = options_of_program();
+    Options *o = options_of_program();
     for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "untrained")); i++)
-        table_set(*o, table_small[i]);
-    if (!small) table_set(*o, "sonic-untrained=1");
+        table_set(o, table_small[i]);
+    if (!small) table_set(o, "sonic-untrained=1");
     if (!stores(spec)) {
-        table_set(*o, "ctk=f32");
-        table_set(*o, "ctv=f32");
+        table_set(o, "ctk=f32");
+        table_set(o, "ctv=f32");
     }
     snprintf(words, sizeof words, "%s", more);
-    for (char *w = strtok(words, " "); w; w = strtok(NULL, " ")) table_set(*o, w);
-    return session_try(m.c, m.w, *o, spec, err);
+    for (char *w = strtok(words, " "); w; w = strtok(NULL, " ")) table_set(o, w);
+    Session *s = session_try(m.c, m.w, o, spec, err);
+    if (!s) options_free(o);
+    return s;
 }
 
 // Calls f with method m under its small options, and then under every flag and every choice of its own, one at a time.
@@ -97,11 +96,9 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
         const char *choice = o->kind == 'c' ? strchr(o->def, '|') : o->kind == 'b' ? "|1" : NULL;
         if (!strcmp(o->name, "sonic-untrained") || !strncmp(o->name, "calibrate", 9)) continue;
         for (; choice && *choice == '|'; choice += 1 + strcspn(choice + 1, "|")) {
-            Options *options;
             snprintf(more, sizeof more, "%s=%.*s", o->name, (int)strcspn(choice + 1, "|"), choice + 1);
-            Session *s = table_open(model, m->name, 1, more, &options, err);
-            session_close(s);
-            options_free(options);
+            Session *s = table_open(model, m->name, 1, more, err);
+            session_done(s);
             if (s) f(model, m->name, more);
         }
     }
@@ -109,13 +106,11 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
 
 // Runs the table's script. Returns the logits, to be freed.
 static float *table_run(Tiny m, const char *spec, int small, const char *more) {
-    Options *o;
     char err[512];
-    Session *s = table_open(m, spec, small, more, &o, err);
+    Session *s = table_open(m, spec, small, more, err);
     CHECK(s, "%s %s: %s", spec, more, err);
     float *x = s ? run_session(s, &table_script) : NULL;
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return x;
 }
 
@@ -165,11 +160,10 @@ static void bits_agree(Tiny m, const char *spec, const char *more) {
     uint64_t first = 0;
     int threads = n_threads();
     for (int i = 0; i < 5; i++) {
-        Options *o;
         char all[320], err[512];
         snprintf(all, sizeof all, "%s %s", run[i], more);
         set_threads(i == 1 || i == 3 ? 3 : 1);
-        Session *s = table_open(m, spec, 1, all, &o, err);
+        Session *s = table_open(m, spec, 1, all, err);
         for (int again = 0; s && again < (i ? 1 : 2); again++) {
             float *x = run_session(s, &table_script);
             uint64_t is = fingerprint(s, x, (size_t)script_rows(&table_script) * m.c->V);
@@ -178,8 +172,7 @@ static void bits_agree(Tiny m, const char *spec, const char *more) {
             free(x);
             session_reset(s);
         }
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     set_threads(threads);
 }
@@ -201,10 +194,9 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
         uint64_t is[3];
         size_t bytes[3], whole = 0;
         for (int k = 0; k < 3; k++) {
-            Options *o;
             char more[80], err[512];
             snprintf(more, sizeof more, "%s obs-window=20", b[k]);
-            Session *s = table_open(m, (*x)->name, 1, more, &o, err);
+            Session *s = table_open(m, (*x)->name, 1, more, err);
             float *logits = run_session(s, &p);
             is[k] = fingerprint(s, logits, (size_t)script_rows(&p) * m.c->V);
             bytes[k] = arena_bytes(s->scratch);
@@ -213,8 +205,7 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
             CHECK(!k || whole || bytes[k] + 450 * token < bytes[0], "%s %s takes %zu bytes, the whole turn %zu",
                   (*x)->name, b[k], bytes[k], bytes[0]);
             free(logits);
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
     }
     tiny_free(m);
@@ -344,13 +335,9 @@ static float *follow_forward(Session *s, const Token *in, int n) {
 // Runs a script on a session of these parts beside the follower. Returns 0 where the session is refused. The bound is
 // 1e-5, absolute and relative; rows of 16 bits may round the other way, and queries are rounded, too, for coarse ones.
 static int followed(Tiny m, const char *spec, const char *more, const Script *script) {
-    Options *o;
     char err[512];
-    Session *s = table_open(m, spec, 1, more, &o, err);
-    if (!s) {
-        options_free(o);
-        return 0;
-    }
+    Session *s = table_open(m, spec, 1, more, err);
+    if (!s) return 0;
     int F32 = !strcmp(s->fk->name, "f32"), coarse = !F32 && strcmp(s->fk->name, "f16");
     double bound = F32 ? 2 : coarse ? 3000 : 300;
     follow = (Follow){ .s = s, .t = twin_new(m.c, m.w, F32 ? DT_F32 : DT_F16), .coarse = coarse };
@@ -365,8 +352,7 @@ static int followed(Tiny m, const char *spec, const char *more, const Script *sc
     for (int i = 0; i < m.c->L * m.c->H; i++) free(follow.reads[i]);
     free(follow.reads);
     twin_free(follow.t);
-    session_close(s);
-    options_free(o);
+    session_done(s);
     return 1;
 }
 
@@ -460,11 +446,10 @@ static void check_budget(const Session *s, const char *spec, const char *more, i
 }
 
 static void promises_kept(Tiny m, const char *spec, const char *more) {
-    Options *o;
     char err[512];
     int ids[512], V = m.c->V;
     const Method *x = method_find(spec, strlen(spec));
-    Session *s = table_open(m, spec, 1, more, &o, err);
+    Session *s = table_open(m, spec, 1, more, err);
     int few = x->evicts && x->budget;
     for (int t = 0; t < table_script.turns; t++) {
         script_ids(&table_script, t, V, ids);
@@ -494,20 +479,18 @@ static void promises_kept(Tiny m, const char *spec, const char *more) {
           most, s->n_tok);
     size_t meta = kv_meta_bytes(s), own = x->bytes ? x->bytes(s, s->part[0].ms) : 0;
     CHECK(meta >= own, "%s %s: %zu bytes beside the rows, its own are %zu", spec, more, meta, own);
-    session_close(s);
-    options_free(o);
+    session_done(s);
 
     // --ratio of 120 tokens: 120 - floor(120 * .705 + 1e-6) = 36 rows.
     snprintf(err, sizeof err, "ratio=.705 %s", more);
     char all[512];
     snprintf(all, sizeof all, "%s", err);
-    s = few ? table_open(m, spec, 1, all, &o, err) : NULL;
+    s = few ? table_open(m, spec, 1, all, err) : NULL;
     if (!s) return;
     script_ids(&table_script, 0, V, ids);
     prefill(s, ids, 120);
     check_budget(s, spec, all, 36);
-    session_close(s);
-    options_free(o);
+    session_done(s);
 }
 
 TEST(table_promises, "after every pass rows ascend and stand where their tokens do, bytes are what is allocated and "
@@ -523,11 +506,10 @@ TEST(table_windows, "beside other layers those with a sliding window keep every 
     for (int all = 0; all < 2; all++) {
         Tiny m = table_model(3, 4, 2, all ? 7 : 2);
         EACH_METHOD(p) {
-            Options *o;
             char err[512];
             int ids[512], rows[512];
             const Method *x = *p;
-            Session *s = table_open(m, x->name, 1, "", &o, err);
+            Session *s = table_open(m, x->name, 1, "", err);
             CHECK(s, "%s: %s", x->name, err);
             if (!s) continue;
             script_ids(&table_script, 0, m.c->V, ids);
@@ -539,8 +521,7 @@ TEST(table_windows, "beside other layers those with a sliding window keep every 
                 else if (acts) CHECK(n < 132, "%s: all layers have a window, and none acts", x->name);
             }
             check_rows(s, x->name, "");
-            session_close(s);
-            options_free(o);
+            session_done(s);
         }
         tiny_free(m);
     }
@@ -552,11 +533,9 @@ static int may_join(const Method *a, const Method *b) { return a->role && b->rol
 
 // Runs these parts beside the follower; they may refuse each other with a reason that names them.
 static int composed(Tiny m, const char *spec) {
-    Options *o;
     char err[512] = "";
-    Session *s = table_open(m, spec, 1, "", &o, err);
-    session_close(s);
-    options_free(o);
+    Session *s = table_open(m, spec, 1, "", err);
+    session_done(s);
     CHECK(s || strlen(err) > 20, "%s is refused without a reason: '%s'", spec, err);
     return s ? followed(m, spec, "", &table_script) : 0;
 }
@@ -570,11 +549,9 @@ TEST(table_compose, "every pair and triple of parts with roles of their own runs
             char spec[160], err[512] = "";
             snprintf(spec, sizeof spec, "%s+%s", (*a)->name, (*b)->name);
             if ((*a)->role & (*b)->role) {
-                Options *o;
-                Session *s = table_open(m, spec, 1, "", &o, err);
+                Session *s = table_open(m, spec, 1, "", err);
                 CHECK(!s && strstr(err, "cannot be combined"), "%s: '%s'", spec, err);
-                session_close(s);
-                options_free(o);
+                session_done(s);
             }
             if (a >= b || !may_join(*a, *b)) continue;
             ran += composed(m, spec);
@@ -592,21 +569,18 @@ TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and 
                     "format, bit for bit") {
     Tiny m = table_model(3, 6, 3, 0);
     EACH_METHOD(store) {
-        Options *o;
         char err[512], plain[64];
-        Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "", &o, err) : NULL;
+        Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "", err) : NULL;
         if (!s) continue;
         const char *uncut = s->packing ? "pats-bmax=0" : "";
         snprintf(plain, sizeof plain, "ctk=%s ctv=%s", s->fk->name, s->fv->name);
-        session_close(s);
-        options_free(o);
+        session_done(s);
         EACH_METHOD(p) {
             char spec[96];
             if ((*p)->role & ROLE_STORE) continue;
             snprintf(spec, sizeof spec, "%s+%s", (*p)->name, (*store)->name);
-            s = table_open(m, spec, 1, uncut, &o, err);
-            session_close(s);
-            options_free(o);
+            s = table_open(m, spec, 1, uncut, err);
+            session_done(s);
             if (!s) continue;
             float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
             CHECK(table_same(m, a, b), "%s %s is not %s %s", spec, uncut, (*p)->name, plain);
@@ -643,10 +617,9 @@ TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts 
                   "end than half way, and a session that was reset repeats itself bit for bit") {
     Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
-        Options *o;
         char err[512];
         size_t half = 0, end = 0;
-        Session *s = table_open(m, (*p)->name, 1, "", &o, err);
+        Session *s = table_open(m, (*p)->name, 1, "", err);
         uint64_t a = fifty_turns(s, (*p)->name, &half, &end);
         session_reset(s);
         uint64_t b = fifty_turns(s, (*p)->name, &half, &end);
@@ -654,8 +627,7 @@ TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts 
         int flat = (*p)->evicts && (*p)->budget;
         CHECK(!flat || end < half + half / 4 + 65536, "%s: %zu bytes after 25 turns, %zu after 50", (*p)->name, half,
               end);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     tiny_free(m);
 }
@@ -665,14 +637,13 @@ TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as on
     Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
         const Method *x = *p;
-        Options *o[2];
         Session *s[2];
         char err[512];
         int ids[512], V = m.c->V;
         if (x->evicts || x->role & ROLE_STORE) continue;
         script_ids(&table_script, 0, V, ids);
         for (int k = 0; k < 2; k++) {
-            s[k] = table_open(m, x->name, 1, "", &o[k], err);
+            s[k] = table_open(m, x->name, 1, "", err);
             prefill(s[k], ids, 100);
             if (!k) {
                 for (int i = 0; i < 20; i++) decode(s[k], ids[i]);
@@ -693,8 +664,7 @@ TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as on
         }
         for (int k = 0; k < 2; k++) {
             check_rows(s[k], x->name, "");
-            session_close(s[k]);
-            options_free(o[k]);
+            session_done(s[k]);
         }
     }
     tiny_free(m);
@@ -716,12 +686,10 @@ TEST(table_refused, "every line of test/refusals.txt - parts, options, what the 
         *more++ = *says++ = 0;
         line[strcspn(line, " ")] = 0;
         says += strspn(says, " ");
-        Options *o;
         err[0] = 0;
-        Session *s = table_open(m, line, 0, more, &o, err);
+        Session *s = table_open(m, line, 0, more, err);
         CHECK(!s && strstr(err, says), "%s%s: '%s', expected '%s'", line, more, err, says);
-        session_close(s);
-        options_free(o);
+        session_done(s);
     }
     CHECK(n > 20, "%d lines", n);
     if (f) fclose(f);

@@ -490,6 +490,28 @@ static Options *options_of(const char *text) {
     return o;
 }
 
+// The layers of these bits (0: the first) get a sliding window of that width.
+static void tiny_window(Tiny m, unsigned layers, int width) {
+    m.c->window = width;
+    m.c->windowed = xcalloc(m.c->L, 1);
+    for (int l = 0; l < m.c->L; l++) m.c->windowed[l] = layers >> l & 1;
+}
+
+// A session of this method with these options, which are freed with it by session_done.
+static Session *session_of(Tiny m, const char *method, const char *text) {
+    return session_open(m.c, m.w, options_of(text), method);
+}
+
+// The options of a session, as the test that made them may change them.
+static Options *options_in(const Session *s) { return (Options *)(uintptr_t)s->opt; }
+
+// Closes a session, which may be NULL, and frees its options.
+static void session_done(Session *s) {
+    Options *o = s ? options_in(s) : NULL;
+    session_close(s);
+    options_free(o);
+}
+
 // Kept rows of every head equal the twin's? Returns the number of heads that differ.
 static int rows_differ(const Session *s, const Twin *t) {
     int bad = 0;
@@ -499,6 +521,32 @@ static int rows_differ(const Session *s, const Twin *t) {
         bad += diff;
     }
     return bad;
+}
+
+// A session and a twin that have run the same script. Both are open for what a test asks beside.
+typedef struct {
+    Session *s;
+    Twin *t;
+} Beside;
+
+// Runs a script on a session of this method and on the twin with these hooks: their logits differ by 1e-5 at most,
+// absolute and relative, and their heads hold the same rows.
+static Beside run_beside(Tiny m, const char *method, const char *text, TwinHooks hooks, const Script *p) {
+    Beside x = { session_of(m, method, text), twin_new(m.c, m.w, DT_F32) };
+    x.t->hook = hooks;
+    float *a = run_session(x.s, p), *b = run_twin(x.t, p);
+    double e = worst(a, b, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
+    CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, text, m.c->H, m.c->G, m.c->L, e);
+    CHECK(!rows_differ(x.s, x.t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, text, m.c->H, m.c->G,
+          m.c->L, rows_differ(x.s, x.t));
+    free(a);
+    free(b);
+    return x;
+}
+
+static void beside_done(Beside *x) {
+    session_done(x->s);
+    twin_free(x->t);
 }
 
 // StreamingLLM as a hook of the twin: after a prefill, B[1] first rows and the latest B[0] - B[1]
