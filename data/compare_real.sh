@@ -8,25 +8,27 @@
 # Answers go to build/real as they come, so that the same command goes on where it stopped; what is
 # there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-1of2.jsonl,build/real/1k-256-2of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
-# METHODS names others, ITEMS fewer items than 6 of each task. Threads change no number but the seconds.
+# METHODS names others, ITEMS another number of items of each task than 6 (4k: 3). An item costs a method
+# about 3.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k: 39 rows of the three budgets are 5 core hours.
 set -e
 cd "$(dirname "$0")/.."
 M=models/smollm2-135m
 JOBS=${JOBS:-2}
-ITEMS=${ITEMS:-6}
 METHODS=${METHODS:-full,streaming,tova,h2o,snapkv,adakv,pyramidkv,expected-attention,keydiff,quest,lychee,loopserve,pats}
 OUT=build/real
 
 [ -f $M/model.safetensors ] || { echo "compare_real.sh: $M/model.safetensors is missing; make smollm2 fetches it" >&2; exit 1; }
 mkdir -p $OUT
 
-# The first $ITEMS of needle, facts and turns in turn, so that any part of a run has all three. Of the 12
+# Some items of needle, facts and turns, in turn, so that any part of a run has all three. Of the 12
 # needles and facts every second one is taken, for all depths; turns come as begin, middle, end of a text.
 items() {
+    many=6
+    [ "$1" = 4k ] && many=3
     for task in needle facts turns; do
         step=2
         [ $task = turns ] && step=1
-        awk -v s=$step -v n="$ITEMS" '(NR - 1) % s == 0 && k < n { k++; printf "%03d\t%s\n", k, $0 }' \
+        awk -v s=$step -v n="${ITEMS:-$many}" '(NR - 1) % s == 0 && k < n { k++; printf "%03d\t%s\n", k, $0 }' \
             data/tasks/book-$task-"$1".jsonl
     done | sort -s -k 1,1 | cut -f 2-
 }
