@@ -78,7 +78,7 @@ endif
 comma := ,
 all: kvcomp
 .PHONY: all deps install-deps cuda dev single build-times run demo compare compare-real smollm2 vectors ports-test web install-web web-test \
-        test mutants traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
+        test test-says mutants traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that
@@ -140,6 +140,7 @@ objects = $(patsubst %,build/$(1)/%.o,$(foreach part,$(2),$(if $(filter lib/kern
 define flavour
 build/$(1)/%.o: %.c build/$(1)/flags | deps build/page_html.h
 	@mkdir -p $$(@D)
+	@$$(if $$(filter build/cpu/lib/base.o build/cuda/lib/base.o,$$@),echo "compiling: up to a minute",:)
 	$$(CC) $$(WARN) $(2) $$(OPENMP) $$(EDITS) -Ibuild -ffunction-sections -MMD -MP -c -o $$@ $$<
 $(SETS:%=build/$(1)/lib/kernels_%.o): build/$(1)/lib/kernels_%.o: lib/kernels.c build/$(1)/flags | deps
 	@mkdir -p $$(@D)
@@ -369,6 +370,14 @@ tests_turns: build/test/test/test_turns.o $(call objects,test,$(TESTS_TURNS_WITH
 
 TESTS = tests tests_kernels tests_lib tests_tokenizer tests_template tests_turns tests_app
 
+# What is coming, before it comes: the time, and what this machine leaves out.
+test-says:
+	@echo "make test: some 460 CPU seconds of tests, behind some minutes of compiling"
+	@$(if $(CXX_OK),,echo "left out: the GPU kernels under the emulator; g++ brings them back";) \
+	$(if $(NVCC),,echo "left out: kvcomp.cu compiled by nvcc; the CUDA toolkit brings it back";) \
+	python3 -c 'import numpy' 2>/dev/null || echo "left out: the checkers in NumPy; python3-numpy brings them back"; \
+	[ -f models/smollm2-135m/model.safetensors ] || echo "left out: a real chat model; make smollm2 brings it back"
+
 # Each runs, whether one before it failed or not. The emulated device needs g++: where there is none it is installed
 # first, or left out.
 ifeq ($(CXX_OK)$(CXX_TRIED),)
@@ -376,7 +385,7 @@ test: deps
 	@($(call debian_install,g++,exit 1)) || echo "g++ is not there and cannot be installed: the tests of the device are left out"
 	@$(MAKE) --no-print-directory CXX_TRIED=1 test
 else
-test: kvcomp $(TESTS) $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
+test: test-says kvcomp $(TESTS) $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
 	bad=0; for t in $(TESTS); do echo "$$t"; ./$$t || bad=1; done; exit $$bad
 ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)

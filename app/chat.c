@@ -830,18 +830,29 @@ void rows_in_words(const Session *s, char out[96]) {
         snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
 }
 
-// The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds.
+// The budget that every head is over, because rows of the last reply came behind the last choice of a method
+// that drops rows when a prefill ends; 0: none is.
+static int budget_exceeded(const Session *s) {
+    int lo, hi, limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;
+    rows_range(s, &lo, &hi);
+    return limit && has_begun(s) && lo > limit && !saves_reads_only(s) ? limit : 0;
+}
+
+// The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds; what is held, and how much
+// of -c that is.
 static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     const Session *s = a->s;
-    char held[32], full[32], rows[96];
+    char held[32], full[32], rows[96], over[48] = "";
     if (quiet || opt_int(a->o, "no-stats")) return;
     rows_in_words(s, rows);
+    if (budget_exceeded(s)) snprintf(over, sizeof over, " (over %d: this reply's)", budget_exceeded(s));
     human_bytes((double)kv_bytes(s), held);
     human_bytes((double)kv_bytes_full(s), full);
     double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
-    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s]%s\n",
+    double filled = 100.0 * rows_held(a) / ctx_limit(a);
+    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s%s | %.0f %% of -c]%s\n",
             in_color(stderr, COLOR_NUMBERS), s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share,
-            rows, saves_reads_only(s) ? " | saves reads, not memory" : "", in_color(stderr, COLOR_OFF));
+            rows, over, saves_reads_only(s) ? " | saves reads, not memory" : "", filled, in_color(stderr, COLOR_OFF));
 }
 
 // /stats: three lines of the session.
@@ -2134,28 +2145,69 @@ KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
 // What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
 // 336 rows a head". Rows over the budget are those of the last reply, which came behind the last choice.
 static void confirm_replay(const App *a, double t0) {
-    char rows[96], budget[48] = "", why[96] = "";
+    char rows[96], budget[96] = "", why[96] = "";
     const Session *s = a->s;
-    int lo, hi, limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;
+    int limit = budget_exceeded(s);
+    const char *pick = a->picked ? " (picked for this dialogue; /budget N takes another)" : "";
     if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
-    else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d", s->budget);
+    else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d%s", s->budget, pick);
     rows_in_words(s, rows);
-    rows_range(s, &lo, &hi);
     if (saves_reads_only(s))
         snprintf(why, sizeof why, " (saves reads, not memory)");
-    else if (limit && has_begun(s) && lo > limit)
+    else if (limit)
         snprintf(why, sizeof why, " (over %d: the last reply's, dropped when you send the next message)", limit);
     if (!s->n_tok) confirm("%s%s: the dialogue is empty", a->method, budget);
     else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
+}
+
+// The tokens of the dialogue.
+static int dialogue_tokens(const App *a) {
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(a->turn); i++) n += (int)arrlen(a->turn[i].pre) + (int)arrlen(a->turn[i].dec);
+    return n;
+}
+
+// Sets the budget that the chat picks for a dialogue; 0: none, so that a method has its own.
+static void budget_pick(App *a, int budget) {
+    char text[16], err[256];
+    snprintf(text, sizeof text, "%d", budget);
+    options_set(a->o, "budget", text, err);
+    if (!budget) (void)shdel(a->o->given, "budget");
+    a->picked = budget;
+}
+
+// Opens a session of a method. Where the user gave neither --budget nor --ratio, and the method's own budget holds
+// the whole dialogue, so that nothing would happen, a quarter of the dialogue is picked (32 rows at least), or the
+// half, or three quarters: the first that the method takes. NULL: it is refused, and err says why.
+static Session *session_for_dialogue(App *a, const char *spec, char err[512]) {
+    char why[512];
+    int n = dialogue_tokens(a), users = opt_given(a->o, "budget") && !a->picked;
+    if (users || opt_given(a->o, "ratio")) return session_try(a->c, a->w, a->o, spec, err);
+    budget_pick(a, 0);
+    Session *s = session_try(a->c, a->w, a->o, spec, err);
+    if (!s || !uses_budget(s) || s->budget < n) return s;
+    for (int quarters = 1; quarters < 4; quarters++) {
+        int budget = max_int((int)((long)n * quarters / 4), 32);
+        if (budget >= n) break;
+        budget_pick(a, budget);
+        Session *small = session_try(a->c, a->w, a->o, spec, why);
+        if (!small) continue;
+        session_close(s);
+        return small;
+    }
+    budget_pick(a, 0);
+    return s;
 }
 
 // Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
 // -1: the reason is on stderr and the old session stays.
 static int chat_method(App *a, const char *spec) {
     char err[512];
-    Session *s = session_try(a->c, a->w, a->o, spec, err);
+    int picked = a->picked;
+    Session *s = session_for_dialogue(a, spec, err);
     if (!s || record_fits(s, a->turn, err)) {
         warn("%s", err);
+        if (picked != a->picked) budget_pick(a, picked);
         session_close(s);
         return -1;
     }
@@ -2177,12 +2229,14 @@ static int chat_method(App *a, const char *spec) {
 // given. When the value or the method refuses, the options are as they were.
 static void chat_budget(App *a, const char *value) {
     char err[256], *old = copy_text(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio");
+    int ratio = opt_given(a->o, "ratio"), picked = a->picked;
     int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
     if (bad) warn("%s", err);
     if (ratio) (void)shdel(a->o->given, "ratio");
+    a->picked = 0;                              // it is the user's now
     if (bad || chat_method(a, a->method)) {
         options_set(a->o, "budget", old, err);
+        a->picked = picked;
         if (ratio) shput(a->o->given, "ratio", 1);
     }
     free(old);
@@ -2525,9 +2579,7 @@ int demo(App *a) {
 // The budget of /compare when none is given: a quarter of the dialogue, so that there is something to
 // lose.
 static int compare_budget(const App *a) {
-    int n = 0;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) n += (int)arrlen(a->turn[i].pre) + (int)arrlen(a->turn[i].dec);
-    return max_int(n / 4, 32);
+    return max_int(dialogue_tokens(a) / 4, 32);
 }
 
 // /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
@@ -2562,7 +2614,8 @@ static void chat_compare(App *a, const char *question) {
 // ---- commands. arg is what stands behind the name, "" when nothing does
 static const char *chat_help =
     "/help            this list (so does /?)\n"
-    "/method NAME     another method; the dialogue is played into it again\n"
+    "/method NAME     another method; the dialogue is played into it again, with a\n"
+    "                 budget picked for it where you gave none\n"
     "/budget N        another budget of rows a head, likewise\n"
     "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
     "/demo            a scripted dialogue through several methods, side by side\n"
@@ -2579,7 +2632,7 @@ static const char *chat_help =
     "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
     "The line after a reply: tokens read and written and the speed of writing; bytes\n"
     "of keys and values (KV) held, of what full attention would hold; rows that each\n"
-    "head holds, of the tokens so far.\n";
+    "head holds, of the tokens so far; the share of -c, the most it may hold.\n";
 
 static void command_help(App *a, const char *arg) {
     (void)a;

@@ -31,6 +31,7 @@ typedef struct {
     int closed;             // 1: the reply's end-of-turn id is already in the cache
     int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
+    int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
     int log;                // the descriptor of --session's file, locked; 0: there is none
     int logged;             // messages of the record that the file holds; -1: it holds another dialogue

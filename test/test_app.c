@@ -2519,6 +2519,25 @@ TEST(cli_compare, "/compare: several methods reply to a question behind the dial
     CHECK(strstr(sh_out, "  streaming 24") && strstr(sh_out, "  h2o 24") &&
               !strstr(sh_err, "a quarter") && strstr(sh_err, "[turn 5 "),
           "%s%s", sh_out, sh_err);
+    // /method without a budget picks one for the dialogue, again for each method; a number that is typed stays
+    CHECK(sh("printf '%s/method tova\n/method snapkv\n/method nosuch\n/method full\n/budget\n/budget 50\n/method "
+             "knorm\n' | timeout 60 ./kvcomp --temp 0", story) == 0, "%s", sh_err);
+    CHECK(strstr(sh_err, "\ntova, budget 40 (picked for this dialogue; /budget N takes another): 163 tokens") &&
+              strstr(sh_err, "40 of 163 rows a head\n") && strstr(sh_err, "\nsnapkv, budget 40 (picked") &&
+              strstr(sh_err, "\n0\nfull has no budget") && strstr(sh_err, "\nknorm, budget 50: ") &&
+              strstr(sh_err, "rows a head (over 50: the last reply's"),
+          "%s", sh_err);
+    // A session's first line names the picked budget: a resume without it says so, one with it holds the same rows
+    char kept[64];
+    snprintf(kept, sizeof kept, "/tmp/kvt_%d_picked", (int)getpid());
+    CHECK(sh("printf '%s/method tova\n/save %s\n' | timeout 60 ./kvcomp --temp 0", story, kept) == 0, "%s", sh_err);
+    CHECK(sh("echo /stats | timeout 60 ./kvcomp --temp 0 --method tova --session %s", kept) == 0 &&
+              strstr(sh_err, "made with --method=tova --budget \"40\", goes on with --method=tova\n"),
+          "%s", sh_err);
+    CHECK(sh("echo /method tova | timeout 60 ./kvcomp --temp 0 --method tova --budget 40 --session %s", kept) == 0 &&
+              !strstr(sh_err, "made with") && strstr(sh_err, "40 of 163 rows a head"),
+          "%s", sh_err);
+    remove(kept);
 }
 
 // ---- saving, signals, and a prefill that is given up
