@@ -2527,15 +2527,16 @@ TEST(cli_compare, "/compare: several methods reply to a question behind the dial
               strstr(sh_err, "\n0\nfull has no budget") && strstr(sh_err, "\nknorm, budget 50: ") &&
               strstr(sh_err, "rows a head (over 50: the last reply's"),
           "%s", sh_err);
-    // A session's first line names the picked budget: a resume without it says so, one with it holds the same rows
+    // A session's first line names the picked budget: a resume with it holds the same rows; one without it
+    // says so, and the file then names what it goes on with
     char kept[64];
     snprintf(kept, sizeof kept, "/tmp/kvt_%d_picked", (int)getpid());
     CHECK(sh("printf '%s/method tova\n/save %s\n' | timeout 60 ./kvcomp --temp 0", story, kept) == 0, "%s", sh_err);
-    CHECK(sh("echo /stats | timeout 60 ./kvcomp --temp 0 --method tova --session %s", kept) == 0 &&
-              strstr(sh_err, "made with --method=tova --budget \"40\", goes on with --method=tova\n"),
-          "%s", sh_err);
     CHECK(sh("echo /method tova | timeout 60 ./kvcomp --temp 0 --method tova --budget 40 --session %s", kept) == 0 &&
               !strstr(sh_err, "made with") && strstr(sh_err, "40 of 163 rows a head"),
+          "%s", sh_err);
+    CHECK(sh("echo /stats | timeout 60 ./kvcomp --temp 0 --method tova --session %s", kept) == 0 &&
+              strstr(sh_err, "made with --method=tova --budget \"40\", goes on with --method=tova\n"),
           "%s", sh_err);
     remove(kept);
 }
