@@ -262,8 +262,8 @@ COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
 
-# The same on SmolLM2-135M-Instruct, over passages of 1k, 2k and 4k tokens: at most 3 hours of two cores. It
-# goes on where it stopped.
+# The same on SmolLM2-135M-Instruct, over passages of 1k, 2k and 4k tokens: by estimate 2.6 hours of two
+# cores. It goes on where it stopped; data/compare_real.sh says how to do a part.
 compare-real: kvcomp
 	sh data/compare_real.sh
 

@@ -2,10 +2,13 @@
 # What the papers claim, looked at on the shipped model: a row for every headline claim, with the paper's
 # words and number; our command; our number; on how much the method acted; a verdict, which is one of
 #   seen here               its direction, in a setting in which the method acts and could have failed
+#   consistent              agrees, in a setting that could not have failed
 #   not seen here           tried in such a setting, and it is not so
 #   undecided at this n     the 95 % interval holds both
 #   not testable at this scale
 #   contradicts itself      with the two places of the paper
+# The rule: of a paired gap its 95 % interval decides (above 0, below 0, or undecided); of other figures the
+# inequality in brackets behind the verdict. A verdict that a person gave ends in "judged, not computed".
 #
 # Usage: sh data/claims.sh [lines|loopserve|pats|lychee|sonic|dililazy|speed]...  (default: all, two at a time)
 # MODEL=models/smollm2-135m sh data/claims.sh     the part "lines" (LoopServe's observations) on that model;
@@ -34,6 +37,9 @@ by() { printf '  command  %s\n' "$*"; }
 acted() { printf '  acted    %s\n' "$*"; }
 here() { printf '  here     %s\n' "$*"; }
 verdict() { printf '  verdict  %s\n' "$*"; }
+
+# A verdict that no rule made from the figures: a person compared them with the words.
+judged() { verdict "$*; judged, not computed"; }
 
 # run NAME COMMAND..: prints the command, keeps what it prints.
 run() {
@@ -100,8 +106,8 @@ below() {
 # if_so EXPRESSION YES NO: a verdict from numbers.
 if_so() { awk "BEGIN { exit !($1) }" && echo "$2" || echo "$3"; }
 
-# seen EXPRESSION..: seen here, if it is so.
-seen() { if_so "$*" "seen here" "not seen here"; }
+# seen EXPRESSION..: seen here, if it is so; the rule, with its figures, stands behind the verdict.
+seen() { printf '%s [%s]\n' "$(if_so "$*" "seen here" "not seen here")" "$*"; }
 
 # ---- a text
 # Facts that come back, each time in another order, as raw text: its second half needs its first.
@@ -238,7 +244,7 @@ loopserve() {
     here "begin / middle / end: LoopServe $(places tab1 loopserve)"
     acted "not at all: answers to placed questions end before token 16, so full attention answers them;" \
         "rows read over all turns, of full's: $(read_share tab1 loopserve -)"
-    verdict "not testable at this scale (the model's answers are too short for the paper's setting)"
+    judged "not testable at this scale (the model's answers are too short for the paper's setting)"
 
     row "the same, a selection at the first token" "as above"
     run first1 $K "$@" --loopserve-first 1 --compare full,loopserve
@@ -261,7 +267,7 @@ loopserve() {
     by "those of the last three rows"
     here "gap to full: the paper's setting $(gap tab1 loopserve -)," \
         "first selection at token 1 $(gap first1 loopserve -), at every token $(gap every loopserve -)"
-    verdict "not seen here (no setting is above full attention; the last is level)"
+    judged "not seen here (no setting is above full attention; the last is level)"
 
     row "LoopServe, Table 1, answers long enough for the default" \
         "progressive selection loses less than one selection at the prompt's end"
@@ -274,7 +280,7 @@ loopserve() {
     done
     acted "512 decoded tokens a window, 32 selections;" \
         "rows read at B 64, of full's: $(read_share long loopserve-d 64)"
-    verdict "undecided at this n (4 windows; KL within a tenth of each other, neither always ahead)"
+    judged "undecided at this n (4 windows; KL within a tenth of each other, neither always ahead)"
 
     row "LoopServe, Fig. 5 b" "both halves are essential: together best"
     by 'that of "a selection at every token"'
@@ -282,7 +288,7 @@ loopserve() {
         "both $(score every loopserve -), full $(score every full -)"
     acted "measured at e4c8844, --loopserve-alpha .955 -min-context 0 -max-cells 1 on 2,500 bytes of the hay text:" \
         "31 of 36 head passes were sparse"
-    verdict "not seen here (the prefill half loses nothing, the decode half decides alone)"
+    judged "not seen here (the prefill half loses nothing, the decode half decides alone)"
 
     row "LoopServe, Fig. 5 c" "best for alpha between .99 and 1, worse below .98"
     for a in 0.8 0.9 0.955 0.98 0.99 0.995; do
@@ -306,7 +312,7 @@ loopserve() {
     by 'that of "answers long enough"'
     here "top-1 at B 32 / 64 / 128 / 256 of 1,024 tokens:" \
         "$(for b in 32 64 128 256; do get long loopserve-d $b top1; printf ' '; done)"
-    verdict "not testable at this scale" \
+    judged "not testable at this scale" \
         "(the whole context is 1,024 tokens; here a larger budget always helps)"
 
     row "LoopServe, A.8.1, Fig. 8" "n_d of 16 or 32 balances best; very large n_d loses"
@@ -315,18 +321,18 @@ loopserve() {
             --method loopserve-d --loopserve-interval $n --csv
         here "n_d $n: KL $(get nd$n loopserve-d 64 kld_mean %.4f), top-1 $(get nd$n loopserve-d 64 top1)"
     done
-    verdict "undecided at this n (of 4 to 64, 16 is best by a hair;" \
+    judged "undecided at this n (of 4 to 64, 16 is best by a hair;" \
         "1, which the paper leaves out for its cost, is far better)"
 
     row "LoopServe, Table 3" "KV size O(k)"
     by "that of Table 1"
     here "bytes held: $(get tab1 loopserve - stored %.2f) of full's"
-    verdict "contradicts itself" \
+    judged "contradicts itself" \
         "(Table 3; Algorithm 3 line 5 chooses from all of X_i again, so all rows stay)"
 
     row "LoopServe, 5.1" "each slash line overlaps with only one vertical line"
     here "a diagonal crosses a column in one cell, and it crosses as many columns as it is long"
-    verdict "contradicts itself (5.1; Definition 1's lines, drawn in Fig. 1 a); tests: loopserve_bound"
+    judged "contradicts itself (5.1; Definition 1's lines, drawn in Fig. 1 a); tests: loopserve_bound"
 }
 
 # ----------------------------------------------------------------------------------------------- PATS
@@ -358,7 +364,7 @@ pats() {
         }
         print ""
     }'
-    verdict "seen here (what f16 truncation gives; all three schedules have as many rows at each b)"
+    judged "consistent (what f16 truncation gives, whatever the schedule; all three schedules have as many rows at each b)"
 
     # The next three were measured by an option that e4c8844 has (--pats-when=write: a pass reads its own
     # rows cut already).
@@ -366,14 +372,14 @@ pats() {
         "MEM: 35.9 % (8 bits), 42.3 to 42.4 % (10 bits), whatever the schedule"
     here "measured at e4c8844: 8 bits 36.0, 36.0, 36.0 %; 10 bits old 42.3, new 42.2, middle 41.9 %"
     acted "every row is cut before it is read"
-    verdict "seen here (the allocator's bytes)"
+    judged "consistent (the allocator's bytes; f was chosen so that they fit)"
 
     row "PATS, Table 2, perplexity of text" \
         "8 bits +.2 to +.9 % (middle; Vicuna -1.2), 10 bits middle +.2 to +5.9, new up to +24," \
         "old up to +20.6 %: middle is the best schedule"
     here "measured at e4c8844: 10 bits old +.05, new +8.2, middle +7.0 %; 8 bits under +.05 % each." \
         "The text hardly needs its past: StreamingLLM with 32 rows costs +.16 %"
-    verdict "not seen here that middle is best" \
+    judged "not seen here that middle is best" \
         "(old is; 8 bits cost nothing on this text, which shows little)"
 
     row "PATS, Table 2, on texts whose end needs their beginning" "the same; at most +.9 % at 8 bits"
@@ -381,13 +387,13 @@ pats() {
         "8 bits old / new / middle 1.89 / 1.84 / 1.88, scores .758 / .723 / .795;" \
         "10 bits 25.4 / 5.5 / 10.9, scores .403 / .433 / .539 (full .778)"
     acted "every row is cut before it is read"
-    verdict "not seen here (8 bits cost a fifth, whatever the schedule;" \
+    judged "not seen here (8 bits cost a fifth, whatever the schedule;" \
         "at 10 bits the order of the schedules depends on the measure)"
 
     row "PATS, abstract, 1 and 6" "42 % reduction with less than 5 % perplexity increase"
     here "its Table 2, Gemma-3-1B, middle, 10 bits: +5.9 % (new +2.9);" \
         "new and old of the others +11.4 to +24.0"
-    verdict "contradicts itself (abstract; Table 2)"
+    judged "contradicts itself (abstract; Table 2)"
 
     row "PATS, Tables 3 and 4" "accuracy rises by up to 5 %, also at 10 bits"
     set -- --eval needle,facts,json --eval-items 30 --eval-length 512 --csv
@@ -403,7 +409,7 @@ pats() {
         "MMLU: accuracy improves across all four models, by at most 5.1 % (Gemma)"
     here "5.1 % is 41.4 over 39.4, its 10 bits, at which Llama-3.1-8B falls from 59.8 to 59.6;" \
         "at 8 bits Vicuna falls from 45.3 to 45.0 and Gemma gains 6.9 %"
-    verdict "contradicts itself (4; Table 3)"
+    judged "contradicts itself (4; Table 3)"
 
     row "PATS, 1 and Fig. 1" "Llama-3.2-3B at 32K: the cache is 64 % of the memory"
     awk 'BEGIN {
@@ -413,11 +419,11 @@ pats() {
             printf "  here     with %d KV heads: %.1f %%\n", h, 100 * c / (c + w)
         }
     }'
-    verdict "not seen here (the model stores 8 KV heads; 64 % needs all 24 query heads)"
+    judged "not seen here (the model stores 8 KV heads; 64 % needs all 24 query heads)"
 
     row "PATS, 3" "rows are packed into 64-byte blocks of floor(512 / w) elements; MEM as in Table 2"
     here "by the block rule, head_dim 128: 30.0 %, 64: 22.5 % (./tests pats_mem_table)"
-    verdict "contradicts itself (3; Table 2: MEM is the ideal number of bits)"
+    judged "contradicts itself (3; Table 2: MEM is the ideal number of bits)"
 }
 
 # --------------------------------------------------------------------------------------------- Lychee
@@ -460,18 +466,18 @@ lychee() {
         "Quest is ahead on needles, LycheeCluster on structured text"
 
     row "LycheeCluster, 5.2, Table 2" "MATH500: loss within 2 %, above full on Qwen-14B"
-    verdict "not testable at this scale (no model of ours reasons)"
+    judged "not testable at this scale (no model of ours reasons)"
 
     row "LycheeCluster, Table 2's caption" \
         "consistent improvements over sparse baselines across different model architectures"
     here "its Table 2, Qwen-14B: Quest 76.00 and ShadowKV 76.00 against LycheeCluster's 74.80"
-    verdict "contradicts itself (Table 2's caption; Table 2)"
+    judged "contradicts itself (Table 2's caption; Table 2)"
 
     row "LycheeCluster, 3, Fig. 2" \
         "pilot: Quest over chunks that follow the text gains 10.6 %, on JSON 15.0 %"
     here "Quest's bounds over chunks are not built here;" \
         "the next row has the same question for LycheeCluster itself"
-    verdict "not testable at this scale"
+    judged "not testable at this scale"
 
     row "LycheeCluster, Fig. 6" \
         "chunks that follow the text beat chunks of 16 (3.03 % on structured data)"
@@ -481,7 +487,7 @@ lychee() {
         here "B $b: text $(score big lychee $b), fixed 16 $(score fixed lychee $b);" \
             "json alone $(get big lychee $b json), $(get fixed lychee $b json)"
     done
-    verdict "undecided at this n (ahead at three budgets of four, intervals overlap)"
+    judged "undecided at this n (ahead at three budgets of four, intervals overlap)"
 
     row "LycheeCluster, Fig. 7" "accuracy grows with the budget, then saturates"
     by "the first of this part"
@@ -494,21 +500,21 @@ lychee() {
     row "LycheeCluster, Table 3" "recall with mean pooling 40.37 %, with maximum 33.60 %"
     here "measured at e4c8844: recall .290, .265"
     acted "1,440 head steps: 48 tokens behind 3,209, budget 256"
-    verdict "seen here"
+    judged "seen here"
 
     row "LycheeCluster, Fig. 10" \
         "recall falls with chunks a cluster: about 50 % at 1 to below 40 % at 8"
     here "measured at e4c8844: 1 / 2 / 4 / 8: .305 / .290 / .273 / .253"
-    verdict "seen here"
+    judged "seen here"
 
     row "LycheeCluster, Fig. 9" "window hit rate near 1, step-to-step Jaccard stable and high"
     here "measured at e4c8844: Jaccard .26, WindowHit(32) .90 over 48 steps"
-    verdict "hit rate: seen here; Jaccard: not seen here" \
+    judged "hit rate: seen here; Jaccard: not seen here" \
         "(decay after 6k steps: not testable at this scale)"
 
     row "LycheeCluster, Fig. 8, D" "the index is 1.0 to 1.3 % of the cache"
     here "measured at e4c8844: 2.9 % (head_dim 32, chunks of 12; 1.75 % at head_dim 64 with chunks of 16)"
-    verdict "not seen here" \
+    judged "not seen here" \
         "(a small share, more than printed: two 16-bit centres a pair of chunks do not fit 1.3 %)"
 
     row "LycheeCluster, Eq. 2" \
@@ -516,11 +522,11 @@ lychee() {
         "so branches can be discarded without looking at tokens"
     here "it is right for the children, whose keys are means: it bounds chunk keys;" \
         "a token in a chunk may exceed it"
-    verdict "seen here for chunks, not seen here for tokens: pruning tokens by it is not safe"
+    judged "seen here for chunks, not seen here for tokens: pruning tokens by it is not safe"
 
     row "LycheeCluster, 5.3" "logarithmic complexity of hierarchical retrieval"
     here "its F.2: about O(sqrt N), rather than strict logarithmic"
-    verdict "contradicts itself (5.3; F.2)"
+    judged "contradicts itself (5.3; F.2)"
 }
 
 # ---------------------------------------------------------------------------------------------- SONIC
@@ -552,7 +558,7 @@ sonic() {
     row "SONIC, abstract and 6.2" \
         "consistently outperforms baselines such as H2O and StreamingLLM on four benchmarks"
     here "its Table 1, GSM8K-Variant, 0.6B, 80 %: SONIC 1.40, StreamingLLM 1.60"
-    verdict "contradicts itself (abstract, 6.2; Table 1)"
+    judged "contradicts itself (abstract, 6.2; Table 1)"
 
     row "SONIC, abstract" "MTBench101: 35.55 % above state-of-the-art baselines on average"
     awk 'BEGIN {
@@ -569,22 +575,22 @@ sonic() {
         printf "over the best baseline of each, 80 %% %.2f %%, both ratios %.2f %%\n",
             100 * (q[1] + q[2] + q[3]) / 3, 100 * all
     }'
-    verdict "not testable at this scale (a judge's scores of chats; the number is close to the mean at 80 %)"
+    judged "not testable at this scale (a judge's scores of chats; the number is close to the mean at 80 %)"
 
     row "SONIC, Table 1" "CoreRes of 0.6B and 1.7B"
     here "ExpectedAttention 6.03, SnapKV .72 (80 %), H2O 11.25 and SnapKV 19.22 (50 %) are the same" \
         "numbers for both models, whose full scores are 57.36 and 87.53"
-    verdict "not testable at this scale (four equal numbers to two digits deserve an explanation)"
+    judged "not testable at this scale (four equal numbers to two digits deserve an explanation)"
 
     row "SONIC, Fig. 3" "fewer low scores in late turns (0.6B: 9.56 % against 16.9 to 21 %)"
-    verdict "not testable at this scale (a judge's scores)"
+    judged "not testable at this scale (a judge's scores)"
 
     row "SONIC, Table 2" \
         "every loss helps: without Reg -10.75, AKD -9.40, H -8.48, Recon -2.26 points"
     by "models/make_nexus.py train DIR ABLATION 400, export DIR, then the K row below" \
         "(needs torch; not run here)"
     here "NOTES, page SONIC: without Reg, AKD, H or Recon nothing is lost after 400 steps"
-    verdict "not seen here for any of the four (beside our own losses, which ask for much the same)"
+    judged "not seen here for any of the four (beside our own losses, which ask for much the same)"
 
     row "SONIC, 6.3.2, Fig. 4, adaptive budget" \
         "works at K it was not trained for, better with every K"
@@ -601,7 +607,7 @@ sonic() {
     row "SONIC, 6.3.2, Fig. 4, fixed budget" "trained with one K (64), it fails at others"
     by "models/make_nexus.py train DIR fixed 400 (needs torch; not run here)"
     here "NOTES, page SONIC: K 16 only: .516 at 16, .172 at 4; K drawn from five: .516, .297"
-    verdict "seen here (n = 64 answers, one short training each)"
+    judged "seen here (n = 64 answers, one short training each)"
 
     row "SONIC, Table 3, memory" "10.95 to 3.58 GB in 30 turns (-67.3 %)"
     run eff $K --eval file --eval-file data/dialogues.jsonl -n 48 --compare full,sonic --csv
@@ -619,12 +625,12 @@ sonic() {
         "decode $(get eff full - tg_tok_s %.0f) and $(get eff sonic - tg_tok_s %.0f) tokens a second"
     here "its own rows: seconds times tokens a second are 11,025 and 6,045 tokens:" \
         "most of the half is that fewer tokens were made, or a prefill the rate leaves out"
-    verdict "not seen here (every message is read twice; our cache is too small to pay for it)"
+    judged "not seen here (every message is read twice; our cache is too small to pay for it)"
 
     row "SONIC, 6.4" "Nexus tokens, once generated, are maintained throughout a multi-turn session"
     here "by Eq. 5 an early message's Nexus tokens see later ones, so their rows change with every turn" \
         "(./tests sonic_properties)"
-    verdict "contradicts itself (6.4; Eq. 5)"
+    judged "contradicts itself (6.4; Eq. 5)"
 }
 
 # ------------------------------------------------------------------------------------------- DiliLazy
@@ -700,7 +706,7 @@ dililazy() {
     by "that of Table 1"
     here "DiliLazyKV $(get tab dililazy 128 score) at 128, full $(get tab full - score)," \
         "full's gap to it at 64 $(gap tab full -)"
-    verdict "not seen here"
+    judged "not seen here"
 
     row "DiliLazyKV, Table 1's caption, 5" \
         "robust with one beta, 1.351, where HeadKV needs another for every size"
@@ -735,20 +741,20 @@ dililazy() {
         "which heads of Llama-3-8B and Mistral are diligent and lazy"
     here "the printed lists load (./tests dililazy_files);" \
         "ours: models/kvcomp-tiny/head_scores.json, 396 of 396 runs accepted"
-    verdict "not testable at this scale (--calibrate on that model)"
+    judged "not testable at this scale (--calibrate on that model)"
 
     row "DiliLazyKV, 3.1" \
         "unlike HeadKV it uses the attention score and does not simply count;" \
         "DiliScore = |T and N|, LazyScore a weighted sum of counts"
     here "|T and N| is a count; Tables 4 to 6 hold shares of attention." \
         "With equal weights the count score is Lazy = n - Dili, and only then"
-    verdict "contradicts itself (3.1's words; 3.1's formula and Tables 4 to 6)"
+    judged "contradicts itself (3.1's words; 3.1's formula and Tables 4 to 6)"
 
     row "DiliLazyKV, Algorithm 1" \
         "b_c is the total budget of a head, B_total = b_c / beta L H the pool"
     here "line 17 spends (0.01 + L_h) S_h of it, which sums to 1 + 0.01 L:" \
         "1.32 times the pool for 32 layers, 1.2369 b_c a head"
-    verdict "contradicts itself (lines 3 and 4; line 17)"
+    judged "contradicts itself (lines 3 and 4; line 17)"
 }
 
 # ---------------------------------------------------------------------------------------------- speed

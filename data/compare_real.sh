@@ -9,7 +9,8 @@
 # there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-1of2.jsonl,build/real/1k-256-2of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
 # METHODS names others, ITEMS another number of items of each task than 6 (4k: 3). An item costs a method
-# about 3.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k: 39 rows of the three budgets are 5 core hours.
+# about 4.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k (estimated from 18, 1 and 1 of them): 39 rows of
+# the three budgets are 5 core hours. Threads change no number but the seconds.
 set -e
 cd "$(dirname "$0")/.."
 M=models/smollm2-135m
