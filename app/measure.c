@@ -2537,6 +2537,28 @@ static int same_questions(const Score *a, const Score *b) {
     return same;
 }
 
+// A task that full attention answers more rarely than this shows nothing about a method: what is not found
+// with all rows cannot be lost.
+static const double LEAST_FULL = .3;
+
+// Says which tasks of a run are too hard for the model, where a row of full attention shows it.
+static void warn_of_hard_tasks(const Score *rows) {
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        if (strcmp(rows[r].name, "full")) continue;
+        const Answer *x = rows[r].answers;
+        for (int i = 0; i < (int)arrlen(x); i++) {
+            if (!first_of_task(x, i)) continue;
+            Answer *task = answers_of(x, x[i].task, ANY_PLACE);
+            double mean = mean_score(task);
+            if (mean < LEAST_FULL)
+                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %d answers", x[i].task, mean,
+                     LEAST_FULL, (int)arrlen(task));
+            arrfree(task);
+        }
+        return;
+    }
+}
+
 // Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON. Exit 2
 // when they have not answered the same questions, as those of a damaged file of answers.
 static void print_rows(const EvalRun *run, Score *rows) {
@@ -2556,10 +2578,12 @@ static void print_rows(const EvalRun *run, Score *rows) {
         finish_row(&rows[r], run->seed);
         print_row(&rows[r], run, how, !r, out);
     }
-    if (!screen) return;
-    memory_stream_close(out);
-    print_for_screen(stdout, table, screen_columns());
-    free(table);
+    if (screen) {
+        memory_stream_close(out);
+        print_for_screen(stdout, table, screen_columns());
+        free(table);
+    }
+    if (!quiet) warn_of_hard_tasks(rows);
 }
 
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
