@@ -2620,6 +2620,7 @@ static const char *chat_help =
     "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
     "/demo            a scripted dialogue through several methods, side by side\n"
     "/stats           bytes, rows, speed, the method's own numbers\n"
+    "/show            the dialogue, coloured by how many heads still hold a word\n"
     "/clear           forget the dialogue\n"
     "/regen           make the last reply again\n"
     "/system TEXT     another system message, with a new dialogue\n"
@@ -2643,6 +2644,77 @@ static void command_help(App *a, const char *arg) {
 static void command_stats(App *a, const char *arg) {
     (void)arg;
     if (!session_ready(a)) print_stats(a, stderr);
+}
+
+// ---- /show: the dialogue, each word in a colour that says how many heads still hold its row
+static const struct Shade {
+    const char *color, *mark;       // where there are no colours the mark stands before the words
+} shades[] = {                      // none, up to a third, up to two thirds, most, all of the heads
+    { "\x1b[2m",    "[0]"     },
+    { "\x1b[34m",   "[1-33]"  },
+    { "\x1b[36m",   "[34-66]" },
+    { "\x1b[32m",   "[67-99]" },
+    { "\x1b[1;32m", "[100]"   },
+};
+
+// A shade for a row that n of all heads hold.
+static int shade_of(int n, int all) {
+    if (n == 0) return 0;
+    return n == all ? 4 : 1 + 3 * n / all;
+}
+
+// Goes from shade `from`, -1 for none, to shade `to` in what is written to f.
+static void shade_begin(FILE *f, int from, int to) {
+    if (from == to) return;
+    const char *color = in_color(f, shades[to].color);
+    if (*color) fprintf(f, "%s%s", in_color(f, COLOR_OFF), color);
+    else fputs(shades[to].mark, f);
+}
+
+// holders (n_tok): how many KV heads of all layers hold a row of each token.
+static void count_holders(const Session *s, int *holders) {
+    memset(holders, 0, (size_t)s->n_tok * sizeof *holders);
+    for (int l = 0; l < s->c->L; l++)
+        for (int g = 0; g < s->c->G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            for (int r = 0; r < h->len; r++) holders[h->src[r]]++;
+        }
+}
+
+// The words of the dialogue so far. Control tokens have none, and begin a line.
+static void command_show(App *a, const char *arg) {
+    (void)arg;
+    if (session_ready(a)) return;
+    const Session *s = a->s;
+    int all = s->c->L * s->c->G, shade = -1, column = 0;
+    int *holders = xmalloc(((size_t)s->n_tok + 1) * sizeof *holders);
+    count_holders(s, holders);
+
+    for (int t = 0; t < s->n_tok; t++) {
+        int n, id = s->tok[t].id;                               // below 0: no token of the text
+        const char *text = text_of(id, &n);
+        if (id >= 0 && token_text.ctx && token_text.special(token_text.ctx, id)) {
+            if (column) fputc('\n', stdout);
+            column = 0;
+            continue;
+        }
+        if (!n || (n == 1 && *text == '\n' && !column)) continue;     // no empty lines behind control tokens
+        int next = shade_of(holders[t], all);
+        if (utf8_length(text, (size_t)n)) {                     // not within a character of several tokens
+            shade_begin(stdout, shade, next);
+            shade = next;
+        }
+        show(stdout, text, (size_t)n);
+        column = text[n - 1] != '\n';
+    }
+    if (shade >= 0) fputs(in_color(stdout, COLOR_OFF), stdout);
+    if (column) fputc('\n', stdout);
+    free(holders);
+
+    fputs("% of the heads hold a word's row:", stdout);
+    for (int i = 0; i < 5; i++)
+        fprintf(stdout, " %s%s%s", in_color(stdout, shades[i].color), shades[i].mark, in_color(stdout, COLOR_OFF));
+    fputc('\n', stdout);
 }
 
 static void command_clear(App *a, const char *arg) {
@@ -2751,6 +2823,7 @@ static const struct {
     { "/help",    command_help,    ARG_TEXT },
     { "/?",       command_help,    ARG_TEXT },
     { "/stats",   command_stats,   ARG_TEXT },
+    { "/show",    command_show,    ARG_TEXT },
     { "/clear",   command_clear,   ARG_TEXT },
     { "/regen",   command_regen,   ARG_TEXT },
     { "/method",  command_method,  ARG_METHOD },
