@@ -922,10 +922,13 @@ size_t kv_bytes(const Session *s) {
     return n;
 }
 
+// 1: rows of this format have fewer than 16 bits a number, in blocks with a scale.
+static int format_compresses(const Format *f) { return f->row_bytes(32) < 2 * 32; }
+
 // The format full attention is compared in: the session's, but f16 where that one compresses.
 const Format *full_format(const Session *s, int v) {
     const Format *f = format_of(s, v);
-    return s->packing || !strcmp(f->name, "q8_0") || !strcmp(f->name, "q4") ? format_find("f16") : f;
+    return s->packing || format_compresses(f) ? format_find("f16") : f;
 }
 
 // The bytes full attention would hold for the same tokens. It has no tokens of a method's own.
@@ -7613,7 +7616,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
     p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0, q4 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
-    int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && strcmp(s->fk->name, "q4") && !s->packing;
+    int halves = s->fk == s->fv && !format_compresses(s->fk) && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores",
                    halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));

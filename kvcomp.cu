@@ -4330,7 +4330,7 @@ static __global__ void rows_as_f16_kernel(Attn a, int g0, int N, uint16_t *to) {
 static int rows_are_halves(const Session *s, int l) {
     int packed = 0;
     for (int g = 0; g < s->c->G; g++) packed |= kv_head(s, l, g)->packed;
-    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && row_kind(s->fk) != ROW_Q4 && !packed;
+    return s->fk == s->fv && row_kind(s->fk) < ROW_Q8 && !packed;
 }
 
 // KV heads of layer l that prefill_kernel is launched for at once.
