@@ -2660,7 +2660,7 @@ static const struct Shade {
 // A shade for a row that n of all heads hold.
 static int shade_of(int n, int all) {
     if (n == 0) return 0;
-    return n == all ? 4 : 1 + 3 * n / all;
+    return n == all ? 4 : 1 + (3 * n - 1) / all;
 }
 
 // Goes from shade `from`, -1 for none, to shade `to` in what is written to f.
@@ -2681,12 +2681,20 @@ static void count_holders(const Session *s, int *holders) {
         }
 }
 
-// The words of the dialogue so far. Control tokens have none, and begin a line.
+// Writes the bytes that wait in *text (stb_ds) and empties it.
+static void show_waiting(char **text) {
+    show(stdout, *text, arrlenu(*text));
+    arrsetlen(*text, 0);
+}
+
+// The words of the dialogue so far. Control tokens have none, and begin a line. A character may be several
+// tokens, whose bytes wait for each other; it has the shade of the first one.
 static void command_show(App *a, const char *arg) {
     (void)arg;
     if (session_ready(a)) return;
     const Session *s = a->s;
     int all = s->c->L * s->c->G, shade = -1, column = 0;
+    char *waiting = NULL;
     int *holders = xmalloc(((size_t)s->n_tok + 1) * sizeof *holders);
     count_holders(s, holders);
 
@@ -2694,19 +2702,23 @@ static void command_show(App *a, const char *arg) {
         int n, id = s->tok[t].id;                               // below 0: no token of the text
         const char *text = text_of(id, &n);
         if (id >= 0 && token_text.ctx && token_text.special(token_text.ctx, id)) {
+            show_waiting(&waiting);
             if (column) fputc('\n', stdout);
             column = 0;
             continue;
         }
         if (!n || (n == 1 && *text == '\n' && !column)) continue;     // no empty lines behind control tokens
-        int next = shade_of(holders[t], all);
-        if (utf8_length(text, (size_t)n)) {                     // not within a character of several tokens
+        int next = shade_of(holders[t], all), begins = (*text & 0xc0) != 0x80;      // a character does
+        if (begins) {
+            show_waiting(&waiting);
             shade_begin(stdout, shade, next);
             shade = next;
         }
-        show(stdout, text, (size_t)n);
+        memcpy(arraddnptr(waiting, n), text, (size_t)n);
         column = text[n - 1] != '\n';
     }
+    show_waiting(&waiting);
+    arrfree(waiting);
     if (shade >= 0) fputs(in_color(stdout, COLOR_OFF), stdout);
     if (column) fputc('\n', stdout);
     free(holders);

@@ -1890,8 +1890,8 @@ static Score *open_rows(const App *a, OpenRow **open) {
 // changes a number of the table. Each further line is an item as one row played it: its answers, with all
 // that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a
 // last line without its end was interrupted, and is played again. A file is written in place, unlike every
-// other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
-// a table is made from the same numbers in the same order whether a run was whole, went on, or was
+// other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is
+// what was written, and a table is made from the same numbers in the same order whether a run was whole, went on, or was
 // spread over machines (D86).
 
 // A number of a line: of an Answer, or of a Score that holds what one item cost.
@@ -2551,8 +2551,8 @@ static void warn_of_hard_tasks(const Score *rows) {
             Answer *task = answers_of(x, x[i].task, ANY_PLACE);
             double mean = mean_score(task);
             if (mean < LEAST_FULL)
-                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %d answers", x[i].task, mean,
-                     LEAST_FULL, (int)arrlen(task));
+                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %d answers",
+                     x[i].task, mean, LEAST_FULL, (int)arrlen(task));
             arrfree(task);
         }
         return;
