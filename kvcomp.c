@@ -3174,6 +3174,7 @@ const Method q8_method = {
 // without a 0, where QuaRot's rows have a zero point a group; -7 to 7 have a larger KL. A row is
 // turned back when it is read; QuaRot turns queries, and the weights behind the values, instead,
 // which gives the same numbers.
+//   y = H x -> q4_pack, row_put_q4 (kvcomp.cu);    x = H y / 32 -> q4_unpack, row_get_q4
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 static int q4_open(Session *s, void *ms) {
     (void)ms;
