@@ -400,7 +400,7 @@ build/kvcomp_nvcc.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h)
 
 # What a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (two minutes).
 traffic: tests
-	KV_TRAFFIC=1 ./tests cuda_step_traffic
+	KV_TRAFFIC=1 ./tests cuda_step_launches
 
 # The same kernels and tests with the emulator's harder modes (cuda_emu.h): arithmetic as a GPU rounds it,
 # accesses of different blocks watched, memory that is used again poisoned. -fsanitize=thread makes the
@@ -409,7 +409,7 @@ traffic: tests
 HARD_SEES = -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
              cuda_packed cuda_select cuda_pooled cuda_lines cuda_table cuda_lychee cuda_quest cuda_model \
-             cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
+             cuda_dialogues cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
 build/kvcomp_hard.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h test/cuda_doors.h Makefile
