@@ -1895,7 +1895,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
 //     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
 //     decode_kernel     decode on tensor cores, over f16, bf16, q8_0 and PATS rows
-//     column_kernel     sums of probabilities over queries; column_scan_kernel: the same on tensor cores
+//     column_kernel     sums of probabilities over queries
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -3743,276 +3743,20 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     out[(size_t)head * c.N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * c.factor;
 }
 
-// ---- column_scan_kernel: the same sums on tensor cores
-//
-// For plain f16 or bf16 rows of head_dim 64 or 128. Both passes compute the scores of w queries
-// with all keys of their KV head. The first finds the maximum and the sum of every softmax row (scan_peaks), the
-// second the column sums (scan_tallies). Scores are never stored: to compute them twice costs less than to
-// write and read w H N numbers.
-//
-//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). First 64
-//           queries (blockIdx.z), then all of them, 64 at a time. The blocks of a
-//           group's query heads are neighbours, so their keys come from device memory once
-//   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
-//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h: its 16 bytes of the keys g, g+8, g+16, g+24 stay
-//           in registers while all queries come by, 8 a product. Keys are the narrow side, because
-//           two words of one load are a fragment as they lie. Row g of a product is query g
-//           rounded, row g+8 what the rounding left over, so a lane adds its two rows:
-//
-//             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)     four of them for a fragment of q
-//                 a lane gets the scores of query g with the keys 2t and 2t+1 of each
-//
-//           The first pass keeps a maximum and a sum of each query over the lane's own keys; lanes
-//           and warps are joined at the end. The second keeps a sum of each key over the lane's
-//           queries.
-//   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
-//           warp found; row (64): see scan_rows
-//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
-//           shared memory, serves four products. Which dims a word of a key is, wide_dim says
-//   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
-//           memory brings the 256 bytes of a key once for R w queries
-// The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
-// at the end of the chunk, and everywhere under a window or SONIC's rule.
-
-enum {
-    SCAN_KEYS = 32,             // keys of a warp's tile
-    SCAN_QUERIES = 64,          // queries that a block holds, 8 a product
-    SCAN_TILES = SCAN_QUERIES / 8,
-    SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
-};
-
-struct Scan {                   // argument of column_scan_kernel
-    HeadRefs heads;
-    const float *q;             // (w,H,D)
-    const Token *tok;           // the session's tokens
-    float *part;                // (H,query blocks,chunks,64,2) of the first pass: maximum times c, sum
-    float *out;                 // (H,N)
-    int tok0, w;                // the first query's token; queries
-    int rule, window;           // of the mask
-    int H, R, N, chunk;
-    float c, factor;            // c: what makes a score a power of 2
-};
-
-struct ScanShared {
-    unsigned *q;
-    float *peaks;               // (ATTN_WARPS,64,2)
-    float *row;                 // (64)
-};
-
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
-    Block b = { mem, 0 };
-    m->q = carve<unsigned>(&b, SCAN_TILES * D / 16 * 128);
-    m->peaks = carve<float>(&b, ATTN_WARPS * SCAN_QUERIES * 2);
-    m->row = carve<float>(&b, SCAN_QUERIES);
-    return b.at;
-}
-
-// q (tiles,D/16,32,4): the A fragments of queries q0.. of a query head; zeros behind the last one.
-template <int DT, int D>
-static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
-    for (int i = threadIdx.x; i < tiles * D / 16 * 128; i += blockDim.x) {
-        int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
-        int r = q0 + i / (8 * D) * 8 + lane / 4;
-        const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + wide_dim(2 * step + word, lane % 4);
-        uint16_t value, rest;
-        unsigned half[2];
-        for (int e = 0; e < 2; e++) {
-            half_split<DT>(&value, &rest, r < a.w ? from[e] : 0);
-            half[e] = i % 2 ? rest : value;
-        }
-        q[i] = half[0] | half[1] << 16;
-    }
-}
-
-// Which of the 32 keys of a tile the lane's x[2 j + e] is a score with: 2t + e of the keys 8 j..
-static __device__ int scan_key(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-
-// A bit for each of the lane's 8 keys of the tile at p and each of its queries, q0 + 8 tile + g: bit
-// 8 tile + i. 1: the query is there and sees the key. p1: where the chunk ends.
-static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int p1, int q0,
-                                     int tiles) {
-    uint64_t see = 0;
-    // The first query sees every row up to its own token, and the later ones do, too.
-    int plain = a.rule == VIS_CAUSAL && !a.window && p + SCAN_KEYS <= p1 && q0 + 8 * tiles <= a.w;
-    if (plain && h.src[p + SCAN_KEYS - 1] <= a.tok0 + q0) return ~0ull;
-    for (int i = 0; i < 8; i++) {
-        int row = p + scan_key(i), src = h.src[min_int(row, p1 - 1)];
-        for (int tile = 0; tile < tiles && row < p1; tile++) {
-            int r = q0 + 8 * tile + (threadIdx.x & 31) / 4, t = a.tok0 + r;
-            if (r < a.w && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src))
-                see |= 1ull << (8 * tile + i);
-        }
-    }
-    return see;
-}
-
-// k (4,D/8) = the lane's words of the keys p + g + 8 j. Past the last key the last one is read again.
-template <int D>
-static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, int p1) {
-    int lane = threadIdx.x & 31, t = lane % 4;
-    for (int j = 0; j < 4; j++) {
-        size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
-        const char *from = h.k + row * (2 * D);
-        for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, from + 64 * c + 16 * t);
-    }
-}
-
-// x (8) = the scores of query g of a tile with the lane's keys. q: the tile's fragments.
-template <int DT, int D>
-static __device__ void scan_scores(float x[8], const unsigned (*k)[D / 8], const unsigned *q) {
-    float s[4][4];
-    KV_UNROLL() for (int j = 0; j < 4; j++)
-        KV_UNROLL() for (int e = 0; e < 4; e++) s[j][e] = 0;
-    KV_UNROLL() for (int step = 0; step < D / 16; step++) {
-        uint4 u = ((const uint4 *)q)[step * 32 + (threadIdx.x & 31)];
-        const unsigned f[4] = { u.x, u.y, u.z, u.w };
-        KV_UNROLL() for (int j = 0; j < 4; j++) mma_16x8x16<DT>(s[j], f, k[j] + 2 * step);
-    }
-    KV_UNROLL() for (int i = 0; i < 8; i++) x[i] = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
-}
-
-// Joins n parts of a query's softmax, each a maximum and a sum of powers of 2 under it, SCAN_QUERIES
-// pairs apart: *high, *sum.
-static __device__ void scan_join(const float *of, int n, float *high, float *sum) {
-    *high = SCORE_LOW;
-    *sum = 0;
-    for (int i = 0; i < n; i++) *high = fmaxf(*high, of[(size_t)i * SCAN_QUERIES * 2]);
-    for (int i = 0; i < n; i++) {
-        const float *x = of + (size_t)i * SCAN_QUERIES * 2;
-        *sum += x[1] * exp2_flush(x[0] - *high);
-    }
-}
-
-// part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
-// keys.
-template <int DT, int D> static __device__ void scan_peaks(const Scan &a, const ScanShared &m) {
-    const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int q0 = blockIdx.z * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
-    const HeadRef &h = a.heads.at[head / a.R];
-    int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
-    float top[SCAN_TILES], sum[SCAN_TILES];
-    scan_queries<DT, D>(m.q, a, head, q0, tiles);
-    KV_UNROLL() for (int i = 0; i < SCAN_TILES; i++) {
-        top[i] = SCORE_LOW;
-        sum[i] = 0;
-    }
-    __syncthreads();
-
-    for (int p = p0 + warp * SCAN_KEYS; p < p1; p += ATTN_WARPS * SCAN_KEYS) {
-        unsigned k[4][D / 8];
-        scan_keys<D>(k, h, p, p1);
-        uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
-        __syncwarp();                           // lanes have looked at masks of their own
-        KV_UNROLL() for (int tile = 0; tile < SCAN_TILES; tile++) {
-            if (tile >= tiles) break;
-            float x[8], high = top[tile], add = 0;
-            scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
-            KV_UNROLL() for (int i = 0; i < 8; i++) {
-                x[i] = see >> (8 * tile + i) & 1 ? x[i] * a.c : -INFINITY;
-                high = fmaxf(high, x[i]);
-            }
-            KV_UNROLL() for (int i = 0; i < 8; i++) add += exp2_flush(x[i] - high);
-            sum[tile] = sum[tile] * exp2_flush(top[tile] - high) + add;
-            top[tile] = high;
-        }
-    }
-
-    // Over the four lanes that share a query, then over the warps.
-    KV_UNROLL() for (int tile = 0; tile < SCAN_TILES; tile++) {
-        float high = lanes_max<4>(top[tile]);
-        float all = lanes_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
-        float *to = m.peaks + (warp * SCAN_QUERIES + 8 * tile + lane / 4) * 2;
-        if (lane % 4) continue;
-        to[0] = high;
-        to[1] = all;
-    }
-    __syncthreads();
-    if (threadIdx.x >= SCAN_QUERIES) return;
-    float high, all;
-    scan_join(m.peaks + threadIdx.x * 2, ATTN_WARPS, &high, &all);
-    size_t at = ((size_t)head * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
-    float *to = a.part + (at * SCAN_QUERIES + threadIdx.x) * 2;
-    to[0] = high;
-    to[1] = all;
-}
-
-// row (64): log2 of what the exponentials of queries q0.. must be divided by, from the chunks of
-// the first pass. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
-static __device__ void scan_rows(float *row, const Scan &a, int head, int block, int query_blocks) {
-    int r = threadIdx.x;
-    if (r >= SCAN_QUERIES) return;
-    size_t first = ((size_t)head * query_blocks + block) * gridDim.y;
-    const float *of = a.part + (first * SCAN_QUERIES + r) * 2;
-    float high, sum;
-    scan_join(of, gridDim.y, &high, &sum);
-    row[r] = block * SCAN_QUERIES + r < a.w && sum > 0 ? high + log2f(sum) : INFINITY;
-}
-
-// out[head][p] = factor * the sum over all queries of the probability of key p.
-template <int DT, int D> static __device__ void scan_tallies(const Scan &a, const ScanShared &m) {
-    const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
-    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int query_blocks = (a.w + SCAN_QUERIES - 1) / SCAN_QUERIES;
-    const HeadRef &h = a.heads.at[head / a.R];
-    int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
-    for (int block = 0; block < query_blocks && p0 < p1; block++) {
-        int q0 = block * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
-        __syncthreads();                        // the queries before these are done with
-        scan_queries<DT, D>(m.q, a, head, q0, tiles);
-        scan_rows(m.row, a, head, block, query_blocks);
-        __syncthreads();
-        for (int p = p0 + warp * SCAN_KEYS; p < p1; p += ATTN_WARPS * SCAN_KEYS) {
-            unsigned k[4][D / 8];
-            float sum[8] = { 0, 0, 0, 0, 0, 0, 0, 0 };
-            scan_keys<D>(k, h, p, p1);
-            uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
-            __syncwarp();                       // lanes have looked at masks of their own
-            KV_UNROLL(2)
-            for (int tile = 0; tile < tiles; tile++) {
-                float x[8], low = m.row[8 * tile + lane / 4];
-                unsigned mine = (unsigned)(see >> (8 * tile));
-                scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
-                KV_UNROLL() for (int i = 0; i < 8; i++)
-                    sum[i] += mine >> i & 1 ? exp2_flush(x[i] * a.c - low) : 0;
-            }
-            KV_UNROLL() for (int i = 0; i < 8; i++) {
-                float all = groups_sum<4>(sum[i]) * a.factor;
-                int row = p + scan_key(i);
-                float *to = a.out + (size_t)head * a.N + row;
-                if (lane < 4 && row < p1) *to = block ? *to + all : all;
-            }
-        }
-    }
-}
-
-// pass 0: scan_peaks; 1: scan_tallies.
-template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
-column_scan_kernel(const __grid_constant__ Scan a, int pass) {
-    KV_DYN_SHARED(char, mem);
-    ScanShared m;
-    scan_carve(&m, mem, D);
-    if (pass) scan_tallies<DT, D>(a, m);
-    else      scan_peaks<DT, D>(a, m);
-}
-
 // ---- which kernel reads which rows, and why
 // The rows and the pass decide, never a method nor -b (D2): so methods with a budget of everything and full
 // attention are the same arithmetic.
 //
-//                              decode            prefill                     sums of columns
-//     f16, bf16                decode_kernel     prefill_kernel              column_scan_kernel
-//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16      column_kernel
+//                              decode            prefill
+//     f16, bf16                decode_kernel     prefill_kernel
+//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16
 //     PATS's under rows64, q4,
-//     K and V in two formats   attend_kernel     prefill_kernel, as f16      column_kernel
-//     f32                      attend_kernel     attend_kernel               column_kernel
+//     K and V in two formats   attend_kernel     prefill_kernel, as f16
+//     f32                      attend_kernel     attend_kernel
 //
-// decode_kernel and column_scan_kernel are for head_dims of 64 and 128, which the families of models that are
-// loaded have, prefill_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill
-// with --exact, goes through attend_kernel and column_kernel.
+// decode_kernel is for head_dims of 64 and 128, which the families of models that are loaded have, prefill_kernel
+// for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact, goes through
+// attend_kernel. Sums of columns are column_kernel's, over any rows.
 //
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
@@ -4036,11 +3780,6 @@ static int tensor_min = TC_MIN;
 static int tensor_cores(const Session *s) {
     int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
     return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
-}
-
-// 1: column_scan_kernel makes the sums of columns; 0: column_kernel does.
-static int scans(const Session *s) {
-    return gqa_kind(s) == ROW_F16 || gqa_kind(s) == ROW_BF16;
 }
 
 // ---- plans: which works, made on the host and uploaded at once
@@ -4516,59 +4255,11 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 
 // ---- window scores
 
-// Both passes of a scan.
-template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
-    ScanShared m;
-    size_t smem = scan_carve(&m, NULL, D);
-    dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
-    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a, 0);
-    KV_LAUNCH_WIDE((column_scan_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a, 1);
-}
-
-// The same for head_dim D, which scans() has allowed.
-template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
-    if (D == 64) scan_launch<DT, 64>(a, chunks);
-    else         scan_launch<DT, 128>(a, chunks);
-}
-
-// columns_device on tensor cores.
-static float *columns_scanned(Session *s, int l, const float *q, int tok0, int w, float factor) {
-    int H = s->c->H, N = kv_longest(s, l), D = s->c->D, f16 = row_kind(s->fk) == ROW_F16;
-    int query_blocks = blocks(w, SCAN_QUERIES), step = ATTN_WARPS * SCAN_KEYS;
-    int chunks = min_int(blocks(N, step), max_int(SCAN_BLOCKS / (H * query_blocks), 1));
-    Scan a;
-    memset(&a, 0, sizeof a);
-    a.heads = head_refs(s, l);
-    a.q = q;
-    a.tok = (const Token *)s->dev->room[ROOM_TOK].p;
-    a.chunk = blocks(blocks(N, chunks), step) * step;
-    chunks = blocks(N, a.chunk);
-    a.part = room<float>(s, ROOM_PART, (size_t)H * query_blocks * chunks * SCAN_QUERIES * 2);
-    a.out = room<float>(s, ROOM_COL, (size_t)H * N);
-    a.tok0 = tok0;
-    a.w = w;
-    a.rule = s->rule;
-    a.window = layer_window(s, l);
-    a.H = H;
-    a.R = H / s->c->G;
-    a.N = N;
-    a.c = 1.44269504f / sqrtf((float)D);        // log2 e
-    a.factor = factor;
-    size_t group = (size_t)a.R * N;
-    for (int g = 0; g < s->c->G; g++)           // rows that a shorter head does not have count 0
-        if (kv_head(s, l, g)->len < N)
-            KV_CUDA(cudaMemsetAsync(a.out + g * group, 0, group * sizeof(float), kv_stream));
-    if (f16) scan_width<DT_F16>(a, chunks, D);
-    else     scan_width<DT_BF16>(a, chunks, D);
-    return a.out;
-}
-
 // (H,N) on the device: the softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D).
 // The keys are gone through twice, first for max and sum, then for the columns: memory is O(H N),
 // whatever w.
 static float *columns_device(Session *s, int l, const float *q, int tok0, int w, float factor) {
     int H = s->c->H, N = kv_longest(s, l);
-    if (scans(s)) return columns_scanned(s, l, q, tok0, w, factor);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 0, s->c->G, 1);

@@ -75,8 +75,6 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 20 * 4 + \
                (part[4] ? 2048 * 4 : 0)
     }
-    if (part[1] == "column_scan_kernel")               # <dtype, head_dim>
-        return 4 * (part[3] / 16 * 8 * 128 + 4 * 64 * 2 + 64)
     return -1
 }
 

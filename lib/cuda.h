@@ -267,19 +267,6 @@ template <int LANES> static __device__ float lanes_max(float x) {
     return x;
 }
 
-// The other way: the sum of x over the 32/LANES lanes that have the same place in their group;
-// neighbouring groups are added first.
-template <int LANES> static __device__ float groups_sum(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
-    return x;
-}
-
-// The largest x of the 32/LANES lanes that have the same place in their group.
-template <int LANES> static __device__ float groups_max(float x) {
-    for (int d = LANES; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-    return x;
-}
-
 // Sum of x over lanes 0 up to the own one.
 static __device__ int scan_warp(int x) {
     int lane = threadIdx.x & 31;

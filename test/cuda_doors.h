@@ -143,7 +143,6 @@ size_t cuda_block_bytes(int i, const char **kernel) {
     GemvShared gemv;
     GqaShared gqa;
     TensorShared tensor;
-    ScanShared scan;
     const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
     const struct {
         const char *kernel;
@@ -160,8 +159,6 @@ size_t cuda_block_bytes(int i, const char **kernel) {
         { "prefill_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
         { "prefill_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
         { "prefill_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
-        { "column_scan_kernel<1, 128>", scan_carve(&scan, NULL, 128) },
-        { "column_scan_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
     };
 
     if (i >= (int)(sizeof known / sizeof *known)) return 0;
