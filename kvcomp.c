@@ -3183,11 +3183,10 @@ const Method q4_method = {
 // (r,c). A vertical c is the column c. A slash o is the diagonal of the cells (r, r-o), o its
 // offset. Row r of a head with verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
-// in the head's own row numbers. Under tile64 the slashes are rounded up to what a GPU block
-// of 64 rows reads: whole ranges of columns (block_columns).
+// in the head's own row numbers.
 //   A-shape      the first columns and the nearest offsets
 //   Tri-shape    the same, and the last rows of a turn see everything
-//   MInference   the columns and offsets to which the last 64 rows attend most; tile64
+//   MInference   the columns and offsets to which the last 64 rows attend most
 // LoopServe (section 9) chooses as many lines as its input needs and uses the same code.
 
 // ---- sets of lines
@@ -3263,8 +3262,7 @@ static long line_len(int x, int p0, int n) {
 // ---- attention over lines, a block of rows at a time
 // The rows of a block read the columns that any of them needs, KV_TILE at a time, and fold them into
 // their running softmax (section 3). Columns side by side are read where they lie, others are
-// gathered. A row masks the cells that lie on none of its lines; under tile64 it reads every column
-// of its block that causality allows.
+// gathered. A row masks the cells that lie on none of its lines.
 // A lone slash makes a block read as many columns as the block has rows. So a block has few rows,
 // LINE_ROWS, where runs of slashes are short, and LINE_BLOCK elsewhere, which share more.
 
@@ -3275,8 +3273,8 @@ typedef struct {                // the lines of one query head, as its blocks us
     int *slash;                 // (n_slash) offsets of S, ascending
     int n_slash;
     int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
-    float *skip_v;              // (n) exact only; 0 where column c is a vertical, else -INFINITY
-    float *skip_s;              // (n) exact only; skip_s[n-1-o]: the same of offset o
+    float *skip_v;              // (n) 0 where column c is a vertical, else -INFINITY; NULL: the head is dense
+    float *skip_s;              // (n) skip_s[n-1-o]: the same of offset o
 } LinePlan;
 
 typedef struct {
@@ -3296,7 +3294,6 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     if (a->dense) return p;
     p.slash = scratch(s, n * sizeof(int));
     p.n_slash = bit_list(a->s, a->n, p.slash);
-    if (a->tile64) return p;
 
     int runs = 0;                                       // of neighbouring slashes
     for (int i = 0; i < p.n_slash; i++) runs += !i || p.slash[i] > p.slash[i - 1] + 1;
@@ -3614,7 +3611,6 @@ const Method tri_shape_method = {
 //   weight of slash o    = sum over r of P(r,r-o)
 //   V = the first 30 columns and the heaviest others, --minference-verticals in all
 //   S = the nearest 100 offsets and the heaviest others, --minference-slashes in all
-// The slashes are rounded up to blocks of 64 rows (tile64).
 // **Differs from the paper:** every head is of the vertical-slash kind, and one size serves all heads
 // instead of an offline search per head: 512 columns and 2,048 offsets, the authors' newer table
 // for all heads of Llama-3.1-8B, and as in their code at least 30 and 50.
@@ -3703,10 +3699,7 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     size_t mark = scratch_mark(s);
     Lines *a = lines_new(s, l, T);
     double t = now();
-    for (int h = 0; h < s->c->H; h++) {
-        a[h].tile64 = 1;
-        a[h].dense = a[h].n <= x->n[1];
-    }
+    for (int h = 0; h < s->c->H; h++) a[h].dense = a[h].n <= x->n[1];
     if (KV_DEV(s)) minference_device(s, x, l, q, T, a, m);
     else minference_host(s, x, l, q, T, a, m);
     timed(&s->clk.index, t);

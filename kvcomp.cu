@@ -1933,7 +1933,7 @@ KV_HD static size_t chunk_rows(size_t total) {
 struct DeviceLines {            // the lines of a query head (section 7), in device memory
     const uint64_t *v, *s;      // (n bits) verticals, offsets
     int n, p0;                  // rows held; the first row of this pass
-    int dense, tile64;          // 1: every cell; 1: whole needed columns
+    int dense;                  // 1: every cell
 };
 static __device__ int column_needed(const DeviceLines &x, int c, int first, int last);
 static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
@@ -5675,9 +5675,7 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // query head then. A head of which every cell is chosen goes the way of dense attention.
 //
 // The columns that rows [s0,E) need (block_columns of kvcomp.c): column c is needed if it is a vertical left of
-// them, or if one of the offsets [s0-c, E-1-c] is chosen, which is one look at 64 bits. Under tile64 every row
-// reads all columns that its 64-row block of the matrix needs and causality allows, else exactly the cells of
-// its lines.
+// them, or if one of the offsets [s0-c, E-1-c] is chosen, which is one look at 64 bits.
 // Bit i of b.
 static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 
@@ -5694,23 +5692,15 @@ static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
     return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
 }
 
-// Do rows [s0,E) need column c?
-static __device__ int rows_need(const DeviceLines &x, int c, int s0, int E) {
-    return (c < s0 && bit_of(x.v, c)) || slash_meets(x, c, s0, E);
-}
-
 // Does one of the pass's queries first..last-1, of one 64-row block of the matrix, need column c?
 static __device__ int column_needed(const DeviceLines &x, int c, int first, int last) {
-    if (x.tile64) {
-        first = first / 64 * 64;
-        last = min_int(first + 64, x.n - x.p0);
-    }
-    return x.dense || rows_need(x, c, x.p0 + first, x.p0 + last);
+    int s0 = x.p0 + first, E = x.p0 + last;
+    return x.dense || (c < s0 && bit_of(x.v, c)) || slash_meets(x, c, s0, E);
 }
 
 // Does query r of the pass read column c, which is needed and not behind it?
 static __device__ int cell_chosen(const DeviceLines &x, int r, int c) {
-    return x.dense || x.tile64 || bit_of(x.v, c) || bit_of(x.s, x.p0 + r - c);
+    return x.dense || bit_of(x.v, c) || bit_of(x.s, x.p0 + r - c);
 }
 
 // Does row `row` of head h lie in the sliding window of token tok?
@@ -5720,11 +5710,10 @@ static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int to
 
 // ---- attention over lines on tensor cores: what prefill_kernel<.., LINES 1> asks for
 // A work is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
-//   - exact lines: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
+//   - slashes: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
 //     cells in it are KT neighbouring bits of the verticals and KT of the offsets, in reverse order. A tile
 //     in which every cell is chosen needs no mask (the middle of A-shape's band)
-//   - single columns, gathered KT at a time: under tile64 all needed columns, which every row reads as far
-//     as causality lets it; with exact lines the verticals outside of the tiles above
+//   - single columns, gathered KT at a time: the verticals outside of the tiles above
 
 // Are all cells of the columns p .. p+KT-1 in the rows [s0,E) on chosen slashes?
 template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p, int s0, int E) {
@@ -5749,9 +5738,8 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
         unsigned need = 0, crossed = 0;
         for (int i = 0; i < WORDS; i++) {
             int c = c0 + 32 * i + lane;
-            int needed = c < E && (x.tile64 ? rows_need(x, c, s0, E) : bit_of(x.v, c));
-            unsigned columns = __ballot_sync(ALL_LANES, needed);
-            unsigned slashes = __ballot_sync(ALL_LANES, !x.tile64 && slash_meets(x, c, s0, E));
+            unsigned columns = __ballot_sync(ALL_LANES, c < E && bit_of(x.v, c));
+            unsigned slashes = __ballot_sync(ALL_LANES, slash_meets(x, c, s0, E));
             if (lane != i) continue;
             need = columns;
             crossed = slashes;
@@ -5834,7 +5822,7 @@ static const DeviceLines *lines_upload(Session *s, const Lines *lines) {
         const Lines *x = &lines[h];
         size_t b = bit_bytes(x->n);
         const uint64_t *v = (const uint64_t *)(dev + at), *o = (const uint64_t *)(dev + at + b);
-        ((DeviceLines *)host)[h] = { v, o, x->n, x->p0, x->dense, x->tile64 };
+        ((DeviceLines *)host)[h] = { v, o, x->n, x->p0, x->dense };
         if (x->dense) continue;
         memcpy(host + at, x->v, b);
         memcpy(host + at + b, x->s, b);

@@ -354,8 +354,6 @@ typedef struct {                // what one query head reads in one prefill
     // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
     int n, p0;
     int dense;                  // 1: every cell is read, v and s do not matter
-    // 1: slashes are rounded up to ranges of columns; 0: exactly the cells of the lines
-    int tile64;
     uint64_t *v;                // (n bits) vertical lines: columns
     // (n bits) slashes: offsets row - column. Must hold offset 0, so that every row sees itself
     uint64_t *s;

@@ -868,7 +868,7 @@ static int brute_faithful(Brute *b, double *sum) {
     return *sum < b->alpha * tot;
 }
 
-// The columns that 64 rows from s0 read under tile64: cover (n).
+// The columns that 64 rows from s0 need: cover (n).
 static void brute_cover(const Brute *b, int s0, char *cover) {
     int E = s0 + 64 < b->n ? s0 + 64 : b->n;
     memset(cover, 0, b->n);
@@ -1148,17 +1148,9 @@ static void lines_attend_rows(Session *s, const Lines *lines, float *out, const 
         int *v = xmalloc((a->n + 1) * sizeof *v), *o = xmalloc((a->n + 1) * sizeof *o);
         int *cells = xmalloc((a->n + 1) * sizeof *cells), nv = bit_list(a->v, a->n, v);
         int no = bit_list(a->s, a->n, o);
-        Brute b = brute_new(a->n, a->p0, 1);
-        copy_lines(&b, a);
-        char *cover = xmalloc(a->n);
         const KVHead *hd = kv_head(s, 0, h / (H / s->c->G));
         for (int t = 0; t < T; t++) {
             int r = a->p0 + t, n = row_merge(v, nv, o, no, r, cells), m = 0;
-            if (a->tile64) {
-                brute_cover(&b, a->p0 + t / 64 * 64, cover);
-                for (n = 0, m = 0; m <= r; m++)
-                    if (cover[m]) cells[n++] = m;
-            }
             if (a->dense)
                 for (n = 0; n <= r; n++) cells[n] = n;
             m = 0;
@@ -1170,12 +1162,10 @@ static void lines_attend_rows(Session *s, const Lines *lines, float *out, const 
         free(v);
         free(o);
         free(cells);
-        free(cover);
-        brute_free(&b);
     }
 }
 
-TEST(loopserve_attention, "blocked attention over lines equals the row merge: both units, windows, "
+TEST(loopserve_attention, "blocked attention over lines equals the row merge: windows, "
                           "GQA, ragged passes; all lines equal full attention") {
     rnd_seed(26);
     int shape[3][2] = { { 4, 1 }, { 3, 3 }, { 4, 2 } };
@@ -1200,7 +1190,6 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         int all = i % 9 == 8;
         for (int h = 0; h < H; h++) {
             int sparse_s = 1 + rnd_int(40), sparse_v = 1 + rnd_int(20), run = rnd_int(90);
-            a[h].tile64 = i / 3 % 2;
             a[h].dense = !all && i % 7 == 5 && h == 1;
             for (int x = 0; x < n; x++) {
                 if (!x || x < run || all || !rnd_int(sparse_s)) bit_set(a[h].s, x);
@@ -1212,8 +1201,8 @@ TEST(loopserve_attention, "blocked attention over lines equals the row merge: bo
         size_t at = 0, len = (size_t)T * H * D;
         double e = worst(out, ref, len, 1e-5, 1e-5, &at);
         CHECK(e <= 1,
-              "case %d: n %d T %d H %d G %d D %d tile64 %d window %d: %g times the bound at %zu", i,
-              n, T, H, G, D, a[0].tile64, m.c->window, e, at);
+              "case %d: n %d T %d H %d G %d D %d window %d: %g times the bound at %zu", i,
+              n, T, H, G, D, m.c->window, e, at);
         attn_prefill(s, 0, ref, q, 0, T);
         CHECK(!all || worst(out, ref, len, 1e-5, 1e-5, NULL) <= 1, "case %d: all lines", i);
         for (int h = 0; h < H; h++)
@@ -1559,8 +1548,8 @@ static void shape_twin_before(void *p, Twin *t, int l, const double *q, int n) {
         }
         free(u->mask[h]);
         u->mask[h] = xcalloc((size_t)n * N, 1);
-        for (int i = 0; i < n; i++)
-            brute_cover(&b, N - n + i / 64 * 64, u->mask[h] + (size_t)i * N);
+        for (int r = N - n; r < N; r++)
+            for (int c = 0; c <= r; c++) u->mask[h][(size_t)(r - N + n) * N + c] = b.v[c] || b.s[r - c];
         free(sum);
         brute_free(&b);
     }
@@ -6333,7 +6322,7 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
 
 // Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
 // relative. kinds: how many of draw_lines' there are.
-static void pair_lines(Pair *p, int T, int tile64, int kinds, double bound) {
+static void pair_lines(Pair *p, int T, int kinds, double bound) {
     const Config *c = p->m.c;
     size_t all = (size_t)T * c->H * c->D;
     float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a);
@@ -6341,17 +6330,13 @@ static void pair_lines(Pair *p, int T, int tile64, int kinds, double bound) {
     float *db = cuda_put(q, all * sizeof *q);
     size_t mark = scratch_mark(p->c);
     Lines *lines = lines_new(p->c, 0, T);
-    for (int h = 0; h < c->H; h++) {
-        draw_lines(&lines[h], h % kinds);
-        lines[h].tile64 = tile64;
-    }
+    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
     lines_attend(p->c, 0, lines, a, q, T);
     lines_attend(p->d, 0, lines, db, dq, T);
     cuda_get(b, db, all * sizeof *b);
     double e = worst(b, a, all, bound, bound, NULL);
-    CHECK(e <= 1, "lines: %d queries, tile64 %d, H %d G %d D %d: %g times the bound", T, tile64, c->H,
-          c->G, c->D, e);
-    if (tile64 && kinds == 4) pair_samples(p, T, q, dq);
+    CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
+    if (kinds == 4) pair_samples(p, T, q, dq);
     scratch_reset(p->c, mark);
     cuda_drop(dq);
     cuda_drop(db);
@@ -6360,7 +6345,7 @@ static void pair_lines(Pair *p, int T, int tile64, int kinds, double bound) {
     free(b);
 }
 
-TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: both units, dense heads beside them "
+TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
                  "alone and as whole groups, bands that fill tiles, unequal heads, packed rows, a sliding window, head_dim "
                  "40 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
     static const struct {
@@ -6391,8 +6376,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         pair_append(&p, shape[i].T, 1);
         cuda_tensor_min(shape[i].tensor);
         if (emu_count) emu_count(NULL);
-        for (int tile64 = 0; tile64 < 2; tile64++)
-            pair_lines(&p, shape[i].T, tile64, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
+        pair_lines(&p, shape[i].T, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
         CHECK(!emu_count || !shape[i].tensor || !emu_count("attend_kernel"), "lines on tensor cores");
         pair_close(&p);
         tiny_free(m);

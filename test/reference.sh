@@ -60,11 +60,9 @@ device/*/loopserve-d*/totals.*.meta_bytes  every query head has a list of its ow
 device/*/loopserve[+/]*meta_bytes          every query head has a list of its own
 cpu/[!tsw]*/loopserve[+/]*meta_bytes       every query head has a list of its own
 cpu/we*/loopserve[+/]*meta_bytes           every query head has a list of its own
-cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
-cpu/wi*/minference+*/totals.*.meta_bytes   every query head has a list of its own
 cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
-*/[!cw]*/minference*/*                     60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
-*/we*/minference*/*                        60 diagonals are 60, where 100 were the least; lines are summed in the order of their columns
+cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
+*/[!c]*/minference*/*                      a row reads the cells of its lines, not those of blocks of 64 rows; 60 diagonals are 60
 */[!w]*/adakv*/*                            scores of heads compete raw, as those of the authors do
 */we*/adakv*/*                             scores of heads compete raw, as those of the authors do
 */*/h2o*/*                                 drops a row in every decode step, as its paper does
