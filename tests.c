@@ -1311,38 +1311,8 @@ static void cut_row(uint16_t *h, int n, int b, int mid) {
     free(p);
 }
 
-TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of every step)") {
-    struct {
-        int schedule, b_max, at[16][2];
-    } want[] = {
-        { PATS_NEW, 10,
-          { { 0, 2 }, { 52, 3 }, { 154, 4 }, { 256, 5 }, { 359, 6 }, { 461, 7 }, { 563, 8 }, { 665, 9 }, { 768, 10 },
-            { 1024, -1 } } },
-        { PATS_MIDDLE, 8,
-          { { 0, 2 }, { 32, 3 }, { 96, 4 }, { 160, 5 }, { 224, 6 }, { 288, 7 }, { 352, 8 }, { 672, 7 }, { 736, 6 },
-            { 800, 5 }, { 864, 4 }, { 928, 3 }, { 992, 2 }, { 1024, -1 } } },
-        { PATS_MIDDLE, 10,
-          { { 0, 2 }, { 26, 3 }, { 77, 4 }, { 128, 5 }, { 180, 6 }, { 231, 7 }, { 282, 8 }, { 333, 9 }, { 384, 10 },
-            { 640, 9 }, { 691, 8 }, { 742, 7 }, { 793, 6 }, { 844, 5 }, { 896, 4 } } },
-    };
-
-    for (int i = 0; i < 3; i++)
-        for (int j = 0; want[i].at[j][1] > 0 && j < 14; j++)
-            for (int r = want[i].at[j][0]; r < want[i].at[j + 1][0]; r++)
-                CHECK(pats_schedule(want[i].schedule, 2, want[i].b_max, r + 1, 1024) ==
-                          want[i].at[j][1],
-                      "schedule %d b_max %d row %d", want[i].schedule, want[i].b_max, r);
-    for (int t = 1; t <= 1024; t++)
-        CHECK(pats_schedule(PATS_OLD, 2, 10, t, 1024) ==
-                  pats_schedule(PATS_NEW, 2, 10, 1025 - t, 1024),
-              "old is new from the other end, t %d", t);
-    CHECK(pats_schedule(PATS_MIDDLE, 2, 8, 1, 1) == 2 && pats_schedule(PATS_NEW, 2, 8, 1, 1) == 2 &&
-              pats_schedule(PATS_OLD, 2, 8, 1, 1) == 8,
-          "T = 1");
-}
-
 TEST(pats_schedule_slow, "the integer schedule is the formula rounded half up, for thousands of "
-                         "random cases, t beyond T included") {
+                         "random cases, T = 1 and t beyond T included; old is new from the other end") {
     rnd_seed(4);
     for (int i = 0; i < 20000; i++) {
         int schedule = rnd_int(3), b_max = rnd_int(11), b_min = rnd_int(b_max + 1);
@@ -1352,6 +1322,8 @@ TEST(pats_schedule_slow, "the integer schedule is the formula rounded half up, f
                                              : b_min;
         CHECK(pats_schedule(schedule, b_min, b_max, t, T) == want,
               "schedule %d, %d..%d, t %d of %d", schedule, b_min, b_max, t, T);
+        CHECK(pats_schedule(PATS_OLD, b_min, b_max, t, T) == pats_schedule(PATS_NEW, b_min, b_max, T + 1 - t, T) || T == 1,
+              "old and new, t %d of %d", t, T);
         CHECK(T == 1 || pats_schedule(schedule, b_min, b_max, T + 1 + t, T) ==
                             (schedule == PATS_NEW ? b_max : b_min),
               "beyond the end");
@@ -1437,42 +1409,6 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is
             CHECK(twice[u] == plain[u], "%04x by %d and by %d: %04x", u, b / 2, b, twice[u]);
         }
     }
-}
-
-TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by hand; b <= 3 costs "
-               "values from bf16 nothing") {
-    struct {
-        int b;
-        double mse[2], shrink;
-    } want[] = { { 2, { 1.8e-6, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4 }, .978 },
-                 { 7, { 2.6e-3, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.2e-2 }, .842 },
-                 { 10, { 9.8e-2, 5.4e-2 }, .721 } };
-
-    enum { N = 200000 };
-
-    static uint16_t x[N], cut[N];
-    rnd_seed(3);
-    for (int i = 0; i < N; i++) x[i] = f32_to_f16(rnd_normal());
-    for (int k = 0; k < 7; k++)
-        for (int mid = 0; mid < 2; mid++) {
-            double err = 0, sum = 0, shrink = 0;
-            memcpy(cut, x, sizeof x);
-            cut_row(cut, N, want[k].b, mid);
-            for (int i = 0; i < N; i++) {
-                double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
-                err += (v - y) * (v - y);
-                sum += v * v;
-                if (v != 0) shrink += fabs(y) / fabs(v) / N;
-            }
-            CHECK(fabs(err / sum / want[k].mse[mid] - 1) < .05, "b %d mid %d: %g", want[k].b, mid, err / sum);
-            if (!mid)
-                CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
-                      "b %d shrinks to %g", want[k].b, shrink);
-        }
-    for (int i = 0; i < N; i++) x[i] = cut[i] = f32_to_f16(bf16_to_f32(f32_to_bf16(f16_to_f32(x[i]))));
-    cut_row(cut, N, 3, 0);
-    for (int i = 0; i < N; i++)
-        if (fabsf(f16_to_f32(x[i])) > 1e-4f) CHECK(cut[i] == x[i], "bf16 value %g", f16_to_f32(x[i]));
 }
 
 // ---- timing, without any rows: one table for all heads
@@ -1707,21 +1643,6 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does")
     session_close(s);
     weights_close(w, c);
     options_free(o);
-}
-
-TEST(pats_rollback, "tokens that are taken back take what their rows have lost along") {
-    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 31, 5);
-    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
-    const Pats *x = s->part[0].ms;
-    int ids[90] = { 1, 2, 3 }, lost = 0;
-    prefill(s, ids, 90);
-    for (int t = 40; t < 90; t++) lost += x->bits[t];
-    CHECK(lost > 0, "nothing was cut, so this shows nothing");
-    kv_truncate(s, 40);
-    for (int t = 40; t < 90; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
-    CHECK(s->head[0].packed <= 40 && x->cut <= 40, "%d rows packed, tokens cut to %d", s->head[0].packed, x->cut);
-    session_done(s);
-    tiny_free(m);
 }
 
 TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of random cases, the rows "
@@ -1992,91 +1913,26 @@ static void chunker_free(Lychee *x) {
     arrfree(x->level);
 }
 
-TEST(lychee_chunk_vector, "the chunks of D48, item by item") {
-    Toy t = { 0 };
-    static const char *text[] = { "The",    " quick",  " brown",  " fox",  ",",   " which", " had",
-                                  " been",  " asleep", ",",       " woke", " up", ".",      "\n",
-                                  "\n",     "Then",    " it",     " ran",  " 3",  ".",      "14",
-                                  " miles", ";",       " nobody", " saw",  " it", " go",    " (",
-                                  "or",     " came",   ").",      " End" };
-    int id[128], n = 0, m = 0;
-    for (int i = 0; i < 16; i++) id[n++] = 0;
-    toy_add(&t, "x");
-    for (size_t i = 0; i < sizeof text / sizeof *text; i++) id[n++] = toy_add(&t, text[i]);
-    t.p[t.n] = (ToyPiece){ "<special>", 9, 1 };
-    id[n++] = t.n++;
-    for (int y = toy_add(&t, "y"); m < 17; m++) id[n++] = y;
-    toy_use(&t);
-    Lychee x = chunker(16, 8, 16, 0);
-    online_chunks(&x, id, n);
-    CHECK(x.M == 3, "%d chunks", x.M);
-    int want[4] = { 16, 31, 47, 63 };
-    for (int j = 0; j <= 3; j++)
-        CHECK(x.start[j] == want[j], "boundary %d: %d, expected %d", j, x.start[j], want[j]);
-    chunker_free(&x);
-    token_text = (TokenText){ 0 };
-    // No tokenizer: chunks of 16.
-    x = chunker(16, 8, 16, 0);
-    online_chunks(&x, id, 64);
-    CHECK(x.M == 2 && x.start[1] == 32 && x.start[2] == 48, "forced: %d", x.M);
-    chunker_free(&x);
-}
-
 TEST(lychee_levels, "boundary levels worked by hand") {
     // Text before, the token, the token after; b NULL: special.
     static const struct {
         const char *a, *b, *c;
         int level;
     } v[] = {
-        { "pi is 3", ".", "14", 5 },
-        { "foo", ".", "bar", 5 },
-        { "it ended", ".", " Then", 2 },
-        { "a", "::", "b", 5 },
-        { "10", ":", "30", 5 },
-        { "x", ":", "=", 5 },
-        { "p", "->", "x", 5 },
-        { "a ", "=>", " b", 4 },
-        { "a<", ">", "b", 5 },
-        { "<b", ">", "x", 1 },
-        { "f()", "}", "\n", 1 },
-        { "a[1", "]", ".", 1 },
-        { "a", "-", "b", 5 },
-        { "a", "--", " b", 4 },
-        { "a --", "-", "b", 1 },
-        { "`", "``", "c", 1 },
-        { "x **", "*", "x", 1 },
-        { "a\n", "\n", "b", 1 },
-        { "a\n  \t\r", "\n", "b", 1 },
-        { "a", "\n", "b", 2 },
-        { "a\n", "  ", "b", 4 },
-        { "a", "\t", "b", 4 },
-        { "a\n", " b", "c", 5 },
-        { "he said.", "\"", "x", 2 },
-        { "came", ").", " End", 2 },
-        { "came", ").", "End", 5 },
-        { "so", ",", " it", 3 },
-        { "so", ",\n", "x", 2 },
-        { "word", "s", " next", 4 },
-        { "word", "s", "x", 5 },
-        { "word", "s", NULL, 4 },
-        { "end.", ")", NULL, 2 },
-        { "你好", "。", "世", 2 },
-        { "你好", "，", "世", 3 },
-        { "你好，", "”", "世", 3 },
-        { "\xe3\x80", "\x82", "x", 2 },
-        { "a", "\xe3\x80", "\x82", 9 },
-        { "a", "\xe3", "\x80", 9 },
-        { "a", "\xf0\x9f\x98", "\x80", 9 },
-        { "a", "\xff", "b", 5 },
-        { "a", "\x80", "b", 5 },
-        { "", "", "b", 5 },
-        { "a.", "", "b", 5 },
-        { "a.", "", " b", 2 },
-        { "x", "\xe3\x80\x80", "b", 4 },
-        { "a. ) ' \" )", " )", "b", 4 },
-        { "a.)'\")'", "\"", "b", 2 },
-        { "a.)'\")'))", "\"", "b", 5 },
-        { "\xc0\xae", "", "x", 5 },
+        { "pi is 3", ".", "14", 5 }, { "foo", ".", "bar", 5 }, { "it ended", ".", " Then", 2 },
+        { "a", "::", "b", 5 }, { "10", ":", "30", 5 }, { "x", ":", "=", 5 }, { "p", "->", "x", 5 },
+        { "a ", "=>", " b", 4 }, { "a<", ">", "b", 5 }, { "<b", ">", "x", 1 }, { "f()", "}", "\n", 1 },
+        { "a[1", "]", ".", 1 }, { "a", "-", "b", 5 }, { "a", "--", " b", 4 }, { "a --", "-", "b", 1 },
+        { "`", "``", "c", 1 }, { "x **", "*", "x", 1 }, { "a\n", "\n", "b", 1 }, { "a\n  \t\r", "\n", "b", 1 },
+        { "a", "\n", "b", 2 }, { "a\n", "  ", "b", 4 }, { "a", "\t", "b", 4 }, { "a\n", " b", "c", 5 },
+        { "he said.", "\"", "x", 2 }, { "came", ").", " End", 2 }, { "came", ").", "End", 5 },
+        { "so", ",", " it", 3 }, { "so", ",\n", "x", 2 }, { "word", "s", " next", 4 }, { "word", "s", "x", 5 },
+        { "word", "s", NULL, 4 }, { "end.", ")", NULL, 2 }, { "你好", "。", "世", 2 }, { "你好", "，", "世", 3 },
+        { "你好，", "”", "世", 3 }, { "\xe3\x80", "\x82", "x", 2 }, { "a", "\xe3\x80", "\x82", 9 },
+        { "a", "\xe3", "\x80", 9 }, { "a", "\xf0\x9f\x98", "\x80", 9 }, { "a", "\xff", "b", 5 },
+        { "a", "\x80", "b", 5 }, { "", "", "b", 5 }, { "a.", "", "b", 5 }, { "a.", "", " b", 2 },
+        { "x", "\xe3\x80\x80", "b", 4 }, { "a. ) ' \" )", " )", "b", 4 }, { "a.)'\")'", "\"", "b", 2 },
+        { "a.)'\")'))", "\"", "b", 5 }, { "\xc0\xae", "", "x", 5 },
         { "\n                                                                ", "\n", "b", 2 },
         { "\n                                                             ", "\n", "b", 1 },
     };
@@ -2567,8 +2423,7 @@ static Nodes nodes_of(int K) {
     return (Nodes){ .n = K, .mu = mu, .r = r, .tokens = tokens, .of = of };
 }
 
-TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cases; empty clusters "
-                    "keep their centre") {
+TEST(lychee_kmeans, "k-means worked by hand; ties; empty clusters keep their centre") {
     // four points on a circle at 0, 10, 90, 100 degrees, two centres: start at points 1 and 3, end
     // at 5 and 95 degrees
     static float x[8], mu[600 * 8], sum[600 * 8];
@@ -2603,29 +2458,6 @@ TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cas
     u = nodes_of(130);
     kmeans(key, 130, &u, 2, 2, mu, sum);
     for (int i = 0; i < 130; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
-    static double dkey[600][TWD], dmu[600][TWD];
-    static int want[600];
-    int differ = 0, points = 0;
-    for (int trial = 0; trial < 60; trial++) {
-        int n = 1 + rnd_int(trial < 40 ? 80 : 600), K = 1 + rnd_int(n), D = 8;
-        int iters = rnd_int(12);
-        rnd_seed(trial + 77);
-        for (int i = 0; i < n; i++) {
-            for (int d = 0; d < D; d++) key[i * D + d] = rnd_normal();
-            normalise(key + (size_t)i * D, D);
-            for (int d = 0; d < D; d++) dkey[i][d] = key[i * D + d];
-        }
-        u = nodes_of(K);
-        kmeans(key, n, &u, D, iters, mu, sum);
-        twin_kmeans(dkey, n, dmu, K, D, iters, want);
-        for (int i = 0; i < n; i++, points++) differ += u.of[i] != want[i];
-        for (int i = 0; i < K * D; i++)
-            CHECK(fabs(bf16_to_f32(u.mu[i]) - dmu[i / D][i % D]) <=
-                      1e-6 + fabs(dmu[i / D][i % D]) / 120,
-                  "trial %d centre %d: %g %g", trial, i / D, bf16_to_f32(u.mu[i]),
-                  dmu[i / D][i % D]);
-    }
-    CHECK(differ * 1000 <= points, "%d of %d labels differ", differ, points);
 }
 
 TEST(lychee_absorb, "a node covers every chunk after 1,000 additions; a radius that is only as large as the new "
@@ -2817,77 +2649,6 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
     CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
     session_done(s);
     tiny_free(m);
-}
-
-TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first chunk that does not "
-                      "fit, empty clusters, closed units") {
-    // 6 chunks of 8, 10, 12, 9, 8, 16 tokens in clusters {0, 3}, {1}, {}, {2, 4}, {5}; centres in
-    // the plane
-    static const float centre[5][2] = { { 1, 0 }, { 0, 1 }, { 1, 1 }, { 1, 0 }, { -1, 0 } };
-    static const float radius[5] = { .25f, 0, 9, .5f, 3 };
-    // Units {0, 1, 4} of 43 tokens and {2, 3} of 20.
-    static const float unit[2][2] = { { 1, 0 }, { 0, 1 } };
-    static const int member[6] = { 0, 1, 3, 0, 3, 4 }, above[5] = { 0, 0, 1, 1, 0 };
-    static int start[7] = { 16, 24, 34, 46, 55, 63, 79 };
-    float q[4] = { 2, 0, 0, 1 }, room[64], S[8];
-    int rows[100];
-    Tree t = { 0 };
-    tree_room(&(Session){ 0 }, &t, 6, 5, 2, 2);
-    from_f32(t.fine.mu, centre[0], DT_BF16, 10);
-    from_f32(t.coarse.mu, unit[0], DT_BF16, 4);
-    memcpy(t.fine.r, radius, sizeof radius);
-    memset(t.fine.tokens, 0, 5 * sizeof(int));
-    memset(t.coarse.tokens, 0, 2 * sizeof(int));
-    memset(t.coarse.r, 0, 2 * sizeof(float));
-    memcpy(t.coarse.of, above, sizeof above);
-    for (int j = 0; j < 6; j++) {
-        t.fine.of[j] = member[j];
-        t.fine.tokens[member[j]] += start[j + 1] - start[j];
-        t.coarse.tokens[above[member[j]]] += start[j + 1] - start[j];
-    }
-
-    static const struct {
-        int kg, R, budget;
-        float beta;
-        int tokens;
-        const char *taken;
-    } v[] = { { 0, 2, 16 + 79, 0, 63, "111111" },  // everything: 63 tokens fit
-              // Equal scores 1: clusters 0, 1, 3 in order: 8 + 9 + 10 + 12 = 39; chunk 4 (8 tokens)
-              // ends it.
-              { 0, 2, 16 + 40, 0, 39, "111100" },
-              // Cluster 1's 10 tokens do not fit, so cluster 3 is not reached.
-              { 0, 2, 16 + 18, 0, 17, "100100" },
-              { 0, 2, 16 + 16, 0, 8, "100000" },  // the second chunk of cluster 0 ends it
-              { 0, 2, 16 + 7, 0, 0, "000000" },   // less than any chunk
-              { 0, 2, 16, 0, 0, "000000" },       // the sinks alone
-              // One query: scores 1, 0, -, 1, -1. The empty cluster takes nobody's place.
-              { 0, 1, 16 + 40, 0, 37, "101110" },
-              // 1.25, 1, -, 1.5, 2 (-1 + 3): cluster 4 (16), 3 (20); chunk 0 does not fit.
-              { 0, 1, 16 + 40, 1, 36, "001011" },
-              // 1.0625, 1, -, 1.125, -.25: cluster 3 (20), 0 (17); cluster 1 does not fit.
-              { 0, 2, 16 + 40, .25f, 37, "101110" },
-              // 1.0625, 0, -, 1.125, -.25: cluster 3 is the best, and its first chunk has 12 tokens.
-              { 0, 1, 16 + 10, .25f, 0, "000000" },
-              { 2, 1, 16 + 10, .25f, 0, "000000" },
-              // Of the units the first is the best, and 43 tokens are 4 times the room: cluster 0.
-              { 1, 1, 16 + 10, .25f, 8, "100000" },
-              // They are not 4 times as much, so that the other unit is opened, too.
-              { 1, 1, 16 + 11, .25f, 0, "000000" } };
-
-    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
-        Lychee x = { .B = v[i].budget, .sink = 16, .min = 8, .kg = v[i].kg, .beta = v[i].beta, .M = 6, .start = start };
-        Tree look = t;
-        if (!x.kg) look.coarse.n = 0;
-        score_clusters(&x, &look, q, v[i].R, 2, room, S);
-        int n = take_rows(&x, &t.fine, S, rows) - 16;
-        CHECK(n == v[i].tokens, "case %zu: %d tokens, expected %d", i, n, v[i].tokens);
-        for (int j = 0, at = 16; j < 6; j++) {
-            int taken = at < n + 16 && rows[at] == start[j];
-            CHECK(taken == v[i].taken[j] - '0', "case %zu chunk %d: %d", i, j, taken);
-            if (taken) at += start[j + 1] - start[j];
-        }
-    }
-    free(t.mem);
 }
 
 // A second, longer turn in which the n-th allocation from now on fails -> the exit code; 0: it was not made.
@@ -3373,94 +3134,9 @@ static void tiny_bias(Tiny m) {
     }
 }
 
-TEST(sonic_mask,
-     "a worked example, cell by cell, in both modes; positions of both modes") {
-    static const char *want[] = { "1............", "11...........", "111..........",
-                                  "1111.........", "111111...**..", "111111...**..",
-                                  "1...111......", "1...1111.....", "1...11111....",
-                                  "1...1111111..", "1...1111111..", "1...11...111.",
-                                  "1...11...1111" };
-    int kind[13] = { 0, 0, 0, 0, TOK_EXTRA, TOK_EXTRA, 1, 1, 1, TOK_EXTRA, TOK_EXTRA, 0, 0 };
-    int seg[13] = { -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2 };
-    for (int p = 0; p < 13; p++)
-        for (int q = 0; q < 13; q++) {
-            Token a = { 1, p, seg[p], kind[p] }, b = { 1, q, seg[q], kind[q] };
-            CHECK(kv_visible(VIS_SEGMENT, 0, &a, p, &b, q) == (want[p][q] == '1'),
-                  "incremental, row %d column %d", p, q);
-            CHECK(kv_visible(VIS_SEGMENT_EXACT, 0, &a, p, &b, q) == (want[p][q] != '.'),
-                  "exact, row %d column %d", p, q);
-        }
-    // S, a1-3, b1-3, q1-2: one message each side, K = 2.
-    int original[13] = { 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 7, 8 };
-    for (int mode = 0; mode < 4; mode++) {
-        Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
-        Nexus a = nexus_new(m, .1, "F32", mode % 2 ? "original" : "augmented", 0);
-        Session *s = sonic_session(m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot");
-        Talk p = { .turns = 2, .pre = { 4, 2 }, .dec = { 3 }, .seed = 5 };
-        free(run_talk(s, &p));
-        CHECK(s->n_tok == 13, "%d tokens", s->n_tok);
-        for (int i = 0; i < 13; i++) {
-            CHECK(s->tok[i].kind == kind[i] && s->tok[i].seg == seg[i],
-                  "mode %d token %d: kind %d seg %d", mode, i, s->tok[i].kind, s->tok[i].seg);
-            CHECK(s->tok[i].pos == (mode % 2 ? original[i] : i), "mode %d token %d at %d", mode, i,
-                  s->tok[i].pos);
-        }
-        int kept[] = { 0, 4, 5, 9, 10, 11, 12 };
-        const KVHead *h = kv_head(s, 0, 0);
-        CHECK(h->len == 7 && !memcmp(h->src, kept, sizeof kept), "mode %d: %d rows", mode, h->len);
-        CHECK(s->pos_next == (mode % 2 ? 9 : 13), "mode %d: next position %d", mode, s->pos_next);
-        session_done(s);
-        nexus_free(a);
-        tiny_free(m);
-    }
-}
-
-TEST(sonic_K, "K rules: K_i = max(1, min(K, |B_i|)), ratio per body, K_max caps") {
-    Sonic x = { .K_max = 64, .K = 16, .ratio = -1 };
-    CHECK(sonic_K(&x, 400) == 16 && sonic_K(&x, 16) == 16 && sonic_K(&x, 7) == 7 &&
-              sonic_K(&x, 1) == 1,
-          "K = 16");
-    x.ratio = .8;
-    CHECK(sonic_K(&x, 8) == 2 && sonic_K(&x, 3) == 1 && sonic_K(&x, 400) == 64 &&
-              sonic_K(&x, 1) == 1,
-          "ratio .8: %d %d %d", sonic_K(&x, 8), sonic_K(&x, 3), sonic_K(&x, 400));
-    x.ratio = .5;
-    CHECK(sonic_K(&x, 3) == 2 && sonic_K(&x, 5) == 3 && sonic_K(&x, 128) == 64 &&
-              sonic_K(&x, 130) == 64,
-          "ratio .5, halves up");
-    x.ratio = .9;
-    CHECK(sonic_K(&x, 15) == 2 && sonic_K(&x, 5) == 1,
-          "ratio .9: 1.5 is 2 although .1 is less than .1");
-    x.ratio = 0;
-    CHECK(sonic_K(&x, 40) == 40 && sonic_K(&x, 400) == 64, "ratio 0");
-    x.ratio = 1;
-    CHECK(sonic_K(&x, 40) == 1, "ratio 1 never gives 0");
-}
-
-TEST(sonic_eq2, "Eq. 2: the embedding of a Nexus token is the sum of three rows; turns beyond "
-                "T_max take the last one, with one warning") {
-    Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
-    Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
-    Session *s = sonic_session(m, a, "quiet");
-    Sonic *x = s->part[0].ms;
-    float got[16];
-    for (int turn = 0; turn < 7; turn++)
-        for (int j = 0; j < 8; j++) {
-            Token t = sonic_token(x, turn, j, 0, 0);
-            sonic_embed(s, x, &t, got);
-            for (int c = 0; c < 16; c++)
-                CHECK(got[c] == a.t[0].x[c] + a.t[1].x[j * 16 + c] +
-                                    a.t[2].x[(turn < 4 ? turn : 3) * 16 + c],
-                      "turn %d token %d", turn, j);
-        }
-    CHECK(x->warned, "no warning");
-    session_done(s);
-    nexus_free(a);
-    tiny_free(m);
-}
-
-TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked whole sequence in "
-                 "double; GQA 1:1, 2:1, 4:1, 3 heads; biases, QK-norm, dtypes, shared MLP") {
+TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked whole sequence in double; GQA 1:1, 2:1, 4:1, "
+                 "3 heads; biases, QK-norm, dtypes, shared MLP; K by number and by ratio, capped by the adapter's; turns "
+                 "beyond T_max take its last row, with a warning") {
     int shape[][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     const char *type[] = { "F32", "F16", "BF16" };
     // --ids.
@@ -3473,8 +3149,8 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                       .foot = { 0, 2, 2, 1 },
                       .head = { 3, 3, 3, 3 },
                       .seed = 2 },
-                    // Shorter than the sink.
-                    { .turns = 4, .pre = { 1, 1, 5, 2 }, .dec = { 1, 2, 0, 2 }, .seed = 3 } };
+                    // Shorter than the sink; more turns than the adapter knows.
+                    { .turns = 7, .pre = { 1, 1, 5, 2, 1, 1, 2 }, .dec = { 1, 2, 0, 2, 1, 1, 1 }, .seed = 3 } };
     for (int i = 0; i < 12; i++) {
         const Talk *p = &talk[i % 3];
         Tiny m = tiny_model(4, shape[i % 4][0], shape[i % 4][1], 16, 32, 40, 61, 30 + i);
@@ -3489,12 +3165,10 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                           .original = original,
                           .sink = 4,
                           .K = 3,
-                          .ratio = i > 8 ? .6 : -1 };
+                          .ratio = i > 9 ? .6 : i > 8 ? .1 : -1 };
         char opt[128];
-        snprintf(opt, sizeof opt, "%s %s", exact ? "sonic-oneshot" : "",
-                 i > 8    ? "ratio=0.6"
-                 : i == 4 ? "sonic-k=3"
-                          : "");
+        snprintf(opt, sizeof opt, "quiet %s %s", exact ? "sonic-oneshot" : "",
+                 i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : i == 4 ? "sonic-k=3" : "");
         Session *s = sonic_session(m, a, opt);
         Script k = talk_script(p);
         float *x = run_talk(s, p), *y = run_slow_sonic(u, p);
@@ -3503,6 +3177,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         CHECK(e <= 1, "case %d (%s, %s): %g times the bound in row %zu", i,
               exact ? "one-shot" : "incremental", original ? "original" : "augmented", e,
               at / m.c->V);
+        CHECK(((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
         free(x);
         free(y);
         free(u->alt);
@@ -3565,91 +3240,6 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         session_done(s);
         nexus_free(a);
     }
-    tiny_free(m);
-}
-
-// ---- properties that compare two runs of the program
-
-// K and V of every Nexus row of layer l, (n,2,D), to be freed.
-static float *nexus_rows(const Session *s, int l, int *n) {
-    int D = s->c->D;
-    float *out = NULL;
-    *n = 0;
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (int r = 0; r < h->len; r++) {
-            if (s->tok[h->src[r]].kind != TOK_EXTRA) continue;
-            size_t at = arrlenu(out);
-            arrsetlen(out, at + (size_t)(2 * D));
-            float *p = out + at;
-            kv_load_k(s, h, NULL, r, 1, p);
-            kv_load_v(s, h, NULL, r, 1, p + D);
-            (*n)++;
-        }
-    }
-    return out;
-}
-
-// The first `first` Nexus rows of each head (0: all)
-static int nexus_rows_same(const Session *s, const Session *z, int l, int first) {
-    int n, k, same = 1, G = s->c->G;
-    float *a = nexus_rows(s, l, &n), *b = nexus_rows(z, l, &k);
-    for (int g = 0; g < G; g++)
-        same &= n == k && !memcmp(a + (size_t)g * (n / G) * 2 * s->c->D,
-                                  b + (size_t)g * (n / G) * 2 * s->c->D,
-                                  (size_t)(first ? first : n / G) * 2 * s->c->D * sizeof *a);
-    arrfree(a);
-    arrfree(b);
-    return same && n;
-}
-
-TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not depend on the "
-                       "current turn; T4 the modes differ from two messages on; T6 layer 0 has no "
-                       "content; T8 later bodies leave earlier Nexus rows alone") {
-    Tiny m = tiny_model(4, 4, 2, 16, 32, 40, 61, 8);
-    Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
-    for (int one = 0; one < 2; one++) {
-        const char *opt = one ? "sonic-oneshot" : "";
-        int base[3][12], ids[3][12];
-        rnd_seed(9);
-        for (int t = 0; t < 3; t++)
-            for (int k = 0; k < 12; k++) base[t][k] = ids[t][k] = rnd_int(61);
-        Session *s[4];
-        // 0: as is; 1: another current turn; 2: another second turn; 3: another first turn.
-        for (int v = 0; v < 4; v++) {
-            memcpy(ids, base, sizeof ids);
-            if (v)
-                for (int k = 5; k < 12; k++) ids[3 - v][k] = (ids[3 - v][k] + 1 + k) % 61;
-            s[v] = sonic_session(m, a, opt);
-            for (int t = 0; t < 3; t++) {
-                prefill(s[v], ids[t], 9);
-                for (int k = 9; k < 12; k++) decode(s[v], ids[t][k]);
-            }
-        }
-        for (int l = 0; l < 4; l++) {
-            CHECK(nexus_rows_same(s[0], s[1], l, 0), "T3: layer %d, %s", l, opt);
-            CHECK(one || nexus_rows_same(s[0], s[2], l, 6),
-                  "T8: layer %d: the Nexus rows of turn 0", l);
-            CHECK(nexus_rows_same(s[0], s[2], l, 0) == (l == 0) &&
-                      nexus_rows_same(s[0], s[3], l, 0) == (l == 0),
-                  "T6: layer %d, %s", l, opt);
-        }
-        CHECK(!one || !nexus_rows_same(s[0], s[2], 3, 6),
-              "one-shot: earlier Nexus rows do see later bodies (Eq. 5)");
-        for (int v = 0; v < 4; v++) session_done(s[v]);
-    }
-    for (int h = 1; h < 3; h++) {  // T1, T4: h finished messages
-        Talk p = { .turns = 2, .pre = { 12, 6 }, .dec = { h == 1 ? 0 : 5, 2 }, .seed = 6 };
-        Session *s[2] = { sonic_session(m, a, ""), sonic_session(m, a, "sonic-oneshot") };
-        float *x = run_talk(s[0], &p), *y = run_talk(s[1], &p);
-        Script k = talk_script(&p);
-        double e = worst(x, y, (size_t)script_rows(&k) * 61, 1e-5, 1e-5, NULL);
-        CHECK(h == 1 ? e <= 1 : e > 10, "h = %d: %g times the bound apart", h, e);
-        free(x);
-        free(y);
-        for (int v = 0; v < 2; v++) session_done(s[v]);
-    }
-    nexus_free(a);
     tiny_free(m);
 }
 
@@ -3907,42 +3497,6 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
         }
 }
 
-TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is spent, more score "
-                    "never means fewer rows") {
-    rnd_seed(31);
-    for (int c = 0; c < 500; c++) {
-        int L = 1 + rnd_int(12), H = 1 + rnd_int(12), base = rnd_int(400), cap[144], want[144];
-        double inf[144], beta = 1 + 2 * rnd_unit(), eps = .01;
-        for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
-        if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
-        for (int alloc = 0; alloc < 2; alloc++) {
-            double sum = 0, all = 0, zero_layers = 0;
-            dililazy_caps(inf, L, H, base, beta, alloc, cap);
-            twin_caps(inf, L, H, base, beta, eps, alloc, want);
-            for (int i = 0; i < L; i++) {
-                double lam = 0;
-                for (int j = 0; j < H; j++) {
-                    lam += inf[i * H + j];
-                    sum += cap[i * H + j];
-                    CHECK(abs(cap[i * H + j] - want[i * H + j]) <= (alloc == ALLOC_CODE),
-                          "mode %d head %d-%d: %d, expected %d", alloc, i, j, cap[i * H + j],
-                          want[i * H + j]);
-                    for (int k = 0; k < H; k++)
-                        CHECK(inf[i * H + j] < inf[i * H + k] || cap[i * H + j] >= cap[i * H + k],
-                              "head %d-%d has more score than %d-%d and fewer rows", i, j, i, k);
-                }
-                zero_layers += lam == 0;
-                all += lam;
-            }
-            double mean = sum / (L * H);
-            // 1e-9 in a denominator; no whole row to share.
-            if (alloc == ALLOC_CODE && (zero_layers || all < 1e-6 || floor(base / beta) < 1))
-                continue;
-            CHECK(fabs(mean - base) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %d", alloc, mean, base);
-        }
-    }
-}
-
 // 1: refused with a line that names `expected`.
 static int load_fails(const char *text, const char *which, const char *expected) {
     char err[512] = "", *path = temp_text(text);
@@ -4138,7 +3692,9 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
     for (int i = 0; i < 4; i++) {
         double score[32];
         Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
-        for (int k = 0; k < 3 * shape[i][0]; k++) score[k] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
+        // All zeros; a layer of zeros.
+        for (int k = 0; k < 3 * shape[i][0]; k++)
+            score[k] = i != 1 && (i != 2 || k >= 4) && rnd_int(6) ? pow(rnd_unit(), 3) : 0;
         for (int k = 0; k < DILI_CASES; k++) {
             DiliTwin x = dili_case[k].x;
             x.inf = score;
@@ -4151,7 +3707,7 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and the counts in 300 random rows") {
+TEST(dililazy_scores, "Dili, Lazy, Inf and the counts of one row by hand") {
     Calibration r = { .at = 2, .n = 3 };
     // needle: keys 2, 3, 4; T: all but key 3 and one of .02
     float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
@@ -4163,33 +3719,6 @@ TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and t
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
     CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
           "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
-    rnd_seed(15);
-    for (int c = 0; c < 300; c++) {
-        int n = 12 + rnd_int(50), taken[64] = { 0 };
-        float x[64], all = 0;
-        double hit = 0, top = 0, needle = 0;
-        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7) };
-        for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
-        for (int i = 0; i < n; i++) x[i] /= all;
-        head_scores(&k, x, n, idx, score, counts);
-        for (int i = 0; i < LARGEST; i++) {
-            int best = -1;
-            for (int j = 0; j < n; j++)
-                if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
-            taken[best] = 1;
-            top += x[best];
-            if (best >= k.at && best < k.at + k.n) hit += x[best];
-        }
-        for (int i = k.at; i < k.at + k.n; i++) needle += x[i];
-        CHECK(fabs(score[0] - 2 * hit / (top + needle)) < 1e-6 &&
-                  fabs(score[1] - hit / top) < 1e-6 &&
-                  (needle < 1e-8 || fabs(score[2] - hit / needle) < 1e-6),
-              "scores %g %g %g", score[0], score[1], score[2]);
-        CHECK(counts[0] + counts[1] + counts[2] + counts[3] == n && counts[3] >= 0,
-              "counts sum to %g, expected %d", counts[0] + counts[1] + counts[2] + counts[3], n);
-        CHECK(score[0] <= 1 + 1e-9 && score[0] >= 0 && score[0] <= fmax(score[1], score[2]) + 1e-9,
-              "Inf %g lies outside", score[0]);
-    }
 }
 
 // Parses a list of numbers. Returns the exit code, 0 if it was taken.
@@ -4343,46 +3872,7 @@ static Plan short_plan(Tiny m, const Options *o, int length, int answer) {
 
 // ---- HeadKV: the pool rule, options, and scores
 
-TEST(headkv_caps, "HeadKV's pool rule by hand and in 500 random cases: every row is given out, the "
-                  "largest remainders get what is left, more score never means fewer rows") {
-    int cap[144], want[144];
-    // Pool 40 a head, 160 x (2/3, 1/6, 1/12, 1/12) = 106.7, 26.7, 13.3, 13.3.
-    headkv_caps((double[4]){ .8, .2, .1, .1 }, 4, 48, 1.2, cap);
-    CHECK(cap[0] == 115 && cap[1] == 35 && cap[2] == 21 && cap[3] == 21, "caps %d %d %d %d", cap[0],
-          cap[1], cap[2], cap[3]);
-    // Pool 2 a head: 3 + 2.
-    headkv_caps((double[4]){ 1, 1, 1, 1 }, 3, 5, 2, cap);
-    CHECK(cap[0] == 5 && cap[1] == 5 && cap[2] == 5, "equal scores: %d %d %d", cap[0], cap[1],
-          cap[2]);
-    // 4 x 1/7 three times, 4 x 4/7 = 2.29: the first two heads get the two rows left.
-    headkv_caps((double[4]){ 1, 1, 1, 4 }, 4, 1, 1, cap);
-    CHECK(cap[0] == 1 && cap[1] == 1 && cap[2] == 0 && cap[3] == 2, "ties: %d %d %d %d", cap[0],
-          cap[1], cap[2], cap[3]);
-    headkv_caps((double[4]){ 0 }, 4, 48, 1.2, cap);
-    CHECK(cap[0] == 48 && cap[3] == 48, "no scores: %d %d", cap[0], cap[3]);
-    headkv_caps((double[4]){ 1, 2 }, 2, 0, 1.2, cap);
-    CHECK(cap[0] == 0 && cap[1] == 0, "no budget: %d %d", cap[0], cap[1]);
-    rnd_seed(37);
-    for (int c = 0; c < 500; c++) {
-        int n = 1 + rnd_int(144), base = rnd_int(400);
-        double score[144], beta = 1.001 + 2 * rnd_unit();
-        long sum = 0;
-        for (int i = 0; i < n; i++) score[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
-        headkv_caps(score, n, base, beta, cap);
-        twin_headkv_caps(score, n, base, beta, want);
-        for (int i = 0; i < n; i++) {
-            sum += cap[i];
-            CHECK(cap[i] == want[i], "case %d, head %d: %d, expected %d", c, i, cap[i], want[i]);
-            for (int k = 0; k < n; k++)
-                CHECK(score[i] <= score[k] || cap[i] >= cap[k],
-                      "head %d has more score than %d and fewer rows", i, k);
-        }
-        CHECK(sum == (long)base * n, "case %d: %ld rows for %d heads of %d", c, sum, n, base);
-    }
-}
-
-TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone; 200 "
-                    "random rows against plain loops") {
+TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone") {
     int ids[8] = { 50, 51, 52, 53, 54, 55, 56, 57 }, idx[64], top[1];
     double score[SCORES] = { 0 }, mass[1];
     // N: keys 2 to 5, c2: 4 and 5.
@@ -4404,26 +3894,6 @@ TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for 
     head_said(&r, 1, ids, 4, 54);
     CHECK(fabs(score[SCORE_R] - .5) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6,
           "step 4 of 4: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
-    rnd_seed(16);
-    for (int c = 0; c < 200; c++) {
-        int n = 12 + rnd_int(50), best = 0;
-        float x[64];
-        double right = 0;
-        r.n = 2 + rnd_int(8);
-        r.at = rnd_int(n - r.n);
-        r.right = r.at + rnd_int(r.n);
-        for (int i = 0; i < n; i++) x[i] = (float)rnd_unit();
-        for (int i = 0; i < n; i++) {
-            int larger = 0;
-            for (int j = 0; j < n; j++) larger += x[j] > x[i] || (x[j] == x[i] && j < i);
-            if (!larger) best = i;
-            if (larger < r.n && i >= r.right && i < r.at + r.n) right += x[i];
-        }
-        head_look(&r, 0, x, n, idx);
-        CHECK(top[0] == best && fabs(mass[0] - right) < 1e-5,
-              "case %d: top %d, expected %d; mass %g, expected %g", c, top[0], best, mass[0],
-              right);
-    }
 }
 
 // The prompt of a run: the needle stands at its depth, behind the end of a sentence; with reasoning the wrong answer and
