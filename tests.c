@@ -466,6 +466,8 @@ static const struct {
     { "adakv", "ratio=.7 obs-window=8", { BT_ADA, 0, 8, 7, 0, .7, NULL } },
     { "pyramidkv", "budget=24 obs-window=8", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL } },
     { "pyramidkv", "budget=60 obs-window=6", { BT_PYRAMID, 60, 6, 7, 0, -1, NULL } },
+    // Just as many tokens as two budgets beside the window.
+    { "pyramidkv", "budget=51 obs-window=6", { BT_PYRAMID, 51, 6, 7, 0, -1, NULL } },
     { "h2o", "budget=25", { BT_H2O, 25, 0, 0, 0, -1, NULL } },
     { "h2o", "ratio=.6", { BT_H2O, 0, 0, 0, 0, .6, NULL } },
     { "expected-attention", "budget=24", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL } },
@@ -486,6 +488,8 @@ static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
                 double mass = x.t->row[i][r].mass, found = x.s->head[i].mass[r];
                 CHECK(fabs(found - mass) <= 1e-5 + 1e-5 * mass, "mass of row %d: %g, expected %g", r, found, mass);
             }
+        size_t moments = (size_t)L * (sizeof(long) + (size_t)H * (16 + 16 * 16) * sizeof(double));
+        CHECK(!b.seen || x.s->part[0].m->bytes(x.s, x.s->part[0].ms) == moments, "%zu bytes of moments", moments);
         for (int i = 0; b.seen && i < L * H; i++) arrfree(b.seen[i]);
         free(b.seen);
         beside_done(&x);
@@ -503,8 +507,7 @@ TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, sam
     for (int L = 1; L < 3; L++) base_agree(L, 6, 3, 51, &small);
 }
 
-TEST(baselines_links,
-     "by hand: join_heads, pool_max, keep_best; and against plain loops in 300 random cases") {
+TEST(baselines_links, "by hand: join_heads, pool_max, keep_best") {
     float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
     join_heads(out, a[0], 5, 5, 2);
     CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
@@ -520,19 +523,6 @@ TEST(baselines_links,
           "keep_best took %d rows", k);
     CHECK(keep_best(keep, one, 0, 2, 3) == 3 && keep[0] == 0, "no candidates");
     CHECK(keep_best(keep, one, 4, 0, 6) == 2 && keep[0] == 4, "cap 0");
-    rnd_seed(3);
-    for (int c = 0; c < 300; c++) {
-        int n = 1 + rnd_int(40), width = 1 + 2 * rnd_int(6), cap = rnd_int(45), idx[64];
-        float y[64];
-        double d[64];
-        for (int i = 0; i < n; i++) d[i] = y[i] = (float)rnd_int(8);
-        pool_max(out, y, n, width);
-        twin_pool(d, n, width);
-        for (int i = 0; i < n; i++) CHECK(out[i] == d[i], "pool");
-        int got = keep_best(keep, out, n, cap, n + 2), want = twin_pick(d, n, cap, idx);
-        CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d",
-              n, cap);
-    }
 }
 
 // Hook commit of a method that has asked for the last query alone, and wants eight.
@@ -594,77 +584,6 @@ TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter 
     tiny_free(m);
 }
 
-TEST(baselines_pyramid, "PyramidKV's numbers by hand; they fall with the layer, fit the rows there "
-                        "are, and average at most the budget") {
-    // B 40, w 8: base 32, lo 1, hi 63 > N-w = 56 -> hi 56, lo 8, step 24.
-    int want[3] = { 56, 32, 8 };
-    for (int l = 0; l < 3; l++)
-        CHECK(pyramid_cap(l, 3, 64, 40, 8) == want[l], "layer %d: %d", l,
-              pyramid_cap(l, 3, 64, 40, 8));
-    CHECK(pyramid_cap(0, 32, 10000, 1024, 32) == 1935 && pyramid_cap(31, 32, 10000, 1024, 32) == 75,
-          "base 992, lo 49, hi 1935, step 60");
-    CHECK(pyramid_cap(0, 32, 1983, 1024, 32) == 992 && pyramid_cap(0, 32, 1984, 1024, 32) == 1935,
-          "snapkv below 2 base");
-    CHECK(pyramid_cap(0, 1, 10000, 1024, 32) == 992, "one layer is snapkv");
-    rnd_seed(4);
-    for (int c = 0; c < 500; c++) {
-        int L = 1 + rnd_int(40), w = 1 + rnd_int(40), B = w + 1 + rnd_int(300);
-        int N = B + 1 + rnd_int(3000);
-        long sum = 0;
-        for (int l = 0; l < L; l++) {
-            int cap = pyramid_cap(l, L, N, B, w);
-            sum += cap;
-            CHECK(cap >= 0 && cap <= N - w && (!l || cap <= pyramid_cap(l - 1, L, N, B, w)) &&
-                      cap == twin_level(l, L, N, B - w, w),
-                  "L %d w %d B %d N %d layer %d: %d", L, w, B, N, l, cap);
-        }
-        // The floored step rounds up by at most 1 a layer.
-        CHECK(labs(sum - (long)L * (B - w)) <= (long)L * (L - 1) / 2 + L,
-              "L %d w %d B %d N %d: %ld in all", L, w, B, N, sum);
-    }
-}
-
-TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower (head, row); "
-                      "heads of unequal length; sums in 200 random cases") {
-    Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
-    Session *s = session_of(m, "full", "");
-    int cap[2], n[2] = { 8, 8 };
-    s->head[0].len = 10;
-    s->head[1].len = 10;  // w 2: 8 candidates each, base 5
-    float a[20] = { 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0 };
-    // Share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8.
-    adakv_caps(s, 0, a, n, 5, cap);
-    CHECK(cap[0] == 3 && cap[1] == 7, "caps %d %d: rint(.8*2 + 1), rint(.8*8 + 1)", cap[0], cap[1]);
-    for (int i = 0; i < 20; i++) a[i] = 1;
-    // All equal: head 0's eight first, then two of head 1.
-    adakv_caps(s, 0, a, n, 5, cap);
-    CHECK(cap[0] == 7 && cap[1] == 3, "caps %d %d with ties", cap[0], cap[1]);
-    // 1 candidate: N = 10 stays the stride.
-    s->head[1].len = 3;
-    n[1] = 1;
-    adakv_caps(s, 0, a, n, 5, cap);
-    CHECK(cap[0] == 7 && cap[1] == 2, "caps %d %d of a short head: cnt 8 and 1", cap[0], cap[1]);
-    rnd_seed(5);
-    for (int c = 0; c < 200; c++) {
-        int w = 1 + rnd_int(4), base = 1 + rnd_int(12);
-        float *x = xmalloc(2 * 60 * sizeof *x);
-        s->head[0].len = w + rnd_int(50);
-        s->head[1].len = w + rnd_int(50);
-        for (int i = 0; i < 120; i++) x[i] = (float)rnd_unit() + .01f;
-        n[0] = s->head[0].len - w;
-        n[1] = s->head[1].len - w;
-        adakv_caps(s, 0, x, n, base, cap);
-        int n0 = n[0], n1 = n[1], cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
-        CHECK(abs(cap[0] + cap[1] - (int)rint(.8 * cnt) - 2 * (base / 5)) <= 1 &&
-                  cap[0] >= base / 5 && cap[1] >= base / 5,
-              "caps %d %d of base %d", cap[0], cap[1], base);
-        free(x);
-    }
-    s->head[0].len = s->head[1].len = 0;
-    session_done(s);
-    tiny_free(m);
-}
-
 TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do not exceed G*base, "
                             "whatever the number of tokens seen") {
     Tiny m = tiny_model(2, 2, 1, 16, 32, 40, 61, 19);
@@ -683,40 +602,10 @@ TEST(baselines_adakv_rests, "AdaKV leaves a layer alone while its candidates do 
     tiny_free(m);
 }
 
-TEST(baselines_expected,
-     "ExpectedAttention's moments by hand: two queries, D 2; and the bytes it says it holds") {
-    Tiny m = tiny_model(1, 1, 1, 2, 8, 8, 61, 18);
-    Session *s = session_of(m, "expected-attention", "budget=8 sink=1");
-    Expected *x = s->part[0].ms;
-    s->tok = xmalloc(4 * sizeof *s->tok);
-    s->cap_tok = 4;
-    for (int i = 0; i < 3; i++) s->tok[i] = (Token){ i, i, 0, TOK_USER };
-    // Position 0 is a sink: not counted.
-    float q[6] = { 100, 100, 1, 2, 3, -2 }, mu[2], cov[4];
-    // Rbar = 1; Rbar = a quarter turn.
-    double tmp[8], id[2] = { 1, 0 }, quarter[2] = { 0, 1 };
-    expected_project(s, x, 0, q, NULL, NULL, 0, 3);
-    s->decoding = 1;
-    expected_project(s, x, 0, q, NULL, NULL, 0, 3);  // decoded queries do not count
-    CHECK(x->n[0] == 2, "%ld queries counted", x->n[0]);
-    expected_moments(2, x->sum, x->outer, 2, id, mu, cov, tmp);
-    CHECK(mu[0] == 2 && mu[1] == 0 && cov[0] == 1 && cov[1] == -2 && cov[2] == -2 && cov[3] == 4,
-          "mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2], cov[3]);
-    expected_moments(2, x->sum, x->outer, 2, quarter, mu, cov, tmp);
-    CHECK(mu[0] == 0 && mu[1] == 2 && cov[0] == 4 && cov[1] == 2 && cov[2] == 2 && cov[3] == 1,
-          "turned: mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2],
-          cov[3]);
-    CHECK(expected_bytes(s, x) == sizeof(long) + (2 + 4) * sizeof(double), "%zu bytes",
-          expected_bytes(s, x));
-    session_done(s);
-    tiny_free(m);
-}
-
 // ==================================================================================================== 7 LOOPSERVE AND THE SPARSE PREFILLS
 
-// The selections against brute force that recomputes everything from the definition, the attention
-// over lines against the row merge, and whole dialogues against a slow twin in double that knows
-// masks only.
+// The selections against brute force that recomputes everything from the definition, and whole dialogues, in which
+// the program attends over lines, against a slow twin in double that knows masks only.
 
 // ---- brute force
 
@@ -981,53 +870,6 @@ TEST(loopserve_rows,
     }
 }
 
-// n = 6, p0 = 2, samples are rows 3 and 5:  row 3: .1 .6 .1 .2    row 5: .1 .5 0 .2 .1 .1. Lengths
-// of 0..5: 4 4 4 3 2 1, cells 18
-static Brute brute_hand(double alpha, double max_cells) {
-    Brute b = brute_new(6, 2, 2);
-    double P[12] = { .1, .6, .1, .2, 0, 0, .1, .5, 0, .2, .1, .1 };
-    memcpy(b.P, P, sizeof P);
-    b.R[0] = 3;
-    b.R[1] = 5;
-    b.alpha = alpha;
-    b.max_cells = max_cells;
-    return b;
-}
-
-TEST(loopserve_by_hand, "Algorithm 2 and the exact greedy on a case worked on paper") {
-    // b. Offset 0 is kept: .3 of 2. Column 1 has 1.1/4, offset 4 .5/2, offset 2 .8/4: column
-    // 1, 1.4. Left are (3,0) (3,2) (5,0) (5,4) with .1 and (5,3) with .2. Offset 5 has .1/1: 1.5.
-    // Column 3 .2/3, offset 2 now .2/4: column 3, 1.7. Offset 1 .2/4 ties with column 4 .1/2: the
-    // slash, 1.9. a. Column 1 1.1/4 beats offset 2 .8/4: 1.1. Offset 2 is charged column 1's
-    // largest cell: .2/3; column 3 .4/3: 1.5. Offset 2 has .8 - .6 - .2 = 0 left; column 0
-    // .2/4: 1.7. Offset 0 comes at the end.
-    struct {
-        int kind;
-        double alpha, max_cells, mass, cells;
-        unsigned V, S;
-        int dense;
-    } want[] = { { 0, .65, 2, .70, 8, 2, 1, 0 },
-                 { 0, .8, .7, .85, 12, 2 | 8, 1 | 32, 0 },
-                 { 0, .9, 2, .95, 16, 2 | 8, 1 | 2 | 32, 0 },
-                 { 0, .9, .7, 0, 0, 0, 0, 1 },
-                 { 1, .5, 2, .55, 8, 2, 1, 0 },
-                 { 1, .8, 2, .85, 15, 1 | 2 | 8, 1, 0 } };
-
-    for (int i = 0; i < 6; i++) {
-        Brute b = brute_hand(want[i].alpha, want[i].max_cells);
-        Chosen x = choose(&b, want[i].kind);
-        CHECK(x.a.dense == want[i].dense, "case %d: dense %d", i, x.a.dense);
-        CHECK(x.a.dense || (x.a.v[0] == want[i].V && x.a.s[0] == want[i].S),
-              "case %d: V %llx S %llx", i, (unsigned long long)x.a.v[0],
-              (unsigned long long)x.a.s[0]);
-        CHECK(x.a.dense || (fabs(x.f.mass - want[i].mass) < 1e-6 &&
-                            fabs(x.f.cells * 18 - want[i].cells) < 1e-9),
-              "case %d: mass %g cells %g", i, x.f.mass, x.f.cells * 18);
-        chosen_free(&x);
-        brute_free(&b);
-    }
-}
-
 TEST(loopserve_greedy, "the heap is the exact greedy, ties included; alpha of both halves is "
                        "recovered or the head is dense") {
     rnd_seed(21);
@@ -1110,117 +952,6 @@ TEST(loopserve_index, "what a block reads holds every cell of its lines, nothing
         free(a.v);
         free(a.s);
         brute_free(&b);
-    }
-}
-
-// ---- attention over lines
-
-// A session of one layer whose rows are K and V (n,G,D), the last T of them this pass's, as attend
-// sees it
-static void feed_rows(Session *s, const float *K, const float *V, int n, int T) {
-    s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = n + 64) * sizeof(Token));
-    for (int i = 0; i < n; i++) s->tok[i] = (Token){ 0, i, 0, TOK_USER };
-    s->base = 0;
-    kv_append(s, 0, K, V, 0, n);
-    s->n_tok = s->pos_next = n;
-    s->base = n - T;
-}
-
-// M(r), ascending: V and r - S, equal columns once.
-static int row_merge(const int *v, int nv, const int *o, int no, int r, int *cells) {
-    int n = 0, i = 0, j = no - 1;
-    while (j >= 0 && o[j] > r) j--;
-    while (nv > i && v[nv - 1] > r) nv--;
-    while (i < nv || j >= 0) {
-        int c = i < nv ? v[i] : INT_MAX, d = j >= 0 ? r - o[j] : INT_MAX;
-        cells[n++] = c < d ? c : d;
-        i += c <= d;
-        j -= d <= c;
-    }
-    return n;
-}
-
-// The reference: one softmax a row over the merged columns. out, q (T,H,D)
-static void lines_attend_rows(Session *s, const Lines *lines, float *out, const float *q, int T) {
-    int H = s->c->H, D = s->c->D, w = layer_window(s, 0);
-    for (int h = 0; h < H; h++) {
-        const Lines *a = &lines[h];
-        int *v = xmalloc((a->n + 1) * sizeof *v), *o = xmalloc((a->n + 1) * sizeof *o);
-        int *cells = xmalloc((a->n + 1) * sizeof *cells), nv = bit_list(a->v, a->n, v);
-        int no = bit_list(a->s, a->n, o);
-        const KVHead *hd = kv_head(s, 0, h / (H / s->c->G));
-        for (int t = 0; t < T; t++) {
-            int r = a->p0 + t, n = row_merge(v, nv, o, no, r, cells), m = 0;
-            if (a->dense)
-                for (n = 0; n <= r; n++) cells[n] = n;
-            m = 0;
-            for (int j = 0; j < n; j++)
-                if (!w || hd->pos[cells[j]] > hd->pos[r] - w) cells[m++] = cells[j];
-            attn_rows(s, 0, h, q + ((size_t)t * H + h) * D, cells, m, out + ((size_t)t * H + h) * D,
-                      NULL);
-        }
-        free(v);
-        free(o);
-        free(cells);
-    }
-}
-
-TEST(loopserve_attention, "blocked attention over lines equals the row merge: windows, "
-                          "GQA, ragged passes; all lines equal full attention") {
-    rnd_seed(26);
-    int shape[3][2] = { { 4, 1 }, { 3, 3 }, { 4, 2 } };
-    for (int i = 0; i < 36; i++) {
-        int n = i < 3 ? i + 1 : 30 + rnd_int(300);
-        int T = i < 3 ? 1 + rnd_int(n) : 1 + rnd_int(n), H = shape[i % 3][0];
-        int G = shape[i % 3][1], D = i % 2 ? 16 : 40;
-        Tiny m = tiny_model(1, H, G, D, 16, 16, 7, i);
-        if (i % 5 == 4) tiny_window(m, 1, 1 + rnd_int(120));
-        Session *s = session_of(m, "full", i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
-        float *K = xmalloc((size_t)n * G * D * 4), *V = xmalloc((size_t)n * G * D * 4);
-        float *q = xmalloc((size_t)T * H * D * 4), *out = xmalloc((size_t)T * H * D * 4);
-        float *ref = xmalloc((size_t)T * H * D * 4);
-        for (int j = 0; j < n * G * D; j++) {
-            K[j] = 1.5f * rnd_normal();
-            V[j] = rnd_normal();
-        }
-        for (int j = 0; j < T * H * D; j++) q[j] = 1.5f * rnd_normal();
-        feed_rows(s, K, V, n, T);
-        size_t mark = scratch_mark(s);
-        Lines *a = lines_new(s, 0, T);
-        int all = i % 9 == 8;
-        for (int h = 0; h < H; h++) {
-            int sparse_s = 1 + rnd_int(40), sparse_v = 1 + rnd_int(20), run = rnd_int(90);
-            a[h].dense = !all && i % 7 == 5 && h == 1;
-            for (int x = 0; x < n; x++) {
-                if (!x || x < run || all || !rnd_int(sparse_s)) bit_set(a[h].s, x);
-                if (all || !rnd_int(sparse_v)) bit_set(a[h].v, x);
-            }
-        }
-        lines_attend(s, 0, a, out, q, T);
-        lines_attend_rows(s, a, ref, q, T);
-        size_t at = 0, len = (size_t)T * H * D;
-        double e = worst(out, ref, len, 1e-5, 1e-5, &at);
-        CHECK(e <= 1,
-              "case %d: n %d T %d H %d G %d D %d window %d: %g times the bound at %zu", i,
-              n, T, H, G, D, m.c->window, e, at);
-        attn_prefill(s, 0, ref, q, 0, T);
-        CHECK(!all || worst(out, ref, len, 1e-5, 1e-5, NULL) <= 1, "case %d: all lines", i);
-        for (int h = 0; h < H; h++)
-            for (int t = 0; t < T && a[h].dense; t++)
-                CHECK(!memcmp(out + ((size_t)t * H + h) * D, ref + ((size_t)t * H + h) * D, D * 4),
-                      "case %d: a dense head beside sparse ones must be full attention, token %d",
-                      i, t);
-        for (int h = 0; h < H; h++) a[h].dense = 1;
-        lines_attend(s, 0, a, out, q, T);
-        CHECK(!memcmp(out, ref, len * 4), "case %d: all heads dense", i);
-        scratch_reset(s, mark);
-        free(K);
-        free(V);
-        free(q);
-        free(out);
-        free(ref);
-        session_done(s);
-        tiny_free(m);
     }
 }
 
@@ -1344,7 +1075,9 @@ static void loop_twin_after(void *p, Twin *t, int l, const double *q, const doub
         u->prompt_end = (int)arrlen(t->id);
         memset(u->end, 0, (size_t)l * t->c->H * sizeof(int));
     }
+    u->probing = 1;         // it looks at whole rows of probabilities
     if (u->after) u->after(u->after_u, t, l, q, qp, n);
+    u->probing = 0;
 }
 
 // The twin's settings out of the program's options.
@@ -1381,7 +1114,8 @@ static void loop_twin_free(LoopTwin *u, const Config *c) {
 }
 
 // Definition 1 on the twin: this turn's prefill, with the previous answer in front of it
-static void loop_twin_prefill(LoopTwin *u, Twin *t, const int *ids, int n, double *logits) {
+static void loop_twin_prefill(void *p, Twin *t, const int *ids, int n, double *logits) {
+    LoopTwin *u = p;
     int k = (int)arrlen(t->id) - u->prompt_end;
     int *all = xmalloc((n + k + 1) * sizeof *all);
     if (k) memcpy(all, t->id + u->prompt_end, k * sizeof *all);
@@ -1391,63 +1125,24 @@ static void loop_twin_prefill(LoopTwin *u, Twin *t, const int *ids, int n, doubl
     free(all);
 }
 
-// Session and twin side by side; follow: the twin drops the rows the session dropped (a method
-// whose own twin is elsewhere). Returns the worst error over all logits in units of the bound.
-static double loop_race(Session *s, Twin *t, LoopTwin *u, const Script *p, int follow, double tol) {
-    int V = s->c->V, ids[8192];
-    double e = 0, *lo = xmalloc(V * sizeof *lo);
-    float *ref = xmalloc(V * sizeof *ref);
-    for (int turn = 0; turn < p->turns; turn++) {
-        script_ids(p, turn, V, ids);
-        for (int i = -1; i < p->dec[turn]; i++) {
-            const float *got =
-                i < 0 ? prefill(s, ids, p->pre[turn]) : decode(s, ids[p->pre[turn] + i]);
-            if (i < 0)
-                loop_twin_prefill(u, t, ids, p->pre[turn], lo);
-            else
-                twin_decode(t, ids[p->pre[turn] + i], lo);
-            for (int v = 0; v < V; v++) ref[v] = (float)lo[v];
-            e = fmax(e, worst(got, ref, V, tol, tol, NULL));
-            for (int j = 0; follow && j < s->c->L * s->c->G; j++) {
-                int keep[4096], k = 0, n = s->head[j].len;
-                for (int a = 0; a < (int)arrlen(t->row[j]); a++)
-                    if (k < n && t->row[j][a].src == s->head[j].src[k]) {
-                        keep[k++] = a;
-                    }
-                CHECK(k == n, "head %d: %d of %d rows known to the twin", j, k, n);
-                twin_keep(t, j / s->c->G, j % s->c->G, keep, k);
-            }
-            CHECK(!rows_differ(s, t), "turn %d step %d: rows held", turn, i);
-        }
-    }
-    free(lo);
-    free(ref);
-    return e;
-}
-
-static double loop_agree(const char *method, const char *options, const Script *p, int L, int H,
-                         int G, int window, int follow, double tol, double *dense) {
-    Tiny m = tiny_model(L, H, G, 16, 32, 48, 61, 40 + H + G);
+// Session and twin side by side. window: 0, or the width of all layers' sliding windows; after: what another part, whose
+// settings are after_u, does when a layer has attended. Returns the share of prefills' heads that read everything.
+static double loop_agrees(const char *method, const char *options, const Script *p, int H, int G, int window,
+                          void (*after)(void *, Twin *, int, const double *, const double *, int), void *after_u) {
+    Tiny m = tiny_model(2, H, G, 16, 32, 48, 61, 40 + H + G);
     if (window) tiny_window(m, ~0u, window);
-    Session *s = session_of(m, method, options);
-    const Options *o = s->opt;
-    Twin *t = twin_new(m.c, m.w, !strcmp(opt_str(o, "ctk"), "f16") ? DT_F16 : DT_F32);
+    Options *o = options_of(options);
     LoopTwin u = loop_twin(o, m.c, method);
-    int streaming[2] = { opt_int(o, "budget"), 4 };
-    t->hook = (TwinHooks){
-        .u = &u, .sees = loop_twin_sees, .before = loop_twin_before, .after = loop_twin_after
-    };
-    if (strstr(method, "streaming")) {
-        u.after = streaming_twin;
-        u.after_u = streaming;
-    }
-    double e = loop_race(s, t, &u, p, follow, tol);
-    if (dense) *dense = (double)u.dense / u.passes;
+    u.after = after;
+    u.after_u = after_u;
+    TwinHooks hooks = { .u = &u, .sees = loop_twin_sees, .before = loop_twin_before, .after = loop_twin_after,
+                        .prefill = loop_twin_prefill };
+    Beside x = run_beside(m, method, options, hooks, p);
+    beside_done(&x);
+    options_free(o);
     loop_twin_free(&u, m.c);
-    twin_free(t);
-    session_done(s);
     tiny_free(m);
-    return e;
+    return (double)u.dense / u.passes;
 }
 
 #define LOOP_SMALL \
@@ -1472,10 +1167,8 @@ TEST(loopserve_twin, "the method agrees with its slow twin over three turns, bot
     int shape[4][2] = { { 4, 2 }, { 6, 3 }, { 4, 1 }, { 3, 3 } };
     double sparse = 0;
     for (int i = 0; i < 8; i++) {
-        double dense = 1;
-        double e = loop_agree(run[i][0], run[i][1], &p, 2, shape[i % 4][0], shape[i % 4][1],
-                              i == 7 ? 45 : 0, 0, 1e-5, &dense);
-        CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
+        double dense = loop_agrees(run[i][0], run[i][1], &p, shape[i % 4][0], shape[i % 4][1], i == 7 ? 45 : 0, NULL,
+                                   NULL);
         if (i < 4 || i == 5 || i == 7)
             CHECK(dense < .9, "%s %s: %g of the heads are dense: tests nothing", run[i][0],
                   run[i][1], dense);
@@ -1487,17 +1180,17 @@ TEST(loopserve_twin, "the method agrees with its slow twin over three turns, bot
 TEST(loopserve_beside, "loopserve-p beside methods that drop rows, heads of unequal lengths among "
                        "them: lines live in rows") {
     Script p = { 3, { 110, 70, 70 }, { 12, 5, 3 }, 8 };
-    double dense;
-    const char *run[][2] = { { "loopserve-p+streaming", "budget=90 " },
-                             { "adakv+loopserve-p", "budget=90 obs-window=8 " },
-                             { "loopserve-p+pyramidkv", "budget=60 obs-window=8 " } };
-    for (int i = 0; i < 3; i++) {
-        char opt[512];
-        snprintf(opt, sizeof opt, LOOP_SMALL "loopserve-alpha=.8 %s", run[i][1]);
-        double e = loop_agree(run[i][0], opt, &p, 2, 4, 2, 0, i > 0, 1e-5, &dense);
-        CHECK(e <= 1, "%s: %g times the bound", run[i][0], e);
-        CHECK(dense < .9, "%s: %g of the heads are dense", run[i][0], dense);
-    }
+    int streaming[2] = { 90, 4 };
+    BaseTwin ada = { BT_ADA, 90, 8, 7, AGG_MEAN, 0, -1 }, pyramid = { BT_PYRAMID, 60, 8, 7, AGG_MEAN, 0, -1 };
+    double dense[3] = {
+        loop_agrees("loopserve-p+streaming", LOOP_SMALL "loopserve-alpha=.8 budget=90", &p, 4, 2, 0, streaming_twin,
+                    streaming),
+        loop_agrees("adakv+loopserve-p", LOOP_SMALL "loopserve-alpha=.8 budget=90 obs-window=8", &p, 4, 2, 0, base_twin,
+                    &ada),
+        loop_agrees("loopserve-p+pyramidkv", LOOP_SMALL "loopserve-alpha=.8 budget=60 obs-window=8", &p, 4, 2, 0,
+                    base_twin, &pyramid),
+    };
+    for (int i = 0; i < 3; i++) CHECK(dense[i] < .9, "run %d: %g of the heads are dense", i, dense[i]);
 }
 
 // ---- A-shape, Tri-shape, MInference
@@ -1578,187 +1271,6 @@ TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their sl
     }
 }
 
-// ---- what it gains
-
-// Heads with known lines. Peaky: sinks, heavy columns, a local band and two slashes at scores near
-// 12; mixed: the same over noise of standard deviation 2.5; diffuse: noise alone. q, K, V (n,D) of
-// one head with one KV head.
-enum { PEAKY, MIXED, DIFFUSE };
-
-static void synth_head(int kind, int n, int D, const int *slash, int n_slash, float *q, float *K,
-                       float *V) {
-    // Pairs of features a slash: sum of cos(w (r - o - c)) peaks at c = r - o.
-    int per = (D - 2) / 2 / n_slash;
-    double w[256], g = sqrt(12 * sqrt(D) / per);
-    double noise = kind == DIFFUSE ? .8 : kind == MIXED ? .45 : .1;
-    for (int j = 0; j < n_slash * per; j++) w[j] = M_PI * rnd_unit();
-    for (int r = 0; r < n; r++) {
-        float *a = q + (size_t)r * D, *b = K + (size_t)r * D;
-        for (int d = 0; d < D; d++) {
-            a[d] = (float)noise * 2.4f * rnd_normal();
-            b[d] = (float)noise * 2.4f * rnd_normal();
-            V[(size_t)r * D + d] = rnd_normal();
-        }
-        if (kind == DIFFUSE) continue;
-        a[0] += 10;
-        b[0] += r < 4 || r % 509 == 77 ? (float)(1.2 * sqrt(D)) : 0;
-        for (int j = 0; j < n_slash * per; j++) {
-            a[2 + 2 * j] += (float)(g * cos(w[j] * (r - slash[j / per])));
-            a[3 + 2 * j] += (float)(g * sin(w[j] * (r - slash[j / per])));
-            b[2 + 2 * j] += (float)(g * cos(w[j] * r));
-            b[3 + 2 * j] += (float)(g * sin(w[j] * r));
-        }
-    }
-}
-
-// Least and mean mass of the dense softmax on the lines over some rows; the bound |o - o_dense| <=
-// 2 (1 - mass) max |v| must hold
-static void check_mass(const Lines *a, int n, int D, const float *q, const float *K, const float *V,
-                       const float *out, const float *dense, double *least, double *mean) {
-    double *p = xmalloc(n * sizeof *p), top = 0;
-    *least = 1;
-    *mean = 0;
-    for (int r = 0; r < n; r++) {
-        double v = 0;
-        for (int d = 0; d < D; d++) v += (double)V[(size_t)r * D + d] * V[(size_t)r * D + d];
-        top = fmax(top, sqrt(v));
-    }
-    for (int i = 0; i < 100; i++) {
-        int r = (int)((long)(i + 1) * n / 100) - 1;
-        double sum = 0, kept = 0, e = 0;
-        for (int c = 0; c <= r; c++) {
-            p[c] = 0;
-            for (int d = 0; d < D; d++) p[c] += (double)q[(size_t)r * D + d] * K[(size_t)c * D + d];
-            sum += p[c] = exp(p[c] / sqrt(D) - 20);
-        }
-        for (int c = 0; c <= r; c++)
-            if (bit_get(a->v, c) || bit_get(a->s, r - c)) kept += p[c] / sum;
-        for (int d = 0; d < D; d++)
-            e += pow((double)out[(size_t)r * D + d] - dense[(size_t)r * D + d], 2);
-        CHECK(sqrt(e) <= 2 * (1 - kept) * top + 1e-4, "row %d: off by %g, mass %g", r,
-              sqrt(e), kept);
-        *least = fmin(*least, kept);
-        *mean += kept / 100;
-    }
-    free(p);
-}
-
-TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on peaky heads, full "
-                     "attention on diffuse ones (KVCOMP_BENCH=N: ratios at N rows)") {
-    int N = getenv("KVCOMP_BENCH") ? atoi(getenv("KVCOMP_BENCH")) : 1500;
-    int D = N > 1500 ? 128 : 64, slash[3] = { 0, N / 5, N / 2 };
-    size_t len = (size_t)N * D;
-    float *q = xmalloc(len * 4), *K = xmalloc(len * 4), *V = xmalloc(len * 4);
-    float *out = xmalloc(len * 4), *ref = xmalloc(len * 4);
-    const char *name[] = { "peaky", "mixed", "diffuse" };
-    Tiny m = tiny_model(1, 1, 1, D, 16, 16, 7, 3);
-    for (int run = 0; run < 3; run++) {
-        rnd_seed(77);
-        synth_head(run, N, D, slash, 3, q, K, V);
-        Session *s = session_of(m, "loopserve-p", "ctk=f16 ctv=f16");
-        LoopServe *x = s->part[0].ms;
-        feed_rows(s, K, V, N, N);
-        size_t mark = scratch_mark(s);
-        double t0 = now();
-        attn_prefill(s, 0, ref, q, 0, N);
-        double t1 = now(), least, mean;
-        loopserve_attend(s, x, 0, out, q, N);
-        double t2 = now();
-        if (getenv("KVCOMP_BENCH")) {
-            printf("%-8s %d rows: dense %.3f s, loopserve %.3f s (choosing %.3f), %.2f times "
-                   "as fast\n",
-                   name[run], N, t1 - t0, t2 - t1, s->clk.index,
-                   (t1 - t0) / (t2 - t1));
-        }
-        if (run == DIFFUSE)
-            CHECK(!memcmp(out, ref, len * 4), "a diffuse head must be full attention");
-        if (run == PEAKY) {
-            Lines *a = lines_new(s, 0, N);
-            LoopRoom *w = loop_rooms(s, x->m, N);
-            LoopFound f;
-            LineSample p = { x->m, N, 0, w->R, w->P };
-            sample_rows(N, x->m, 0, 0, w->R);
-            line_probs(s, 0, 0, q, N, w->R, x->m, w->P, tiles_new(s));
-            loop_choose(x, &p, a, w, &f);
-            CHECK(memcmp(out, ref, len * 4), "a peaky head must be sparse");
-            CHECK(bit_list(a->v, N, NULL) < 80 && bit_list(a->s, N, NULL) < 400, "%d verticals, %d slashes",
-                  bit_list(a->v, N, NULL), bit_list(a->s, N, NULL));
-            CHECK(a->dense || N > 1500 ||
-                      (bit_get(a->s, slash[1]) && bit_get(a->v, 77) && bit_get(a->v, 77 + 509)),
-                  "the known lines");
-            if (!a->dense)
-                check_mass(a, N, D, q, K, V, out, ref, &least, &mean);
-            else
-                mean = least = 1;
-            CHECK(mean > .96, "all rows: mean mass %g", mean);
-            if (getenv("KVCOMP_BENCH"))
-                printf("%-8s all rows: mass %.4f, least %.4f\n", "", mean, least);
-        }
-        scratch_reset(s, mark);
-        session_done(s);
-    }
-    free(q);
-    free(K);
-    free(V);
-    free(out);
-    free(ref);
-    tiny_free(m);
-}
-
-TEST(loopserve_reads, "decode over a long context reads B rows and this answer, and nothing is "
-                      "allocated (KVCOMP_BENCH=N: times a step at N rows)") {
-    int N = getenv("KVCOMP_BENCH") ? atoi(getenv("KVCOMP_BENCH")) : 600, H = 8, G = 2;
-    int D = 64, B = N > 600 ? 1024 : 100, steps = 64;
-    Tiny m = tiny_model(1, H, G, D, 16, 16, 7, 3);
-    float *K = xmalloc((size_t)(N + 100) * G * D * 4);
-    float *V = xmalloc((size_t)(N + 100) * G * D * 4);
-    float *q = xmalloc((size_t)100 * H * D * 4), *out = xmalloc((size_t)H * D * 4);
-    rnd_seed(5);
-    for (int i = 0; i < (N + 100) * G * D; i++) {
-        K[i] = rnd_normal();
-        V[i] = rnd_normal();
-    }
-    for (int i = 0; i < 100 * H * D; i++) q[i] = rnd_normal();
-    double time[2] = { 0, 0 }, worst_step = 0;
-    for (int run = 0; run < 2; run++) {  // 0: full attention, 1: LoopServe
-        char opt[64];
-        snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 budget=%d", B);
-        Session *s = session_of(m, "loopserve-d", opt);
-        void *ms = s->part[0].ms;
-        feed_rows(s, K, V, N, 20);
-        loopserve_commit(s, ms, 0, q, 20);
-        loopserve_commit(s, ms, 1, NULL, 20);
-        s->decoding = 1;
-        int cap[8];
-        for (int h = 0; h < H; h++) cap[h] = s->view[h].cap;
-        for (s->step = 0; s->step < steps; s->step++) {
-            s->tok[s->base = s->n_tok] = (Token){ 0, s->n_tok, 0, TOK_REPLY };
-            s->n_tok++;
-            kv_append(s, 0, K + (size_t)s->base * G * D, V + (size_t)s->base * G * D, 0, 1);
-            double t = now();
-            if (run) loopserve_select(s, ms, 0, q + (size_t)s->step * H * D);
-            attn_decode(s, 0, out, q + (size_t)s->step * H * D);
-            t = now() - t;
-            if (s->step >= 16) time[run] += t / (steps - 16);
-            if (run) worst_step = fmax(worst_step, t);
-            int rows[8192 * 8], n = run && N < 8192 * 8 - 100 ? view_rows(s, 0, 3, rows) : 0;
-            CHECK(!n || n == (s->step < 15 ? N + s->step + 1 : B + s->step + 1), "step %d: %d rows",
-                  s->step, n);
-        }
-        for (int h = 0; h < H; h++) CHECK(s->view[h].cap == cap[h], "a view grew in decode");
-        session_done(s);
-    }
-    if (getenv("KVCOMP_BENCH"))
-        printf("decode   %d rows, B %d, %d heads on %d: full %.3f ms a step, loopserve-d %.3f ms "
-               "from token 17 on (%.2f times as fast), the slowest %.3f ms\n",
-               N, B, H, G, 1e3 * time[0], 1e3 * time[1], time[0] / time[1], 1e3 * worst_step);
-    free(K);
-    free(V);
-    free(q);
-    free(out);
-    tiny_free(m);
-}
-
 // ==================================================================================================== 8 PATS
 
 // The slow side of every comparison is written in double or element by element, and shares no code
@@ -1792,38 +1304,8 @@ static void cut_row(uint16_t *h, int n, int b) {
     free(p);
 }
 
-TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of every step)") {
-    struct {
-        int schedule, b_max, at[16][2];
-    } want[] = {
-        { PATS_NEW, 10,
-          { { 0, 2 }, { 52, 3 }, { 154, 4 }, { 256, 5 }, { 359, 6 }, { 461, 7 }, { 563, 8 }, { 665, 9 }, { 768, 10 },
-            { 1024, -1 } } },
-        { PATS_MIDDLE, 8,
-          { { 0, 2 }, { 32, 3 }, { 96, 4 }, { 160, 5 }, { 224, 6 }, { 288, 7 }, { 352, 8 }, { 672, 7 }, { 736, 6 },
-            { 800, 5 }, { 864, 4 }, { 928, 3 }, { 992, 2 }, { 1024, -1 } } },
-        { PATS_MIDDLE, 10,
-          { { 0, 2 }, { 26, 3 }, { 77, 4 }, { 128, 5 }, { 180, 6 }, { 231, 7 }, { 282, 8 }, { 333, 9 }, { 384, 10 },
-            { 640, 9 }, { 691, 8 }, { 742, 7 }, { 793, 6 }, { 844, 5 }, { 896, 4 } } },
-    };
-
-    for (int i = 0; i < 3; i++)
-        for (int j = 0; want[i].at[j][1] > 0 && j < 14; j++)
-            for (int r = want[i].at[j][0]; r < want[i].at[j + 1][0]; r++)
-                CHECK(pats_schedule(want[i].schedule, 2, want[i].b_max, r + 1, 1024) ==
-                          want[i].at[j][1],
-                      "schedule %d b_max %d row %d", want[i].schedule, want[i].b_max, r);
-    for (int t = 1; t <= 1024; t++)
-        CHECK(pats_schedule(PATS_OLD, 2, 10, t, 1024) ==
-                  pats_schedule(PATS_NEW, 2, 10, 1025 - t, 1024),
-              "old is new from the other end, t %d", t);
-    CHECK(pats_schedule(PATS_MIDDLE, 2, 8, 1, 1) == 2 && pats_schedule(PATS_NEW, 2, 8, 1, 1) == 2 &&
-              pats_schedule(PATS_OLD, 2, 8, 1, 1) == 8,
-          "T = 1");
-}
-
 TEST(pats_schedule_slow, "the integer schedule is the formula rounded half up, for thousands of "
-                         "random cases, t beyond T included") {
+                         "random cases, T = 1 and t beyond T included; old is new from the other end") {
     rnd_seed(4);
     for (int i = 0; i < 20000; i++) {
         int schedule = rnd_int(3), b_max = rnd_int(11), b_min = rnd_int(b_max + 1);
@@ -1833,6 +1315,8 @@ TEST(pats_schedule_slow, "the integer schedule is the formula rounded half up, f
                                              : b_min;
         CHECK(pats_schedule(schedule, b_min, b_max, t, T) == want,
               "schedule %d, %d..%d, t %d of %d", schedule, b_min, b_max, t, T);
+        CHECK(pats_schedule(PATS_OLD, b_min, b_max, t, T) == pats_schedule(PATS_NEW, b_min, b_max, T + 1 - t, T) || T == 1,
+              "old and new, t %d of %d", t, T);
         CHECK(T == 1 || pats_schedule(schedule, b_min, b_max, T + 1 + t, T) ==
                             (schedule == PATS_NEW ? b_max : b_min),
               "beyond the end");
@@ -1916,39 +1400,6 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is
             CHECK(twice[u] == plain[u], "%04x by %d and by %d: %04x", u, b / 2, b, twice[u]);
         }
     }
-}
-
-TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by hand; b <= 3 costs "
-               "values from bf16 nothing") {
-    struct {
-        int b;
-        double mse, shrink;
-    } want[] = { { 2, 1.8e-6, .999 }, { 4, 4.0e-5, .995 }, { 6, 6.7e-4, .978 }, { 7, 2.6e-3, .957 },
-                 { 8, 9.6e-3, .916 }, { 9, 3.3e-2, .842 }, { 10, 9.8e-2, .721 } };
-
-    enum { N = 200000 };
-
-    static uint16_t x[N], cut[N];
-    rnd_seed(3);
-    for (int i = 0; i < N; i++) x[i] = f32_to_f16(rnd_normal());
-    for (int k = 0; k < 7; k++) {
-        double err = 0, sum = 0, shrink = 0;
-        memcpy(cut, x, sizeof x);
-        cut_row(cut, N, want[k].b);
-        for (int i = 0; i < N; i++) {
-            double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
-            err += (v - y) * (v - y);
-            sum += v * v;
-            if (v != 0) shrink += fabs(y) / fabs(v) / N;
-        }
-        CHECK(fabs(err / sum / want[k].mse - 1) < .05, "b %d: %g", want[k].b, err / sum);
-        CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
-              "b %d shrinks to %g", want[k].b, shrink);
-    }
-    for (int i = 0; i < N; i++) x[i] = cut[i] = f32_to_f16(bf16_to_f32(f32_to_bf16(f16_to_f32(x[i]))));
-    cut_row(cut, N, 3);
-    for (int i = 0; i < N; i++)
-        if (fabsf(f16_to_f32(x[i])) > 1e-4f) CHECK(cut[i] == x[i], "bf16 value %g", f16_to_f32(x[i]));
 }
 
 // ---- timing, without any rows: one table for all heads
@@ -2182,21 +1633,6 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does")
     session_close(s);
     weights_close(w, c);
     options_free(o);
-}
-
-TEST(pats_rollback, "tokens that are taken back take what their rows have lost along") {
-    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 31, 5);
-    Session *s = session_of(m, "pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=2");
-    const Pats *x = s->part[0].ms;
-    int ids[90] = { 1, 2, 3 }, lost = 0;
-    prefill(s, ids, 90);
-    for (int t = 40; t < 90; t++) lost += x->bits[t];
-    CHECK(lost > 0, "nothing was cut, so this shows nothing");
-    kv_truncate(s, 40);
-    for (int t = 40; t < 90; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
-    CHECK(s->head[0].packed <= 40 && x->cut <= 40, "%d rows packed, tokens cut to %d", s->head[0].packed, x->cut);
-    session_done(s);
-    tiny_free(m);
 }
 
 TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of random cases, the rows "
@@ -2467,91 +1903,26 @@ static void chunker_free(Lychee *x) {
     arrfree(x->level);
 }
 
-TEST(lychee_chunk_vector, "the chunker's rules, one by one") {
-    Toy t = { 0 };
-    static const char *text[] = { "The",    " quick",  " brown",  " fox",  ",",   " which", " had",
-                                  " been",  " asleep", ",",       " woke", " up", ".",      "\n",
-                                  "\n",     "Then",    " it",     " ran",  " 3",  ".",      "14",
-                                  " miles", ";",       " nobody", " saw",  " it", " go",    " (",
-                                  "or",     " came",   ").",      " End" };
-    int id[128], n = 0, m = 0;
-    for (int i = 0; i < 16; i++) id[n++] = 0;
-    toy_add(&t, "x");
-    for (size_t i = 0; i < sizeof text / sizeof *text; i++) id[n++] = toy_add(&t, text[i]);
-    t.p[t.n] = (ToyPiece){ "<special>", 9, 1 };
-    id[n++] = t.n++;
-    for (int y = toy_add(&t, "y"); m < 17; m++) id[n++] = y;
-    toy_use(&t);
-    Lychee x = chunker(16, 8, 16, 0);
-    online_chunks(&x, id, n);
-    CHECK(x.M == 3, "%d chunks", x.M);
-    int want[4] = { 16, 31, 47, 63 };
-    for (int j = 0; j <= 3; j++)
-        CHECK(x.start[j] == want[j], "boundary %d: %d, expected %d", j, x.start[j], want[j]);
-    chunker_free(&x);
-    token_text = (TokenText){ 0 };
-    // No tokenizer: chunks of 16.
-    x = chunker(16, 8, 16, 0);
-    online_chunks(&x, id, 64);
-    CHECK(x.M == 2 && x.start[1] == 32 && x.start[2] == 48, "forced: %d", x.M);
-    chunker_free(&x);
-}
-
 TEST(lychee_levels, "boundary levels worked by hand") {
     // Text before, the token, the token after; b NULL: special.
     static const struct {
         const char *a, *b, *c;
         int level;
     } v[] = {
-        { "pi is 3", ".", "14", 5 },
-        { "foo", ".", "bar", 5 },
-        { "it ended", ".", " Then", 2 },
-        { "a", "::", "b", 5 },
-        { "10", ":", "30", 5 },
-        { "x", ":", "=", 5 },
-        { "p", "->", "x", 5 },
-        { "a ", "=>", " b", 4 },
-        { "a<", ">", "b", 5 },
-        { "<b", ">", "x", 1 },
-        { "f()", "}", "\n", 1 },
-        { "a[1", "]", ".", 1 },
-        { "a", "-", "b", 5 },
-        { "a", "--", " b", 4 },
-        { "a --", "-", "b", 1 },
-        { "`", "``", "c", 1 },
-        { "x **", "*", "x", 1 },
-        { "a\n", "\n", "b", 1 },
-        { "a\n  \t\r", "\n", "b", 1 },
-        { "a", "\n", "b", 2 },
-        { "a\n", "  ", "b", 4 },
-        { "a", "\t", "b", 4 },
-        { "a\n", " b", "c", 5 },
-        { "he said.", "\"", "x", 2 },
-        { "came", ").", " End", 2 },
-        { "came", ").", "End", 5 },
-        { "so", ",", " it", 3 },
-        { "so", ",\n", "x", 2 },
-        { "word", "s", " next", 4 },
-        { "word", "s", "x", 5 },
-        { "word", "s", NULL, 4 },
-        { "end.", ")", NULL, 2 },
-        { "你好", "。", "世", 2 },
-        { "你好", "，", "世", 3 },
-        { "你好，", "”", "世", 3 },
-        { "\xe3\x80", "\x82", "x", 2 },
-        { "a", "\xe3\x80", "\x82", 9 },
-        { "a", "\xe3", "\x80", 9 },
-        { "a", "\xf0\x9f\x98", "\x80", 9 },
-        { "a", "\xff", "b", 5 },
-        { "a", "\x80", "b", 5 },
-        { "", "", "b", 5 },
-        { "a.", "", "b", 5 },
-        { "a.", "", " b", 2 },
-        { "x", "\xe3\x80\x80", "b", 4 },
-        { "a. ) ' \" )", " )", "b", 4 },
-        { "a.)'\")'", "\"", "b", 2 },
-        { "a.)'\")'))", "\"", "b", 5 },
-        { "\xc0\xae", "", "x", 5 },
+        { "pi is 3", ".", "14", 5 }, { "foo", ".", "bar", 5 }, { "it ended", ".", " Then", 2 },
+        { "a", "::", "b", 5 }, { "10", ":", "30", 5 }, { "x", ":", "=", 5 }, { "p", "->", "x", 5 },
+        { "a ", "=>", " b", 4 }, { "a<", ">", "b", 5 }, { "<b", ">", "x", 1 }, { "f()", "}", "\n", 1 },
+        { "a[1", "]", ".", 1 }, { "a", "-", "b", 5 }, { "a", "--", " b", 4 }, { "a --", "-", "b", 1 },
+        { "`", "``", "c", 1 }, { "x **", "*", "x", 1 }, { "a\n", "\n", "b", 1 }, { "a\n  \t\r", "\n", "b", 1 },
+        { "a", "\n", "b", 2 }, { "a\n", "  ", "b", 4 }, { "a", "\t", "b", 4 }, { "a\n", " b", "c", 5 },
+        { "he said.", "\"", "x", 2 }, { "came", ").", " End", 2 }, { "came", ").", "End", 5 },
+        { "so", ",", " it", 3 }, { "so", ",\n", "x", 2 }, { "word", "s", " next", 4 }, { "word", "s", "x", 5 },
+        { "word", "s", NULL, 4 }, { "end.", ")", NULL, 2 }, { "你好", "。", "世", 2 }, { "你好", "，", "世", 3 },
+        { "你好，", "”", "世", 3 }, { "\xe3\x80", "\x82", "x", 2 }, { "a", "\xe3\x80", "\x82", 9 },
+        { "a", "\xe3", "\x80", 9 }, { "a", "\xf0\x9f\x98", "\x80", 9 }, { "a", "\xff", "b", 5 },
+        { "a", "\x80", "b", 5 }, { "", "", "b", 5 }, { "a.", "", "b", 5 }, { "a.", "", " b", 2 },
+        { "x", "\xe3\x80\x80", "b", 4 }, { "a. ) ' \" )", " )", "b", 4 }, { "a.)'\")'", "\"", "b", 2 },
+        { "a.)'\")'))", "\"", "b", 5 }, { "\xc0\xae", "", "x", 5 },
         { "\n                                                                ", "\n", "b", 2 },
         { "\n                                                             ", "\n", "b", 1 },
     };
@@ -2641,7 +2012,7 @@ typedef struct {
     TwinTree *tree;           // (L,G)
     // (L,H,8192) rows a head reads in this step; see[0] of a head 2: all.
     char *see;
-    int grafts, builds;
+    int grafts, builds, sparse;     // sparse: views of a step that did not read everything
 } TwinLychee;
 
 // x rounded to the 8 significant bits of bf16.
@@ -2886,6 +2257,7 @@ static void lychee_twin_before(void *u, Twin *t, int l, const double *q, int n) 
         twin_retrieve(y, &y->tree[l * G + g], q + (size_t)g * R * D, R, D, take);
         for (int h = g * R; h < (g + 1) * R; h++) {
             char *see = y->see + ((size_t)l * H + h) * 8192;
+            y->sparse++;
             for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
             for (int j = 0; j < y->M; j++)
                 if (take[j]) memset(see + y->start[j], 1, y->start[j + 1] - y->start[j]);
@@ -2963,74 +2335,42 @@ typedef struct {
 static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text) {
     Toy toy;
     toy_fill(&toy);
-    if (with_text)
-        toy_use(&toy);
-    else
-        token_text = (TokenText){ 0 };
+    if (with_text) toy_use(&toy);
     Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
-    Session *s = session_of(m, "lychee", k->opt);
+    Options *o = options_of(k->opt);
+    TwinLychee y = twin_settings(o);
+    y.tree = xcalloc((size_t)k->L * k->G, sizeof *y.tree);
+    y.see = xcalloc((size_t)k->L * k->H * 8192, 1);
+    TwinHooks hooks = { .u = &y, .sees = lychee_twin_sees, .before = lychee_twin_before, .after = lychee_twin_after };
+    Beside b = run_beside(m, "lychee", k->opt, hooks, &k->p);
+    Session *s = b.s;
     Lychee *x = lychee_of(s);
-    Twin *t = twin_new(m.c, m.w, DT_F32);
-    TwinLychee set = twin_settings(s->opt), *y = &set;
-    y->tree = xcalloc((size_t)k->L * k->G, sizeof *y->tree);
-    y->see = xcalloc((size_t)k->L * k->H * 8192, 1);
-    t->hook = (TwinHooks){
-        .u = y, .sees = lychee_twin_sees, .before = lychee_twin_before, .after = lychee_twin_after
-    };
-    int V = m.c->V, ids[8192], rows[8192], bad_sets = 0, sparse = 0;
-    double *lo = xcalloc(V, 8), worst_row = 0;
-    float *want = xcalloc(V, 4);
-    for (int turn = 0; turn < k->p.turns; turn++) {
-        script_ids(&k->p, turn, V, ids);
-        for (int i = -1; i < k->p.dec[turn]; i++) {
-            const float *got =
-                i < 0 ? prefill(s, ids, k->p.pre[turn]) : decode(s, ids[k->p.pre[turn] + i]);
-            if (i < 0)
-                twin_prefill(t, ids, k->p.pre[turn], lo);
-            else
-                twin_decode(t, ids[k->p.pre[turn] + i], lo);
-            for (int v = 0; v < V; v++) want[v] = (float)lo[v];
-            worst_row = fmax(worst_row, worst(got, want, V, 1e-5, 1e-5, NULL));
-            // The rows read: those of the twin, ascending, once each.
-            for (int lh = 0; i >= 0 && lh < k->L * k->H; lh++) {
-                int n = view_rows(s, lh / k->H, lh % k->H, rows), N = s->n_tok, at = 0, diff = 0;
-                const char *see = y->see + (size_t)lh * 8192;
-                for (int r = 0; r < N; r++) {
-                    int in = at < n && rows[at] == r;
-                    at += in;
-                    diff |= in != (see[0] == 2 || see[r]);
-                }
-                if (diff || at != n) bad_sets++;
-                if (kv_view(s, lh / k->H, lh % k->H)->tail) {
-                    sparse++;
-                    CHECK(kv_view(s, lh / k->H, lh % k->H)->n <= y->B, "read %d of a budget of %d",
-                          kv_view(s, lh / k->H, lh % k->H)->n, y->B);
-                }
-            }
+    CHECK(y.sparse >= k->sparse, "only %d sparse views", y.sparse);
+    CHECK(x->M == y.M && x->M_built == y.built, "chunks %d (%d), twin %d (%d)", x->M, x->M_built, y.M, y.built);
+    CHECK(y.grafts > 0 && y.builds > 0, "%s: %d grafts, %d builds", k->opt, y.grafts, y.builds);
+    // The rows that the last step read: those of the twin, ascending, once each.
+    for (int lh = 0; lh < k->L * k->H; lh++) {
+        int rows[8192], n = view_rows(s, lh / k->H, lh % k->H, rows), at = 0, diff = 0;
+        const char *see = y.see + (size_t)lh * 8192;
+        for (int r = 0; r < s->n_tok; r++) {
+            int in = at < n && rows[at] == r;
+            at += in;
+            diff |= in != (see[0] == 2 || see[r]);
         }
+        CHECK(!diff && at == n && kv_view(s, lh / k->H, lh % k->H)->n <= y.B, "head %d reads other rows", lh);
     }
-    CHECK(worst_row <= 1, "logits: %g times the bound", worst_row);
-    CHECK(!bad_sets, "%d views differ", bad_sets);
-    CHECK(sparse >= k->sparse, "only %d sparse views", sparse);
-    CHECK(x->M == y->M && x->M_built == y->built, "chunks %d (%d), twin %d (%d)", x->M, x->M_built,
-          y->M, y->built);
     for (int i = 0; i < k->L * k->G; i++) {
-        TwinTree *w = &y->tree[i];
         if (x->M_built && i / k->G >= x->full_layers) check_tree(s, x, i / k->G, i % k->G);
-        free(w->c);
-        free(w->u);
+        free(y.tree[i].c);
+        free(y.tree[i].u);
     }
-    free(y->tree);
-    free(y->see);
-    free(lo);
-    free(want);
-    twin_free(t);
-    session_done(s);
+    free(y.tree);
+    free(y.see);
+    options_free(o);
+    beside_done(&b);
     tiny_free(m);
     token_text = (TokenText){ 0 };
-    CHECK(set.grafts > 0 && set.builds > 0, "%s: %d grafts, %d builds", k->opt, set.grafts,
-          set.builds);
-    return set.builds;
+    return y.builds;
 }
 
 #define BASE_OPT "lychee-buffer=24 lychee-full-layers=1 "
@@ -3071,8 +2411,7 @@ static Nodes nodes_of(int K) {
     return (Nodes){ .n = K, .mu = mu, .r = r, .tokens = tokens, .of = of };
 }
 
-TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cases; empty clusters "
-                    "keep their centre") {
+TEST(lychee_kmeans, "k-means worked by hand; ties; empty clusters keep their centre") {
     // four points on a circle at 0, 10, 90, 100 degrees, two centres: start at points 1 and 3, end
     // at 5 and 95 degrees
     static float x[8], mu[600 * 8], sum[600 * 8];
@@ -3107,29 +2446,6 @@ TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cas
     u = nodes_of(130);
     kmeans(key, 130, &u, 2, 2, mu, sum);
     for (int i = 0; i < 130; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
-    static double dkey[600][TWD], dmu[600][TWD];
-    static int want[600];
-    int differ = 0, points = 0;
-    for (int trial = 0; trial < 60; trial++) {
-        int n = 1 + rnd_int(trial < 40 ? 80 : 600), K = 1 + rnd_int(n), D = 8;
-        int iters = rnd_int(12);
-        rnd_seed(trial + 77);
-        for (int i = 0; i < n; i++) {
-            for (int d = 0; d < D; d++) key[i * D + d] = rnd_normal();
-            normalise(key + (size_t)i * D, D);
-            for (int d = 0; d < D; d++) dkey[i][d] = key[i * D + d];
-        }
-        u = nodes_of(K);
-        kmeans(key, n, &u, D, iters, mu, sum);
-        twin_kmeans(dkey, n, dmu, K, D, iters, want);
-        for (int i = 0; i < n; i++, points++) differ += u.of[i] != want[i];
-        for (int i = 0; i < K * D; i++)
-            CHECK(fabs(bf16_to_f32(u.mu[i]) - dmu[i / D][i % D]) <=
-                      1e-6 + fabs(dmu[i / D][i % D]) / 120,
-                  "trial %d centre %d: %g %g", trial, i / D, bf16_to_f32(u.mu[i]),
-                  dmu[i / D][i % D]);
-    }
-    CHECK(differ * 1000 <= points, "%d of %d labels differ", differ, points);
 }
 
 TEST(lychee_absorb, "a node covers every chunk after 1,000 additions; a radius that is only as large as the new "
@@ -3321,78 +2637,6 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
     CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
     session_done(s);
     tiny_free(m);
-}
-
-TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first chunk that does not "
-                      "fit, empty clusters, closed units") {
-    // 6 chunks of 8, 10, 12, 9, 8, 16 tokens in clusters {0, 3}, {1}, {}, {2, 4}, {5}; centres in
-    // the plane
-    static const float centre[5][2] = { { 1, 0 }, { 0, 1 }, { 1, 1 }, { 1, 0 }, { -1, 0 } };
-    static const float radius[5] = { .25f, 0, 9, .5f, 3 };
-    // Units {0, 1, 4} of 43 tokens and {2, 3} of 20.
-    static const float unit[2][2] = { { 1, 0 }, { 0, 1 } };
-    static const int member[6] = { 0, 1, 3, 0, 3, 4 }, above[5] = { 0, 0, 1, 1, 0 };
-    static int start[7] = { 16, 24, 34, 46, 55, 63, 79 };
-    float q[4] = { 2, 0, 0, 1 }, room[64], S[8];
-    int rows[100];
-    Tree t = { 0 };
-    tree_room(&(Session){ 0 }, &t, 6, 5, 2, 2);
-    from_f32(t.fine.mu, centre[0], DT_BF16, 10);
-    from_f32(t.coarse.mu, unit[0], DT_BF16, 4);
-    memset(t.fine.tokens, 0, 5 * sizeof(int));
-    memset(t.coarse.tokens, 0, 2 * sizeof(int));
-    memset(t.coarse.r, 0, 2 * sizeof(float));
-    memcpy(t.coarse.of, above, sizeof above);
-    for (int j = 0; j < 6; j++) {
-        t.fine.of[j] = member[j];
-        t.fine.tokens[member[j]] += start[j + 1] - start[j];
-        t.coarse.tokens[above[member[j]]] += start[j + 1] - start[j];
-    }
-
-    static const struct {
-        int kg, R, budget;
-        float wide;                         // the radii are so many times as long; 0: no bound
-        int tokens;
-        const char *taken;
-    } v[] = { { 0, 2, 16 + 79, 0, 63, "111111" },  // everything: 63 tokens fit
-              // Equal scores 1: clusters 0, 1, 3 in order: 8 + 9 + 10 + 12 = 39; chunk 4 (8 tokens)
-              // ends it.
-              { 0, 2, 16 + 40, 0, 39, "111100" },
-              // Cluster 1's 10 tokens do not fit, so cluster 3 is not reached.
-              { 0, 2, 16 + 18, 0, 17, "100100" },
-              { 0, 2, 16 + 16, 0, 8, "100000" },  // the second chunk of cluster 0 ends it
-              { 0, 2, 16 + 7, 0, 0, "000000" },   // less than any chunk
-              { 0, 2, 16, 0, 0, "000000" },       // the sinks alone
-              // One query: scores 1, 0, -, 1, -1. The empty cluster takes nobody's place.
-              { 0, 1, 16 + 40, 0, 37, "101110" },
-              // 1.25, 1, -, 1.5, 2 (-1 + 3): cluster 4 (16), 3 (20); chunk 0 does not fit.
-              { 0, 1, 16 + 40, 1, 36, "001011" },
-              // 1.0625, 1, -, 1.125, -.25: cluster 3 (20), 0 (17); cluster 1 does not fit.
-              { 0, 2, 16 + 40, .25f, 37, "101110" },
-              // 1.0625, 0, -, 1.125, -.25: cluster 3 is the best, and its first chunk has 12 tokens.
-              { 0, 1, 16 + 10, .25f, 0, "000000" },
-              { 2, 1, 16 + 10, .25f, 0, "000000" },
-              // Of the units the first is the best, and 43 tokens are 4 times the room: cluster 0.
-              { 1, 1, 16 + 10, .25f, 8, "100000" },
-              // They are not 4 times as much, so that the other unit is opened, too.
-              { 1, 1, 16 + 11, .25f, 0, "000000" } };
-
-    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
-        Lychee x = { .B = v[i].budget, .sink = 16, .min = 8, .kg = v[i].kg, .bound = v[i].wide > 0, .M = 6,
-                     .start = start };
-        for (int j = 0; j < 5; j++) t.fine.r[j] = v[i].wide * radius[j];
-        Tree look = t;
-        if (!x.kg) look.coarse.n = 0;
-        score_clusters(&x, &look, q, v[i].R, 2, room, S);
-        int n = take_rows(&x, &t.fine, S, rows) - 16;
-        CHECK(n == v[i].tokens, "case %zu: %d tokens, expected %d", i, n, v[i].tokens);
-        for (int j = 0, at = 16; j < 6; j++) {
-            int taken = at < n + 16 && rows[at] == start[j];
-            CHECK(taken == v[i].taken[j] - '0', "case %zu chunk %d: %d", i, j, taken);
-            if (taken) at += start[j + 1] - start[j];
-        }
-    }
-    free(t.mem);
 }
 
 // A second, longer turn in which the n-th allocation from now on fails -> the exit code; 0: it was not made.
@@ -3978,8 +3222,8 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                       .foot = { 0, 2, 2, 1 },
                       .head = { 3, 3, 3, 3 },
                       .seed = 2 },
-                    // Shorter than the sink.
-                    { .turns = 4, .pre = { 1, 1, 5, 2 }, .dec = { 1, 2, 0, 2 }, .seed = 3 } };
+                    // Shorter than the sink; more turns than the adapter knows.
+                    { .turns = 7, .pre = { 1, 1, 5, 2, 1, 1, 2 }, .dec = { 1, 2, 0, 2, 1, 1, 1 }, .seed = 3 } };
     for (int i = 0; i < 12; i++) {
         const Talk *p = &talk[i % 3];
         Tiny m = tiny_model(4, shape[i % 4][0], shape[i % 4][1], 16, 32, 40, 61, 30 + i);
@@ -3994,12 +3238,10 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                           .original = original,
                           .sink = 4,
                           .K = 3,
-                          .ratio = i > 8 ? .6 : -1 };
+                          .ratio = i > 9 ? .6 : i > 8 ? .1 : -1 };
         char opt[128];
-        snprintf(opt, sizeof opt, "%s %s", exact ? "sonic-oneshot" : "",
-                 i > 8    ? "ratio=0.6"
-                 : i == 4 ? "sonic-k=3"
-                          : "");
+        snprintf(opt, sizeof opt, "quiet %s %s", exact ? "sonic-oneshot" : "",
+                 i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : i == 4 ? "sonic-k=3" : "");
         Session *s = sonic_session(m, a, opt);
         Script k = talk_script(p);
         float *x = run_talk(s, p), *y = run_slow_sonic(u, p);
@@ -4008,6 +3250,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
         CHECK(e <= 1, "case %d (%s, %s): %g times the bound in row %zu", i,
               exact ? "one-shot" : "incremental", original ? "original" : "augmented", e,
               at / m.c->V);
+        CHECK(((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
         free(x);
         free(y);
         free(u->alt);
@@ -4070,91 +3313,6 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         session_done(s);
         nexus_free(a);
     }
-    tiny_free(m);
-}
-
-// ---- properties that compare two runs of the program
-
-// K and V of every Nexus row of layer l, (n,2,D), to be freed.
-static float *nexus_rows(const Session *s, int l, int *n) {
-    int D = s->c->D;
-    float *out = NULL;
-    *n = 0;
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (int r = 0; r < h->len; r++) {
-            if (s->tok[h->src[r]].kind != TOK_EXTRA) continue;
-            size_t at = arrlenu(out);
-            arrsetlen(out, at + (size_t)(2 * D));
-            float *p = out + at;
-            kv_load_k(s, h, NULL, r, 1, p);
-            kv_load_v(s, h, NULL, r, 1, p + D);
-            (*n)++;
-        }
-    }
-    return out;
-}
-
-// The first `first` Nexus rows of each head (0: all)
-static int nexus_rows_same(const Session *s, const Session *z, int l, int first) {
-    int n, k, same = 1, G = s->c->G;
-    float *a = nexus_rows(s, l, &n), *b = nexus_rows(z, l, &k);
-    for (int g = 0; g < G; g++)
-        same &= n == k && !memcmp(a + (size_t)g * (n / G) * 2 * s->c->D,
-                                  b + (size_t)g * (n / G) * 2 * s->c->D,
-                                  (size_t)(first ? first : n / G) * 2 * s->c->D * sizeof *a);
-    arrfree(a);
-    arrfree(b);
-    return same && n;
-}
-
-TEST(sonic_properties, "T1 one message: both modes agree; T3 Nexus rows do not depend on the "
-                       "current turn; T4 the modes differ from two messages on; T6 layer 0 has no "
-                       "content; T8 later bodies leave earlier Nexus rows alone") {
-    Tiny m = tiny_model(4, 4, 2, 16, 32, 40, 61, 8);
-    Nexus a = nexus_new(m, .1, "F32", "augmented", 0);
-    for (int one = 0; one < 2; one++) {
-        const char *opt = one ? "sonic-oneshot" : "";
-        int base[3][12], ids[3][12];
-        rnd_seed(9);
-        for (int t = 0; t < 3; t++)
-            for (int k = 0; k < 12; k++) base[t][k] = ids[t][k] = rnd_int(61);
-        Session *s[4];
-        // 0: as is; 1: another current turn; 2: another second turn; 3: another first turn.
-        for (int v = 0; v < 4; v++) {
-            memcpy(ids, base, sizeof ids);
-            if (v)
-                for (int k = 5; k < 12; k++) ids[3 - v][k] = (ids[3 - v][k] + 1 + k) % 61;
-            s[v] = sonic_session(m, a, opt);
-            for (int t = 0; t < 3; t++) {
-                prefill(s[v], ids[t], 9);
-                for (int k = 9; k < 12; k++) decode(s[v], ids[t][k]);
-            }
-        }
-        for (int l = 0; l < 4; l++) {
-            CHECK(nexus_rows_same(s[0], s[1], l, 0), "T3: layer %d, %s", l, opt);
-            CHECK(one || nexus_rows_same(s[0], s[2], l, 6),
-                  "T8: layer %d: the Nexus rows of turn 0", l);
-            CHECK(nexus_rows_same(s[0], s[2], l, 0) == (l == 0) &&
-                      nexus_rows_same(s[0], s[3], l, 0) == (l == 0),
-                  "T6: layer %d, %s", l, opt);
-        }
-        CHECK(!one || !nexus_rows_same(s[0], s[2], 3, 6),
-              "one-shot: earlier Nexus rows do see later bodies (Eq. 5)");
-        for (int v = 0; v < 4; v++) session_done(s[v]);
-    }
-    for (int h = 1; h < 3; h++) {  // T1, T4: h finished messages
-        Talk p = { .turns = 2, .pre = { 12, 6 }, .dec = { h == 1 ? 0 : 5, 2 }, .seed = 6 };
-        Session *s[2] = { sonic_session(m, a, ""), sonic_session(m, a, "sonic-oneshot") };
-        float *x = run_talk(s[0], &p), *y = run_talk(s[1], &p);
-        Script k = talk_script(&p);
-        double e = worst(x, y, (size_t)script_rows(&k) * 61, 1e-5, 1e-5, NULL);
-        CHECK(h == 1 ? e <= 1 : e > 10, "h = %d: %g times the bound apart", h, e);
-        free(x);
-        free(y);
-        for (int v = 0; v < 2; v++) session_done(s[v]);
-    }
-    nexus_free(a);
     tiny_free(m);
 }
 
@@ -4412,42 +3570,6 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
         }
 }
 
-TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is spent, more score "
-                    "never means fewer rows") {
-    rnd_seed(31);
-    for (int c = 0; c < 500; c++) {
-        int L = 1 + rnd_int(12), H = 1 + rnd_int(12), base = rnd_int(400), cap[144], want[144];
-        double inf[144], beta = 1 + 2 * rnd_unit(), eps = .01;
-        for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
-        if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
-        for (int alloc = 0; alloc < 2; alloc++) {
-            double sum = 0, all = 0, zero_layers = 0;
-            dililazy_caps(inf, L, H, base, beta, alloc, cap);
-            twin_caps(inf, L, H, base, beta, eps, alloc, want);
-            for (int i = 0; i < L; i++) {
-                double lam = 0;
-                for (int j = 0; j < H; j++) {
-                    lam += inf[i * H + j];
-                    sum += cap[i * H + j];
-                    CHECK(abs(cap[i * H + j] - want[i * H + j]) <= (alloc == ALLOC_CODE),
-                          "mode %d head %d-%d: %d, expected %d", alloc, i, j, cap[i * H + j],
-                          want[i * H + j]);
-                    for (int k = 0; k < H; k++)
-                        CHECK(inf[i * H + j] < inf[i * H + k] || cap[i * H + j] >= cap[i * H + k],
-                              "head %d-%d has more score than %d-%d and fewer rows", i, j, i, k);
-                }
-                zero_layers += lam == 0;
-                all += lam;
-            }
-            double mean = sum / (L * H);
-            // 1e-9 in a denominator; no whole row to share.
-            if (alloc == ALLOC_CODE && (zero_layers || all < 1e-6 || floor(base / beta) < 1))
-                continue;
-            CHECK(fabs(mean - base) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %d", alloc, mean, base);
-        }
-    }
-}
-
 // 1: refused with a line that names `expected`.
 static int load_fails(const char *text, const char *which, const char *expected) {
     char err[512] = "", *path = temp_text(text);
@@ -4643,7 +3765,9 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
     for (int i = 0; i < 4; i++) {
         double score[32];
         Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
-        for (int k = 0; k < 3 * shape[i][0]; k++) score[k] = rnd_int(6) ? pow(rnd_unit(), 3) : 0;
+        // All zeros; a layer of zeros.
+        for (int k = 0; k < 3 * shape[i][0]; k++)
+            score[k] = i != 1 && (i != 2 || k >= 4) && rnd_int(6) ? pow(rnd_unit(), 3) : 0;
         for (int k = 0; k < DILI_CASES; k++) {
             DiliTwin x = dili_case[k].x;
             x.inf = score;
@@ -4656,7 +3780,7 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and the counts in 300 random rows") {
+TEST(dililazy_scores, "Dili, Lazy, Inf and the counts of one row by hand") {
     Calibration r = { .at = 2, .n = 3 };
     // needle: keys 2, 3, 4; T: all but key 3 and one of .02
     float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
@@ -4668,33 +3792,6 @@ TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and t
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
     CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
           "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
-    rnd_seed(15);
-    for (int c = 0; c < 300; c++) {
-        int n = 12 + rnd_int(50), taken[64] = { 0 };
-        float x[64], all = 0;
-        double hit = 0, top = 0, needle = 0;
-        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7) };
-        for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
-        for (int i = 0; i < n; i++) x[i] /= all;
-        head_scores(&k, x, n, idx, score, counts);
-        for (int i = 0; i < LARGEST; i++) {
-            int best = -1;
-            for (int j = 0; j < n; j++)
-                if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
-            taken[best] = 1;
-            top += x[best];
-            if (best >= k.at && best < k.at + k.n) hit += x[best];
-        }
-        for (int i = k.at; i < k.at + k.n; i++) needle += x[i];
-        CHECK(fabs(score[0] - 2 * hit / (top + needle)) < 1e-6 &&
-                  fabs(score[1] - hit / top) < 1e-6 &&
-                  (needle < 1e-8 || fabs(score[2] - hit / needle) < 1e-6),
-              "scores %g %g %g", score[0], score[1], score[2]);
-        CHECK(counts[0] + counts[1] + counts[2] + counts[3] == n && counts[3] >= 0,
-              "counts sum to %g, expected %d", counts[0] + counts[1] + counts[2] + counts[3], n);
-        CHECK(score[0] <= 1 + 1e-9 && score[0] >= 0 && score[0] <= fmax(score[1], score[2]) + 1e-9,
-              "Inf %g lies outside", score[0]);
-    }
 }
 
 // Parses a list of numbers. Returns the exit code, 0 if it was taken.
@@ -4758,30 +3855,35 @@ static Tokenizer *byte_tokenizer(void) {
     return t;
 }
 
+// What each head looks at: score (3): Inf, Dili, Lazy of a prompt's last token, summed; top, mass: of the row looked at
+// last, its largest entry and its mass on the right answer.
 typedef struct {
     Calibration *r;
-    double *score;
-} CalTwin;  // score (3,L,H): Inf, Dili, Lazy
+    int reasoning, top[8];
+    double score[3][8], mass[8];
+} CalTwin;
 
-// Sums what each head looks at while the answer is made: the needle's mass, and its share of the
-// ten best rows.
+// The needle's mass and its share of the ten best rows, the best row, and the answer's mass among the |N| best.
 static void cal_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
     CalTwin *x = u;
-    int H = t->c->H, N = (int)arrlen(t->id), LH = t->c->L * H, idx[4096];
+    int H = t->c->H, N = (int)arrlen(t->id), idx[4096], from = x->r->at, end = x->r->at + x->r->n;
     double p[4096];
     (void)q_pre;
     if (l == t->c->L) return;
-    for (int h = 0; h < H; h++) {
-        double top = 0, hit = 0, needle = 0;
-        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
+    for (int h = l * H; h < (l + 1) * H; h++) {
+        double best = 0, hit = 0, needle = 0;
+        twin_probs(t, l, h - l * H, n - 1, q + ((size_t)(n - 1) * H + h - l * H) * t->c->D, p);
         for (int k = twin_pick(p, N, 10, idx); k > 0; k--) {
-            top += p[idx[k - 1]];
-            if (idx[k - 1] >= x->r->at && idx[k - 1] < x->r->at + x->r->n) hit += p[idx[k - 1]];
+            best += p[idx[k - 1]];
+            if (idx[k - 1] >= from && idx[k - 1] < end) hit += p[idx[k - 1]];
         }
-        for (int i = 0; i < x->r->n; i++) needle += p[x->r->at + i];
-        x->score[l * H + h] += 2 * hit / (top + needle);
-        x->score[LH + l * H + h] += hit / top;
-        x->score[2 * LH + l * H + h] += hit / needle;
+        for (int i = from; i < end; i++) needle += p[i];
+        for (int k = 0; k < 3 && !t->decoding && !x->reasoning; k++)
+            x->score[k][h] += (double[]){ 2 * hit / (best + needle), hit / best, hit / needle }[k];
+        twin_pick(p, N, 1, &x->top[h]);
+        x->mass[h] = 0;
+        for (int k = twin_pick(p, N, x->r->n, idx); k > 0; k--)
+            if (idx[k - 1] >= x->r->right && idx[k - 1] < end) x->mass[h] += p[idx[k - 1]];
     }
 }
 
@@ -4841,133 +3943,9 @@ static Plan short_plan(Tiny m, const Options *o, int length, int answer) {
     return p;
 }
 
-TEST(dililazy_calibrate,
-     "--calibrate: scores equal the slow twin's, means over all runs; the file reads back; the "
-     "needle stands where it should; no answer is exit 1 and leaves no file") {
-    Tokenizer *t = byte_tokenizer();
-    if (!t) return;
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 81);
-    char *out = temp_text(""), all[512], err[512], said[1024] = "";
-    int code, *hay = hay_ids(t, "", 300), *again = hay_ids(t, "", 700);
-    CHECK(arrlen(hay) >= 300 && !memcmp(hay, again, arrlen(hay) * sizeof(int)),
-          "hay depends on its length");
-    snprintf(all, sizeof all, "calibrate=%s quiet", out);
-    Options *o = options_of(all);
-    Plan p = short_plan(m, o, 420, 32);
-    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
-    double mean[24] = { 0 }, *file[3];
-    CalTwin x = { xcalloc(1, sizeof(Calibration)), mean };
-    int runs = 0;
-    for (int length = 420, depth = 0; depth <= 100; depth += 50)
-        for (int k = 0; k < 3; k++, runs++) {
-            Run run = { &own_needles[k], length, depth, 0 };
-            int *ids = run_prompt(t, &p.frame, &run, again, x.r);
-            int place = (length - 200 - x.r->n) * depth / 100;
-            while (place > 0 && again[place - 1] != '.') place--;
-            char *text = xcalloc(arrlen(ids) + 1, 1), *found;
-            for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
-            found = strstr(text, own_needles[k].needle);
-            CHECK(found && found - text == x.r->at + 1 &&
-                      x.r->n == (int)strlen(own_needles[k].needle) + 1,
-                  "the needle (and the blank before it) stands at %td, said %d", found - text,
-                  x.r->at);
-            CHECK(x.r->at == place &&
-                      strstr(text, own_needles[k].question) &&
-                      !strcmp(text + strlen(text) - 7, "Answer:"),
-                  "prompt");
-            Twin *tw = twin_new(m.c, m.w, DT_F32);
-            tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
-            twin_prefill(tw, ids, (int)arrlen(ids), NULL);
-            twin_free(tw);
-            free(text);
-            arrfree(ids);
-        }
-    for (int k = 0; k < 3; k++) {
-        file[k] = scores_read(out, score_names[k][0], 2, 4, err);
-        CHECK(file[k] != NULL, "%s", err);
-        for (int i = 0; file[k] && i < 8; i++)
-            CHECK(fabs(file[k][i] - mean[k * 8 + i] / runs) < 1e-5,
-                  "%s of head %d: %g, expected %g", score_names[k][0], i, file[k][i],
-                  mean[k * 8 + i] / runs);
-        free(file[k]);
-    }
-    options_free(o);
-    unlink(out);
-    Frame chat = { "<user>", "(", ")" };
-    for (int depth = 0; depth <= 100; depth += 20) {
-        Run run = { &own_needles[1], 500, depth, 0 };
-        int *ids = run_prompt(t, &chat, &run, again, x.r);
-        CHECK(!memcmp((char[]){ (char)ids[0], (char)ids[1], (char)ids[5] }, "<u>", 3) &&
-                  arrlast(ids) == ')',
-              "prefix and prompt");
-        CHECK(x.r->at == 6 || ids[x.r->at - 1] == '.',
-              "depth %d: the needle stands inside a sentence", depth);
-        CHECK(ids[x.r->at + x.r->n - 1] == '.' && x.r->at <= 6 + 300 * depth / 100, "the needle");
-        arrfree(ids);
-    }
-    plan_free(&p);
-    snprintf(all, sizeof all, "calibrate=%s quiet", out);
-    o = options_of(all);
-    code = calibrate_child(m, t, o, said);  // a random model does not answer: it stops early
-    CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s",
-          code, said);
-    options_free(o);
-    o = options_of("calibrate=no/such/folder/x.json");
-    code = calibrate_child(m, t, o, said);
-    CHECK(code == EXIT_RUN, "exit %d", code);
-    code = calibrate_child(m, NULL, o, said);
-    CHECK(code == EXIT_USAGE && strstr(said, "tokenizer"), "exit %d", code);
-    options_free(o);
-    arrfree(hay);
-    arrfree(again);
-    free(x.r);
-    free(out);
-    tokenizer_free(t);
-    tiny_free(m);
-}
-
 // ---- HeadKV: the pool rule, options, and scores
 
-TEST(headkv_caps, "HeadKV's pool rule by hand and in 500 random cases: every row is given out, the "
-                  "largest remainders get what is left, more score never means fewer rows") {
-    int cap[144], want[144];
-    // Pool 40 a head, 160 x (2/3, 1/6, 1/12, 1/12) = 106.7, 26.7, 13.3, 13.3.
-    headkv_caps((double[4]){ .8, .2, .1, .1 }, 4, 48, 1.2, cap);
-    CHECK(cap[0] == 115 && cap[1] == 35 && cap[2] == 21 && cap[3] == 21, "caps %d %d %d %d", cap[0],
-          cap[1], cap[2], cap[3]);
-    // Pool 2 a head: 3 + 2.
-    headkv_caps((double[4]){ 1, 1, 1, 1 }, 3, 5, 2, cap);
-    CHECK(cap[0] == 5 && cap[1] == 5 && cap[2] == 5, "equal scores: %d %d %d", cap[0], cap[1],
-          cap[2]);
-    // 4 x 1/7 three times, 4 x 4/7 = 2.29: the first two heads get the two rows left.
-    headkv_caps((double[4]){ 1, 1, 1, 4 }, 4, 1, 1, cap);
-    CHECK(cap[0] == 1 && cap[1] == 1 && cap[2] == 0 && cap[3] == 2, "ties: %d %d %d %d", cap[0],
-          cap[1], cap[2], cap[3]);
-    headkv_caps((double[4]){ 0 }, 4, 48, 1.2, cap);
-    CHECK(cap[0] == 48 && cap[3] == 48, "no scores: %d %d", cap[0], cap[3]);
-    headkv_caps((double[4]){ 1, 2 }, 2, 0, 1.2, cap);
-    CHECK(cap[0] == 0 && cap[1] == 0, "no budget: %d %d", cap[0], cap[1]);
-    rnd_seed(37);
-    for (int c = 0; c < 500; c++) {
-        int n = 1 + rnd_int(144), base = rnd_int(400);
-        double score[144], beta = 1.001 + 2 * rnd_unit();
-        long sum = 0;
-        for (int i = 0; i < n; i++) score[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
-        headkv_caps(score, n, base, beta, cap);
-        twin_headkv_caps(score, n, base, beta, want);
-        for (int i = 0; i < n; i++) {
-            sum += cap[i];
-            CHECK(cap[i] == want[i], "case %d, head %d: %d, expected %d", c, i, cap[i], want[i]);
-            for (int k = 0; k < n; k++)
-                CHECK(score[i] <= score[k] || cap[i] >= cap[k],
-                      "head %d has more score than %d and fewer rows", i, k);
-        }
-        CHECK(sum == (long)base * n, "case %d: %ld rows for %d heads of %d", c, sum, n, base);
-    }
-}
-
-TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone; 200 "
-                    "random rows against plain loops") {
+TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone") {
     int ids[8] = { 50, 51, 52, 53, 54, 55, 56, 57 }, idx[64], top[1];
     double score[SCORES] = { 0 }, mass[1];
     // N: keys 2 to 5, c2: 4 and 5.
@@ -4989,146 +3967,130 @@ TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for 
     head_said(&r, 1, ids, 4, 54);
     CHECK(fabs(score[SCORE_R] - .5) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6,
           "step 4 of 4: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
-    rnd_seed(16);
-    for (int c = 0; c < 200; c++) {
-        int n = 12 + rnd_int(50), best = 0;
-        float x[64];
-        double right = 0;
-        r.n = 2 + rnd_int(8);
-        r.at = rnd_int(n - r.n);
-        r.right = r.at + rnd_int(r.n);
-        for (int i = 0; i < n; i++) x[i] = (float)rnd_unit();
-        for (int i = 0; i < n; i++) {
-            int larger = 0;
-            for (int j = 0; j < n; j++) larger += x[j] > x[i] || (x[j] == x[i] && j < i);
-            if (!larger) best = i;
-            if (larger < r.n && i >= r.right && i < r.at + r.n) right += x[i];
+}
+
+// The prompt of a run: the needle stands at its depth, behind the end of a sentence; with reasoning the wrong answer and
+// the reasoning stand before it.
+static void check_prompt(const Run *run, const int *ids, const int *hay, const Calibration *r) {
+    const Needle *needle = run->needle;
+    int n = (int)arrlen(ids), place = (run->length - 200 - r->n) * run->depth / 100;
+    char want[2048], *text = xcalloc(n + 1, 1);
+    for (int i = 0; i < n; i++) text[i] = (char)ids[i];
+    while (place > 0 && hay[place - 1] != '.') place--;
+    snprintf(want, sizeof want, run->reasoning ? " %s %s %s" : "%.0s%.0s %s", needle->reasoning, needle->distractor,
+             needle->needle);
+    CHECK(r->n == (int)strlen(want) && r->at == place && !strncmp(text + r->at, want, (size_t)r->n),
+          "depth %d: at %d, expected %d: \"%.300s\"", run->depth, r->at, place, text + r->at);
+    CHECK(!strncmp(text + r->right + 1, needle->needle, strlen(needle->needle)), "the right answer");
+    CHECK(strstr(text, needle->question) && !strcmp(text + n - 7, "Answer:"), "the question");
+    free(text);
+}
+
+// The answers of a run by the twin, greedily: what R and R2 gather.
+static void twin_answers(Tiny m, CalTwin *x, const int *ids, int steps, double sum[5][8]) {
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    double logits[257];
+    t->hook = (TwinHooks){ .u = x, .after = cal_after };
+    twin_prefill(t, ids, (int)arrlen(ids), logits);
+    for (int step = 0; step < steps; step++) {
+        int id = 0;
+        for (int v = 1; v < 257; v++)
+            if (logits[v] > logits[id]) id = v;
+        for (int h = 0; h < 8; h++) {
+            int top = x->top[h], hit = top >= x->r->at && top < x->r->at + x->r->n && ids[top] == id;
+            if (x->reasoning) sum[4][h] += x->mass[h];
+            else sum[3][h] += hit ? 1.0 / x->r->n : 0;
         }
-        head_look(&r, 0, x, n, idx);
-        CHECK(top[0] == best && fabs(mass[0] - right) < 1e-5,
-              "case %d: top %d, expected %d; mass %g, expected %g", c, top[0], best, mass[0],
-              right);
+        if (step + 1 < steps) twin_decode(t, id, logits);
     }
+    twin_free(t);
 }
 
-// (L,H) of the row looked at last.
-typedef struct {
-    Calibration *r;
-    double *mass;
-    int *top;
-} LookTwin;
-
-// Notes for each head the row it looks at most and the mass on the answer.
-static void look_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
-    LookTwin *x = u;
-    int H = t->c->H, N = (int)arrlen(t->id), idx[4096];
-    double p[4096];
-    (void)q_pre;
-    if (l == t->c->L) return;
-    for (int h = 0; h < H; h++) {
-        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
-        twin_pick(p, N, 1, &x->top[l * H + h]);
-        x->mass[l * H + h] = 0;
-        for (int k = twin_pick(p, N, x->r->n, idx); k > 0; k--)
-            if (idx[k - 1] >= x->r->right && idx[k - 1] < x->r->at + x->r->n)
-                x->mass[l * H + h] += p[idx[k - 1]];
-    }
+// --calibrate with these options in a process of its own. Returns its exit code; said: its stderr.
+static int calibrate_says(Tiny m, const Tokenizer *t, const char *text, char said[1024]) {
+    Options *o = options_of(text);
+    int code = calibrate_child(m, t, o, said);
+    options_free(o);
+    return code;
 }
 
-TEST(headkv_calibrate,
-     "--calibrate: R and R2 equal the slow twin's over its greedy answers; the wrong answer and "
-     "the reasoning stand before the needle; needles without them make no R2") {
-    enum { STEPS = 4 };
-
+TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow twin's, means over all runs; the file reads "
+                       "back; the needle stands where it should; needles without a wrong answer make no R2; no answer is "
+                       "exit 1 and leaves no file") {
+    enum { STEPS_OF_ANSWER = 4, LENGTH = 450 };
     Tokenizer *t = byte_tokenizer();
     if (!t) return;
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
-    char *out = temp_text(""), all[512], err[512];
-    int *hay = hay_ids(t, "", 700), runs = 0, top[8];
-    double sum[2][8] = { { 0 } }, mass[8], logits[257];
+    char *out = temp_text(""), all[512], err[512], said[1024] = "";
+    int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300), runs = 0;
+    double sum[5][8] = { { 0 } }, some = 0;
+    CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
     snprintf(all, sizeof all, "calibrate=%s quiet", out);
     Options *o = options_of(all);
-    Plan p = short_plan(m, o, 450, STEPS);
+    Plan p = short_plan(m, o, LENGTH, STEPS_OF_ANSWER);
     CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 9, "calibrate");
     Calibration r = { .at = 0 };
-    LookTwin x = { &r, mass, top };
-    for (int depth = 0; depth <= 100; depth += 50)
-        for (int k = 0; k < 3; k++, runs++)
-            for (int reasoning = 0; reasoning < 2; reasoning++) {
-                Run run = { &own_needles[k], 450, depth, reasoning };
-                int *ids = run_prompt(t, &p.frame, &run, hay, &r), n = (int)arrlen(ids);
-                char want[2048], *text = xcalloc(n + 1, 1);
-                for (int i = 0; i < n; i++) text[i] = (char)ids[i];
-                snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s",
-                         own_needles[k].reasoning, own_needles[k].distractor,
-                         own_needles[k].needle);
-                CHECK(!strncmp(text + r.at, want, (size_t)r.n) && r.n == (int)strlen(want) &&
-                          !strncmp(text + r.right + 1, own_needles[k].needle,
-                                   strlen(own_needles[k].needle)),
-                      "needle %d: \"%.300s\"", k, text + r.at);
-                Twin *tw = twin_new(m.c, m.w, DT_F32);
-                tw->hook = (TwinHooks){ .u = &x, .after = look_after };
-                twin_prefill(tw, ids, n, logits);
-                for (int step = 0, end = 0; step < STEPS; step++) {
-                    int id = 0;
-                    for (int v = 1; v < 257; v++)
-                        if (logits[v] > logits[id]) id = v;
-                    for (int e = 0; e < m.c->n_eos; e++) end |= m.c->eos[e] == id;
-                    if (end) break;
-                    for (int i = 0; i < 8; i++) {
-                        if (reasoning)
-                            sum[1][i] += mass[i];
-                        else
-                            sum[0][i] += top[i] >= r.at && top[i] < r.at + r.n && ids[top[i]] == id
-                                             ? 1.0 / r.n
-                                             : 0;
-                    }
-                    if (step + 1 < STEPS) twin_decode(tw, id, logits);
-                }
-                twin_free(tw);
-                free(text);
-                arrfree(ids);
-            }
-    double some = 0;
-    for (int k = 0; k < 2; k++) {
-        double *file = scores_read(out, k ? "r2" : "r", 2, 4, err);
+    CalTwin x = { .r = &r };
+    for (int i = 0; i < 18; i++, runs++) {
+        Run run = { &own_needles[i / 2 % 3], LENGTH, i / 6 * 50, i % 2 };
+        int *ids = run_prompt(t, &p.frame, &run, hay, &r);
+        check_prompt(&run, ids, hay, &r);
+        x.reasoning = i % 2;
+        twin_answers(m, &x, ids, STEPS_OF_ANSWER, sum);
+        arrfree(ids);
+    }
+    memcpy(sum, x.score, sizeof x.score);
+    for (int k = 0; k < 5; k++) {
+        double *file = scores_read(out, score_names[k][0], 2, 4, err);
         CHECK(file != NULL, "%s", err);
-        for (int i = 0; file && i < 8; i++) {
-            CHECK(fabs(file[i] - sum[k][i] / runs) < 1e-5, "%s of head %d: %g, expected %g",
-                  k ? "R2" : "R", i, file[i], sum[k][i] / runs);
-            some += k ? file[i] : 0;
+        for (int h = 0; file && h < 8; h++) {
+            CHECK(fabs(file[h] - sum[k][h] / 9) < 1e-5, "%s of head %d: %g, expected %g", score_names[k][0], h, file[h],
+                  sum[k][h] / 9);
+            some += k == 4 ? file[h] : 0;
         }
         free(file);
     }
     CHECK(some > 1e-3, "no head looks at a right answer: this shows nothing");
+    Frame chat = { "<user>", "(", ")" };
+    for (int depth = 0; depth <= 100; depth += 20) {
+        Run run = { &own_needles[1], 500, depth, 0 };
+        int *ids = run_prompt(t, &chat, &run, hay, &r);
+        CHECK(ids[0] == '<' && ids[1] == 'u' && ids[5] == '>' && arrlast(ids) == ')', "prefix and prompt");
+        CHECK((r.at == 6 || ids[r.at - 1] == '.') && ids[r.at + r.n - 1] == '.' && r.at <= 6 + 300 * depth / 100,
+              "depth %d: the needle stands inside a sentence", depth);
+        arrfree(ids);
+    }
+    plan_free(&p);
     options_free(o);
 
-    char *plain =
-        temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\"}]");
-    char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": "
-                           "\"so\", \"reasoning\": 3}]");
-    char said[1024];
-    plan_free(&p);
+    char *plain = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\"}]");
+    char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\", "
+                           "\"reasoning\": 3}]");
     snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, plain);
     o = options_of(all);
     p = short_plan(m, o, 300, 32);
     CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 3, "calibrate");
     plan_free(&p);
+    options_free(o);
     double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
-    options_free(o);
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out,
-             half);
-    o = options_of(all);
-    int code = calibrate_child(m, t, o, said);
-    CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
-    options_free(o);
     unlink(out);
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, half);
+    int code = calibrate_says(m, t, all, said);
+    CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
+    snprintf(all, sizeof all, "calibrate=%s quiet", out);
+    code = calibrate_says(m, t, all, said);         // a random model does not answer: it stops early
+    CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s", code, said);
+    code = calibrate_says(m, t, "calibrate=no/such/folder/x.json", said);
+    CHECK(code == EXIT_RUN, "exit %d", code);
+    code = calibrate_says(m, NULL, "calibrate=no/such/folder/x.json", said);
+    CHECK(code == EXIT_USAGE && strstr(said, "tokenizer"), "exit %d", code);
     free(out);
     free(plain);
     free(half);
     arrfree(hay);
+    arrfree(few);
     tokenizer_free(t);
     tiny_free(m);
 }
@@ -5186,9 +4148,13 @@ static int order_set(int i) {
 
 #define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
 
-// With three orders, every one of them takes half of a test's variants; so does the harder emulator, in which every
-// access costs.
-static int variants_step(void) { return emu_set_seed && (n_seeds() == 3 || emu_is_hard()) ? 2 : 1; }
+// With three orders, every one of them takes half of a test's variants; the harder emulator, in which every access costs,
+// takes a fourth of them, or half.
+static int variants_step(void) {
+    const char *orders = getenv("KVCOMP_ORDERS");
+    if (emu_set_seed && emu_is_hard()) return orders && atoi(orders) == 3 ? 2 : 4;
+    return n_seeds() == 3 ? 2 : 1;
+}
 
 // A session on the device, for session_done.
 static Session *cuda_session(Tiny m, const char *method, const char *text) {
@@ -6355,7 +5321,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         { 0, 6, 3, 40, 0, 68, 0, "full", "" },
         { 0, 3, 3, 48, 90, 70, 0, "full", "ctk=bf16 ctv=q8_0" },
         { 0, 8, 1, 128, 90, 33, 50, "full", "" },
-        { 0, 6, 3, 64, 90, 64, 0, "pats", "pats-window=9 ctk=f16 ctv=f16" },
+        { 0, 6, 3, 64, 60, 40, 0, "pats", "pats-window=9 ctk=f16 ctv=f16" },
         { 1, 10, 2, 40, 90, 131, 0, "full", "ctk=f16 ctv=f16" },
         { 1, 6, 3, 64, 200, 70, 0, "full", "ctk=bf16 ctv=bf16" },
         { 1, 8, 2, 128, 300, 65, 90, "full", "ctk=f16 ctv=f16" },
@@ -6371,7 +5337,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         Pair p = pair_open(m, shape[i].method, shape[i].rows);
         if (shape[i].before) pair_append(&p, shape[i].before, 1);
         for (int g = 0; g < shape[i].G && i % 4 == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
-        if (i == 3) pair_commit(&p, 90);
+        if (i == 3) pair_commit(&p, shape[i].before);
         rnd_seed(40 + i);
         pair_append(&p, shape[i].T, 1);
         cuda_tensor_min(shape[i].tensor);
@@ -6523,7 +5489,6 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
     } run[] = {
         { 2, 6, 3, 40, 60, "adakv", "budget=20 obs-window=4 ctk=f16 ctv=f16", 1e-3 },
         { 2, 6, 3, 40, 60, "snapkv", "budget=20 obs-window=4 ctk=bf16", 1e-3 },
-        { 2, 6, 3, 40, 60, "pyramidkv", "budget=20 obs-window=4 ctk=bf16 ctv=f16", 1e-3 },
         { 2, 6, 3, 40, 60, "full", "ctk=q8_0 ctv=q8_0", 1e-3 },
         { 2, 6, 3, 40, 60, "pats", "batch-size=7 pats-window=8 ctk=f16 ctv=f16", 1e-3 },
         { 1, 34, 34, 8, 70, "full", "", 1e-3 },
@@ -6536,8 +5501,8 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         { 2, 9, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
         { 2, 12, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
         // The selections ask for more shared memory than a kernel has unasked.
-        { 1, 64, 1, 256, 50, "quest", "budget=32 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
-        { 1, 64, 1, 256, 50, "lychee", LYCHEE_SMALL "budget=24 lychee-kg=3", 1e-3 },
+        { 1, 64, 1, 256, 34, "quest", "budget=32 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 1, 64, 1, 256, 34, "lychee", LYCHEE_SMALL "budget=24 lychee-kg=3", 1e-3 },
         { 2, 2, 1, 256, 40, "full", "ctk=f16 ctv=f16", 1e-3 },
         { 2, 3, 3, 160, 40, "snapkv", "budget=20 obs-window=4", 1e-3 },
         { 2, 2, 1, 256, 50, "quest", "budget=48 quest-full-layers=0", 1e-3 },
@@ -6552,7 +5517,7 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         { 2, 6, 3, 16, 53, "sonic", "sonic-untrained sonic-k=2 quiet", 1e-3 },
         { 2, 6, 3, 16, 53, "sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", 1e-3 },
     };
-    for (size_t i = 0; i < sizeof run / sizeof *run; i++) {
+    for (size_t i = 0; i < sizeof run / sizeof *run; i += variants_step()) {
         int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
         if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
         Tiny m = tiny_model(run[i].L, H, G, D, 24, 40, 53, 21), n = tiny_model(run[i].L, H, G, D, 24, 40, 53, 77);
@@ -6694,7 +5659,7 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
     Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3);
     Tiny n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6);
     Tiny o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
-    int all = n_seeds() == 1;
+    int all = n_seeds() == 1 && variants_step() == 1;
     // Of three orders of threads each sees two or more of them.
     EACH_SEED(seed) {
         if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
@@ -7049,7 +6014,7 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
         { 12, 4, 2, 16, 1, 0, "ctk=f16 ctv=f16" },
     };
     Script p = { 1, { 40 }, { 4 }, 4 };
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < 7; i += variants_step()) {
         int H = shape[i].H, G = shape[i].G, D = shape[i].D, C = shape[i].C;
         Tiny m = tiny_model(2, H, G, D, C, 40, 53, 31);
         for (int l = 0; l < 2; l++) {
@@ -7164,14 +6129,14 @@ static const StepMethod step_methods[] = {
     { "streaming 1024", "streaming", "budget=1024", "budget=40", 0, 0 },
     { "tova 1024", "tova", "budget=1024", "budget=40", 0, 0 },
     { "snapkv 1024", "snapkv", "budget=1024", "budget=40", 0, FIVE },
-    { "pyramidkv 1024", "pyramidkv", "budget=1024", "budget=40", 0, FIVE },
-    { "adakv 1024", "adakv", "budget=1024", "budget=40", 0, FIVE },
+    { "pyramidkv 1024", "pyramidkv", "budget=1024", "budget=40", 0, 0 },
+    { "adakv 1024", "adakv", "budget=1024", "budget=40", 0, 0 },
     { "h2o 1024", "h2o", "budget=1024", "budget=40", 0, 0 },
     { "expected 1024", "expected-attention", "budget=1024", "budget=40", 0, 0 },
     { "dililazy 128", "dililazy", "budget=128", "budget=40", 1, FIVE },
     { "quest 1024", "quest", "budget=1024", "budget=48", 1, GROWS },
     { "lychee 1024", "lychee", "budget=1024", "budget=40 lychee-buffer=8 lychee-sink=4", 1, 0 },
-    { "loopserve-d 1024", "loopserve-d", "budget=1024", "budget=40", 1, GROWS },
+    { "loopserve-d 1024", "loopserve-d", "budget=1024", "budget=40", 1, 0 },
     { "pats 8", "pats", "pats-bmax=8", "pats-bmax=8 pats-window=8", 1, 0 },
     { "pats 10", "pats", "pats-bmax=10", "pats-bmax=10 pats-window=8", 1, 0 }
 };
@@ -7368,9 +6333,11 @@ TEST(cuda_sampling,
      "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
      "top-k, top-p, min-p; a penalty and large top-k take all logits") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
+    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 5);
+    tiny_free(m);
+    m = tiny_model(2, 2, 1, 16, 16, 16, 300, 31);
     sampling_agrees(m, "full", "temp=0", 1, 6);
     sampling_agrees(m, "full", "", 40, 6);
-    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 6);
     sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
     sampling_agrees(m, "full", "top-k=129", 0, 3);
     sampling_agrees(m, "full", "top-k=0", 0, 3);
@@ -7595,8 +6562,13 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
     const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
+<<<<<<< HEAD
                         "lychee-chunk-max=4";
     int all = n_seeds() == 1;
+=======
+                        "lychee-chunk-max=4 lychee-iters=1";
+    int all = n_seeds() == 1 && variants_step() == 1;
+>>>>>>> 0cf6a5f619b630e392c8d1d27af539c523a5f976
     char text[300];
     EACH_SEED(seed) {
         // 4 pages.
@@ -7642,7 +6614,7 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
     return n;
 }
 
-TEST(cuda_seek_launches, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
+TEST(cuda_one_launch, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
                          "LoopServe's ring needs none") {
     const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
     const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 lychee-sink=4 "

@@ -35,6 +35,8 @@ typedef struct {
     void (*after)(void *u, Twin *t, int l, const double *q, const double *q_pre, int n);
     // X (C) of a token with a negative id.
     void (*embed)(void *u, Twin *t, int i, double *x);
+    // A turn's prefill; NULL: twin_prefill.
+    void (*prefill)(void *u, Twin *t, const int *ids, int n, double *logits);
 } TwinHooks;
 
 struct Twin {
@@ -458,10 +460,9 @@ static float *run_twin(Twin *t, const Script *p) {
     for (int n = 0; n < p->turns; n++) {
         script_ids(p, n, V, ids);
         for (int i = -1; i < p->dec[n]; i++, row++) {
-            if (i < 0)
-                twin_prefill(t, ids, p->pre[n], lo);
-            else
-                twin_decode(t, ids[p->pre[n] + i], lo);
+            if (i >= 0) twin_decode(t, ids[p->pre[n] + i], lo);
+            else if (t->hook.prefill) t->hook.prefill(t->hook.u, t, ids, p->pre[n], lo);
+            else twin_prefill(t, ids, p->pre[n], lo);
             for (int v = 0; v < V; v++) out[(size_t)row * V + v] = (float)lo[v];
         }
     }
