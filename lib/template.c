@@ -467,7 +467,8 @@ static JinjaNode *jinja_binary(Jinja *j, int level) {
     }
     x = jinja_binary(j, level + 1);
     while (!j->failed && (op = jinja_operator(j, level)) >= 0) {
-        JinjaNode *right = jinja_binary(j, level + 1), *whole = jinja_part(j, P_BINARY, left ? left : x, right);
+        JinjaNode *right = jinja_binary(j, level + 1);
+        JinjaNode *whole = jinja_part(j, P_BINARY, left ? left : x, right);
         whole->op = op;
         x = left ? jinja_part(j, P_BINARY, x, whole) : whole;
         if (left) x->op = OP_AND;
@@ -647,7 +648,8 @@ static JinjaNode *jinja_block(Jinja *j, const char *stops) {
 // Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
     j->bytes += n;
-    if (++j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
+    j->steps++;
+    if (j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
     return !j->failed;
 }
 
@@ -718,7 +720,8 @@ static void jinja_add(Jinja *j, JinjaValue table, JinjaValue key, JinjaValue v) 
     if (!t || !jinja_spend(j, 0)) return;
     if (t->n == t->room) {
         size_t room = max_size(2 * t->room, 4);
-        JinjaValue *item = jinja_memory(j, room * sizeof *item), *keys = jinja_memory(j, room * sizeof *keys);
+        JinjaValue *item = jinja_memory(j, room * sizeof *item);
+        JinjaValue *keys = jinja_memory(j, room * sizeof *keys);
         if (!item || !keys) return;
         if (t->n) memcpy(item, t->item, t->n * sizeof *item);
         if (t->n) memcpy(keys, t->key, t->n * sizeof *keys);
@@ -816,8 +819,10 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
 // v[from:to:by] as Python has it, of a list or of the characters of a text.
 static JinjaValue jinja_slice(Jinja *j, JinjaValue v, JinjaValue from, JinjaValue to, JinjaValue by) {
     const JinjaValue given[] = { from, to, by };
-    for (int k = 0; k < 3; k++)
-        if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
+    for (int k = 0; k < 3; k++) {
+        int kind = given[k].kind;
+        if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
+    }
     if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
     JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
     if (j->failed) return undefined;
@@ -825,7 +830,8 @@ static JinjaValue jinja_slice(Jinja *j, JinjaValue v, JinjaValue from, JinjaValu
     // Where it begins, and before which member it ends, moved into the list.
     long n = (long)all.t->n, step = by.kind == J_INT ? by.i : 1;
     if (!step) return jinja_fail(j, "a part in steps of 0");
-    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1, edge[] = { step > 0 ? low : high, step > 0 ? high : low };
+    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
+    long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
     for (int k = 0; k < 2; k++) {
         if (given[k].kind != J_INT) continue;
         long x = given[k].i + (given[k].i < 0 ? n : 0);
@@ -942,7 +948,8 @@ static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
 static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
     jinja_spend(j, v.n);
-    if (jinja_one_of(name, "trim|strip|lstrip|rstrip")) return jinja_strip(v, x, *name != 'r', *name != 'l');
+    if (jinja_one_of(name, "trim|strip|lstrip|rstrip"))
+        return jinja_strip(v, x, *name != 'r', *name != 'l');
     if (jinja_one_of(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
     if (jinja_one_of(name, "safe")) return v;
     if (jinja_one_of(name, "int")) {
@@ -959,7 +966,8 @@ static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, const char *name, Jin
         const char *at = v.s + (*name == 'e' && v.n > x.n ? v.n - x.n : 0);
         return jinja_bool(v.n >= x.n && (!x.n || !memcmp(at, x.s, x.n)));
     }
-    if (x.kind == J_TEXT && jinja_one_of(name, "split")) return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
+    if (x.kind == J_TEXT && jinja_one_of(name, "split"))
+        return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
     if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_one_of(name, "replace"))
         return jinja_join(j, jinja_split(j, v, x, -1), y);
     return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
@@ -1008,7 +1016,8 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaVal
 static JinjaValue jinja_date(Jinja *j, JinjaValue format) {
     char how[64], *date = jinja_memory(j, 256);
     snprintf(how, sizeof how, "%.*s", (int)min_size(format.n, 63), format.s);
-    if (!date || format.n > 63 || !strftime(date, 256, how, &j->tp->today)) return jinja_fail(j, "the date as this text");
+    if (!date || format.n > 63 || !strftime(date, 256, how, &j->tp->today))
+        return jinja_fail(j, "the date as this text");
     return jinja_string(date);
 }
 
@@ -1304,7 +1313,8 @@ static int jinja_run(Jinja *j, const JinjaNode *x) {
             jinja_set_variable(j, x->name, (JinjaValue){ .kind = J_MACRO, .macro = x });
             break;
         case P_BRANCH:
-            while (branch && branch->a && !jinja_truth(jinja_eval(j, branch->a)) && !j->failed) branch = branch->c;
+            while (branch && branch->a && !jinja_truth(jinja_eval(j, branch->a)) && !j->failed)
+                branch = branch->c;
             if (branch && !j->failed) how = jinja_run(j, branch->b);
             break;
         }
@@ -1351,8 +1361,13 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
         jinja_push(j, messages, message);
     }
     const JinjaValue known[KNOWN_NAMES] = {
-        undefined, messages, none, none, jinja_bool(how & RENDER_PROMPT),
-        j->tp->bos ? jinja_string(j->tp->bos) : undefined, j->tp->eos ? jinja_string(j->tp->eos) : undefined,
+        undefined,
+        messages,
+        none,
+        none,
+        jinja_bool(how & RENDER_PROMPT),
+        j->tp->bos ? jinja_string(j->tp->bos) : undefined,
+        j->tp->eos ? jinja_string(j->tp->eos) : undefined,
         how & RENDER_NO_THINK ? jinja_bool(0) : undefined,
     };
     for (int k = 1; k < KNOWN_NAMES; k++)
@@ -1391,8 +1406,8 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
 //
 // If the whole text, encoded as if it might name them anywhere, has exactly these, then no message named one,
 // and that is what transformers gives. Otherwise what lies between them is encoded as plain text.
-static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n, int at_start, int how,
-                        int *ids) {
+static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n,
+                        int at_start, int how, int *ids) {
     typedef struct { size_t at, end; int id; } Place;
     Place *own = NULL;
     int before = (int)arrlen(ids), k = 0, same = 1, len;
@@ -1426,8 +1441,8 @@ static int *ids_of_text(const Template *tp, const char *text, const uint16_t *fr
 
 // Where message i, whose reply has ids, stands whole in a text: its bytes are [*from_at, *to). A blank that the
 // ids begin with, and the content does not, belongs to the reply. Returns 1 when it stands there, behind `least`.
-static int reply_place(const Template *tp, const Message *m, int i, const char *text, const uint16_t *from, size_t n,
-                       size_t least, size_t *from_at, size_t *to) {
+static int reply_place(const Template *tp, const Message *m, int i, const char *text, const uint16_t *from,
+                       size_t n, size_t least, size_t *from_at, size_t *to) {
     uint16_t mark = (uint16_t)(1 + i % UINT16_MAX);
     size_t a = least, size = strlen(m->content);
     int len;
@@ -1525,7 +1540,8 @@ static char *config_program(const Json *config, const char *file, char err[512])
     const Json *c = json_get(config, "chat_template"), *list = c;
     if (json_none(c)) return copy_text("");
     for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
-        if (!strcmp(json_text(&list->item[i], "name"), "default")) c = json_get(&list->item[i], "template");
+        if (!strcmp(json_text(&list->item[i], "name"), "default"))
+            c = json_get(&list->item[i], "template");
     if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
     else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
     else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
@@ -1533,27 +1549,20 @@ static char *config_program(const Json *config, const char *file, char err[512])
     return NULL;
 }
 
-// The program in a file; NULL and err when it cannot be read or is no text.
-static char *program_file(const char *file, char err[512]) {
-    char why[256];
-    size_t n;
-    char *program = read_plain_text(file, &n, why);
-    if (!program) fault(err, "%s", why);
-    return program;
-}
-
 // The program of a folder. Returns a copy, "" when there is none, NULL and err when a file is broken.
 static char *folder_program(const char *dir, char err[512]) {
     char file[1200], why[256];
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
-    if (file_exists(file)) return program_file(file, err);
+    if (file_exists(file)) return read_plain_text(file, &n, err);
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
     if (!file_exists(file)) return copy_text("");
-    char *text = read_file(file, &n, why);
-    Json *j = text ? json_parse(text, n, why) : NULL;
-    char *program = j ? config_program(j, file, err) : NULL;
-    if (!j) fault(err, "%s: %s", file, why);
+    char *text = read_file(file, &n, err), *program = NULL;
+    if (!text) return NULL;
+
+    Json *j = json_parse(text, n, why);
+    if (j) program = config_program(j, file, err);
+    else fault(err, "%s: %s", file, why);
     free(text);
     json_free(j);
     return program;
@@ -1571,8 +1580,13 @@ static int template_parse(Template *tp, const char *program, char err[512]) {
     }
     bytes -= bytes && tp->source[bytes - 1] == '\n';        // ... and drops the last one
     tp->source[bytes] = 0;
-    for (int k = 0; k < KNOWN_NAMES; k++) jinja_intern(&tp->names, known_names[k], strlen(known_names[k]));
-    Jinja j = { .source = tp->source, .p = tp->source, .arena = tp->arena, .names = tp->names, .err = err };
+    for (int k = 0; k < KNOWN_NAMES; k++)
+        jinja_intern(&tp->names, known_names[k], strlen(known_names[k]));
+    Jinja j = {
+        .source = tp->source, .p = tp->source,
+        .arena = tp->arena, .names = tp->names,
+        .err = err,
+    };
     tp->program = jinja_block(&j, "");
     tp->names = j.names;
     return -j.failed;
@@ -1594,9 +1608,18 @@ static void stop_add(Template *tp, int id) {
     if (id >= 0) arrput(tp->stop, id);
 }
 
-// What the program writes for messages, and where the first byte of message `mark` - 1 is in *at, and the byte behind
-// its last one in *end; -1: nowhere. NULL and err.
-static char *template_probe(const Template *tp, const Message *m, int n, int mark, int *at, int *end, char err[512]) {
+// A dialogue by which a template is tried. Without its first message it has no system message.
+static const Message short_dialogue[] = {
+    { .role = "system", .content = "s" },
+    { .role = "user", .content = "u" },
+    { .role = "assistant", .content = "a" },
+    { .role = "user", .content = "v" },
+};
+
+// What the program writes for n messages of it, from m on, and a prompt. *at is the place of the first byte that
+// message `mark` - 1 of them has in it, and *end the place behind its last one; -1: nowhere. NULL and err.
+static char *template_probe(const Template *tp, const Message *m, int n, int mark, int *at, int *end,
+                            char err[512]) {
     uint16_t *from = NULL;
     size_t size;
     char *text = template_render(tp, m, n, RENDER_PROMPT, &size, &from, err);
@@ -1610,33 +1633,42 @@ static char *template_probe(const Template *tp, const Message *m, int n, int mar
     return text;
 }
 
-// Has the program write short dialogues, to see that it can, how it ends a reply, whether it writes a system message,
-// and whether it has one of its own. 0, or -1 and err.
-static int template_try(Template *tp, char err[512]) {
-    static const char *const stops[] = { "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>" };
-    static const Message m[] = { { .role = "system", .content = "s" }, { .role = "user", .content = "u" },
-                                 { .role = "assistant", .content = "a" }, { .role = "user", .content = "v" } };
-    int words, system, at, end, len, same = 0, tail = 0;
-    char *text = template_probe(tp, m + 1, 3, 2, &at, &end, err);
+// How the program ends a reply: with the token behind the words of one. Other tokens that end one go with it. 0, or
+// -1 and err when the program cannot write a dialogue.
+static int template_stops(Template *tp, char err[512]) {
+    static const char *const stops[] = {
+        "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>",
+    };
+    int at, end, len;
+    char *text = template_probe(tp, short_dialogue + 1, 3, 2, &at, &end, err);
     if (!text) return -1;
     if (end >= 0) {
         while (isspace((unsigned char)text[end])) end++;
         stop_add(tp, tokenizer_guarded_at(tp->t, text + end, strlen(text + end), &len));
     }
-    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
     free(text);
+    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++)
+        stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
+    return 0;
+}
 
-    text = template_probe(tp, m + 1, 1, 1, &words, &end, err);
+// Does the program write a system message, and has it one of its own? Sets no_system and own_system. 0, or -1 and
+// err.
+static int template_system(Template *tp, char err[512]) {
+    const Message *m = short_dialogue;
+    char why[512] = "it writes the words of a system message nowhere", *with, *other = NULL;
+    int words, system, at, end, same = 0, tail = 0;
+    char *text = template_probe(tp, m + 1, 1, 1, &words, &end, err);
     if (!text) return -1;
-    char why[512] = "it writes the words of a system message nowhere";
-    char *with = template_probe(tp, m, 2, 1, &system, &end, why), *other = NULL;
+    with = template_probe(tp, m, 2, 1, &system, &end, why);
     if (with) other = template_probe(tp, m, 2, 2, &at, &end, why);
-    if (!with || system < 0 || at < 0) {
+    if (!other || system < 0 || at < 0) {
         tp->no_system = copy_text(why);
     } else {
         // Before the words stands more than what stands there with a system message as well?
         while (same < words && same < system && text[same] == with[same]) same++;
-        while (tail < words - same && tail < at - system && text[words - 1 - tail] == with[at - 1 - tail]) tail++;
+        int rest = min_int(words - same, at - system);
+        while (tail < rest && text[words - 1 - tail] == with[at - 1 - tail]) tail++;
         tp->own_system = same + tail < words;
     }
     free(text);
@@ -1673,8 +1705,8 @@ static int template_needs(const NamedTemplate *named, const Tokenizer *t, char e
     for (const char *s = named->needs; *s;) {
         size_t n = strcspn(s, " ");
         if (text_id(t, s, n) < 0)
-            return fault(err, "chat template %s needs the token %.*s, which this tokenizer does not have", named->name,
-                         (int)n, s);
+            return fault(err, "chat template %s needs the token %.*s, which this tokenizer does not have",
+                         named->name, (int)n, s);
         s += n + strspn(s + n, " ");
     }
     return 0;
@@ -1684,7 +1716,8 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     char why[512] = "", reason[512];
     const NamedTemplate *named = named_template(name);
     char *program = NULL;
-    if (!named) program = name ? program_file(name, why) : folder_program(dir, why);
+    size_t n;
+    if (!named) program = name ? read_plain_text(name, &n, why) : folder_program(dir, why);
     if (program && !*program) named = named_template("none");
 
     Template *tp = xcalloc(1, sizeof *tp);
@@ -1692,9 +1725,11 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     tp->name = copy_text(named ? named->name : name ? name : "the model's own");
     tp->bos = token_name(t, tokenizer_bos(t));
     tp->eos = token_name(t, tokenizer_eos(t));
-    int bad = (!named && !program) || template_date(&tp->today, why) || (named && template_needs(named, t, why));
+    int bad = (!named && !program) || template_date(&tp->today, why);
+    if (!bad && named) bad = template_needs(named, t, why);
     if (!bad) {
-        bad = template_parse(tp, named ? named->source : program, reason) || template_try(tp, reason);
+        bad = template_parse(tp, named ? named->source : program, reason) || template_stops(tp, reason)
+              || template_system(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }
     free(program);
@@ -1705,8 +1740,7 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
 }
 
 int template_like(const Template *tp, const char *name) {
-    static const Message m[] = { { .role = "user", .content = "u" }, { .role = "assistant", .content = "a" },
-                                 { .role = "user", .content = "v" } };
+    const Message *m = short_dialogue + 1;
     char err[512];
     int at, at_other, end;
     if (!named_template(name)) return -1;
@@ -1725,12 +1759,11 @@ int template_like(const Template *tp, const char *name) {
 // ---- Does the tokenizer belong to the model?
 // The first id without a row in the embedding that the template writes, or -1 when all have rows.
 static int template_stray_id(const Template *tp, const Config *c) {
-    static const Message m[] = { { .role = "system", .content = "a" }, { .role = "user", .content = "a" },
-                                 { .role = "assistant", .content = "a" }, { .role = "user", .content = "a" } };
     int stray = -1, skip = tp->no_system != NULL;
     char err[512];
-    for (int how = RENDER_PROMPT; how <= (RENDER_PROMPT | RENDER_NO_THINK) && stray < 0; how += RENDER_NO_THINK) {
-        int *ids = template_ids(tp, m + skip, 4 - skip, how, err);
+    for (int quiet = 0; quiet < 2 && stray < 0; quiet++) {
+        int how = RENDER_PROMPT | (quiet ? RENDER_NO_THINK : 0);
+        int *ids = template_ids(tp, short_dialogue + skip, 4 - skip, how, err);
         int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
         if (known < n) stray = ids[known];
         arrfree(ids);
