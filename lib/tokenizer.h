@@ -83,9 +83,6 @@ int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_
 // A number of tokens that a text of n bytes has at least, without encoding it; 0: nothing can be said.
 size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n);
 
-// Appends the lengths in bytes of the words that BPE is given for the text instead, behind the normalizer.
-int *tokenizer_words(const Tokenizer *t, const char *text, size_t n, int *lengths);
-
 // ---- Decoding
 // A Decoder is a stream: ids go in, whole characters come out. Bytes that may still become a character are held
 // back. Bytes that cannot become one come out as U+FFFD, one for each longest beginning of a character. A new
