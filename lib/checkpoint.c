@@ -1629,13 +1629,7 @@ static void synthetic_block(Weights *w, const Config *c) {
         total = vectors + most;
     }
 
-    wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (wf->block == MAP_FAILED) {
-        wf->block = NULL;
-        weights_close(w, NULL);
-        die(EXIT_MEMORY, "out of memory: %zu bytes of synthetic weights could not be had (a smaller shape "
-            "needs less)", total);
-    }
+    wf->block = weights_map(w, total, "synthetic weights (a smaller shape needs less)");
     wf->block_bytes = total;
     ask_huge_pages(wf->block, total);
 }

@@ -1495,10 +1495,6 @@ void from_f32(void *dst, const float *src, int dtype, size_t n) {
     }
 }
 
-void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
-    for (int i = 0; i < n; i++) h[i] = packed_bits(p, i, w);
-}
-
 void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w) { simd.unpack(h, p, n, w); }
 
 enum { PIECE = 256 };       // elements of a weight vector widened at a time
