@@ -182,7 +182,8 @@ int tokenizer_flags(const Tokenizer *t, int id) {
 
 int tokenizer_is_special(const Tokenizer *t, int id) { return (tokenizer_flags(t, id) & TOKEN_SPECIAL) != 0; }
 
-const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
+// The text of id as the file writes it, NUL-terminated, and its length in *len. "" for an id outside.
+static const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
     *len = tokenizer_flags(t, id) ? t->piece[id].n_text : 0;
     return *len ? t->chars + t->piece[id].text : "";
 }

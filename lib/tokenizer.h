@@ -53,9 +53,6 @@ int tokenizer_adds_bos  (const Tokenizer *t);           // 1: the model was trai
 // The id of the token whose text, as the file writes it, is s; -1: there is none.
 int text_id(const Tokenizer *t, const char *s, size_t n);
 
-// That text, NUL-terminated, and its length in *len. "" for an id outside.
-const char *tokenizer_text(const Tokenizer *t, int id, int *len);
-
 // The bytes that id adds to a text, and their number in *len. An id outside adds none.
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
