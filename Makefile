@@ -359,7 +359,7 @@ tests_kernels: build/test/test/test_kernels.o $(call objects,test,lib/base lib/k
 tests_app: build/test/test/test_app.o $(call objects,test,$(TESTS_APP_WITH)) $(EMU_O)
 	$(CC) $(OPENMP) -o $@ $^ $(READLINE) -lm -lpthread
 
-tests_tokenizer: build/test/test/test_tokenizer.o $(call objects,test,lib/base lib/tokenizer)
+tests_tokenizer: build/test/test/test_tokenizer.o $(call objects,test,lib/base)
 	$(CC) $(OPENMP) -o $@ $^ -lm
 
 tests_template: build/test/test/test_template.o $(call objects,test,$(TESTS_TEXT_WITH))

@@ -73,37 +73,61 @@ const char *in_color(FILE *f, const char *sequence) {
     return on ? sequence : "";
 }
 
-// Writes who and text as one line on stderr, in a colour. Line breaks in the text, which may quote
-// a file, become blanks.
-static void say_line(const char *color, const char *who, char *text) {
-    char line[LINE_ROOM + 16];
-    for (char *p = text; *p; p++) {
-        if (*p == '\n' || *p == '\r') *p = ' ';
+// Line breaks in a text, which may quote a file, become blanks.
+static void one_line(char *text) {
+    for (; *text; text++) {
+        if (*text == '\n' || *text == '\r') *text = ' ';
     }
+}
+
+// Writes who and a text, whose control characters are shown, as one line on stderr, in a colour.
+static void say_line(const char *color, const char *who, const char *text) {
+    char line[LINE_ROOM + 16];
     int n = snprintf(line, sizeof line, "%s%s", who, text);
     fputs(in_color(stderr, color), stderr);
     show(stderr, line, (size_t)n);
     fprintf(stderr, "%s\n", in_color(stderr, *color ? COLOR_OFF : ""));
 }
 
+// The same with a text in the making.
+static void say_format(const char *color, const char *who, const char *fmt, va_list ap) {
+    char text[LINE_ROOM];
+    vsnprintf(text, sizeof text, fmt, ap);
+    one_line(text);
+    say_line(color, who, text);
+}
+
 // One line on stderr that begins with the program's name.
 void warn(const char *fmt, ...) {
-    char text[LINE_ROOM];
     va_list ap;
     va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
+    say_format(COLOR_WARNING, "kvcomp: ", fmt, ap);
     va_end(ap);
-    say_line(COLOR_WARNING, "kvcomp: ", text);
 }
 
 // One line on stderr as it is.
-KV_PRINTF(1, 2) void tell(const char *fmt, ...) {
-    char text[LINE_ROOM];
+void tell(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
+    say_format("", "", fmt, ap);
     va_end(ap);
-    say_line("", "", text);
+}
+
+// Writes one line into err. Returns -1.
+int fault(char err[512], const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(err, 512, fmt, ap);
+    va_end(ap);
+    return -1;
+}
+
+// Who watches something long; NULL: nobody.
+void (*progress_hook)(const char *what, double share);
+
+// Tells whoever watches that a share (0..1) of something long is done.
+void progress_tell(const char *what, double share) {
+    if (progress_hook) progress_hook(what, share);
 }
 
 // ---- the end of the program
@@ -111,16 +135,13 @@ void (*before_leaving)(int say);        // puts right what a program that ends m
 jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
 char die_text[1024];            // the message of the last die()
 
-// Ends the program with this exit code and one line on stderr. The message may quote a file, so
-// line breaks in it become blanks.
+// Ends the program with this exit code and one line on stderr.
 void die(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(die_text, sizeof die_text, fmt, ap);
     va_end(ap);
-    for (char *p = die_text; *p; p++) {
-        if (*p == '\n' || *p == '\r') *p = ' ';
-    }
+    one_line(die_text);
     if (die_jump) longjmp(*die_jump, code);
     fflush(stdout);
     say_line(COLOR_ERROR, "kvcomp: ", die_text);
@@ -453,7 +474,7 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
 const char *volatile temp_files[TEMP_FILES];    // files in the making, for a signal handler; NULL: none
 
 // Puts a file in the making into the list of those that go with the program -> its place in it.
-int temp_file_add(const char *temp) {
+static int temp_file_add(const char *temp) {
     int slot = 0;
     while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
     temp_files[slot] = temp;
@@ -488,7 +509,7 @@ static void save_free(Saving *x) {
 
 // Brings the list of names of a file's folder to the disk, where that can be done: a new name lies
 // there. The file itself is safe already.
-void folder_sync(const char *path) {
+static void folder_sync(const char *path) {
     const char *slash = strrchr(path, '/');
     char *folder = slash ? copy_bytes(path, (size_t)(slash + 1 - path)) : copy_text(".");
     int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -593,8 +614,6 @@ int save_check(const char *path, char err[512]) {
     return 0;
 }
 
-// ---- methods that refuse
-
 // ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
 // How many threads a parallel region gets.
 int n_threads(void) {
@@ -686,24 +705,6 @@ void threads_use(int n, size_t parameters) {
 #endif
     (void)n;
 }
-
-// Writes one line into err. Returns -1.
-KV_PRINTF(2, 3)
-int fault(char err[512], const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(err, 512, fmt, ap);
-    va_end(ap);
-    return -1;
-}
-
-// Tells whoever watches that a share (0..1) of something long is done.
-void progress_tell(const char *what, double share) {
-    if (progress_hook) progress_hook(what, share);
-}
-
-// Set by the command line; NULL: nobody watches.
-void (*progress_hook)(const char *what, double share);
 
 // n ids below V, the same at every call (stb_ds array).
 int *random_ids(int n, int V) {
@@ -819,7 +820,7 @@ void options_free(Options *o) {
 // ---- setting a value
 
 // 1: v is a whole number that an int holds.
-int is_whole(const char *v) {
+static int is_whole(const char *v) {
     char *end;
     errno = 0;
     long n = strtol(v, &end, 10);
@@ -834,26 +835,26 @@ static int is_real(const char *v) {
 }
 
 // May option t have the value v? 0, or -1 with the reason in err.
-int opt_check(const Opt *t, const char *v, char err[256]) {
+static int opt_check(const Opt *t, const char *v, char err[256]) {
+    const char *wants = NULL, *words = "";
     switch (t->kind) {
     case 'i':
-        if (is_whole(v)) return 0;
-        snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v);
-        return -1;
+        if (!is_whole(v)) wants = "wants a whole number";
+        break;
     case 'f':
-        if (is_real(v)) return 0;
-        snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v);
-        return -1;
+        if (!is_real(v)) wants = "wants a number";
+        break;
     case 'b':
-        if (!strcmp(v, "0") || !strcmp(v, "1")) return 0;
-        snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v);
-        return -1;
+        if (strcmp(v, "0") && strcmp(v, "1")) wants = "is a flag and takes no value";
+        break;
     case 'c':
-        if (word_place(t->def, v) >= 0) return 0;
-        snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
-        return -1;
+        words = t->def;
+        if (word_place(words, v) < 0) wants = "wants one of ";
+        break;
     }
-    return 0;                                           // a text may be anything
+    if (!wants) return 0;                               // a text may be anything
+    snprintf(err, 256, "--%s %s%s, found '%.60s'", t->name, wants, words, v);
+    return -1;
 }
 
 // Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
@@ -918,48 +919,52 @@ int opt_choice(const Options *o, const char *name, const char *words) {
     return max_int(word_place(words, opt_str(o, name)), 0);
 }
 
-// Is x among the first n of these?
-int numbers_have(const Numbers *part, int n, long x) {
+// ---- lists of numbers
+typedef struct {                // from, from + step, .. up to `to`
+    long from, to, step;
+} Numbers;
+
+// Is x among the numbers of the first n parts?
+static int numbers_have(const Numbers *part, int n, long x) {
     for (int i = 0; i < n; i++)
         if (x >= part[i].from && x <= part[i].to && (x - part[i].from) % part[i].step == 0) return 1;
     return 0;
 }
 
-// The parts of a text as an stb_ds array: "2048", "512,1024", "2:98:3" (from, to, step), or a mix of
-// them. All numbers must lie in [lo,hi]. Exit 2 when the text is anything else; `name` is the option to
-// blame.
-Numbers *number_parts(const char *name, const char *text, long lo, long hi) {
-    Numbers *list = NULL;
-    const char *p = text;
-    while (*p) {
-        Numbers x = { .step = 1 };
-        int n;
-        if (sscanf(p, "%ld%n", &x.from, &n) != 1) break;
-        p += n;
-        x.to = x.from;
-        if (sscanf(p, ":%ld:%ld%n", &x.to, &x.step, &n) == 2) p += n;
-        if ((*p && *p != ',') || x.from < lo || x.to > hi || x.to < x.from || x.step < 1) break;
-        arrput(list, x);
-        if (!*p) return list;
-        p++;                                            // the comma
-    }
-    arrfree(list);
-    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi,
-        text);
-    return NULL;
+// Reads "2048" or "2:98:3" (from, to, step) at *p, which moves behind it and a comma. Returns 0, or -1 when
+// the text is anything else, a number lies outside [lo,hi], or nothing follows the comma.
+static int numbers_part(Numbers *x, const char **p, long lo, long hi) {
+    int n;
+    *x = (Numbers){ .step = 1 };
+    if (sscanf(*p, "%ld%n", &x->from, &n) != 1) return -1;
+    *p += n;
+    x->to = x->from;
+    if (sscanf(*p, ":%ld:%ld%n", &x->to, &x->step, &n) == 2) *p += n;
+    if (x->from < lo || x->to > hi || x->to < x->from || x->step < 1) return -1;
+    if (!**p) return 0;
+    return *(*p)++ == ',' && **p ? 0 : -1;
 }
 
-// The numbers of such a text, each once, in its order (stb_ds).
+// The numbers of a text such as "2048", "512,1024", "2:98:3" or a mix of them, each once, in its order
+// (stb_ds). Exit 2 when it is anything else; `name` is the option to blame.
 int *number_list(const char *name, const char *text, long lo, long hi) {
-    Numbers *part = number_parts(name, text, lo, hi);
-    int *list = NULL;
-    for (int i = 0; i < (int)arrlen(part); i++) {
+    Numbers *part = NULL;
+    const char *p = text;
+    int *list = NULL, bad = !*p;
+    while (*p && !bad) {
+        Numbers x;
+        bad = numbers_part(&x, &p, lo, hi);
+        arrput(part, x);
+    }
+    for (int i = 0; i < (int)arrlen(part) && !bad; i++) {
         long step = part[i].step, to = part[i].to;
         if (step > to) step = to + 1;                   // as good, and x + step stays small
         for (long x = part[i].from; x <= to; x += step)
             if (!numbers_have(part, i, x)) arrput(list, (int)x);
     }
     arrfree(part);
+    if (bad)
+        die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
     return list;
 }
 

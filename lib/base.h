@@ -181,8 +181,6 @@ int  save_keep (Saving *x, int n, char err[512]);              // n files take t
 void save_drop (Saving *x);                                    // gives it up; one never begun is left alone
 int  save_check(const char *path, char err[512]);              // can a file be saved there? 0, or -1
 const char *save_reason(void);                                 // errno as words
-void folder_sync(const char *path);                            // brings a new name to the disk
-int  temp_file_add(const char *temp);                          // a file that goes with the program -> its slot
 int  temp_files_remove(void);                                  // what a signal handler may call -> how many
 enum { TEMP_FILES = 8 };
 extern const char *volatile temp_files[TEMP_FILES];            // files in the making; NULL: none
@@ -220,23 +218,15 @@ int         opt_choice(const Options *o, const char *name, const char *words);  
 
 const Opt *opt_find   (const Options *o, const char *name);     // NULL: there is none
 const Opt *opt_find_in(const Opt *table, const char *name);
-int        opt_check  (const Opt *t, const char *value, char err[256]); // 0: t may have this value
-int        is_whole   (const char *v);                          // 1: a whole number that an int holds
 int        word_place (const char *words, const char *v);       // place of v in "a|b|c"; -1
 
 // Suggestions: takes name into *best if it is nearer to what was typed than *distance; and how far is too far.
 void nearer_name(const char *typed, const char *name, const char **best, int *distance);
 int  farthest_misspelling(const char *typed);
 
-typedef struct {                // from, from + step, .. up to `to`
-    long from, to, step;
-} Numbers;
-
-// "2048", "512,1024", "2:98:3" (from, to, step) or a mix as an stb_ds array; exit 2 names the option. The
-// second one lists every number once, the third one asks for one.
-Numbers *number_parts(const char *name, const char *text, long lo, long hi);
-int     *number_list (const char *name, const char *text, long lo, long hi);
-int      numbers_have(const Numbers *part, int n, long x);
+// "2048", "512,1024", "2:98:3" (from, to, step) or a mix as an stb_ds array, every number once; exit 2 names
+// the option.
+int *number_list(const char *name, const char *text, long lo, long hi);
 
 // ---- JSON: a strict reader (RFC 8259), and a writer of strings
 enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };

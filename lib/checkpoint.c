@@ -196,11 +196,6 @@ static int safe_metadata(const Json *v, char err[512]) {
     return 0;
 }
 
-// The byte behind a tensor's data in the mapped file.
-static const char *safe_end(const SafeTensor *t) {
-    return (const char *)t->data + t->bytes;
-}
-
 // Do the tensors lie side by side from `data` to the end of the file? Returns 0, or -1 with err
 // set.
 static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
@@ -208,27 +203,18 @@ static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
     for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
     qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
 
-    // In the order of place, the first tensor that overlaps another one overlaps its neighbour.
-    int clash = 0;
-    for (int i = 1; i < f->n && !clash; i++) {
-        if (safe_end(order[i - 1]) > (const char *)order[i]->data) clash = i;
-    }
-
-    // Without an overlap, a gap before, between or behind the tensors remains to be looked for.
+    // In the order of place each begins where the one before it ends, and the last one ends with the file.
     const char *end = data;
-    long long gap = 0;
-    for (int i = 0; i < f->n && !gap; i++) {
-        gap = (const char *)order[i]->data - end;
-        end = safe_end(order[i]);
-    }
-    if (!gap) gap = f->map + f->size - end;
-
     int bad = 0;
-    if (clash)
-        bad = fault(err, "tensors %.200s and %.200s overlap", order[clash - 1]->name, order[clash]->name);
-    else if (gap)
-        bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
-                    "are wrong", gap);
+    for (int i = 0; i <= f->n && !bad; i++) {
+        const char *at = i < f->n ? order[i]->data : f->map + f->size;
+        if (at < end)
+            bad = fault(err, "tensors %.200s and %.200s overlap", order[i - 1]->name, order[i]->name);
+        if (at > end)
+            bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
+                        "are wrong", (long long)(at - end));
+        if (i < f->n) end = at + order[i]->bytes;
+    }
     free(order);
     return bad;
 }
@@ -305,8 +291,7 @@ static int safe_read(SafeFile *f, char err[512]) {
 // Opens a file. Returns NULL, and the reason without the path in err, when it is missing or broken.
 SafeFile *safetensors_open(const char *path, char err[512]) {
     SafeFile *f = xcalloc(1, sizeof *f);
-    f->path = xmalloc(strlen(path) + 1);
-    strcpy(f->path, path);
+    f->path = copy_text(path);
     if (!safe_read(f, err)) return f;
     safetensors_close(f);
     return NULL;
@@ -809,6 +794,14 @@ static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
     }
 }
 
+// What RoPE's scaling has where nothing is said.
+static void config_rope_defaults(Config *c) {
+    c->low_freq = 1;
+    c->high_freq = 4;
+    c->beta_fast = 32;
+    c->beta_slow = 1;
+}
+
 // Reads the kind of RoPE (D5). Old files have rope_theta and rope_scaling{type|rope_type, ..}, new
 // ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
 // ignoring it gives fluent nonsense after a few thousand tokens.
@@ -828,13 +821,9 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     if (config_real(r, p, "llama_4_scaling_beta", 0, -1e6, 1e6) != 0)
         config_fail(r, "llama_4_scaling_beta: queries that are scaled by position are not supported");
 
-    // Defaults of the scaling. The positions of training may stand in either object; the outer
-    // one wins.
+    // The positions of training may stand in either object; the outer one wins.
     c->factor = 1;
-    c->low_freq = 1;
-    c->high_freq = 4;
-    c->beta_fast = 32;
-    c->beta_slow = 1;
+    config_rope_defaults(c);
     c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
     c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
 
@@ -1045,14 +1034,11 @@ Config *config_synthetic(const char *shape) {
     int k = 0;
     while (k < N_SHAPES && strcmp(shape, synthetic_shapes[k].name)) k++;
     Config c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
+    config_rope_defaults(&c);
     c.max_pos = 131072;
     c.orig_pos = 8192;
     c.bos = -1;
     c.dtype = DT_BF16;
-    c.low_freq = 1;
-    c.high_freq = 4;
-    c.beta_fast = 32;
-    c.beta_slow = 1;
     snprintf(c.dir, sizeof c.dir, "synthetic:%s", shape);
 
     // A shape that is no known name is a list of sizes.
@@ -1629,13 +1615,7 @@ static void synthetic_block(Weights *w, const Config *c) {
         total = vectors + most;
     }
 
-    wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (wf->block == MAP_FAILED) {
-        wf->block = NULL;
-        weights_close(w, NULL);
-        die(EXIT_MEMORY, "out of memory: %zu bytes of synthetic weights could not be had (a smaller shape "
-            "needs less)", total);
-    }
+    wf->block = weights_map(w, total, "synthetic weights (a smaller shape needs less)");
     wf->block_bytes = total;
     ask_huge_pages(wf->block, total);
 }

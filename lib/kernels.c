@@ -1204,21 +1204,34 @@ size_t q8_tensor_bytes(int rows, int cols) {
     return ((size_t)rows + LANES - 1) / LANES * q8_blocks(cols) * Q8_PANEL;
 }
 
-// Row r of a block (16 rows) at p = the n numbers x. A block with a NaN has a NaN for its scale.
-// Returns the size of the largest number; 0 if that is infinite, which makes the scale a NaN as well.
+// The scale of a block of n numbers, whose bits go to *d: its largest size, *top, is 127 of it. A NaN where
+// some x is none, or is infinite.
+static float q8_scale(uint16_t *d, float *top, const float *x, int n) {
+    int bad = 0;
+    *top = 0;
+    for (int i = 0; i < n; i++) {
+        *top = fmaxf(*top, fabsf(x[i]));
+        bad |= !isfinite(x[i]);
+    }
+    *d = f32_to_f16(bad ? NAN : *top / 127);
+    return f16_to_f32(*d);
+}
+
+// x as a byte. The scale was rounded, so x may be past 127 of it.
+static signed char q8_byte(float x, float scale) {
+    float q = scale > 0 ? rintf(x / scale) : 0;
+    if (q > 127) q = 127;
+    if (q < -127) q = -127;
+    return (signed char)q;
+}
+
+// Row r of a block (16 rows) at p = the n numbers x. Returns the size of the largest number; 0 if that is
+// infinite.
 static float q8_block_put(char *p, int r, const float *x, int n) {
-    float top = 0, odd = 0;
-    for (int i = 0; i < n; i++) {
-        top = fmaxf(top, fabsf(x[i]));
-        odd += x[i] * 0;
-    }
-    uint16_t d = f32_to_f16(top / 127 + odd);
-    float scale = f16_to_f32(d);
+    uint16_t d;
+    float top, scale = q8_scale(&d, &top, x, n);
     memcpy(p + 2 * r, &d, sizeof d);
-    for (int i = 0; i < n; i++) {
-        float q = scale > 0 ? fmaxf(-127, fminf(127, rintf(x[i] / scale))) : 0;
-        p[q8_place(r, i)] = (char)(signed char)q;
-    }
+    for (int i = 0; i < n; i++) p[q8_place(r, i)] = (char)q8_byte(x[i], scale);
     return isfinite(top) ? top : 0;
 }
 
@@ -1395,24 +1408,14 @@ float max_f32(const float *x, int n) { return simd.max(x, (size_t)n); }
 
 // ---- rows
 void to_f32(float *dst, const void *src, int dtype, size_t n) { simd.widen[dtype](dst, src, n); }
+
 void q8_pack(char *o, const float *x, int D) {
     for (int b = 0; b < D; b += Q8_BLOCK) {
         int n = min_int(Q8_BLOCK, D - b);
-        float top = 0;
-        int bad = 0;
-        for (int i = 0; i < n; i++) {
-            top = fmaxf(top, fabsf(x[b + i]));
-            bad |= !isfinite(x[b + i]);
-        }
-        uint16_t d = f32_to_f16(bad ? NAN : top / 127);
-        float scale = f16_to_f32(d);
+        uint16_t d;
+        float top, scale = q8_scale(&d, &top, x + b, n);
         memcpy(o, &d, 2);
-        for (int i = 0; i < n; i++) {
-            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
-            if (q > 127) q = 127;           // the scale was rounded, so q may be past 127
-            if (q < -127) q = -127;
-            ((signed char *)o)[2 + i] = (signed char)q;
-        }
+        for (int i = 0; i < n; i++) ((signed char *)o)[2 + i] = q8_byte(x[b + i], scale);
         o += 2 + n;
     }
 }
@@ -1493,10 +1496,6 @@ void from_f32(void *dst, const float *src, int dtype, size_t n) {
     } else {
         for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
     }
-}
-
-void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
-    for (int i = 0; i < n; i++) h[i] = packed_bits(p, i, w);
 }
 
 void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w) { simd.unpack(h, p, n, w); }

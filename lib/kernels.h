@@ -171,10 +171,9 @@ void exp_shift(float *x, float max, int n, float *sum);
 // x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
 void softmax_columns(float *x, int n, int m, float *max, float *sum);
 
-// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0. unpack_f16 may read
-// 16 bytes behind the last one
-void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w);           // the plain way
-void unpack_f16 (uint16_t *h, const unsigned char *p, int n, int w);
+// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0. It may read 16 bytes
+// behind the last one
+void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w);
 
 // ---- choosing
 float max_f32(const float *x, int n);                           // the largest; -INFINITY when n is 0

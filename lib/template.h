@@ -10,6 +10,7 @@
 #define LIB_TEMPLATE_H
 #include "tokenizer.h"
 #include "checkpoint.h"
+#include <time.h>
 
 typedef struct {
     const char *role;           // "system", "user" or "assistant"
@@ -38,9 +39,7 @@ typedef struct {
     struct Arena *arena;        // where its tree lies
     struct JinjaNode *program;
     char **names;               // stb array: the names in it
-    char today[16];             // YYYY-MM-DD, for strftime_now
-    struct Guarded *guarded;    // stb array: the tokens that a message must not name
-    unsigned char starts[256];  // 1: one of them begins with this byte
+    struct tm today;            // midnight of the day, for strftime_now
 } Template;
 
 // The template of a model whose folder is dir: chat_template.jinja, else that of tokenizer_config.json, else

@@ -182,7 +182,8 @@ int tokenizer_flags(const Tokenizer *t, int id) {
 
 int tokenizer_is_special(const Tokenizer *t, int id) { return (tokenizer_flags(t, id) & TOKEN_SPECIAL) != 0; }
 
-const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
+// The text of id as the file writes it, NUL-terminated, and its length in *len. "" for an id outside.
+static const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
     *len = tokenizer_flags(t, id) ? t->piece[id].n_text : 0;
     return *len ? t->chars + t->piece[id].text : "";
 }
@@ -197,8 +198,9 @@ int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) 
     *len = 0;
     for (int i = 0; i < (int)arrlen(t->added); i++) {
         const Piece *p = &t->piece[t->added[i]];
+        const char *text = t->chars + p->text;
         if (!(p->flags & TOKEN_GUARDED) || p->n_text <= *len || (size_t)p->n_text > n) continue;
-        if (memcmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
+        if (*s != *text || memcmp(s, text, (size_t)p->n_text)) continue;
         best = t->added[i];
         *len = p->n_text;
     }
@@ -259,14 +261,13 @@ static void char_put(char **out, uint32_t c) {
     bytes_put(out, utf8, (size_t)(end - utf8));
 }
 
-// White space beside the categories Zs, Zl and Zp; all white space
-static int is_control_space(uint32_t c) { return (c >= '\t' && c <= '\r') || c == 0x85; }
-
-int is_space(const char *s, size_t n, int *len) {
-    uint32_t c = char_code(s, n, len);
-    return c == ' ' || is_control_space(c) || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a)
-           || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
+// Is the character of code c white space? U+3000 is the last one.
+static int code_is_space(uint32_t c) {
+    return c == ' ' || (c >= '\t' && c <= '\r') || c == 0x85 || c == 0xa0 || c == 0x1680
+           || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
+
+int is_space(const char *s, size_t n, int *len) { return code_is_space(char_code(s, n, len)); }
 
 size_t space_before(const char *s, size_t from, size_t end) {
     if (end == from) return 0;
@@ -361,13 +362,9 @@ static void set_shorthand(CharSet *set, int letter, int in_set) {
     uint32_t digits = category_bits("Nd", 2);
     uint32_t words = digits | category_bits("L", 1) | category_bits("M", 1) | category_bits("Nl", 2)
                      | category_bits("Pc", 2);
-    if (letter == 's') {
-        set_categories(set, category_bits("Z", 1));
-        for (uint32_t c = 0; c < 256; c++) {
-            if (is_control_space(c)) set_range(set, c, c);
-        }
-    } else {
-        set_categories(set, letter == 'd' ? digits : words);
+    if (letter != 's') set_categories(set, letter == 'd' ? digits : words);
+    for (uint32_t c = 0; letter == 's' && c <= 0x3000; c++) {
+        if (code_is_space(c)) set_range(set, c, c);
     }
     for (int i = 0; letter == 'w' && i < (in_set ? 4 : 7); i++) set_range(set, more[i][0], more[i][1]);
 }
@@ -525,7 +522,8 @@ static int regex_set(RegexReader *r) {
             r->p++;
             high = regex_member(r, 0);
             if (high < 0) return -1;
-            if (low == A_SET || high == A_SET || high < low || *at == '-') return regex_fail(r, at, "this range");
+            if (low == A_SET || high == A_SET || high < low || *at == '-')
+                return regex_fail(r, at, "this range");
         }
         if (low != A_SET && regex_add(r, at, (uint32_t)low, (uint32_t)high)) return -1;
     }
@@ -540,7 +538,8 @@ static int regex_counts(RegexReader *r, int *least, int *most) {
     const char *at = r->p;
     size_t n = strspn(at + 1, "0123456789,");
     const char *end = at + 1 + n, *comma = memchr(at, ',', n + 1);
-    int known = *end == '}' && n > (comma != NULL) && n < 9 && !(comma && memchr(comma + 1, ',', (size_t)(end - comma - 1)));
+    int once = !comma || !memchr(comma + 1, ',', (size_t)(end - comma - 1));
+    int known = *end == '}' && n > (comma != NULL) && n < 9 && once;
     r->p = end + (*end == '}');
     *least = known ? atoi(at + 1) : 0;
     *most = *least;
@@ -706,7 +705,8 @@ static int regex_alternatives(RegexReader *r) {
 // Reads a whole pattern into step. Returns 0, or -1 with the reason in err.
 static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err[512]) {
     RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
-    if (!utf8_whole(pattern, strlen(pattern))) return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
+    if (!utf8_whole(pattern, strlen(pattern)))
+        return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
     r.set = xmalloc(sizeof *r.set);
     r.other = xmalloc(sizeof *r.other);
     int bad = regex_alternatives(&r) < 0;
@@ -1087,10 +1087,10 @@ typedef struct {
 } Symbol;
 enum { NO_RANK = INT_MAX };
 
-typedef struct {                // everything one call of encode_at works with
+typedef struct Encoder {        // everything one call of encode_at works with
     const Tokenizer *t;
     int special;                // 1: the text may name guarded tokens
-    int words;                  // 1: the lengths of words come out, not ids
+    void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
     int *ids;                   // what comes out (this and the next five are stb arrays)
     char *text;                 // the segment after the normalizer
     char *spare;                // what replace_all writes into
@@ -1226,13 +1226,6 @@ static void word_bpe(Encoder *e, const char *s, size_t n) {
     for (int i = 0; i >= 0; i = e->sym[i].next) arrput(e->ids, e->sym[i].id);
 }
 
-// Appends the length in bytes that a word has before it is written in the byte alphabet.
-static void word_length(Encoder *e, const char *s, size_t n) {
-    int bytes = 0;
-    for (size_t i = 0; i < n; i++) bytes += !e->t->byte_level || (s[i] & 0xc0) != 0x80;
-    arrput(e->ids, bytes);
-}
-
 // ---- Pre-tokenizers
 // A step of the pre-tokenizer cuts each word of the step before it. Parts are matches of its pattern and what lies
 // between them; neighbouring parts may belong to one word.
@@ -1266,12 +1259,11 @@ static void word_part(Encoder *e, const char *s, Word *w, size_t end, int hit, i
     w->hit = hit;
 }
 
-// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words to BPE.
+// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words on.
 static void split(Encoder *e, const char *s, size_t n, int step) {
     const Tokenizer *t = e->t;
     if (step == (int)arrlen(t->step)) {
-        if (e->words) word_length(e, s, n);
-        else word_bpe(e, s, n);
+        e->word(e, s, n);
         return;
     }
     if (t->step[step].bytes) {
@@ -1338,7 +1330,8 @@ static int added_here(const Tokenizer *t, int which, const char *s, size_t n, si
 
 // The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
 // Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
-static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
+static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start,
+                      size_t *end) {
     for (size_t i = from, stop; i < n; i = stop) {
         stop = i + 1;
         int id = added_here(e->t, which, s, n, i, &stop);
@@ -1369,7 +1362,7 @@ static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_sta
         int id = added_next(e, which, s, n, from, &start, &end);
         if (id < 0) break;
         if (start > from) encode_rest(e, s + from, start - from, at_start && !from);
-        if (!e->words) arrput(e->ids, id);
+        arrput(e->ids, id);
         from = end;
     }
     if (n > from) encode_rest(e, s + from, n - from, at_start && !from);
@@ -1387,12 +1380,11 @@ static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
     cut_added(e, 1, s, n, at_start, encode_piece);
 }
 
-// encode_at, and with `words` tokenizer_words.
-static int *encode(const Tokenizer *t, const char *text, size_t n, int special, int at_start, int words, int *ids) {
-    if (n > INT_MAX / 8) {
-        die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
-    }
-    Encoder e = { .t = t, .special = special, .words = words, .ids = ids };
+// encode_at, with what is to become of each word.
+static int *encode(const Tokenizer *t, const char *text, size_t n, int special, int at_start, int *ids,
+                   void (*word)(Encoder *e, const char *s, size_t n)) {
+    if (n > INT_MAX / 8) die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
+    Encoder e = { .t = t, .special = special, .word = word, .ids = ids };
     cut_added(&e, 0, text, n, at_start, encode_segment);
     arrfree(e.text);
     arrfree(e.spare);
@@ -1407,15 +1399,11 @@ static int *encode(const Tokenizer *t, const char *text, size_t n, int special, 
 }
 
 int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids) {
-    return encode(t, text, n, parse_special, at_start, 0, ids);
+    return encode(t, text, n, parse_special, at_start, ids, word_bpe);
 }
 
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids) {
-    return encode(t, text, n, parse_special, 1, 0, ids);
-}
-
-int *tokenizer_words(const Tokenizer *t, const char *text, size_t n, int *lengths) {
-    return encode(t, text, n, 0, 1, 1, lengths);
+    return encode_at(t, text, n, parse_special, 1, ids);
 }
 
 // Does every byte become a token of its own when nothing stands beside it? Without that, any number of
@@ -1661,9 +1649,11 @@ static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
     const char *to = json_text(n, replaces ? "content" : "prepend");
     NormStep step = { .nfc = nfc };
     if (!nfc && !replaces && strcmp(type, "Prepend")) return refuse_type(err, "a normalizer", n);
-    if (!nfc && ((*from == 0) == replaces || strlen(from) >= sizeof step.from || !*to || strlen(to) >= sizeof step.to))
+    int fits = strlen(from) < sizeof step.from && *to && strlen(to) < sizeof step.to;
+    if (!nfc && (!fits || (*from != 0) != replaces))
         return fault(err, "normalizer %s: only short texts are supported", type);
-    if (arrlen(t->norm) == MAX_STEPS) return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
+    if (arrlen(t->norm) == MAX_STEPS)
+        return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
     if (nfc) nfc_load();
     if (!nfc) snprintf(step.from, sizeof step.from, "%s", from);
     if (!nfc) snprintf(step.to, sizeof step.to, "%s", to);
@@ -1706,7 +1696,8 @@ static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
     const char *scheme = json_text(p, "prepend_scheme");
     if (strcmp(json_text(p, "replacement"), BLANK_MARK))
         return fault(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
-    if (t->meta || arrlen(t->step)) return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
+    if (t->meta || arrlen(t->step))
+        return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
     if (*scheme && word_place("first|never|always", scheme) < 0)
         return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
 
@@ -1720,7 +1711,8 @@ static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
 static int read_byte_level(Tokenizer *t, const Json *p, char err[512]) {
     if (flag(p, "add_prefix_space", 1, err))
         return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
-    if (t->meta || t->byte_level) return fault(err, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
+    if (t->meta || t->byte_level)
+        return fault(err, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
     if (flag(p, "use_regex", 1, err) && step_add(t, GPT2_PATTERN, "Isolated", 0, err)) return -1;
     Step step = { .bytes = 1 };
     arrput(t->step, step);
@@ -1745,7 +1737,8 @@ static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
 
 // model.vocab: an object from texts to ids.
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
-    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) return fault(err, "model.vocab: expected an object with tokens");
+    if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
+        return fault(err, "model.vocab: expected an object with tokens");
     for (int i = 0; i < vocab->n; i++) {
         const Json *id = &vocab->item[i];
         const char *text = vocab->key[i];
@@ -1793,12 +1786,15 @@ static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char e
 
 // "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
 static int load_model(Tokenizer *t, const Json *m, char err[512]) {
-    const Json *merges = json_get(m, "merges"), *dropout = json_get(m, "dropout"), *unk = json_get(m, "unk_token");
-    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE")) return refuse_type(err, "a model", m);
+    const Json *merges = json_get(m, "merges"), *dropout = json_get(m, "dropout");
+    const Json *unk = json_get(m, "unk_token");
+    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
+        return refuse_type(err, "a model", m);
     for (int i = 0; i < 2; i++) {
         const char *affix = i ? "end_of_word_suffix" : "continuing_subword_prefix";
         const Json *j = json_get(m, affix);
-        if (!json_none(j) && (j->type != JSON_STRING || j->len)) return fault(err, "model.%s is not supported", affix);
+        if (!json_none(j) && (j->type != JSON_STRING || j->len))
+            return fault(err, "model.%s is not supported", affix);
     }
     if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0))
         return fault(err, "model.dropout is not supported");
@@ -1808,7 +1804,8 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
 
     char *both = NULL;
     if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
-    if (!json_is(merges, JSON_ARRAY) || !merges->n) return fault(err, "model.merges: expected a list with merges");
+    if (!json_is(merges, JSON_ARRAY) || !merges->n)
+        return fault(err, "model.merges: expected a list with merges");
     int bad = 0;
     for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, &both, err);
     arrfree(both);
@@ -1830,7 +1827,8 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
         const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
-        if (!json_is(id, JSON_NUMBER) || !id->is_int) return fault(err, "added_tokens[%d].id is not an integer", i);
+        if (!json_is(id, JSON_NUMBER) || !id->is_int)
+            return fault(err, "added_tokens[%d].id is not an integer", i);
         if (!json_is(content, JSON_STRING) || !content->len)
             return fault(err, "added_tokens[%d].content is no text, or empty", i);
         if (flag(j, "single_word", 0, err))
@@ -1895,7 +1893,8 @@ static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
         const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
         const Json *id = json_is(ids, JSON_ARRAY) && ids->n == 1 ? &ids->item[0] : NULL;
         if (seen || t->add_bos)
-            return fault(err, "post_processor: only one token before the text is supported, not '%.100s' as well", name);
+            return fault(err, "post_processor: only one token before the text is supported, not '%.100s' as well",
+                         name);
         if (!id || !id->is_int || id->i < 0 || id->i >= tokenizer_size(t))
             return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
         t->bos = (int)id->i;
@@ -1917,10 +1916,13 @@ static int load_members(Tokenizer *t, const Json *j, char err[512]) {
 }
 
 // ---- Loading: a file and its folder
+#define SENTENCEPIECE "a SentencePiece model is not read: use the tokenizer.json of the same model"
+
 Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     char why[256];
     Json *j = json_parse(json, n, why);
-    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab"), *added = json_get(j, "added_tokens");
+    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab");
+    const Json *added = json_get(j, "added_tokens");
     *err = 0;
     if (!json_is(model, JSON_OBJECT)) {
         fault(err, "%s", j ? "no 'model' inside: expected a tokenizer.json" : why);
@@ -1962,37 +1964,45 @@ static int load_config(Tokenizer *t, const char *path, char err[512]) {
     return *err ? -1 : 0;
 }
 
+// Why there is no tokenizer.json in a folder.
+static void say_missing(const char *dir, char err[512]) {
+    char model[1300];
+    snprintf(model, sizeof model, "%s/tokenizer.model", dir);
+    if (file_exists(model)) fault(err, "%.300s: %s", model, SENTENCEPIECE);
+    else fault(err, "%.400s: no tokenizer.json here", dir);
+}
+
+// Reads a file tokenizer.json. A SentencePiece model begins with the tag of its first piece, which is a newline. So
+// may a JSON text, but its first visible character is '{'. NULL and err.
+static Tokenizer *load_file(const char *file, char err[512]) {
+    char why[512];
+    size_t n;
+    Tokenizer *t = NULL;
+    char *text = read_bounded(file, MOST_TOKENIZER, &n, err);
+    if (!text) return NULL;
+    int model = text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{';
+    if (model) fault(why, SENTENCEPIECE);
+    else t = tokenizer_parse(text, n, why);
+    free(text);
+    if (!t) fault(err, "%.200s: %.300s", file, why);
+    return t;
+}
+
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
-    char file[1200], config[1300], why[512];
+    char file[1200], config[1300];
     struct stat st;
-    size_t n = 0;
     if (strlen(path) > 1100) {
         fault(err, "the path of the tokenizer is too long");
         return NULL;
     }
     int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
     snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
-    snprintf(config, sizeof config, "%s/tokenizer.model", path);
-    int model = folder && !file_exists(file) && file_exists(config);
-    char *text = model ? NULL : read_bounded(file, MOST_TOKENIZER, &n, why);
-    if (!text) {
-        if (model) fault(err, "%s: a SentencePiece model is not read: use the tokenizer.json of the same model", config);
-        else if (folder && !file_exists(file)) fault(err, "%s: no tokenizer.json here", path);
-        else fault(err, "%s", why);
+    if (folder && !file_exists(file)) {
+        say_missing(path, err);
         return NULL;
     }
-
-    // A SentencePiece model begins with the tag of its first piece, which is a newline. So may a JSON text, but its
-    // first visible character is '{'.
-    Tokenizer *t = NULL;
-    if (text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{')
-        fault(why, "a SentencePiece model is not read: use the tokenizer.json of the same model");
-    else t = tokenizer_parse(text, n, why);
-    free(text);
-    if (!t) {
-        fault(err, "%.200s: %.300s", file, why);
-        return NULL;
-    }
+    Tokenizer *t = load_file(file, err);
+    if (!t) return NULL;
 
     const char *slash = strrchr(file, '/');
     snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);

@@ -53,9 +53,6 @@ int tokenizer_adds_bos  (const Tokenizer *t);           // 1: the model was trai
 // The id of the token whose text, as the file writes it, is s; -1: there is none.
 int text_id(const Tokenizer *t, const char *s, size_t n);
 
-// That text, NUL-terminated, and its length in *len. "" for an id outside.
-const char *tokenizer_text(const Tokenizer *t, int id, int *len);
-
 // The bytes that id adds to a text, and their number in *len. An id outside adds none.
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
@@ -82,9 +79,6 @@ int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_
 
 // A number of tokens that a text of n bytes has at least, without encoding it; 0: nothing can be said.
 size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n);
-
-// Appends the lengths in bytes of the words that BPE is given for the text instead, behind the normalizer.
-int *tokenizer_words(const Tokenizer *t, const char *text, size_t n, int *lengths);
 
 // ---- Decoding
 // A Decoder is a stream: ids go in, whole characters come out. Bytes that may still become a character are held

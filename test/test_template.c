@@ -370,6 +370,26 @@ TEST(template_damaged, "programs cut off or with bytes changed anywhere are refu
     json_free(all);
 }
 
+TEST(template_nested_calls, "a macro whose argument calls it is the same macro, however many variables there are") {
+    Tokenizer *t = fixture_tokenizer("marks");
+    Message m = { .role = "user", .content = "u" };
+    for (int more = 0; more < 40; more++) {
+        char err[512] = "", line[64], *program = NULL;
+        for (int i = 0; i < more; i++)
+            bytes_put(&program, line, (size_t)snprintf(line, sizeof line, "{%% set v%d = 1 %%}", i));
+        const char *calls = "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(f(f(messages[0].content))) }}";
+        bytes_put(&program, calls, strlen(calls));
+        Template *tp = template_of(program, arrlenu(program), t, err);
+        size_t n;
+        char *text = tp ? template_render(tp, &m, 1, 0, &n, NULL, err) : NULL;
+        CHECK(text && !strcmp(text, "<<<u>>>"), "%d variables: %s", more, text ? text : err);
+        free(text);
+        template_free(tp);
+        arrfree(program);
+    }
+    tokenizer_free(t);
+}
+
 TEST(template_date, "strftime_now writes today, or KVCOMP_DATE") {
     static const char program[] = "{{ strftime_now('%Y-%m-%d %A') }}{{ messages[0].content }}";
     Tokenizer *t = fixture_tokenizer("marks");

@@ -1,7 +1,7 @@
 // test/test_tokenizer.c - lib/tokenizer: ids and words as the package `tokenizers` gives them (data/tokenizers,
 // made by data/make_tokenizers.py), properties, and wrong files.
 #define _GNU_SOURCE
-#include "../lib/tokenizer.h"
+#include "../lib/tokenizer.c"
 #include "check.h"
 #include <stb/stb_ds.h>
 
@@ -118,6 +118,23 @@ TEST(tokenizer_ids, "every pre-tokenizer family gives the ids and the text of th
     for (int i = 0; families[i]; i++) check_family(families[i]);
 }
 
+static int *word_lengths;       // stb array
+
+// Takes the length in bytes that a word has before it is written in the byte alphabet.
+static void take_length(Encoder *e, const char *s, size_t n) {
+    int bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += !e->t->byte_level || (s[i] & 0xc0) != 0x80;
+    arrput(word_lengths, bytes);
+}
+
+// The lengths of the words that BPE is given for a text (stb array).
+static int *words_of(const Tokenizer *t, const char *s, size_t n) {
+    word_lengths = NULL;
+    int *ids = encode(t, s, n, 0, 1, NULL, take_length);
+    arrfree(ids);
+    return word_lengths;
+}
+
 TEST(tokenizer_words, "every pattern cuts every string where the package does") {
     for (int i = 0; i < N_PIECES; i++) {
         char file[64];
@@ -129,7 +146,7 @@ TEST(tokenizer_words, "every pattern cuts every string where the package does") 
             size_t n = fixture_varint(&strings), sum = 0, all = 0;
             const char *s = (const char *)strings.p;
             strings.p += n;
-            int *want = fixture_ids(&pieces), *got = tokenizer_words(t, s, n, NULL);
+            int *want = fixture_ids(&pieces), *got = words_of(t, s, n);
             for (int k = 0; k < (int)arrlen(want); k++) sum += (size_t)want[k];
             for (int k = 0; k < (int)arrlen(got); k++) all += (size_t)got[k];
 
@@ -197,7 +214,7 @@ TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut a
         CHECK(t, "%s", err);
         for (int k = 0; t && k < texts->n; k++) {
             const Json *text = &texts->item[k], *list = &words->item[k];
-            int *want = NULL, *got = tokenizer_words(t, text->str, text->len, NULL);
+            int *want = NULL, *got = words_of(t, text->str, text->len);
             for (int w = 0; w < list->n; w++) arrput(want, (int)list->item[w].i);
             check_ids(pattern, k, text->str, text->len, got, want);
             arrfree(got);
@@ -283,7 +300,7 @@ static double seconds_of(const Tokenizer *t, const char *character, size_t n, co
     for (size_t i = 0; i < n; i++) bytes_put(&text, character, strlen(character));
     bytes_put(&text, end, strlen(end));
     double t0 = now();
-    int *ids = words ? tokenizer_words(t, text, arrlenu(text), NULL) : tokenizer_encode(t, text, arrlenu(text), 0, NULL);
+    int *ids = words ? words_of(t, text, arrlenu(text)) : tokenizer_encode(t, text, arrlenu(text), 0, NULL);
     double seconds = now() - t0;
     arrfree(ids);
     arrfree(text);
@@ -487,7 +504,7 @@ TEST(tokenizer_odd_characters, "a broken byte is a symbol to patterns, as U+FFFD
     char err[512] = "";
     Tokenizer *t = split_tokenizer("\\p{S}", "Isolated", 0, err);
     CHECK(t, "%s", err);
-    int *got = t ? tokenizer_words(t, "a\xff\xe2\x82 b", 6, NULL) : NULL, *want = NULL, len;
+    int *got = t ? words_of(t, "a\xff\xe2\x82 b", 6) : NULL, *want = NULL, len = 0;
     static const int lengths[] = { 1, 1, 1, 1, 2 };
     for (int i = 0; i < 5; i++) arrput(want, lengths[i]);
     check_ids("\\p{S}", 0, "a\xff\xe2\x82 b", 6, got, want);
