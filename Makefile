@@ -254,13 +254,13 @@ run: kvcomp
 demo: kvcomp
 	./kvcomp --demo
 
-# A table of results: every method over the same generated texts, on the shipped model. One thread,
+# A table of results: every method over the same texts, on the shipped model. One thread,
 # because on shared cores a model this small loses with two; the numbers but the last two columns are the
 # same for any number. (The list goes to the program as one word.)
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,headkv,quest,lychee,$\
           loopserve,pats,q8,sonic
 compare: kvcomp
-	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
+	./kvcomp --eval all --compare $(COMPARE) --budgets 64,128 -t 1
 
 # The same on SmolLM2-135M-Instruct, over passages of 1k, 2k and 4k tokens: by estimate 2.6 hours of two
 # cores. It goes on where it stopped; data/compare_real.sh says how to do a part.

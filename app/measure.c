@@ -15,9 +15,8 @@
 // ==================================================================================================== EVALUATION
 // What a method costs in quality, measured through its own compressed cache. There are two kinds of
 // measurement:
-//   Dialogues   --eval TASK plays dialogues with greedy decoding. They are made here from a seed
-//               (needle, multiturn, coref, facts, json, fewshot, summary), or read from --eval-file
-//               (task `file`).
+//   Dialogues   --eval TASK,FILE,.. plays the dialogues of files with greedy decoding: of data/tasks by
+//               their names (models/tiny_tasks.py makes those of the shipped model), or any by its path.
 //   Plain text  --eval ppl and kld cut a text into windows. Half a window is prefilled as one turn,
 //               the other half is decoded token by token. The probability of every next token is
 //               compared with the text (ppl), and with full attention over the same tokens (kld).
@@ -31,8 +30,8 @@
 //                alike. NLL, KLD and top-1 agreement come from this pass, over the tokens of scored
 //                replies, so these numbers do not depend on what a method happened to say.
 //
-// Reading order: what an item is, how items are made (a subsection for each task), items from a
-// file, how an item is played, metrics, scores and intervals, tables, the modes, answers on disk.
+// Reading order: what an item is, items from files, how an item is played, metrics, scores and
+// intervals, tables, the modes, answers on disk.
 
 // ---- what an item is
 // An item is a dialogue with its right answers: a list of turns, some of which are scored.
@@ -48,25 +47,22 @@ enum {
 };
 static const char *eval_metrics[METRICS] = { "f1", "choice", "rouge", "found", "exact" };
 
-// ---- what a run measures
-
 // ---- item sets and turns
 
-// Frees the lists of a turn; its texts belong to the set.
-static void turn_free_lists(EvalTurn *t) {
-    arrfree(t->span);
-    arrfree(t->answers);
-    arrfree(t->classes);
-    arrfree(t->evidence);
+// Frees the turns of an item; its texts belong to the set.
+static void item_free(EvalItem *it) {
+    for (int j = 0; j < (int)arrlen(it->turn); j++) {
+        EvalTurn *t = &it->turn[j];
+        arrfree(t->span);
+        arrfree(t->answers);
+        arrfree(t->classes);
+    }
+    arrfree(it->turn);
 }
 
 // Frees a set with all its items and texts.
 void eval_set_free(EvalSet *e) {
-    for (int i = 0; i < (int)arrlen(e->item); i++) {
-        EvalItem *it = &e->item[i];
-        for (int j = 0; j < (int)arrlen(it->turn); j++) turn_free_lists(&it->turn[j]);
-        arrfree(it->turn);
-    }
+    for (int i = 0; i < (int)arrlen(e->item); i++) item_free(&e->item[i]);
     arrfree(e->item);
     strreset(&e->mem);
 }
@@ -95,168 +91,14 @@ static char *set_text(EvalSet *e, const char *text, size_t n) {
     return kept;
 }
 
-// A printed text that lives as long as the set.
-KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
-    char *s = NULL;
-    va_list ap;
-    va_start(ap, fmt);
-    if (vasprintf(&s, fmt, ap) < 0)
-        die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
-    va_end(ap);
-    char *kept = stralloc(&e->mem, s);
-    free(s);
-    return kept;
+// ---- lists of texts
+
+// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
+void put_part(char **text, const char *sep, const char *part) {
+    if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
+    bytes_put(text, part, strlen(part));
 }
 
-// A scored turn, from a reply that has its answer in braces: "The code is {4821}." The reply
-// without the braces becomes t.reply, and the bytes that were inside them become t.span. Several
-// pairs of braces make one answer, with blanks between its parts.
-static EvalTurn gold_turn(EvalSet *e, const char *user, const char *reply) {
-    EvalTurn t = { .user = (char *)user, .position = -1, .depth = -1 };
-    char *text = NULL, *answer = NULL;
-    for (const char *p = reply; *p; p++) {
-        if (*p == '{' && arrlen(answer)) arrput(answer, ' ');
-        if (*p == '{' || *p == '}') {
-            arrput(t.span, (int)arrlen(text));
-            continue;
-        }
-        arrput(text, *p);
-        if (arrlen(t.span) % 2) arrput(answer, *p);     // between { and }
-    }
-    t.reply = set_text(e, text, (size_t)arrlen(text));
-    arrput(t.answers, set_text(e, answer, (size_t)arrlen(answer)));
-    arrfree(text);
-    arrfree(answer);
-    return t;
-}
-
-// A turn that is not scored.
-static EvalTurn plain_turn(const char *user, const char *reply) {
-    return (EvalTurn){ .user = (char *)user, .reply = (char *)reply, .position = -1, .depth = -1 };
-}
-
-// A copy of a list (stb_ds); the texts are shared.
-static char **list_copy(char **list) {
-    char **c = NULL;
-    for (int i = 0; i < (int)arrlen(list); i++) arrput(c, list[i]);
-    return c;
-}
-
-// A copy of a turn with lists of its own; the texts are shared.
-static EvalTurn turn_copy(const EvalTurn *t) {
-    EvalTurn c = *t;
-    c.span = NULL;
-    for (int i = 0; i < (int)arrlen(t->span); i++) arrput(c.span, t->span[i]);
-    c.answers = list_copy(t->answers);
-    c.classes = list_copy(t->classes);
-    c.evidence = list_copy(t->evidence);
-    return c;
-}
-
-// ---- how items are made: the words
-// The sentences are those that models/data_gen.py teaches the shipped model; any model can read
-// them. The values are that file's held-out words and numbers (a held-out number has a digit sum
-// that is a multiple of 8). A text is a list of lines: the facts, near misses (the same sentence
-// about something else) and filler, --eval-length tokens in all.
-//
-// An item is made from the seed, its task, its length and its number alone, so more items never
-// change the first ones.
-//
-// LoopServe's benchmark ends every message with the same cue, wherever the query stands. Here the
-// opening of the reply, which the chat template writes, is that cue.
-static const char eval_names[] =
-    "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi "
-    "Ahmed Jim";
-static const char eval_cities[] =
-    "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
-static const char eval_animals[] = "cat goose tiger shark otter camel bat";
-static const char eval_colours[] =
-    "red blue green yellow black white orange purple pink brown grey silver golden violet turquoise "
-    "crimson";
-static const char eval_things[] =
-    "box bag door key book chest drawer car boat tent lamp chair table bottle cup coat hat shoe ring "
-    "clock phone letter map coin bell basket jar safe locker suitcase bike kite drum ball pen knife "
-    "rope mirror camera wallet";
-static const char eval_rooms[] =
-    "kitchen garden cellar attic garage bedroom bathroom hall office library barn shed tower cave";
-static const char eval_adjs[] =
-    "old new small big red blue green quiet long short dark bright cold warm soft heavy round strange "
-    "pretty clean dusty wooden broken empty narrow wide tall deep slow quick gentle busy lazy happy "
-    "tired clever";
-static const char eval_nouns[] =
-    "house garden river road tree bridge hill field market street window wall table room village "
-    "forest lake mountain boat train station school church shop park cloud wind rain sun moon star "
-    "stone leaf flower bird farm mill gate path fence";
-static const char eval_beasts[] =
-    "fox owl bear wolf mouse cat dog rabbit horse cow sheep goat duck goose hen frog turtle snail bee "
-    "ant lion tiger elephant monkey";
-static const char eval_foods[] = "pizza pasta soup bread cheese rice salad cake chocolate apples";
-static const char eval_jobs[] = "teacher doctor nurse baker farmer painter singer writer driver pilot";
-static const char eval_days[] = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday";
-static const char eval_labels[] = "zip zap foo bar left right one two";
-static const char eval_syllables[] =
-    "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta "
-    "te ti to va ve vi vo za zo bra dre kli sto tru";
-
-// $n, $m stand for nouns, $a, $b for adjectives, $x for an animal, $d for a day.
-static const char *const filler_forms[] = {
-    "The $n was $a and $b.",
-    "There is a $n near the $m.",
-    "A $a $n stood behind the $m.",
-    "On $d the $n looked $a.",
-    "The $x walked along the $a $n.",
-    "We saw a $a $x by the $n.",
-    "The $n is $a in the morning.",
-    "People say that the $n was once $a.",
-    "It rained on the $n all day.",
-    "The wind moved the $n and the $m.",
-    "Nobody knew why the $n was so $a.",
-    "A $x slept under the $m.",
-    "The $a $n leads to the $b $m.",
-    "Every $d the $m is $b.",
-    "The sun shone on the $n.",
-    "It was a $a day in the $m.",
-    "They painted the $n and cleaned the $m.",
-    "The $m was full of people.",
-    "From the $n you can see the $m.",
-    "Some like the $n, others like the $m.",
-};
-
-// ---- how items are made: drawing
-// C leaves the order in which the arguments of a call are evaluated to the compiler. The texts must
-// not depend on it, so no call here has two arguments that draw.
-
-// What a generator works with.
-typedef struct {
-    const Tokenizer *tok;
-    EvalSet *set;           // where the items go
-    const char *task;
-    int number;             // of the item in its task; it chooses the kind and the depth
-    int text;               // number of the text in the run
-    int length;             // tokens wanted
-    int metric;             // METRIC_* of the task
-    uint64_t rng;
-    char **used;            // stb_ds: words drawn in this item
-} Gen;
-
-// A whole number in [0,n).
-static int gen_int(Gen *g, int n) {
-    return (int)(splitmix64(&g->rng) % (uint64_t)n);
-}
-
-// The depth in per cent that an item of this number has: 0, 30, 60, 90, 10, 40, ...
-static int gen_depth(const Gen *g) {
-    return 30 * g->number % 110;
-}
-
-// The tokens of a text. Ends the program if the tokenizer makes none of a text that is not empty:
-// no text would ever be long enough.
-static int gen_tokens(const Gen *g, const char *text) {
-    int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
-    arrfree(ids);
-    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
-    return n;
-}
 
 // The index of w among the words (stb_ds), or -1.
 static int word_in(char **words, const char *w) {
@@ -266,753 +108,16 @@ static int word_in(char **words, const char *w) {
     return -1;
 }
 
-// One of the words of a list, which are separated by single blanks.
-static char *gen_word(Gen *g, const char *list) {
-    int n = 1;
-    for (const char *p = list; *p; p++) n += *p == ' ';
-    for (int k = gen_int(g, n); k; k--) list = strchr(list, ' ') + 1;
-    return set_text(g->set, list, strcspn(list, " "));
-}
-
-// An invented word of n syllables.
-static char *gen_syllables(Gen *g, int n) {
-    char text[32] = "";
-    for (int i = 0; i < n; i++) strncat(text, gen_word(g, eval_syllables), 4);
-    return set_text(g->set, text, strlen(text));
-}
-
-// A number whose digit sum is a multiple of 8. Half of the draws are brought to four digits, so
-// most numbers have four; the other half has three to five.
-static char *gen_code(Gen *g) {
-    for (;;) {
-        int n = 100 + gen_int(g, 99900), sum = 0;
-        if (gen_int(g, 2)) n = n % 9000 + 1000;
-        for (int x = n; x; x /= 10) sum += x % 10;
-        if (sum % 8 == 0) return set_printf(g->set, "%d", n);
-    }
-}
-
-// A person's name: seven times of ten one of the list, otherwise two or three syllables.
-static char *gen_name(Gen *g) {
-    if (gen_int(g, 10) < 7) return gen_word(g, eval_names);
-    char *name = gen_syllables(g, 2 + gen_int(g, 2));
-    *name = (char)toupper((unsigned char)*name);
-    return name;
-}
-
-// A colour and a thing: "red box".
-static char *gen_thing(Gen *g) {
-    char *colour = gen_word(g, eval_colours);
-    return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things));
-}
-
-// The kinds of values.
-enum { A_NAME, A_KEY, A_CODE, A_THING, A_CITY, A_ANIMAL, A_ROOM, AN_AGE };
-
-// A value of a kind.
-static char *gen_value(Gen *g, int what) {
-    switch (what) {
-    case A_NAME:   return gen_name(g);
-    case A_KEY:    return gen_syllables(g, 3);
-    case A_CODE:   return gen_code(g);
-    case A_THING:  return gen_thing(g);
-    case A_CITY:   return gen_word(g, eval_cities);
-    case A_ANIMAL: return gen_word(g, eval_animals);
-    case A_ROOM:   return gen_word(g, eval_rooms);
-    default:       return set_printf(g->set, "%d", 8 + gen_int(g, 87));      // AN_AGE
-    }
-}
-
-// A word of a list or, with list NULL, a value of a kind, that this item does not have yet. After
-// 200 more draws the last one is taken all the same: a short list may be used up.
-static char *gen_unused(Gen *g, const char *list, int what) {
-    char *v = NULL;
-    for (int tries = 0; tries <= 200; tries++) {
-        v = list ? gen_word(g, list) : gen_value(g, what);
-        if (word_in(g->used, v) < 0) break;
-    }
-    arrput(g->used, v);
-    return v;
-}
-
-// A value of a kind that this item does not have yet.
-static char *gen_fresh(Gen *g, int what) {
-    return gen_unused(g, NULL, what);
-}
-
-// A word of a list that this item does not have yet.
-static char *gen_fresh_word(Gen *g, const char *list) {
-    return gen_unused(g, list, 0);
-}
-
-// For "red box": another thing of that colour, or the same thing in another colour, new in this
-// item.
-static char *near_miss(Gen *g, const char *thing) {
-    int blank = (int)strcspn(thing, " ");
-    for (;;) {
-        char *v;
-        if (gen_int(g, 2)) v = set_printf(g->set, "%.*s %s", blank, thing, gen_word(g, eval_things));
-        else v = set_printf(g->set, "%s%s", gen_word(g, eval_colours), thing + blank);
-        if (word_in(g->used, v) >= 0) continue;
-        arrput(g->used, v);
-        return v;
-    }
-}
-
-// ---- how items are made: texts
-
-// The words that may stand for $kind in a filler form.
-static const char *filler_words(char kind) {
-    switch (kind) {
-    case 'n':
-    case 'm': return eval_nouns;
-    case 'x': return eval_beasts;
-    case 'd': return eval_days;
-    default:  return eval_adjs;
-    }
-}
-
-// A sentence that says nothing of interest.
-static char *filler_line(Gen *g) {
-    const char *form = filler_forms[gen_int(g, sizeof filler_forms / sizeof *filler_forms)];
-    char *text = NULL;
-    for (const char *p = form; *p; p++) {
-        if (*p != '$') {
-            arrput(text, *p);
-            continue;
-        }
-        p++;
-        const char *w = gen_word(g, filler_words(*p));
-        bytes_put(&text, w, strlen(w));
-    }
-    char *line = set_text(g->set, text, (size_t)arrlen(text));
-    arrfree(text);
-    return line;
-}
-
-// Orders ints, for qsort.
-static int int_order(const void *a, const void *b) {
-    int x = *(const int *)a, y = *(const int *)b;
-    return (x > y) - (x < y);
-}
-
-// About `tokens` tokens of lines (stb_ds): filler with the keys in it, in their order, at places
-// that are drawn. With a depth >= 0, keys[0] stands at that share of the lines (in per cent)
-// instead.
-static char **document(Gen *g, int tokens, char **keys, int depth) {
-    char **lines = NULL;
-    int *at = NULL, n = (int)arrlen(keys);
-    int first = depth >= 0;                             // the first key whose place is drawn
-
-    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
-    while (tokens > 4) {
-        arrput(lines, filler_line(g));
-        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
-    }
-
-    // Insert from the last place to the first, so that the places before stay right.
-    for (int i = first; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
-    if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
-    for (int i = (int)arrlen(at) - 1; i >= 0; i--) {
-        int k = at[i];
-        arrins(lines, k, keys[i + first]);
-    }
-    if (depth >= 0) {
-        int own = (int)arrlen(lines) * depth / 100;
-        arrins(lines, own, keys[0]);
-    }
-    arrfree(at);
-    return lines;
-}
-
-// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
-void put_part(char **text, const char *sep, const char *part) {
-    if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
-    bytes_put(text, part, strlen(part));
-}
-
-// One message: the query before (position 0), amid (1) or behind (2) the lines. With query NULL it
-// is the lines alone.
-static char *message(EvalSet *e, char **lines, const char *sep, const char *query, int position) {
-    char *text = NULL;
-    int n = (int)arrlen(lines), at = n;
-    if (position == 0) at = 0;
-    if (position == 1) at = n / 2;
-    for (int i = 0; i <= n; i++) {
-        if (query && i == at) put_part(&text, sep, query);
-        if (i < n) put_part(&text, sep, lines[i]);
-    }
-    char *kept = set_text(e, text, (size_t)arrlen(text));
-    arrfree(text);
-    return kept;
-}
-
-// The lines as one message without a query.
-static char *joined(EvalSet *e, char **lines, const char *sep) {
-    return message(e, lines, sep, NULL, 2);
-}
-
-// ---- how items are made: versions of a dialogue
-
-// A turn before its query is placed.
-typedef struct {
-    char **lines;           // stb_ds: the text to read; NULL: the turn is taken as it is
-    const char *sep;        // between the lines
-    EvalTurn turn;          // its `user` is the question about the lines
-} Passage;
-
-// A dialogue comes in up to four versions of the same texts.
-enum {
-    BEFORE_TEXT,            // the query stands before its text
-    AMID_TEXT,
-    BEHIND_TEXT,
-    OWN_TURN,               // the query is a turn of its own behind its text
-    VERSIONS
-};
-
-// Appends a passage to the dialogue *p (stb_ds). The passage owns the lines.
-static void add_passage(Passage **p, char **lines, const char *sep, EvalTurn turn) {
-    arrput(*p, ((Passage){ lines, sep, turn }));
-}
-
-// Appends a turn without a text to read.
-static void add_turn(Passage **p, EvalTurn turn) {
-    add_passage(p, NULL, NULL, turn);
-}
-
-// Adds the versions from..to-1 of a dialogue to the set, one item each, and frees the passages.
-static void add_versions(Gen *g, Passage *p, int from, int to) {
-    for (int v = from; v < to; v++) {
-        EvalItem it = { .task = g->task, .number = g->text, .length = g->length, .metric = g->metric };
-        for (int i = 0; i < (int)arrlen(p); i++) {
-            EvalTurn t = turn_copy(&p[i].turn);
-            if (p[i].lines && v == OWN_TURN) {
-                char *text = joined(g->set, p[i].lines, p[i].sep);
-                arrput(it.turn, plain_turn(text, "I have read it."));
-            } else if (p[i].lines) {
-                t.user = message(g->set, p[i].lines, p[i].sep, t.user, v);
-                t.position = v;
-            }
-            arrput(it.turn, t);
-        }
-        arrput(g->set->item, it);
-    }
-    for (int i = 0; i < (int)arrlen(p); i++) {
-        arrfree(p[i].lines);
-        turn_free_lists(&p[i].turn);
-    }
-    arrfree(p);
-}
-
-// ---- how items are made: facts
-
-// A kind of fact: the sentence that tells it, the question, and the reply. Each is a printf form:
-// `say` and `reply` of who and what, `ask` of who.
-typedef struct {
-    const char *say, *ask, *reply;
-    int value;              // the kind of the value: A_CODE, ...
-} Fact;
-
-static const Fact thing_facts[] = {
-    { "The secret code of the %s is %s.", "What is the secret code of the %s?",
-      "The secret code of the %s is {%s}.", A_CODE },
-    { "The number of the %s is %s.", "What is the number of the %s?",
-      "The number of the %s is {%s}.", A_CODE },
-    { "The %s costs %s coins.", "How much does the %s cost?", "The %s costs {%s} coins.", A_CODE },
-    { "The %s is in the %s.", "Where is the %s?", "The %s is in the {%s}.", A_ROOM },
-};
-
-static const Fact people_facts[] = {
-    { "%s lives in %s.", "Where does %s live?", "You said that %s lives in {%s}.", A_CITY },
-    { "%s is %s years old.", "How old is %s?", "You said that %s is {%s} years old.", AN_AGE },
-    { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
-    { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
-};
-
-// Appends the sentence of a fact with a new value to *lines and returns the question about it.
-static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
-    char *what = gen_fresh(g, f->value);
-    char *ask = set_printf(g->set, f->ask, who);
-    EvalTurn t = gold_turn(g->set, ask, set_printf(g->set, f->reply, who, what));
-    arrput(*lines, set_printf(g->set, f->say, who, what));
-    arrput(t.evidence, arrlast(*lines));
-    return t;
-}
-
-// Appends the sentence of a fact with a new value that nobody asks for.
-static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) {
-    arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value)));
-}
-
-// Tells three numbers of one thing in *lines[0], *lines[1] and *lines[2], which may be one list,
-// and one number of a near miss in one of them. Returns the question about the three.
-static EvalTurn tell_values(Gen *g, char ***lines[3]) {
-    const char *t = gen_fresh(g, A_THING), *v[3];
-    for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
-    char *ask = set_printf(g->set, "What are the numbers of the %s?", t);
-    char *reply = set_printf(g->set, "The numbers of the %s are {%s}, {%s}, {%s}.", t, v[0], v[1], v[2]);
-    EvalTurn q = gold_turn(g->set, ask, reply);
-    for (int i = 0; i < 3; i++) {
-        arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
-        arrput(*lines[i], arrlast(q.evidence));
-    }
-    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
-    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
-    return q;
-}
-
-// ---- task needle
-// Facts about things stand somewhere in filler. The item's number chooses one of four kinds:
-//   0  one needle
-//   1  six needles, asked for one and, in the next turn, for another
-//   2  three numbers of one thing
-//   3  four needles, two of them asked for in one question
-// The first fact that is asked for stands at the item's depth (not for kind 2).
-
-// One message with two questions and one reply with both answers. Frees the lists of both turns.
-static EvalTurn ask_both(Gen *g, EvalTurn *a, EvalTurn *b) {
-    EvalTurn t = turn_copy(a);
-    int shift = (int)strlen(a->reply) + 1;
-    t.user = set_printf(g->set, "%s %s", a->user, b->user);
-    t.reply = set_printf(g->set, "%s %s", a->reply, b->reply);
-    t.answers[0] = set_printf(g->set, "%s %s", a->answers[0], b->answers[0]);
-    for (int i = 0; i < (int)arrlen(b->span); i++) arrput(t.span, b->span[i] + shift);
-    for (int i = 0; i < (int)arrlen(b->evidence); i++) arrput(t.evidence, b->evidence[i]);
-    turn_free_lists(a);
-    turn_free_lists(b);
-    return t;
-}
-
-// Makes a needle item in all four versions.
-static void gen_needle(Gen *g) {
-    static const int needles[4] = { 1, 6, 4, 4 };
-    int kind = g->number % 4, n = needles[kind], depth = kind == 2 ? -1 : gen_depth(g);
-    const Fact *f = &thing_facts[gen_int(g, 4)];
-    char **keys = NULL;
-    Passage *p = NULL;
-    EvalTurn q, second = { 0 };
-    if (kind == 2) {
-        q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
-    } else {
-        char *thing = gen_fresh(g, A_THING);
-        q = tell_fact(g, f, thing, &keys);
-        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
-        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
-    }
-    if (kind == 3) q = ask_both(g, &q, &second);
-    q.depth = depth;
-    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
-    if (kind == 1) add_turn(&p, second);
-    arrfree(keys);
-    add_versions(g, p, BEFORE_TEXT, VERSIONS);
-}
-
-// ---- task multiturn
-// Three messages to read, each with a question for which 1 to j of the first j messages are needed.
-// Between them, a list of twelve names comes in two parts. At the end, in turns of their own, two
-// questions follow: where the thing is that moved in every message, and what the whole list is.
-
-// Tells a chain of two steps, who is with whom (in *works) and where that person lives (in *lives),
-// and then another chain like it. Returns the question about the first.
-static EvalTurn tell_chain(Gen *g, char ***works, char ***lives) {
-    static const char *verbs[][2] = {
-        { "works with", "Where does the person live who %s works with?" },
-        { "is married to", "Where does the person live who %s is married to?" },
-        { "is a friend of", "Where does the friend of %s live?" },
-    };
-    const char **verb = verbs[gen_int(g, 3)];
-    EvalTurn q = { 0 };
-    for (int i = 0; i < 2; i++) {
-        char *a = gen_fresh(g, A_NAME), *b = gen_fresh(g, A_NAME), *city = gen_fresh(g, A_CITY);
-        arrput(*works, set_printf(g->set, "%s %s %s.", a, verb[0], b));
-        arrput(*lives, set_printf(g->set, "%s lives in %s.", b, city));
-        if (i) break;
-        char *ask = set_printf(g->set, verb[1], a);
-        q = gold_turn(g->set, ask, set_printf(g->set, "You said that %s %s %s, and %s lives in {%s}.",
-                                              a, verb[0], b, b, city));
-        arrput(q.evidence, arrlast(*works));
-        arrput(q.evidence, arrlast(*lives));
-    }
-    return q;
-}
-
-// A question of `hops` steps (at most j+1) whose facts are told in as many different messages of
-// keys[0..j], each with a near miss beside it, as in LoopServe's benchmark.
-//   One hop     a fact about a thing
-//   Two hops    who is with whom, and where that person lives
-//   Three hops  three numbers of one thing
-static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
-    int at[3] = { 0, 1, 2 };                            // the messages: the first steps of a shuffle
-    for (int i = 0; i < hops && i < j + 1; i++) {
-        int k = i + gen_int(g, j + 1 - i), x = at[i];
-        at[i] = at[k];
-        at[k] = x;
-    }
-    if (hops == 3) return tell_values(g, (char ***[3]){ &keys[at[0]], &keys[at[1]], &keys[at[2]] });
-    if (hops == 2) return tell_chain(g, &keys[at[0]], &keys[at[1]]);
-
-    const Fact *f = &thing_facts[gen_int(g, 3)];
-    char *thing = gen_fresh(g, A_THING);
-    EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
-    tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
-    return q;
-}
-
-// Tells where a thing is: keys[0] says it, keys[1] and keys[2] change it, and the last one is
-// right. Another thing moves as well.
-static EvalTurn tell_moves(Gen *g, char **keys[3]) {
-    char *thing = gen_fresh(g, A_THING), *other = near_miss(g, thing), *room = NULL, *last = NULL;
-    for (int i = 0; i < 3; i++) {
-        const char *form = i ? "I moved the %s to the %s." : "The %s is in the %s.";
-        int turn_of_thing = gen_int(g, 2);
-        for (int k = 0; k < 2; k++) {
-            char *what = k == turn_of_thing ? thing : other, *where = gen_fresh(g, A_ROOM);
-            arrput(keys[i], set_printf(g->set, form, what, where));
-            if (what != thing) continue;
-            room = where;
-            last = arrlast(keys[i]);
-        }
-    }
-    char *ask = set_printf(g->set, "Where is the %s now?", thing);
-    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The %s is in the {%s}.", thing, room));
-    arrput(q.evidence, last);
-    return q;
-}
-
-// The names [from,to) as a user lists them: "a, b and c".
-static char *listed_names(EvalSet *e, char **names, int from, int to) {
-    char *text = set_printf(e, "%s", names[from]);
-    for (int i = from + 1; i < to; i++)
-        text = set_printf(e, "%s%s%s", text, i == to - 1 ? " and " : ", ", names[i]);
-    return text;
-}
-
-// The names [from,to) as an answer for gold_turn: "{a}, {b}, {c}".
-static char *answered_names(EvalSet *e, char **names, int from, int to) {
-    char *text = set_printf(e, "{%s}", names[from]);
-    for (int i = from + 1; i < to; i++) text = set_printf(e, "%s, {%s}", text, names[i]);
-    return text;
-}
-
-// Makes a multiturn item, with the queries before, amid and behind their texts.
-static void gen_multiturn(Gen *g) {
-    EvalSet *e = g->set;
-    char **keys[3] = { 0 }, **names = NULL;
-    EvalTurn q[3];
-    Passage *p = NULL;
-    for (int j = 0; j < 3; j++) q[j] = tell_hops(g, keys, j, 1 + gen_int(g, j + 1));
-    EvalTurn moved = tell_moves(g, keys);
-    for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
-    char *half[2] = {
-        set_printf(e, "My guest list: %s.", listed_names(e, names, 0, 6)),
-        set_printf(e, "Add %s.", listed_names(e, names, 6, 12)),
-    };
-
-    // The three messages, with the halves of the list between them
-    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1])
-             - 2 * gen_tokens(g, moved.user);
-    for (int j = 0; j < 3; j++) {
-        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
-        if (j < 2) add_turn(&p, plain_turn(half[j], "Okay."));
-        arrfree(keys[j]);
-    }
-
-    // The two last questions
-    char *all = answered_names(e, names, 0, 12);
-    EvalTurn list = gold_turn(e, "What is on my guest list?", set_printf(e, "Your guest list: %s.", all));
-    for (int i = 0; i < 2; i++) arrput(list.evidence, half[i]);
-    add_turn(&p, moved);
-    add_turn(&p, list);
-    arrfree(names);
-    add_versions(g, p, BEFORE_TEXT, OWN_TURN);
-}
-
-// ---- task coref
-// Somebody is named once. Two facts follow with a pronoun alone, with messages about nothing
-// between them. Facts of the same kinds about somebody else came before. Both facts are asked for.
-
-// Adds at most eight messages of about 100 tokens that no question is about, `tokens` in all.
-static void add_filler_turns(Gen *g, Passage **p, int tokens) {
-    int n = tokens < 150 ? 1 : min_int(tokens / 100, 8);
-    for (int i = 0; i < n; i++) {
-        char **lines = document(g, tokens / n, NULL, -1);
-        add_turn(p, plain_turn(joined(g->set, lines, " "), "I see."));
-        arrfree(lines);
-    }
-}
-
-// Draws two different ones of the four kinds of facts about people.
-static void gen_two_kinds(Gen *g, const Fact *kinds[2]) {
-    int first = gen_int(g, 4), second = (first + 1 + gen_int(g, 3)) % 4;
-    kinds[0] = &people_facts[first];
-    kinds[1] = &people_facts[second];
-}
-
-// Makes a coref item, with the questions in turns of their own.
-static void gen_coref(Gen *g) {
-    Passage *p = NULL;
-    char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME), **lines = NULL;
-    int female = gen_int(g, 2);
-    const Fact *kinds[2];
-    EvalTurn q[2];
-    gen_two_kinds(g, kinds);
-
-    // Two facts about somebody else, then the name
-    for (int i = 0; i < 2; i++) tell_only(g, kinds[i], other, &lines);
-    int room = g->length - 7 * gen_tokens(g, lines[0]); // four facts, the name and two questions are
-                                                        // about as long as seven facts
-    for (int i = 0; i < 2; i++) add_turn(&p, plain_turn(lines[i], "Okay."));
-    char *met = set_printf(g->set, "I have a friend called %s.", name);
-    add_turn(&p, plain_turn(met, "Okay."));
-
-    // The two facts, told with a pronoun: "She lives in ...", "Her number is ..."
-    for (int i = 0; i < 2; i++) {
-        int owns = kinds[i] == &people_facts[3];
-        const char *form = owns ? "%s number is %s." : kinds[i]->say, *pronoun;
-        if (owns) pronoun = female ? "Her" : "His";
-        else pronoun = female ? "She" : "He";
-        add_filler_turns(g, &p, room / 3);
-        q[i] = tell_fact(g, kinds[i], name, &lines);
-        q[i].evidence[0] = set_printf(g->set, form, pronoun, q[i].answers[0]);
-        arrput(q[i].evidence, met);
-        add_turn(&p, plain_turn(q[i].evidence[0], "Okay."));
-    }
-    add_filler_turns(g, &p, room / 3);
-    for (int i = 0; i < 2; i++) add_turn(&p, q[i]);
-    arrfree(lines);
-    add_versions(g, p, OWN_TURN, VERSIONS);
-}
-
-// ---- task facts
-// Two facts about each of five people are scattered over four messages with filler. Then two facts
-// are asked for, about two people; the second question comes when the first one has already gone
-// through the cache.
-
-// Makes a facts item, with the questions in turns of their own.
-static void gen_facts(Gen *g) {
-    Passage *p = NULL;
-    const Fact *kinds[2];
-    gen_two_kinds(g, kinds);
-    int a = gen_int(g, 5), b = (a + 1 + gen_int(g, 4)) % 5;
-    int asked[2] = { a, b };                            // who is asked for with each kind
-    char **keys[4] = { 0 };
-    EvalTurn q[2] = { 0 };
-    for (int i = 0; i < 5; i++) {
-        char *name = gen_fresh(g, A_NAME);
-        for (int k = 0; k < 2; k++) {
-            EvalTurn t = tell_fact(g, kinds[k], name, &keys[gen_int(g, 4)]);
-            if (i == asked[k]) q[k] = t;
-            else turn_free_lists(&t);
-        }
-    }
-    for (int j = 0; j < 4; j++) {
-        char **lines = document(g, g->length / 4 - 5, keys[j], -1);     // 5: room for the questions
-        add_turn(&p, plain_turn(joined(g->set, lines, " "), "Okay."));
-        arrfree(lines);
-        arrfree(keys[j]);
-    }
-    for (int k = 0; k < 2; k++) add_turn(&p, q[k]);
-    add_versions(g, p, OWN_TURN, VERSIONS);
-}
-
-// ---- task json
-// Look-up of one key among many that fill the text: by the item's number in two JSON objects, in
-// code or in prose. One other key differs from the one asked for in its last syllable; it is asked
-// for in the next turn.
-enum { FORM_JSON, FORM_CODE, FORM_PROSE, FORMS };
-
-// A key that differs from this one in its last syllable, new in this item.
-static char *similar_key(Gen *g, const char *key) {
-    for (;;) {
-        int kept = (int)strlen(key) - 2;
-        char *near = set_printf(g->set, "%.*s%s", kept, key, gen_word(g, eval_syllables));
-        if (word_in(g->used, near) >= 0) continue;
-        arrput(g->used, near);
-        return near;
-    }
-}
-
-// Appends facts about new keys to *lines until about g->length tokens are full. Room is left for
-// four sentences as long as `sentence`: two more facts and two questions. The steps become ever
-// smaller, since the whole text is counted after each.
-static void fill_with_facts(Gen *g, const Fact *f, char ***lines, const char *sep, const char *sentence) {
-    for (;;) {
-        int left = g->length - 4 * gen_tokens(g, sentence) - gen_tokens(g, joined(g->set, *lines, sep));
-        if (left <= 8) return;
-        for (int i = 0; i <= left / 20; i++) tell_only(g, f, gen_fresh(g, A_KEY), lines);
-    }
-}
-
-// Makes two lines of the list, a JSON object each: the first half of the lines and the second.
-static void lines_to_objects(EvalSet *e, char ***lines) {
-    char **half[2] = { 0 };
-    int n = (int)arrlen(*lines);
-    for (int i = 0; i < n; i++) arrput(half[i >= n / 2], (*lines)[i]);
-    arrsetlen(*lines, 0);
-    for (int i = 0; i < 2; i++) {
-        arrput(*lines, set_printf(e, "{%s}", joined(e, half[i], ", ")));
-        arrfree(half[i]);
-    }
-}
-
-// Makes a json item in all four versions.
-static void gen_json(Gen *g) {
-    static const char *forms[FORMS] = { "\"%s\": %s", "%s = %s", "%s is %s." };
-    static const char *seps[FORMS] = { ", ", "\n", " " };
-    int form = g->number % FORMS, depth = gen_depth(g);
-    char **lines = NULL, *key = gen_fresh(g, A_KEY), *near = similar_key(g, key);
-    Fact f = { forms[form], "What is the value of %s?", "The value of %s is {%s}.", A_CODE };
-    Passage *p = NULL;
-    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
-    q.depth = depth;
-
-    // All other facts come first; then the second one anywhere, and the first one at its depth.
-    arrsetlen(lines, 0);
-    fill_with_facts(g, &f, &lines, seps[form], q.evidence[0]);
-    int other = gen_int(g, (int)arrlen(lines) + 1);
-    arrins(lines, other, second.evidence[0]);
-    int own = (int)arrlen(lines) * depth / 100;
-    arrins(lines, own, q.evidence[0]);
-
-    if (form == FORM_JSON) lines_to_objects(g->set, &lines);
-    add_passage(&p, lines, form == FORM_PROSE ? " " : "\n", q);
-    add_turn(&p, second);
-    add_versions(g, p, BEFORE_TEXT, VERSIONS);
-}
-
-// ---- task fewshot
-// Three labels that examples alone define, three examples each. The first four examples come in one
-// message behind filler, the rest in the next message, with the word to label. By a draw the labels
-// are the names of the kinds ("animal") or words without a meaning ("zip").
-
-// Puts the n texts into a random order.
-static void gen_shuffle(Gen *g, char **list, int n) {
-    for (int i = n - 1; i > 0; i--) {
-        int k = gen_int(g, i + 1);
-        char *x = list[i];
-        list[i] = list[k];
-        list[k] = x;
-    }
-}
-
-// Makes a fewshot item, with the question in a turn of its own.
-static void gen_fewshot(Gen *g) {
-    static const struct { const char *label, *words; } pools[6] = {
-        { "animal", eval_beasts }, { "food", eval_foods }, { "job", eval_jobs },
-        { "city", eval_cities }, { "colour", eval_colours }, { "thing", eval_things },
-    };
-    char **shots = NULL, **classes = NULL, **part[2] = { 0 };
-    char **lines = document(g, g->length - 50, NULL, -1);   // 50: room for the examples
-    int first = gen_int(g, 6), step = 1 + gen_int(g, 2);    // label k is of pool (first + k step) % 6
-    int named = gen_int(g, 2), right = gen_int(g, 3);       // the labels are names; the right label
-    Passage *p = NULL;
-
-    for (int k = 0; k < 3; k++) {
-        int pool = (first + k * step) % 6;
-        if (named) arrput(classes, set_printf(g->set, "%s", pools[pool].label));
-        else arrput(classes, gen_fresh_word(g, eval_labels));
-        for (int i = 0; i < 3; i++) {
-            char *word = gen_fresh_word(g, pools[pool].words);
-            arrput(shots, set_printf(g->set, "%s: %s", word, classes[k]));
-        }
-    }
-    char *ask = set_printf(g->set, "%s:", gen_fresh_word(g, pools[(first + right * step) % 6].words));
-    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The label is {%s}.", classes[right]));
-    for (int i = 0; i < 3; i++) arrput(q.evidence, shots[3 * right + i]);
-    gen_shuffle(g, shots, 9);
-    for (int i = 0; i < 9; i++) arrput(part[i >= 4], shots[i]);
-
-    char *text = joined(g->set, lines, " "), *shown = joined(g->set, part[0], "\n");
-    q.user = message(g->set, part[1], "\n", q.user, BEHIND_TEXT);
-    q.classes = classes;
-    add_turn(&p, plain_turn(set_printf(g->set, "%s\n%s", text, shown), "I have read it."));
-    add_turn(&p, q);
-    arrfree(shots);
-    arrfree(lines);
-    arrfree(part[0]);
-    arrfree(part[1]);
-    add_versions(g, p, OWN_TURN, VERSIONS);
-}
-
-// ---- task summary
-// One sentence of the text says that it is the one that matters; the right reply repeats it.
-
-// What the sentence says: "Tara will come to Bern on Friday". Each item draws the words of all four
-// kinds.
-static char *gen_point(Gen *g) {
-    int kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
-    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days);
-    char *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
-    switch (kind) {
-    case 0:  return set_printf(g->set, "the %s is closed on %s", noun, day);
-    case 1:  return set_printf(g->set, "%s will come to %s on %s", name, city, day);
-    case 2:  return set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour);
-    default: return set_printf(g->set, "the %s needs a new %s", noun, thing);
-    }
-}
-
-// Makes a summary item in all four versions.
-static void gen_summary(Gen *g) {
-    static const char *marks[] = {
-        "The main point is that %s.", "Important: %s.", "The most important thing is that %s."
-    };
-    int depth = gen_depth(g);
-    char *point = gen_point(g), **keys = NULL;
-    Passage *p = NULL;
-    arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
-    const char *ask = gen_int(g, 2) ? "What is the main point?" : "Give me a summary.";
-    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The main point is that {%s.}", point));
-    q.depth = depth;
-    arrput(q.evidence, keys[0]);
-    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
-    arrfree(keys);
-    add_versions(g, p, BEFORE_TEXT, VERSIONS);
-}
-
-// ---- the table of tasks
-static const struct {
-    const char *name;
-    int metric;
-    void (*make)(Gen *g);
-} eval_tasks[] = {
-    { "needle",    METRIC_F1,    gen_needle },
-    { "multiturn", METRIC_F1,    gen_multiturn },
-    { "coref",     METRIC_F1,    gen_coref },
-    { "facts",     METRIC_F1,    gen_facts },
-    { "json",      METRIC_F1,    gen_json },
-    { "fewshot",   METRIC_CLASS, gen_fewshot },
-    { "summary",   METRIC_ROUGE, gen_summary },
-};
-enum { EVAL_TASKS = sizeof eval_tasks / sizeof *eval_tasks };
-
-// Adds the texts 0..n-1 of a task, in all their versions, at every length (stb_ds).
-static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *lengths, int n,
-                       uint64_t seed) {
-    for (int k = 0; k < (int)arrlen(lengths); k++) {
-        uint64_t of_length = mix64(mix64(mix64(seed) + (uint64_t)task) + (uint64_t)lengths[k]);
-        for (int i = 0; i < n; i++) {
-            Gen g = {
-                .tok = tok, .set = e, .task = eval_tasks[task].name, .number = i,
-                .text = arrlen(e->item) ? arrlast(e->item).number + 1 : 0,
-                .length = lengths[k], .metric = eval_tasks[task].metric,
-                .rng = mix64(of_length + (uint64_t)i),
-            };
-            eval_tasks[task].make(&g);
-            arrfree(g.used);
-        }
-    }
-}
-
 // ---- items from a file
-// --eval-file has one JSON object a line; blank lines are skipped:
+// A file of dialogues has one JSON object a line; blank lines are skipped:
 //   {"task":..,"score":..,"messages":[{"role":"user","content":..},
 //                                     {"role":"assistant","content":..,"answers":[..],"choices":[..]},..]}
-// The roles alternate, and the user begins. A reply is the right one; it is scored where it has answers
-// ("answers" or "answer"), and may then lack "content". The reply is the whole sentence around the first
-// answer. What the last user message is to be answered with may stand beside "messages": "answers",
-// "choices", "reply"; then the replies before it are given, and nobody is asked for them. Beside them may
-// also stand "text" (a number: items of one text go together), "length" (tokens), "position" of the
-// question (begin, middle, end) and "depth" of the evidence (0 to 100), as data/tasks has them.
+// The roles alternate, and the user begins. A reply is the right one, as a whole sentence; it is scored where
+// it has answers ("answers" or "answer"), and may then lack "content". Beside the answers may stand
+// "position" of the question in its message (begin, middle, end) and "depth" of the evidence (0 to 100).
+// All this may also stand beside "messages" for the last message of the user, its reply as "reply"; then
+// the replies before it are given, and nobody is asked for them. An item may also have "text" (a number:
+// items of one text, which stand together, are versions of it) and "length" (tokens).
 // The readers return 0; or -1, with err filled, when the line is none of them.
 
 // Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
@@ -1036,13 +141,23 @@ static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, 
     return 0;
 }
 
-// Notes where the first answer stands in the right reply.
+// Notes where the first answer stands in the right reply: as a whole, else word by word ("12 7" in "They are
+// 12 and 7."). Of an answer that is not there nothing is noted.
 static void mark_answer(EvalTurn *t) {
-    const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
-    if (!at) return;
-    int from = (int)(at - t->reply);
-    arrput(t->span, from);
-    arrput(t->span, from + (int)strlen(t->answers[0]));
+    const char *gold = t->answers ? t->answers[0] : "", *at = t->reply ? t->reply : "";
+    int whole = strstr(at, gold) != NULL, n;
+    arrsetlen(t->span, 0);
+    for (; *gold; gold += n + (gold[n] == ' ')) {
+        n = whole ? (int)strlen(gold) : (int)strcspn(gold, " ");
+        while (*at && strncmp(at, gold, (size_t)n)) at++;
+        if (!*at) {
+            arrsetlen(t->span, 0);
+            return;
+        }
+        arrput(t->span, (int)(at - t->reply));
+        at += n;
+        arrput(t->span, (int)(at - t->reply));
+    }
 }
 
 // Takes the score that an item names into *metric; METRIC_FOUND when it names none.
@@ -1058,21 +173,20 @@ static int read_metric(const char *name, int *metric, char err[512]) {
 
 // Reads what a reply is scored by into *t: from an assistant's message, or from the item itself.
 static int read_gold(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    const char *answers = json_get(obj, "answers") ? "answers" : "answer";
-    return read_list(e, obj, answers, &t->answers, err) || read_list(e, obj, "choices", &t->classes, err) ? -1 : 0;
+    static const char *const places[] = { "begin", "middle", "end" };
+    const char *answers = json_get(obj, "answers") ? "answers" : "answer", *place = json_text(obj, "position");
+    if (read_list(e, obj, answers, &t->answers, err) || read_list(e, obj, "choices", &t->classes, err)) return -1;
+    if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
+    for (int p = 0; p < 3; p++)
+        if (!strcmp(place, places[p])) t->position = p;
+    mark_answer(t);
+    return 0;
 }
 
 // Reads what stands beside the messages about the last one of the user.
 static int read_beside(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
-    static const char *const places[] = { "begin", "middle", "end" };
     EvalTurn *t = &arrlast(it->turn);
-    const char *place = json_text(obj, "position");
-    if (json_get(obj, "text") && read_whole(obj, "text", 0, INT_MAX, &it->number, err)) return -1;
-    if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
-    for (int p = 0; p < 3; p++)
-        if (!strcmp(place, places[p])) t->position = p;
-    if (read_gold(e, obj, t, err) || read_text(e, obj, "reply", &t->reply, err)) return -1;
-    mark_answer(t);
+    if (read_text(e, obj, "reply", &t->reply, err) || read_gold(e, obj, t, err)) return -1;
     for (int i = 0; i + 1 < (int)arrlen(it->turn); i++) it->turn[i].given = !it->turn[i].answers;
     return 0;
 }
@@ -1093,21 +207,20 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
         if (!bad && i % 2) bad = read_gold(e, m, t, why);
         if (!bad && i % 2 == 0 && !t->user) bad = fault(why, "no 'content'");
         if (bad) return fault(err, "message %d: %.400s", i + 1, why);
-        if (i % 2) mark_answer(t);
     }
     return list->n % 2 ? read_beside(e, obj, it, err) : 0;
 }
 
-// Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
-// it.
-static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
+// Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees it. The texts of
+// its file are numbered from `first` on.
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, int first, char err[512]) {
     Json *obj = json_parse(line, n, err);
     if (!obj) return -1;
     const Json *messages = json_get(obj, "messages");
     const char *task = json_text(obj, "task");
-    EvalItem it = { .number = (int)arrlen(e->item) };
+    int text = arrlen(e->item) ? arrlast(e->item).number + 1 - first : 0;           // unless it names another
+    EvalItem it = { .task = *task ? set_text(e, task, strlen(task)) : "file" };
     int bad;
-    it.task = *task ? set_text(e, task, strlen(task)) : "file";
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
     else if (messages) bad = read_messages(e, obj, messages, &it, err);
@@ -1122,35 +235,43 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
         it.length += (int)arrlen(ids);
         arrfree(ids);
     }
+    if (!bad && json_get(obj, "text")) bad = read_whole(obj, "text", 0, INT_MAX - first, &text, err);
     if (!bad && json_get(obj, "length")) bad = read_whole(obj, "length", 1, INT_MAX, &it.length, err);
+    it.number = first + text;
     arrput(e->item, it);
     json_free(obj);
     return bad;
 }
 
-// Reads all items of a file. Ends the program with EXIT_USAGE, and the number of the line, on the
-// first one that is malformed, and when no turn of the file is scored.
-static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
+// Reads the items of the first `texts` texts of a file. Ends the program with EXIT_USAGE, and the number of the line,
+// on the first one that is malformed, and when no turn of them is scored.
+static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int texts) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    if (!text) die(EXIT_USAGE, "--eval %s", err);
 
     char *stop = text + n, *end;
-    int line = 1, scored = 0;
+    int line = 1, scored = 0, old = (int)arrlen(e->item), first = old ? arrlast(e->item).number + 1 : 0;
     for (char *p = text; p < stop; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(stop - p));
         if (!end) end = stop;
-        char *solid = p;
-        while (solid < end && isspace((unsigned char)*solid)) solid++;
-        if (solid == end) continue;
-        if (!read_item(e, tok, p, (size_t)(end - p), err)) continue;
-        free(text);
-        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
+        if (is_blank(p, end)) continue;
+        if (read_item(e, tok, p, (size_t)(end - p), first, err)) {
+            free(text);
+            die(EXIT_USAGE, "--eval %s, line %d: %s", path, line, err);
+        }
+        int k = (int)arrlen(e->item) - 1;
+        texts -= k == old || e->item[k].number != e->item[k - 1].number;
+        if (texts < 0) {
+            item_free(&e->item[k]);
+            (void)arrpop(e->item);
+            break;
+        }
     }
     free(text);
-    for (int i = 0; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
-    if (!scored) die(EXIT_USAGE, "--eval-file %s: no turn has 'answers'", path);
+    for (int i = old; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
+    if (!scored) die(EXIT_USAGE, "--eval %s: no turn has 'answers'", path);
 }
 
 // ---- how an item is played
@@ -1478,9 +599,10 @@ static int double_order(const void *a, const void *b) {
 // The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean score of n answers, those of a text
 // side by side. With base, the scores of another row for the same answers, it is the interval of
 // the difference of the two means.
-static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed, double *lo, double *hi) {
+static void bootstrap(const Answer *x, const Answer *base, int n, double *lo, double *hi) {
     double *sum = NULL, mean[RESAMPLES];
     int *count = NULL;
+    uint64_t seed = 1;
 
     // The sum and the number of the scores of every text
     for (int i = 0; i < n; i++) {
@@ -1561,9 +683,9 @@ static double mean_nll(const Answer *x) {
 
 // Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
 // the KLD.
-static void finish_row(Score *s, uint64_t seed) {
+static void finish_row(Score *s) {
     int n = (int)arrlen(s->each);
-    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
+    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), &s->lo, &s->hi);
     if (!n) return;
     double *sorted = xmalloc((size_t)n * sizeof *sorted);
     memcpy(sorted, s->each, (size_t)n * sizeof *sorted);
@@ -1606,8 +728,7 @@ enum {
 };
 
 // Appends a mean score. With base, it is the gap between the means of x and base.
-static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base,
-                     uint64_t seed) {
+static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base) {
     const char *form = base ? "%+.3f" : "%.3f", *forms = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
     const char *gap = base ? "_gap" : "";
     double mean = mean_score(x) - (base ? mean_score(base) : 0), lo, hi;
@@ -1616,7 +737,7 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN), full_name, mean, form, mean);
     if (detail == MEAN_HIDDEN) return;
 
-    bootstrap(x, base, (int)arrlen(x), seed, &lo, &hi);
+    bootstrap(x, base, (int)arrlen(x), &lo, &hi);
     if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
     snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
     add_field(c, 0, full_name, lo, form, lo);
@@ -1644,8 +765,8 @@ static void add_score(Field **c, int detail, const char *name, const Score *s, c
     Answer *x = answers_of(s->answers, task, place);
     const Score *from = base_of(s, run);
     Answer *base = from ? answers_of(from->answers, task, place) : NULL;
-    if (x) add_mean(c, detail, name, x, NULL, run->seed);
-    if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base, run->seed);
+    if (x) add_mean(c, detail, name, x, NULL);
+    if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base);
     arrfree(x);
     arrfree(base);
 }
@@ -1934,7 +1055,7 @@ enum {
 
 // What the first line tells, in the order in which it is compared. Parts of a run differ in the shard
 // only; a file that a run goes on with is of the same shard.
-static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
+static const char *const head_keys[] = { "kvcomp", "model", "items", "rows", "options", "shard" };
 enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
 enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file ...
 enum { EVAL_CELLS = 1 << 20 };                  // ... and most items times rows
@@ -2054,7 +1175,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     FILE *f = memory_stream(&head, &n);
     fprintf(f, "{\"kvcomp\":\"answers 2\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
     fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
-    fprintf(f, "\"seed\":\"%s\",\"rows\":\"", opt_str(a->o, "eval-seed"));
+    fprintf(f, "\"rows\":\"");
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
     fprintf(f, "\",");
     write_as_text(a, "options", write_eval_options, f);
@@ -2337,9 +1458,9 @@ static void eval_file_open(EvalFile *x, App *a, const EvalSet *e, const Score *r
 }
 
 // ---- answers on disk: parts of a run become one table
-// Reads all files, a path a line; the first one says what the run is. Its seed and its model's folder
-// go to seed and model. Exit 2 when a file cannot be read, or is of another run.
-static void merge_files(EvalFile *x, const char *paths, char seed[32], char model[1024]) {
+// Reads all files, a path a line; the first one says what the run is. Its model's folder goes to model.
+// Exit 2 when a file cannot be read, or is of another run.
+static void merge_files(EvalFile *x, const char *paths, char model[1024]) {
     char err[512], why[256];
     Json *first = NULL;
     for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
@@ -2358,7 +1479,6 @@ static void merge_files(EvalFile *x, const char *paths, char seed[32], char mode
         free(text);
         free(path);
     }
-    snprintf(seed, 32, "%s", json_text(first, "seed"));
     snprintf(model, 1024, "%s", json_text(first, "dir"));
     json_free(first);
     if (x->twice && !quiet) warn("--eval-merge: %d items are there more than once; the first of each counts", x->twice);
@@ -2450,28 +1570,38 @@ static void check_fit(const App *a, const EvalSet *e) {
     }
 }
 
-// Makes the items of --eval A,B,.. or all.
+// The file of a task of data/tasks by its name, malloc'd; NULL: there is none.
+static char *task_path(const char *name) {
+    char path[PROGRAM_PATH], file[160];
+    snprintf(file, sizeof file, "data/tasks/%.100s.jsonl", name);
+    beside_program(file, path);
+    return strlen(name) <= 100 && !strchr(name, '/') && file_exists(path) ? copy_text(path) : NULL;
+}
+
+// Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their paths.
 static void eval_items(const App *a, const char *what, EvalSet *e) {
-    char word[160];
-    int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
-    int n = opt_int(a->o, "eval-items");
-    uint64_t seed = (uint64_t)opt_int(a->o, "eval-seed");
-    for (int i = 0; list_word(what, i, word); i++) {
-        int found = 0;
-        for (int t = 0; t < EVAL_TASKS; t++) {
-            if (strcmp(word, "all") && strcmp(word, eval_tasks[t].name)) continue;
-            make_items(e, a->tok, t, lengths, n, seed);
-            found = 1;
-        }
-        if (!found)
-            die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of needle, multiturn, coref, "
-                "facts, json, fewshot, summary; found '%s'", word);
+    static const char all[] = "needle,multiturn,coref,facts,json,fewshot,summary";
+    int most = opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : INT_MAX;
+    size_t n;
+    if (opt_given(a->o, "eval-length"))
+        die(EXIT_USAGE, "--eval-length goes with --eval ppl and kld; the texts of a task have the length that they "
+                        "have (models/tiny_tasks.py makes others)");
+    if (!strcmp(what, "file")) read_items(e, a->tok, opt_str(a->o, "eval-file"), most);
+    for (const char *p = !strcmp(what, "all") ? all : strcmp(what, "file") ? what : ""; *p; p += n + (p[n] != 0)) {
+        n = strcspn(p, ",");
+        char *word = copy_bytes(p, n), *path = task_path(word);
+        if (!path && !file_exists(word))
+            die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of files and of names in data/tasks (%s, ..); "
+                "found '%s'", all, word);
+        read_items(e, a->tok, path ? path : word, most);
+        free(path);
+        free(word);
     }
-    arrfree(lengths);
     check_fit(a, e);
 }
 
 // ---- the modes: perplexity and divergence of a text
+enum { WINDOWS = 8 };       // of a text, unless --eval-items says how many
 
 // Plays windows of a text through a->s. Half a window is prefilled, and each further token is
 // decoded; every token of the second half is predicted from what came before it. With with_full
@@ -2490,7 +1620,7 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     if (!windows)
         die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-length)", path,
             (int)arrlen(ids), window);
-    windows = min_int(windows, opt_int(a->o, "eval-items"));
+    windows = min_int(windows, opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : WINDOWS);
 
     Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
@@ -2575,7 +1705,7 @@ static void print_rows(const EvalRun *run, Score *rows) {
     int screen = how == AS_TABLE && isatty(1);
     FILE *out = screen ? memory_stream(&table, &size) : stdout;
     for (int r = 0; r < (int)arrlen(rows); r++) {
-        finish_row(&rows[r], run->seed);
+        finish_row(&rows[r]);
         print_row(&rows[r], run, how, !r, out);
     }
     if (screen) {
@@ -2590,18 +1720,18 @@ static void print_rows(const EvalRun *run, Score *rows) {
 // when an item is missing.
 int eval_merge(App *a) {
     EvalFile x = { 0 };
-    char seed[32], model[1024];
-    merge_files(&x, opt_str(a->o, "eval-merge"), seed, model);
+    char model[1024];
+    merge_files(&x, opt_str(a->o, "eval-merge"), model);
     Score *rows = NULL;
     int missing = merge_rows(&x, &rows);
-    EvalRun run = { .a = a, .rows = rows, .model = model, .seed = strtoull(seed, NULL, 10) };
+    EvalRun run = { .a = a, .rows = rows, .model = model };
     print_rows(&run, rows);
     rows_free(rows);
     eval_file_close(&x);
     return missing ? EXIT_RUN : 0;
 }
 
-// --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
+// --eval: reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
@@ -2612,7 +1742,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     EvalSet e = { 0 };
     EvalFile x = { 0 };
     OpenRow *open = NULL;
-    EvalRun run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl, .model = a->c->dir };
+    EvalRun run = { .a = a, .ppl = ppl, .model = a->c->dir };
     Session *own = a->s;
     double t0 = now();
 
@@ -2622,12 +1752,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (ppl && (saves || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
-    if (file) {
-        read_items(&e, a->tok, path);
-        check_fit(a, &e);
-    } else if (!ppl) {
-        eval_items(a, what, &e);
-    }
+    if (!ppl) eval_items(a, what, &e);
 
     // The rows
     Score *rows = open_rows(a, &open);

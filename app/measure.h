@@ -12,15 +12,13 @@ typedef struct {
     char **answers;             // stb_ds: the right answers; none: the turn is not scored
     char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
     int given;                  // 1: the reply is fed as it is, and nobody is asked for it
-    char **evidence;            // stb_ds: the sentences, of this turn and of earlier ones, from which
-                                //   the answer follows
     int position, depth;        // as in Answer
 } EvalTurn;
 
 typedef struct {
-    const char *task;           // "needle", ... ; for a file: its type or dataset
+    const char *task;           // "needle", ..; "file" when it names none
     int number;                 // of the text in the run; all versions of one text share it
-    int length;                 // tokens: for a made item as asked for, for one of a file as counted
+    int length;                 // tokens, as the item says or as counted
     int metric;                 // METRIC_*
     EvalTurn *turn;             // stb_ds
 } EvalItem;
@@ -77,7 +75,6 @@ typedef struct {
     const App *a;
     const Score *rows;          // all rows (stb_ds)
     const char *model;          // its folder
-    uint64_t seed;              // of the intervals
     int ppl;                    // 1: --eval ppl and kld
 } EvalRun;
 
@@ -101,7 +98,7 @@ typedef struct {            // the answers of a run that are on disk
 // Frees a set with all its items and texts.
 void eval_set_free(EvalSet *e);
 
-// ---- how items are made
+// ---- lists of texts
 // Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
 void put_part(char **text, const char *sep, const char *part);
 
@@ -140,7 +137,7 @@ int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char er
 // when an item is missing.
 int eval_merge(App *a);
 
-// --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
+// --eval: reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run));
 

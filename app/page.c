@@ -858,7 +858,6 @@ static void default_methods(const App *a, char text[2048]) {
 
 // --report without --eval: evaluates a little where that takes seconds, then writes the page. Returns 0.
 int report(App *a) {
-    static const char *values[][2] = { { "eval", "needle" }, { "eval-items", "4" }, { "eval-length", "192,384" } };
     EvalRun none = { .a = a };
     char err[256], text[2048];
     if (!evaluates_quickly(a)) {
@@ -868,8 +867,7 @@ int report(App *a) {
         report_write(a, &none);
         return 0;
     }
-    for (int i = 0; i < 3; i++)
-        if (!opt_given(a->o, values[i][0])) options_set(a->o, values[i][0], values[i][1], err);
+    options_set(a->o, "eval", "needle-short", err);
     snprintf(text, sizeof text, "%d", BUDGET);
     if (!opt_given(a->o, "budgets") && !opt_given(a->o, "budget") && !opt_given(a->o, "ratio"))
         options_set(a->o, "budgets", text, err);

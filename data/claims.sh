@@ -14,7 +14,7 @@
 # MODEL=models/smollm2-135m sh data/claims.sh     the part "lines" (LoopServe's observations) on that model;
 # LINES_ITEMS=6 takes fewer texts of Observation 4 than 30 a place
 #
-# Needs ./kvcomp, awk, and a C compiler for data/lines.c. One thread, greedy, seeded: all but clocks is
+# Needs ./kvcomp, awk, python3 for items, and a C compiler for data/lines.c. One thread, greedy, seeded: all but clocks is
 # the same on every machine. Intervals resample texts; a gap is of the same answers (paired).
 set -e
 cd "$(dirname "$0")/.."
@@ -109,6 +109,25 @@ if_so() { awk "BEGIN { exit !($1) }" && echo "$2" || echo "$3"; }
 # seen EXPRESSION..: seen here, if it is so; the rule, with its figures, stands behind the verdict.
 seen() { printf '%s [%s]\n' "$(if_so "$*" "seen here" "not seen here")" "$*"; }
 
+# ---- items
+# made N LENGTH SEED TASK..: build/claims/TASK-LENGTH-SEED.jsonl, of N texts each.
+made() {
+    n=$1 length=$2 seed=$3
+    shift 3
+    mkdir -p build/claims
+    for task; do
+        python3 models/tiny_tasks.py "$task" --items "$n" --length "$length" --seed "$seed" \
+            >"build/claims/$task-$length-$seed.jsonl"
+    done
+}
+
+# of LENGTH SEED TASK..: those files, as --eval wants them.
+of() {
+    end=$1-$2.jsonl
+    shift 2
+    for task; do printf 'build/claims/%s-%s\n' "$task" "$end"; done | paste -s -d , -
+}
+
 # ---- a text
 # Facts that come back, each time in another order, as raw text: its second half needs its first.
 facts_text() {
@@ -179,9 +198,10 @@ lines() {
     row "LoopServe, Observation 1, Fig. 1 c" \
         "10 % of the vertical and slash lines hold 90 % of the attention"
     run gcc ${CC:-cc} -std=c11 -O2 -march=native -fopenmp -w -Ibuild -o "$T/lines_bin" data/lines.c -lm
-    by "\$ lines -q -t 1${MODEL:+ -m $MODEL} ${LINES_ITEMS:+--eval-items $LINES_ITEMS }--eval-file $FACTS"
+    by "\$ lines -q -t 1${MODEL:+ -m $MODEL} ${LINES_ITEMS:+--eval-items $LINES_ITEMS }--eval $(of 512 1 needle)" \
+        "--eval-file $FACTS"
     OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 ${MODEL:+-m "$MODEL"} ${LINES_ITEMS:+--eval-items "$LINES_ITEMS"} \
-        --eval-file "$FACTS" >"$T/lines"
+        --eval "$(of 512 1 needle)" --eval-file "$FACTS" >"$T/lines"
     here "5 / 10 / 20 / 30 % of the lines hold" \
         "$(line 0.05 attention_on_them) / $(line 0.10 attention_on_them) /" \
         "$(line 0.20 attention_on_them) / $(line 0.30 attention_on_them);" \
@@ -227,7 +247,7 @@ lines() {
 }
 
 loopserve() {
-    set -- --eval needle,multiturn,summary --eval-items 10 --eval-length 512 --budgets 128 \
+    set -- --eval needle,multiturn,summary --eval-items 10 --budgets 128 \
         --loopserve-min-context 0 --csv
     row "LoopServe, Table 1 and 6.2, the rivals' half" \
         "SnapKV and AdaKV perform well only when the query is at the end"
@@ -298,7 +318,7 @@ loopserve() {
             "top-1 $(get alpha$a loopserve-p - top1), perplexity $(get alpha$a loopserve-p - ppl)"
     done
     acted "all heads may choose lines (max-cells 1); shares of the head passes that did: the row above"
-    run low $K --eval needle,multiturn,summary --eval-items 10 --eval-length 512 \
+    run low $K --eval needle,multiturn,summary --eval-items 10 \
         --loopserve-min-context 0 --loopserve-max-cells 1 --loopserve-alpha 0.8 \
         --compare full,loopserve-p --csv
     here "score at alpha .8: $(score low loopserve-p -), gap to full $(gap low loopserve-p -)"
@@ -396,7 +416,7 @@ pats() {
     judged "contradicts itself (abstract; Table 2)"
 
     row "PATS, Tables 3 and 4" "accuracy rises by up to 5 %, also at 10 bits"
-    set -- --eval needle,facts,json --eval-items 30 --eval-length 512 --csv
+    set -- --eval $(of 512 1 needle facts json) --csv
     for b in 8 10; do
         run acc$b $K "$@" --compare full,pats --pats-bmax $b
         here "$b bits: full $(score acc$b full -), PATS $(score acc$b pats -), gap $(gap acc$b pats -)"
@@ -433,7 +453,7 @@ of_quest() {
 }
 
 lychee() {
-    set -- --eval needle,json --eval-items 10 --eval-length 1024 --lychee-buffer 32 \
+    set -- --eval $(of 1024 1 needle json) --eval-items 10 --lychee-buffer 32 \
         --lychee-full-layers 1 --quest-full-layers 1 --csv
     row "LycheeCluster, Tables 1 and 6" \
         "as good as full attention at a small share (30.82 against 30.02; RULER 84.7 against 84.8 at 32k)"
@@ -454,7 +474,7 @@ lychee() {
         esac)"
 
     row "LycheeCluster, Table 1" "10.1 points above Quest (30.82 against 20.68)"
-    run quest $K --eval needle,json --eval-items 24 --eval-length 1024 --lychee-buffer 32 \
+    run quest $K --eval $(of 1024 1 needle json) --lychee-buffer 32 \
         --lychee-full-layers 1 --quest-full-layers 1 --csv --budgets 128,256 --compare quest,lychee
     for b in 128 256; do
         here "B $b: quest $(get quest quest $b score), lychee $(get quest lychee $b score)," \
@@ -531,7 +551,7 @@ lychee() {
 
 # ---------------------------------------------------------------------------------------------- SONIC
 sonic() {
-    set -- --eval facts,coref --eval-items 54 --eval-length 300 --csv
+    set -- --eval $(of 300 1 facts coref) --csv
     row "SONIC, Table 1, CoreRes, 80 % removed" \
         "beats StreamingLLM, H2O, SnapKV and ExpectedAttention (4B: 68.40 against 0, 0, 2.56, 9.20)"
     run s80 $K "$@" --ratio 0.8 --compare sonic,full,expected-attention,snapkv,streaming,h2o
@@ -595,7 +615,7 @@ sonic() {
     row "SONIC, 6.3.2, Fig. 4, adaptive budget" \
         "works at K it was not trained for, better with every K"
     for k in 1 4 8 10 16 20 30 40 50 64; do
-        run k$k $K --eval facts,coref --eval-items 16 --eval-length 300 --csv --method sonic --sonic-k $k
+        run k$k $K --eval $(of 300 1 facts coref) --eval-items 16 --csv --method sonic --sonic-k $k
         here "K $k: $(score k$k sonic -), bytes held $(get k$k sonic - stored %.3f)"
     done
     acted "K 10, 20, 30, 40, 50 were never drawn in training" \
@@ -610,7 +630,7 @@ sonic() {
     judged "seen here (n = 64 answers, one short training each)"
 
     row "SONIC, Table 3, memory" "10.95 to 3.58 GB in 30 turns (-67.3 %)"
-    run eff $K --eval file --eval-file data/dialogues.jsonl -n 48 --compare full,sonic --csv
+    run eff $K --eval data/dialogues.jsonl -n 48 --compare full,sonic --csv
     here "peak of the cache $(get eff full - kv_bytes_peak %.0f) and" \
         "$(get eff sonic - kv_bytes_peak %.0f) bytes, held $(get eff sonic - stored %.2f) of full's;" \
         "score $(get eff full - score) and $(get eff sonic - score)"
@@ -725,7 +745,7 @@ dililazy() {
         "Dili and Lazy together beat either alone (KV 64: 31.05, 29.71, 28.81; 128: 32.18, 31.52, 31.87)"
     for z in inf dili lazy; do
         for seed in 1 2 3 4 5 6; do
-            set -- --eval needle,facts,json,summary --eval-items 4 --eval-seed $seed --csv \
+            set -- --eval $(of 512 $seed needle facts json summary) --eval-items 4 --csv \
                 --budgets 64,128 --method dililazy --dililazy-score $z
             by "\$ $K $*"
             $K "$@" >"$T/$z.$seed"
@@ -815,6 +835,10 @@ speed() {
 
 # ---- the parts, two at a time
 facts_text
+made 30 512 1 needle facts json summary
+made 24 1024 1 needle json
+made 54 300 1 facts coref
+for seed in 2 3 4 5 6; do made 4 512 $seed needle facts json summary; done
 if [ "$MODEL" ]; then
     [ $# -eq 0 ] || [ "$*" = lines ] || { echo "claims.sh: MODEL goes with the part lines, found '$*'" >&2; exit 2; }
     set -- lines

@@ -41,7 +41,7 @@ play() {
     pids=
     for job in $(seq "$JOBS"); do
         f=$OUT/$1-$2-${job}of$JOBS.jsonl
-        ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval file --eval-file $OUT/items-"$1".jsonl --compare "$METHODS" \
+        ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval $OUT/items-"$1".jsonl --compare "$METHODS" \
             --budgets "$2" --lychee-buffer 32 --eval-shard "$job/$JOBS" --eval-out "$f" >/dev/null &
         pids="$pids $!"
         files=$files${files:+,}$f

@@ -1,6 +1,7 @@
 // What LoopServe's motivation claims about attention, measured on the shipped model: Observations 1 to 4
 // (Fig. 1 c, 1 d, 2 b, 2 c) and Fig. 4. The rows of every softmax matrix are kept, so texts are short.
-// -m DIR measures another model, --eval-items N fewer texts of Observation 4.
+// --eval FILE has the texts (30 needles of models/tiny_tasks.py), of which Observations 1 to 3 take the first 12;
+// -m DIR measures another model, --eval-items N takes fewer texts for Observation 4.
 //   make kvcomp && gcc -std=c11 -O2 -march=native -fopenmp -Ibuild -o build/lines data/lines.c -lm && build/lines
 #define KVCOMP_NO_MAIN
 #include "../lib/base.c"
@@ -19,7 +20,6 @@
 enum {
     MAX_TOKENS = 800,
     TEXTS = 12,                 // of Observations 1 to 3
-    ITEMS = 30,                 // of Observation 4, unless --eval-items says how many
     LENGTH = 400,               // tokens of these texts that are looked at
     WINDOW = 32,                // last queries of a prompt, as SnapKV's
     BLOCK = 16,                 // tokens of a block of Fig. 4
@@ -239,10 +239,8 @@ static void observe_blocks(App *a, const char *path) {
 
 int main(int argc, char **argv) {
     App a = { .o = options_of_program() };
-    char err[256];
     EvalSet few = { 0 }, many = { 0 };
     parse_args(a.o, argc, argv);
-    int items = opt_given(a.o, "eval-items") ? opt_int(a.o, "eval-items") : ITEMS;
     open_model(&a);
     open_tokenizer(&a, 1);
     open_session(&a);
@@ -250,13 +248,8 @@ int main(int argc, char **argv) {
     observe(a.s, &watcher);
     a.s->queries = INT_MAX;             // every query of a pass
 
-    snprintf(err, sizeof err, "%d", TEXTS);
-    options_set(a.o, "eval-items", err, err);
-    options_set(a.o, "eval-length", "512", err);
-    eval_items(&a, "needle", &few);
-    snprintf(err, sizeof err, "%d", items);
-    options_set(a.o, "eval-items", err, err);
-    eval_items(&a, "needle", &many);
+    read_items(&few, a.tok, opt_str(a.o, "eval"), TEXTS);
+    read_items(&many, a.tok, opt_str(a.o, "eval"), opt_int(a.o, "eval-items") ? opt_int(a.o, "eval-items") : INT_MAX);
     observe_lines(&a, &few);
     observe_window(&a, &many);
     if (*opt_str(a.o, "eval-file")) observe_blocks(&a, opt_str(a.o, "eval-file"));

@@ -1,4 +1,4 @@
-"""Writes data/dialogues.jsonl: held-out chats of the shipped model's own grammar, for `kvcomp --eval file`.
+"""Writes data/dialogues.jsonl: held-out chats of the shipped model's own grammar, for `kvcomp --eval FILE`.
 
     python data/make_dialogues.py
 

@@ -5,7 +5,7 @@
     python3 models/smollm2_tasks.py check                   fails if the files are not what it would write
     --items N --seed S --lengths 1000,8000 --out DIR        make others
 
-Needs python3 alone. A line of a file is an item, which `kvcomp --eval file --eval-file FILE` reads:
+Needs python3 alone. A line of a file is an item, which `kvcomp --eval FILE` reads:
     task, length, text    the task's name, tokens (about) of the dialogue; items of one text share its number
     position              where the question stands in the last message: begin, middle, end
     depth                 where the evidence stands in the text of its message, 0 to 100

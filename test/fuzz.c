@@ -324,7 +324,7 @@ static void target_dialogues(const char *data, size_t n) {
     static EvalSet e;                           // given back here when the last one was refused
     eval_set_free(&e);
     e = (EvalSet){ 0 };
-    read_items(&e, the_tokenizer(), as_file(data, n));
+    read_items(&e, the_tokenizer(), as_file(data, n), 1000);
     for (int i = 0; i < (int)arrlen(e.item); i++) {
         const EvalItem *it = &e.item[i];
         Score sc = { 0 };

@@ -92,8 +92,9 @@ TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside 
 
 TEST(eval_frame, "the sentence around an answer is not scored, what stands in it wrongly is; "
                  "replies without a known frame stay as they are") {
-    EvalSet e = { 0 };
-    EvalTurn t = gold_turn(&e, "?", "The numbers of the red box are {12} and {7}.");
+    EvalTurn t = { .reply = "The numbers of the red box are 12 and 7." };
+    arrput(t.answers, "12 7");
+    mark_answer(&t);
 
     static const struct {
         const char *said, *rest;
@@ -106,9 +107,7 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
         { "", "" },
     };
 
-    CHECK(!strcmp(t.reply, "The numbers of the red box are 12 and 7.") &&
-              !strcmp(t.answers[0], "12 7") && arrlen(t.span) == 4,
-          "'%s' '%s'", t.reply, t.answers[0]);
+    CHECK(arrlen(t.span) == 4, "the pieces of the answer: %d", (int)arrlen(t.span) / 2);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char *rest = without_frame(&t, cases[i].said);
         CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest,
@@ -123,11 +122,11 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
     char *rest = without_frame(&t, "The numbers\n");
     CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
     free(rest);
-    turn_free_lists(&t);
-    eval_set_free(&e);
+    arrfree(t.span);
+    arrfree(t.answers);
 }
 
-// ---- generators
+// ---- tasks
 
 // The shipped model's tokenizer.
 static Tokenizer *tiny_tokenizer(void) {
@@ -137,275 +136,54 @@ static Tokenizer *tiny_tokenizer(void) {
     return t;
 }
 
-// n items of one task and length.
-static EvalSet make_set(const Tokenizer *tok, int task, int length, int n, uint64_t seed) {
-    EvalSet e = { 0 };
-    int *lengths = NULL;
-    arrput(lengths, length);
-    make_items(&e, tok, task, lengths, n, seed);
-    arrfree(lengths);
-    return e;
-}
-
-// How often a text holds another.
-static int count_in(const char *text, const char *what) {
+// The tokens of what the user says in an item.
+static int tokens_asked(const Tokenizer *tok, const EvalItem *it) {
     int n = 0;
-    for (const char *p = text; (p = strstr(p, what)); p++) n++;
-    return n;
-}
-
-// How often, in the messages up to that turn.
-static int told_by(const EvalItem *it, int turn, const char *sentence) {
-    int n = 0;
-    for (int j = 0; j <= turn; j++) n += count_in(it->turn[j].user, sentence);
-    return n;
-}
-
-// A scored turn: its evidence is told once, and holds the answer.
-static void check_turn(const EvalItem *it, int turn) {
-    const EvalTurn *t = &it->turn[turn];
-    CHECK(arrlen(t->answers) == 1 && arrlen(t->evidence) > 0 && arrlen(t->span) >= 2,
-          "%s %d turn %d", it->task, it->number, turn);
-    for (int i = 0; i < (int)arrlen(t->evidence); i++)
-        CHECK(told_by(it, turn, t->evidence[i]) == 1, "%s %d turn %d: '%s' is told %d times",
-              it->task, it->number, turn, t->evidence[i], told_by(it, turn, t->evidence[i]));
-    char **words = words_of(t->answers[0], WORDS_BARE);
-    for (int w = 0; w < (int)arrlen(words); w++) {
-        int found = 0;
-        for (int i = 0; i < (int)arrlen(t->evidence); i++)
-            found |= holds_answer(t->evidence[i], words[w], 0);
-        CHECK(found, "%s %d turn %d: '%s' does not follow from the evidence", it->task, it->number,
-              turn, words[w]);
+    for (int j = 0; j < (int)arrlen(it->turn); j++) {
+        int *ids = tokenizer_encode(tok, it->turn[j].user, strlen(it->turn[j].user), 0, NULL);
+        n += (int)arrlen(ids);
+        arrfree(ids);
     }
-    words_free(words);
-    char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
-    CHECK(near_to(best_score(it->metric, rest, t), 1),
-          "%s %d turn %d: the right reply '%s' scores %g", it->task, it->number, turn, t->reply,
-          best_score(it->metric, rest, t));
-    CHECK(best_score(it->metric, wrong, t) < .2, "%s: a denial scores %g", it->task,
-          best_score(it->metric, wrong, t));
-    free(rest);
-    free(wrong);
+    return n;
 }
 
-TEST(eval_generators, "every task: evidence stands in the text once and gives the answer, the "
-                      "right reply scores 1, texts have the length asked for") {
+TEST(eval_tasks, "every task of the shipped model: the answer is found in the right reply, which scores 1 where a "
+                 "denial scores nothing; texts have the length they say, and versions the same answers") {
+    static const struct {
+        const char *file;
+        int versions, texts;
+    } tasks[] = {
+        { "needle", 4, 12 }, { "multiturn", 3, 12 }, { "coref", 1, 12 },   { "facts", 1, 12 },
+        { "json", 4, 12 },   { "fewshot", 1, 12 },   { "summary", 4, 12 }, { "needle-short", 4, 8 },
+    };
     Tokenizer *tok = tiny_tokenizer();
-    for (int task = 0; task < EVAL_TASKS; task++)
-        for (int length = 512; length <= 1024; length *= 2) {
-            EvalSet e = make_set(tok, task, length, 6, 3);
-            for (int i = 0; i < (int)arrlen(e.item); i++) {
-                const EvalItem *it = &e.item[i];
-                int tokens = 0, scored = 0, n = (int)arrlen(it->turn);
-                for (int j = 0; j < n; j++) {
-                    int *ids =
-                        tokenizer_encode(tok, it->turn[j].user, strlen(it->turn[j].user), 0, NULL);
-                    tokens += (int)arrlen(ids);
-                    arrfree(ids);
-                    CHECK(it->turn[j].reply && *it->turn[j].reply, "a turn without a reply");
-                    if (it->turn[j].answers) {
-                        check_turn(it, j);
-                        scored++;
-                    }
-                }
-                CHECK(scored && it->turn[n - 1].answers, "%s %d: the last turn asks", it->task,
-                      it->number);
-                CHECK(tokens >= .9 * length && tokens <= 1.1 * length, "%s %d: %d tokens for %d",
-                      it->task, it->number, tokens, length);
+    for (size_t k = 0; k < sizeof tasks / sizeof *tasks; k++) {
+        EvalSet e = { 0 };
+        char path[64];
+        snprintf(path, sizeof path, "data/tasks/%s.jsonl", tasks[k].file);
+        read_items(&e, tok, path, 100);
+        CHECK((int)arrlen(e.item) == tasks[k].versions * tasks[k].texts, "%s: %d items", path, (int)arrlen(e.item));
+        for (int i = 0; i < (int)arrlen(e.item); i++) {
+            const EvalItem *it = &e.item[i], *first = &e.item[i - i % tasks[k].versions];
+            int n = (int)arrlen(it->turn), tokens = tokens_asked(tok, it);
+            CHECK(it->number == i / tasks[k].versions && it->turn[n - 1].answers, "%s %d: the last turn asks", path, i);
+            CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens,
+                  it->length);
+            CHECK(!strcmp(arrlast(it->turn).answers[0], arrlast(first->turn).answers[0]), "%s %d: another answer", path, i);
+            for (int j = 0; j < n; j++) {
+                const EvalTurn *t = &it->turn[j];
+                CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
+                if (!t->answers) continue;
+                char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
+                CHECK(arrlen(t->span) >= 2 && near_to(best_score(it->metric, rest, t), 1) &&
+                          best_score(it->metric, wrong, t) < .2,
+                      "%s %d: '%s' scores %g, a denial %g", path, i, t->reply, best_score(it->metric, rest, t),
+                      best_score(it->metric, wrong, t));
+                free(rest);
+                free(wrong);
             }
-            eval_set_free(&e);
         }
-    tokenizer_free(tok);
-}
-
-// The query of a version at the beginning and the same at the end: begin = query, separator, text;
-// end = text, separator, query. Returns the length of the query with its separator, 0 if there is
-// none that fits.
-static int query_length(const char *begin, const char *end) {
-    size_t n = strlen(begin);
-    for (size_t k = 2; k < n && strlen(end) == n; k++)
-        if (isspace((unsigned char)begin[k - 1]) && isspace((unsigned char)end[n - k]) &&
-            !memcmp(begin + k, end, n - k) && !memcmp(begin, end + n - k + 1, k - 1))
-            return (int)k;
-    return 0;
-}
-
-TEST(eval_positions, "the versions of a text are the same text: only the query moves, and the "
-                     "version without it is the text alone") {
-    Tokenizer *tok = tiny_tokenizer();
-    for (int task = 0; task < EVAL_TASKS; task++) {
-        EvalSet e = make_set(tok, task, 300, 6, 4);
-        int versions = 1, n = (int)arrlen(e.item);
-        while (versions < n && e.item[versions].number == e.item[0].number) versions++;
-        CHECK(n == 6 * versions && (versions == 1 || versions == 3 || versions == 4),
-              "%s: %d items of %d versions", eval_tasks[task].name, n, versions);
-        for (int i = 0; i < n; i += versions)
-            for (int j = 0; j < (int)arrlen(e.item[i].turn); j++) {
-                const EvalTurn *b = &e.item[i].turn[j];
-                if (b->position < 0) continue;
-                const EvalTurn *m = &e.item[i + 1].turn[j], *z = &e.item[i + 2].turn[j];
-                CHECK(b->position == 0 && m->position == 1 && z->position == 2,
-                      "positions %d %d %d", b->position, m->position, z->position);
-                int k = query_length(b->user, z->user), len = (int)strlen(z->user);
-                CHECK(k > 5 && (int)strlen(m->user) == len, "%s: begin and end differ: %s\n%s",
-                      e.item[i].task, b->user, z->user);
-                char query[256];
-                snprintf(query, sizeof query, "%.*s", k - 1, b->user);
-                char *at = strstr(m->user, query);
-                CHECK(at && at > m->user && at + k < m->user + len, "%s: the query is not amid: %s",
-                      e.item[i].task, m->user);
-                if (at)
-                    CHECK(!memcmp(m->user, z->user, (size_t)(at - m->user)) &&
-                              !strncmp(at + k, z->user + (at - m->user),
-                                       (size_t)(len - k - (at - m->user))),
-                          "%s: the middle version is another text", e.item[i].task);
-                CHECK(!strcmp(b->answers[0], m->answers[0]) &&
-                          !strcmp(b->answers[0], z->answers[0]),
-                      "other answers");
-                if (versions < 4) continue;
-                const EvalItem *alone = &e.item[i + 3];
-                CHECK(!alone->turn[0].answers && alone->turn[1].position == -1 &&
-                          !strcmp(alone->turn[1].user, query) &&
-                          !strcmp(alone->turn[1].answers[0], b->answers[0]),
-                      "the question alone: %s", alone->turn[1].user);
-                CHECK((int)strlen(alone->turn[0].user) == len - k &&
-                          !strncmp(alone->turn[0].user, z->user, (size_t)(len - k)),
-                      "the text alone is another one");
-            }
         eval_set_free(&e);
-    }
-    tokenizer_free(tok);
-}
-
-// Is there another sentence of the same words but for one or two?
-static int has_near_miss(const EvalItem *it, int turn, const char *sentence) {
-    char **want = words_of(sentence, WORDS_RAW);
-    int found = 0;
-    for (int j = 0; j <= turn; j++)
-        for (const char *p = it->turn[j].user; *p;) {
-            size_t n = strcspn(p, ".") + (strchr(p, '.') != NULL);
-            char *one = strndup(p, n), **have = words_of(one, WORDS_RAW);
-            int other = 0, same = arrlen(have) == arrlen(want);
-            for (int i = 0; same && i < (int)arrlen(want); i++)
-                other += strcmp(have[i], want[i]) != 0;
-            found |= same && other >= 1 && other <= 2;
-            words_free(have);
-            free(one);
-            p += n;
-        }
-    words_free(want);
-    return found;
-}
-
-TEST(eval_details, "near misses, depths, the last of several moves, evidence over turns, pronouns, "
-                   "labels, numbers never trained on") {
-    Tokenizer *tok = tiny_tokenizer();
-    EvalSet e = make_set(tok, 0, 512, 12, 5);  // needle
-    for (int i = 0; i < (int)arrlen(e.item); i++) {
-        const EvalItem *it = &e.item[i];
-        const EvalTurn *t = &it->turn[it->turn[0].answers == NULL];
-        if (it->number % 4 == 1 || it->number % 4 == 3)
-            CHECK(has_near_miss(it, 1 < arrlen(it->turn), t->evidence[0]), "no near miss of '%s'",
-                  t->evidence[0]);
-        if (it->number % 4 == 2) {
-            CHECK(t->depth == -1 && arrlen(t->evidence) == 3, "three numbers");
-            continue;
-        }
-        double at = (double)(strstr(it->turn[0].user, t->evidence[0]) - it->turn[0].user) /
-                    (double)strlen(it->turn[0].user);
-        CHECK(t->depth == 30 * it->number % 110 && fabs(at - t->depth / 100.) < .08,
-              "%d: depth %d, found at %.2f", it->number, t->depth, at);
-        for (const char *p = t->answers[0]; strlen(p) > 2 && isdigit((unsigned char)*p);
-             p += strcspn(p, " ") + (strchr(p, ' ') != NULL)) {
-            int sum = 0;
-            for (const char *q = p; isdigit((unsigned char)*q); q++) sum += *q - '0';
-            CHECK(sum % 8 == 0, "%s was seen in training", t->answers[0]);
-        }
-    }
-    eval_set_free(&e);
-    e = make_set(tok, 1, 512, 12, 5);  // multiturn
-    int spread = 0;
-    for (int i = 0; i < (int)arrlen(e.item); i++) {
-        const EvalItem *it = &e.item[i];
-        int n = (int)arrlen(it->turn), last = n - 2;
-        CHECK(n == 7 && it->turn[0].answers && it->turn[2].answers && it->turn[4].answers,
-              "%d turns", n);
-        for (int j = 2; j < 5; j += 2)
-            for (int k = 0; k < (int)arrlen(it->turn[j].evidence); k++)
-                spread += !strstr(it->turn[j].user, it->turn[j].evidence[k]);
-        char thing[64];
-        CHECK(sscanf(it->turn[last].user, "Where is the %63[^?]", thing) == 1 &&
-                  strstr(thing, " now"),
-              "%s", it->turn[last].user);
-        *strstr(thing, " now") = 0;
-        char *told = strstr(it->turn[4].user, it->turn[last].evidence[0]);
-        CHECK(told && strstr(told, thing) && !strstr(strstr(told, thing) + 1, thing),
-              "'%s' moves again after '%s'", thing, it->turn[last].evidence[0]);
-        CHECK(told_by(it, 0, thing) == 1 && told_by(it, 2, thing) == 2 &&
-                  told_by(it, 4, thing) == 3,
-              "'%s' is told of %d times", thing, told_by(it, 4, thing));
-        char **names = words_of(it->turn[n - 1].answers[0], WORDS_RAW);
-        CHECK(arrlen(names) == 12, "a list of %d", (int)arrlen(names));
-        words_free(names);
-    }
-    CHECK(spread > 10, "evidence of %d facts lies in earlier turns", spread);
-    eval_set_free(&e);
-    // coref: the name is told once before it is asked.
-    e = make_set(tok, 2, 400, 6, 5);
-    for (int i = 0; i < (int)arrlen(e.item); i++) {
-        const EvalItem *it = &e.item[i];
-        int n = (int)arrlen(it->turn);
-        char name[64];
-        CHECK(sscanf(it->turn[2].user, "I have a friend called %63[^.]", name) == 1 &&
-                  told_by(it, n - 3, name) == 1 && strstr(it->turn[n - 1].user, name),
-              "%s", it->turn[2].user);
-    }
-    eval_set_free(&e);
-    e = make_set(tok, 4, 400, 6, 5);  // json
-    // Another key differs in its last syllable.
-    for (int i = 3; i < (int)arrlen(e.item); i += 4) {
-        char key[64];
-        CHECK(sscanf(e.item[i].turn[1].user, "What is the value of %63[^?]", key) == 1, "%s",
-              e.item[i].turn[1].user);
-        key[strlen(key) - 2] = 0;
-        CHECK(count_in(e.item[i].turn[0].user, key) >= 2, "no key like %s in %s", key,
-              e.item[i].turn[0].user);
-    }
-    eval_set_free(&e);
-    // fewshot: nine examples over two messages, three of each label.
-    e = make_set(tok, 5, 400, 6, 5);
-    for (int i = 0; i < (int)arrlen(e.item); i++) {
-        const EvalItem *it = &e.item[i];
-        CHECK(arrlen(it->turn) == 2 && arrlen(it->turn[1].classes) == 3 &&
-                  word_in(it->turn[1].classes, it->turn[1].answers[0]) >= 0,
-              "labels");
-        CHECK(count_in(it->turn[0].user, ": ") == 4 && count_in(it->turn[1].user, ": ") == 5 &&
-                  it->turn[1].user[strlen(it->turn[1].user) - 1] == ':',
-              "%s", it->turn[1].user);
-    }
-    eval_set_free(&e);
-    tokenizer_free(tok);
-}
-
-TEST(eval_seed, "a seed always makes the same texts, another one others; more items never change "
-                "the first ones") {
-    Tokenizer *tok = tiny_tokenizer();
-    for (int task = 0; task < EVAL_TASKS; task++) {
-        EvalSet a = make_set(tok, task, 200, 3, 1), b = make_set(tok, task, 200, 5, 1);
-        EvalSet c = make_set(tok, task, 200, 3, 2);
-        for (int i = 0; i < (int)arrlen(a.item); i++) {
-            int others = 0;
-            for (int j = 0; j < (int)arrlen(a.item[i].turn); j++) {
-                CHECK(!strcmp(a.item[i].turn[j].user, b.item[i].turn[j].user), "%s %d: %s",
-                      a.item[i].task, i, b.item[i].turn[j].user);
-                others += j >= (int)arrlen(c.item[i].turn) ||
-                          strcmp(a.item[i].turn[j].user, c.item[i].turn[j].user) != 0;
-            }
-            CHECK(others, "%s %d: seed 2 made the same", a.item[i].task, i);
-        }
-        eval_set_free(&a);
-        eval_set_free(&b);
-        eval_set_free(&c);
     }
     tokenizer_free(tok);
 }
@@ -420,28 +198,28 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
         x[i].item = y[i].item = i;
         x[i].score = .25;
     }
-    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    bootstrap(x, NULL, 400, &lo, &hi);
     CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
     x[0].score = 0;
     x[1].score = 1;
-    bootstrap(x, NULL, 2, 1, &lo, &hi);
+    bootstrap(x, NULL, 2, &lo, &hi);
     CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
     for (int i = 0; i < 400; i++) x[i].score = i % 2;
-    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    bootstrap(x, NULL, 400, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01,
           "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
     double again[2];
-    bootstrap(x, NULL, 400, 1, &again[0], &again[1]);
+    bootstrap(x, NULL, 400, &again[0], &again[1]);
     CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
     for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
-    bootstrap(y, x, 400, 1, &lo, &hi);
+    bootstrap(y, x, 400, &lo, &hi);
     CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
     // Four answers of a text say the same: a hundred coins.
     for (int i = 0; i < 400; i++) {
         x[i].item = i / 4;
         x[i].score = i / 4 % 2;
     }
-    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    bootstrap(x, NULL, 400, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025,
           "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
 }
@@ -493,7 +271,7 @@ static int read_lines(const char *text, EvalSet *e) {
         fclose(f);
     }
     int code;
-    EXPECT_DIE(code, read_items(e, tok, path));
+    EXPECT_DIE(code, read_items(e, tok, path, INT_MAX));
     unlink(path);
     return code;
 }
@@ -525,7 +303,7 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
                   arrlen(u) == 2 && !strcmp(u[0].reply, "Okay.") && !u[0].answers && !u[0].given &&
                   arrlen(u[1].classes) == 2 && !u[1].reply,
               "messages");
-        CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply && e.item[2].number == 2 &&
+        CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply && e.item[2].number == 9 &&
                   !strcmp(e.item[2].turn[0].answers[0], "v") && !strcmp(e.item[2].task, "file"),
               "answers beside the messages");
     }
@@ -596,7 +374,8 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     open_model(&a);
     open_tokenizer(&a, 1);
     open_session(&a);
-    EvalSet e = make_set(a.tok, 0, 128, 2, 1);
+    EvalSet e = { 0 };
+    read_items(&e, a.tok, "test/tasks/needle.jsonl", 2);
     EvalItem *it = &e.item[7];  // a text, a question, a second question
     float *ref = NULL;
     Score sc = { 0 };
@@ -1535,11 +1314,16 @@ static void cut_clock(char *csv) {
     *w = 0;
 }
 
+TEST(eval_tasks_written, "models/tiny_tasks.py writes the files of data/tasks and test/tasks as they are") {
+    if (sh("command -v python3")) leave_out("python3");
+    CHECK(sh("python3 -B models/tiny_tasks.py check") == 0, "%s", sh_err);
+}
+
 TEST(cli_eval, "--eval on the shipped model: the same rows for any number of threads, full above a "
                "small budget, json and csv with the same names") {
     static char one[1 << 14];
-    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp --eval needle,facts --eval-items 2 "
-                      "--eval-length 128 --compare full,streaming,q8 --budgets 24 -q";
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp --eval test/tasks/needle.jsonl,test/tasks/facts.jsonl "
+                      "--eval-items 2 --compare full,streaming,q8 --budgets 24 -q";
     CHECK(sh("%s --csv -t 1", run) == 0 && lines_in(sh_out) == 4 && !*sh_err, "%s%s", sh_out,
           sh_err);
     double score[3] = { 0 };
@@ -1553,7 +1337,7 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
     cut_clock(sh_out);
     CHECK(strstr(one, "kv_bytes_peak") && !strstr(one, "prefill_s") && !strcmp(one, sh_out),
           "two threads:\n%s\none:\n%s", sh_out, one);
-    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --json -q -t 1") == 0 &&
+    CHECK(sh("./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 --json -q -t 1") == 0 &&
               lines_in(sh_out) == 1,
           "%s", sh_err);
     char err[256];
@@ -1573,7 +1357,7 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
         CHECK(json_get(row, "kld_mean")->num == 0, "full differs from full");
         json_free(row);
     }
-    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 -t 1") == 0 &&
+    CHECK(sh("./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 -t 1") == 0 &&
               !strncmp(sh_out, "| method | budget | score |", 27) && lines_in(sh_out) == 3 &&
               strstr(sh_err, "1 rows"),
           "%s%s", sh_out, sh_err);
@@ -1582,8 +1366,8 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
 TEST(cli_eval_base,
      "gaps are those of the same answers under the first method of --compare at the same budget, "
      "with a paired interval") {
-    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval facts --eval-items 5 "
-                      "--eval-length 96 --csv --budgets 24,48 --compare";
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval test/tasks/facts.jsonl "
+                      "--csv --budgets 24,48 --compare";
     double score[6], gap[6], lo[6], hi[6];
     static char header[1 << 12];
     CHECK(sh("%s full,streaming,window", run) == 0 && strstr(sh_out, "score_gap"), "%s", sh_err);
@@ -1818,7 +1602,7 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     char page[64], report[240];
     snprintf(page, sizeof page, "/tmp/kvt_%d_m.html", (int)getpid());
     snprintf(report, sizeof report,
-             "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --eval-items 1 --eval-length 96 --report %s "
+             "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --eval-items 1 --report %s "
              "| cut -d'|' -f2-5", page);
 
     const struct {
@@ -1828,8 +1612,8 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
         { "-m models/kvcomp-tiny -t 1 -d cpu --inspect | grep -v ^memory", 6 },
         { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
         { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 24 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval facts,summary --eval-items 1 --eval-length "
-          "96 --compare full,lychee --budgets 32 --csv | cut -d, -f1-8",
+        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval test/tasks/facts.jsonl,test/tasks/summary.jsonl --eval-items 1 "
+          "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8",
           16 },
         { report, 8 },
     };
@@ -3340,7 +3124,7 @@ TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider
             free(copy);
             free(out);
         }
-    const char *eval = "./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare "
+    const char *eval = "./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 --compare "
                        "full,streaming --budgets 24 -q";
     CHECK(on_terminal(72, eval) == 0 && !strchr(sh_out, '|') && strstr(sh_out, "kv_bytes_peak"),
           "%s", sh_out);
@@ -4185,7 +3969,7 @@ TEST(trace_cli, "--trace with -p, alone and with another method, and with --eval
     CHECK(save_folder(d), "no folder");
     static const char *const good[] = {
         "-p fox -n 3 --temp 0 -q", "-p fox -n 3 --temp 0 -q --method=q8",
-        "--eval needle --eval-items 1 --eval-length 96 -q --method=snapkv"
+        "--eval test/tasks/needle.jsonl --eval-items 1 -q --method=snapkv"
     };
     for (int i = 0; i < 3; i++) {
         char err[512], path[100];
@@ -4456,8 +4240,8 @@ TEST(
     char d[] = "/tmp/kvcomp-answers-XXXXXX", run[512];
     CHECK(mkdtemp(d) != NULL, "mkdtemp");
     snprintf(run, sizeof run,
-             "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval coref,facts --eval-items 2 "
-             "--eval-length 96 --compare full,streaming --budgets 24 --csv");
+             "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval test/tasks/coref.jsonl,test/tasks/facts.jsonl "
+             "--eval-items 2 --compare full,streaming --budgets 24 --csv");
     snprintf(whole, sizeof whole, "%.16000s", table_of("%s", run));
     CHECK(lines_in(whole) == 3 && strstr(whole, "kld_p99"), "%s%s", whole, sh_err);
     CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "%s%s", sh_out, sh_err);
@@ -4510,7 +4294,7 @@ TEST(
         const char *options, *says;
     } other[] = {
         { "--eval-out %s/part1", "its shard: 1/3; expected 1/1" },
-        { "--eval-out %s/whole --eval-seed 2", "its items" },
+        { "--eval-out %s/whole --eval-items 1", "its items" },
         { "--eval-out %s/whole --budgets 25",
           "its rows: full 0,streaming 24; expected full 0,streaming 25" },
         { "--eval-out %s/whole --n-predict 3", "its options: none; expected  --n-predict" },
@@ -4538,10 +4322,9 @@ TEST(
                   strstr(sh_err, "another run is writing it"),
               "%s", sh_err);
     CHECK(sh("md5sum -c --quiet %s/sums", d) == 0, "a file of another run was written: %s", sh_out);
-    CHECK(sh("sed 's/\"seed\":\"1\"/\"seed\":\"2\"/' %s/part2 > %s/seed; ./kvcomp --eval-merge "
-             "%s/part1 %s/seed",
+    CHECK(sh("sed 's/streaming 24/streaming 25/' %s/part2 > %s/other; ./kvcomp --eval-merge %s/part1 %s/other",
              d, d, d, d) == 2 &&
-              strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"),
+              strstr(sh_err, "/other: of another run: its rows: full 0,streaming 25; expected full 0,streaming 24"),
           "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
