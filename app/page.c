@@ -512,20 +512,14 @@ static void table_end(FILE *f) { fputs("</table></div>\n", f); }
 // The rows of the evaluation, as --eval prints them.
 static void table_scores(FILE *f, const EvalRun *run) {
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
-        const Score *s = &run->rows[i];
-        Field *c = row_fields(s, run);
-        if (!i) {
-            table_begin(f, "scores", "Scores, bytes and speed", "method|budget");
+        Field *c = row_fields(&run->rows[i], run);
+        if (!i) table_begin(f, "scores", "Scores, bytes and speed", "");
+        for (int heads = !i; heads >= 0; heads--) {
+            if (!heads) fputs("<tr>", f);
             for (int k = 0; k < (int)arrlen(c); k++)
-                if (c[k].in_table) cell(f, "th", "%s", field_head(&c[k]));
+                if (c[k].forms & IN_TABLE) cell(f, heads ? "th" : "td", "%s", heads ? field_head(&c[k]) : field_text(&c[k]));
             row_end(f);
         }
-        fputs("<tr>", f);
-        cell(f, "td", "%s", s->name);
-        cell(f, "td", "%d", s->budget);
-        for (int k = 0; k < (int)arrlen(c); k++)
-            if (c[k].in_table) cell(f, "td", "%s", c[k].text);
-        row_end(f);
         arrfree(c);
     }
     if (arrlen(run->rows)) table_end(f);
@@ -593,7 +587,7 @@ static void write_rows(FILE *f, const EvalRun *run) {
         Field *c = row_fields(s, run);
         Needles *x = needles_of(s->answers);
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
-        print_json_row(s, c, run, f);
+        print_json_row(c, run->a, f);
         fputs(",\"needles\":[", f);
         for (int k = 0; k < (int)arrlen(x); k++)
             fprintf(f, "%s[%d,%d,%d,%.6g]", k ? "," : "", x[k].length, x[k].depth, x[k].n, x[k].sum / x[k].n);
