@@ -24,7 +24,7 @@
 // Is the turn that is being made to end?
 static int stop_asked(void) { return interrupts || leaving; }
 
-// ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
+// ---- sampling: top-k, top-p, min-p, temperature, in this order
 // A CPU session has all logits at hand. On a device the largest are looked for there, and only those
 // that sampling may draw come to the host, which goes on with them as it does with a CPU's: the same
 // random number draws the same id.
@@ -45,35 +45,9 @@ int argmax(const float *x, int n) {
     return best;
 }
 
-// Is id among these n tokens?
-static int id_among(const Token *tok, int n, int id) {
-    for (int i = 0; i < n; i++)
-        if (tok[i].id == id) return 1;
-    return 0;
-}
-
-enum { PENALISED = 64 };        // last tokens that --repeat-penalty looks at
-
-// --repeat-penalty: every id among the last of them has its logit in x (V) divided
-// by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
-// method's own tokens (id < 0) have no logit.
-static void penalise(const App *a, float *x) {
-    double penalty = opt_real(a->o, "repeat-penalty");
-    int n = a->s->n_tok;
-    if (penalty == 1) return;
-    int from = max_int(n - PENALISED, 0);
-    const Token *recent = a->s->tok + from;
-    for (int i = 0; i < n - from; i++) {
-        int id = recent[i].id;
-        if (id < 0 || id_among(recent, i, id)) continue;
-        x[id] = (float)(x[id] > 0 ? x[id] / penalty : x[id] * penalty);
-    }
-}
-
 // How many of the largest logits sampling looks at, 0: at all of them, or at more than a device brings.
 static int logits_needed(const Options *o) {
     int k = opt_int(o, "top-k");
-    if (opt_real(o, "repeat-penalty") != 1) return 0;
     if (opt_real(o, "temp") <= 0) return 1;
     return k <= MAX_BEST ? k : 0;
 }
@@ -99,13 +73,10 @@ static Cand *picked_candidates(Session *s, int *n) {
     return c;
 }
 
-// The same of all logits of the App, which --repeat-penalty changes first. With --temp 0 it is the
-// best one alone.
+// The same of all logits of the App. With --temp 0 it is the best one alone.
 static Cand *row_candidates(App *a, int *n) {
     int V = a->c->V;
-    float *x = scratch(a->s, (size_t)V * sizeof *x);
-    memcpy(x, a->logits, (size_t)V * sizeof *x);
-    penalise(a, x);
+    const float *x = a->logits;
     if (opt_real(a->o, "temp") > 0) return best_candidates(a->s, x, V, opt_int(a->o, "top-k"), n);
     Cand *c = scratch(a->s, sizeof *c);
     int id = argmax(x, V);

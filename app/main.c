@@ -546,7 +546,7 @@ static const char *const request_fields[] = {
 static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
-        "repeat-penalty", "seed",
+        "seed",
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
@@ -1070,8 +1070,8 @@ static int run_program(int argc, char **argv) {
     parse_args(a.o, argc, argv);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
-    color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
-    if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
+    const char *colors = getenv("CLICOLOR_FORCE");
+    color_mode = colors && *colors && strcmp(colors, "0") ? COLOR_ALWAYS : COLOR_AUTO;
     bf16_terms = opt_int(a.o, "bf16-terms");
     progress_hook = progress;
     if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);

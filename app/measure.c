@@ -1144,7 +1144,6 @@ static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
         "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
         "chat-template", "tokenizer", "system", "parse-special", "no-think", "ignore-eos", "n-predict",
-        "repeat-penalty",
     };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);

@@ -1101,7 +1101,7 @@ static int widest_line(const char *s) {
 
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
-    enum { MOST_OPTIONS = 116 };
+    enum { MOST_OPTIONS = 113 };
     Options *all = options_of_program();
     int n = (int)shlen(all->map), options = 0;
     CHECK(n <= MOST_OPTIONS, "%d options", n);
@@ -3639,22 +3639,18 @@ TEST(cli_wrap, "on a terminal a reply breaks between words, whatever pieces it c
 }
 
 TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numbers, never the "
-                "reply; none for a pipe, NO_COLOR, TERM=dumb or --color never; "
-                "--color always wins") {
+                "reply; none for a pipe, NO_COLOR or TERM=dumb; CLICOLOR_FORCE always wins") {
     const char *wrong = "./kvcomp -m models/kvcomp-tiny --temp 0 -n 3 -p hello --budget 7 ";
     CHECK(sh("TERM=xterm %s", wrong) == 0 && !strchr(sh_err, 27) && !strchr(sh_out, 27),
           "a pipe: %s", sh_err);
-    static const char *const words[] = { "always", "on" };
-    for (int i = 0; i < 2; i++)
-        CHECK(sh("NO_COLOR=1 TERM=dumb %s --color %s", wrong, words[i]) == 0 &&
-                  strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
-                  strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
-              "%s", sh_err);
-    CHECK(sh("./kvcomp --color always -m /nonexistent -p hi") == 3 &&
+    CHECK(sh("NO_COLOR=1 TERM=dumb CLICOLOR_FORCE=1 %s", wrong) == 0 &&
+              strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
+              strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
+          "%s", sh_err);
+    CHECK(sh("CLICOLOR_FORCE=1 ./kvcomp -m /nonexistent -p hi") == 3 &&
               strstr(sh_err, COLOR_ERROR "kvcomp: ") && strstr(sh_err, COLOR_OFF "\n") &&
               lines_in(sh_err) == 1,
           "%s", sh_err);
-    CHECK(sh("./kvcomp --color sometimes") == 2, "%s", sh_err);
     static const struct {
         const char *first;
         int colors;
@@ -3665,11 +3661,10 @@ TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numb
                   { "-u TERM", 0 } };
     char cmd[256];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        static const char *const modes[] = { "auto", "never", "off", "always" };
-        for (int m = 0; m < 4; m++) {
-            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s %s --color %s", cases[i].first, wrong,
-                     modes[m]);
-            int wanted = m == 3 || (m == 0 && cases[i].colors);
+        static const char *const modes[] = { "-u CLICOLOR_FORCE", "CLICOLOR_FORCE=0", "CLICOLOR_FORCE=1" };
+        for (int m = 0; m < 3; m++) {
+            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s env %s %s", cases[i].first, modes[m], wrong);
+            int wanted = m == 2 || cases[i].colors;
             CHECK(on_terminal(80, cmd) == 0 && !strchr(sh_out, 27) == !wanted, "%s: %s", cmd,
                   sh_out);
         }
