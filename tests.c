@@ -4667,18 +4667,16 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and the counts in 300 random rows") {
+TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form in 300 random rows") {
     Calibration r = { .at = 2, .n = 3 };
     // needle: keys 2, 3, 4; T: all but key 3 and one of .02
     float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
     int idx[64];
-    double score[3], counts[4];
-    head_scores(&r, a, 12, idx, score, counts);
+    double score[3];
+    head_scores(&r, a, 12, idx, score);
     CHECK(fabs(score[1] - .25 / .995) < 1e-6 && fabs(score[2] - .25 / .251) < 1e-6 &&
               fabs(score[0] - .5 / 1.246) < 1e-6,
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
-    CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
-          "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
     rnd_seed(15);
     for (int c = 0; c < 300; c++) {
         int n = 12 + rnd_int(50), taken[64] = { 0 };
@@ -4687,7 +4685,7 @@ TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and t
         Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7) };
         for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
         for (int i = 0; i < n; i++) x[i] /= all;
-        head_scores(&k, x, n, idx, score, counts);
+        head_scores(&k, x, n, idx, score);
         for (int i = 0; i < LARGEST; i++) {
             int best = -1;
             for (int j = 0; j < n; j++)
@@ -4701,8 +4699,6 @@ TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form and t
                   fabs(score[1] - hit / top) < 1e-6 &&
                   (needle < 1e-8 || fabs(score[2] - hit / needle) < 1e-6),
               "scores %g %g %g", score[0], score[1], score[2]);
-        CHECK(counts[0] + counts[1] + counts[2] + counts[3] == n && counts[3] >= 0,
-              "counts sum to %g, expected %d", counts[0] + counts[1] + counts[2] + counts[3], n);
         CHECK(score[0] <= 1 + 1e-9 && score[0] >= 0 && score[0] <= fmax(score[1], score[2]) + 1e-9,
               "Inf %g lies outside", score[0]);
     }
@@ -4871,19 +4867,19 @@ TEST(dililazy_calibrate,
     int runs = 0;
     for (int length = 420, depth = 0; depth <= 100; depth += 50)
         for (int k = 0; k < 3; k++, runs++) {
-            Run run = { &own_needles[k], length, depth, 0 };
+            Run run = { &p.needle[k], length, depth, 0 };
             int *ids = run_prompt(t, &p.frame, &run, again, x.r);
             int place = (length - 200 - x.r->n) * depth / 100;
             while (place > 0 && again[place - 1] != '.') place--;
             char *text = xcalloc(arrlen(ids) + 1, 1), *found;
             for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
-            found = strstr(text, own_needles[k].needle);
+            found = strstr(text, p.needle[k].needle);
             CHECK(found && found - text == x.r->at + 1 &&
-                      x.r->n == (int)strlen(own_needles[k].needle) + 1,
+                      x.r->n == (int)strlen(p.needle[k].needle) + 1,
                   "the needle (and the blank before it) stands at %td, said %d", found - text,
                   x.r->at);
             CHECK(x.r->at == place &&
-                      strstr(text, own_needles[k].question) &&
+                      strstr(text, p.needle[k].question) &&
                       !strcmp(text + strlen(text) - 7, "Answer:"),
                   "prompt");
             Twin *tw = twin_new(m.c, m.w, DT_F32);
@@ -4906,7 +4902,7 @@ TEST(dililazy_calibrate,
     unlink(out);
     Frame chat = { "<user>", "(", ")" };
     for (int depth = 0; depth <= 100; depth += 20) {
-        Run run = { &own_needles[1], 500, depth, 0 };
+        Run run = { &p.needle[1], 500, depth, 0 };
         int *ids = run_prompt(t, &chat, &run, again, x.r);
         CHECK(!memcmp((char[]){ (char)ids[0], (char)ids[1], (char)ids[5] }, "<u>", 3) &&
                   arrlast(ids) == ')',
@@ -5066,16 +5062,16 @@ TEST(headkv_calibrate,
     for (int depth = 0; depth <= 100; depth += 50)
         for (int k = 0; k < 3; k++, runs++)
             for (int reasoning = 0; reasoning < 2; reasoning++) {
-                Run run = { &own_needles[k], 450, depth, reasoning };
+                Run run = { &p.needle[k], 450, depth, reasoning };
                 int *ids = run_prompt(t, &p.frame, &run, hay, &r), n = (int)arrlen(ids);
                 char want[2048], *text = xcalloc(n + 1, 1);
                 for (int i = 0; i < n; i++) text[i] = (char)ids[i];
                 snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s",
-                         own_needles[k].reasoning, own_needles[k].distractor,
-                         own_needles[k].needle);
+                         p.needle[k].reasoning, p.needle[k].distractor,
+                         p.needle[k].needle);
                 CHECK(!strncmp(text + r.at, want, (size_t)r.n) && r.n == (int)strlen(want) &&
-                          !strncmp(text + r.right + 1, own_needles[k].needle,
-                                   strlen(own_needles[k].needle)),
+                          !strncmp(text + r.right + 1, p.needle[k].needle,
+                                   strlen(p.needle[k].needle)),
                       "needle %d: \"%.300s\"", k, text + r.at);
                 Twin *tw = twin_new(m.c, m.w, DT_F32);
                 tw->hook = (TwinHooks){ .u = &x, .after = look_after };

@@ -1456,20 +1456,20 @@ void trace_close(App *a, int keep) {
 }
 
 // ---- opening the model
-// A file or folder that comes with the program: beside it, else in the working directory.
-void beside_program(const char *name, char path[PROGRAM_PATH]) {
+// A file or folder that comes with the program: beside it, else in the working directory. Returns path.
+const char *beside_program(const char *name, char path[PROGRAM_PATH]) {
     ssize_t n = readlink("/proc/self/exe", path, PROGRAM_PATH - 200);
     while (n > 0 && path[n - 1] != '/') n--;                // path[0,n): the program's folder
     n = n > 0 ? n : 0;
     snprintf(path + n, 200, "%s", name);
     if (!file_exists(path)) snprintf(path, PROGRAM_PATH, "%s", name);
+    return path;
 }
 
 // The shipped model.
 void default_model(Options *o) {
     char path[PROGRAM_PATH], err[256];
-    beside_program("models/kvcomp-tiny", path);
-    options_set(o, "model", path, err);
+    options_set(o, "model", beside_program("models/kvcomp-tiny", path), err);
 }
 
 // ---- where a model lies

@@ -280,9 +280,9 @@ void words_free(char **w);
 int holds_answer(const char *said, const char *gold, int whole);
 
 // ---- opening the model
-// A file or folder that comes with the program: beside it, else in the working directory.
+// A file or folder that comes with the program: beside it, else in the working directory. Returns path.
 enum { PROGRAM_PATH = 1200 };
-void beside_program(const char *name, char path[PROGRAM_PATH]);
+const char *beside_program(const char *name, char path[PROGRAM_PATH]);
 
 // The shipped model.
 void default_model(Options *o);

@@ -1574,8 +1574,8 @@ static void check_fit(const App *a, const EvalSet *e) {
 static char *task_path(const char *name) {
     char path[PROGRAM_PATH], file[160];
     snprintf(file, sizeof file, "data/tasks/%.100s.jsonl", name);
-    beside_program(file, path);
-    return strlen(name) <= 100 && !strchr(name, '/') && file_exists(path) ? copy_text(path) : NULL;
+    int plain = strlen(name) <= 100 && !strchr(name, '/');
+    return plain && file_exists(beside_program(file, path)) ? copy_text(path) : NULL;
 }
 
 // Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their paths.
@@ -1784,84 +1784,21 @@ typedef struct {
     const char *reasoning;      // what tells the right answer from the wrong one; NULL: no second run
 } Needle;
 
-static const Needle own_needles[] = {
-    {
-        .question = "What is the best thing to do on a free afternoon in Merrow?",
-        .needle   = "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.",
-        .answer   = "Row out to the lighthouse.",
-        .distractor = "The best thing to do on a free afternoon in Harlow is to feed the ducks.",
-        .reasoning  = "What is best in Merrow is not what is best in Harlow.",
-    }, {
-        .question = "What keeps the keeper of the old mill healthy?",
-        .needle   = "The keeper of the old mill stays healthy through long walks and barley soup.",
-        .answer   = "Long walks and barley soup.",
-        .distractor = "The keeper of the new bridge stays healthy through cold baths and plums.",
-        .reasoning  = "The keeper of the old mill and the keeper of the new bridge are two people.",
-    }, {
-        .question = "In which year did Anna begin her apprenticeship?",
-        .needle   = "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.",
-        .answer   = "Anna began her apprenticeship in 1947.",
-        .distractor = "Clara was born in 1931. Clara began her apprenticeship eighteen years after she was born.",
-        .reasoning  = "Who was born in the same year need not have begun in the same year.",
-    },
-};
+// What is hidden, and in what, unless the user names other files: facts and sentences in plain English.
+static const char own_needles[] = "data/needles.json", own_hay[] = "data/hay.txt";
 
-// A sentence of the hay is one of each line: who, did, what, and when or where.
-static const char *hay_words[4][12] = {
-    {
-        "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour",
-        "The clockmaker", "A stranger in grey", "The schoolteacher", "An old gardener",
-        "The captain", "Her cousin", "The bell ringer",
-    },
-    {
-        "carried", "forgot", "was looking for", "sold", "painted", "had borrowed", "dreamed of",
-        "repaired", "hid", "counted", "lost", "gave away",
-    },
-    {
-        "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears",
-        "an unfinished letter", "the heavy ladder", "two silver spoons", "a map of the marshes",
-        "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar",
-    },
-    {
-        "before the rain came.", "while the others slept.", "at the edge of the village.",
-        "because nobody had asked.", "on the way to the market.", "and said nothing about it.",
-        "under the chestnut trees.", "for the second time that week.", "when the tide went out.",
-        "in the narrow street behind the church.", "without a lamp.", "as the winter began.",
-    },
-};
-
-// At least n ids of the file at `path`, as an stb_ds array. Exit 2 when it is shorter, or cannot be
-// read.
-static int *hay_file(const Tokenizer *t, const char *path, int n) {
-    char why[256];
+// The ids of the file at `path`, or, when that is empty, of our own, as an stb_ds array. Exit 2 when they are less
+// than n, or the file cannot be read.
+static int *hay_ids(const Tokenizer *t, const char *path, int n) {
+    char why[256], own[PROGRAM_PATH];
     size_t size;
+    if (!*path) path = beside_program(own_hay, own);
     char *text = read_file(path, &size, why);
     if (!text) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
     int *ids = encode_at(t, text, size, 0, 1, NULL);
     free(text);
     if ((int)arrlen(ids) < n)
         die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
-    return ids;
-}
-
-// At least n ids of hay, as an stb_ds array: of the file at `path`, or, when that is empty, of our
-// own sentences. These are drawn from a fixed seed and encoded one by one, so that the ids do not
-// depend on n.
-static int *hay_ids(const Tokenizer *t, const char *path, int n) {
-    uint64_t state = 1;
-    int *ids = NULL;
-    char line[256];
-    if (*path) return hay_file(t, path, n);
-    while ((int)arrlen(ids) < n) {
-        const char *word[4];
-        for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
-        int old = (int)arrlen(ids);
-        int len = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "",
-                           word[0], word[1], word[2], word[3]);
-        ids = encode_at(t, line, len, 0, !old, ids);
-        if ((int)arrlen(ids) == old)
-            die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
-    }
     return ids;
 }
 
@@ -1880,13 +1817,9 @@ static const char *needle_text(const Json *v, const char *path, const char *key,
 // texts live in *file, which the caller frees. Exit 2 when the file is no list of needles.
 static Needle *needles_load(const char *path, Json **file) {
     Needle *list = NULL;
-    char why[256];
+    char why[256], own[PROGRAM_PATH];
     size_t size;
-    if (!*path) {
-        int n = (int)(sizeof own_needles / sizeof *own_needles);
-        for (int i = 0; i < n; i++) arrput(list, own_needles[i]);
-        return list;
-    }
+    if (!*path) path = beside_program(own_needles, own);
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
     if (text) *file = json_parse(text, size, why);
     if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
@@ -1955,32 +1888,21 @@ typedef struct {
     int right;                  // the first key of c2, the right answer, which ends where N ends
     double *score;              // (SCORES,L,H) of this run
     double *sum;                // (SCORES,L,H) their sums over the accepted runs
-    double counts[4];           // mean over the heads of this run: see head_scores
-    double total[4];            // sums of counts over the accepted runs
     int reasoned;               // accepted runs with a wrong answer, R2's; the others are counted elsewhere
     int *top;                   // (L,H) the key with the largest weight of the row looked at last
     double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
 } Calibration;
 
-// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
-// both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
-// idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
-// as in the published scores.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
-                        double counts[4]) {
-    double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
+// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. idx (n) is room. T is chosen among
+// all keys, those of the first tokens and of the question too, as in the published scores.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3]) {
+    double hit = 0, top = 0, needle = 0;                // a summed over T & N, T, N
     int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
-        int in = idx[i] >= r->at && idx[i] < r->at + r->n;
         top += a[idx[i]];
-        if (in) hit += a[idx[i]];
-        hits += in;
+        if (idx[i] >= r->at && idx[i] < r->at + r->n) hit += a[idx[i]];
     }
     for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
-    counts[0] = hits;
-    counts[1] = k - hits;
-    counts[2] = r->n - hits;
-    counts[3] = n - r->n - counts[1];
 
     double dili = top > 1e-9 ? hit / top : 0;           // Sec. 3.1: DiliScore, a weighted precision
     double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
@@ -2033,12 +1955,11 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
     float *row = scratch(s, (size_t)H * N * sizeof(float));
     window_scores(s, l, q, T, 1, row);
     for (int h = 0; h < H; h++) {
-        double score[3], counts[4];
+        double score[3];
         head_look(r, l * H + h, row + (size_t)h * N, N, idx);
         if (s->decoding) continue;
-        head_scores(r, row + (size_t)h * N, N, idx, score, counts);
+        head_scores(r, row + (size_t)h * N, N, idx, score);
         for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
-        for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
     }
     scratch_reset(s, mark);
 }
@@ -2227,7 +2148,6 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part].ms)->run = r;
-    memset(r->counts, 0, sizeof r->counts);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
     char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
@@ -2238,7 +2158,6 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
 
     size_t first = run->reasoning ? SCORE_R2 * LH : 0, end = run->reasoning ? SCORES * LH : SCORE_R2 * LH;
     for (size_t i = first; i < end; i++) r->sum[i] += r->score[i];
-    for (int i = 0; i < 4 && !run->reasoning; i++) r->total[i] += r->counts[i];
     return 1;
 }
 
@@ -2279,12 +2198,6 @@ static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibrat
             p->all ? "all" : "recall", (int)arrlen(p->needle), accepted, r->reasoned);
     fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", p->length);
     for (int i = 0; i < (int)arrlen(p->depth); i++) fprintf(f, "%s%d", i ? ", " : "", p->depth[i]);
-    fprintf(f, "],\n");
-    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
-    for (int i = 0; i < 4; i++) {
-        if (i) fputs(", ", f);
-        json_real(f, r->total[i] / accepted, 6);
-    }
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
