@@ -400,18 +400,19 @@ void feed_decode(App *a, int id) {
     if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
 }
 
-// Feeds the first turns of the record once more, from an empty cache. The same method gives the
-// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
-// session is as it was.
-static int replay(App *a, int turns) {
+// Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
+// then, it does again. 0; -1 when the method does not open again, with the reason in a->s->err, and then the session
+// is as it was. within 1: also 1, in the middle of it, when -c does not allow so many rows.
+int replay(App *a, int within) {
+    if (within && record_overflows(a, a->turn)) return 1;
     if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    for (int i = 0; i < turns; i++) {
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        (void)make_room(a, (int)arrlen(t->pre));        // what a full context did then, it does again
+        if (!make_room(a, (int)arrlen(t->pre)) && within) return 1;
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            (void)make_room(a, 1);
+            if (!make_room(a, 1) && within) return 1;
             feed_decode(a, t->dec[j]);
         }
     }
@@ -427,7 +428,7 @@ int session_take_back(App *a, Turn *t) {
         kv_truncate(a->s, a->s->n_tok - n);
         return 0;
     }
-    if (!replay(a, (int)arrlen(a->turn))) return 0;
+    if (!replay(a, 0)) return 0;
     warn("%s", a->s->err);
     return -1;
 }
@@ -435,7 +436,7 @@ int session_take_back(App *a, Turn *t) {
 // Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a) {
-    if (!a->stale || !replay(a, (int)arrlen(a->turn))) return 0;
+    if (!a->stale || !replay(a, 0)) return 0;
     warn("%s", a->s->err);
     return -1;
 }
@@ -1049,6 +1050,16 @@ void write_making(const App *a, FILE *f) {
     options_free(plain);
 }
 
+// What `write` writes of the App, malloc'd.
+char *written(const App *a, void (*write)(const App *a, FILE *f)) {
+    char *text = NULL;
+    size_t n;
+    FILE *f = memory_stream(&text, &n);
+    write(a, f);
+    memory_stream_close(f);
+    return text;
+}
+
 // "ids":[..]
 void write_ids(FILE *f, const int *ids) {
     fprintf(f, "\"ids\":[");
@@ -1077,13 +1088,9 @@ static void write_said(const App *a, const Turn *t, FILE *f) {
 
 // Writes the whole file.
 static void session_write(App *a, FILE *f) {
-    char *made = NULL;
-    size_t n;
-    FILE *memory = memory_stream(&made, &n);
-    write_making(a, memory);
-    memory_stream_close(memory);
+    char *made = written(a, write_making);
     fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)app_fingerprint(a));
-    json_escape(f, made, n);
+    json_escape(f, made, strlen(made));
     fprintf(f, "}\n");
     free(made);
     if (a->tp && opt_given(a->o, "system")) {
@@ -1205,21 +1212,17 @@ static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) 
     return 0;
 }
 
-// A list of ids into the stb_ds array *ids. 0, or -1 with why.
-static int session_ids(const Json *list, int V, int **ids, char why[128]) {
-    if (!list || list->type != JSON_ARRAY) {
-        snprintf(why, 128, "expected a list of \"ids\"");
-        return -1;
-    }
-    for (int i = 0; i < list->n; i++) {
+// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
+int ids_of_json(const Json *list, int V, int **ids, char why[128]) {
+    *why = 0;
+    if (!list || list->type != JSON_ARRAY) snprintf(why, 128, "expected a list of \"ids\"");
+    for (int i = 0; !*why && i < list->n; i++) {
         const Json *id = &list->item[i];
-        if (!id->is_int || id->i < 0 || id->i >= V) {
+        if (!id->is_int || id->i < 0 || id->i >= V)
             snprintf(why, 128, "id %.6g is outside the vocabulary of %d", id->num, V);
-            return -1;
-        }
-        arrput(*ids, (int)id->i);
+        else arrput(*ids, (int)id->i);
     }
-    return 0;
+    return *why ? -1 : 0;
 }
 
 // A count of a message's ids; -1: it is none.
@@ -1231,7 +1234,7 @@ static int session_count(const Json *j, const char *name, int n) {
 // The reply of turn t. Its text stands for itself where the template has written it anew in a later turn, and
 // these are not its ids. 0, or -1 with why.
 static int session_reply(const App *a, Turn *t, const Json *j, const char *text, char why[128]) {
-    if (session_ids(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
+    if (ids_of_json(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
     char *said = reply_text(a, t);
     if (strcmp(said, text)) t->reply = copy_text(text);
     free(said);
@@ -1253,7 +1256,7 @@ static int session_line(const App *a, SessionFile *x, const Json *j, char why[12
     }
     Turn t = { .user = copy_text(text) };
     x->pending = copy_text(text);
-    int bad = session_ids(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
+    int bad = ids_of_json(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
     t.n_sys = session_count(j, "system", n);
     t.n_foot = session_count(j, "foot", n);
     t.n_head = session_count(j, "head", n);
@@ -1301,31 +1304,9 @@ int record_overflows(const App *a, const Turn *turns) {
     return n > ctx_limit(a);
 }
 
-// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
-// again, with the reason in a->s->err, and then the session is as it was.
-int replay_within(App *a) {
-    if (record_overflows(a, a->turn)) return 1;
-    if (session_try_reset(a->s)) return -1;
-    a->stale = 0;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        const Turn *t = &a->turn[i];
-        if (!make_room(a, (int)arrlen(t->pre))) return 1;
-        feed_prefill(a, t);
-        for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!make_room(a, 1)) return 1;
-            feed_decode(a, t->dec[j]);
-        }
-    }
-    return 0;
-}
-
 // Says what is not as it was when the session was saved, a line each. 1: something is not.
 static int session_differs(const App *a, const SessionFile *x) {
-    char *own = NULL;
-    size_t n;
-    FILE *f = memory_stream(&own, &n);
-    write_making(a, f);
-    memory_stream_close(f);
+    char *own = written(a, write_making);
     int other = strcmp(own, x->made) != 0;
     if (x->torn == 1 && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
     if (other && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
@@ -1341,7 +1322,7 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
     a->closed = 0;
-    int bad = replay_within(a);
+    int bad = replay(a, 1);
     if (bad > 0) {
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
                            "method that drops rows)", x->path, ctx_limit(a));
@@ -1350,7 +1331,7 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (bad) {
         a->turn = own;
         a->closed = closed;
-        if (bad > 0 && replay(a, (int)arrlen(own))) a->stale = 1;       // session_ready tries again
+        if (bad > 0 && replay(a, 0)) a->stale = 1;       // session_ready tries again
         return -1;
     }
     x->turn = own;                                      // goes with x
@@ -2095,7 +2076,7 @@ static void chat_regen(App *a, FILE *out) {
     }
     int *reply = arrlast(a->turn).dec;
     arrlast(a->turn).dec = NULL;
-    if (replay(a, (int)arrlen(a->turn))) {
+    if (replay(a, 0)) {
         arrlast(a->turn).dec = reply;
         warn("the reply stays: %s", a->s->err);
         return;
@@ -2333,7 +2314,7 @@ static int side_replay(Side *x, const App *a) {
     x->app.turn = turns_copy(a->turn);
     x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
-    if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
+    if (!replay(&x->app, 0)) return 0;
     snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
     return -1;
 }

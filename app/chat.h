@@ -220,14 +220,21 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f);
 
+// What `write` writes of the App, malloc'd.
+char *written(const App *a, void (*write)(const App *a, FILE *f));
+
 // ---- reading them
 // Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
 // method that drops no row and adds none can be asked beforehand.
 int record_overflows(const App *a, const Turn *turns);
 
-// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
-// again, with the reason in a->s->err, and then the session is as it was.
-int replay_within(App *a);
+// Feeds the record once more, from an empty cache. 0; -1 when the method does not open again, with the reason in
+// a->s->err, and then the session is as it was. within 1: also 1, in the middle of it, when -c does not allow so many
+// rows.
+int replay(App *a, int within);
+
+// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
+int ids_of_json(const Json *list, int V, int **ids, char why[128]);
 
 // ---- a turn of the chat
 // Is there room for n more tokens? When there is not, a line on stderr says what is short.

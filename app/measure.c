@@ -1157,17 +1157,6 @@ static void write_eval_options(const App *a, FILE *f) {
     options_free(plain);
 }
 
-// "name":" .. ", the text that write makes of the App; a comma behind it.
-static void write_as_text(const App *a, const char *name, void (*write)(const App *a, FILE *f), FILE *f) {
-    char *text = NULL;
-    size_t n;
-    FILE *t = memory_stream(&text, &n);
-    write(a, t);
-    memory_stream_close(t);
-    json_pair(f, name, text);
-    free(text);
-}
-
 // The first line of this run's file, malloc'd.
 static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     char *head = NULL;
@@ -1178,7 +1167,9 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     fprintf(f, "\"rows\":\"");
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
     fprintf(f, "\",");
-    write_as_text(a, "options", write_eval_options, f);
+    char *options = written(a, write_eval_options);
+    json_pair(f, "options", options);
+    free(options);
     json_pair(f, "shard", opt_str(a->o, "eval-shard"));
     json_pair(f, "dir", a->c->dir);
     fprintf(f, "\"by\":\"kvcomp %s, %s, %s\"}\n", KVCOMP_VERSION, opt_str(a->o, "device"), simd_name());

@@ -761,14 +761,8 @@ void report_check(const char *path) {
 
 // The command line, the model, the version.
 static void write_source(const App *a, FILE *f) {
-    char *text = NULL;
-    size_t n;
-    FILE *t = memory_stream(&text, &n);
-    for (int i = 0; i < arg_count; i++) fprintf(t, i ? " %s" : "%s", args[i]);
-    fprintf(t, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
-    memory_stream_close(t);
-    json_pair(f, "source", text);
-    free(text);
+    for (int i = 0; i < arg_count; i++) fprintf(f, i ? " %s" : "%s", args[i]);
+    fprintf(f, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
 }
 
 // Writes data/page.html with the tables and the JSON at their places, and nothing where a program would be.
@@ -796,7 +790,9 @@ void report_write(App *a, const EvalRun *run) {
     r.tables = memory_stream(&tables, &n);
     r.json = memory_stream(&json, &n);
     fputs("{", r.json);
-    write_source(a, r.json);
+    char *source = written(a, write_source);
+    json_pair(r.json, "source", source);
+    free(source);
     fputs("\"rows\":", r.json);
     write_rows(r.json, run);
     table_scores(r.tables, run);
