@@ -1945,27 +1945,37 @@ void words_free(char **w) {
 // Without a terminal every input line is a turn.
 
 // ---- a turn of the chat
-// Is there room for n more tokens? When there is not, a line on stderr says what is short.
-int message_fits(const App *a, int n) {
-    if (!make_room(a, n)) {
-        warn("%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)",
-             n, rows_held(a), ctx_limit(a));
-        return 0;
-    }
-    if (!pos_fits(a->s, n, a->s->pos_extra)) {
-        warn("%d tokens do not fit: the next position is %d, "
-             "%s goes to max_position_embeddings %d (see /clear, or /method)",
-             n, a->s->pos_next, a->method, a->s->pos_end);
-        return 0;
-    }
-    return 1;
+// Has the model a row for every id of a message? 0, or -1 with err.
+static int message_known(const App *a, const Turn *t, char err[512]) {
+    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
+    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
 }
 
-// Has the model a row for every id of a message? When it has not, a line on stderr says which.
-int message_known(const App *a, const Turn *t) {
-    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
-    if (known < n) warn("this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
-    return known == n;
+// The next message as a turn, which the model knows and which fits. 0; or -1, with err, which is empty where there is
+// nothing to feed.
+static int message_turn(const App *a, const char *text, Turn *t, char err[512]) {
+    *t = render_turn(a, text, err);
+    int n = max_int((int)arrlen(t->pre) - t->back, 0), bad = *err || !arrlen(t->pre) || message_known(a, t, err);
+    if (!bad && !make_room(a, n))
+        bad = fault(err, "%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)", n,
+                    rows_held(a), ctx_limit(a));
+    if (!bad && !pos_fits(a->s, n, a->s->pos_extra))
+        bad = fault(err, "%d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see "
+                    "/clear, or /method)", n, a->s->pos_next, a->method, a->s->pos_end);
+    if (bad) turn_free(*t);
+    return bad ? -1 : 0;
+}
+
+int message_feed(App *a, const char *text, char err[512]) {
+    Turn t;
+    if (message_turn(a, text, &t, err)) return -1;
+    if (session_take_back(a, &t)) {
+        turn_free(t);
+        return fault(err, "%s", a->s->err);
+    }
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    return 0;
 }
 
 // The reply to the record's last turn, with a newline behind it, and the summary line.
@@ -2023,14 +2033,13 @@ static void turn_end(App *a, int replied) {
 // that the model does not have, and nothing was fed.
 int chat_turn(App *a, const char *text, FILE *out) {
     char err[512];
+    Turn t;
     if (session_ready(a)) return -1;
-    Turn t = render_turn(a, text, err);
-    int n = (int)arrlen(t.pre), rewrites = t.back;
-    if (*err) warn("%s", err);
-    if (!n || !message_known(a, &t) || !message_fits(a, max_int(n - rewrites, 0))) {
-        turn_free(t);
-        return n || *err ? -1 : 0;
+    if (message_turn(a, text, &t, err)) {
+        if (*err) warn("%s", err);
+        return *err ? -1 : 0;
     }
+    int rewrites = t.back;
     // The message is saved before its reply, so that whatever ends the program costs the reply only. One
     // without a reply that the file ends with goes.
     turn_begin();
@@ -2282,26 +2291,9 @@ static int side_turn(Side *x, const char *text, int n) {
     double bytes = a->s->clk.bytes_attended;
     long steps = a->s->clk.steps;
     size_t size;
-    Turn t = render_turn(a, text, x->refused);
-    if (*x->refused) {
-        turn_free(t);
-        return -1;
-    }
-    if (session_take_back(a, &t)) {
-        snprintf(x->refused, sizeof x->refused, "%s", a->s->err);
-        turn_free(t);
-        return -1;
-    }
-    if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
-        snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
-                 "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);
-        turn_free(t);
-        return -1;
-    }
+    if (message_feed(a, text, x->refused)) return -1;
     free(x->reply);
     FILE *out = memory_stream(&x->reply, &size);
-    arrput(a->turn, t);
-    feed_prefill(a, &t);
     x->made = generate(a, n, out);
     memory_stream_close(out);
     steps = a->s->clk.steps - steps;
@@ -2543,10 +2535,10 @@ static int compare_budget(const App *a) {
 static void chat_compare(App *a, const char *question) {
     char err[512];
     Turn t = render_turn(a, question, err);
-    int known = message_known(a, &t);
+    if (!*err) (void)message_known(a, &t, err);
     turn_free(t);
     if (*err) warn("%s", err);
-    if (*err || !known) return;
+    if (*err) return;
 
     Options *o = sides_options(a, compare_budget(a));
     int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");

@@ -237,11 +237,9 @@ int replay(App *a, int within);
 int ids_of_json(const Json *list, int V, int **ids, char why[128]);
 
 // ---- a turn of the chat
-// Is there room for n more tokens? When there is not, a line on stderr says what is short.
-int message_fits(const App *a, int n);
-
-// Has the model a row for every id of a message? When it has not, a line on stderr says which.
-int message_known(const App *a, const Turn *t);
+// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the template
+// or the method refuses it, it names a token without a row, or it does not fit.
+int message_feed(App *a, const char *text, char err[512]);
 
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.

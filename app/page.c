@@ -379,17 +379,11 @@ static void reply_begin(Shown *x) {
 
 // Feeds a message. 0, or -1: it does not fit, and a line on stderr says why.
 static int shown_say(Shown *x, const char *text) {
-    App *a = &x->side.app;
     char err[512] = "";
-    Turn t = render_turn(a, text, err);
-    if (*err) warn("%s", err);
-    if (!arrlen(t.pre) || !message_known(a, &t) || !message_fits(a, max_int((int)arrlen(t.pre) - t.back, 0))) {
-        turn_free(t);
+    if (message_feed(&x->side.app, text, err)) {
+        if (*err) warn("%s", err);
         return -1;
     }
-    session_take_back(a, &t);
-    arrput(a->turn, t);
-    feed_prefill(a, &t);
     reply_begin(x);
     return 0;
 }
