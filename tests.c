@@ -1181,7 +1181,7 @@ TEST(loopserve_beside, "loopserve-p beside methods that drop rows, heads of uneq
                        "them: lines live in rows") {
     Script p = { 3, { 110, 70, 70 }, { 12, 5, 3 }, 8 };
     int streaming[2] = { 90, 4 };
-    BaseTwin ada = { BT_ADA, 90, 8, 7, AGG_MEAN, 0, -1 }, pyramid = { BT_PYRAMID, 60, 8, 7, AGG_MEAN, 0, -1 };
+    BaseTwin ada = { BT_ADA, 90, 8, 7, 0, -1 }, pyramid = { BT_PYRAMID, 60, 8, 7, 0, -1 };
     double dense[3] = {
         loop_agrees("loopserve-p+streaming", LOOP_SMALL "loopserve-alpha=.8 budget=90", &p, 4, 2, 0, streaming_twin,
                     streaming),
@@ -3780,18 +3780,16 @@ TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin ove
 
 // ---- stage 1
 
-TEST(dililazy_scores, "Dili, Lazy, Inf and the counts of one row by hand") {
+TEST(dililazy_scores, "Dili, Lazy and Inf of one row by hand") {
     Calibration r = { .at = 2, .n = 3 };
     // needle: keys 2, 3, 4; T: all but key 3 and one of .02
     float a[12] = { .3f, .02f, .2f, .001f, .05f, .03f, .2f, .1f, .04f, .03f, .002f, .025f };
     int idx[64];
-    double score[3], counts[4];
-    head_scores(&r, a, 12, idx, score, counts);
+    double score[3];
+    head_scores(&r, a, 12, idx, score);
     CHECK(fabs(score[1] - .25 / .995) < 1e-6 && fabs(score[2] - .25 / .251) < 1e-6 &&
               fabs(score[0] - .5 / 1.246) < 1e-6,
           "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
-    CHECK(counts[0] == 2 && counts[1] == 8 && counts[2] == 1 && counts[3] == 1,
-          "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
 }
 
 // Parses a list of numbers. Returns the exit code, 0 if it was taken.
@@ -4032,7 +4030,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     Calibration r = { .at = 0 };
     CalTwin x = { .r = &r };
     for (int i = 0; i < 18; i++, runs++) {
-        Run run = { &own_needles[i / 2 % 3], LENGTH, i / 6 * 50, i % 2 };
+        Run run = { &p.needle[i / 2 % 3], LENGTH, i / 6 * 50, i % 2 };
         int *ids = run_prompt(t, &p.frame, &run, hay, &r);
         check_prompt(&run, ids, hay, &r);
         x.reasoning = i % 2;
@@ -4053,7 +4051,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     CHECK(some > 1e-3, "no head looks at a right answer: this shows nothing");
     Frame chat = { "<user>", "(", ")" };
     for (int depth = 0; depth <= 100; depth += 20) {
-        Run run = { &own_needles[1], 500, depth, 0 };
+        Run run = { &p.needle[1], 500, depth, 0 };
         int *ids = run_prompt(t, &chat, &run, hay, &r);
         CHECK(ids[0] == '<' && ids[1] == 'u' && ids[5] == '>' && arrlast(ids) == ')', "prefix and prompt");
         CHECK((r.at == 6 || ids[r.at - 1] == '.') && ids[r.at + r.n - 1] == '.' && r.at <= 6 + 300 * depth / 100,
@@ -6331,7 +6329,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
 
 TEST(cuda_sampling,
      "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
-     "top-k, top-p, min-p; a penalty and large top-k take all logits") {
+     "top-k, top-p, min-p; a large top-k takes all logits") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
     sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 5);
     tiny_free(m);
@@ -6341,7 +6339,6 @@ TEST(cuda_sampling,
     sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
     sampling_agrees(m, "full", "top-k=129", 0, 3);
     sampling_agrees(m, "full", "top-k=0", 0, 3);
-    sampling_agrees(m, "full", "temp=0 repeat-penalty=1.2", 0, 3);
     sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
@@ -6515,8 +6512,8 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
     tiny_free(m);
 }
 
-TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free; on the "
-                 "device decode goes on until heads have grown") {
+TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free, and "
+                 "decode is measured on the device") {
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
     Session *s = cuda_session(m, "full", "");
     // Of the 128 KB that a test's copy wants.
@@ -6527,8 +6524,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     CHECK(!emu_set_memory || fabs(copy - 65536e3) < 100,
           "%g bytes/s of a copy of 32768 bytes in a millisecond", copy);
     BenchLine b = bench_decode(s, 20, 1);
-    CHECK(s->n_tok >= 65 + GROWTH_STEPS - 1 && s->n_tok < 80 && b.growth != 0,
-          "%d tokens, a growth costs %g s", s->n_tok, b.growth);
+    CHECK(s->n_tok == 20 + BENCH_WARM + BENCH_STEPS && b.tok_s > 0, "%d tokens", s->n_tok);
     session_done(s);
     tiny_free(m);
 }
@@ -6562,13 +6558,8 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
     const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
-<<<<<<< HEAD
                         "lychee-chunk-max=4";
-    int all = n_seeds() == 1;
-=======
-                        "lychee-chunk-max=4 lychee-iters=1";
     int all = n_seeds() == 1 && variants_step() == 1;
->>>>>>> 0cf6a5f619b630e392c8d1d27af539c523a5f976
     char text[300];
     EACH_SEED(seed) {
         // 4 pages.

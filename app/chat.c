@@ -24,7 +24,7 @@
 // Is the turn that is being made to end?
 static int stop_asked(void) { return interrupts || leaving; }
 
-// ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
+// ---- sampling: top-k, top-p, min-p, temperature, in this order
 // A CPU session has all logits at hand. On a device the largest are looked for there, and only those
 // that sampling may draw come to the host, which goes on with them as it does with a CPU's: the same
 // random number draws the same id.
@@ -45,35 +45,9 @@ int argmax(const float *x, int n) {
     return best;
 }
 
-// Is id among these n tokens?
-static int id_among(const Token *tok, int n, int id) {
-    for (int i = 0; i < n; i++)
-        if (tok[i].id == id) return 1;
-    return 0;
-}
-
-enum { PENALISED = 64 };        // last tokens that --repeat-penalty looks at
-
-// --repeat-penalty: every id among the last of them has its logit in x (V) divided
-// by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
-// method's own tokens (id < 0) have no logit.
-static void penalise(const App *a, float *x) {
-    double penalty = opt_real(a->o, "repeat-penalty");
-    int n = a->s->n_tok;
-    if (penalty == 1) return;
-    int from = max_int(n - PENALISED, 0);
-    const Token *recent = a->s->tok + from;
-    for (int i = 0; i < n - from; i++) {
-        int id = recent[i].id;
-        if (id < 0 || id_among(recent, i, id)) continue;
-        x[id] = (float)(x[id] > 0 ? x[id] / penalty : x[id] * penalty);
-    }
-}
-
 // How many of the largest logits sampling looks at, 0: at all of them, or at more than a device brings.
 static int logits_needed(const Options *o) {
     int k = opt_int(o, "top-k");
-    if (opt_real(o, "repeat-penalty") != 1) return 0;
     if (opt_real(o, "temp") <= 0) return 1;
     return k <= MAX_BEST ? k : 0;
 }
@@ -99,13 +73,10 @@ static Cand *picked_candidates(Session *s, int *n) {
     return c;
 }
 
-// The same of all logits of the App, which --repeat-penalty changes first. With --temp 0 it is the
-// best one alone.
+// The same of all logits of the App. With --temp 0 it is the best one alone.
 static Cand *row_candidates(App *a, int *n) {
     int V = a->c->V;
-    float *x = scratch(a->s, (size_t)V * sizeof *x);
-    memcpy(x, a->logits, (size_t)V * sizeof *x);
-    penalise(a, x);
+    const float *x = a->logits;
     if (opt_real(a->o, "temp") > 0) return best_candidates(a->s, x, V, opt_int(a->o, "top-k"), n);
     Cand *c = scratch(a->s, sizeof *c);
     int id = argmax(x, V);
@@ -429,18 +400,19 @@ void feed_decode(App *a, int id) {
     if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
 }
 
-// Feeds the first turns of the record once more, from an empty cache. The same method gives the
-// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
-// session is as it was.
-static int replay(App *a, int turns) {
+// Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
+// then, it does again. 0; -1 when the method does not open again, with the reason in a->s->err, and then the session
+// is as it was. within 1: also 1, in the middle of it, when -c does not allow so many rows.
+int replay(App *a, int within) {
+    if (within && record_overflows(a, a->turn)) return 1;
     if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    for (int i = 0; i < turns; i++) {
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        (void)make_room(a, (int)arrlen(t->pre));        // what a full context did then, it does again
+        if (!make_room(a, (int)arrlen(t->pre)) && within) return 1;
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            (void)make_room(a, 1);
+            if (!make_room(a, 1) && within) return 1;
             feed_decode(a, t->dec[j]);
         }
     }
@@ -456,7 +428,7 @@ int session_take_back(App *a, Turn *t) {
         kv_truncate(a->s, a->s->n_tok - n);
         return 0;
     }
-    if (!replay(a, (int)arrlen(a->turn))) return 0;
+    if (!replay(a, 0)) return 0;
     warn("%s", a->s->err);
     return -1;
 }
@@ -464,7 +436,7 @@ int session_take_back(App *a, Turn *t) {
 // Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a) {
-    if (!a->stale || !replay(a, (int)arrlen(a->turn))) return 0;
+    if (!a->stale || !replay(a, 0)) return 0;
     warn("%s", a->s->err);
     return -1;
 }
@@ -1078,6 +1050,16 @@ void write_making(const App *a, FILE *f) {
     options_free(plain);
 }
 
+// What `write` writes of the App, malloc'd.
+char *written(const App *a, void (*write)(const App *a, FILE *f)) {
+    char *text = NULL;
+    size_t n;
+    FILE *f = memory_stream(&text, &n);
+    write(a, f);
+    memory_stream_close(f);
+    return text;
+}
+
 // "ids":[..]
 void write_ids(FILE *f, const int *ids) {
     fprintf(f, "\"ids\":[");
@@ -1106,13 +1088,9 @@ static void write_said(const App *a, const Turn *t, FILE *f) {
 
 // Writes the whole file.
 static void session_write(App *a, FILE *f) {
-    char *made = NULL;
-    size_t n;
-    FILE *memory = memory_stream(&made, &n);
-    write_making(a, memory);
-    memory_stream_close(memory);
+    char *made = written(a, write_making);
     fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)app_fingerprint(a));
-    json_escape(f, made, n);
+    json_escape(f, made, strlen(made));
     fprintf(f, "}\n");
     free(made);
     if (a->tp && opt_given(a->o, "system")) {
@@ -1234,21 +1212,17 @@ static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) 
     return 0;
 }
 
-// A list of ids into the stb_ds array *ids. 0, or -1 with why.
-static int session_ids(const Json *list, int V, int **ids, char why[128]) {
-    if (!list || list->type != JSON_ARRAY) {
-        snprintf(why, 128, "expected a list of \"ids\"");
-        return -1;
-    }
-    for (int i = 0; i < list->n; i++) {
+// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
+int ids_of_json(const Json *list, int V, int **ids, char why[128]) {
+    *why = 0;
+    if (!list || list->type != JSON_ARRAY) snprintf(why, 128, "expected a list of \"ids\"");
+    for (int i = 0; !*why && i < list->n; i++) {
         const Json *id = &list->item[i];
-        if (!id->is_int || id->i < 0 || id->i >= V) {
+        if (!id->is_int || id->i < 0 || id->i >= V)
             snprintf(why, 128, "id %.6g is outside the vocabulary of %d", id->num, V);
-            return -1;
-        }
-        arrput(*ids, (int)id->i);
+        else arrput(*ids, (int)id->i);
     }
-    return 0;
+    return *why ? -1 : 0;
 }
 
 // A count of a message's ids; -1: it is none.
@@ -1260,7 +1234,7 @@ static int session_count(const Json *j, const char *name, int n) {
 // The reply of turn t. Its text stands for itself where the template has written it anew in a later turn, and
 // these are not its ids. 0, or -1 with why.
 static int session_reply(const App *a, Turn *t, const Json *j, const char *text, char why[128]) {
-    if (session_ids(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
+    if (ids_of_json(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
     char *said = reply_text(a, t);
     if (strcmp(said, text)) t->reply = copy_text(text);
     free(said);
@@ -1282,7 +1256,7 @@ static int session_line(const App *a, SessionFile *x, const Json *j, char why[12
     }
     Turn t = { .user = copy_text(text) };
     x->pending = copy_text(text);
-    int bad = session_ids(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
+    int bad = ids_of_json(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
     t.n_sys = session_count(j, "system", n);
     t.n_foot = session_count(j, "foot", n);
     t.n_head = session_count(j, "head", n);
@@ -1330,31 +1304,9 @@ int record_overflows(const App *a, const Turn *turns) {
     return n > ctx_limit(a);
 }
 
-// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
-// again, with the reason in a->s->err, and then the session is as it was.
-int replay_within(App *a) {
-    if (record_overflows(a, a->turn)) return 1;
-    if (session_try_reset(a->s)) return -1;
-    a->stale = 0;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        const Turn *t = &a->turn[i];
-        if (!make_room(a, (int)arrlen(t->pre))) return 1;
-        feed_prefill(a, t);
-        for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!make_room(a, 1)) return 1;
-            feed_decode(a, t->dec[j]);
-        }
-    }
-    return 0;
-}
-
 // Says what is not as it was when the session was saved, a line each. 1: something is not.
 static int session_differs(const App *a, const SessionFile *x) {
-    char *own = NULL;
-    size_t n;
-    FILE *f = memory_stream(&own, &n);
-    write_making(a, f);
-    memory_stream_close(f);
+    char *own = written(a, write_making);
     int other = strcmp(own, x->made) != 0;
     if (x->torn == 1 && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
     if (other && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
@@ -1370,7 +1322,7 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
     a->closed = 0;
-    int bad = replay_within(a);
+    int bad = replay(a, 1);
     if (bad > 0) {
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
                            "method that drops rows)", x->path, ctx_limit(a));
@@ -1379,7 +1331,7 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (bad) {
         a->turn = own;
         a->closed = closed;
-        if (bad > 0 && replay(a, (int)arrlen(own))) a->stale = 1;       // session_ready tries again
+        if (bad > 0 && replay(a, 0)) a->stale = 1;       // session_ready tries again
         return -1;
     }
     x->turn = own;                                      // goes with x
@@ -1485,20 +1437,20 @@ void trace_close(App *a, int keep) {
 }
 
 // ---- opening the model
-// A file or folder that comes with the program: beside it, else in the working directory.
-void beside_program(const char *name, char path[PROGRAM_PATH]) {
+// A file or folder that comes with the program: beside it, else in the working directory. Returns path.
+const char *beside_program(const char *name, char path[PROGRAM_PATH]) {
     ssize_t n = readlink("/proc/self/exe", path, PROGRAM_PATH - 200);
     while (n > 0 && path[n - 1] != '/') n--;                // path[0,n): the program's folder
     n = n > 0 ? n : 0;
     snprintf(path + n, 200, "%s", name);
     if (!file_exists(path)) snprintf(path, PROGRAM_PATH, "%s", name);
+    return path;
 }
 
 // The shipped model.
 void default_model(Options *o) {
     char path[PROGRAM_PATH], err[256];
-    beside_program("models/kvcomp-tiny", path);
-    options_set(o, "model", path, err);
+    options_set(o, "model", beside_program("models/kvcomp-tiny", path), err);
 }
 
 // ---- where a model lies
@@ -1993,27 +1945,37 @@ void words_free(char **w) {
 // Without a terminal every input line is a turn.
 
 // ---- a turn of the chat
-// Is there room for n more tokens? When there is not, a line on stderr says what is short.
-int message_fits(const App *a, int n) {
-    if (!make_room(a, n)) {
-        warn("%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)",
-             n, rows_held(a), ctx_limit(a));
-        return 0;
-    }
-    if (!pos_fits(a->s, n, a->s->pos_extra)) {
-        warn("%d tokens do not fit: the next position is %d, "
-             "%s goes to max_position_embeddings %d (see /clear, or /method)",
-             n, a->s->pos_next, a->method, a->s->pos_end);
-        return 0;
-    }
-    return 1;
+// Has the model a row for every id of a message? 0, or -1 with err.
+static int message_known(const App *a, const Turn *t, char err[512]) {
+    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
+    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
 }
 
-// Has the model a row for every id of a message? When it has not, a line on stderr says which.
-int message_known(const App *a, const Turn *t) {
-    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
-    if (known < n) warn("this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
-    return known == n;
+// The next message as a turn, which the model knows and which fits. 0; or -1, with err, which is empty where there is
+// nothing to feed.
+static int message_turn(const App *a, const char *text, Turn *t, char err[512]) {
+    *t = render_turn(a, text, err);
+    int n = max_int((int)arrlen(t->pre) - t->back, 0), bad = *err || !arrlen(t->pre) || message_known(a, t, err);
+    if (!bad && !make_room(a, n))
+        bad = fault(err, "%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)", n,
+                    rows_held(a), ctx_limit(a));
+    if (!bad && !pos_fits(a->s, n, a->s->pos_extra))
+        bad = fault(err, "%d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see "
+                    "/clear, or /method)", n, a->s->pos_next, a->method, a->s->pos_end);
+    if (bad) turn_free(*t);
+    return bad ? -1 : 0;
+}
+
+int message_feed(App *a, const char *text, char err[512]) {
+    Turn t;
+    if (message_turn(a, text, &t, err)) return -1;
+    if (session_take_back(a, &t)) {
+        turn_free(t);
+        return fault(err, "%s", a->s->err);
+    }
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    return 0;
 }
 
 // The reply to the record's last turn, with a newline behind it, and the summary line.
@@ -2071,14 +2033,13 @@ static void turn_end(App *a, int replied) {
 // that the model does not have, and nothing was fed.
 int chat_turn(App *a, const char *text, FILE *out) {
     char err[512];
+    Turn t;
     if (session_ready(a)) return -1;
-    Turn t = render_turn(a, text, err);
-    int n = (int)arrlen(t.pre), rewrites = t.back;
-    if (*err) warn("%s", err);
-    if (!n || !message_known(a, &t) || !message_fits(a, max_int(n - rewrites, 0))) {
-        turn_free(t);
-        return n || *err ? -1 : 0;
+    if (message_turn(a, text, &t, err)) {
+        if (*err) warn("%s", err);
+        return *err ? -1 : 0;
     }
+    int rewrites = t.back;
     // The message is saved before its reply, so that whatever ends the program costs the reply only. One
     // without a reply that the file ends with goes.
     turn_begin();
@@ -2124,7 +2085,7 @@ static void chat_regen(App *a, FILE *out) {
     }
     int *reply = arrlast(a->turn).dec;
     arrlast(a->turn).dec = NULL;
-    if (replay(a, (int)arrlen(a->turn))) {
+    if (replay(a, 0)) {
         arrlast(a->turn).dec = reply;
         warn("the reply stays: %s", a->s->err);
         return;
@@ -2330,26 +2291,9 @@ static int side_turn(Side *x, const char *text, int n) {
     double bytes = a->s->clk.bytes_attended;
     long steps = a->s->clk.steps;
     size_t size;
-    Turn t = render_turn(a, text, x->refused);
-    if (*x->refused) {
-        turn_free(t);
-        return -1;
-    }
-    if (session_take_back(a, &t)) {
-        snprintf(x->refused, sizeof x->refused, "%s", a->s->err);
-        turn_free(t);
-        return -1;
-    }
-    if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
-        snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
-                 "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);
-        turn_free(t);
-        return -1;
-    }
+    if (message_feed(a, text, x->refused)) return -1;
     free(x->reply);
     FILE *out = memory_stream(&x->reply, &size);
-    arrput(a->turn, t);
-    feed_prefill(a, &t);
     x->made = generate(a, n, out);
     memory_stream_close(out);
     steps = a->s->clk.steps - steps;
@@ -2362,7 +2306,7 @@ static int side_replay(Side *x, const App *a) {
     x->app.turn = turns_copy(a->turn);
     x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
-    if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
+    if (!replay(&x->app, 0)) return 0;
     snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
     return -1;
 }
@@ -2591,10 +2535,10 @@ static int compare_budget(const App *a) {
 static void chat_compare(App *a, const char *question) {
     char err[512];
     Turn t = render_turn(a, question, err);
-    int known = message_known(a, &t);
+    if (!*err) (void)message_known(a, &t, err);
     turn_free(t);
     if (*err) warn("%s", err);
-    if (*err || !known) return;
+    if (*err) return;
 
     Options *o = sides_options(a, compare_budget(a));
     int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");

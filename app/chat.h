@@ -220,21 +220,26 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f);
 
+// What `write` writes of the App, malloc'd.
+char *written(const App *a, void (*write)(const App *a, FILE *f));
+
 // ---- reading them
 // Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
 // method that drops no row and adds none can be asked beforehand.
 int record_overflows(const App *a, const Turn *turns);
 
-// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
-// again, with the reason in a->s->err, and then the session is as it was.
-int replay_within(App *a);
+// Feeds the record once more, from an empty cache. 0; -1 when the method does not open again, with the reason in
+// a->s->err, and then the session is as it was. within 1: also 1, in the middle of it, when -c does not allow so many
+// rows.
+int replay(App *a, int within);
+
+// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
+int ids_of_json(const Json *list, int V, int **ids, char why[128]);
 
 // ---- a turn of the chat
-// Is there room for n more tokens? When there is not, a line on stderr says what is short.
-int message_fits(const App *a, int n);
-
-// Has the model a row for every id of a message? When it has not, a line on stderr says which.
-int message_known(const App *a, const Turn *t);
+// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the template
+// or the method refuses it, it names a token without a row, or it does not fit.
+int message_feed(App *a, const char *text, char err[512]);
 
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
@@ -280,9 +285,9 @@ void words_free(char **w);
 int holds_answer(const char *said, const char *gold, int whole);
 
 // ---- opening the model
-// A file or folder that comes with the program: beside it, else in the working directory.
+// A file or folder that comes with the program: beside it, else in the working directory. Returns path.
 enum { PROGRAM_PATH = 1200 };
-void beside_program(const char *name, char path[PROGRAM_PATH]);
+const char *beside_program(const char *name, char path[PROGRAM_PATH]);
 
 // The shipped model.
 void default_model(Options *o);

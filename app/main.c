@@ -546,7 +546,7 @@ static const char *const request_fields[] = {
 static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
-        "repeat-penalty", "seed",
+        "seed",
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
@@ -595,14 +595,10 @@ static int request_options(Options *o, const Json *j, char err[512]) {
     return request_option(o, "n-predict", json_get(j, "max_tokens"), err);
 }
 
-// Appends the ids of a list to *ids (stb_ds). 0, or -1 with err.
+// Appends the ids of a list, which may not be empty, to *ids (stb_ds). 0, or -1 with err.
 static int request_ids(const Config *c, const Json *list, const char *key, int **ids, char err[512]) {
-    for (int i = 0; i < list->n; i++) {
-        const Json *v = &list->item[i];
-        if (v->type != JSON_NUMBER || !v->is_int || v->i < 0 || v->i >= c->V)
-            return fault(err, "'%s' holds something else than ids from 0 to %d", key, c->V - 1);
-        arrput(*ids, (int)v->i);
-    }
+    char why[128];
+    if (ids_of_json(list, c->V, ids, why)) return fault(err, "'%s': %s", key, why);
     return arrlen(*ids) ? 0 : fault(err, "'%s' is empty", key);
 }
 
@@ -701,7 +697,7 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
     if (messages && request_messages(a, messages, err)) return -1;
     if (ids) {
         Turn t = { 0 };
-        int bad = ids->type != JSON_ARRAY ? fault(err, "'ids' is no list") : request_ids(a->c, ids, "ids", &t.pre, err);
+        int bad = request_ids(a->c, ids, "ids", &t.pre, err);
         arrput(a->turn, t);
         if (bad) return -1;
     }
@@ -714,16 +710,6 @@ static int request_known(const Config *c, const int *ids, char err[512]) {
     return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
 }
 
-// What the App's session is made with, malloc'd.
-static char *making_text(const App *a) {
-    char *text = NULL;
-    size_t n;
-    FILE *f = memory_stream(&text, &n);
-    write_making(a, f);
-    memory_stream_close(f);
-    return text;
-}
-
 // A session for the request: the last one, if it was made with the same, or a new one. o becomes the
 // App's. 0, or -1 with err.
 static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
@@ -734,7 +720,7 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     free(a->method);
     a->method = name;
     a->o = o;
-    char *making = same ? making_text(a) : NULL;
+    char *making = same ? written(a, write_making) : NULL;
     int bad = 0;
     if (making && !strcmp(making, b->making)) {
         a->s->opt = o;
@@ -745,7 +731,7 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
         free(b->making);
         b->making = NULL;
         a->s = session_try(a->c, a->w, o, method, err);
-        if (a->s) b->making = making_text(a);
+        if (a->s) b->making = written(a, write_making);
     }
     free(making);
     options_free(old);
@@ -759,7 +745,7 @@ static int request_play(Batch *b, char err[512]) {
     for (int i = 0; i < (int)arrlen(a->turn); i++)
         if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
     if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
-    int bad = replay_within(a);
+    int bad = replay(a, 1);
     if (bad < 0) return fault(err, "%s", a->s->err);
     if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
     if (!n) {
@@ -1070,8 +1056,8 @@ static int run_program(int argc, char **argv) {
     parse_args(a.o, argc, argv);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
-    color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
-    if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
+    const char *colors = getenv("CLICOLOR_FORCE");
+    color_mode = colors && *colors && strcmp(colors, "0") ? COLOR_ALWAYS : COLOR_AUTO;
     bf16_terms = opt_int(a.o, "bf16-terms");
     progress_hook = progress;
     if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);

@@ -536,27 +536,18 @@ static char *without_frame(const EvalTurn *t, const char *said) {
     return rest;
 }
 
-// Appends an answer to a row.
-static void add_answer(Score *sc, const Answer *x) {
-    arrput(sc->answers, *x);
-    sc->exact += x->exact;
-    sc->found += x->found;
-    sc->f1 += x->f1;
-    sc->rouge += x->rouge;
-}
-
 // Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
 // play_forced.
 static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
     const EvalTurn *t = &it->turn[turn];
     char *rest = without_frame(t, said);
-    add_answer(sc, &(Answer){
+    arrput(sc->answers, ((Answer){
         .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
         .position = t->position, .length = it->length, .depth = t->depth,
         .score = best_score(it->metric, rest, t),
         .exact = best_score(METRIC_EXACT, rest, t), .found = best_score(METRIC_FOUND, rest, t),
         .f1 = best_score(METRIC_F1, rest, t), .rouge = best_score(METRIC_ROUGE, rest, t),
-    });
+    }));
     free(rest);
 }
 
@@ -667,19 +658,14 @@ static Answer *answers_of(const Answer *x, const char *task, int place) {
     return some;
 }
 
-// The mean score of the answers (stb_ds).
-static double mean_score(const Answer *x) {
+// The mean of a number of the answers (stb_ds), which stands at this place of each.
+static double mean_of(const Answer *x, size_t at) {
     double sum = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].score;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += *(const double *)((const char *)&x[i] + at);
     return sum / (double)arrlen(x);
 }
 
-// The mean NLL of the answers (stb_ds).
-static double mean_nll(const Answer *x) {
-    double sum = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].nll;
-    return sum / (double)arrlen(x);
-}
+static double mean_score(const Answer *x) { return mean_of(x, offsetof(Answer, score)); }
 
 // Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
 // the KLD.
@@ -695,13 +681,13 @@ static void finish_row(Score *s) {
 }
 
 // ---- tables: the fields of a row
-
-static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...)
+// A row is a list of fields (stb_ds), which a table shows, CSV and JSON have in full.
+static void add_field(Field **c, int forms, const char *name, double x, const char *fmt, ...)
     KV_PRINTF(5, 6);
 
-// Appends a field to *c (stb_ds); fmt and what follows print its text.
-static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) {
-    Field k = { .x = x, .in_table = in_table };
+// Appends a number to *c for these forms (IN_*); fmt and what follows print it in a table.
+static void add_field(Field **c, int forms, const char *name, double x, const char *fmt, ...) {
+    Field k = { .x = x, .forms = forms };
     va_list ap;
     va_start(ap, fmt);
     snprintf(k.name, sizeof k.name, "%s", name);
@@ -713,11 +699,17 @@ static void add_field(Field **c, int in_table, const char *name, double x, const
     arrput(*c, k);
 }
 
+// Appends a word, which stays the caller's.
+static void add_word(Field **c, int forms, const char *name, const char *word) {
+    add_field(c, forms, name, NAN, "%s", "");
+    arrlast(*c).word = word;
+}
+
 // Appends a number of bytes.
-static void add_bytes(Field **c, int in_table, const char *name, double x) {
+static void add_bytes(Field **c, int forms, const char *name, double x) {
     char text[32];
     human_bytes(x, text);
-    add_field(c, in_table, name, x, "%s", text);
+    add_field(c, forms, name, x, "%s", text);
 }
 
 // How much of a mean score is printed, and where.
@@ -734,16 +726,17 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     double mean = mean_score(x) - (base ? mean_score(base) : 0), lo, hi;
     char full_name[64];
     snprintf(full_name, sizeof full_name, "%.40s%s", name, gap);
-    add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN), full_name, mean, form, mean);
+    add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN) ? EVERYWHERE : IN_LISTS, full_name, mean, form, mean);
     if (detail == MEAN_HIDDEN) return;
 
     bootstrap(x, base, (int)arrlen(x), &lo, &hi);
     if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
     snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
-    add_field(c, 0, full_name, lo, form, lo);
+    add_field(c, IN_LISTS, full_name, lo, form, lo);
     snprintf(full_name, sizeof full_name, "%.40s%s_hi", name, gap);
-    if (isnan(lo)) add_field(c, detail == ALL_SHOWN, full_name, hi, "-");
-    else add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
+    int where = detail == ALL_SHOWN ? EVERYWHERE : IN_LISTS;
+    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
+    else add_field(c, where, full_name, hi, forms, lo, hi);
 }
 
 // The row that the gaps of row s are measured from: that of the first method, the one with the same
@@ -783,11 +776,15 @@ static int first_of_task(const Answer *x, int i) {
 // of the items, by position and over last turns; then the other metrics and the NLL.
 static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     static const char *places[] = { "alone", "begin", "middle", "end" };        // position -1..2
+    static const struct { const char *name; size_t at; int forms; } others[] = {
+        { "exact",   offsetof(Answer, exact), IN_LISTS },   { "found", offsetof(Answer, found), EVERYWHERE },
+        { "f1",      offsetof(Answer, f1), IN_LISTS },      { "rouge_l", offsetof(Answer, rouge), IN_LISTS },
+        { "nll",     offsetof(Answer, nll), EVERYWHERE },
+    };
     const Answer *x = s->answers;
-    double n = (double)arrlen(x), nll = mean_nll(x);
     char name[48];
     add_score(c, ALL_SHOWN, "score", s, run, NULL, ANY_PLACE);
-    for (int i = 0; i < (int)n; i++) {
+    for (int i = 0; i < (int)arrlen(x); i++) {
         if (!first_of_task(x, i)) continue;
         add_score(c, MEAN_SHOWN, x[i].task, s, run, x[i].task, ANY_PLACE);
         for (int p = -1; p < 3; p++) {
@@ -797,106 +794,79 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     }
     for (int p = -1; p < 3; p++) add_score(c, MEAN_SHOWN, places[p + 1], s, run, NULL, p);
     add_score(c, MEAN_SHOWN, "last_turn", s, run, NULL, LAST_TURN);
-
-    add_field(c, 0, "exact", s->exact / n, "%.3f", s->exact / n);
-    add_field(c, 1, "found", s->found / n, "%.3f", s->found / n);
-    add_field(c, 0, "f1", s->f1 / n, "%.3f", s->f1 / n);
-    add_field(c, 0, "rouge_l", s->rouge / n, "%.3f", s->rouge / n);
-    add_field(c, 1, "nll", nll, "%.3f", nll);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        add_field(c, others[i].forms, others[i].name, mean_of(x, others[i].at), "%.3f", mean_of(x, others[i].at));
 }
 
-// All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes
-// and speed.
+// All fields of a row (stb_ds): whose it is; scores, perplexity and divergence where they were measured;
+// bytes and speed.
 Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
     double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
     double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
     double prefill_rate = rate((long)s->n_prefill, s->prefill_s);
     double decode_rate = rate((long)s->n_decode, s->decode_s);
+    add_word(&c, EVERYWHERE, "method", s->name);
+    add_field(&c, EVERYWHERE, "budget", s->budget, "%d", s->budget);
+    add_word(&c, IN_JSON, "model", run->model);
+    add_field(&c, IN_LISTS, "items", s->items, "%d", s->items);
+    add_field(&c, IN_LISTS, "scored", (double)arrlen(s->answers), "%d", (int)arrlen(s->answers));
     if (s->answers) score_fields(&c, s, run);
-    if (run->ppl) add_field(&c, 1, "ppl", perplexity, "%.4f", perplexity);
+    if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
     if (s->each) {
-        add_field(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-        add_field(&c, run->ppl, "kld_p99", s->kld_top, "%.3f", s->kld_top);
-        add_field(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
+        add_field(&c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
+        add_field(&c, run->ppl ? EVERYWHERE : IN_LISTS, "kld_p99", s->kld_top, "%.3f", s->kld_top);
+        add_field(&c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
     }
-    add_field(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
-    add_bytes(&c, 1, "kv_bytes_stored", s->stored / items);
-    add_bytes(&c, 0, "kv_bytes_full", s->full / items);
-    add_bytes(&c, 1, "kv_bytes_attended", s->attended / items);
-    add_bytes(&c, 1, "kv_bytes_peak", s->peak);
-    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
-    add_field(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
-    add_field(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
+    add_field(&c, EVERYWHERE, "stored", stored, "%.1f %%", 100 * stored);
+    add_bytes(&c, EVERYWHERE, "kv_bytes_stored", s->stored / items);
+    add_bytes(&c, IN_LISTS, "kv_bytes_full", s->full / items);
+    add_bytes(&c, EVERYWHERE, "kv_bytes_attended", s->attended / items);
+    add_bytes(&c, EVERYWHERE, "kv_bytes_peak", s->peak);
+    add_field(&c, EVERYWHERE, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
+    add_field(&c, IN_LISTS, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
+    add_field(&c, EVERYWHERE, "tg_tok_s", decode_rate, "%.4g", decode_rate);
     return c;
 }
 
 // ---- tables: text, CSV, JSON
-enum { AS_TABLE, AS_CSV, AS_JSON };
-
 // The head of a field's column in a table.
 const char *field_head(const Field *c) { return strstr(c->name, "_hi") ? "95 %" : c->name; }
 
-// A row of the Markdown table, with the head of the table before the first one.
-static void print_table_row(const Score *s, const Field *c, int first, FILE *f) {
-    int n = (int)arrlen(c);
-    if (first) {
-        fprintf(f, "| method | budget");
-        for (int i = 0; i < n; i++) {
-            if (c[i].in_table) fprintf(f, " | %s", field_head(&c[i]));
-        }
-        fprintf(f, " |\n|---|---:");
-        for (int i = 0; i < n; i++) {
-            if (c[i].in_table) fprintf(f, "|---:");
-        }
-        fprintf(f, "|\n");
-    }
-    fprintf(f, "| %s | %d", s->name, s->budget);
-    for (int i = 0; i < n; i++) {
-        if (c[i].in_table) fprintf(f, " | %s", c[i].text);
-    }
-    fprintf(f, " |\n");
-}
+// What a table has of a field.
+const char *field_text(const Field *c) { return c->word ? c->word : c->text; }
 
-// The cells of a line of a Markdown table (stb_ds), without the blanks around them; the line is cut up.
-static char **table_cells(char *line) {
-    char **cell = NULL;
-    for (char *p = strtok(line + 1, "|"); p; p = strtok(NULL, "|")) {
-        char *end = p + strlen(p);
-        while (*p == ' ') p++;
-        while (end > p && end[-1] == ' ') *--end = 0;
-        if (*p || end > p) arrput(cell, p);
-    }
+// The cells of a table's row, or with heads 1 those of its first line (stb_ds).
+static const char **table_cells(const Field *c, int heads) {
+    const char **cell = NULL;
+    for (int i = 0; i < (int)arrlen(c); i++)
+        if (c[i].forms & IN_TABLE) arrput(cell, heads ? field_head(&c[i]) : field_text(&c[i]));
     return cell;
 }
 
 // Writes the columns from..to-1 of a table, behind its first `key` ones, each `width` wide: the
 // first to the left, the others to the right.
-static void table_block(FILE *f, char ***row /* stb_ds */, const int *width, int key, int from, int to) {
+static void table_block(FILE *f, const char ***row /* stb_ds */, const int *width, int key, int from, int to) {
     for (int r = 0; r < (int)arrlen(row); r++) {
-        for (int c = 0; c < to; c++) {
-            if (c >= key && c < from) continue;
-            const char *text = c < (int)arrlen(row[r]) ? row[r][c] : "";
-            fprintf(f, c ? "  %*s" : "%-*s", width[c], text);
-        }
+        for (int c = 0; c < to; c++)
+            if (c < key || c >= from) fprintf(f, c ? "  %*s" : "%-*s", width[c], row[r][c]);
         fputc('\n', f);
     }
 }
 
-// Writes a Markdown table for a screen of cols columns: aligned, and in blocks one below the other
-// where it is wider than that; each block begins with the first two columns. The text is cut up.
-static void print_for_screen(FILE *f, char *markdown, int cols) {
-    char ***row = NULL, *line = markdown, *next;
-    for (int n = 0; line && *line; line = next, n++) {
-        next = strchr(line, '\n');
-        if (next) *next++ = 0;
-        if (n != 1) arrput(row, table_cells(line));             // line 1 is |---|---:|
+// Writes rows that have the same fields for a screen of cols columns: aligned, and in blocks one below the
+// other where the table is wider than that; each block begins with the first two columns.
+static void print_for_screen(FILE *f, Field **rows /* stb_ds */, int cols) {
+    const char ***row = NULL;
+    int *width = NULL, keys = 0;
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        if (!r) arrput(row, table_cells(rows[r], 1));
+        arrput(row, table_cells(rows[r], 0));
     }
-    int *width = NULL, n = row ? (int)arrlen(row[0]) : 0, key = min_int(2, n), keys = 0;
+    int n = row ? (int)arrlen(row[0]) : 0, key = min_int(2, n);
     for (int c = 0; c < n; c++) {
         arrput(width, 0);
-        for (int r = 0; r < (int)arrlen(row); r++)
-            if (c < (int)arrlen(row[r])) width[c] = max_int(width[c], (int)strlen(row[r][c]));
+        for (int r = 0; r < (int)arrlen(row); r++) width[c] = max_int(width[c], (int)strlen(row[r][c]));
         if (c < key) keys += width[c] + (c ? 2 : 0);
     }
     for (int from = key, to; from < n; from = to) {
@@ -910,46 +880,81 @@ static void print_for_screen(FILE *f, char *markdown, int cols) {
     arrfree(width);
 }
 
-// A line of CSV, with the line of names before the first one.
-static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
-    int n = (int)arrlen(c);
-    if (first) {
-        fprintf(f, "method,budget,items,scored");
-        for (int i = 0; i < n; i++) fprintf(f, ",%s", c[i].name);
-        fprintf(f, "\n");
-    }
-    fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
-    for (int i = 0; i < n; i++) {
-        fputc(',', f);
-        if (isfinite(c[i].x)) json_real(f, c[i].x, 6);
-    }
-    fprintf(f, "\n");
+// Writes a line of a Markdown table.
+static void print_markdown(const Field *c, int heads, FILE *f) {
+    const char **cell = table_cells(c, heads);
+    for (int i = 0; i < (int)arrlen(cell); i++) fprintf(f, "| %s ", cell[i]);
+    fprintf(f, "|\n");
+    for (int i = 0; heads && i < (int)arrlen(cell); i++) fprintf(f, i ? "|---:" : "|---");
+    if (heads) fprintf(f, "|\n");
+    arrfree(cell);
 }
 
-// A JSON object on one line, with the options that the user set.
-void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
-    fprintf(f, "{");
-    json_pair(f, "method", s->name);
-    fprintf(f, "\"budget\":%d,", s->budget);
-    json_pair(f, "model", run->model);
-    fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
+// Writes a line of CSV. What is no number leaves its place empty.
+static void print_csv(const Field *c, int heads, FILE *f) {
+    int n = 0;
     for (int i = 0; i < (int)arrlen(c); i++) {
+        if (!(c[i].forms & IN_CSV)) continue;
+        if (n++) fputc(',', f);
+        if (heads) fputs(c[i].name, f);
+        else if (c[i].word) fprintf(f, strchr(c[i].word, ',') ? "\"%s\"" : "%s", c[i].word);
+        else if (isfinite(c[i].x)) json_real(f, c[i].x, 6);
+    }
+    fputc('\n', f);
+}
+
+// Writes a row as a JSON object on one line, with the options that the user set.
+void print_json_row(const Field *c, const App *a, FILE *f) {
+    fputc('{', f);
+    for (int i = 0; i < (int)arrlen(c); i++) {
+        if (!(c[i].forms & IN_JSON)) continue;
         fprintf(f, "\"%s\":", c[i].name);
-        json_real(f, c[i].x, 6);
+        if (c[i].word) json_escape(f, c[i].word, strlen(c[i].word));
+        else json_real(f, c[i].x, 6);
         fputc(',', f);
     }
-    json_options(run->a, f);
+    json_options(a, f);
     fprintf(f, "}\n");
 }
 
-// Prints a row in the form `how` (AS_*).
-static void print_row(const Score *s, const EvalRun *run, int how, int first, FILE *f) {
-    Field *c = row_fields(s, run);
-    if (how == AS_JSON) print_json_row(s, c, run, f);
-    else if (how == AS_CSV) print_csv_row(s, c, first, f);
-    else print_table_row(s, c, first, f);
-    arrfree(c);
+// Writes a row in one of the forms; first 1: with the line of heads before it.
+static void print_row(FILE *f, const Field *c, const App *a, int form, int first) {
+    for (int heads = first; heads >= 0; heads--) {
+        if (form == IN_TABLE) print_markdown(c, heads, f);
+        else if (form == IN_CSV) print_csv(c, heads, f);
+        else if (!heads) print_json_row(c, a, f);
+    }
     fflush(f);
+}
+
+// ---- tables: a run's
+// A table takes rows with the same fields: on a terminal they wait for its end, so that columns can be aligned;
+// elsewhere, as Markdown, CSV or JSON lines, each is written at once.
+typedef struct {
+    const App *a;
+    int form, rows, waits;
+    Field **row;                // stb_ds: those that wait
+} Table;
+
+static Table print_begin(const App *a) {
+    Table t = { .a = a, .form = IN_TABLE };
+    if (opt_int(a->o, "csv")) t.form = IN_CSV;
+    if (opt_int(a->o, "json")) t.form = IN_JSON;
+    t.waits = t.form == IN_TABLE && isatty(1);
+    return t;
+}
+
+// Takes the row, which becomes the table's.
+static void print_take(Table *t, Field *c) {
+    if (t->waits) arrput(t->row, c);
+    else print_row(stdout, c, t->a, t->form, !t->rows++);
+    if (!t->waits) arrfree(c);
+}
+
+static void print_end(Table *t) {
+    print_for_screen(stdout, t->row, screen_columns());
+    for (int r = 0; r < (int)arrlen(t->row); r++) arrfree(t->row[r]);
+    arrfree(t->row);
 }
 
 // ---- the modes: the rows of a run
@@ -1013,7 +1018,7 @@ static Score *open_rows(const App *a, OpenRow **open) {
 // last line without its end was interrupted, and is played again. A file is written in place, unlike every
 // other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is
 // what was written, and a table is made from the same numbers in the same order whether a run was whole, went on, or was
-// spread over machines.
+// spread over machines (D86).
 
 // A number of a line: of an Answer, or of a Score that holds what one item cost.
 typedef struct {
@@ -1075,7 +1080,7 @@ static int item_is_there(const EvalFile *x, int i) {
 // Adds what a row made of one item to the row.
 static void score_add(Score *sc, const Score *one) {
     for (int i = 0; i < (int)arrlen(one->answers); i++) {
-        add_answer(sc, &one->answers[i]);
+        arrput(sc->answers, one->answers[i]);
         sc->top1 += one->answers[i].top1;
     }
     for (int i = 0; i < (int)arrlen(one->each); i++) {
@@ -1083,15 +1088,11 @@ static void score_add(Score *sc, const Score *one) {
         arrput(sc->each, one->each[i]);
         sc->predicted++;
     }
+    double peak = fmax(sc->peak, one->peak);
+    for (int i = 0; i < COST_NUMBERS; i++)
+        *(double *)((char *)sc + cost_numbers[i].at) += *(const double *)((const char *)one + cost_numbers[i].at);
+    sc->peak = peak;
     sc->items += one->items;
-    sc->peak = fmax(sc->peak, one->peak);
-    sc->stored += one->stored;
-    sc->full += one->full;
-    sc->attended += one->attended;
-    sc->prefill_s += one->prefill_s;
-    sc->decode_s += one->decode_s;
-    sc->n_prefill += one->n_prefill;
-    sc->n_decode += one->n_decode;
 }
 
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
@@ -1143,7 +1144,6 @@ static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
         "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
         "chat-template", "tokenizer", "system", "parse-special", "no-think", "ignore-eos", "n-predict",
-        "repeat-penalty",
     };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
@@ -1157,17 +1157,6 @@ static void write_eval_options(const App *a, FILE *f) {
     options_free(plain);
 }
 
-// "name":" .. ", the text that write makes of the App; a comma behind it.
-static void write_as_text(const App *a, const char *name, void (*write)(const App *a, FILE *f), FILE *f) {
-    char *text = NULL;
-    size_t n;
-    FILE *t = memory_stream(&text, &n);
-    write(a, t);
-    memory_stream_close(t);
-    json_pair(f, name, text);
-    free(text);
-}
-
 // The first line of this run's file, malloc'd.
 static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     char *head = NULL;
@@ -1178,7 +1167,9 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     fprintf(f, "\"rows\":\"");
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
     fprintf(f, "\",");
-    write_as_text(a, "options", write_eval_options, f);
+    char *options = written(a, write_eval_options);
+    json_pair(f, "options", options);
+    free(options);
     json_pair(f, "shard", opt_str(a->o, "eval-shard"));
     json_pair(f, "dir", a->c->dir);
     fprintf(f, "\"by\":\"kvcomp %s, %s, %s\"}\n", KVCOMP_VERSION, opt_str(a->o, "device"), simd_name());
@@ -1574,8 +1565,8 @@ static void check_fit(const App *a, const EvalSet *e) {
 static char *task_path(const char *name) {
     char path[PROGRAM_PATH], file[160];
     snprintf(file, sizeof file, "data/tasks/%.100s.jsonl", name);
-    beside_program(file, path);
-    return strlen(name) <= 100 && !strchr(name, '/') && file_exists(path) ? copy_text(path) : NULL;
+    int plain = strlen(name) <= 100 && !strchr(name, '/');
+    return plain && file_exists(beside_program(file, path)) ? copy_text(path) : NULL;
 }
 
 // Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their paths.
@@ -1689,30 +1680,19 @@ static void warn_of_hard_tasks(const Score *rows) {
     }
 }
 
-// Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON. Exit 2
-// when they have not answered the same questions, as those of a damaged file of answers.
+// Prints the rows of a run. Exit 2 when they have not answered the same questions, as those of a damaged file of
+// answers.
 static void print_rows(const EvalRun *run, Score *rows) {
-    const Options *o = run->a->o;
-    int how = AS_TABLE;
     for (int r = 1; r < (int)arrlen(rows); r++)
         if (!same_questions(&rows[0], &rows[r]))
             die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
                 rows[0].name, rows[r].name);
-    if (opt_int(o, "csv")) how = AS_CSV;
-    if (opt_int(o, "json")) how = AS_JSON;
-    char *table = NULL;
-    size_t size;
-    int screen = how == AS_TABLE && isatty(1);
-    FILE *out = screen ? memory_stream(&table, &size) : stdout;
+    Table t = print_begin(run->a);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         finish_row(&rows[r]);
-        print_row(&rows[r], run, how, !r, out);
+        print_take(&t, row_fields(&rows[r], run));
     }
-    if (screen) {
-        memory_stream_close(out);
-        print_for_screen(stdout, table, screen_columns());
-        free(table);
-    }
+    print_end(&t);
     if (!quiet) warn_of_hard_tasks(rows);
 }
 
@@ -1795,84 +1775,21 @@ typedef struct {
     const char *reasoning;      // what tells the right answer from the wrong one; NULL: no second run
 } Needle;
 
-static const Needle own_needles[] = {
-    {
-        .question = "What is the best thing to do on a free afternoon in Merrow?",
-        .needle   = "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.",
-        .answer   = "Row out to the lighthouse.",
-        .distractor = "The best thing to do on a free afternoon in Harlow is to feed the ducks.",
-        .reasoning  = "What is best in Merrow is not what is best in Harlow.",
-    }, {
-        .question = "What keeps the keeper of the old mill healthy?",
-        .needle   = "The keeper of the old mill stays healthy through long walks and barley soup.",
-        .answer   = "Long walks and barley soup.",
-        .distractor = "The keeper of the new bridge stays healthy through cold baths and plums.",
-        .reasoning  = "The keeper of the old mill and the keeper of the new bridge are two people.",
-    }, {
-        .question = "In which year did Anna begin her apprenticeship?",
-        .needle   = "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.",
-        .answer   = "Anna began her apprenticeship in 1947.",
-        .distractor = "Clara was born in 1931. Clara began her apprenticeship eighteen years after she was born.",
-        .reasoning  = "Who was born in the same year need not have begun in the same year.",
-    },
-};
+// What is hidden, and in what, unless the user names other files: facts and sentences in plain English.
+static const char own_needles[] = "data/needles.json", own_hay[] = "data/hay.txt";
 
-// A sentence of the hay is one of each line: who, did, what, and when or where.
-static const char *hay_words[4][12] = {
-    {
-        "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour",
-        "The clockmaker", "A stranger in grey", "The schoolteacher", "An old gardener",
-        "The captain", "Her cousin", "The bell ringer",
-    },
-    {
-        "carried", "forgot", "was looking for", "sold", "painted", "had borrowed", "dreamed of",
-        "repaired", "hid", "counted", "lost", "gave away",
-    },
-    {
-        "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears",
-        "an unfinished letter", "the heavy ladder", "two silver spoons", "a map of the marshes",
-        "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar",
-    },
-    {
-        "before the rain came.", "while the others slept.", "at the edge of the village.",
-        "because nobody had asked.", "on the way to the market.", "and said nothing about it.",
-        "under the chestnut trees.", "for the second time that week.", "when the tide went out.",
-        "in the narrow street behind the church.", "without a lamp.", "as the winter began.",
-    },
-};
-
-// At least n ids of the file at `path`, as an stb_ds array. Exit 2 when it is shorter, or cannot be
-// read.
-static int *hay_file(const Tokenizer *t, const char *path, int n) {
-    char why[256];
+// The ids of the file at `path`, or, when that is empty, of our own, as an stb_ds array. Exit 2 when they are less
+// than n, or the file cannot be read.
+static int *hay_ids(const Tokenizer *t, const char *path, int n) {
+    char why[256], own[PROGRAM_PATH];
     size_t size;
+    if (!*path) path = beside_program(own_hay, own);
     char *text = read_file(path, &size, why);
     if (!text) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
     int *ids = encode_at(t, text, size, 0, 1, NULL);
     free(text);
     if ((int)arrlen(ids) < n)
         die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
-    return ids;
-}
-
-// At least n ids of hay, as an stb_ds array: of the file at `path`, or, when that is empty, of our
-// own sentences. These are drawn from a fixed seed and encoded one by one, so that the ids do not
-// depend on n.
-static int *hay_ids(const Tokenizer *t, const char *path, int n) {
-    uint64_t state = 1;
-    int *ids = NULL;
-    char line[256];
-    if (*path) return hay_file(t, path, n);
-    while ((int)arrlen(ids) < n) {
-        const char *word[4];
-        for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
-        int old = (int)arrlen(ids);
-        int len = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "",
-                           word[0], word[1], word[2], word[3]);
-        ids = encode_at(t, line, len, 0, !old, ids);
-        if ((int)arrlen(ids) == old)
-            die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
-    }
     return ids;
 }
 
@@ -1891,13 +1808,9 @@ static const char *needle_text(const Json *v, const char *path, const char *key,
 // texts live in *file, which the caller frees. Exit 2 when the file is no list of needles.
 static Needle *needles_load(const char *path, Json **file) {
     Needle *list = NULL;
-    char why[256];
+    char why[256], own[PROGRAM_PATH];
     size_t size;
-    if (!*path) {
-        int n = (int)(sizeof own_needles / sizeof *own_needles);
-        for (int i = 0; i < n; i++) arrput(list, own_needles[i]);
-        return list;
-    }
+    if (!*path) path = beside_program(own_needles, own);
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
     if (text) *file = json_parse(text, size, why);
     if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
@@ -1966,32 +1879,21 @@ typedef struct {
     int right;                  // the first key of c2, the right answer, which ends where N ends
     double *score;              // (SCORES,L,H) of this run
     double *sum;                // (SCORES,L,H) their sums over the accepted runs
-    double counts[4];           // mean over the heads of this run: see head_scores
-    double total[4];            // sums of counts over the accepted runs
     int reasoned;               // accepted runs with a wrong answer, R2's; the others are counted elsewhere
     int *top;                   // (L,H) the key with the largest weight of the row looked at last
     double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
 } Calibration;
 
-// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
-// both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
-// idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
-// as in the published scores.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
-                        double counts[4]) {
-    double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
+// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. idx (n) is room. T is chosen among
+// all keys, those of the first tokens and of the question too, as in the published scores.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3]) {
+    double hit = 0, top = 0, needle = 0;                // a summed over T & N, T, N
     int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
-        int in = idx[i] >= r->at && idx[i] < r->at + r->n;
         top += a[idx[i]];
-        if (in) hit += a[idx[i]];
-        hits += in;
+        if (idx[i] >= r->at && idx[i] < r->at + r->n) hit += a[idx[i]];
     }
     for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
-    counts[0] = hits;
-    counts[1] = k - hits;
-    counts[2] = r->n - hits;
-    counts[3] = n - r->n - counts[1];
 
     double dili = top > 1e-9 ? hit / top : 0;           // Sec. 3.1: DiliScore, a weighted precision
     double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
@@ -2044,12 +1946,11 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
     float *row = scratch(s, (size_t)H * N * sizeof(float));
     window_scores(s, l, q, T, 1, row);
     for (int h = 0; h < H; h++) {
-        double score[3], counts[4];
+        double score[3];
         head_look(r, l * H + h, row + (size_t)h * N, N, idx);
         if (s->decoding) continue;
-        head_scores(r, row + (size_t)h * N, N, idx, score, counts);
+        head_scores(r, row + (size_t)h * N, N, idx, score);
         for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
-        for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
     }
     scratch_reset(s, mark);
 }
@@ -2238,7 +2139,6 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part].ms)->run = r;
-    memset(r->counts, 0, sizeof r->counts);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
     char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
@@ -2249,7 +2149,6 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
 
     size_t first = run->reasoning ? SCORE_R2 * LH : 0, end = run->reasoning ? SCORES * LH : SCORE_R2 * LH;
     for (size_t i = first; i < end; i++) r->sum[i] += r->score[i];
-    for (int i = 0; i < 4 && !run->reasoning; i++) r->total[i] += r->counts[i];
     return 1;
 }
 
@@ -2290,12 +2189,6 @@ static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibrat
             p->all ? "all" : "recall", (int)arrlen(p->needle), accepted, r->reasoned);
     fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", p->length);
     for (int i = 0; i < (int)arrlen(p->depth); i++) fprintf(f, "%s%d", i ? ", " : "", p->depth[i]);
-    fprintf(f, "],\n");
-    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
-    for (int i = 0; i < 4; i++) {
-        if (i) fputs(", ", f);
-        json_real(f, r->total[i] / accepted, 6);
-    }
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
@@ -2372,7 +2265,6 @@ typedef struct {            // one line of the table
     double kv;              //   rows of K and V
     double meta;            //   the method's index
     double flops;           // of a prefill: products and causal attention, each counted once
-    double growth;          // seconds that one growth of the heads' memory costs, 0: none was seen
     size_t stored;          // bytes of rows held
 } BenchLine;
 
@@ -2522,60 +2414,16 @@ static double step_weights(const Session *s) {
     return bytes;
 }
 
-// The steps of a decode, one by one: a head's memory grows now and then (rows_grown), which costs
-// that step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
-typedef struct {
-    double *seconds;        // of each step (stb_ds array)
-    char *grew;             // 1: heads grew in it (stb_ds array)
-    int last;               // the last step that grew, -1: none
-} BenchSteps;
-enum { GROWTH_STEPS = 3 };  // steps that a growth costs, at most
-
-// What all heads have room for: rows and packed bytes.
-static size_t heads_room(const Session *s) {
-    size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)s->head[i].cap + s->head[i].pk_bytes;
-    return n;
-}
-
-// One step more, its id by its number.
-static void bench_step(Session *s, BenchSteps *x) {
-    size_t room = heads_room(s);
-    double t = s->clk.decode;
-    decode(s, (int)(mix64((uint64_t)arrlen(x->seconds)) % (uint64_t)s->c->V));
-    int grew = heads_room(s) != room;
-    if (grew) x->last = (int)arrlen(x->seconds);
-    arrput(x->seconds, s->clk.decode - t);
-    arrput(x->grew, (char)grew);
-}
-
-// Seconds that a growth takes beside what its steps take anyway: the mean over all growths with
-// their steps, 0 when there was none.
-static double growth_cost(const BenchSteps *x) {
-    int n = (int)arrlen(x->seconds), count = 0;
-    double sum = 0, *sorted = xmalloc((size_t)n * sizeof *sorted);
-    memcpy(sorted, x->seconds, (size_t)n * sizeof *sorted);
-    double usual = median(sorted, n);
-    free(sorted);
-    for (int i = 0; i + GROWTH_STEPS <= n; i++) {
-        if (!x->grew[i]) continue;
-        count++;
-        for (int j = i; j < i + GROWTH_STEPS; j++) sum += x->seconds[j] - usual;
-    }
-    return count ? sum / count : 0;
-}
-
-// Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same
-// dialogue. On the GPU it goes on, off the clock, until heads have grown once.
+// Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same dialogue.
 static BenchLine bench_decode(Session *s, int depth, int repeat) {
     BenchLine b = { .test = "tg", .n = depth };
-    BenchSteps x = { .last = -1 };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    uint64_t steps = 0;
     fill_cache(s, depth);
     b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
         double t = s->clk.decode;
-        for (int i = 0; i < BENCH_STEPS; i++) bench_step(s, &x);
+        for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64(steps++) % (uint64_t)s->c->V));
         seconds[r] = s->clk.decode - t;
     }
     b.tok_s = BENCH_STEPS / median(seconds, repeat);
@@ -2585,87 +2433,41 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
         if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
     }
     bench_clock(&b, s, s->clk.steps);
-    for (int i = 0; KV_DEV(s) && i < KV_STEP && x.last < 0; i++) bench_step(s, &x);
-    while (KV_DEV(s) && x.last >= 0 && (int)arrlen(x.seconds) < x.last + GROWTH_STEPS) bench_step(s, &x);
-    b.growth = growth_cost(&x);
-    arrfree(x.seconds);
-    arrfree(x.grew);
     free(seconds);
     return b;
 }
 
-// ---- the table, as text, CSV or JSON lines
-// Bytes of a decode step.
-static double step_bytes(const BenchLine *b) { return b->weights + b->kv + b->meta; }
-
-// What stands above the lines: nothing for JSON, the names for CSV, else what is measured and the
-// table's head.
-static void bench_header(FILE *f, const Options *o, const Config *c, const Weights *w) {
-    if (opt_int(o, "csv")) {
-        fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,"
-                   "share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd,growth_ms\n");
-        return;
-    }
-    if (opt_int(o, "json")) return;
-    fprintf(f, "%s, %s weights (%.2f GB), ", c->dir, dtype_name(c->dtype), (double)w->bytes * 1e-9);
-    fprintf(f, "method %s, K %s, V %s, ", opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"));
-    fprintf(f, "%d threads, %s\n\n", n_threads(), simd_name());
-    fprintf(f, "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads "
-               "| share | attend ms | select ms | commit ms | index ms | KV held MB | growth ms |\n");
-    fprintf(f, "|-------------|---------:|-----------:|------:|---------:|------:|--------------:"
-               "|------:|----------:|----------:|----------:|---------:|-----------:|----------:|\n");
-}
-
-// One JSON line.
-static void bench_json(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
-    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
-    fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
-    json_pair(f, "method", opt_str(o, "method"));
-    json_pair(f, "model", c->dir);
-    fprintf(f, "\"tok_s\":%.3f,\"weight_bytes\":%.0f,", b->tok_s, b->weights);
-    fprintf(f, "\"kv_bytes_attended\":%.0f,\"index_bytes\":%.0f,", b->kv, b->meta);
-    fprintf(f, "\"gb_s\":%.2f,\"read_gb_s\":%.2f,\"share\":%.4f,", gb_s, read, gb_s / read);
-    fprintf(f, "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,",
-            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
-    fprintf(f, "\"kv_bytes_stored\":%zu,\"threads\":%d,", b->stored, n_threads());
-    fprintf(f, "\"simd\":\"%s\",\"growth_ms\":%.4f}\n", simd_name(), b->growth * 1e3);
-}
-
-// One CSV line.
-static void bench_csv(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
-    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
-    fprintf(f, "%s,%d,%s,\"%s\",", b->test, b->n, opt_str(o, "method"), c->dir);
-    fprintf(f, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
-    fprintf(f, "%.2f,%.2f,%.4f,", gb_s, read, gb_s / read);
-    fprintf(f, "%.4f,%.4f,%.4f,%.4f,", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
-    fprintf(f, "%zu,%d,%s,%.4f\n", b->stored, n_threads(), simd_name(), b->growth * 1e3);
-}
-
-// A row of the table. The bytes of a step are left empty for a prefill, which is not bound by them.
-static void bench_row(FILE *f, const BenchLine *b) {
-    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+// ---- the table
+// The fields of a line (stb_ds). A table leaves the bytes of a step empty for a prefill, which is not bound by them.
+static Field *bench_fields(const BenchLine *b, const App *a) {
+    Field *c = NULL;
+    double gb_s = (b->weights + b->kv + b->meta) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    const struct { const char *name; double bytes; } moved[] = {
+        { "weight_bytes", b->weights }, { "kv_bytes_attended", b->kv }, { "index_bytes", b->meta },
+    };
+    const struct { const char *name; double seconds; } times[] = {
+        { "attend_ms", b->attend }, { "select_ms", b->select }, { "commit_ms", b->commit }, { "index_ms", b->index },
+    };
     int prefills = *b->test == 'p';
-    char name[32];
-    snprintf(name, sizeof name, prefills ? "pp %d" : "tg at %d", b->n);
-    fprintf(f, "| %-11s | %8.2f ", name, b->tok_s);
-    if (prefills) {
-        fprintf(f, "| %10s | %5s | %8s | %5s | %13.1f | %5s ", "", "", "", "", read, "");
-    } else {
-        fprintf(f, "| %10.1f | %5.1f | %8.1f ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6);
-        fprintf(f, "| %5.1f | %13.1f | %4.0f%% ", gb_s, read, 100 * gb_s / read);
+    add_field(&c, IN_TABLE, "test", NAN, prefills ? "pp %d" : "tg at %d", b->n);
+    add_word(&c, IN_LISTS, "test", b->test);
+    add_field(&c, IN_LISTS, "n", b->n, "%d", b->n);
+    add_word(&c, IN_LISTS, "method", opt_str(a->o, "method"));
+    add_word(&c, IN_LISTS, "model", a->c->dir);
+    add_field(&c, EVERYWHERE, "tok_s", b->tok_s, "%.2f", b->tok_s);
+    for (int i = 0; i < 3; i++) {
+        add_bytes(&c, EVERYWHERE, moved[i].name, moved[i].bytes);
+        if (prefills) *arrlast(c).text = 0;
     }
-    fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f ",
-            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
-    if (b->growth) fprintf(f, "| %9.3f |\n", b->growth * 1e3);
-    else fprintf(f, "| %9s |\n", "");
-}
-
-// One line in the form that --json or --csv asks for.
-static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
-    if (opt_int(o, "json")) bench_json(f, b, o, c);
-    else if (opt_int(o, "csv")) bench_csv(f, b, o, c);
-    else bench_row(f, b);
-    fflush(f);
+    add_field(&c, EVERYWHERE, "gb_s", gb_s, prefills ? "" : "%.1f", gb_s);
+    add_field(&c, EVERYWHERE, "read_gb_s", read, "%.1f", read);
+    add_field(&c, EVERYWHERE, "share", gb_s / read, prefills ? "" : "%.0f %%", 100 * gb_s / read);
+    for (int i = 0; i < 4; i++)
+        add_field(&c, EVERYWHERE, times[i].name, times[i].seconds * 1e3, "%.3f", times[i].seconds * 1e3);
+    add_bytes(&c, EVERYWHERE, "kv_bytes_stored", (double)b->stored);
+    add_field(&c, IN_LISTS, "threads", n_threads(), "%d", n_threads());
+    add_word(&c, IN_LISTS, "simd", simd_name());
+    return c;
 }
 
 // ---- --bench
@@ -2675,23 +2477,26 @@ static void bench_context(Options *o, const int *prompt, const int *depth) {
     char text[16], err[256];
     for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
     for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
-    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat") + KV_STEP + GROWTH_STEPS);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat"));
     options_set(o, "ctx-size", text, err);
 }
 
-// One table, of the method that --method names.
+// One table, of the method that --method names; what is measured stands above it.
 static void bench_method(const App *a, const int *prompt, const int *depth) {
-    int repeat = opt_int(a->o, "repeat");
+    int repeat = opt_int(a->o, "repeat"), prompts = (int)arrlen(prompt), lines = prompts + (int)arrlen(depth);
     Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
-    bench_header(stdout, a->o, a->c, a->w);
-    for (int i = 0; i < (int)arrlen(prompt); i++) {
-        BenchLine b = bench_prefill(s, prompt[i], repeat);
-        bench_print(stdout, &b, a->o, a->c);
+    Table t = print_begin(a);
+    double t0 = now();
+    if (t.form == IN_TABLE)
+        printf("%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n", a->c->dir, dtype_name(a->c->dtype),
+               (double)a->w->bytes * 1e-9, opt_str(a->o, "method"), opt_str(a->o, "ctk"), opt_str(a->o, "ctv"),
+               n_threads(), simd_name());
+    for (int i = 0; i < lines; i++) {
+        BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
+        print_take(&t, bench_fields(&b, a));
+        count_down(a->o, "lines", i + 1, lines, t0);
     }
-    for (int i = 0; i < (int)arrlen(depth); i++) {
-        BenchLine b = bench_decode(s, depth[i], repeat);
-        bench_print(stdout, &b, a->o, a->c);
-    }
+    print_end(&t);
     session_close(s);
 }
 

@@ -46,7 +46,6 @@ typedef struct {
 typedef struct {
     char name[160];
     int budget, items;
-    double exact, found, f1, rouge;   // sums over the answers, one of every metric
     double nll;                                 // ppl, kld: sum over predicted tokens
     double kld, kld_top, top1;                  // sums over predicted tokens, but kld_top is the 99th
                                                 //   percentile of the KLD
@@ -62,12 +61,16 @@ typedef struct {
     double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
-// One number of a row. CSV and JSON print all fields, the tables some.
+// The forms of a table.
+enum { IN_TABLE = 1, IN_CSV = 2, IN_JSON = 4, IN_LISTS = IN_CSV | IN_JSON, EVERYWHERE = IN_TABLE | IN_LISTS };
+
+// One number or word of a row.
 typedef struct {
     char name[48];
     double x;                   // as CSV and JSON print it
-    int in_table;               // 1: the tables have it
-    char text[48];              // as they print it
+    const char *word;           // in place of x and text; NULL: it is a number
+    int forms;                  // IN_*: which have it
+    char text[48];              // as a table prints it
 } Field;
 
 // What the rows of a run share.
@@ -107,14 +110,18 @@ void put_part(char **text, const char *sep, const char *part);
 double log_sum_exp(const float *x, int n);
 
 // ---- tables
-// All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes and speed.
+// All fields of a row (stb_ds): whose it is; scores, perplexity and divergence where they were measured; bytes and
+// speed.
 Field *row_fields(const Score *s, const EvalRun *run);
 
 // The head of a field's column in a table.
 const char *field_head(const Field *c);
 
-// A row as a JSON object on one line, with the options that the user set.
-void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f);
+// What a table has of a field.
+const char *field_text(const Field *c);
+
+// Writes a row as a JSON object on one line, with the options that the user set.
+void print_json_row(const Field *c, const App *a, FILE *f);
 
 // ---- the modes
 // Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.

@@ -379,17 +379,11 @@ static void reply_begin(Shown *x) {
 
 // Feeds a message. 0, or -1: it does not fit, and a line on stderr says why.
 static int shown_say(Shown *x, const char *text) {
-    App *a = &x->side.app;
     char err[512] = "";
-    Turn t = render_turn(a, text, err);
-    if (*err) warn("%s", err);
-    if (!arrlen(t.pre) || !message_known(a, &t) || !message_fits(a, max_int((int)arrlen(t.pre) - t.back, 0))) {
-        turn_free(t);
+    if (message_feed(&x->side.app, text, err)) {
+        if (*err) warn("%s", err);
         return -1;
     }
-    session_take_back(a, &t);
-    arrput(a->turn, t);
-    feed_prefill(a, &t);
     reply_begin(x);
     return 0;
 }
@@ -512,20 +506,14 @@ static void table_end(FILE *f) { fputs("</table></div>\n", f); }
 // The rows of the evaluation, as --eval prints them.
 static void table_scores(FILE *f, const EvalRun *run) {
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
-        const Score *s = &run->rows[i];
-        Field *c = row_fields(s, run);
-        if (!i) {
-            table_begin(f, "scores", "Scores, bytes and speed", "method|budget");
+        Field *c = row_fields(&run->rows[i], run);
+        if (!i) table_begin(f, "scores", "Scores, bytes and speed", "");
+        for (int heads = !i; heads >= 0; heads--) {
+            if (!heads) fputs("<tr>", f);
             for (int k = 0; k < (int)arrlen(c); k++)
-                if (c[k].in_table) cell(f, "th", "%s", field_head(&c[k]));
+                if (c[k].forms & IN_TABLE) cell(f, heads ? "th" : "td", "%s", heads ? field_head(&c[k]) : field_text(&c[k]));
             row_end(f);
         }
-        fputs("<tr>", f);
-        cell(f, "td", "%s", s->name);
-        cell(f, "td", "%d", s->budget);
-        for (int k = 0; k < (int)arrlen(c); k++)
-            if (c[k].in_table) cell(f, "td", "%s", c[k].text);
-        row_end(f);
         arrfree(c);
     }
     if (arrlen(run->rows)) table_end(f);
@@ -593,7 +581,7 @@ static void write_rows(FILE *f, const EvalRun *run) {
         Field *c = row_fields(s, run);
         Needles *x = needles_of(s->answers);
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
-        print_json_row(s, c, run, f);
+        print_json_row(c, run->a, f);
         fputs(",\"needles\":[", f);
         for (int k = 0; k < (int)arrlen(x); k++)
             fprintf(f, "%s[%d,%d,%d,%.6g]", k ? "," : "", x[k].length, x[k].depth, x[k].n, x[k].sum / x[k].n);
@@ -767,14 +755,8 @@ void report_check(const char *path) {
 
 // The command line, the model, the version.
 static void write_source(const App *a, FILE *f) {
-    char *text = NULL;
-    size_t n;
-    FILE *t = memory_stream(&text, &n);
-    for (int i = 0; i < arg_count; i++) fprintf(t, i ? " %s" : "%s", args[i]);
-    fprintf(t, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
-    memory_stream_close(t);
-    json_pair(f, "source", text);
-    free(text);
+    for (int i = 0; i < arg_count; i++) fprintf(f, i ? " %s" : "%s", args[i]);
+    fprintf(f, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
 }
 
 // Writes data/page.html with the tables and the JSON at their places, and nothing where a program would be.
@@ -802,7 +784,9 @@ void report_write(App *a, const EvalRun *run) {
     r.tables = memory_stream(&tables, &n);
     r.json = memory_stream(&json, &n);
     fputs("{", r.json);
-    write_source(a, r.json);
+    char *source = written(a, write_source);
+    json_pair(r.json, "source", source);
+    free(source);
     fputs("\"rows\":", r.json);
     write_rows(r.json, run);
     table_scores(r.tables, run);

@@ -146,7 +146,6 @@ measured() {
             print key "share", 100 * field("share")
             print key "ms", (field("tok_s") > 0 ? 1000 / field("tok_s") : 0)
             print key "tera", products * field("tok_s") / 1000
-            print key "growth_ms", field("growth_ms")
             print key "read_gb_s", field("read_gb_s")
         }' "$WORK/lines"
 }

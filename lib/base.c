@@ -61,8 +61,8 @@ void show(FILE *f, const char *s, size_t n) {
     fwrite(buf, 1, used, f);
 }
 
-// ---- colours (--color)
-int color_mode;                  // COLOR_*, of --color
+// ---- colours
+int color_mode;                  // COLOR_*
 
 // The sequence if this stream gets colours, else "". auto: a terminal that has a name other than
 // dumb does, unless NO_COLOR says that the user wants none.

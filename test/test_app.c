@@ -253,7 +253,8 @@ TEST(eval_means, "means by task, by position and over last turns; no answer give
               "case %d: %d answers, mean %g", (int)i, (int)arrlen(some), mean_score(some));
         arrfree(some);
     }
-    CHECK(near_to(mean_nll(x), 2.5), "NLL %g", mean_nll(x));
+    double nll = mean_of(x, offsetof(Answer, nll));
+    CHECK(near_to(nll, 2.5), "NLL %g", nll);
     arrfree(x);
 }
 
@@ -546,30 +547,29 @@ TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the
     bench_close(s, o, c, w);
 }
 
-TEST(bench_forms,
-     "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
-    static const char *form[] = { "json", "csv", "quiet" };
+TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
+    static const int forms[] = { IN_JSON, IN_CSV, IN_TABLE };
+    const BenchLine line[2] = {
+        { .test = "pp", .n = 512, .tok_s = 80, .bandwidth = 33e9 },
+        { .test = "tg", .n = 32768, .tok_s = 9.5, .bandwidth = 33e9, .weights = 2.5e9, .kv = 1.1e9 },
+    };
     for (int i = 0; i < 3; i++) {
         Options *o;
         Config *c;
         Weights *w;
         Session *s = bench_session(&o, &c, &w, "full");
-        BenchLine line[2] = { { .test = "pp", .n = 512, .tok_s = 80, .bandwidth = 33e9 },
-                              { .test = "tg",
-                                .n = 32768,
-                                .tok_s = 9.5,
-                                .bandwidth = 33e9,
-                                .weights = 2.5e9,
-                                .kv = 1.1e9 } };
+        App a = { .o = o, .c = c };
         char err[256], *text = NULL;
         size_t size = 0;
-        options_set(o, form[i], "1", err);
         FILE *f = open_memstream(&text, &size);
-        bench_header(f, o, c, w);
-        for (int k = 0; k < 2; k++) bench_print(f, &line[k], o, c);
+        for (int k = 0; k < 2; k++) {
+            Field *row = bench_fields(&line[k], &a);
+            print_row(f, row, &a, forms[i], !k);
+            arrfree(row);
+        }
         fclose(f);
         int rows = 0, first = -1;
-        for (char *p = text, *end; *p; p = end + 1) {
+        for (char *p = text, *end; *p; p = end + 1, rows++) {
             end = strchr(p, '\n');
             *end = 0;
             if (i == 0) {
@@ -578,50 +578,18 @@ TEST(bench_forms,
                       "not an object with the keys: %s", p);
                 json_free(j);
             }
-            if (i < 2 || *p == '|') {
-                int fields = 0;
-                for (char *q = p, in = 0; *q; q++) {
-                    in ^= i == 1 && *q == '"';
-                    fields += !in && *q == (i == 2 ? '|' : ',');
-                }
-                if (first < 0) first = fields;
-                CHECK(i == 0 || fields == first, "%d separators, the first line has %d: %s", fields,
-                      first, p);
-                rows++;
+            int fields = 0;
+            for (char *q = p, in = 0; *q; q++) {
+                in ^= i == 1 && *q == '"';
+                fields += !in && *q == (i == 2 ? '|' : ',');
             }
+            if (first < 0) first = fields;
+            CHECK(i == 0 || fields == first, "%d separators, the first line has %d: %s", fields, first, p);
         }
-        CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "%s: %d lines", form[i], rows);
+        CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "form %d: %d lines", i, rows);
         free(text);
         bench_close(s, o, c, w);
     }
-}
-
-TEST(bench_growth, "what the growth of the heads costs: that step and the two behind it, less what "
-                   "steps take anyway; a growth at the end of the run does not count") {
-    BenchSteps x = { .last = -1 };
-    double seconds[] = { 1, 1, 5, 2, 3, 1, 1, 1, 9, 1 };
-    for (int i = 0; i < 10; i++) {
-        arrput(x.seconds, seconds[i]);
-        arrput(x.grew, (char)(i == 2 || i == 8));
-    }
-    CHECK(growth_cost(&x) == 7, "%g", growth_cost(&x));
-    x.grew[2] = 0;
-    CHECK(growth_cost(&x) == 0, "none: %g", growth_cost(&x));
-    arrfree(x.seconds);
-    arrfree(x.grew);
-    Options *o;
-    Config *c;
-    Weights *w;
-    Session *s = bench_session(&o, &c, &w, "full");
-    fill_cache(s, 150);
-    x = (BenchSteps){ .last = -1 };
-    for (int i = 0; i < 40; i++) bench_step(s, &x);
-    // The 193rd row.
-    CHECK(x.last == 192 - 150 - BENCH_WARM && arrlen(x.seconds) == 40, "heads grew in step %d",
-          x.last);
-    arrfree(x.seconds);
-    arrfree(x.grew);
-    bench_close(s, o, c, w);
 }
 
 // ==================================================================================================== 14 REPORT
@@ -1133,7 +1101,7 @@ static int widest_line(const char *s) {
 
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
-    enum { MOST_OPTIONS = 116 };
+    enum { MOST_OPTIONS = 113 };
     Options *all = options_of_program();
     int n = (int)shlen(all->map), options = 0;
     CHECK(n <= MOST_OPTIONS, "%d options", n);
@@ -1846,7 +1814,7 @@ static const char fake_bench[] =
     "L2,H4\\\",$3}\"; }\n"
     "for n in $(echo $p | tr , ' '); do line pp $n '\"tok_s\":200.0,\"share\":0.1'; done\n"
     "for n in $(echo $d | tr , ' '); do\n"
-    "    line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'\n"
+    "    line tg $n '\"tok_s\":100.0,\"share\":0.5'\n"
     "done\n";
 
 // Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the
@@ -1876,7 +1844,6 @@ TEST(cli_gpu_slot,
     static const char *const wanted[][3] = {
         { "full:tg:0:share", "40 | 60", "held" },
         { "full:tg:0:ms", "9.5 | 10.5", "held" },
-        { "full:tg:0:growth_ms", "3 | 3", "held" },
         { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
         { "full:pp:2048:share", "1 | 9.9", "MISSED, more" },
         { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
@@ -3104,24 +3071,30 @@ static int on_terminal(int cols, const char *cmd) {
 
 TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider than the screen; "
                       "in a pipe it is Markdown") {
-    static const char *const tables[] = {
-        "| method | budget | score | 95 % | longest_name |\n|---|---:|---:|---:|---:|\n| full | 0 "
-        "| 1.000 | - | 3 |\n| streaming | 64 | 0.250 | 0.1..0.4 | 12345 |\n",
-        "| a |\n|---|\n| b |\n", ""
+    static const char *const cells[][5] = {
+        { "method", "budget", "score", "score_hi", "longest_name" },
+        { "full", "0", "1.000", "-", "3" },
+        { "streaming", "64", "0.250", "0.1..0.4", "12345" },
     };
-    for (int t = 0; t < 3; t++)
+    for (int n = 0; n <= 5; n += n ? 4 : 1)     // columns: none, one, five
         for (int cols = 20; cols < 100; cols += 7) {
-            char *copy = strdup(tables[t]), *out = NULL;
-            size_t n;
-            FILE *f = open_memstream(&out, &n);
-            print_for_screen(f, copy, cols);
+            char *out = NULL;
+            size_t size;
+            Field **rows = NULL;
+            for (int r = 0; r < 2 && n; r++) {
+                Field *c = NULL;
+                for (int k = 0; k < n; k++) add_field(&c, EVERYWHERE, cells[0][k], 0, "%s", cells[r + 1][k]);
+                arrput(rows, c);
+            }
+            FILE *f = open_memstream(&out, &size);
+            print_for_screen(f, rows, cols);
             fclose(f);
             // One column beside the keys is the least.
-            CHECK(t || widest_line(out) <= max_int(cols, 31), "%d columns:\n%s", cols, out);
-            CHECK(t || (strstr(out, "longest_name") && strstr(out, "12345") &&
-                        strstr(out, "0.1..0.4")),
+            CHECK(n < 5 || widest_line(out) <= max_int(cols, 31), "%d columns:\n%s", cols, out);
+            CHECK(n < 5 || (strstr(out, "longest_name") && strstr(out, "12345") && strstr(out, "0.1..0.4")),
                   "%d columns:\n%s", cols, out);
-            free(copy);
+            for (int r = 0; r < (int)arrlen(rows); r++) arrfree(rows[r]);
+            arrfree(rows);
             free(out);
         }
     const char *eval = "./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 --compare "
@@ -3666,22 +3639,18 @@ TEST(cli_wrap, "on a terminal a reply breaks between words, whatever pieces it c
 }
 
 TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numbers, never the "
-                "reply; none for a pipe, NO_COLOR, TERM=dumb or --color never; "
-                "--color always wins") {
+                "reply; none for a pipe, NO_COLOR or TERM=dumb; CLICOLOR_FORCE always wins") {
     const char *wrong = "./kvcomp -m models/kvcomp-tiny --temp 0 -n 3 -p hello --budget 7 ";
     CHECK(sh("TERM=xterm %s", wrong) == 0 && !strchr(sh_err, 27) && !strchr(sh_out, 27),
           "a pipe: %s", sh_err);
-    static const char *const words[] = { "always", "on" };
-    for (int i = 0; i < 2; i++)
-        CHECK(sh("NO_COLOR=1 TERM=dumb %s --color %s", wrong, words[i]) == 0 &&
-                  strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
-                  strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
-              "%s", sh_err);
-    CHECK(sh("./kvcomp --color always -m /nonexistent -p hi") == 3 &&
+    CHECK(sh("NO_COLOR=1 TERM=dumb CLICOLOR_FORCE=1 %s", wrong) == 0 &&
+              strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
+              strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
+          "%s", sh_err);
+    CHECK(sh("CLICOLOR_FORCE=1 ./kvcomp -m /nonexistent -p hi") == 3 &&
               strstr(sh_err, COLOR_ERROR "kvcomp: ") && strstr(sh_err, COLOR_OFF "\n") &&
               lines_in(sh_err) == 1,
           "%s", sh_err);
-    CHECK(sh("./kvcomp --color sometimes") == 2, "%s", sh_err);
     static const struct {
         const char *first;
         int colors;
@@ -3692,11 +3661,10 @@ TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numb
                   { "-u TERM", 0 } };
     char cmd[256];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        static const char *const modes[] = { "auto", "never", "off", "always" };
-        for (int m = 0; m < 4; m++) {
-            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s %s --color %s", cases[i].first, wrong,
-                     modes[m]);
-            int wanted = m == 3 || (m == 0 && cases[i].colors);
+        static const char *const modes[] = { "-u CLICOLOR_FORCE", "CLICOLOR_FORCE=0", "CLICOLOR_FORCE=1" };
+        for (int m = 0; m < 3; m++) {
+            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s env %s %s", cases[i].first, modes[m], wrong);
+            int wanted = m == 2 || cases[i].colors;
             CHECK(on_terminal(80, cmd) == 0 && !strchr(sh_out, 27) == !wanted, "%s: %s", cmd,
                   sh_out);
         }
