@@ -934,6 +934,7 @@ typedef struct {
     Field **row;                // stb_ds: those that wait
 } Table;
 
+// A table in the form that the options ask for.
 static Table print_begin(const App *a) {
     Table t = { .a = a, .form = IN_TABLE };
     if (opt_int(a->o, "csv")) t.form = IN_CSV;
@@ -949,6 +950,7 @@ static void print_take(Table *t, Field *c) {
     if (!t->waits) arrfree(c);
 }
 
+// Writes the rows that waited.
 static void print_end(Table *t) {
     print_for_screen(stdout, t->row, screen_columns());
     for (int r = 0; r < (int)arrlen(t->row); r++) arrfree(t->row[r]);

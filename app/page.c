@@ -104,6 +104,7 @@ static void write_scores(const App *a, FILE *f) {
     free(text);
 }
 
+// The JSON of the model's numbers and of what can be chosen.
 static void write_shape(const App *a, FILE *f) {
     const Config *c = a->c;
     fprintf(f, "{\"L\":%d,\"H\":%d,\"G\":%d,\"D\":%d,", c->L, c->H, c->G, c->D);
@@ -145,6 +146,7 @@ static size_t rows_bytes(const Session *s) {
     return n;
 }
 
+// The same of full attention.
 static size_t rows_bytes_full(const Session *s) {
     size_t row = full_format(s, 0)->row_bytes(s->c->D) + full_format(s, 1)->row_bytes(s->c->D);
     return (size_t)s->c->L * s->c->G * (size_t)tokens_said(s) * row;
@@ -260,6 +262,7 @@ static Latest *latest_open(Session *s, int step) {
     return a;
 }
 
+// Frees what was kept of the tensors.
 static void latest_close(Latest *a) {
     if (!a) return;
     for (int i = 0; i < (int)arrlen(a->tensor); i++) free(a->tensor[i].x);
@@ -268,6 +271,7 @@ static void latest_close(Latest *a) {
     free(a);
 }
 
+// The newest tensors as an object: their types, shapes and bytes by name.
 static void write_trace(const Latest *a, FILE *f) {
     fputc('{', f);
     for (int i = 0; a && i < (int)arrlen(a->tensor); i++) {
@@ -362,6 +366,7 @@ static void write_lines(const App *a, const Turn *turns, const Options *o, int l
 
 // ---- a dialogue through a side
 
+// Closes a session that may not be open; the struct is then as new.
 static void shown_close(Shown *x) {
     if (x->side.app.o) side_close(&x->side);
     latest_close(x->latest);
@@ -457,6 +462,7 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 // A report's dialogue is that of --demo. Full attention speaks first. Every other method is fed its words
 // up to the answer to the last question, where its state is written down, and goes on by itself.
 
+// The right answer to the last question of the demonstration.
 static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
 
 // ---- what was measured
@@ -769,12 +775,14 @@ static Shown web_side[SIDES];
 static char *web_text;                  // what the last call returned
 static size_t web_size;
 
+// A text to be returned begins; the last one goes.
 static FILE *web_begin(void) {
     free(web_text);
     web_text = NULL;
     return memory_stream(&web_text, &web_size);
 }
 
+// It ends.
 static const char *web_end(FILE *f) {
     memory_stream_close(f);
     return web_text;
@@ -872,17 +880,20 @@ WEB const char *web_follow(int i, int of) {
     return web_end(f);
 }
 
+// Its tokens from number `from` on.
 WEB const char *web_tokens(int i, int from) {
     FILE *f = web_begin();
     write_tokens(&web_side[i], from, f);
     return web_end(f);
 }
 
+// Which heads hold and read each of them (masks_of).
 WEB const unsigned char *web_masks(int i) {
     static unsigned char *mask;
     return mask = masks_of(web_side[i].side.app.s, mask);
 }
 
+// Bytes, rows and speed of side i; rows 1: every row, too.
 WEB const char *web_facts(int i, int rows) {
     FILE *f = web_begin();
     write_facts(&web_side[i], rows, f);
