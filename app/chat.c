@@ -178,7 +178,7 @@ void record_clear(App *a) { turns_clear(a->turn); }
 // replies, Mistral moves the system text. Then the new turn begins where the two part.
 
 // The text of a reply, malloc'd.
-static char *reply_text(const App *a, const Turn *t) {
+char *reply_text(const App *a, const Turn *t) {
     Decoder d = { .t = a->tok, .skip_special = 1 };
     char *text = NULL;
     if (t->reply) return copy_text(t->reply);

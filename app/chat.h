@@ -236,6 +236,9 @@ int replay(App *a, int within);
 // Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
 int ids_of_json(const Json *list, int V, int **ids, char why[128]);
 
+// The text of a reply, malloc'd.
+char *reply_text(const App *a, const Turn *t);
+
 // ---- a turn of the chat
 // Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the template
 // or the method refuses it, it names a token without a row, or it does not fit.

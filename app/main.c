@@ -6,6 +6,15 @@
 #include <stdarg.h>
 #include <stdlib.h>
 
+// main at the end of this file does what the command line asks for. Reading order, from there:
+//
+//     run_program    help, options from the environment and the command line, their checks
+//     run_options    what needs no model: --eval-merge; what opens its own: --bench
+//     run_app        opens config, tokenizer, template, weights, device and session, each when it is needed
+//     run_mode       the one thing that is asked for: --ids, --batch, --eval, --report, --demo, -p, or a chat
+//
+// Everything that can be refused is refused before anything slow begins. stdout has the asked-for result alone.
+
 // ---- --plan: every allocation of a run, printed
 // The lines of one memory and their sum. extra: bytes that the runtime itself takes.
 static void plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
@@ -70,6 +79,9 @@ static const char *long_of(const char *flag) {
 }
 
 // ---- help
+// All of it is made from the tables of options and methods, so none of it can be out of date. --help shows one screen
+// of what is often needed, --help all every option, --help METHOD what one method is and takes.
+
 // The paragraphs of --help and the option that each begins with.
 static const struct { const char *title, *first; } help_parts[] = {
     { "Model and run", "model" },
@@ -201,6 +213,9 @@ static void list_methods(void) {
 }
 
 // ---- parsing: --x=v, --x v, flags without a value, short names, one positional folder
+// A value is checked when it is set (options_set); what does not go together is checked when all are known
+// (check_options). A mistake is exit 2, with one line that says what to type instead where that can be guessed.
+
 // Sets one option; exit 2 with the reason, and with a suggestion where there is one.
 static void parse_one(Options *o, const char *name, const char *value) {
     char err[256];
@@ -869,6 +884,7 @@ static void batch_open(Batch *b, const App *a) {
     b->app.logits = xcalloc(a->c->V, sizeof(float));
 }
 
+// Gives back what is the batch's own.
 static void batch_close(Batch *b) {
     request_end(b);
     arrfree(b->app.turn);
@@ -936,6 +952,8 @@ static int batch(App *a) {
 }
 
 // ---- running
+// Each mode is a function that takes the App with everything open and returns the exit code.
+
 // The text of -p or -f, malloc'd. NULL: neither is given.
 static char *prompt_text(const App *a) {
     char err[256];

@@ -830,17 +830,15 @@ Field *row_fields(const Score *s, const EvalRun *run) {
 }
 
 // ---- tables: text, CSV, JSON
-// The head of a field's column in a table.
-const char *field_head(const Field *c) { return strstr(c->name, "_hi") ? "95 %" : c->name; }
-
-// What a table has of a field.
-const char *field_text(const Field *c) { return c->word ? c->word : c->text; }
-
 // The cells of a table's row, or with heads 1 those of its first line (stb_ds).
-static const char **table_cells(const Field *c, int heads) {
+const char **table_cells(const Field *c, int heads) {
     const char **cell = NULL;
-    for (int i = 0; i < (int)arrlen(c); i++)
-        if (c[i].forms & IN_TABLE) arrput(cell, heads ? field_head(&c[i]) : field_text(&c[i]));
+    for (int i = 0; i < (int)arrlen(c); i++) {
+        if (!(c[i].forms & IN_TABLE)) continue;
+        const char *text = c[i].word ? c[i].word : c[i].text;
+        if (heads) text = strstr(c[i].name, "_hi") ? "95 %" : c[i].name;
+        arrput(cell, text);
+    }
     return cell;
 }
 
@@ -936,6 +934,7 @@ typedef struct {
     Field **row;                // stb_ds: those that wait
 } Table;
 
+// A table in the form that the options ask for.
 static Table print_begin(const App *a) {
     Table t = { .a = a, .form = IN_TABLE };
     if (opt_int(a->o, "csv")) t.form = IN_CSV;
@@ -951,6 +950,7 @@ static void print_take(Table *t, Field *c) {
     if (!t->waits) arrfree(c);
 }
 
+// Writes the rows that waited.
 static void print_end(Table *t) {
     print_for_screen(stdout, t->row, screen_columns());
     for (int r = 0; r < (int)arrlen(t->row); r++) arrfree(t->row[r]);

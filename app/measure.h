@@ -114,11 +114,8 @@ double log_sum_exp(const float *x, int n);
 // speed.
 Field *row_fields(const Score *s, const EvalRun *run);
 
-// The head of a field's column in a table.
-const char *field_head(const Field *c);
-
-// What a table has of a field.
-const char *field_text(const Field *c);
+// The cells of a table's row, or with heads 1 those of its first line (stb_ds).
+const char **table_cells(const Field *c, int heads);
 
 // Writes a row as a JSON object on one line, with the options that the user set.
 void print_json_row(const Field *c, const App *a, FILE *f);

@@ -4,6 +4,18 @@
 #include <limits.h>
 #include <stb/stb_ds.h>
 
+// ==================================================================================================== OPTIONS OF THE PROGRAM
+// One table has every option that is no method's: its name, its kind, its default, what --help says of it,
+// and its bounds (Opt in lib/base.h). Parsing, help, -v and suggestions all read it, as they read the tables of
+// the methods, so a new option is one line here. Three more tables say what the names alone do not:
+//
+//     option_runs        in which runs an option has an effect; a run says which of the given ones have none
+//     retired            options that are gone, and what to use instead
+//     foreign_options    what other programs call an option of ours
+//
+// An option stays if a claim, a table of NOTES or a user needs it. One that many methods share stands here,
+// under Compression, and each of them names it in Method.uses.
+
 const Opt program_options[] = {
     // Model and run
     { "model",         's', "",
@@ -142,12 +154,17 @@ static const struct { const char *theirs, *ours; } foreign_options[] = {
 enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
 
 // ---- suggestions for misspelt options
+// A name that is none is taken for a slip of the finger where it is near to one of ours or of another program
+// (farthest_misspelling in lib/base.h).
+
 // Takes into *best the option of the list that is nearer to name than *distance.
 static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
     for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
 }
 
 // ---- options that are gone: what to use instead
+// A script of last year's ends with 2 and one line that says how to write it now. A line here may go when nobody
+// can have the option in a script any more.
 typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
@@ -269,7 +286,8 @@ static const struct { int run; const char *flag; } run_flags[] = {
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
-// accepted for scripts.
+// accepted for scripts. Those of methods are not here: a method's table, its `uses` and method_looks_at say who
+// looks at them.
 static const struct { const char *name; int runs; } option_runs[] = {
     { "prompt",         RUN_PROMPT | RUN_TOKENS },
     { "file",           RUN_PROMPT | RUN_TOKENS },

@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "page.h"
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include "page_html.h"                  // page_html: the text of data/page.html, from the Makefile
 
@@ -17,8 +16,8 @@
 //     trace      the newest tensor of every name that --trace writes, for the pictures of the papers
 //     maps       attention of whole heads over the first tokens of a dialogue
 //
-// A page reads nothing but itself. What comes from a prompt or a model is written as text: in tables its
-// markup becomes entities, and in JSON "<" is written \u003c, so that no script element can end in it.
+// A page reads nothing but itself. What comes from a prompt or a model is text: in the JSON "<" is written
+// \u003c, so that no script element can end in it, and the page makes text nodes of it.
 
 enum {
     SIDES     = 5,              // of a page in a browser ..
@@ -105,6 +104,7 @@ static void write_scores(const App *a, FILE *f) {
     free(text);
 }
 
+// The JSON of the model's numbers and of what can be chosen.
 static void write_shape(const App *a, FILE *f) {
     const Config *c = a->c;
     fprintf(f, "{\"L\":%d,\"H\":%d,\"G\":%d,\"D\":%d,", c->L, c->H, c->G, c->D);
@@ -146,6 +146,7 @@ static size_t rows_bytes(const Session *s) {
     return n;
 }
 
+// The same of full attention.
 static size_t rows_bytes_full(const Session *s) {
     size_t row = full_format(s, 0)->row_bytes(s->c->D) + full_format(s, 1)->row_bytes(s->c->D);
     return (size_t)s->c->L * s->c->G * (size_t)tokens_said(s) * row;
@@ -261,6 +262,7 @@ static Latest *latest_open(Session *s, int step) {
     return a;
 }
 
+// Frees what was kept of the tensors.
 static void latest_close(Latest *a) {
     if (!a) return;
     for (int i = 0; i < (int)arrlen(a->tensor); i++) free(a->tensor[i].x);
@@ -269,6 +271,7 @@ static void latest_close(Latest *a) {
     free(a);
 }
 
+// The newest tensors as an object: their types, shapes and bytes by name.
 static void write_trace(const Latest *a, FILE *f) {
     fputc('{', f);
     for (int i = 0; a && i < (int)arrlen(a->tensor); i++) {
@@ -363,6 +366,7 @@ static void write_lines(const App *a, const Turn *turns, const Options *o, int l
 
 // ---- a dialogue through a side
 
+// Closes a session that may not be open; the struct is then as new.
 static void shown_close(Shown *x) {
     if (x->side.app.o) side_close(&x->side);
     latest_close(x->latest);
@@ -458,67 +462,10 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 // A report's dialogue is that of --demo. Full attention speaks first. Every other method is fed its words
 // up to the answer to the last question, where its state is written down, and goes on by itself.
 
+// The right answer to the last question of the demonstration.
 static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
 
-// ---- tables, for readers without scripts
-
-// Writes n bytes of s as text of a page: the five characters of markup become entities; control
-// characters and bytes that are not UTF-8 become visible as <0xHH>.
-static void html_text(FILE *f, const char *s) {
-    size_t n = strlen(s), i = 0;
-    while (i < n) {
-        int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
-        const char *at = strchr("&<>\"'", c);
-        static const char *entity[] = { "&amp;", "&lt;", "&gt;", "&quot;", "&#39;" };
-        if (at) fputs(entity[at - "&<>\"'"], f);
-        else if (!k || (c < ' ' && c != '\n') || c == 127) fprintf(f, "&lt;0x%02X&gt;", (unsigned)c);
-        else fwrite(s + i, 1, (size_t)k, f);
-        i += k ? (size_t)k : 1;
-    }
-}
-
-// One cell of a table; tag "td" or "th".
-KV_PRINTF(3, 4) static void cell(FILE *f, const char *tag, const char *fmt, ...) {
-    char text[4096];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
-    va_end(ap);
-    fprintf(f, "<%s>", tag);
-    html_text(f, text);
-    fprintf(f, "</%s>", tag);
-}
-
-static void row_end(FILE *f) { fputs("</tr>\n", f); }
-
-// Opens a table and its first row, of the columns' heads, with a "|" between two.
-static void table_begin(FILE *f, const char *id, const char *caption, const char *heads) {
-    fprintf(f, "<div class=\"wide\" tabindex=\"0\"><table id=\"%s\"><caption>%s</caption>\n<tr>", id, caption);
-    for (const char *p = heads; *p; p += *p == '|') {
-        int n = (int)strcspn(p, "|");
-        cell(f, "th", "%.*s", n, p);
-        p += n;
-    }
-}
-
-static void table_end(FILE *f) { fputs("</table></div>\n", f); }
-
-// The rows of the evaluation, as --eval prints them.
-static void table_scores(FILE *f, const EvalRun *run) {
-    for (int i = 0; i < (int)arrlen(run->rows); i++) {
-        Field *c = row_fields(&run->rows[i], run);
-        if (!i) table_begin(f, "scores", "Scores, bytes and speed", "");
-        for (int heads = !i; heads >= 0; heads--) {
-            if (!heads) fputs("<tr>", f);
-            for (int k = 0; k < (int)arrlen(c); k++)
-                if (c[k].forms & IN_TABLE) cell(f, heads ? "th" : "td", "%s", heads ? field_head(&c[k]) : field_text(&c[k]));
-            row_end(f);
-        }
-        arrfree(c);
-    }
-    if (arrlen(run->rows)) table_end(f);
-}
-
+// ---- what was measured
 // The answers of a row to needles at one depth, in per cent, of texts of one length in tokens.
 typedef struct {
     int length, depth, n;
@@ -548,40 +495,31 @@ static Needles *needles_of(const Answer *x) {
     return all;
 }
 
-static void table_needles(FILE *f, const EvalRun *run) {
-    int lines = 0;
-    for (int i = 0; i < (int)arrlen(run->rows); i++) {
-        const Score *s = &run->rows[i];
-        Needles *x = needles_of(s->answers);
-        for (int k = 0; k < (int)arrlen(x); k++) {
-            if (!lines++) {
-                table_begin(f, "needles", "Facts found, by the length of the text and the depth of the fact",
-                            "method|budget|tokens|depth|answers|mean score");
-                row_end(f);
-            }
-            fputs("<tr>", f);
-            cell(f, "td", "%s", s->name);
-            cell(f, "td", "%d", s->budget);
-            cell(f, "td", "%d", x[k].length);
-            cell(f, "td", "%d %%", x[k].depth);
-            cell(f, "td", "%d", x[k].n);
-            cell(f, "td", "%.2f", x[k].sum / x[k].n);
-            row_end(f);
-        }
-        arrfree(x);
+// Texts as a JSON list.
+static void write_texts(FILE *f, const char **text /* stb_ds */) {
+    fputc('[', f);
+    for (int i = 0; i < (int)arrlen(text); i++) {
+        if (i) fputc(',', f);
+        json_escape(f, text[i], strlen(text[i]));
     }
-    if (lines) table_end(f);
+    fputc(']', f);
 }
 
-// The rows as JSON, each with its needles: [tokens, depth, answers, mean score].
+// The rows as JSON, each with its cells as --eval prints them, the heads in front, and with its needles: [tokens,
+// depth, answers, mean score].
 static void write_rows(FILE *f, const EvalRun *run) {
     fputs("[", f);
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
-        const Score *s = &run->rows[i];
-        Field *c = row_fields(s, run);
-        Needles *x = needles_of(s->answers);
+        Field *c = row_fields(&run->rows[i], run);
+        Needles *x = needles_of(run->rows[i].answers);
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
         print_json_row(c, run->a, f);
+        for (int heads = 1; heads >= 0; heads--) {
+            const char **cell = table_cells(c, heads);
+            fputs(heads ? ",\"heads\":" : ",\"cells\":", f);
+            write_texts(f, cell);
+            arrfree(cell);
+        }
         fputs(",\"needles\":[", f);
         for (int k = 0; k < (int)arrlen(x); k++)
             fprintf(f, "%s[%d,%d,%d,%.6g]", k ? "," : "", x[k].length, x[k].depth, x[k].n, x[k].sum / x[k].n);
@@ -599,8 +537,8 @@ typedef struct {
     Options *o;                 // the user's, with short_values and a budget where nothing is given, greedy
     Turn *script;               // (stb_ds) the dialogue with full attention's replies ..
     Turn *asked;                // (stb_ds) .. and as far as the answer to the last question
-    FILE *tables, *json;
-    double full;                // bytes that full attention holds at the end
+    FILE *f;                    // the JSON
+    int runs;                   // written so far
 } Report;
 
 // The options of the demonstration.
@@ -647,37 +585,18 @@ static int write_script(Report *r, Shown *x) {
     return 0;
 }
 
-// A method's line of the table, and its part of the JSON, without the end.
-static void write_run(Report *r, Shown *x, const char *said) {
-    App *a = &x->side.app;
-    int right = strstr(said, last_answer()) != NULL;
-    double held = (double)rows_bytes(a->s);
-    char bytes[32], read[32];
-    human_bytes(held, bytes);
-    human_bytes(x->read, read);
-    fputs("<tr>", r->tables);
-    cell(r->tables, "td", "%s", x->side.label);
-    cell(r->tables, "td", "%s", bytes);
-    cell(r->tables, "td", "%.0f %%", 100 * held / fmax(1, r->full));
-    cell(r->tables, "td", "%s", read);
-    cell(r->tables, "td", "%s: %s", right ? "right" : "wrong", said);
-    row_end(r->tables);
-    json_pair(r->json, "said", said);
-    fprintf(r->json, "\"right\":%d", right);
-}
-
 // Plays the dialogue through one method. A method that does not fit has only its reason.
 static void play_run(Report *r, const char *method) {
     Shown x = { 0 };
     char err[512] = "", *said = NULL;
     side_open(&x.side, r->a, r->o, method, NULL);
     App *a = &x.side.app;
-    FILE *f = r->json;
+    FILE *f = r->f;
     if (a->s) x.latest = latest_open(a->s, map_step(r->a->c->L));
     if (*x.side.refused) snprintf(err, sizeof err, "%s", x.side.refused);
     else if (!r->script && write_script(r, &x)) snprintf(err, sizeof err, "the dialogue does not fit");
     else shown_follow(&x, r->asked, err);
-    fputs(r->full > 0 ? ",{" : "{", f);
+    fputs(r->runs++ ? ",{" : "{", f);
     json_pair(f, "method", method);
     if (*err) {
         fputs("\"why\":", f);
@@ -687,7 +606,6 @@ static void play_run(Report *r, const char *method) {
         shown_close(&x);
         return;
     }
-    if (!(r->full > 0)) r->full = (double)rows_bytes(a->s);
     fputs("\"state\":{\"from\":0,\"facts\":", f);
     write_facts(&x, 0, f);
     fputs(",\"tokens\":", f);
@@ -702,8 +620,8 @@ static void play_run(Report *r, const char *method) {
     for (int i = 0; i < (int)arrlen(arrlast(a->turn).dec); i++)
         said = decode_token(&x.reply, arrlast(a->turn).dec[i], said);
     speak(&x, &said);
-    write_run(r, &x, said);
-    fputs("}", f);
+    json_pair(f, "said", said);
+    fprintf(f, "\"right\":%d}", strstr(said, last_answer()) != NULL);
     arrfree(said);
     shown_close(&x);
 }
@@ -714,35 +632,23 @@ static void play_runs(Report *r) {
     char name[160];
     if (*opt_str(r->a->o, "compare")) list = opt_str(r->a->o, "compare");
     else if (opt_given(r->a->o, "method")) list = opt_str(r->a->o, "method");
-    table_begin(r->tables, "runs", "One dialogue through several methods, when the last question is answered",
-                "method|held|of full|read a step|its answer to the last question");
-    row_end(r->tables);
-    fputs("\"runs\":[", r->json);
+    fputs("\"runs\":[", r->f);
     play_run(r, "full");
     for (int i = 0; r->script && list_word(list, i, name); i++)
         if (strcmp(name, "full")) play_run(r, name);
-    fputs("],", r->json);
-    table_end(r->tables);
+    fputs("],", r->f);
 }
 
-// The dialogue with full attention's replies.
-static void table_script(Report *r) {
-    table_begin(r->tables, "script", "The dialogue, with full attention's replies", "turn|user|reply");
-    row_end(r->tables);
+// Full attention's replies to the scripted dialogue.
+static void write_replies(Report *r) {
+    fputs("\"replies\":[", r->f);
     for (int i = 0; i < (int)arrlen(r->script); i++) {
-        Decoder d = { .t = r->a->tok, .skip_special = 1 };
-        char *text = NULL;
-        for (int j = 0; j < (int)arrlen(r->script[i].dec); j++) text = decode_token(&d, r->script[i].dec[j], text);
-        text = decode_flush(&d, text);
-        arrput(text, 0);
-        fputs("<tr>", r->tables);
-        cell(r->tables, "td", "%d", i + 1);
-        cell(r->tables, "td", "%s", demo_lines[i].user);
-        cell(r->tables, "td", "%s", text);
-        row_end(r->tables);
-        arrfree(text);
+        char *text = reply_text(r->a, &r->script[i]);
+        if (i) fputc(',', r->f);
+        json_escape(r->f, text, strlen(text));
+        free(text);
     }
-    table_end(r->tables);
+    fputs("],", r->f);
 }
 
 // ---- the whole page
@@ -759,12 +665,11 @@ static void write_source(const App *a, FILE *f) {
     fprintf(f, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
 }
 
-// Writes data/page.html with the tables and the JSON at their places, and nothing where a program would be.
-static void page_write(FILE *f, const char *tables, const char *json) {
+// Writes data/page.html with the JSON at its place, and nothing where a program would be.
+static void page_write(FILE *f, const char *json) {
     for (const char *p = page_html, *end; *p; p = end) {
         end = strchr(p, '\n') + 1;
         if (strncmp(p, "@@", 2)) fwrite(p, 1, (size_t)(end - p), f);
-        else if (!strncmp(p, "@@TABLES", 8)) fputs(tables, f);
         else if (!strncmp(p, "@@REPORT", 8))
             for (const char *c = json; *c; c++) {
                 if (*c == '<') fputs("\\u003c", f);
@@ -776,38 +681,33 @@ static void page_write(FILE *f, const char *tables, const char *json) {
 // Writes the page of an evaluation, which may have no rows. Ends the program when writing fails.
 void report_write(App *a, const EvalRun *run) {
     const char *path = opt_str(a->o, "report");
-    char err[512], *tables = NULL, *json = NULL;
+    char err[512], *json = NULL;
     size_t n;
     Saving out;
     if (save_begin_open(&out, path, err)) die(EXIT_RUN, "--report %s", err);
     Report r = { .a = a, .o = report_options(a) };
-    r.tables = memory_stream(&tables, &n);
-    r.json = memory_stream(&json, &n);
-    fputs("{", r.json);
+    r.f = memory_stream(&json, &n);
+    fputs("{", r.f);
     char *source = written(a, write_source);
-    json_pair(r.json, "source", source);
+    json_pair(r.f, "source", source);
     free(source);
-    fputs("\"rows\":", r.json);
-    write_rows(r.json, run);
-    table_scores(r.tables, run);
-    table_needles(r.tables, run);
+    fputs("\"rows\":", r.f);
+    write_rows(r.f, run);
     play_runs(&r);
-    table_script(&r);
-    json_pair(r.json, "answer", last_answer());
-    fputs("\"shape\":", r.json);
-    write_shape(a, r.json);
-    fputs(",\"lines\":", r.json);
-    write_lines(a, r.script, r.o, -1, 0, r.json);
-    fputs("}", r.json);
-    memory_stream_close(r.tables);
-    memory_stream_close(r.json);
-    page_write(out.f, tables, json);
+    write_replies(&r);
+    json_pair(r.f, "answer", last_answer());
+    fputs("\"shape\":", r.f);
+    write_shape(a, r.f);
+    fputs(",\"lines\":", r.f);
+    write_lines(a, r.script, r.o, -1, 0, r.f);
+    fputs("}", r.f);
+    memory_stream_close(r.f);
+    page_write(out.f, json);
     if (save_keep(&out, 1, err)) die(EXIT_RUN, "--report %s", err);
     if (!quiet) tell("report: %s", path);
     turns_free(r.script);
     turns_free(r.asked);
     options_free(r.o);
-    free(tables);
     free(json);
 }
 
@@ -875,12 +775,14 @@ static Shown web_side[SIDES];
 static char *web_text;                  // what the last call returned
 static size_t web_size;
 
+// A text to be returned begins; the last one goes.
 static FILE *web_begin(void) {
     free(web_text);
     web_text = NULL;
     return memory_stream(&web_text, &web_size);
 }
 
+// It ends.
 static const char *web_end(FILE *f) {
     memory_stream_close(f);
     return web_text;
@@ -978,17 +880,20 @@ WEB const char *web_follow(int i, int of) {
     return web_end(f);
 }
 
+// Its tokens from number `from` on.
 WEB const char *web_tokens(int i, int from) {
     FILE *f = web_begin();
     write_tokens(&web_side[i], from, f);
     return web_end(f);
 }
 
+// Which heads hold and read each of them (masks_of).
 WEB const unsigned char *web_masks(int i) {
     static unsigned char *mask;
     return mask = masks_of(web_side[i].side.app.s, mask);
 }
 
+// Bytes, rows and speed of side i; rows 1: every row, too.
 WEB const char *web_facts(int i, int rows) {
     FILE *f = web_begin();
     write_facts(&web_side[i], rows, f);

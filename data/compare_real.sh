@@ -6,7 +6,7 @@
 # Usage: sh data/compare_real.sh [LENGTH[:BUDGET]]...     (default: 1k, 2k and 4k, three budgets each)
 #
 # Answers go to build/real as they come, so that the same command goes on where it stopped; what is
-# there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-1of2.jsonl,build/real/1k-256-2of2.jsonl
+# there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-?of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
 # METHODS names others, ITEMS another number of items of each task than 6 (4k: 3). An item costs a method
 # about 4.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k (estimated from 18, 1 and 1 of them): 39 rows of
@@ -44,11 +44,11 @@ play() {
         ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval $OUT/items-"$1".jsonl --compare "$METHODS" \
             --budgets "$2" --lychee-buffer 32 --eval-shard "$job/$JOBS" --eval-out "$f" >/dev/null &
         pids="$pids $!"
-        files=$files${files:+,}$f
+        files="$files $f"
     done
     for pid in $pids; do wait "$pid" || exit 1; done
     echo "$1 tokens, $2 rows"
-    ./kvcomp --eval-merge "$files"
+    ./kvcomp --eval-merge $files
 }
 
 [ $# -gt 0 ] || set -- 1k:256 1k:128 1k:512 2k:512 2k:256 2k:1024 4k:1024 4k:512 4k:2048
