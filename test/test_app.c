@@ -992,22 +992,335 @@ static void transcript_step(const char *file, const char *cmd, int want, const c
     lines_match(file, cmd, "stderr", sh_err, err);
 }
 
+// ---- a program on a terminal that is waited for, not slept for
+
+typedef struct {
+    int fd, tty;  // the two ends
+    pid_t pid;
+    char seen[1 << 18];
+    size_t n, from;  // bytes seen; where the next pty_wait begins
+} Pty;
+
+// Plays the part of a shell for one job in its foreground: when it stops, says how it left the
+// terminal, and lets it go on; leaves with its status, or 128 and its signal.
+static void pty_shell(char *const *argv) {
+    signal(SIGTTOU, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    pid_t job = fork();
+    if (!job) {
+        setpgid(0, 0);
+        tcsetpgrp(0, getpid());
+        signal(SIGTTOU, SIG_DFL);
+        signal(SIGINT, SIG_DFL);
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    setpgid(job, job);
+    tcsetpgrp(0, job);
+    int status = 0;
+    while (waitpid(job, &status, WUNTRACED) == job && WIFSTOPPED(status)) {
+        struct termios t;
+        tcsetpgrp(0, getpid());
+        tcgetattr(0, &t);
+        dprintf(1, "[stopped by %d, %s]\n", WSTOPSIG(status),
+                t.c_lflag & ICANON && t.c_lflag & ECHO ? "sane" : "raw");
+        tcsetpgrp(0, job);
+        kill(-job, SIGCONT);
+        dprintf(1, "[goes on]\n");
+    }
+    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+}
+
+// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`; `ignored` is a
+// signal it inherits as ignored.
+static Pty *pty_start(char *const *argv, int shell, int ignored) {
+    Pty *p = xcalloc(1, sizeof *p);
+    needs_program();
+    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
+    p->pid = fork();
+    if (p->pid) return p;
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
+    struct rlimit none = { 0, 0 };
+    for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
+    if (ignored) signal(ignored, SIG_IGN);
+    setrlimit(RLIMIT_CORE, &none);
+    setenv("TERM", "xterm", 1);
+    close(p->fd);
+    login_tty(p->tty);
+    if (shell) pty_shell(argv);
+    execv(argv[0], argv);
+    _exit(99);
+}
+
+// Reads until the text has come, for a minute at most. 1: it has.
+static int pty_wait(Pty *p, const char *text) {
+    double end = now() + 60;
+    while (now() < end) {
+        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
+        if (at) {
+            p->from = (size_t)(at - p->seen) + strlen(text);
+            return 1;
+        }
+        fd_set f;
+        struct timeval t = { 0, 100000 };
+        FD_ZERO(&f);
+        FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 1 == sizeof p->seen) {
+            memmove(p->seen, p->seen + p->n / 2, p->n - p->n / 2);
+            p->n -= p->n / 2;
+            p->from = 0;
+        }
+        ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+        if (r > 0) p->n += (size_t)r;
+    }
+    return 0;
+}
+
+// Reads what has come, for a tenth of a second at most.
+static void pty_read(Pty *p) {
+    fd_set f;
+    struct timeval t = { 0, 100000 };
+    FD_ZERO(&f);
+    FD_SET(p->fd, &f);
+    if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) return;
+    ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+    if (r > 0) p->n += (size_t)r;
+    p->seen[p->n] = 0;
+}
+
+// Types keys.
+static void pty_type(Pty *p, const char *keys) {
+    CHECK(write(p->fd, keys, strlen(keys)) == (ssize_t)strlen(keys), "%s", strerror(errno));
+}
+
+// Whether the terminal is in its usual mode: line by line, echo, signals.
+static int pty_sane(const Pty *p) {
+    struct termios t;
+    return !tcgetattr(p->tty, &t) && t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG;
+}
+
+// Waits for the end, for a minute at most -> the status as waitpid gives it; -1: it had to be
+// killed.
+static int pty_end(Pty *p) {
+    int status = -1, over = 0;
+    for (double end = now() + 60; !over && now() < end;) {
+        over = waitpid(p->pid, &status, WNOHANG) == p->pid;
+        fd_set f;
+        struct timeval t = { 0, 10000 };
+        FD_ZERO(&f);
+        FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
+        ssize_t r = read(p->fd, p->seen + p->n, 4096);
+        if (r > 0) p->n += (size_t)r;
+        p->seen[p->n] = 0;
+    }
+    if (!over) {
+        kill(p->pid, SIGKILL);
+        waitpid(p->pid, &status, 0);
+        status = -1;
+    }
+    return status;
+}
+
+// Closes a pseudo-terminal.
+static void pty_close(Pty *p) {
+    close(p->fd);
+    close(p->tty);
+    free(p);
+}
+
+// ---- what a terminal shows of a chat
+
+enum { SCREEN_ROWS = 400, SCREEN_COLUMNS = 80 };
+
+// A terminal of 80 columns that never scrolls: each cell holds the bytes of its character.
+typedef struct {
+    char cell[SCREEN_ROWS][SCREEN_COLUMNS][8];
+    int x, y;
+} Screen;
+
+// Obeys ESC [ number letter as far as the editor uses it.
+static void screen_obey(Screen *s, int number, char letter) {
+    if (letter == 'K' && !number)
+        for (int x = s->x; x < SCREEN_COLUMNS; x++) s->cell[s->y][x][0] = 0;
+    if (letter == 'P' || letter == '@') {
+        char(*row)[8] = s->cell[s->y];
+        int k = min_int(max_int(number, 1), SCREEN_COLUMNS - s->x), rest = SCREEN_COLUMNS - s->x - k;
+        if (letter == 'P') memmove(row[s->x], row[s->x + k], (size_t)rest * sizeof *row);
+        else memmove(row[s->x + k], row[s->x], (size_t)rest * sizeof *row);
+        memset(row[letter == 'P' ? SCREEN_COLUMNS - k : s->x], 0, (size_t)k * sizeof *row);
+    }
+    if (letter == 'A') s->y = max_int(s->y - max_int(number, 1), 0);
+    if (letter == 'C') s->x = min_int(s->x + max_int(number, 1), SCREEN_COLUMNS - 1);
+    if (letter == 'H') s->x = s->y = 0;
+    if (letter == 'J' && number == 2) memset(s->cell, 0, sizeof s->cell);
+    if (letter != 'J' || number) return;
+    for (int i = s->y * SCREEN_COLUMNS + s->x; i < SCREEN_ROWS * SCREEN_COLUMNS; i++)
+        s->cell[i / SCREEN_COLUMNS][i % SCREEN_COLUMNS][0] = 0;
+}
+
+// Writes one character of n bytes.
+static void screen_put(Screen *s, const char *c, int n) {
+    int width = char_width(c, n);
+    if (s->x + width > SCREEN_COLUMNS) {
+        s->x = 0;
+        s->y++;
+    }
+    if (s->y >= SCREEN_ROWS || !width) return;
+    char *cell = s->cell[s->y][s->x];
+    memcpy(cell, c, (size_t)n);
+    cell[n] = 0;
+    if (width == 2) strcpy(s->cell[s->y][s->x + 1], "\x01");  // the right half shows nothing itself
+    s->x += width;
+}
+
+// What a terminal shows that was sent these n bytes.
+static const Screen *screen_of(const char *text, size_t n) {
+    static Screen s;
+    memset(&s, 0, sizeof s);
+    for (size_t i = 0, k; i < n; i += k) {
+        int number = 0, used = 0;
+        char letter = 0;
+        k = 1;
+        if (text[i] == '\r') {
+            s.x = 0;
+        } else if (text[i] == '\b') {
+            s.x = max_int(s.x - 1, 0);
+        } else if (text[i] == '\n') {
+            s.y++;
+        } else if (text[i] == '\x1b') {
+            if (sscanf(text + i, "\x1b[%d%c%n", &number, &letter, &used) < 2)
+                sscanf(text + i, "\x1b[%c%n", &letter, &used);
+            if (letter == '?') used += (int)strcspn(text + i + used, "hl") + 1;
+            screen_obey(&s, number, letter);
+            k = (size_t)max_int(used, 1);
+        } else if (text[i] != '\a') {
+            k = (size_t)max_int(utf8_length(text + i, n - i), 1);
+            screen_put(&s, text + i, (int)k);
+        }
+    }
+    return &s;
+}
+
+// A row of the screen as text, without blanks at its end.
+static const char *screen_row(const Screen *s, int y) {
+    static char row[SCREEN_COLUMNS * 8 + 1];
+    int n = 0, end = 0;
+    for (int x = 0; y >= 0 && y < SCREEN_ROWS && x < SCREEN_COLUMNS; x++) {
+        const char *cell = s->cell[y][x];
+        if (*cell == 1) continue;
+        n += sprintf(row + n, "%s", *cell ? cell : " ");
+        if (row[n - 1] != ' ') end = n;
+    }
+    row[end] = 0;
+    return row;
+}
+
+// Waits until the cursor's row reads so and the cursor stands in this column (-1: anywhere), for a
+// minute at most. 1: it does.
+static int pty_line(Pty *p, const char *text, int column) {
+    const Screen *s = NULL;
+    for (double end = now() + 60; now() < end; pty_read(p)) {
+        s = screen_of(p->seen, p->n);
+        if (strcmp(screen_row(s, s->y), text) || (column >= 0 && s->x != column)) continue;
+        p->from = p->n;
+        return 1;
+    }
+    fprintf(stderr, "  the line is '%s', cursor in column %d\n", s ? screen_row(s, s->y) : "",
+            s ? s->x : -1);
+    return 0;
+}
+
+// Leaves a chat at its empty prompt.
+static void pty_leave(Pty *p) {
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0 && pty_sane(p),
+          "left with another status, or the terminal is not as it was");
+    pty_close(p);
+}
+
+// ---- what a terminal is asked in a transcript
+
+// A line of a transcript as it is meant: \r, \n, \t, \e and \\, ^X for Ctrl-X, ^? for the key that deletes; $T: the folder.
+static const char *keys_of(const char *line, const char *folder) {
+    static char keys[2048];
+    int n = 0;
+    for (; *line; line++) {
+        const char *at = strchr("r\rn\nt\te\x1b", *line == '\\' ? line[1] : '!');
+        if (!strncmp(line, "$T", 2)) n += sprintf(keys + n, "%s", folder);
+        else if (*line == '\\') keys[n++] = at ? at[1] : line[1];
+        else if (*line == '^') keys[n++] = line[1] == '?' ? 127 : (char)(line[1] & 31);
+        else keys[n++] = *line;
+        line += (*line == '\\' || *line == '^' || !strncmp(line, "$T", 2)) && line[1];
+    }
+    keys[n] = 0;
+    return keys;
+}
+
+// "| ": the row of the cursor reads so, and the cursor stands at the _, if there is one. text is changed.
+static int terminal_row(Pty *p, char *text) {
+    char *at = strrchr(text, '_');
+    int column = at ? 0 : -1, n = (int)strlen(text);
+    for (char *c = text; at && c < at; c += utf8_length(c, (size_t)(at - c)))
+        column += char_width(c, utf8_length(c, (size_t)(at - c)));
+    if (at) memmove(at, at + 1, strlen(at));
+    for (n = (int)strlen(text); n && text[n - 1] == ' ';) text[--n] = 0;
+    return pty_line(p, text, column);
+}
+
+// A line of a transcript behind "% ": what is typed, waited for, or must not have come.
+static void terminal_line(const char *file, Pty *p, const char *line, const char *folder) {
+    static char text[2048], all[1 << 15];
+    char *rest = (char *)line + 1;
+    int times = isdigit((unsigned char)*rest) ? (int)strtol(rest, &rest, 10) : -1, come = 0;
+    snprintf(text, sizeof text, "%s", keys_of(rest + (*rest == ' '), folder));
+    for (*all = 0; *line == '<' && times > 1; times--) strcat(all, text);
+    if (*line == '<') pty_type(p, strcat(all, text));
+    if (*line == '~') CHECK(pty_wait(p, text), "%s: %s\n  has not come: %.2000s", file, line, p->seen);
+    if (*line == '|') CHECK(terminal_row(p, text), "%s: %s", file, line);
+    for (char *at = p->seen; *line == '-' && (at = memmem(at, p->n - (size_t)(at - p->seen), text, strlen(text))); at++) come++;
+    if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
+    if (!strcmp(line, "sane")) CHECK(pty_sane(p), "%s: the terminal is not in its usual mode", file);
+    if (!strncmp(line, "kill ", 5)) kill(p->pid, atoi(line + 5));
+}
+
+// Starts a command of a transcript on a terminal.
+static Pty *terminal_start(const char *cmd) {
+    char text[4200];
+    snprintf(text, sizeof text, "exec %.4100s", cmd);
+    return pty_start((char *[]){ "/bin/sh", "-c", text, NULL }, 0, 0);
+}
+
+// Waits for its end. Nobody can give the terminal back after KILL.
+static void terminal_end(const char *file, Pty *p, int want) {
+    int status = pty_end(p), code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    CHECK(status != -1 && code == want, "%s: exit code %d, expected %d: %.2000s", file, code, want, p->seen);
+    CHECK(want == 128 + SIGKILL || pty_sane(p), "%s: the terminal is not as it was", file);
+    pty_close(p);
+}
+
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
-// something. $T is a folder of the transcript's own, $SYN and $CHAT begin commands.
+// something. $T is a folder of the transcript's own, $SYN and $CHAT begin commands. "% " begins a program on a terminal;
+// test/cli/terminal.txt says what follows.
 static void transcript(const char *path) {
     static char cmd[8192], out[16384], err[16384], line[4096];
     char folder[64] = "/tmp/kvcomp-cli-XXXXXX";
     FILE *f = fopen(path, "r");
+    Pty *pty = NULL;
     int want = 0, more = f != NULL;
     CHECK(f && mkdtemp(folder), "%s: %s", path, strerror(errno));
     setenv("T", folder, 1);
     *cmd = *out = *err = 0;
     while (more) {
         more = fgets(line, sizeof line, f) != NULL;
-        if (*cmd && (!more || !strncmp(line, "$ ", 2))) {
-            transcript_step(path, cmd, want, out, err);
+        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "% ", 2)) {
+            if (*cmd) transcript_step(path, cmd, want, out, err);
+            if (pty) terminal_end(path, pty, want);
             *cmd = *out = *err = 0;
+            pty = NULL;
             want = 0;
         }
         if (!more) break;
@@ -1018,26 +1331,42 @@ static void transcript(const char *path) {
             want = atoi(line + 2);
             continue;
         }
+        if (pty || !strncmp(line, "% ", 2)) {
+            line[strcspn(line, "\n")] = 0;
+            if (pty) terminal_line(path, pty, line, folder);
+            else pty = terminal_start(line + 2);
+            continue;
+        }
         strcat(to, line + (to == out ? 0 : 2));
     }
     if (f) fclose(f);
     CHECK(!sh("rm -r %s", folder), "%s", sh_err);
 }
 
+static void transcript_names(void) {
+    setenv("SYN", "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048", 1);
+    setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
+}
+
 TEST(cli_transcripts, "test/cli/*.txt: what is typed, and what the program answers and ends with") {
     DIR *d = opendir("test/cli");
     char path[600];
     int n = 0;
-    setenv("SYN", "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048", 1);
-    setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
+    transcript_names();
     for (struct dirent *e; d && (e = readdir(d));) {
-        if (!strstr(e->d_name, ".txt") || !strcmp(e->d_name, "refusals.txt")) continue;
+        if (!strstr(e->d_name, ".txt") || strstr("refusals.txt terminal.txt", e->d_name)) continue;
         snprintf(path, sizeof path, "test/cli/%s", e->d_name);
         transcript(path);
         n++;
     }
     if (d) closedir(d);
     CHECK(n > 2, "%d transcripts", n);
+}
+
+TEST(cli_terminal, "test/cli/terminal.txt: the line and the cursor that keys leave, completion, history, messages of several "
+                   "lines, Ctrl-C, colours") {
+    transcript_names();
+    transcript("test/cli/terminal.txt");
 }
 
 TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tells paper, what is "
@@ -1194,75 +1523,10 @@ TEST(cli_method_file_gone,
     }
 }
 
-// A chat on a real terminal: what is typed, then everything the program printed within the time.
-static int pty_chat(const char *const *typed, const double *wait, int n, char *seen, size_t size) {
-    int fd;
-    size_t got = 0;
-    needs_program();
-    pid_t pid = forkpty(&fd, NULL, NULL, NULL);
-    if (pid < 0) leave_out(NO_TERMINAL);
-    if (!pid) {
-        setenv("TERM", "xterm", 1);
-        execl("./kvcomp", "kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c",
-              "0", (char *)NULL);
-        _exit(99);
-    }
-    for (int i = 0; i <= n; i++) {
-        double end = now() + (i < n ? wait[i] : 20);
-        // Drain until the time is over or the program has left.
-        for (;;) {
-            fd_set f;
-            struct timeval t = { 0, 20000 };
-            FD_ZERO(&f);
-            FD_SET(fd, &f);
-            if (select(fd + 1, &f, NULL, NULL, &t) > 0) {
-                ssize_t r = got + 1 < size ? read(fd, seen + got, size - got - 1) : -1;
-                if (r <= 0) break;
-                got += r;
-            }
-            if (now() > end) break;
-        }
-        if (i < n && write(fd, typed[i], strlen(typed[i])) < 0) break;
-    }
-    seen[got] = 0;
-    int status = 0;
-    if (waitpid(pid, &status, WNOHANG) == 0) {
-        kill(pid, SIGKILL);
-        waitpid(pid, &status, 0);
-    }
-    close(fd);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 TEST(cli_threads, "a small model gets one thread, others at least one a core") {
     CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
     CHECK(threads_for((size_t)1 << 30) == physical_cores() && physical_cores() >= 1, "%d cores",
           physical_cores());
-}
-
-TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl-C keeps the "
-                   "session, Ctrl-D leaves with 0, Ctrl-C twice with 130") {
-    static char seen[1 << 20], paste[9000];
-    strcpy(paste, "\x1b[200~");
-    for (int i = 0; i < 400; i++) strcat(paste, "a line\nof a paste ");
-    strcat(paste, "\x1b[201~");
-    const char *edit[] = { "/hxlp\x1b[D\x1b[D\x7f"
-                           "e\r",
-                           paste, "\x15", "\x04" };
-    double wait[] = { 1.5, .5, .5, .5 };
-    CHECK(pty_chat(edit, wait, 4, seen, sizeof seen) == 0, "left with another code");
-    CHECK(strstr(seen, "forget the dialogue"), "/help was typed with a correction");
-    CHECK(!strstr(seen, "no command"), "a paste is no command");
-    const char *stop[] = { "hello\r", "\x03", "/stats\r", "\x04" };
-    double wait2[] = { 1.5, 2, 1, .5 };
-    CHECK(pty_chat(stop, wait2, 4, seen, sizeof seen) == 0,
-          "Ctrl-C in a reply must keep the session");
-    CHECK(strstr(seen, "[turn 1 ") && strstr(seen, "in 1 turns"),
-          "the reply stays in history and cache");
-    const char *leave[] = { "\x03", "\x03" };
-    double wait3[] = { 1.5, .3 };
-    CHECK(pty_chat(leave, wait3, 2, seen, sizeof seen) == EXIT_INTERRUPT,
-          "twice at the prompt leaves with 130");
 }
 
 // What a row of --csv says up to its clock: seconds are no property of the method.
@@ -2737,145 +3001,6 @@ TEST(stop_signal,
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
-// ---- a program on a terminal that is waited for, not slept for
-
-typedef struct {
-    int fd, tty;  // the two ends
-    pid_t pid;
-    char seen[1 << 18];
-    size_t n, from;  // bytes seen; where the next pty_wait begins
-} Pty;
-
-// Plays the part of a shell for one job in its foreground: when it stops, says how it left the
-// terminal, and lets it go on; leaves with its status, or 128 and its signal.
-static void pty_shell(char *const *argv) {
-    signal(SIGTTOU, SIG_IGN);
-    signal(SIGINT, SIG_IGN);
-    pid_t job = fork();
-    if (!job) {
-        setpgid(0, 0);
-        tcsetpgrp(0, getpid());
-        signal(SIGTTOU, SIG_DFL);
-        signal(SIGINT, SIG_DFL);
-        execv(argv[0], argv);
-        _exit(99);
-    }
-    setpgid(job, job);
-    tcsetpgrp(0, job);
-    int status = 0;
-    while (waitpid(job, &status, WUNTRACED) == job && WIFSTOPPED(status)) {
-        struct termios t;
-        tcsetpgrp(0, getpid());
-        tcgetattr(0, &t);
-        dprintf(1, "[stopped by %d, %s]\n", WSTOPSIG(status),
-                t.c_lflag & ICANON && t.c_lflag & ECHO ? "sane" : "raw");
-        tcsetpgrp(0, job);
-        kill(-job, SIGCONT);
-        dprintf(1, "[goes on]\n");
-    }
-    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
-}
-
-// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`; `ignored` is a
-// signal it inherits as ignored.
-static Pty *pty_start(char *const *argv, int shell, int ignored) {
-    Pty *p = xcalloc(1, sizeof *p);
-    needs_program();
-    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
-    p->pid = fork();
-    if (p->pid) return p;
-    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
-    struct rlimit none = { 0, 0 };
-    for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
-    if (ignored) signal(ignored, SIG_IGN);
-    setrlimit(RLIMIT_CORE, &none);
-    setenv("TERM", "xterm", 1);
-    close(p->fd);
-    login_tty(p->tty);
-    if (shell) pty_shell(argv);
-    execv(argv[0], argv);
-    _exit(99);
-}
-
-// Reads until the text has come, for a minute at most. 1: it has.
-static int pty_wait(Pty *p, const char *text) {
-    double end = now() + 60;
-    while (now() < end) {
-        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
-        if (at) {
-            p->from = (size_t)(at - p->seen) + strlen(text);
-            return 1;
-        }
-        fd_set f;
-        struct timeval t = { 0, 100000 };
-        FD_ZERO(&f);
-        FD_SET(p->fd, &f);
-        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
-        if (p->n + 1 == sizeof p->seen) {
-            memmove(p->seen, p->seen + p->n / 2, p->n - p->n / 2);
-            p->n -= p->n / 2;
-            p->from = 0;
-        }
-        ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
-        if (r > 0) p->n += (size_t)r;
-    }
-    return 0;
-}
-
-// Reads what has come, for a tenth of a second at most.
-static void pty_read(Pty *p) {
-    fd_set f;
-    struct timeval t = { 0, 100000 };
-    FD_ZERO(&f);
-    FD_SET(p->fd, &f);
-    if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) return;
-    ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
-    if (r > 0) p->n += (size_t)r;
-    p->seen[p->n] = 0;
-}
-
-// Types keys.
-static void pty_type(Pty *p, const char *keys) {
-    CHECK(write(p->fd, keys, strlen(keys)) == (ssize_t)strlen(keys), "%s", strerror(errno));
-}
-
-// Whether the terminal is in its usual mode: line by line, echo, signals.
-static int pty_sane(const Pty *p) {
-    struct termios t;
-    return !tcgetattr(p->tty, &t) && t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG;
-}
-
-// Waits for the end, for a minute at most -> the status as waitpid gives it; -1: it had to be
-// killed.
-static int pty_end(Pty *p) {
-    int status = -1, over = 0;
-    for (double end = now() + 60; !over && now() < end;) {
-        over = waitpid(p->pid, &status, WNOHANG) == p->pid;
-        fd_set f;
-        struct timeval t = { 0, 10000 };
-        FD_ZERO(&f);
-        FD_SET(p->fd, &f);
-        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
-        if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
-        ssize_t r = read(p->fd, p->seen + p->n, 4096);
-        if (r > 0) p->n += (size_t)r;
-        p->seen[p->n] = 0;
-    }
-    if (!over) {
-        kill(p->pid, SIGKILL);
-        waitpid(p->pid, &status, 0);
-        status = -1;
-    }
-    return status;
-}
-
-// Closes a pseudo-terminal.
-static void pty_close(Pty *p) {
-    close(p->fd);
-    close(p->tty);
-    free(p);
-}
-
 #define PROMPT COLOR_USER "> " COLOR_OFF
 static const int ending_signals[] = { SIGTERM, SIGHUP, SIGQUIT };
 
@@ -3193,308 +3318,19 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
     CHECK(!strcmp(sh_out, without ? "1\n0\n" : "1\n1\n"), "%s", sh_out);
 }
 
-// ---- what a terminal shows of a chat
-
-enum { SCREEN_ROWS = 400, SCREEN_COLUMNS = 80 };
-
-// A terminal of 80 columns that never scrolls: each cell holds the bytes of its character.
-typedef struct {
-    char cell[SCREEN_ROWS][SCREEN_COLUMNS][8];
-    int x, y;
-} Screen;
-
-// Obeys ESC [ number letter as far as the editor uses it.
-static void screen_obey(Screen *s, int number, char letter) {
-    if (letter == 'K' && !number)
-        for (int x = s->x; x < SCREEN_COLUMNS; x++) s->cell[s->y][x][0] = 0;
-    if (letter == 'P' || letter == '@') {
-        char(*row)[8] = s->cell[s->y];
-        int k = min_int(max_int(number, 1), SCREEN_COLUMNS - s->x), rest = SCREEN_COLUMNS - s->x - k;
-        if (letter == 'P') memmove(row[s->x], row[s->x + k], (size_t)rest * sizeof *row);
-        else memmove(row[s->x + k], row[s->x], (size_t)rest * sizeof *row);
-        memset(row[letter == 'P' ? SCREEN_COLUMNS - k : s->x], 0, (size_t)k * sizeof *row);
-    }
-    if (letter == 'A') s->y = max_int(s->y - max_int(number, 1), 0);
-    if (letter == 'C') s->x = min_int(s->x + max_int(number, 1), SCREEN_COLUMNS - 1);
-    if (letter == 'H') s->x = s->y = 0;
-    if (letter == 'J' && number == 2) memset(s->cell, 0, sizeof s->cell);
-    if (letter != 'J' || number) return;
-    for (int i = s->y * SCREEN_COLUMNS + s->x; i < SCREEN_ROWS * SCREEN_COLUMNS; i++)
-        s->cell[i / SCREEN_COLUMNS][i % SCREEN_COLUMNS][0] = 0;
-}
-
-// Writes one character of n bytes.
-static void screen_put(Screen *s, const char *c, int n) {
-    int width = char_width(c, n);
-    if (s->x + width > SCREEN_COLUMNS) {
-        s->x = 0;
-        s->y++;
-    }
-    if (s->y >= SCREEN_ROWS || !width) return;
-    char *cell = s->cell[s->y][s->x];
-    memcpy(cell, c, (size_t)n);
-    cell[n] = 0;
-    if (width == 2) strcpy(s->cell[s->y][s->x + 1], "\x01");  // the right half shows nothing itself
-    s->x += width;
-}
-
-// What a terminal shows that was sent these n bytes.
-static const Screen *screen_of(const char *text, size_t n) {
-    static Screen s;
-    memset(&s, 0, sizeof s);
-    for (size_t i = 0, k; i < n; i += k) {
-        int number = 0, used = 0;
-        char letter = 0;
-        k = 1;
-        if (text[i] == '\r') {
-            s.x = 0;
-        } else if (text[i] == '\b') {
-            s.x = max_int(s.x - 1, 0);
-        } else if (text[i] == '\n') {
-            s.y++;
-        } else if (text[i] == '\x1b') {
-            if (sscanf(text + i, "\x1b[%d%c%n", &number, &letter, &used) < 2)
-                sscanf(text + i, "\x1b[%c%n", &letter, &used);
-            if (letter == '?') used += (int)strcspn(text + i + used, "hl") + 1;
-            screen_obey(&s, number, letter);
-            k = (size_t)max_int(used, 1);
-        } else if (text[i] != '\a') {
-            k = (size_t)max_int(utf8_length(text + i, n - i), 1);
-            screen_put(&s, text + i, (int)k);
-        }
-    }
-    return &s;
-}
-
-// A row of the screen as text, without blanks at its end.
-static const char *screen_row(const Screen *s, int y) {
-    static char row[SCREEN_COLUMNS * 8 + 1];
-    int n = 0, end = 0;
-    for (int x = 0; y >= 0 && y < SCREEN_ROWS && x < SCREEN_COLUMNS; x++) {
-        const char *cell = s->cell[y][x];
-        if (*cell == 1) continue;
-        n += sprintf(row + n, "%s", *cell ? cell : " ");
-        if (row[n - 1] != ' ') end = n;
-    }
-    row[end] = 0;
-    return row;
-}
-
-// Waits until the cursor's row reads so and the cursor stands in this column (-1: anywhere), for a
-// minute at most. 1: it does.
-static int pty_line(Pty *p, const char *text, int column) {
-    const Screen *s = NULL;
-    for (double end = now() + 60; now() < end; pty_read(p)) {
-        s = screen_of(p->seen, p->n);
-        if (strcmp(screen_row(s, s->y), text) || (column >= 0 && s->x != column)) continue;
-        p->from = p->n;
-        return 1;
-    }
-    fprintf(stderr, "  the line is '%s', cursor in column %d\n", s ? screen_row(s, s->y) : "",
-            s ? s->x : -1);
-    return 0;
-}
-
-// Starts a chat whose history lies below folder d, and waits for its prompt.
-static Pty *pty_chat_in(const char *d, char *more) {
-    static char state[200];
-    snprintf(state, sizeof state, "XDG_STATE_HOME=%s", d);
-    char *argv[] = { "/usr/bin/env", state, "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0",
-                     "-n",           "40",  more,       NULL };
+TEST(cli_resize, "a line is drawn again where the screen gets another size") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--no-history", NULL };
+    struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
     Pty *p = pty_start(argv, 0, 0);
-    CHECK(p && pty_line(p, ">", 2), "no prompt");
-    return p;
-}
-
-// Leaves a chat at its empty prompt.
-static void pty_leave(Pty *p) {
-    pty_type(p, "\x04");
-    CHECK(pty_end(p) == 0 && pty_sane(p),
-          "left with another status, or the terminal is not as it was");
-    pty_close(p);
-}
-
-TEST(cli_editor_keys, "on a terminal lines are edited: by the screen and the cursor that keys leave; wide "
-                      "characters, a message of two rows, another size of the screen") {
-    static const struct {
-        const char *typed, *line;
-        int column;
-    } cases[] = {
-        { "abc\x01X", "> Xabc", 3 },
-        { "abc\x1bOD\x1b[DX", "> aXbc", 4 },
-        { "one two\x1b" "bX", "> one Xtwo", 7 },
-        { "one two\x17\x01\x19", "> twoone", 5 },
-        { "one two\x02\x0b\x19\x19", "> one twoo", 10 },
-        { "abc\x7f\x08X", "> aX", 4 },
-        { "\xe4\xb8\xad\xe6\x96\x87\x1b[DX", "> \xe4\xb8\xadX\xe6\x96\x87", 5 },
-        { "\xc3\xa4\xc3\xb6\x7fX", "> \xc3\xa4X", 4 },
-        { "first\x1b\rsecond", "second", 6 },
-    };
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    Pty *p = pty_chat_in(d, NULL);
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        pty_type(p, cases[i].typed);
-        CHECK(pty_line(p, cases[i].line, cases[i].column), "case %zu", i);
-        pty_type(p, "\x03");
-        CHECK(pty_line(p, ">", 2), "case %zu: Ctrl-C", i);
-    }
+    CHECK(pty_line(p, ">", 2), "no prompt");
     pty_type(p, "1234567");
     CHECK(pty_line(p, "> 1234567", 9), "typed");
-    struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
-    CHECK(!ioctl(p->fd, TIOCSWINSZ, &narrow) && pty_wait(p, "1234567"),
-          "another size of the screen: the line is drawn again");
+    CHECK(!ioctl(p->fd, TIOCSWINSZ, &narrow) && pty_wait(p, "1234567"), "the line");
     pty_type(p, "890");
     CHECK(pty_wait(p, "8") && pty_wait(p, "90"), "in its columns: %s", p->seen);
     pty_type(p, "\x03");
     CHECK(pty_wait(p, PROMPT), "empty");
     pty_leave(p);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_complete, "Tab completes commands, methods behind + as well, and paths; what is not sure is listed; in a "
-                   "message it does nothing") {
-    char d[64], typed[160], line[160];
-    CHECK(save_folder(d), "no folder");
-    CHECK(sh("cd %s && mkdir folder && touch folder/session+one folder/session+two", d) == 0, "%s", sh_err);
-    Pty *p = pty_chat_in(d, NULL);
-    pty_type(p, "/me\t");
-    CHECK(pty_line(p, "> /method", 10), "a command, and a blank behind it");
-    pty_type(p, "lych\t");
-    CHECK(pty_line(p, "> /method lychee", 16), "a method");
-    pty_type(p, "+pa\t");
-    CHECK(pty_line(p, "> /method lychee+pats", 21), "behind +");
-    pty_type(p, "\x15/c\t\t");
-    CHECK(pty_wait(p, "/clear") && pty_wait(p, "/compare") && pty_line(p, "> /c", 4), "two commands are listed");
-    snprintf(typed, sizeof typed, "\x15/load %s/f\t\t", d);
-    snprintf(line, sizeof line, "> /load %s/folder/session+", d);
-    pty_type(p, typed);
-    CHECK(pty_line(p, line, (int)strlen(line)), "a folder, then what all of its files begin with");
-    pty_type(p, "t\t");
-    strcat(line, "two");
-    CHECK(pty_line(p, line, (int)strlen(line)), "one of them");
-    pty_type(p, "\x15" "lychee, /me\tb");
-    CHECK(pty_line(p, "> lychee, /meb", 14), "a message");
-    pty_type(p, "\x15");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_leave(p);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_history, "messages of one chat are there in the next, of several lines too, by arrows and "
-                  "Ctrl-R; the file is 0600 and bounded; "
-                  "killing the program loses none") {
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    Pty *p = pty_chat_in(d, NULL);
-    pty_type(p, "/budget 7\r");
-    CHECK(pty_line(p, ">", 2), "sent");
-    pty_type(p, "/system first row\x1b\rsecond \xc3\xa4\r");
-    CHECK(pty_wait(p, "another system message") && pty_line(p, ">", 2), "sent");
-    pty_type(p, "/stats\r");
-    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
-    pty_type(p, "/stats\r");
-    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
-    kill(p->pid, SIGKILL);
-    pty_end(p);
-    pty_close(p);
-    char folder[100];
-    snprintf(folder, sizeof folder, "%s/kvcomp", d);
-    CHECK(holds(folder, "history",
-                "\"/budget 7\"\n\"/system first row\\nsecond \xc3\xa4\"\n\"/stats\"\n") &&
-              files_in(folder) == 1,
-          "the file");
-    CHECK(mode_of(folder, "history") == 0600 && mode_of(d, "kvcomp") == 0700,
-          "for its owner alone");
-
-    p = pty_chat_in(d, NULL);
-    pty_type(p, "draft\x1b[A");
-    CHECK(pty_line(p, "> /stats", 8), "the same message twice is one");
-    pty_type(p, "\x1b[A");
-    CHECK(pty_line(p, "second \xc3\xa4", 8), "several lines");
-    pty_type(p, "\x1b[A");
-    CHECK(pty_line(p, "> /budget 7", 11), "the one before");
-    pty_type(p, "\x0e\x0e\x0e");
-    CHECK(pty_line(p, "> draft", 7), "and back to the new line");
-    pty_type(p, "\x15\x12" "bud");
-    pty_type(p, "\x05" "5");
-    CHECK(pty_line(p, "> /budget 75", 12), "taken, and edited");
-    pty_type(p, "\x03");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_type(p, "\x12stats\r");
-    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "taken, and sent");
-    pty_leave(p);
-
-    char path[128];
-    snprintf(path, sizeof path, "%s/history", folder);
-    FILE *f = fopen(path, "w");
-    for (int i = 0; f && i < 30000; i++)
-        fprintf(f, "\"/budget %d\"\n%s", i, i == 29990 ? "no message\n\n7\n" : "");
-    if (f) fclose(f);
-    p = pty_chat_in(d, NULL);
-    pty_type(p, "\x12"
-                "budget 29501\x05");
-    CHECK(pty_line(p, "> /budget 29501", -1), "the newest lines, those that are none passed over");
-    pty_type(p, "\x15");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_leave(p);
-    CHECK(sh("wc -l < %s; tail -1 %s", path, path) == 0 &&
-              !strcmp(sh_out, "1000\n\"/budget 29999\"\n"),
-          "cut to the newest: %s", sh_out);
-    CHECK(mode_of(folder, "history") == 0600, "%o", (unsigned)mode_of(folder, "history"));
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_history_off, "no history with --no-history, from a pipe, or without a home; a FIFO, a "
-                      "folder or a device in its place is left alone with one line") {
-    char d[64], path[128], where[200];
-    CHECK(save_folder(d), "no folder");
-    Pty *p = pty_chat_in(d, "--no-history");
-    pty_type(p, "/budget 7\r");
-    CHECK(pty_line(p, ">", 2), "sent");
-    pty_type(p, "\x1b[A");
-    CHECK(pty_line(p, "> /budget 7", 11), "it is there as long as the chat");
-    pty_type(p, "\x15");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_leave(p);
-    CHECK(sh("printf '/stats\\n' | XDG_STATE_HOME=%s " CHAT, d) == 0 && files_in(d) == 0,
-          "%d files", files_in(d));
-    char *bare[] = { "/usr/bin/env",       "-u", "HOME", "XDG_STATE_HOME=state", "./kvcomp", "-m",
-                     "models/kvcomp-tiny", NULL };
-    p = pty_start(bare, 0, 0);
-    CHECK(pty_line(p, ">", 2), "no prompt");
-    pty_type(p, "/stats\r");
-    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2) && !strstr(p->seen, "history"),
-          "no home, no word");
-    pty_leave(p);
-    CHECK(access("state", F_OK), "a relative folder is no place");
-
-    static const char *const kinds[][2] = { { "mkfifo %s", "a FIFO" },
-                                            { "mkdir %s", "a folder" },
-                                            { "ln -s /dev/null %s", "a device" } };
-    snprintf(path, sizeof path, "%s/kvcomp/history", d);
-    for (int i = 0; i < 3; i++) {
-        CHECK(sh("mkdir -p %s/kvcomp; rm -rf %s", d, path) == 0, "%s", sh_err);
-        CHECK(sh(kinds[i][0], path) == 0, "%s", sh_err);
-        p = pty_chat_in(d, NULL);
-        snprintf(where, sizeof where, "%s: %s, expected a regular file", path, kinds[i][1]);
-        CHECK(memmem(p->seen, p->n, where, strlen(where)), "%s: %s", kinds[i][1], p->seen);
-        pty_type(p, "/stats\r");
-        CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
-        const char *told = strstr(p->seen, "history is not kept");
-        CHECK(told && !strstr(told + 1, "history is not kept"), "one line: %s", p->seen);
-        pty_leave(p);
-    }
-    CHECK(sh("rm -rf %s && printf 'a file\\n' > %s/kvcomp", path, d) == 0 ||
-              sh("rm -rf %s/kvcomp; printf 'a file\\n' > %s/kvcomp", d, d) == 0,
-          "%s", sh_err);
-    p = pty_chat_in(d, NULL);
-    pty_type(p, "/stats\r");
-    CHECK(pty_wait(p, "history is not kept") && pty_wait(p, "stored"), "a place that cannot be: %s",
-          p->seen);
-    CHECK(pty_line(p, ">", 2), "the chat goes on");
-    pty_leave(p);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 TEST(cli_typed_ahead, "what is typed while a reply is made is not shown in it, and stands at the "
@@ -3526,46 +3362,6 @@ TEST(cli_typed_ahead, "what is typed while a reply is made is not shown in it, a
     pty_type(p, "\x03");
     CHECK(pty_line(p, ">", 2), "empty");
     pty_leave(p);
-}
-
-TEST(cli_quotes, "\"\"\" holds a message of several lines, from a pipe and on a terminal, and what "
-                 "begins with / in it is no command; "
-                 "/? is /help, /bye is /quit") {
-    CHECK(sh("printf "
-             "'/?\\n\"\"\"\\nhello\\nworld\\n\"\"\"\\n\"\"\"/stats\"\"\"\\n/stats\\n/"
-             "bye\\nnever\\n' | " CHAT "-n 2") == 0,
-          "%s", sh_err);
-    CHECK(strstr(sh_err, "forget the dialogue") && strstr(sh_err, "in 2 turns") &&
-              strstr(sh_err, "[turn 2 ") && !strstr(sh_err, "[turn 3 "),
-          "%s", sh_err);
-    CHECK(sh("printf '\"\"\"\\nhello\\nworld\\n\"\"\"\\n' | " CHAT
-             "-n 8 -q; echo; printf 'hello\\\\\\nworld\\n' | " CHAT "-n 8 -q") == 0,
-          "%s", sh_err);
-    char *half = strstr(sh_out, "\n\n");
-    CHECK(half && !strncmp(sh_out, half + 2, (size_t)(half + 1 - sh_out)),
-          "the same message as with a \\: %s", sh_out);
-    CHECK(sh("printf '\"\"\"never closed\\nhello\\n' | " CHAT "-n 2") == 0 &&
-              strstr(sh_err, "[turn 1 ") && !strstr(sh_err, "[turn 2 "),
-          "%s", sh_err);
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    Pty *p = pty_chat_in(d, NULL);
-    pty_type(p, "\"\"\"/stats\r");
-    CHECK(pty_line(p, ">", 2), "it goes on in the next row");
-    pty_type(p, "and more\"\"\"\r");
-    CHECK(pty_wait(p, "[turn 1 ") && pty_line(p, ">", 2), "one message");
-    pty_type(p, "\x1b[A");
-    CHECK(pty_line(p, "and more\"\"\"", 11), "it comes back as it was typed");
-    pty_type(p, "\x03");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_type(p, "never sent\\\r");
-    CHECK(pty_wait(p, "never sent") && pty_line(p, ">", 2), "it goes on behind a backslash");
-    pty_type(p, "\x03");
-    CHECK(pty_wait(p, "Ctrl-C again leaves") && pty_line(p, ">", 2), "Ctrl-C gives it up");
-    pty_type(p, "/stats\r");
-    CHECK(pty_wait(p, "in 1 turns"), "it was not sent");
-    pty_leave(p);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 // Wraps pieces of text at so many columns; malloc'd.
@@ -3670,44 +3466,6 @@ TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numb
                   sh_out);
         }
     }
-    char *argv[] = { "/usr/bin/env",       "-u",     "NO_COLOR", "./kvcomp", "-m",
-                     "models/kvcomp-tiny", "--temp", "0",        "-n",       "3",
-                     "--no-history",       NULL };
-    Pty *p = pty_start(argv, 0, 0);
-    CHECK(p && pty_line(p, ">", 2), "no prompt");
-    pty_type(p, "hello\r");
-    CHECK(memmem(p->seen, p->n, PROMPT, strlen(PROMPT)) && pty_wait(p, "hello") &&
-              pty_wait(p, COLOR_NUMBERS "[turn 1 "),
-          "roles: %s", p->seen);
-    CHECK(pty_line(p, ">", 2), "no prompt");
-    pty_leave(p);
-
-    // A terminal that cannot edit has the kernel's line, and a prompt all the same.
-    char *dumb[] = { "/usr/bin/env", "TERM=dumb", "./kvcomp", "-m", "models/kvcomp-tiny",
-                     "--temp",       "0",         "-n",       "3",  NULL };
-    p = pty_start(dumb, 0, 0);
-    CHECK(p && pty_wait(p, "> ") && pty_sane(p), "a plain prompt: %s", p->seen);
-    pty_type(p, "hello\n");
-    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, "> ") && !memchr(p->seen, 27, p->n),
-          "no sequences: %s", p->seen);
-    pty_type(p, "\x04");
-    CHECK(pty_end(p) == 0, "left");
-    pty_close(p);
-
-    // Standard output that is no terminal gets the replies and nothing of an editor.
-    char cmd_out[100], d[64];
-    CHECK(save_folder(d), "no folder");
-    snprintf(cmd_out, sizeof cmd_out, "./kvcomp --temp 0 -n 3 > %s/out", d);
-    char *to_file[] = { "/bin/sh", "-c", cmd_out, NULL };
-    p = pty_start(to_file, 0, 0);
-    CHECK(p && pty_wait(p, "> "), "a plain prompt: %s", p->seen);
-    pty_type(p, "hello\n");
-    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, "> "), "the reply: %s", p->seen);
-    pty_type(p, "\x04");
-    CHECK(pty_end(p) == 0, "left");
-    pty_close(p);
-    CHECK(sh("cat %s/out; rm -r %s", d, d) == 0 && lines_in(sh_out) == 1 && !strchr(sh_out, 27),
-          "%s", sh_out);
 }
 
 // ---- traces (--trace)
