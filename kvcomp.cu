@@ -1949,7 +1949,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     const int *idx;             // rows of the works' lists
     float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
     int kind_k, kind_v;         // ROW_*
-    int gqa;                    // gqa_kind
+    int decode;                 // decode_kind
     int rule, window;           // of the mask
     const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
     int H, R, D;
@@ -2238,27 +2238,6 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
         for (int e = 0; e < MAX_D / 32; e++)
             if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
     join_arrived(a, BQ);
-}
-
-// ---- what decode's kernels share
-
-// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
-// thread an element; each looks up the four maxima of its row for itself.
-static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
-    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
-        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
-        const float *from = sums + r * (D + 2);
-        float top = -INFINITY, x = 0;
-        for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
-        for (int w = 0; w < ATTN_WARPS; w++)
-            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
-        part[i] = e ? x : top;
-    }
-}
-
-// Whether the step's query may see the row of token src.
-static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
-    return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
 }
 
 // ---- prefill_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
@@ -2782,20 +2761,17 @@ prefill_kernel(Attn a) {
     tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- decode_kernel: decode on tensor cores, head_dim 64 and 128
-//
-// This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
-// bits".
+// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0 and PATS rows, head_dim 64 and 128
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
 // prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
 //   Block   one item; NT = 1 or 2 groups of 8 query rows
-//   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
-//           for each other
+//   Warp    16 positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
+//           each other
 //   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
-//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
+//           rows g and g+8 of the tile, every fourth from the t-th on. Multiplying: two products for a tile
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -2811,23 +2787,24 @@ prefill_kernel(Attn a) {
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
 //           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
-//   Shared  slot (ATTN_WARPS,2,16 NT,P): a tile's keys and its values for each warp, 16-bit numbers; a row is
-//           P = D + 8 of them long, so that 8 rows of a matrix lie in different banks. sums
-//           (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each warp found, laid out like
-//           Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew for every tile. see
-//           (GQA_SPAN/32): which of the next Attn.span positions the query may see, a bit each. A tile of
-//           which it sees nothing is not read.
-//   Tile    16 keys are the depth of a product. With NT = 2 there are 32, so that two products add up before
-//           f32 adders take over. The next tile's keys are asked for when this one's are multiplied, its
-//           values likewise, and the rows' numbers are looked up another tile ahead, so that a list costs no
-//           second wait. So 32 D NT to 64 D NT bytes a warp are under way. At D 128 there are 16 warps on a
-//           multiprocessor with NT = 1, 8 with NT = 2: 64 to 128 KB, where 23 hide the wait for memory (4.3
-//           TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
-//           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
-//           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 12 % of the issue slots are used.
-//   Gain    230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
+//   Shared  slot, for each warp: 16 rows of K and 16 of V as they are stored, and for rows of fewer bits the same
+//           rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
+//           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
+//           for every tile. see (DECODE_SPAN/32): which of the next Attn.span positions the query may see, a bit
+//           each. A tile of which it sees nothing is not read. reg (REGIONS_NEAR): PATS's regions, if they are so
+//           few, because looking one up takes several loads one after the other
+//   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
+//
+//             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
+//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see q8_unit
+//             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
+//
+//           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
+//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 D to
+//           64 D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait for
+//           memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
+//   Bound   memory, for any number of query rows (make cuda-check)
+//   Gain    some 230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -2836,10 +2813,11 @@ prefill_kernel(Attn a) {
 // towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
-    SEE_16 = 0xffff,            // 16 positions that are all seen
-    GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_PATS = ROW_Q4 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
+    DECODE_KEYS = 16,           // positions of a tile
+    SEE_ALL = 0xffff,           // they are all seen
+    DECODE_SPAN = 2048,         // Attn.span; in tests less, so that an item has more than one
+    DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
+    RAW_BITS = 17               // Walk.bits of a row that is not packed
 };
 #ifdef KVCOMP_TEST
 enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
@@ -2847,57 +2825,49 @@ enum { REGIONS_NEAR = 6 };                      // so that tests have heads with
 enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
 #endif
 
-// The type DT_* of the numbers that tensor cores multiply for rows of a KIND.
-KV_HD static constexpr int gqa_type(int kind) {
-    return kind == ROW_BF16 ? DT_BF16 : DT_F16;
-}
+// The shape of a block, by the rows it reads.
+template <int KIND, int D> struct DecodeShape {
+    enum {
+        TYPE = KIND == ROW_BF16 ? DT_BF16 : DT_F16,     // of what is multiplied
+        UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
+        BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
+        ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
+        ROW = 2 * D + 16,       // bytes from a row to the next where ldmatrix reads them: 8 rows lie in different banks
+        STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
+        SLOT = DECODE_KEYS * STORED,
+        WARP = 2 * SLOT + (UNPACKS ? DECODE_KEYS * ROW : 0)     // bytes of a warp's slots: K, V, f16 numbers
+    };
+};
 
-// The first of the two neighbouring dims that word j of a lane's K row is, when the four lanes t = 0..3 that
-// share the row take 16 bytes each in turn.
-static __device__ int wide_dim(int j, int t) { return 32 * (j / 4) + 8 * t + 2 * (j % 4); }
-
-// The same for decode_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
-// multiplied. A product does not mind in which order its dims come, if both factors agree.
-template <int KIND, int D> static __device__ int key_dim(int j, int t) {
-    if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
-    return KIND == ROW_Q8 ? wide_dim(j, t) : 8 * j + 2 * t;
-}
-
-// The dim that column n of product e = 0, 1 is, of the two products that make the j-th 16 dims of out.
-template <int KIND, int D> static __device__ int value_dim(int j, int e, int n) {
-    if (KIND == GQA_PATS) return D / 8 * n + 2 * j + e;
-    if (KIND == ROW_Q8) return Q8_VALUES * (j / 2) + 4 * n + 2 * (j % 2) + e;
-    return 16 * j + 8 * e + n;
-}
-
-struct GqaShared {
-    char *slot;                 // rows on their way from memory
+struct DecodeShared {
+    char *slot;
     float *sums;
     unsigned *q, *see;
     Region *reg;
 };
 
-// Carves the block's shared memory -> bytes. slots: bytes of all slots, a multiple of 16, which become
-// sums when the item is done.
-KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int KIND, int NT, int D, size_t slots) {
+// Carves the block's shared memory -> bytes.
+template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared *m, char *mem) {
     Block b = { mem, 0 };
-    size_t sums = ATTN_WARPS * 8 * NT * (D + 2);
+    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D>::WARP;
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
-    m->see = carve<unsigned>(&b, GQA_SPAN / 32);
-    m->reg = carve<Region>(&b, KIND == GQA_PATS ? REGIONS_NEAR : 0);
+    m->see = carve<unsigned>(&b, DECODE_SPAN / 32);
+    m->reg = carve<Region>(&b, KIND == DECODE_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
-// see (GQA_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
+// see (DECODE_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
 // A lane looks at one position, and a warp writes a word.
-static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0,
-                                int p1) {
+static __device__ void decode_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0, int p1) {
     int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
     for (int i = threadIdx.x; p0 + i - lane < p1; i += blockDim.x) {
         int sees = p0 + i < p1;
-        if (sees && masked) sees = decode_sees(a, w, h.src[listed_row(w, a.idx, p0 + i)]);
+        if (sees && masked) {
+            int src = h.src[listed_row(w, a.idx, p0 + i)];
+            sees = kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
+        }
         unsigned bits = __ballot_sync(ALL_LANES, sees);
         if (!lane) see[i / 32] = bits;
     }
@@ -2905,322 +2875,43 @@ static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, 
 
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
 // them; zeros behind the work's last query. Complete after the next barrier.
-template <int KIND, int D, int NT>
-static __device__ void gqa_queries(unsigned *q, const Attn &a, const Work &w) {
+template <int DT, int D, int NT>
+static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w) {
     for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
         int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
         int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
-        int d = key_dim<KIND, D>(2 * step + word / 2, t);
+        int d = 16 * step + word / 2 * 8 + 2 * t;
         const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
-            half_split<gqa_type(KIND)>(&value, &rest, r < w.m ? from[e] : 0);
+            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
             half[e] = second ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
     }
 }
 
-// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
-template <int D, int NT> struct GqaSums {
-    float acc[NT][D / 8][2];    // [2j+e][i]: dim value_dim(j, e, 2t+i) of the sum of p v, divided by unit
-    float top[NT];              // a whole number of powers of 2 that no score exceeds
-    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
-    float unit;                 // a power of two: 1, but for q8_0
-};
+// ---- the rows of a tile, from device memory to a slot
 
-// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
-template <int NT> static __device__ void gqa_row(float x[2], const float d[4], int i) {
-    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
-}
-
-// Adds 16 dims to x (N,2,4), the lane's products with 16 N keys, 8 at a time. b (N,4): the B fragments of
-// these dims, two words for each 8 keys. q: where the lane names its row of the queries' first fragment;
-// step: which dims.
-template <int DT, int NT, int N>
-static __device__ void gqa_step(float (*x)[2][4], const unsigned (*b)[4], SharedAt q, int step) {
-    for (int i = 0; i < NT; i++) {
-        unsigned f[4];
-        ldmatrix_x4(f, q + 512 * (step * NT + i));
-        for (int n = 0; n < 2 * N; n++) mma_16x8x16<DT>(x[n / 2][n % 2], f, b[n / 2] + n % 2 * 2);
-    }
-}
-
-// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every
-// 16.
-template <int NT, int N> static __device__ void gqa_scores(float (*s)[4 * N], const float (*x)[2][4]) {
-    for (int i = 0; i < NT; i++)
-        for (int n = 0; n < 2 * N; n++) gqa_row<NT>(s[i] + 2 * n, x[n / 2][n % 2], i);
-}
-
-// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the
-// lane's scores.
-template <int NT, int N> static __device__ void gqa_hide(float (*s)[4 * N], unsigned see) {
-    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
-        KV_UNROLL() for (int j = 0; j < NT; j++)
-            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
-}
-
-// One query row meets a tile. s (N): the lane's scores, become its probabilities under the new maximum,
-// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
-// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
-template <int N> static __device__ float gqa_softmax(float *s, float c, float *top, float *sum) {
-    float high = s[0], add = 0;
-    for (int i = 1; i < N; i++) high = fmaxf(high, s[i]);
-    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
-    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < N; i++) {
-        s[i] = exp2_flush(s[i] * c + low);
-        add += s[i];
-    }
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
-}
-
-// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
-template <int DT, int NT, int N>
-static __device__ void gqa_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
-    for (int i = 0; i < NT; i++)
-        for (int n = 0; n < 2 * N; n++) {
-            float x = p[i][2 * n], y = p[i][2 * n + 1];
-            unsigned value = half_pack<DT>(x, y);
-            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
-                                          y - half_get<DT>((uint16_t)(value >> 16)));
-            f[n / 2][0][n % 2 * 2 + i] = value;
-            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
-        }
-}
-
-// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, words of the keys (2t,2t+1)
-// and (2t+8,2t+9), two for each of the two products.
-template <int DT, int D, int NT, int N>
-static __device__ void gqa_mix(GqaSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
-                               const unsigned (*b)[4]) {
-    for (int e = 0; e < 2; e++) {
-        float d[4] = { 0, 0, 0, 0 }, x[2];
-        for (int n = 0; n < N; n++)
-            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
-        for (int i = 0; i < NT; i++) {
-            gqa_row<NT>(x, d, i);
-            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
-        }
-    }
-}
-
-// ---- plain rows
-
-template <int N> struct PlainWalk {             // a warp's tiles of 16 N positions of a span
-    int p;                      // its first one; it takes every ATTN_WARPS-th
-    unsigned tiles;             // those left of which the query sees something, a bit each
-    unsigned see;               // which positions of its tile number `lane` the query sees
-    int tile;                   // the first one left,
-    int ahead;                  // and the row of position lane % (16 N) of it
-    unsigned row[2 * N];        // of the last tile: the rows g + 8 i
-};
-
-// Sets x.tile and, if a tile is left, x.ahead. p1: where the span ends; past it the last row is read again,
-// and not seen.
-template <int N> static __device__ void plain_look(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
-    x.tile = lowest_bit(x.tiles);
-    int p = x.p + x.tile * (ATTN_WARPS * 16 * N) + threadIdx.x % (16 * N);
-    if (x.tiles) x.ahead = listed_row(w, a.idx, min_int(p, p1 - 1));
-}
-
-// The next tile of the walk -> which of its positions the query sees; 0: there is none.
-template <int N> static __device__ unsigned plain_next(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
-    if (!x.tiles) return 0;
-    unsigned see = __shfl_sync(ALL_LANES, x.see, x.tile);
-    for (int i = 0; i < 2 * N; i++)
-        x.row[i] = __shfl_sync(ALL_LANES, x.ahead, (threadIdx.x & 31) / 4 + 8 * i);
-    x.tiles &= x.tiles - 1;
-    plain_look(x, a, w, p1);
-    return see;
-}
-
-// Asks for the K or V rows of the last tile, if there was one. rows: the first byte of all rows and 16 t
-// more; to: where the lane's first 16 bytes go. One group of copies, empty if there was no tile.
-template <int D, int N>
-static __device__ void plain_ask(SharedAt to, const char *rows, const PlainWalk<N> &x, int tile) {
-    for (int i = 0; i < 2 * N && tile; i++) {
-        const char *from = rows + (size_t)x.row[i] * (2 * D);
-        for (int c = 0; c < D / 32; c++) copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
-    }
-    copy_commit();
-}
-
-// Bytes of a slot of plain rows.
-template <int D, int NT> KV_HD static constexpr unsigned plain_slot(void) {
-    return GQA_KEYS * NT * (2 * D + 16);
-}
-
-// The warp's tiles among positions p0..p1-1 over plain rows.
-template <int DT, int D, int NT>
-static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p1) {
-    const int N = NT, KEYS = GQA_KEYS * N, ROW = 2 * D + 16, SLOT = plain_slot<D, NT>();
-    const unsigned ALL = ~0u >> (32 - KEYS);
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
-
-    // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
-    // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
-    const char *rows_k = as_it_is(h.k + 16 * t), *rows_v = as_it_is(h.v + 16 * t);
-    SharedAt slot = shared_address(m.slot + warp * 2 * SLOT), to = as_it_is(slot + g * ROW + 16 * t);
-    SharedAt keys = as_it_is(slot + (lane / 16 * 8 + lane % 8) * ROW + lane / 8 % 2 * 16);
-    SharedAt vals = slot + SLOT + lane % 16 * ROW + lane / 16 * 16;
-    SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
-
-    PlainWalk<N> x = { p0 + warp * KEYS, 0, 0, 0, 0, { 0 } };
-    int p = x.p + lane * (ATTN_WARPS * KEYS);
-    if (p < p1) x.see = m.see[(p - p0) / 32] >> (p - p0) % 32 & ALL;
-    x.tiles = __ballot_sync(ALL_LANES, x.see != 0);
-    plain_look(x, a, w, p1);
-    float c = a.power;
-    unsigned see = plain_next(x, a, w, p1), next;
-    plain_ask<D>(to, rows_k, x, see != 0);
-    plain_ask<D>(to + SLOT, rows_v, x, see != 0);
-    for (; see; see = next) {
-        unsigned b[N][4], prob[N][NT][4];
-        float s[NT][4 * N], shrink[NT], d[N][2][4] = {};
-        next = plain_next(x, a, w, p1);
-
-        // Keys. The slot takes the next tile's as soon as these are multiplied.
-        copy_wait<1>();
-        __syncwarp();
-        KV_UNROLL() for (int i = 0; i < D / 16; i++) {
-            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * ROW + 32 * i);
-            gqa_step<DT, NT, N>(d, b, q, i);
-        }
-        __syncwarp();
-        plain_ask<D>(to, rows_k, x, next != 0);
-        gqa_scores<NT, N>(s, d);
-        if (see != ALL) gqa_hide<NT, N>(s, see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4 * N>(s[i], c, &z.top[i], &z.sum[i]);
-        gqa_factors<DT, NT, N>(prob, s);
-
-        // Values.
-        copy_wait<1>();
-        __syncwarp();
-        KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-            for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
-            gqa_mix<DT, D, NT, N>(z, j, shrink, prob, b);
-        }
-        __syncwarp();
-        plain_ask<D>(to + SLOT, rows_v, x, next != 0);
-    }
-}
-
-// ---- rows of fewer bits: decode_kernel over q8_0, and over what PATS has packed
-//
-// Rows of q8_0 and of PATS must be unpacked before tensor cores can multiply them, and a lane cannot load
-// its elements with one load: a row of PATS at D 128 is 16 w bytes for elements of w = 6..16 bits. So
-// packed bytes are copied to shared memory as they are (cp.async), a lane picks its elements there with
-// shifts, and the rest is decode_kernel as above.
-//
-//   Warp    a batch at a time: those rows of a tile of 16 positions that have one width (PATS: the rows of
-//           a region; raw rows behind the packed ones are one of 16 bits). Mostly that is the whole tile.
-//           A position that is not of the batch, or not seen, repeats the batch's first row
-//   Lane    copying: pieces of 16 bytes of the rows g and g+8, every fourth from the t-th on.
-//           Multiplying: as above, but which dims a lane takes is chosen so that its elements are one
-//           stream of whole words, if that can be:
-//
-//             PATS, a row of D w bits          element e is bits e w .. e w + w - 1, low bits first
-//               K:  t = 0           |  1            |  2            |  3               D/4 elements each
-//               V:  g = 0   |  1    |  2    |  3    |  4    |  5    |  6    |  7       D/8 elements each
-//
-//             q8_0, a block of 34 bytes        scale, then 32 signed bytes; a product is of one block
-//               K:  | scale |  t = 0, 8 dims   |  1               |  2               |  3          |
-//               V:  | scale |  g = 0  |  1     |  2     |  3      |  4     |  5      |  6     |  7 |
-//
-//           A stream is brought to whole words by funnel shifts (load_stream; at D 128 only odd widths of
-//           V need them), and every width has its own code, in which all further shifts and masks are
-//           constants. Element e of a word becomes an f16 number by standing at the upper end of a half:
-//
-//             w = 10     31      29         19         9        0
-//             stream      | e 3.. |   e 2    |   e 1    |   e 0    |
-//             to f16      |   e 1    | 000000 |   e 0    | 000000 |      K: dims e 0 and e 1 of one key
-//
-//           For V the upper half is the same dim of the next key: what the fragment wants, so that the
-//           halves need not change places.
-//           Of q8_0 the bytes become f16 integers (bytes_to_halves). K's scale is applied to the sum over a
-//           block, V's is folded into the probability, a fragment of P for each block (q8_mix).
-//   Shared  as above, but a slot has 16 rows of batch_stride bytes; reg (REGIONS_NEAR): PATS's regions, if
-//           they are so few, because looking one up takes several loads one after the other
-//   Tile    the next batch's keys are asked for when this one's are in registers, its values likewise. So
-//           the values are under way while keys are unpacked, the next keys while values are, both
-//           while a warp waits: 2 to 4 KB a warp at w = 8 and D 128. A multiprocessor has 12 warps with up to
-//           8 query rows of PATS, 16 with q8_0, and 8 with 16 query rows.
-//   Bound   memory. Instructions of a lane for an element of K or V, at D 128 on sm_90, with up to 8 and 16
-//           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
-//           one by one):
-//
-//             w =  8    3.6   4.2     7.8
-//             w = 10    5.1   5.8     9.7
-//             w = 14    5.4   6.0    13.6
-//             q8_0      5.4   6.3     8.3
-//
-// Rows of head_dims that decode_kernel does not take, --pats-format=rows64, and K and V in two formats go
-// through attend_kernel.
-
-struct Batch {                  // rows of one tile that are read together
-    int bits;                   // of an element: 6..16; GQA_RAW: a raw row, or one of q8_0; 0: no batch
-    unsigned see;               // the tile's positions that are of the batch, a bit each. The others
-                                // repeat the first of them
-    unsigned piece;             // of row lane % 16: its first piece, counted from the first byte of rows
-    int off;                    // and where the row begins in it, in bytes
-};
-struct Walk {                   // where a warp is among positions p0..p1-1 of a list
-    int p0, p, p1;              // p: the next tile
-    int ahead;                  // the row of position lane % 16 of that tile
-    unsigned left;              // rows of the last tile that no batch has had
-    int bits;                   // of row lane % 16 of the last tile, as in Batch; so are piece and off
-    unsigned piece;
-    int off;
-    int row0, row1;             // the region of PATS that this lane has looked up last: rows [row0,row1),
+struct Walk {                   // a warp's way through its tiles. What is of a row, lanes i and i + 16 hold for row i
+    int p;                      // the next tile's first position
+    int ahead;                  // the row of position lane % 16 of it
+    unsigned piece;             // of row lane % 16 of the last tile: where it begins, in pieces of 16 bytes
+    int off;                    // and bytes
+    int bits;                   // of its elements, 6..16; RAW_BITS: it is not packed
+    int row0, row1;             // the region of PATS that the lane has looked up last: rows [row0,row1),
     int width;                  // bits of its elements,
     unsigned base;              // its first piece
 };
-enum { GQA_RAW = 17 };          // Batch.bits: 16 bits, in HeadRef.k and .v
 
-// Bytes of a row whose elements have `bits` bits.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_row(unsigned bits) {
-    return KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : D / 8 * (bits < 16 ? bits : 16);
-}
-
-// Whether such rows begin amid a piece of 16 bytes. Rows begin at multiples of their length.
-template <int KIND, int D> KV_HD static constexpr int batch_askew(void) {
-    return KIND == ROW_Q8 || D % 128;
-}
-
-// The most pieces that such a row touches: the lowest bit of its length says how far into a piece it may
-// begin.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_pieces(unsigned bits) {
-    unsigned n = batch_row<KIND, D>(bits), low = n & (0 - n);
-    return batch_askew<KIND, D>() ? (n + 31 - (low < 16 ? low : 16)) / 16 : n / 16;
-}
-
-// Bytes from a row to the next in a slot. Rows of a multiple of 4 bits would begin in the same bank.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_stride(unsigned bits) {
-    return 16 * (batch_pieces<KIND, D>(bits) + (KIND == GQA_PATS && (bits % 4 == 0 || bits == GQA_RAW)));
-}
-
-// Bytes of a slot: 16 rows of whatever width. A lane may read a word past its elements.
-template <int KIND, int D> KV_HD static constexpr unsigned slot_bytes(void) {
-    unsigned most = batch_stride<KIND, D>(GQA_RAW);
-    for (unsigned bits = 6; bits < 16; bits++)
-        if (batch_stride<KIND, D>(bits) > most) most = batch_stride<KIND, D>(bits);
-    return GQA_KEYS * most + 16;
-}
-
-// Finds row `row`, which stands at the lane's position of the last tile. reg: GqaShared.reg.
+// Finds row `row`, which stands at the lane's position of the last tile. reg: DecodeShared.reg.
 template <int KIND, int D>
 static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
-    size_t byte;
-    x.bits = GQA_RAW;
-    if (KIND == ROW_Q8 || row >= h.packed) {
-        byte = (size_t)(KIND == ROW_Q8 ? row : row - h.packed) * batch_row<KIND, D>(GQA_RAW);
-    } else {
+    int packed = KIND == DECODE_PATS ? h.packed : 0;
+    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D>::BYTES;
+    x.bits = RAW_BITS;
+    if (row < packed) {
         if (row < x.row0 || row >= x.row1) {
             int n = h.pack->n_reg;
             const Region *r = region_of(n <= REGIONS_NEAR ? reg : h.pack->reg, n, row);
@@ -3233,100 +2924,66 @@ static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, 
         byte = (size_t)x.base * 16 + (size_t)(row - x.row0) * (D / 8 * x.width);
     }
     x.piece = (unsigned)(byte / 16);
-    x.off = batch_askew<KIND, D>() ? (int)(byte % 16) : 0;
+    x.off = (int)(byte % 16);
 }
 
-// The next rows of the walk that have one width.
+// The next tile of positions p0..p1-1 of which the query sees something -> which positions, a bit each; 0: there
+// is none. Past p1 the last row is read again, and not seen.
 template <int KIND, int D>
-static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w,
-                                  const GqaShared &m) {
-    const int STEP = ATTN_WARPS * GQA_KEYS;
-    int lane = threadIdx.x & 31, mine = lane % GQA_KEYS;
-    Batch b = { 0, 0, 0, 0 };
-    while (!x.left) {
-        if (x.p >= x.p1) return b;
+static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const DecodeShared &m,
+                                     int p0, int p1) {
+    unsigned see = 0;
+    while (!see && x.p < p1) {
         int row = x.ahead;
-        x.left = m.see[(unsigned)(x.p - x.p0) / 32] >> (x.p - x.p0) % 32 & SEE_16;
-        x.p += STEP;
-        x.ahead = listed_row(w, a.idx, min_int(x.p + mine, x.p1 - 1));
-        if (x.left) walk_place<KIND, D>(x, h, m.reg, row);
+        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & SEE_ALL;
+        x.p += ATTN_WARPS * DECODE_KEYS;
+        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % DECODE_KEYS, p1 - 1));
+        if (see) walk_place<KIND, D>(x, h, m.reg, row);
     }
-    int first = lowest_bit(x.left);
-    b.bits = GQA_RAW;
-    b.see = x.left;
-    if (KIND == GQA_PATS) {
-        b.bits = __shfl_sync(ALL_LANES, x.bits, first);
-        b.see &= __ballot_sync(ALL_LANES, x.bits == b.bits);
-    }
-    x.left &= ~b.see;
-    int from = b.see >> mine & 1 ? mine : first;
-    b.piece = __shfl_sync(ALL_LANES, x.piece, from);
-    if (batch_askew<KIND, D>()) b.off = __shfl_sync(ALL_LANES, x.off, from);
-    return b;
+    return see;
 }
 
-// Asks for the batch's rows of K or V. rows: the first byte of all rows of their kind and 16 t more; slot:
-// where the first of them goes, and 16 t more. Four lanes share a row, and take every fourth piece. The last
-// one may end up to 15 bytes behind the row: memory of raw rows is for a multiple of 8, and packed rows have
-// PATS_GUARD bytes behind them. One group of copies, empty when there is no batch.
+// Asks for the K or V rows of the last tile, if there was one. raw, packed: the first byte of all rows and 16 t
+// more; to: where the first piece of row g goes, and 16 t more. The last piece may end up to 15 bytes behind a row:
+// memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies,
+// empty if there was no tile.
 template <int KIND, int D>
-static __device__ void batch_ask(SharedAt slot, const char *rows, const Batch &b) {
-    const int STEPS = KIND == ROW_Q8 ? (batch_pieces<KIND, D>(0) + 3) / 4 : 0;
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    unsigned bytes = batch_row<KIND, D>(b.bits), stride = batch_stride<KIND, D>(b.bits);
-    SharedAt to = slot + g * stride;
-    const char *from[2];
-    unsigned n[2];
+static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
+    typedef DecodeShape<KIND, D> Shape;
+    const int STEPS = (Shape::BYTES + (Shape::ASKEW ? 15 : 0) + 63) / 64;
+    int lane = threadIdx.x & 31, t = lane % 4;
     for (int i = 0; i < 2; i++) {
-        unsigned off = batch_askew<KIND, D>() ? __shfl_sync(ALL_LANES, b.off, g + 8 * i) : 0;
-        n[i] = b.bits ? (off + bytes + 15) / 16 : 0;
-        from[i] = as_it_is(rows + (size_t)__shfl_sync(ALL_LANES, b.piece, g + 8 * i) * 16);
-    }
-
-    // Rows of q8_0 have one length.
-    KV_UNROLL() for (int j = 0; j < STEPS; j++)
-        for (int i = 0; i < 2; i++)
-            if (64u * (j + 1) <= bytes ? b.bits : 4u * j + t < n[i])
-                copy16_async(to + 8 * i * stride + 64 * j, from[i] + 64 * j);
-    unsigned most = STEPS ? 0 : n[0] > n[1] ? n[0] : n[1];
-    KV_UNROLL(1) for (unsigned c = t; c < most; c += 4, to += 64) {
-        for (int i = 0; i < 2; i++) {
-            if (!batch_askew<KIND, D>() || c < n[i]) copy16_async(to + 8 * i * stride, from[i]);
-            from[i] += 64;
-        }
+        int row = lane / 4 + 8 * i, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
+        int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
+        if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
+        const char *from = (bits == RAW_BITS ? raw : packed) + (size_t)__shfl_sync(ALL_LANES, x.piece, row) * 16;
+        KV_UNROLL() for (int c = 0; c < STEPS; c++)
+            if (tile && 64 * c + 16 * t < bytes)
+                copy16_async(to + 8 * i * (int)Shape::STORED + 64 * c, from + 64 * c);
     }
     copy_commit();
     __syncwarp();                               // lanes have had more pieces or fewer; products want all of them
 }
 
-// ---- PATS: elements of W bits in a stream
+// ---- PATS: a slot becomes f16 numbers
+// Element e of a row of elements of W bits is bits e W .. e W + W - 1, low bits first. It becomes an f16 number by
+// standing at the upper end of a half:
+//
+//     w = 10     31      29         19         9        0
+//     stream      | e 3.. |   e 2    |   e 1    |   e 0    |
+//     to f16      |   e 1    | 000000 |   e 0    | 000000 |
+//
+// A lane takes 8 elements, W bytes, at a time. Every width has code of its own, in which all shifts and masks but the
+// first are constants.
 
-// a = N elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 16:
-// element i at bit i W. `at` is a multiple of the largest power of two that divides N W.
-template <int W, int N> static __device__ void load_stream(unsigned *a, const char *from, int at) {
-    const int ALL = N * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
-    if (EVEN >= 128) {
-        for (int i = 0; i < WORDS / 4; i++) {
-            uint4 x = ((const uint4 *)from)[at / 128 + i];
-            a[4 * i] = x.x;
-            a[4 * i + 1] = x.y;
-            a[4 * i + 2] = x.z;
-            a[4 * i + 3] = x.w;
-        }
-    } else if (EVEN == 64) {
-        for (int i = 0; i < WORDS / 2; i++) {
-            uint64_t x = ((const uint64_t *)from)[at / 64 + i];
-            a[2 * i] = (unsigned)x;
-            a[2 * i + 1] = (unsigned)(x >> 32);
-        }
-    } else if (EVEN == 32) {
-        for (int i = 0; i < WORDS; i++) a[i] = ((const unsigned *)from)[at / 32 + i];
-    } else {
-        const int READ = (ALL + 32 - EVEN + 31) / 32;            // words that may hold a part of it
-        unsigned x[WORDS + 1];
-        for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
-        for (int i = 0; i < WORDS; i++) a[i] = __funnelshift_r(x[i], x[i + 1], at % 32);
-    }
+// a = 8 elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 4. `at` is a
+// multiple of the largest power of two that divides 8 W.
+template <int W> static __device__ void load_stream(unsigned *a, const char *from, int at) {
+    const int ALL = 8 * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
+    const int READ = (ALL + 32 - (EVEN < 32 ? EVEN : 32) + 31) / 32;        // words that may hold a part of it
+    unsigned x[WORDS + 1];
+    KV_UNROLL() for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
+    KV_UNROLL() for (int i = 0; i < WORDS; i++) a[i] = EVEN >= 32 ? x[i] : __funnelshift_r(x[i], x[i + 1], at % 32);
 }
 
 // The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
@@ -3341,303 +2998,322 @@ template <int W> static __device__ unsigned element_up_to(const unsigned *a, int
     return __funnelshift_r(a[k], a[k + 1], s);
 }
 
-// Element i of a in the lower half and element j of b in the upper one, as f16 whose cut bits are 0.
-template <int W>
-static __device__ unsigned two_elements(const unsigned *a, int i, const unsigned *b, int j) {
+// Elements i and i + 1 of a as f16 whose cut bits are 0.
+template <int W> static __device__ unsigned two_elements(const unsigned *a, int i) {
     const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;    // Sec. 3, fetch
-    if (W == 8) {                               // two bytes, at no matter which place
-        if (a == b && i / 4 == j / 4) return __byte_perm(a[i / 4], 0, 0x0404 | i % 4 << 4 | j % 4 << 12);
-        return __byte_perm(a[i / 4], b[j / 4], 0x4000 | i % 4 << 4 | j % 4 << 12) & 0xff00ff00;
-    }
-    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(b, j, 32) & KEPT_BITS << 16);
+    if (W == 8) return __byte_perm(a[i / 4], 0, i % 4 ? 0x3424 : 0x1404);
+    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(a, i + 1, 32) & KEPT_BITS << 16);
 }
 
-// k (2,D/8) = the lane's words of the keys g and g+8. off: Batch.off of these rows.
-template <int W, int D>
-static __device__ void unpack_keys(unsigned (*k)[D / 8], const char *slot, const int off[2]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    KV_UNROLL() for (int i = 0; i < 2; i++) {
-        unsigned a[(D / 4 * W + 31) / 32];
-        const char *row = slot + (g + 8 * i) * batch_stride<GQA_PATS, D>(W);
-        load_stream<W, D / 4>(a, row, off[i] * 8 + t * (D / 4 * W));
-        KV_UNROLL() for (int j = 0; j < D / 8; j++) k[i][j] = two_elements<W>(a, 2 * j, a, 2 * j + 1);
+// to (D) = the row of elements of W bits at `from`, of which two lanes, half 0 and 1, take every second 8 elements.
+template <int W, int D> static __device__ void unpack_width(char *to, const char *from, int half) {
+    KV_UNROLL() for (int i = 0; i < D / 16; i++) {
+        int c = 2 * i + half;
+        unsigned a[(8 * W + 31) / 32];
+        load_stream<W>(a, from, c * 8 * W);
+        *(uint4 *)(to + 16 * c) = { two_elements<W>(a, 0), two_elements<W>(a, 2), two_elements<W>(a, 4),
+                                    two_elements<W>(a, 6) };
     }
 }
 
-// v (2,D/8) = the lane's dims of the keys (2t,2t+1) and (2t+8,2t+9), a word for each dim. off: Batch.off
-// of these four rows.
-template <int W, int D>
-static __device__ void unpack_values(unsigned (*v)[D / 8], const char *slot, const int off[4]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    KV_UNROLL() for (int i = 0; i < 2; i++) {
-        unsigned a[2][(D / 8 * W + 31) / 32];
-        for (int e = 0; e < 2; e++) {
-            const char *row = slot + (2 * t + e + 8 * i) * batch_stride<GQA_PATS, D>(W);
-            load_stream<W, D / 8>(a[e], row, off[2 * i + e] * 8 + g * (D / 8 * W));
-        }
-        KV_UNROLL() for (int j = 0; j < D / 8; j++) v[i][j] = two_elements<W>(a[0], j, a[1], j);
+// Adds half a step to those numbers of `bits` bits that a lane has unpacked and that are not 0.
+template <int D> static __device__ void half_step(char *to, int half, int bits) {
+    KV_UNROLL(1) for (int i = 0; i < D / 4; i++) {
+        unsigned *x = (unsigned *)(to + 32 * (i / 4) + 16 * half) + i % 4;
+        unsigned some = ((*x & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;      // a half is not 0
+        *x |= some >> bits;
     }
 }
 
-// unpack_keys (V 0) or unpack_values (V 1) for elements of `bits` bits, the same in all lanes.
-template <int V, int D>
-static __device__ void unpack_width(unsigned (*x)[D / 8], const char *slot, const int *off, int bits) {
+// to (16,ROW) = the tile in the slot. off, bits: of row lane % 16. Mostly all rows of a tile have one width. mid: of
+// --pats-round.
+template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits, int mid) {
+    typedef DecodeShape<DECODE_PATS, D> Shape;
+    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
+    to += row * Shape::ROW;
     switch (bits) {
-    case 6:  V ? unpack_values<6, D>(x, slot, off)  : unpack_keys<6, D>(x, slot, off);  break;
-    case 7:  V ? unpack_values<7, D>(x, slot, off)  : unpack_keys<7, D>(x, slot, off);  break;
-    case 8:  V ? unpack_values<8, D>(x, slot, off)  : unpack_keys<8, D>(x, slot, off);  break;
-    case 9:  V ? unpack_values<9, D>(x, slot, off)  : unpack_keys<9, D>(x, slot, off);  break;
-    case 10: V ? unpack_values<10, D>(x, slot, off) : unpack_keys<10, D>(x, slot, off); break;
-    case 11: V ? unpack_values<11, D>(x, slot, off) : unpack_keys<11, D>(x, slot, off); break;
-    case 12: V ? unpack_values<12, D>(x, slot, off) : unpack_keys<12, D>(x, slot, off); break;
-    case 13: V ? unpack_values<13, D>(x, slot, off) : unpack_keys<13, D>(x, slot, off); break;
-    case 14: V ? unpack_values<14, D>(x, slot, off) : unpack_keys<14, D>(x, slot, off); break;
-    case 15: V ? unpack_values<15, D>(x, slot, off) : unpack_keys<15, D>(x, slot, off); break;
-    default: V ? unpack_values<16, D>(x, slot, off) : unpack_keys<16, D>(x, slot, off); break;
+    case 6:  unpack_width<6, D>(to, from, half);  break;
+    case 7:  unpack_width<7, D>(to, from, half);  break;
+    case 8:  unpack_width<8, D>(to, from, half);  break;
+    case 9:  unpack_width<9, D>(to, from, half);  break;
+    case 10: unpack_width<10, D>(to, from, half); break;
+    case 11: unpack_width<11, D>(to, from, half); break;
+    case 12: unpack_width<12, D>(to, from, half); break;
+    case 13: unpack_width<13, D>(to, from, half); break;
+    case 14: unpack_width<14, D>(to, from, half); break;
+    case 15: unpack_width<15, D>(to, from, half); break;
+    default: unpack_width<16, D>(to, from, half); break;
+    }
+    if (mid && bits < 16) half_step<D>(to, half, bits);
+}
+
+// ---- q8_0: a slot becomes f16 integers, and their scales stay apart
+
+// to (16,ROW) = the signed bytes of the tile in the slot. off: of row lane % 16. 128 is added to a byte, which makes
+// it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152 more than it should be.
+template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
+    typedef DecodeShape<ROW_Q8, D> Shape;
+    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    const char *from = slot + row * Shape::STORED + off + 2 + half * 16;
+    to += row * Shape::ROW + half * 32;
+    KV_UNROLL() for (int c = 0; c < D / 16; c++) {
+        const uint16_t *bytes = (const uint16_t *)(from + c / 2 * Q8_BYTES + c % 2 * 8);
+        unsigned x[4];
+        KV_UNROLL() for (int j = 0; j < 4; j++)
+            x[j] = halves_less(__byte_perm(bytes[j] ^ 0x8080u, 0x64646464, 0x4140), 0x64806480);
+        *(uint4 *)(to + c / 2 * 64 + c % 2 * 16) = { x[0], x[1], x[2], x[3] };
     }
 }
 
-// The same, as attention reads elements: with --pats-round=mid half a step is added to what is not 0.
-template <int V, int D>
-static __device__ void unpack_batch(unsigned (*x)[D / 8], const char *slot, const int *off, int bits,
-                                    int mid) {
-    unpack_width<V, D>(x, slot, off, bits);
-    if (!mid || bits >= 16) return;
-    KV_UNROLL() for (int i = 0; i < 2; i++)
-        KV_UNROLL() for (int j = 0; j < D / 8; j++) {
-            unsigned some = ((x[i][j] & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;     // a half is not 0
-            x[i][j] |= some >> bits;
+// scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
+template <int D> static __device__ void q8_scales(unsigned (*scale)[2], const char *slot, int off) {
+    KV_UNROLL() for (int i = 0; i < 4; i++) {
+        int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
+        const char *from = slot + r * DecodeShape<ROW_Q8, D>::STORED + __shfl_sync(ALL_LANES, off, r);
+        KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+            unsigned x = *(const uint16_t *)(from + b * Q8_BYTES);
+            scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
         }
+    }
 }
 
-// ---- q8_0: signed bytes, and a scale for every 32 of them
+// ---- a tile
 
-// Four signed bytes plus 128, which makes them unsigned.
-static __device__ unsigned bytes_plus_128(unsigned x) { return x ^ 0x80808080; }
+// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
+template <int D, int NT> struct DecodeSums {
+    float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
+    float top[NT];              // a whole number of powers of 2 that no score exceeds
+    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
+    float unit;                 // a power of two: 1, but for q8_0
+};
 
-// Bytes 0 and 1 of x, or if HIGH 2 and 3, as f16 numbers; 128 was added to them. 0x6400 is 1024 in f16, whose
-// last bit counts 1, so the byte there makes 1152 more than it should be.
-template <int HIGH> static __device__ unsigned bytes_to_halves(unsigned x) {
-    return halves_less(__byte_perm(x, 0x64646464, HIGH ? 0x4342 : 0x4140), 0x64806480);
+// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
+template <int NT> static __device__ void decode_row(float x[2], const float d[4], int i) {
+    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
 }
 
-// x (N) = N words that begin `at` bytes behind byte `row` of a slot. at is even and known to the compiler;
-// so is row, which is a multiple of 4 if head_dim is one of 64.
-template <int N, int D> static __device__ void load_bytes(unsigned *x, const char *slot, int row, int at) {
-    int rest = D % 64 ? row % 4 : 0, shift = (at + rest) % 4 * 8;
-    const unsigned *from = (const unsigned *)(slot + (row - rest)) + (at + rest) / 4;
-    unsigned y[N + 1];
-    for (int i = 0; i <= N; i++) y[i] = i < N || shift ? from[i] : 0;
-    for (int i = 0; i < N; i++) x[i] = __funnelshift_r(y[i], y[i + 1], shift);
-}
-
-// The scale, f16, of block b of the row that begins at byte `row` of a slot.
-static __device__ uint16_t q8_scale(const char *slot, int row, int b) {
-    return *(const uint16_t *)(slot + row + b * Q8_BYTES);
-}
-
-// Where the i-th of the rows 2t, 2t+1, 2t+8, 2t+9 begins in a slot. off (4): Batch.off of them.
-template <int D> static __device__ int q8_row(int i, const int off[4]) {
-    return ((threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8) * (int)batch_stride<ROW_Q8, D>(0) + off[i];
-}
-
-// s (NT,4) = the lane's scores of a tile. A block's products are summed before its scale is applied.
-// off (2), off4 (4): Batch.off of the keys g, g+8 and of 2t, 2t+1, 2t+8, 2t+9.
-template <int D, int NT>
-static __device__ void q8_scores(float (*s)[4], const char *slot, SharedAt q, const int off[2],
-                                 const int off4[4]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    const int STRIDE = batch_stride<ROW_Q8, D>(0);
-    int row[2] = { g * STRIDE + off[0], (g + 8) * STRIDE + off[1] };
-    for (int i = 0; i < NT; i++)
-        for (int e = 0; e < 4; e++) s[i][e] = 0;
-    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
-        unsigned k[2][4], x[2];
-        float d[2][4], sum[2];
-        for (int i = 0; i < 2; i++) {
-            load_bytes<2, D>(x, slot, row[i] + 8 * t, b * Q8_BYTES + 2);
-            for (int j = 0; j < 2; j++) {
-                unsigned four = bytes_plus_128(x[j]);
-                k[i][2 * j] = bytes_to_halves<0>(four);
-                k[i][2 * j + 1] = bytes_to_halves<1>(four);
+// s (NT,4) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9. keys, q: where the
+// lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
+template <int KIND, int D, int NT>
+static __device__ void decode_scores(float (*s)[4], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+    const int STEPS = KIND == ROW_Q8 ? 2 : D / 16;      // of a block
+    for (int i = 0; i < 4 * NT; i++) s[i / 4][i % 4] = 0;
+    KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
+        float d[2][4] = {}, x[2];
+        KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
+            unsigned b[4], f[4];
+            ldmatrix_x4(b, keys + 32 * i);
+            for (int n = 0; n < NT; n++) {
+                ldmatrix_x4(f, q + 512 * (i * NT + n));
+                for (int h = 0; h < 2; h++) mma_16x8x16<DecodeShape<KIND, D>::TYPE>(d[h], f, b + 2 * h);
             }
         }
-        for (int e = 0; e < 8; e++) d[e / 4][e % 4] = 0;
         for (int i = 0; i < 2 * NT; i++) {
-            unsigned f[4];
-            ldmatrix_x4(f, q + 512 * (2 * b * NT + i));
-            for (int h = 0; h < 2; h++) mma_16x8x16<DT_F16>(d[h], f, k[h] + i / NT * 2);
-        }
-        for (int i = 0; i < 2 * NT; i++) {
-            gqa_row<NT>(sum, d[i % 2], i / 2);
+            decode_row<NT>(x, d[i % 2], i / 2);
             for (int e = 0; e < 2; e++) {
-                int key = 2 * (i % 2) + e;
-                s[i / 2][key] += sum[e] * half_get<DT_F16>(q8_scale(slot, q8_row<D>(key, off4), b));
+                float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][i % 2] >> 16 * e)) : 1;
+                s[i / 2][i % 2 * 2 + e] += x[e] * by;
             }
         }
     }
 }
 
-// acc = acc shrink + p v. prob (NT,4): fragments of P, the values and the rests. The scales of a block's
-// rows are folded into the probabilities, and divided by z.unit, which no scale yet has exceeded, so that
-// the products are in the range of f16 as the probabilities are. A product of two f16 numbers is a value
-// and a rest, too.
-template <int D, int NT>
-static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const unsigned (*prob)[4], const char *slot,
-                              const int off[4]) {
-    int g = (threadIdx.x & 31) / 4;
-    const int BLOCKS = D / Q8_VALUES;
-    unsigned scale[BLOCKS][2], most = 0;
-    for (int b = 0; b < BLOCKS; b++)
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9 are of the lane's scores.
+template <int NT> static __device__ void decode_hide(float (*s)[4], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4; i++)
+        KV_UNROLL() for (int j = 0; j < NT; j++)
+            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
+}
+
+// One query row meets a tile. s (4): the lane's scores, become its probabilities under the new maximum,
+// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
+// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
+static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
+    float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), add = 0;
+    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
+    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
+    for (int i = 0; i < 4; i++) {
+        s[i] = exp2_flush(s[i] * c + low);
+        add += s[i];
+    }
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
+}
+
+// f (NT,4): the A fragments of P. p (NT,4): the lane's probabilities.
+template <int DT, int NT> static __device__ void decode_factors(unsigned (*f)[4], const float (*p)[4]) {
+    for (int i = 0; i < NT; i++)
         for (int h = 0; h < 2; h++) {
-            unsigned x = q8_scale(slot, q8_row<D>(2 * h, off), b), y = q8_scale(slot, q8_row<D>(2 * h + 1, off), b);
-            scale[b][h] = x | y << 16;
-            most = halves_max(most, scale[b][h]);
+            float x = p[i][2 * h], y = p[i][2 * h + 1];
+            unsigned value = half_pack<DT>(x, y);
+            f[0][2 * h + i] = value;
+            f[NT - 1][2 * h + (NT == 2 ? i : 1)] = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                                                 y - half_get<DT>((uint16_t)(value >> 16)));
         }
+}
+
+// The scales of the values of a tile of q8_0 are folded into the probabilities, and divided by z.unit, which no scale
+// yet has exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in
+// q8_scales, is divided here; older sums shrink by as much as the unit grows.
+template <int D, int NT>
+static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
+    unsigned most = 0;
+    for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
 
     // The least power of two above the scales.
     float top = lanes_max<4>(fmaxf(half_get<DT_F16>((uint16_t)most), half_get<DT_F16>((uint16_t)(most >> 16))));
     float unit = fmaxf(z.unit, __int_as_float((__float_as_int(top) & 0x7f800000) + 0x00800000));
     float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
     unsigned inv2 = half_pack<DT_F16>(inv, inv);
-    z.unit = unit;
+    for (int i = 0; i < D / 16; i++) scale[i / 2][i % 2] = halves_times(scale[i / 2][i % 2], inv2);
     for (int i = 0; i < NT; i++) shrink[i] *= less;
+    z.unit = unit;
+}
 
-    KV_UNROLL() for (int b = 0; b < BLOCKS; b++) {
-        unsigned f[1][NT][4], x[4], two[2][1][4];
-        for (int h = 0; h < 2; h++) {
-            unsigned by = halves_times(scale[b][h], inv2);
-            for (int i = 0; i < NT; i++) {
-                unsigned *value = &f[0][0][2 * h + i], *rest = &f[0][NT - 1][2 * h + (NT == 2 ? i : 1)];
-                unsigned p = prob[0][2 * h + i], r = prob[NT - 1][2 * h + (NT == 2 ? i : 1)];
-                *value = halves_times(p, by);
-                *rest = halves_fma(r, by, halves_fma(p, by, halves_minus(*value)));
-            }
+// f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
+// a value and a rest, too.
+template <int NT>
+static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
+    for (int i = 0; i < 2 * NT; i++) {
+        int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
+        unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
+        f[0][at] = value;
+        f[NT - 1][other] = halves_fma(prob[NT - 1][other], by, halves_fma(p, by, halves_minus(value)));
+    }
+}
+
+// acc = acc shrink + P V for the j-th 16 dims. f (NT,4): of P; b (4): of V, two words for each of the two products.
+template <int DT, int D, int NT>
+static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[4],
+                                  const unsigned b[4]) {
+    for (int e = 0; e < 2; e++) {
+        float d[4] = { 0, 0, 0, 0 }, x[2];
+        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[i], b + 2 * e);
+        for (int i = 0; i < NT; i++) {
+            decode_row<NT>(x, d, i);
+            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
         }
-        for (int i = 0; i < 4; i++)
-            load_bytes<1, D>(x + i, slot, q8_row<D>(i, off) + 4 * g, b * Q8_BYTES + 2);
-        for (int i = 0; i < 4; i++) {           // dims 2 j and 2 j + 1 of keys 2t, 2t+1, or 2t+8, 2t+9
-            int j = i % 2, k = i / 2;
-            unsigned four = bytes_plus_128(__byte_perm(x[2 * k], x[2 * k + 1], j ? 0x7362 : 0x5140));
-            two[j][0][k] = bytes_to_halves<0>(four);
-            two[j][0][2 + k] = bytes_to_halves<1>(four);
+    }
+}
+
+// The warp's tiles among positions p0..p1-1.
+template <int KIND, int D, int NT>
+static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
+                                    const DecodeShared &m, int p0, int p1) {
+    typedef DecodeShape<KIND, D> Shape;
+    const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5, mid = 0;
+
+    // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
+    // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
+    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
+    if (KIND == DECODE_PATS && h.packed) {
+        pk = (const char *)h.pack->k + 16 * t;
+        pv = (const char *)h.pack->v + 16 * t;
+        mid = h.pack->mid;
+    }
+    char *slot_k = m.slot + warp * Shape::WARP, *slot_v = slot_k + SLOT, *tile = slot_v + SLOT;
+    SharedAt to = as_it_is(shared_address(slot_k + g * Shape::STORED + 16 * t));
+    SharedAt keys = as_it_is(shared_address((UNPACKS ? tile : slot_k) + (lane / 16 * 8 + lane % 8) * ROW +
+                                            lane / 8 % 2 * 16));
+    SharedAt vals = as_it_is(shared_address((UNPACKS ? tile : slot_v) + lane % 16 * ROW + lane / 16 * 16));
+    SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
+
+    Walk x = { p0 + warp * DECODE_KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
+    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % DECODE_KEYS, p1 - 1));
+    unsigned see = walk_next<KIND, D>(x, a, h, w, m, p0, p1), next;
+    rows_ask<KIND, D>(to, rk, pk, x, see != 0);
+    rows_ask<KIND, D>(to + SLOT, rv, pv, x, see != 0);
+    for (; see; see = next) {
+        int off = x.off, bits = x.bits;
+        float s[NT][4], shrink[NT];
+        unsigned prob[NT][4], f[NT][4], scale[D / Q8_VALUES][2];
+        next = walk_next<KIND, D>(x, a, h, w, m, p0, p1);
+
+        // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits, mid);
+        if (KIND == ROW_Q8) {
+            q8_unpack<D>(tile, slot_k, off);
+            q8_scales<D>(scale, slot_k, off);
         }
-        for (int j = 0; j < 2; j++) gqa_mix<DT_F16, D, NT, 1>(z, 2 * b + j, shrink, f, two[j]);
+        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
+        decode_scores<KIND, D, NT>(s, keys, q, scale);
+        if (!UNPACKS) __syncwarp();
+        if (!UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
+        if (see != SEE_ALL) decode_hide<NT>(s, see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax(s[i], a.power, &z.top[i], &z.sum[i]);
+        decode_factors<DT, NT>(prob, s);
+
+        // Values.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits, mid);
+        if (KIND == ROW_Q8) {
+            q8_unpack<D>(tile, slot_v, off);
+            q8_scales<D>(scale, slot_v, off);
+            q8_unit<D, NT>(z, shrink, scale);
+        }
+        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        KV_UNROLL() for (int j = 0; j < D / 16; j++) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, vals + 32 * j);
+            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f, prob, scale[j / 2]);
+            decode_mix<DT, D, NT>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
+        }
+        if (!UNPACKS) __syncwarp();
+        if (!UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
     }
 }
 
 // ---- the kernel
 
-// gqa_plain over rows of fewer bits.
-template <int KIND, int D, int NT>
-static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p1) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, p = p0 + (threadIdx.x >> 5) * GQA_KEYS;
-    const unsigned SLOT = slot_bytes<KIND, D>();
-    char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
-    SharedAt q = as_it_is(shared_address(m.q + 4 * lane)), to = as_it_is(shared_address(keys) + 16 * t);
-    float c = a.power;
-
-    // Raw rows and packed ones, from the lane's first 16 bytes on.
-    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
-    int mid = 0;
-    if (KIND == GQA_PATS && h.packed) {
-        pk = (const char *)h.pack->k + 16 * t;
-        pv = (const char *)h.pack->v + 16 * t;
-        mid = h.pack->mid;
+// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
+// thread an element; each looks up the four maxima of its row for itself.
+static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
+    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
+        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
+        const float *from = sums + r * (D + 2);
+        float top = -INFINITY, x = 0;
+        for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
+        for (int w = 0; w < ATTN_WARPS; w++)
+            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
+        part[i] = e ? x : top;
     }
-    Walk x = { p0, p, p1, 0, 0, 0, 0, 0, 0, 0, 0, 0 };
-    if (p < p1) x.ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
-    Batch b = walk_next<KIND, D>(x, a, h, w, m), next;
-    batch_ask<KIND, D>(to, b.bits == GQA_RAW ? rk : pk, b);
-    batch_ask<KIND, D>(to + SLOT, b.bits == GQA_RAW ? rv : pv, b);
-    for (; b.bits; b = next) {
-        float s[NT][4], shrink[NT];
-        unsigned prob[1][NT][4];
-        int off_k[2] = { 0, 0 }, off_v[4] = { 0, 0, 0, 0 };
-        if (batch_askew<KIND, D>()) {
-            for (int i = 0; i < 2; i++) off_k[i] = __shfl_sync(ALL_LANES, b.off, g + 8 * i);
-            for (int i = 0; i < 4; i++) off_v[i] = __shfl_sync(ALL_LANES, b.off, 2 * t + i % 2 + i / 2 * 8);
-        }
-        next = walk_next<KIND, D>(x, a, h, w, m);
-
-        // Keys. The slot takes the next batch's as soon as these are in registers.
-        copy_wait<1>();
-        __syncwarp();
-        if (KIND == GQA_PATS) {
-            unsigned k[2][D / 8];
-            unpack_batch<0, D>(k, keys, off_k, b.bits, mid);
-            __syncwarp();
-            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
-            float d[1][2][4] = {};
-            KV_UNROLL() for (int i = 0; i < D / 16; i++) {
-                const unsigned f[1][4] = { { k[0][2 * i], k[0][2 * i + 1], k[1][2 * i], k[1][2 * i + 1] } };
-                gqa_step<DT_F16, NT, 1>(d, f, q, i);
-            }
-            gqa_scores<NT, 1>(s, d);
-        } else {
-            q8_scores<D, NT>(s, keys, q, off_k, off_v);
-            __syncwarp();
-            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
-        }
-        if (b.see != SEE_16) gqa_hide<NT, 1>(s, b.see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4>(s[i], c, &z.top[i], &z.sum[i]);
-        gqa_factors<DT_F16, NT, 1>(prob, s);
-
-        // Values.
-        copy_wait<1>();
-        __syncwarp();
-        if (KIND == GQA_PATS) {
-            unsigned v[2][D / 8];
-            unpack_batch<1, D>(v, vals, off_v, b.bits, mid);
-            __syncwarp();
-            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
-            KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-                const unsigned f[1][4] = { { v[0][2 * j], v[1][2 * j], v[0][2 * j + 1], v[1][2 * j + 1] } };
-                gqa_mix<DT_F16, D, NT, 1>(z, j, shrink, prob, f);
-            }
-        } else {
-            q8_mix<D, NT>(z, shrink, prob[0], vals, off_v);
-            __syncwarp();
-            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
-        }
-    }
-}
-
-// Bytes of all slots of a block: of K and of V for each warp.
-template <int KIND, int D, int NT> KV_HD static constexpr size_t all_slots(void) {
-    return 2 * ATTN_WARPS * (KIND == ROW_Q8 || KIND == GQA_PATS ? slot_bytes<KIND, D>() : plain_slot<D, NT>());
 }
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
-constexpr int gqa_blocks(int KIND, int D, int NT) {
-    if (D > 64 && NT == 2) return 2;
-    if (D > 64 && KIND == GQA_PATS) return 3;
-    return NT == 1 ? 4 : KIND == ROW_Q8 || KIND == GQA_PATS ? 2 : 3;
+constexpr int decode_blocks(int KIND, int D, int NT) {
+    if (D > 64) return NT == 2 ? 2 : KIND == ROW_Q8 || KIND == DECODE_PATS ? 3 : 4;
+    return NT == 2 ? 3 : 4;
 }
 
-// KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
+// KIND: ROW_F16, ROW_BF16, ROW_Q8 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT))
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(KIND, D, NT))
 decode_kernel(Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
-    const int SLOTS = KIND == ROW_Q8 || KIND == GQA_PATS;
-    GqaShared m;
-    gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D, NT>());
+    DecodeShared m;
+    decode_carve<KIND, D, NT>(&m, mem);
     m.slot = mem;                               // simpler to address than what carve() gives
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     const HeadRef &h = a.heads.at[w.g];
-    GqaSums<D, NT> z;
-    gqa_queries<KIND, D, NT>(m.q, a, w);
-    if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
+    DecodeSums<D, NT> z;
+    decode_queries<DecodeShape<KIND, D>::TYPE, D, NT>(m.q, a, w);
+    if (KIND == DECODE_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
-    for (int i = threadIdx.x; KIND == GQA_PATS && i < (int)(all_slots<KIND, D, NT>() / 16); i += blockDim.x)
-        ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
+    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D>::WARP / 16;
+    for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x) ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
@@ -3648,10 +3324,9 @@ decode_kernel(Attn a, int BQ) {
     for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
         int p1 = min_int(p0 + a.span, it.p1);
         __syncthreads();                        // the last span is done with
-        gqa_sees(m.see, a, h, w, p0, p1);
+        decode_sees(m.see, a, h, w, p0, p1);
         __syncthreads();
-        if constexpr (SLOTS) gqa_slots<KIND, D, NT>(z, a, h, w, m, p0, p1);
-        else                 gqa_plain<KIND, D, NT>(z, a, h, w, m, p0, p1);
+        decode_tiles<KIND, D, NT>(z, a, h, w, m, p0, p1);
     }
 
     // The item's sums, over the four warps.
@@ -3660,9 +3335,8 @@ decode_kernel(Attn a, int BQ) {
     for (int i = 0; i < NT; i++) {
         float *to = m.sums + (warp * 8 * NT + 8 * i + g) * (D + 2);
         float x = lanes_sum<4>(z.sum[i]);
-        KV_UNROLL() for (int j = 0; j < D / 16; j++)
-            for (int e = 0; e < 4; e++)
-                to[2 + value_dim<KIND, D>(j, e / 2, 2 * t + e % 2)] = z.acc[i][2 * j + e / 2][e % 2] * (one * z.unit);
+        KV_UNROLL() for (int j = 0; j < D / 8; j++)
+            for (int c = 0; c < 2; c++) to[2 + 8 * j + 2 * t + c] = z.acc[i][j][c] * (one * z.unit);
         if (t) continue;
         to[0] = x > 0 ? z.top[i] * (1 / LOG2_E) : -INFINITY;
         to[1] = x * one;
@@ -3777,16 +3451,16 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
 //                     decode step reads a list of rows for each KV head, chosen by sums of columns
-//     PATS            packed rows, which decode_kernel unpacks ("rows of fewer bits")
+//     PATS            packed rows, which decode_kernel unpacks 
 //     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
 //     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
 //     DiliLazyKV      a list for every query head: works of those that read the same
 
 // The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
-static int gqa_kind(const Session *s) {
+static int decode_kind(const Session *s) {
     int D = s->c->D, kind = row_kind(s->fk);
     if (s->fk != s->fv || kind == ROW_F32 || kind == ROW_Q4 || (D != 64 && D != 128)) return -1;
-    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
+    if (s->packing) return s->packing->dense ? (int)DECODE_PATS : -1;
     return kind;
 }
 
@@ -3888,7 +3562,7 @@ static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
-    if (gqa_kind(s) < 0 || R <= 4) return block_rows(R);
+    if (decode_kind(s) < 0 || R <= 4) return block_rows(R);
     return R > 8 ? 16 : 8;
 }
 
@@ -3932,7 +3606,7 @@ static Plan plan_decode(Session *s, int l) {
 
 // ---- launching attention
 
-static int gqa_span = GQA_SPAN;
+static int decode_span = DECODE_SPAN;
 
 // The kernels' argument for layer l, without works.
 static Attn attn_args(Session *s, int l, const float *q, int tok0) {
@@ -3944,7 +3618,7 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.tok0 = tok0;
     a.kind_k = row_kind(s->fk);
     a.kind_v = row_kind(s->fv);
-    a.gqa = gqa_kind(s);
+    a.decode = decode_kind(s);
     a.rule = s->rule;
     a.window = layer_window(s, l);
     a.H = s->c->H;
@@ -3954,7 +3628,7 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
-    a.span = gqa_span;
+    a.span = decode_span;
     return a;
 }
 
@@ -3966,32 +3640,28 @@ template <int QW> static void attend_launch(const Attn &a, int n) {
 }
 
 // decode_kernel over n items of BQ query rows, up to 8 NT.
-template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
-    GqaShared m;
-    size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
+template <int KIND, int D, int NT> static void decode_launch(const Attn &a, int n, int BQ) {
+    DecodeShared m;
+    size_t smem = decode_carve<KIND, D, NT>(&m, NULL);
     KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
-// The same for BQ = 4, 8 or 16.
-template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
-    if (BQ <= 8) gqa_groups<KIND, D, 1>(a, n, BQ);
-    else         gqa_groups<KIND, D, 2>(a, n, BQ);
-}
-
-// The same for the head_dim of the argument, which gqa_kind has allowed.
-template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
-    if (a.D == 64) gqa_width<KIND, 64>(a, n, BQ);
-    else           gqa_width<KIND, 128>(a, n, BQ);
+// The same for BQ = 4, 8 or 16, and the head_dim of the argument, which decode_kind has allowed.
+template <int KIND> static void decode_width(const Attn &a, int n, int BQ) {
+    if (a.D == 64 && BQ <= 8) decode_launch<KIND, 64, 1>(a, n, BQ);
+    else if (a.D == 64)       decode_launch<KIND, 64, 2>(a, n, BQ);
+    else if (BQ <= 8)         decode_launch<KIND, 128, 1>(a, n, BQ);
+    else                      decode_launch<KIND, 128, 2>(a, n, BQ);
 }
 
 // Launches n items, blocks of BQ = 4 to 32 query rows. decode: their queries are of one token. The
 // items' results lie in a.part, what they are together in a.out and a.stat.
 static void run_items(const Attn &a, int n, int BQ, int decode) {
-    if (decode && n && a.gqa >= 0) {
-        if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
-        else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
-        else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
-        else                        gqa_launch<GQA_PATS>(a, n, BQ);
+    if (decode && n && a.decode >= 0) {
+        if (a.decode == ROW_F16)       decode_width<ROW_F16>(a, n, BQ);
+        else if (a.decode == ROW_BF16) decode_width<ROW_BF16>(a, n, BQ);
+        else if (a.decode == ROW_Q8)   decode_width<ROW_Q8>(a, n, BQ);
+        else                           decode_width<DECODE_PATS>(a, n, BQ);
     } else if (n) {
         if (BQ == 4) attend_launch<1>(a, n);
         else         attend_launch<8>(a, n);
@@ -6537,7 +6207,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (decode_kernel's unpack_batch in decode, else
+// On the device run: reading packed rows inside attention (decode_kernel's pats_unpack in decode, else
 // load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
 // kvcomp.c, guard and gaps included.
 // Map:
