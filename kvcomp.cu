@@ -140,6 +140,15 @@ enum {
     KEPT_SEEN                   // the lists on the device, and the host's views are a copy of them
 };
 
+// Which kernel attends (reader_of, section 3).
+enum { BY_ATTEND, BY_DECODE, BY_PREFILL };      // attend_kernel, decode_kernel, prefill_kernel
+
+struct Reader {
+    int kernel;                 // BY_*
+    int kind;                   // of decode_kernel: ROW_* or DECODE_PATS
+    int BQ;                     // query rows of a block
+};
+
 // Views that a select hook chose on the device and that stay there: one list a KV head.
 struct Chosen {
     int stride;                 // ints of one list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, then
@@ -177,7 +186,7 @@ struct Device {                 // Session.dev
     unsigned seen;              // Session.changes when what follows was made
     int *first;                 // (L+1) works of the layers before
     int grid;                   // items of a layer, at most
-    int BQ;                     // query rows of a work
+    Reader by;                  // the kernel that attends
     struct Read *read;          // (LH) what was read in the last step
     int n_read;
     cudaGraphExec_t graph;      // the step, or one before the last change; NULL: there is none
@@ -1920,10 +1929,6 @@ struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
 };
 
-// Declared here because items_kernel calls them; they stand in section 4.
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
-static __device__ void read_list(Work *w, const int *lists);
-
 // Positions of an item, when the lists of all works together have `total`: two tiles at least, and
 // at least total / PIECES, so that there are no more than PIECES items and one for each work.
 KV_HD static size_t chunk_rows(size_t total) {
@@ -1938,6 +1943,7 @@ struct DeviceLines {            // the lines of a query head (section 7), in dev
 };
 static __device__ int column_needed(const DeviceLines &x, int c, int first, int last);
 static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
+static const DeviceLines *lines_upload(Session *s, const Lines *lines);
 
 struct Attn {                   // argument of the kernels; pointers are device memory
     HeadRefs heads;
@@ -1949,7 +1955,6 @@ struct Attn {                   // argument of the kernels; pointers are device 
     const int *idx;             // rows of the works' lists
     float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
     int kind_k, kind_v;         // ROW_*
-    int decode;                 // decode_kind
     int rule, window;           // of the mask
     const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
     int H, R, D;
@@ -3451,46 +3456,48 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
 //                     decode step reads a list of rows for each KV head, chosen by sums of columns
-//     PATS            packed rows, which decode_kernel unpacks 
+//     PATS            packed rows, which decode_kernel unpacks
 //     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
 //     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
 //     DiliLazyKV      a list for every query head: works of those that read the same
 
-// The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
-static int decode_kind(const Session *s) {
-    int D = s->c->D, kind = row_kind(s->fk);
-    if (s->fk != s->fv || kind == ROW_F32 || kind == ROW_Q4 || (D != 64 && D != 128)) return -1;
-    if (s->packing) return s->packing->dense ? (int)DECODE_PATS : -1;
-    return kind;
-}
-
 static int tensor_min = TC_MIN;
 
-// 1: prefill_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
-static int tensor_cores(const Session *s) {
-    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+// Which kernel computes n tokens of this pass, a decode step or a prefill, whose query heads read the rows that their
+// KV head reads or, with lines, rows of their own.
+static Reader reader_of(const Session *s, int n, int decode, int lines) {
+    int D = s->c->D, rows = lines ? n : n * (s->c->H / s->c->G), kind = row_kind(s->fk);
+    int f32 = kind == ROW_F32 || row_kind(s->fv) == ROW_F32;
+    // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
+    Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32 };
+    if (decode) {
+        if (s->fk != s->fv || f32 || kind == ROW_Q4 || (D != 64 && D != 128)) return general;
+        if (s->packing && !s->packing->dense) return general;
+        return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16 };
+    }
+    if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact) return general;
+    return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128 };   // as in TensorShape
 }
 
-// ---- plans: which works, made on the host and uploaded at once
+// ---- plans: which rows, which queries, which kernel
+// A plan is made on the host and uploaded at once. Every call of attention has one, for a layer or some of its heads.
 
 struct Plan {
+    Reader by;
     Work *work;                 // scratch memory of the host
     int n_work;
     int *idx;                   // rows of the works' lists, scratch memory too
     int n_idx;
-    int BQ;                     // query rows of a block
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
-static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
 
 // An empty plan with room for n works.
-static Plan plan_new(Session *s, size_t n, int BQ) {
+static Plan plan_new(Session *s, size_t n, Reader by) {
     Plan p;
     memset(&p, 0, sizeof p);
     p.work = (Work *)scratch(s, n * sizeof(Work));
-    p.BQ = BQ;
+    p.by = by;
     return p;
 }
 
@@ -3519,10 +3526,6 @@ static int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many. Up to 8 are two blocks, or most of the
-// warps of one would have none.
-static int block_rows(int rows) { return rows <= 8 ? 4 : 32; }
-
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
     int lo = 0, hi = h->len;
@@ -3538,7 +3541,7 @@ static int rows_until(const KVHead *h, int tok) {
 // there is one. A work lists the rows up to its last query's. When blind, and when the rule is not causal, it
 // lists all rows, and the mask hides the later ones.
 static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b, int blind) {
-    int g = head / (s->c->H / s->c->G), m0 = b * p->BQ, m = min_int(n * per - m0, p->BQ);
+    int g = head / (s->c->H / s->c->G), m0 = b * p->by.BQ, m = min_int(n * per - m0, p->by.BQ);
     if (m <= 0) return;
     const KVHead *h = kv_head(s, l, g);
     int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
@@ -3549,21 +3552,22 @@ static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int 
     p->work[p->n_work++] = w;
 }
 
-// The works of n tokens from tok0 on, BQ query rows each, of the ng KV heads from g0 on: block by block, so that
-// prefill_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int ng, int blind) {
-    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, BQ);
-    Plan p = plan_new(s, (size_t)ng * all, BQ);
+// The works of n tokens from tok0 on of the ng KV heads from g0 on: block by block, so that prefill_kernel, which
+// begins with the last one, begins with the longest lists. lines (H): of those query heads alone whose `dense` is
+// this; dense heads of one KV head share works, if all of them are dense, and others have works of their own. lines
+// NULL: all heads are dense. blind: see work_add.
+static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n, int g0, int ng,
+                      int blind) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, by.BQ);
+    Plan p = plan_new(s, (size_t)ng * R * blocks(n, by.BQ), by);
     for (int b = 0; b < all; b++)
-        for (int g = g0; g < g0 + ng; g++) work_add(s, l, &p, tok0, n, g * R, R, b, blind);
+        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
+            int of_group = 0;
+            for (int r = h - h % R; r < h - h % R + R; r++) of_group += !lines || lines[r].dense;
+            int per = dense && of_group == R ? R : 1, wanted = !lines || lines[h].dense == dense;
+            if (wanted && h % per == 0) work_add(s, l, &p, tok0, n, h, per, b, blind);
+        }
     return p;
-}
-
-// Query rows of a decode step's work.
-static int decode_rows(const Session *s) {
-    int R = s->c->H / s->c->G;
-    if (decode_kind(s) < 0 || R <= 4) return block_rows(R);
-    return R > 8 ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -3586,12 +3590,12 @@ static Plan plan_decode(Session *s, int l) {
     if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = plan_new(s, H, decode_rows(s));
+    Plan p = plan_new(s, H, reader_of(s, 1, 1, 0));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     for (int h = 0, m; h < H; h += m) {
         const View v = *kv_view(s, l, h);
         m = 1;
-        while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
+        while ((h + m) % R && m < p.by.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
         *w = work_new(h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
         w->idx = p.n_idx;
@@ -3604,12 +3608,54 @@ static Plan plan_decode(Session *s, int l) {
     return p;
 }
 
+// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
+// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
+// begin.
+static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
+    int lane = threadIdx.x, before = 0;
+    unsigned long long total = 0;
+    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
+    total = lanes_sum<32>(total);
+    int chunk = (int)chunk_rows(total);
+
+    for (int i0 = 0; i0 < n_work; i0 += 32) {
+        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
+        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
+        int first = before + end - n;
+        if (i < n_work) {
+            work[i].first = first;
+            work[i].items = n;
+        }
+        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
+        before += __shfl_sync(ALL_LANES, end, 31);
+    }
+    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
+}
+
+// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
+// those of a layer, and w->idx is where the work's rows begin in them.
+static __device__ void read_list(Work *w, const int *lists) {
+    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
+    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
+}
+
+// The items of works and, where they read lists that were chosen on the device, their lengths: what
+// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
+// 32nd work.
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
+    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
+        read_list(&work[i], lists);
+        work[i].n += work[i].n_idx - work[i].tail;
+    }
+    cut_items(work, n_work, item, grid);
+}
+
 // ---- launching attention
 
 static int decode_span = DECODE_SPAN;
 
-// The kernels' argument for layer l, without works.
-static Attn attn_args(Session *s, int l, const float *q, int tok0) {
+// The kernels' argument for layer l, without works. out (n,H,D) or NULL, stat (n,H,2): see Attn.
+static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, float *stat) {
     Attn a;
     memset(&a, 0, sizeof a);
     a.heads = head_refs(s, l);
@@ -3618,7 +3664,6 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.tok0 = tok0;
     a.kind_k = row_kind(s->fk);
     a.kind_v = row_kind(s->fv);
-    a.decode = decode_kind(s);
     a.rule = s->rule;
     a.window = layer_window(s, l);
     a.H = s->c->H;
@@ -3629,6 +3674,8 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
     a.span = decode_span;
+    a.out = out;
+    a.stat = stat;
     return a;
 }
 
@@ -3646,7 +3693,7 @@ template <int KIND, int D, int NT> static void decode_launch(const Attn &a, int 
     KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
-// The same for BQ = 4, 8 or 16, and the head_dim of the argument, which decode_kind has allowed.
+// The same for BQ = 4, 8 or 16, and the head_dim of the argument, which reader_of has allowed.
 template <int KIND> static void decode_width(const Attn &a, int n, int BQ) {
     if (a.D == 64 && BQ <= 8) decode_launch<KIND, 64, 1>(a, n, BQ);
     else if (a.D == 64)       decode_launch<KIND, 64, 2>(a, n, BQ);
@@ -3654,18 +3701,42 @@ template <int KIND> static void decode_width(const Attn &a, int n, int BQ) {
     else                      decode_launch<KIND, 128, 2>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4 to 32 query rows. decode: their queries are of one token. The
-// items' results lie in a.part, what they are together in a.out and a.stat.
-static void run_items(const Attn &a, int n, int BQ, int decode) {
-    if (decode && n && a.decode >= 0) {
-        if (a.decode == ROW_F16)       decode_width<ROW_F16>(a, n, BQ);
-        else if (a.decode == ROW_BF16) decode_width<ROW_BF16>(a, n, BQ);
-        else if (a.decode == ROW_Q8)   decode_width<ROW_Q8>(a, n, BQ);
-        else                           decode_width<DECODE_PATS>(a, n, BQ);
-    } else if (n) {
-        if (BQ == 4) attend_launch<1>(a, n);
-        else         attend_launch<8>(a, n);
+// Launches n items. Their results lie in a.part, what they are together in a.out and a.stat.
+static void items_run(const Attn &a, const Reader &by, int n) {
+    if (!n) return;
+    if (by.kernel == BY_DECODE) {
+        if (by.kind == ROW_F16)       decode_width<ROW_F16>(a, n, by.BQ);
+        else if (by.kind == ROW_BF16) decode_width<ROW_BF16>(a, n, by.BQ);
+        else if (by.kind == ROW_Q8)   decode_width<ROW_Q8>(a, n, by.BQ);
+        else                          decode_width<DECODE_PATS>(a, n, by.BQ);
+    } else {
+        if (by.BQ == 4) attend_launch<1>(a, n);
+        else            attend_launch<8>(a, n);
     }
+}
+
+// Launches prefill_kernel over n works.
+template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
+    typedef TensorShape<DIM, LINES> Shape;
+    TensorShared m;
+    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
+    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
+}
+
+// The same, for the head_dim of the argument.
+template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
+    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
+    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
+    else                 tensor_launch<DT, 256, LINES>(a, n);
+}
+
+// The same, for its rows.
+static void works_run(const Attn &a, int n) {
+    int f16 = a.kind_k == ROW_F16;
+    if (a.lines && f16) tensor_width<DT_F16, 1>(a, n);
+    else if (a.lines)   tensor_width<DT_BF16, 1>(a, n);
+    else if (f16)       tensor_width<DT_F16, 0>(a, n);
+    else                tensor_width<DT_BF16, 0>(a, n);
 }
 
 // The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
@@ -3680,35 +3751,30 @@ static int plan_items(const Plan *p) {
     return most_items(pairs, p->n_work);
 }
 
-// Runs a plan through attend_kernel or, in decode, perhaps decode_kernel: a.out and a.stat, on the device -> the
-// kernels' argument, for column sums over the same rows. Works and lists go to the device, which cuts them
-// into items: of lists that it chose itself the host knows only the greatest possible length.
-static Attn attend_run(Session *s, Attn a, const Plan *p, int decode) {
+// Runs a plan: a.out and a.stat, on the device -> the kernels' argument, for column sums over the same rows. Works and
+// lists go to the device, which cuts works into items, but for prefill_kernel: of lists that it chose itself the host
+// knows only the greatest possible length.
+static Attn plan_run(Session *s, Attn a, const Plan *p) {
     if (!p->n_work) return a;
-    int n_items = plan_items(p);
+    int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
     Work *work = (Work *)dev;
-    int *idx = (int *)(dev + works);
     Item *item = (Item *)(dev + works + lists);
     upload(work, p->work, works);
-    upload(idx, p->idx, lists);
-    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    upload(dev + works, p->idx, lists);
     a.work = work;
     a.item = item;
-    a.idx = p->lists ? p->lists : idx;
-    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->BQ * (a.D + 2));
+    a.idx = p->lists ? p->lists : (int *)(dev + works);
+    if (prefill) {
+        works_run(a, p->n_work);
+        return a;
+    }
+    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->by.BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
-    run_items(a, n_items, p->BQ, decode);
+    items_run(a, p->by, n_items);
     return a;
-}
-
-// The same from the start: out (n,H,D) on the device or NULL, stat (n,H,2).
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
-    a.out = out;
-    a.stat = stat;
-    return attend_run(s, a, p, decode);
 }
 
 // ---- rows that prefill_kernel cannot read as they are stored
@@ -3749,10 +3815,9 @@ static int tensor_heads(const Session *s, int l) {
     return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
 }
 
-// The kernel's argument for the ng KV heads from g0 on, without works.
-static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int ng) {
-    Attn a = attn_args(s, l, q, tok0);
-    if (rows_are_halves(s, l)) return a;
+// Brings the rows of the ng KV heads from g0 on to where prefill_kernel can read them.
+static void rows_as_f16(Session *s, int l, Attn &a, int g0, int ng) {
+    if (rows_are_halves(s, l)) return;
     int N = max_int(kv_longest(s, l), 1);
     size_t rows = (size_t)N * a.D;
     uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
@@ -3765,56 +3830,6 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
         h->packed = 0;
     }
     a.kind_k = a.kind_v = ROW_F16;
-    return a;
-}
-
-// ---- launching prefill_kernel
-
-// Query rows of a work of prefill_kernel.
-static int tensor_rows(int D, int lines) {
-    if (lines) return TensorShape<128, 1>::BQ;
-    return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
-}
-
-// Launches prefill_kernel over n works.
-template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
-    typedef TensorShape<DIM, LINES> Shape;
-    TensorShared m;
-    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
-}
-
-// The same, for the head_dim of the argument.
-template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
-    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
-    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
-    else                 tensor_launch<DT, 256, LINES>(a, n);
-}
-
-// Runs a plan through prefill_kernel: a.out and a.stat, on the device.
-static void tensor_run(Session *s, Attn a, const Plan *p) {
-    if (!p->n_work) return;
-    Work *dev = room<Work>(s, ROOM_PLAN, p->n_work);
-    upload(dev, p->work, (size_t)p->n_work * sizeof(Work));
-    a.work = dev;
-    int f16 = a.kind_k == ROW_F16;
-    if (a.lines && f16) tensor_width<DT_F16, 1>(a, p->n_work);
-    else if (a.lines)   tensor_width<DT_BF16, 1>(a, p->n_work);
-    else if (f16)       tensor_width<DT_F16, 0>(a, p->n_work);
-    else                tensor_width<DT_BF16, 0>(a, p->n_work);
-}
-
-// Attention of n tokens from tok0 on through prefill_kernel: out (n,H,D), stat (n,H,2) on the device.
-static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
-    int G = s->c->G, step = tensor_heads(s, l);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        Plan p = plan_prefill(s, l, tok0, n, tensor_rows(s->c->D, 0), g0, ng, 0);
-        Attn a = tensor_args(s, l, q, tok0, g0, ng);
-        a.out = out;
-        a.stat = stat;
-        tensor_run(s, a, &p);
-    }
 }
 
 // ---- sums over queries, and KV_MASS
@@ -3892,20 +3907,41 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 
 // ---- attention of a pass
 
+// Attention of n tokens from tok0 on: out, q (n,H,D) and stat (n,H,2) on the device. lines (H): what query heads read,
+// with bits on the host; first the dense heads, as in any other layer, then the others. NULL: all rows.
+static void attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, float *stat, int tok0, int n) {
+    int G = s->c->G, tensor = reader_of(s, n, 0, 0).kernel == BY_PREFILL, step = tensor ? tensor_heads(s, l) : G;
+    const DeviceLines *cells = lines ? lines_upload(s, lines) : NULL;
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step);
+        Attn a = attn_args(s, l, q, tok0, out, stat);
+        if (tensor) rows_as_f16(s, l, a, g0, ng);
+        for (int dense = 1; dense >= !lines; dense--) {
+            a.lines = dense ? NULL : cells;
+            Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n, g0, ng, 0);
+            plan_run(s, a, &p);
+        }
+    }
+}
+
 // Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
     int tok0 = s->base + t0;
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    Attn a;
-    if (tensor_cores(s)) {
-        attend_tensor(s, l, q, tok0, n, out, stat);
-        a = attn_args(s, l, q, tok0);           // column_kernel reads the rows as they are stored
-    } else {
-        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0, s->c->G, 0);
-        a = attend(s, l, q, tok0, &p, 0, out, stat);
+    attend_pass(s, l, NULL, out, q, stat, tok0, n);
+    if (s->wants & KV_MASS) {
+        Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // column_kernel reads the rows as they are stored
+        add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     }
-    if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
+    scratch_reset(s, mark);
+}
+
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
+void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    size_t mark = scratch_mark(s);
+    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
+    attend_pass(s, l, lines, out, q, stat, s->base, T);
     scratch_reset(s, mark);
 }
 
@@ -3915,7 +3951,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
-    Attn a = attend(s, l, q, s->base, &p, 1, out, stat);
+    Attn a = plan_run(s, attn_args(s, l, q, s->base, out, stat), &p);
     for (int i = 0; i < p.n_work && !p.lists; i++) {
         const Work *w = &p.work[i];
         s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
@@ -3948,8 +3984,9 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     int H = s->c->H, N = kv_longest(s, l);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 0, s->c->G, 1);
-    Attn a = attend(s, l, q, tok0, &p, 0, NULL, stat);
+    Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32 };
+    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w, 0, s->c->G, 1);
+    Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
@@ -3995,29 +4032,19 @@ static int *chosen_room(Session *s, int l, int stride) {
 // The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs
 // now, because lists may be older than the way in which the rows are stored.
 static Plan plan_chosen(Session *s, int l) {
-    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
-    Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
+    int G = s->c->G, R = s->c->H / G, stride = s->dev->chosen.stride;
+    Reader by = reader_of(s, 1, 1, 0);
+    Plan p = plan_new(s, (size_t)G * blocks(R, by.BQ), by);
     p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
-        for (int m0 = 0; m0 < R; m0 += BQ) {
+        for (int m0 = 0; m0 < R; m0 += by.BQ) {
             Work *w = &p.work[p.n_work++];
-            *w = work_new(g, g * R, R, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
+            *w = work_new(g, g * R, R, m0, min_int(R - m0, by.BQ), kv_head(s, l, g)->len, s->base);
             w->idx = g * stride + LIST_HEAD;
             w->low = s->tok[s->base].pos;
         }
     return p;
-}
-
-// The items of works and, where they read lists that were chosen on the device, their lengths: what
-// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
-// 32nd work.
-static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
-        read_list(&work[i], lists);
-        work[i].n += work[i].n_idx - work[i].tail;
-    }
-    cut_items(work, n_work, item, grid);
 }
 
 // rows (n): rows of each list less its tail. A thread a list.
@@ -4141,37 +4168,6 @@ static int step_settled(Session *s) {
 
 // ---- works and items, made on the device
 
-// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
-// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
-// begin.
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
-    int lane = threadIdx.x, before = 0;
-    unsigned long long total = 0;
-    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
-    total = lanes_sum<32>(total);
-    int chunk = (int)chunk_rows(total);
-
-    for (int i0 = 0; i0 < n_work; i0 += 32) {
-        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
-        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
-        int first = before + end - n;
-        if (i < n_work) {
-            work[i].first = first;
-            work[i].items = n;
-        }
-        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
-        before += __shfl_sync(ALL_LANES, end, 31);
-    }
-    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
-}
-
-// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
-// those of a layer, and w->idx is where the work's rows begin in them.
-static __device__ void read_list(Work *w, const int *lists) {
-    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
-    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
-}
-
 // The works of one layer, n_work of them, from lengths that only the device knows, and their items
 // (grid). head0: the layer's first head among those of the step. lists: see read_list; NULL: the
 // host has chosen. One warp, a lane every 32nd work.
@@ -4243,7 +4239,7 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx)
         w->idx += *n_idx;
     }
     d->grid = max_int(d->grid, most_items(pairs, p.n_work));
-    d->BQ = p.BQ;
+    d->by = p.by;
     to->first[l] = *n;
     to->kept[l] = d->chosen.kept[l] != KEPT_NONE;
     memcpy(to->work + *n, p.work, (size_t)p.n_work * sizeof(Work));
@@ -4290,7 +4286,7 @@ static Pass step_prepare(Session *s) {
     if (s->changes != d->seen || n_picks(s) != d->n_picks) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
-        room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
+        room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
         d->replays = 0;
         d->seen = d->settled = s->changes;      // no hook had a part in these rooms
         d->n_picks = n_picks(s);
@@ -4338,15 +4334,13 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Item *item = (Item *)d->room[ROOM_ITEM].p;
     float *stat = (float *)d->room[ROOM_STAT].p;
     const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-    Attn a = attn_args(s, l, r->q, 0);
+    Attn a = attn_args(s, l, r->q, 0, r->out, stat);
     a.work = p->work + d->first[l];
     a.item = item + (size_t)l * d->grid;
     a.idx = lists ? lists : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
-    a.out = r->out;
-    a.stat = stat;
-    run_items(a, d->grid, d->BQ, 1);
+    items_run(a, d->by, d->grid);
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
@@ -5533,44 +5527,6 @@ static const DeviceLines *lines_upload(Session *s, const Lines *lines) {
     return (const DeviceLines *)dev;
 }
 
-// The works of the T tokens of a pass, BQ query rows each, of those query heads of the ng KV heads from g0 on
-// whose `dense` is this. Dense heads of one KV head share works, if all of them are dense.
-static Plan plan_lines(Session *s, int l, const Lines *lines, int T, int BQ, int g0, int ng, int dense) {
-    int R = s->c->H / s->c->G, all = blocks((size_t)T * R, BQ);
-    Plan p = plan_new(s, (size_t)ng * R * blocks(T, BQ), BQ);
-    for (int b = 0; b < all; b++)
-        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
-            int of_group = 0;
-            for (int r = h - h % R; r < h - h % R + R; r++) of_group += lines[r].dense;
-            int per = dense && of_group == R ? R : 1;
-            if (lines[h].dense == dense && h % per == 0) work_add(s, l, &p, s->base, T, h, per, b, 0);
-        }
-    return p;
-}
-
-// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. First the dense
-// heads, as in any other layer, then the others.
-void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    size_t mark = scratch_mark(s);
-    int G = s->c->G, tensor = tensor_cores(s), step = tensor ? tensor_heads(s, l) : G;
-    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
-    const DeviceLines *cells = lines_upload(s, lines);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        Attn a = tensor ? tensor_args(s, l, q, s->base, g0, ng) : attn_args(s, l, q, s->base);
-        a.out = out;
-        a.stat = stat;
-        for (int dense = 1; dense >= 0; dense--) {
-            a.lines = dense ? NULL : cells;
-            int BQ = tensor ? tensor_rows(s->c->D, !dense) : block_rows(T);
-            Plan p = plan_lines(s, l, lines, T, BQ, g0, ng, dense);
-            if (tensor) tensor_run(s, a, &p);
-            else        attend_run(s, a, &p, 0);
-        }
-    }
-    scratch_reset(s, mark);
-}
-
 // ---- softmax rows of sampled queries: line_probs of kvcomp.c, for several KV heads at once
 enum { SOFT_THREADS = 256 };
 
@@ -5609,7 +5565,7 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const 
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
-    Attn a = attn_args(s, l, q, s->base);
+    Attn a = attn_args(s, l, q, s->base, NULL, NULL);
     upload(tokens, t, m * sizeof(int));
 
     column_launch(a, { whole_lists(s, l, s->base), tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
@@ -6404,7 +6360,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
 // the chosen rows (line 17) is decode attention through views: by the format of the rows decode_kernel
-// or attend_kernel (run_items, section 3).
+// or attend_kernel (reader_of, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
@@ -6959,7 +6915,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // rows are multiplied by other matrices, and after which rows are dropped:
 //   - the mask is kv_visible of kvcomp.h, one definition for both devices. While Session.rule is
 //     not VIS_CAUSAL, every attention kernel asks it for each pair of a query's and a key's token.
-//     plan_prefill then lists all rows held for a block of queries, later ones too (the exact mask
+//     plan_pass then lists all rows held for a block of queries, later ones too (the exact mask
 //     lets a Nexus token see later Nexus tokens), and pass_room makes the pass one span, so that
 //     all its rows are there before the first query looks;
 //   - a Nexus row has weights of its own (Session.alt). pass_cuda cuts a span into stretches of
