@@ -244,68 +244,22 @@ static Copied *map_slot(Map *m, const void *host) {
     return &m->at[i];
 }
 
-// Weights go through two pinned halves: while one is on its way to the device, the other is filled.
-// Filling is where the disk is read, when the weights are a mapped file. Ordinary memory would be
-// copied twice, and no faster than through the driver's own small buffer.
-#ifdef KVCOMP_TEST
-enum { STAGE_BYTES = 1000, COPY_BYTES = 1 << 16 };      // so that the weights of every test take many turns
-#else
-enum { STAGE_BYTES = 16 << 20 };                        // bytes of one half
-static const size_t COPY_BYTES = (size_t)1 << 31;       // of what device_copy_rate copies: 4 GB read and written
-#endif
-struct Stage {
-    char *half[2];              // pinned, STAGE_BYTES each
-    cudaEvent_t gone[2];        // the last copy out of this half is done
-    int turn;                   // the half to fill next
-    size_t sent, all;           // bytes, for the progress line
+struct Sent {                   // of the weights of a model, for the progress line
+    size_t sent, all;           // bytes
 };
 
-// Opens the two halves. all: bytes that will come.
-static void stage_open(Stage *g, size_t all) {
-    memset(g, 0, sizeof *g);
-    g->all = all;
-    for (int i = 0; i < 2; i++) {
-        KV_CUDA(cudaMallocHost((void **)&g->half[i], STAGE_BYTES));
-        KV_CUDA(cudaEventCreateWithFlags(&g->gone[i], cudaEventDisableTiming));
-    }
-    progress_tell("uploading", 0);
-}
-
-// Copies n bytes to the device through the halves in turn. A half is filled again when its last
-// copy, the one before the last of all, is done; at first there is none.
-static void stage_send(Stage *g, char *dev, const char *host, size_t n) {
-    for (size_t at = 0, m; at < n; at += m, g->turn ^= 1) {
-        m = min_size(n - at, STAGE_BYTES);
-        KV_CUDA(cudaEventSynchronize(g->gone[g->turn]));
-        memcpy(g->half[g->turn], host + at, m);
-        KV_CUDA(cudaMemcpyAsync(dev + at, g->half[g->turn], m, cudaMemcpyHostToDevice, kv_stream));
-        KV_CUDA(cudaEventRecord(g->gone[g->turn], kv_stream));
-        g->sent += m;
-        progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
-    }
-}
-
-// Waits for the last copies and gives the halves back.
-static void stage_close(Stage *g) {
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    for (int i = 0; i < 2; i++) {
-        KV_CUDA(cudaEventDestroy(g->gone[i]));
-        KV_CUDA(cudaFreeHost(g->half[i]));
-    }
-    progress_tell("uploading", 1);
-}
-
 // Brings n tensors to the device, none of which is there yet, one behind the other in one piece of
-// memory. g: the staging buffer of a whole model, or NULL. -> where they lie.
-static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+// memory. g: of a whole model, or NULL. -> where they lie.
+static char *map_put(Map *m, const Tensor *const *t, int n, Sent *g) {
     size_t all = 0, at = 0;
     for (int i = 0; i < n; i++) all += tensor_bytes(t[i]);
     char *dev = device_new(all);
     for (int i = 0; i < n; i++) {
         size_t bytes = tensor_bytes(t[i]);
         if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
-        if (g) stage_send(g, dev + at, (const char *)t[i]->data, bytes);
-        else upload(dev + at, t[i]->data, bytes);
+        upload(dev + at, t[i]->data, bytes);
+        if (g) g->sent += bytes;
+        if (g) progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
         *map_slot(m, t[i]->data) = { t[i]->data, dev + at, !i, t[i]->dtype, 1 };
         at += bytes;
     }
@@ -313,7 +267,7 @@ static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
 }
 
 // Brings those of n tensors that exist and are not there yet, as stored, each by itself.
-static void tensors_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+static void tensors_put(Map *m, const Tensor *const *t, int n, Sent *g) {
     for (int i = 0; i < n; i++)
         if (t[i]->data && !map_slot(m, t[i]->data)->host) map_put(m, t + i, 1, g);
 }
@@ -420,7 +374,7 @@ static float matrix_halve(uint16_t *w, size_t n) {
 
 // Brings matrices that read the same input to the device. Where their types and widths are one they
 // lie one behind the other, so that one product does for all. exact: bf16 stays bf16.
-static void matrices_put(Map *m, const Tensor *const *t, int n, Stage *g, int exact) {
+static void matrices_put(Map *m, const Tensor *const *t, int n, Sent *g, int exact) {
     int alike = 1;
     for (int i = 0; i < n; i++)
         alike &= t[i]->dtype == t[0]->dtype && t[i]->cols == t[0]->cols && !map_slot(m, t[i]->data)->host;
@@ -2051,33 +2005,18 @@ static __device__ void join_row(const float *part, size_t stride, int n, int D, 
     stat[1] = sum;
 }
 
-// What join_items wants of an Attn.
-struct Join {
-    const Item *item;           // the block's
-    const Work *work;
-    int *ticket;
-    float *part, *out, *stat;
-    int BQ, H, D;
-};
-
-// The end of an item's block, whose part is stored: the last block of a work joins its items, a warp a
-// row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
-static KV_CALL void join_items(Join a) {
+// The end of an item's block, whose part, of BQ query rows, is stored: the last block of a work joins its items, a
+// warp a row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
+static KV_CALL void join_arrived(const Attn &a, int BQ) {
     __shared__ int last;
-    Item it = *a.item;
+    Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     if (it.p0 == it.p1 || !arrives_last(&a.ticket[it.work], w.items, &last)) return;
     for (int j = threadIdx.x >> 5; j < w.m; j += ATTN_WARPS) {
-        int m = w.m0 + j, stride = a.BQ * (a.D + 2);
-        size_t row = (size_t)(m / w.per) * a.H + w.head + m % w.per;            // as in query_row
-        join_row(a.part + (size_t)w.first * stride + j * (a.D + 2), stride, w.items, a.D,
-                 a.out ? a.out + row * a.D : NULL, a.stat + row * 2);
+        size_t stride = BQ * (a.D + 2), row = query_row(a, w, w.m0 + j);
+        join_row(a.part + w.first * stride + j * (a.D + 2), stride, w.items, a.D, a.out ? a.out + row * a.D : NULL,
+                 a.stat + row * 2);
     }
-}
-
-// The same, from a kernel of BQ query rows a block.
-static __device__ void join_arrived(const Attn &a, int BQ) {
-    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.D });
 }
 
 // ---- attend_kernel: any rule, any format, any head_dim
@@ -2196,7 +2135,7 @@ static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared
 
 // QW: query rows of a warp, 1 or 8.
 template <int QW>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const __grid_constant__ Attn a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -2277,8 +2216,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
 //           fragment of K and V twice; with one, reading them from shared memory would take as long as
 //           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
 //           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
-//           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
-//           is not kept in registers. Wider heads have tiles of 64 x 32.
+//           again for every tile, and state is not kept in registers. Wider heads have tiles of 64 x 32.
 //           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
 //           fragments each up to head_dim 64; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
@@ -2309,7 +2247,6 @@ enum {
     TC_LIST = 512,              // tiles of a list
     TC_COLS = 2048,             // room for gathered columns
     TC_STEP = 1024,             // columns that a block looks at at once to gather them
-    TC_Q_REGS = 32,             // registers of a lane that q may take
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
@@ -2547,26 +2484,16 @@ static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols,
     if (PART == PARTS - 1) copy_commit();
 }
 
-// A fragment of the warp's queries: 16 rows, dims 16 k and up. q: where the lane names its row.
-template <int DIM> static __device__ void query_fragment(unsigned x[4], SharedAt q, int i, int k) {
-    ldmatrix_x4(x, q + 2 * (i * 16 * (DIM + 8) + k * 16));
-}
-
-// s (MT,KT/8,4) = the lane's scores of a tile. x: the fragments of the queries if KEEP, else they come
-// from q. q, keys: where the lane names its rows.
-template <int DT, int DIM, int MT, int KT, int KEEP>
-static __device__ void tensor_scores(float (*s)[KT / 8][4], const unsigned (*x)[MT][4], SharedAt q,
-                                     SharedAt keys) {
+// s (MT,KT/8,4) = the lane's scores of a tile. q, keys: where the lane names its rows.
+template <int DT, int DIM, int MT, int KT>
+static __device__ void tensor_scores(float (*s)[KT / 8][4], SharedAt q, SharedAt keys) {
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int n = 0; n < KT / 8; n++)
             KV_UNROLL() for (int e = 0; e < 4; e++) s[i][n][e] = 0;
     KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
         if (k % 2 == 0) __syncwarp();
         unsigned f[MT][4];
-        KV_UNROLL() for (int i = 0; i < MT; i++) {
-            if (!KEEP) query_fragment<DIM>(f[i], q, i, k);
-            KV_UNROLL() for (int e = 0; e < 4 && KEEP; e++) f[i][e] = x[k][i][e];
-        }
+        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + 2 * (i * 16 * (DIM + 8) + k * 16));
         KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
             unsigned b[4];
             ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
@@ -2693,7 +2620,7 @@ prefill_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
-    const int KEEP = MT * DIM / 4 <= TC_Q_REGS, PARTS = DIM <= 64 && LINES ? 1 : 2;     // of a copy of keys
+    const int PARTS = DIM <= 64 && LINES ? 1 : 2;       // of a copy of keys
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -2720,10 +2647,6 @@ prefill_kernel(Attn a) {
     SharedAt vals = shared_address(m.vals + lane % 16 * P + lane / 16 * 8);
     int first = (int)threadIdx.x / LANES * Shape::COPIES;
     SharedAt own = shared_address(m.keys + first * P + threadIdx.x % LANES * 8);
-    unsigned x[KEEP ? DIM / 16 : 1][MT][4];
-    KV_UNROLL() for (int k = 0; k < DIM / 16 && KEEP; k++)
-        KV_UNROLL() for (int i = 0; i < MT; i++) query_fragment<DIM>(x[k][i], q, i, k);
-
     float acc[MT][DIM / 8][4], c = a.power;
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
@@ -2745,7 +2668,7 @@ prefill_kernel(Attn a) {
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
             unsigned prob[KT / 16][MT][4];
-            tensor_scores<DT, DIM, MT, KT, KEEP>(score, x, q, keys);
+            tensor_scores<DT, DIM, MT, KT>(score, q, keys);
 
             if (now.masked) {
                 __syncwarp();
@@ -2837,7 +2760,7 @@ template <int KIND, int D> struct DecodeShape {
         UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
         BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
         ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
-        ROW = 2 * D + 16,       // bytes from a row to the next where ldmatrix reads them: 8 rows lie in different banks
+        ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
         STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
         SLOT = DECODE_KEYS * STORED,
         WARP = 2 * SLOT + (UNPACKS ? DECODE_KEYS * ROW : 0)     // bytes of a warp's slots: K, V, f16 numbers
@@ -3301,7 +3224,7 @@ constexpr int decode_blocks(int KIND, int D, int NT) {
 // KIND: ROW_F16, ROW_BF16, ROW_Q8 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(KIND, D, NT))
-decode_kernel(Attn a, int BQ) {
+decode_kernel(const __grid_constant__ Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -3318,7 +3241,8 @@ decode_kernel(Attn a, int BQ) {
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
     const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D>::WARP / 16;
-    for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x) ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
+    for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
+        ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
@@ -3909,7 +3833,8 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 
 // Attention of n tokens from tok0 on: out, q (n,H,D) and stat (n,H,2) on the device. lines (H): what query heads read,
 // with bits on the host; first the dense heads, as in any other layer, then the others. NULL: all rows.
-static void attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, float *stat, int tok0, int n) {
+static void attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, float *stat, int tok0,
+                        int n) {
     int G = s->c->G, tensor = reader_of(s, n, 0, 0).kernel == BY_PREFILL, step = tensor ? tensor_heads(s, l) : G;
     const DeviceLines *cells = lines ? lines_upload(s, lines) : NULL;
     for (int g0 = 0; g0 < G; g0 += step) {
@@ -4468,8 +4393,8 @@ static Shared *shared_open(const Session *s) {
     h->next = all_shared;
     all_shared = h;
 
-    Stage g;
-    stage_open(&g, s->w->bytes);
+    Sent g = { 0, s->w->bytes };
+    progress_tell("uploading", 0);
     const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
     tensors_put(&h->map, top, 3, &g);
     for (int l = 0; l < s->c->L; l++) {
@@ -4484,7 +4409,8 @@ static Shared *shared_open(const Session *s) {
         matrices_put(&h->map, &down, 1, &g, h->exact);
         tensors_put(&h->map, vectors, 11, &g);
     }
-    stage_close(&g);
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    progress_tell("uploading", 1);
     return h;
 }
 
@@ -4726,30 +4652,32 @@ template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
     }
 }
 
-enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
+enum {
+    DOT_AHEAD = 4,              // loads of pair_dots that a lane has under way
+    DOT_QUERIES = 4                      // queries that share what it reads
+};
 
-// dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32,
+// dot (DOT_QUERIES) = the dot products of a row (n) of type DT with DOT_QUERIES queries, to the bit those of dot_f32,
 // in both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its
-// own. q (NQ,n), in shared memory.
+// own. q (DOT_QUERIES,n), in shared memory.
 //
 //     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
 //     lane      even        odd         even        odd
 //
 // dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd
-// lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ
+// lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and DOT_QUERIES
 // queries share what was read and turned into f32.
-// WIDE 1: the row lies on 16 bytes, and n is a multiple of 8. Other rows are read number by number.
-template <int DT, int NQ, int WIDE>
-static __device__ void pair_dots(float *dot, const char *row, int n, const float *q) {
+// Rows lie on 16 bytes where n is a multiple of 8. Others are read number by number.
+template <int DT> static __device__ void pair_dots(float *dot, const char *row, int n, const float *q) {
     const int STRIDE = 16;
-    int k0 = 8 * (threadIdx.x & 1);
-    float sum[NQ][8];
+    int k0 = 8 * (threadIdx.x & 1), wide = n % 8 == 0;
+    float sum[DOT_QUERIES][8];
     KV_UNROLL()
-    for (int j = 0; j < NQ; j++)
+    for (int j = 0; j < DOT_QUERIES; j++)
         KV_UNROLL()
         for (int i = 0; i < 8; i++) sum[j][i] = 0;
 
-    for (; WIDE && k0 < n; k0 += DOT_AHEAD * STRIDE) {
+    for (; wide && k0 < n; k0 += DOT_AHEAD * STRIDE) {
         Eight<DT> e[DOT_AHEAD];
         KV_UNROLL()
         for (int a = 0; a < DOT_AHEAD; a++) {
@@ -4763,7 +4691,7 @@ static __device__ void pair_dots(float *dot, const char *row, int n, const float
             float x[8];
             unpack8<DT>(x, e[a]);
             KV_UNROLL()
-            for (int j = 0; j < NQ; j++) {
+            for (int j = 0; j < DOT_QUERIES; j++) {
                 const float4 *from = (const float4 *)(q + j * n + k);
                 float4 low = from[0], high = from[1];
                 const float own[8] = { low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w };
@@ -4772,20 +4700,20 @@ static __device__ void pair_dots(float *dot, const char *row, int n, const float
             }
         }
     }
-    for (; !WIDE && k0 < n; k0 += STRIDE) {
+    for (; !wide && k0 < n; k0 += STRIDE) {
         KV_UNROLL()
         for (int i = 0; i < 8; i++) {
             if (k0 + i >= n) break;
             float x = number(row, DT, k0 + i);
             KV_UNROLL()
-            for (int j = 0; j < NQ; j++)
+            for (int j = 0; j < DOT_QUERIES; j++)
                 sum[j][i] = fmaf(q[j * n + k0 + i], x, sum[j][i]);
         }
     }
 
     // 8+8 across the pair; then 4+4, 2+2, 1+1 in the lane.
     KV_UNROLL()
-    for (int j = 0; j < NQ; j++) {
+    for (int j = 0; j < DOT_QUERIES; j++) {
         KV_UNROLL()
         for (int i = 0; i < 8; i++) sum[j][i] += __shfl_xor_sync(ALL_LANES, sum[j][i], 1);
         KV_UNROLL()
@@ -5652,25 +5580,24 @@ struct QuestSeek : Seek {       // argument of page_select_kernel
 };
 
 struct QuestShared {
-    float *q;                   // (NQ,2D) some of the queries, split
+    float *q;                   // (DOT_QUERIES,2D) some of the queries, split
     float *score;               // (cap) or NULL
 };
 
 // Carves the block's shared memory -> bytes.
-template <int NQ> KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
+KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
     Block b = { mem, 0 };
-    m->q = carve<float>(&b, (size_t)NQ * 2 * a.D);
+    m->q = carve<float>(&b, (size_t)DOT_QUERIES * 2 * a.D);
     m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
     return b.at;
 }
 
-// q (NQ,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is
+// q (DOT_QUERIES,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is
 // positive, q min elsewhere. So u is one dot product with a page's bounds. A head that is not there
 // is the last one once more.
-template <int NQ>
 static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h0) {
     int D = a.D;
-    for (int i = threadIdx.x; i < NQ * 2 * D; i += TOP_THREADS) {
+    for (int i = threadIdx.x; i < DOT_QUERIES * 2 * D; i += TOP_THREADS) {
         int h = min_int(h0 + i / (2 * D), a.R - 1), k = i % (2 * D);
         float x = a.q[((size_t)g * a.R + h) * D + (k < D ? k : k - D)];
         to[i] = (x > 0) == (k < D) ? x : 0;
@@ -5681,36 +5608,36 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 // head, the lists of their rows, and in a step in one go the works that read them.
 //   Block   SEEK_UNITS = 256 pages (blockIdx.x) of a KV head (blockIdx.y). The last block of a KV
 //           head chooses among all its pages
-//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). NQ
+//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). DOT_QUERIES
 //           query heads share what is read; a group of more reads the bounds once more, from the
 //           cache
-//   Shared  q: those NQ queries; score: all scores of the head, if they fit, for the five times
+//   Shared  q: those DOT_QUERIES queries; score: all scores of the head, if they fit, for the five times
 //           that the last block goes through them; the bins of a digit
 //   Bound   reading the bounds once, 1/8 of the keys' bytes; DOT_AHEAD loads of a lane are 32 KB or
 //           more under way in a block. What the last block does is bound by latency
 // A list is the rows of its pages (ascending), and a tail from the first page that is not full,
 // which is read too.
-template <int DT, int NQ, int WIDE>
+template <int DT>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 page_select_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
     QuestShared m;
-    quest_carve<NQ>(&m, mem, a);
+    quest_carve(&m, mem, a);
     int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
     int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
     float *score = a.score + (size_t)g * a.cap, u = 0;
 
-    for (int h0 = 0; p0 < n && h0 < a.R; h0 += NQ) {
+    for (int h0 = 0; p0 < n && h0 < a.R; h0 += DOT_QUERIES) {
         __syncthreads();                        // the queries before these have been read
-        split_queries<NQ>(m.q, a, g, h0);
+        split_queries(m.q, a, g, h0);
         __syncthreads();
         const char *bound = a.bound[g] + (size_t)min_int(p, n - 1) * 2 * D * Stored<DT>::BYTES;
-        float dot[NQ];
-        pair_dots<DT, NQ, WIDE>(dot, bound, 2 * D, m.q);                        // Scores
+        float dot[DOT_QUERIES];
+        pair_dots<DT>(dot, bound, 2 * D, m.q);                        // Scores
         KV_UNROLL()
-        for (int j = 0; j < NQ; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
+        for (int j = 0; j < DOT_QUERIES; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
     }
     if (p < n && !(threadIdx.x & 1)) score[p] = u;
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
@@ -5730,19 +5657,12 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches page_select_kernel with NQ queries at a time.
-template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a) {
+// Launches page_select_kernel for bounds of type DT.
+template <int DT> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
-    size_t smem = quest_carve<NQ>(&m, NULL, a);
-    KV_LAUNCH_WIDE((page_select_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
-}
-
-// The same for bounds of type DT: four query heads at a time, or one where a page's bounds cannot be read 16
-// bytes at a time.
-template <int DT> static void quest_group(const QuestSeek &a) {
-    if (a.D % 4) quest_launch<DT, 1, 0>(a);
-    else         quest_launch<DT, 4, 1>(a);
+    size_t smem = quest_carve(&m, NULL, a);
+    KV_LAUNCH_WIDE(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -5758,9 +5678,9 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     a.best_of = room<int>(s, ROOM_TOP_IDX, (size_t)G * best);
     a.n = pages;
     a.best = best;
-    if (dtype == DT_F32)      quest_group<DT_F32>(a);
-    else if (dtype == DT_F16) quest_group<DT_F16>(a);
-    else                      quest_group<DT_BF16>(a);
+    if (dtype == DT_F32)      quest_launch<DT_F32>(a);
+    else if (dtype == DT_F16) quest_launch<DT_F16>(a);
+    else                      quest_launch<DT_BF16>(a);
     for (int g = 0; g < G && u; g++)
         download(u + (size_t)g * pages, a.score + (size_t)g * cap, pages * sizeof(float));
 }
@@ -6751,15 +6671,14 @@ static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShar
 }
 
 // The score of node `at` of a level, by a pair of lanes. beta 1: the bound UB.
-template <int NQ, int WIDE>
 static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, int at) {
     const char *mu = (const char *)(u->mu + (size_t)at * a.D);
     float top = -INFINITY;
-    for (int i0 = 0; i0 < a.R; i0 += NQ) {
-        float dot[NQ];
-        pair_dots<DT_BF16, NQ, WIDE>(dot, mu, a.D, m.q + (size_t)i0 * a.D);
+    for (int i0 = 0; i0 < a.R; i0 += DOT_QUERIES) {
+        float dot[DOT_QUERIES];
+        pair_dots<DT_BF16>(dot, mu, a.D, m.q + (size_t)i0 * a.D);
         KV_UNROLL()
-        for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
+        for (int j = 0; j < DOT_QUERIES; j++) {          // what is there twice does not change the largest
             float v = dot[j] * m.w[min_int(i0 + j, a.R - 1)];
             top = v > top ? v : top;
         }
@@ -6771,11 +6690,10 @@ static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, c
 // hold fewer than `least` tokens. All threads of a block, and every block of a list does it again:
 // whoever waited for one block to tell the others would wait longer. A pair of lanes scores a unit, a
 // thread opens one, if those before it are too few.
-template <int NQ, int WIDE>
 static __device__ void open_units(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, char *open) {
     __shared__ float unit[MOST_UNITS];
     int pair = threadIdx.x >> 1, g = threadIdx.x, before = 0, tokens = 0;
-    float S = node_score<NQ, WIDE>(a, m, u, min_int(pair, u->n - 1));            // Algorithm 1, line 9
+    float S = node_score(a, m, u, min_int(pair, u->n - 1));            // Algorithm 1, line 9
     if (!(threadIdx.x & 1) && pair < u->n) unit[pair] = S;
     __syncthreads();
     for (int i = 0; i < u->n && g < u->n; i++) {
@@ -6791,14 +6709,13 @@ static __device__ void open_units(const LycheeSeek &a, const LycheeShared &m, co
 // The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty
 // or lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads
 // none.
-template <int NQ, int WIDE>
 static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m, const Tree *t, int c0,
                                       const char *open, float *score) {
     const Nodes *u = &t->fine;
     int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1);
     int dead = !u->tokens[at] || (a.units && !open[t->coarse.of[at]]);
     float S = -INFINITY;
-    if (!__all_sync(ALL_LANES, dead)) S = node_score<NQ, WIDE>(a, m, u, at);     // Algorithm 1, line 13
+    if (!__all_sync(ALL_LANES, dead)) S = node_score(a, m, u, at);     // Algorithm 1, line 13
     if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
 }
 
@@ -6851,7 +6768,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 // room, the lists of their rows, and in a step in one go the works that read them.
 //   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a KV head (blockIdx.y). The last block of a list
 //           chooses among all its clusters
-//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ
+//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and DOT_QUERIES
 //           query heads share what is read. A cluster, and then a chunk, while the last block
 //           chooses: neighbours side by side, in stretches of the warps, and prefix sums say what
 //           comes before
@@ -6859,7 +6776,6 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //           they fit, for the times that the last block goes through them; the bins of a digit
 //   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
 //           way in a block. What the last block does is bound by latency: it reads M chunks twice
-template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
@@ -6872,20 +6788,12 @@ cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     const Tree *t = &a.trees[g];
     float *score = a.score + (size_t)g * a.cap;
     queries_load(a, g, m);
-    if (a.units) open_units<NQ, WIDE>(a, m, &t->coarse, open);
-    cluster_scores<NQ, WIDE>(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
+    if (a.units) open_units(a, m, &t->coarse, open);
+    cluster_scores(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
 
     take_rows(a, &t->fine, seek_scores(m.score, score, a.cap), a.lists + (size_t)g * a.stride, &top);
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
-}
-
-// Launches cluster_select_kernel with NQ queries at a time.
-template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
-    LycheeShared m;
-    dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
-    size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE((cluster_select_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
@@ -6893,6 +6801,7 @@ template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
 // clusters, if it is not NULL.
 void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, float *S) {
     int G = s->c->G, K = trees->fine.n;
+    LycheeShared m;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
     seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
@@ -6903,8 +6812,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.least = 4 * x->room;
     a.room = x->room;
     a.sink = x->sink;
-    if (a.D % 8) lychee_launch<1, 0>(a);
-    else         lychee_launch<4, 1>(a);
+    dim3 grid(blocks(K, SEEK_UNITS), G);
+    size_t smem = lychee_carve(&m, NULL, a);
+    KV_LAUNCH_WIDE(cluster_select_kernel, grid, TOP_THREADS, smem, a);
     if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 
@@ -7053,6 +6963,11 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
 // ==================================================================================================== BENCHMARK
 // What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies.
 enum { RATE_RUNS = 5 };
+#ifdef KVCOMP_TEST
+enum { COPY_BYTES = 1 << 16 };
+#else
+static const size_t COPY_BYTES = (size_t)1 << 31;       // of what device_copy_rate copies: 4 GB read and written
+#endif
 
 // x (n) in device memory; to be given back with device_drop.
 float *device_floats(const float *x, size_t n) {
