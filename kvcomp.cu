@@ -159,12 +159,6 @@ struct Chosen {
     double *row_bytes;          // (L,G) bytes of a row when the works over the list were made
 };
 
-// What one list costs in a decode step in one go.
-struct Read {
-    int n;                      // rows of the list
-    double each;                // bytes of a row
-};
-
 struct Device {                 // Session.dev
     cublasHandle_t blas;
     Chosen chosen;
@@ -187,8 +181,7 @@ struct Device {                 // Session.dev
     int *first;                 // (L+1) works of the layers before
     int grid;                   // items of a layer, at most
     Reader by;                  // the kernel that attends
-    struct Read *read;          // (LH) what was read in the last step
-    int n_read;
+    double read, more;          // bytes of rows that the last step read; by how many the next reads more
     cudaGraphExec_t graph;      // the step, or one before the last change; NULL: there is none
     int replays;                // 1: graph is the step as it is now
     int no_graph;               // 1: this device would not take one
@@ -570,8 +563,6 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
                         int n);
 static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
                     float *v, const float *cs, int t0, int n, int ahead, int hooks);
-static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
-static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
 static void lists_count(Session *s);
 static int step_free(const Session *s);
@@ -790,11 +781,11 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (s->decoding) {
         if (acts) select_hooks(s, l, r->q);
         t = timed(&s->clk.select, t);
-        decode_device(s, l, r->out, r->q);
+        attn_decode_cuda(s, l, r->out, r->q);
     } else if (sparse) {
         sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
     } else {
-        prefill_device(s, l, r->out, r->q, t0, n);
+        attn_prefill_cuda(s, l, r->out, r->q, t0, n);
     }
     t = timed(&s->clk.attend, t);
     watch(s, WATCH_OUT, l, r->out);
@@ -2944,14 +2935,14 @@ static int rows_until(const KVHead *h, int tok) {
 }
 
 // Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan, if
-// there is one. A work lists the rows up to its last query's. When blind, and when the rule is not causal, it
-// lists all rows, and the mask hides the later ones.
-static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b, int blind) {
+// there is one. A work lists the rows up to its last query's. When the rule is not causal it lists all rows, and the
+// mask hides those that are not seen.
+static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b) {
     int g = head / (s->c->H / s->c->G), m0 = b * p->by.BQ, m = min_int(n * per - m0, p->by.BQ);
     if (m <= 0) return;
     const KVHead *h = kv_head(s, l, g);
     int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
-    int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
+    int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
     Work w = work_new(g, head, per, m0, m, sees, tok0);
     w.low = s->tok[first].pos;
     for (int t = first; t <= last && layer_window(s, l); t++) w.low = min_int(w.low, s->tok[t].pos);
@@ -2961,9 +2952,8 @@ static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int 
 // The works of n tokens from tok0 on of the ng KV heads from g0 on: block by block, so that prefill_kernel, which
 // begins with the last one, begins with the longest lists. lines (H): of those query heads alone whose `dense` is
 // this; dense heads of one KV head share works, if all of them are dense, and others have works of their own. lines
-// NULL: all heads are dense. blind: see work_add.
-static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n, int g0, int ng,
-                      int blind) {
+// NULL: all heads are dense.
+static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n, int g0, int ng) {
     int R = s->c->H / s->c->G, all = blocks((size_t)n * R, by.BQ);
     Plan p = plan_new(s, (size_t)ng * R * blocks(n, by.BQ), by);
     for (int b = 0; b < all; b++)
@@ -2971,7 +2961,7 @@ static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dens
             int of_group = 0;
             for (int r = h - h % R; r < h - h % R + R; r++) of_group += !lines || lines[r].dense;
             int per = dense && of_group == R ? R : 1, wanted = !lines || lines[h].dense == dense;
-            if (wanted && h % per == 0) work_add(s, l, &p, tok0, n, h, per, b, blind);
+            if (wanted && h % per == 0) work_add(s, l, &p, tok0, n, h, per, b);
         }
     return p;
 }
@@ -3325,14 +3315,14 @@ static void attend_pass(Session *s, int l, const Lines *lines, float *out, const
         if (tensor) rows_as_f16(s, l, a, g0, ng);
         for (int dense = 1; dense >= !lines; dense--) {
             a.lines = dense ? NULL : cells;
-            Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n, g0, ng, 0);
+            Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n, g0, ng);
             plan_run(s, a, &p);
         }
     }
 }
 
 // Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
-static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {
+void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
     int tok0 = s->base + t0;
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
@@ -3354,7 +3344,7 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
 
 // Attention of a decode step launched by itself: out, q (H,D) on the device. Rows of lists that
 // were chosen on the device are counted at the end of the pass (lists_count).
-static void decode_device(Session *s, int l, float *out, const float *q) {
+void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
@@ -3365,16 +3355,6 @@ static void decode_device(Session *s, int l, float *out, const float *q) {
     }
     if (s->wants & KV_MASS) decode_mass(s, a, p.n_work, stat);
     scratch_reset(s, mark);
-}
-
-// What hooks call: q and out are the pass's own, on the device.
-void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
-    prefill_device(s, l, out, q, t0, n);
-}
-
-// See attn_prefill_cuda.
-void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
-    decode_device(s, l, out, q);
 }
 
 // n floats to the host.
@@ -3392,7 +3372,7 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32 };
-    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w, 0, s->c->G, 1);
+    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w, 0, s->c->G);
     Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
@@ -3642,7 +3622,10 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx)
         const KVHead *h = kv_head(s, l, w->g);
         pairs += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
         if (p.lists) continue;
-        if (reads_first(s, l, w)) d->read[d->n_read++] = { w->n, row_bytes(s, h) };
+        if (reads_first(s, l, w)) {
+            d->read += w->n * row_bytes(s, h);
+            d->more += row_bytes(s, h);
+        }
         w->idx += *n_idx;
     }
     d->grid = max_int(d->grid, most_items(pairs, p.n_work));
@@ -3667,7 +3650,7 @@ static void step_plan(Session *s) {
     step_carve(&p, s, host, total);
 
     d->grid = 1;
-    d->n_read = 0;
+    d->read = d->more = 0;
     for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n, &n_idx);
     p.first[L] = n;
     memcpy(d->first, p.first, (L + 1) * sizeof(int));
@@ -3838,10 +3821,8 @@ static float *step_cuda(Session *s, int once) {
         if (!d->no_graph) step_capture(s, &r);
     }
     for (int l = 0; l < s->c->L && !once; l++) kv_note(s, l, 0, 1);
-    for (int i = 0; i < d->n_read; i++) {
-        d->read[i].n++;
-        s->clk.bytes_attended += d->read[i].n * d->read[i].each;
-    }
+    d->read += d->more;
+    s->clk.bytes_attended += d->read;
 
     logits_wait(s);
     lists_count(s);
@@ -4024,7 +4005,6 @@ int device_open(Session *s) {
     KV_BLAS(blas_set_stream(d->blas, kv_stream));
 
     d->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
-    d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
     d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
     KV_CUDA(cudaMallocHost((void **)&d->picks, sizeof *d->picks));
@@ -4066,7 +4046,6 @@ void device_close(Session *s) {
     free(d->chosen.kept);
     free(d->chosen.row_bytes);
     free(d->first);
-    free(d->read);
     free(d);
     s->dev = NULL;
 }
@@ -4922,13 +4901,10 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
 }
 
 // ---- decode: the best rows, chosen and kept here
-struct RingLists {              // argument of ring_lists_kernel
-    const float *score;         // (G,N)
-    int N, stride;
+struct RingLists : Seek {       // argument of ring_lists_kernel
+    const float *of;            // (G,N) scores
+    int N;
     int n[MAX_G], k[MAX_G];     // (G) candidates; how many of them are read, 0: every row is
-    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
-    int *arrived;               // blocks of the layer
-    StepWorks works;
 };
 
 // The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the
@@ -4939,7 +4915,7 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
     __shared__ TopShared m;
     __shared__ int last;
     int g = blockIdx.x, n = a.n[g], left = a.k[g];
-    const float *x = a.score + (size_t)g * a.N;
+    const float *x = a.of + (size_t)g * a.N;
     int *list = a.lists + (size_t)g * a.stride;
     if (!threadIdx.x) {
         list[LIST_ROWS] = left;
@@ -4959,16 +4935,13 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
 void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget) {
     RingLists a;
     memset(&a, 0, sizeof a);
-    a.score = score;
+    seek_fill(s, &a, l, NULL, 1, budget, 0);
+    a.of = score;
     a.N = kv_longest(s, l);
-    a.stride = LIST_HEAD + budget;
     for (int g = 0; g < s->c->G; g++) {
         a.n[g] = n[g];
         a.k[g] = n[g] > budget ? budget : 0;
     }
-    a.lists = chosen_room(s, l, a.stride);
-    a.arrived = arrivals(s, 1);
-    a.works = step_works(s, l);
     KV_LAUNCH(ring_lists_kernel, s->c->G, TOP_THREADS, 0, a);
 }
 
