@@ -3555,34 +3555,41 @@ static int step_settled(Session *s) {
 
 // ---- works and items, made on the device
 
-// The works of one layer, n_work of them, from lengths that only the device knows, and their items
-// (grid). head0: the layer's first head among those of the step. lists: see read_list; NULL: the
+struct StepWorks {              // the works of a layer
+    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
+    Work *work;                 // (n_work)
+    Item *item;                 // (grid)
+    int n_work, grid;
+    int head0;                  // the layer's first head among those of the step
+};
+
+// The works of a layer, from lengths that only the device knows, and their items. lists: see read_list; NULL: the
 // host has chosen. One warp, a lane every 32nd work.
-static __device__ void layer_works(const Step *step, int head0, Work *work, int n_work, Item *item,
-                                   int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work; i += 32) {
-        Work *w = &work[i];
+static __device__ void layer_works(const StepWorks &a, const int *lists) {
+    for (int i = threadIdx.x; i < a.n_work; i += 32) {
+        Work *w = &a.work[i];
         if (lists) read_list(w, lists);
-        w->n = w->n_idx + step->len[head0 + w->g] + 1 - w->tail;
-        w->low = step->tok.pos;
-        w->tok0 = step->base;
+        w->n = w->n_idx + a.step->len[a.head0 + w->g] + 1 - w->tail;
+        w->low = a.step->tok.pos;
+        w->tok0 = a.step->base;
     }
-    cut_items(work, n_work, item, grid);
+    cut_items(a.work, a.n_work, a.item, a.grid);
 }
 
 // Works and items of whole layers, whose lengths plan_decode would give on the host.
 //   Block   one warp, for layer blockIdx.x
-// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where
-// the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
-// Where a layer's lists are chosen anew later in the step, the selection makes its works anew
-// (StepWorks). The block of layer 0 also stores the step's token.
-static __global__ void step_works_kernel(Token *tok, const Step *step, const int *first, const int *kept,
-                                   const int *views, int stride, Work *work, Item *item, int G, int grid) {
+// a: those of layer 0; work l has first[l]..first[l+1]-1, first (L+1). kept (L): 1 where the device chose the lists,
+// views (L,G,stride). Launched for all layers at the start of a step. Where a layer's lists are chosen anew later in
+// the step, the selection makes its works anew. The block of layer 0 also stores the step's token.
+static __global__ void step_works_kernel(Token *tok, StepWorks a, const int *first, const int *kept, const int *views,
+                                         int stride, int G) {
     int l = blockIdx.x;
-    const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
-    if (!l && !threadIdx.x) tok[step->base] = step->tok;
-    int n_work = first[l + 1] - first[l];
-    layer_works(step, l * G, work + first[l], n_work, item + (size_t)l * grid, grid, lists);
+    if (!l && !threadIdx.x) tok[a.step->base] = a.step->tok;
+    a.work += first[l];
+    a.item += (size_t)l * a.grid;
+    a.n_work = first[l + 1] - first[l];
+    a.head0 = l * G;
+    layer_works(a, kept[l] ? views + (size_t)l * G * stride : NULL);
 }
 
 // ---- what a step needs on the device
@@ -3691,14 +3698,6 @@ static Pass step_prepare(Session *s) {
 
 // ---- the step
 
-// What a selection needs to make the works of its layer in the same launch.
-struct StepWorks {
-    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
-    Work *work;                 // (n_work)
-    Item *item;                 // (grid)
-    int n_work, grid, head0;
-};
-
 // The works of layer l, for a selection that is launched now.
 static StepWorks step_works(Session *s, int l) {
     Device *d = s->dev;
@@ -3720,18 +3719,16 @@ static StepWorks step_works(Session *s, int l) {
 // the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
-    int n_work = d->first[l + 1] - d->first[l];
-    Item *item = (Item *)d->room[ROOM_ITEM].p;
+    StepWorks w = step_works(s, l);
     float *stat = (float *)d->room[ROOM_STAT].p;
-    const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
     Attn a = attn_args(s, l, r->q, 0, r->out, stat);
-    a.work = p->work + d->first[l];
-    a.item = item + (size_t)l * d->grid;
-    a.idx = lists ? lists : p->idx;
+    a.work = w.work;
+    a.item = w.item;
+    a.idx = d->chosen.kept[l] ? lists_of(s, l) : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
     items_run(a, d->by, d->grid);
-    if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
+    if (s->wants & KV_MASS) decode_mass(s, a, w.n_work, stat);
 }
 
 // All launches of a step: the same as in pass_cuda, but token and lengths come from Step. once 1: the
@@ -3740,7 +3737,6 @@ static void step_launches(Session *s, const Pass *r, int once) {
     Device *d = s->dev;
     const Config *c = s->c;
     Step *step = (Step *)d->room[ROOM_STEP].p;
-    Item *item = (Item *)d->room[ROOM_ITEM].p;
     Token *tok = (Token *)d->room[ROOM_TOK].p;
     const Tensor *embed = &s->w->embed;
     StepPlan p;
@@ -3748,8 +3744,8 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
-              d->chosen.stride, p.work, item, c->G, d->grid);
+    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step_works(s, 0), p.first, p.kept,
+              (const int *)d->room[ROOM_VIEWS].p, d->chosen.stride, c->G);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
@@ -4204,7 +4200,7 @@ static __device__ const float *seek_scores(float *x, const float *score, int n) 
 // The end of a list: the last of `all` lists of a layer makes its works. All threads of a block.
 static __device__ void seek_end(const StepWorks &w, const int *lists, int *arrived, int all, int *last) {
     if (!w.step || !arrives_last(arrived, all, last) || threadIdx.x >= 32) return;
-    layer_works(w.step, w.head0, w.work, w.n_work, w.item, w.grid, lists);
+    layer_works(w, lists);
 }
 
 // Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
