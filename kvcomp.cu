@@ -2366,68 +2366,10 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
     __syncwarp();                               // lanes have had more pieces or fewer; products want all of them
 }
 
-// ---- PATS: a slot becomes f16 numbers
-// Element e of a row of elements of W bits is bits e W .. e W + W - 1, low bits first. It becomes an f16 number by
-// standing at the upper end of a half:
-//
-//     w = 10     31      29         19         9        0
-//     stream      | e 3.. |   e 2    |   e 1    |   e 0    |
-//     to f16      |   e 1    | 000000 |   e 0    | 000000 |
-//
-// A lane takes 8 elements, W bytes, at a time. Every width has code of its own, in which all shifts and masks but the
-// first are constants.
+// ---- a slot becomes f16 numbers
 
-// a = 8 elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 4. `at` is a
-// multiple of the largest power of two that divides 8 W.
-template <int W> static __device__ void load_stream(unsigned *a, const char *from, int at) {
-    const int ALL = 8 * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
-    const int READ = (ALL + 32 - (EVEN < 32 ? EVEN : 32) + 31) / 32;        // words that may hold a part of it
-    unsigned x[WORDS + 1];
-    KV_UNROLL() for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
-    KV_UNROLL() for (int i = 0; i < WORDS; i++) a[i] = EVEN >= 32 ? x[i] : __funnelshift_r(x[i], x[i + 1], at % 32);
-}
-
-// The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
-// stands there. All but a is known to the compiler.
-template <int W> static __device__ unsigned element_up_to(const unsigned *a, int i, int end) {
-    int first = i * W, last = first + W - 1, low = first + W - end;         // low: comes to bit 0
-    if (low < 0) return a[0] << -low;
-    int k = low / 32, s = low % 32;
-    if (s == 0) return a[k];
-    if (last / 32 == k) return a[k] >> s;
-    if (first / 32 > k) return a[k + 1] << (32 - s);
-    return __funnelshift_r(a[k], a[k + 1], s);
-}
-
-// Elements i and i + 1 of a as f16 whose cut bits are 0.
-template <int W> static __device__ unsigned two_elements(const unsigned *a, int i) {
-    const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;    // Sec. 3, fetch
-    if (W == 8) return __byte_perm(a[i / 4], 0, i % 4 ? 0x3424 : 0x1404);
-    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(a, i + 1, 32) & KEPT_BITS << 16);
-}
-
-// to (D) = the row of elements of W bits at `from`, of which two lanes, half 0 and 1, take every second 8 elements.
-template <int W, int D> static __device__ void unpack_width(char *to, const char *from, int half) {
-    KV_UNROLL() for (int i = 0; i < D / 16; i++) {
-        int c = 2 * i + half;
-        unsigned a[(8 * W + 31) / 32];
-        load_stream<W>(a, from, c * 8 * W);
-        *(uint4 *)(to + 16 * c) = { two_elements<W>(a, 0), two_elements<W>(a, 2), two_elements<W>(a, 4),
-                                    two_elements<W>(a, 6) };
-    }
-}
-
-// Adds half a step to those numbers of `bits` bits that a lane has unpacked and that are not 0.
-template <int D> static __device__ void half_step(char *to, int half, int bits) {
-    KV_UNROLL(1) for (int i = 0; i < D / 4; i++) {
-        unsigned *x = (unsigned *)(to + 32 * (i / 4) + 16 * half) + i % 4;
-        unsigned some = ((*x & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;      // a half is not 0
-        *x |= some >> bits;
-    }
-}
-
-// to (16,ROW) = the tile in the slot. off, bits: of row lane % 16. Mostly all rows of a tile have one width. mid: of
-// --pats-round.
+// PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
+// one width. mid: of --pats-round.
 template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits, int mid) {
     typedef DecodeShape<DECODE_PATS, D> Shape;
     int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
@@ -2449,10 +2391,9 @@ template <int D> static __device__ void pats_unpack(char *to, const char *slot, 
     if (mid && bits < 16) half_step<D>(to, half, bits);
 }
 
-// ---- q8_0: a slot becomes f16 integers, and their scales stay apart
-
-// to (16,ROW) = the signed bytes of the tile in the slot. off: of row lane % 16. 128 is added to a byte, which makes
-// it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152 more than it should be.
+// q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
+// added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152
+// more than it should be.
 template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
     typedef DecodeShape<ROW_Q8, D> Shape;
     int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
@@ -5244,7 +5185,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 // Map:
 //   Sec. 3, w -> repack_kernel
 //   Sec. 3, B -> packed_half, repack_kernel
-//   Sec. 3, fetch -> packed_half, two_elements
+//   Sec. 3, fetch -> packed_half, pats_unpack
 // On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
 // head, the policy, and the decision what is packed when (pats_commit).
 //
@@ -6010,7 +5951,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // read the same rows and a work of its own for every other, so that a block of attend_kernel or
 // decode_kernel reads one list.
 // Map:
-//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_kernel, rows_move_cuda
+//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_rows_cuda, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
 // and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.

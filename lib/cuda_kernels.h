@@ -1,5 +1,6 @@
 // lib/cuda_kernels.h - what lib/kernels offers the CPU, for kernels: products of one token, the rows that products of
-// more read, rows of K and V as they are stored, dot products to the CPU's bit, the largest k of a row, prefix sums.
+// more read, rows of K and V as they are stored, elements of fewer bits, dot products to the CPU's bit, the largest
+// k of a row, prefix sums.
 //
 // Like lib/cuda.h, on which it stands, it knows nothing of models or sessions, its functions are static, and it is
 // included by one file of CUDA C++. Pointers are device memory unless a comment says otherwise.
@@ -525,6 +526,66 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
         return;
     }
     if (d < D) number_put(row, kind, d, x);
+}
+
+// ---- rows of fewer bits become f16 numbers (PATS)
+// Element e of a row of elements of W bits is bits e W .. e W + W - 1, low bits first. It becomes an f16 number by
+// standing at the upper end of a half:
+//
+//     w = 10     31      29         19         9        0
+//     stream      | e 3.. |   e 2    |   e 1    |   e 0    |
+//     to f16      |   e 1    | 000000 |   e 0    | 000000 |
+//
+// A lane takes 8 elements, W bytes, at a time. Every width has code of its own, in which all shifts and masks but the
+// first are constants.
+
+// a = 8 elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 4. `at` is a
+// multiple of the largest power of two that divides 8 W.
+template <int W> static __device__ void load_stream(unsigned *a, const char *from, int at) {
+    const int ALL = 8 * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
+    const int READ = (ALL + 32 - (EVEN < 32 ? EVEN : 32) + 31) / 32;        // words that may hold a part of it
+    unsigned x[WORDS + 1];
+    KV_UNROLL() for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
+    KV_UNROLL() for (int i = 0; i < WORDS; i++) a[i] = EVEN >= 32 ? x[i] : __funnelshift_r(x[i], x[i + 1], at % 32);
+}
+
+// The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
+// stands there. All but a is known to the compiler.
+template <int W> static __device__ unsigned element_up_to(const unsigned *a, int i, int end) {
+    int first = i * W, last = first + W - 1, low = first + W - end;         // low: comes to bit 0
+    if (low < 0) return a[0] << -low;
+    int k = low / 32, s = low % 32;
+    if (s == 0) return a[k];
+    if (last / 32 == k) return a[k] >> s;
+    if (first / 32 > k) return a[k + 1] << (32 - s);
+    return __funnelshift_r(a[k], a[k + 1], s);
+}
+
+// Elements i and i + 1 of a as f16 whose cut bits are 0.
+template <int W> static __device__ unsigned two_elements(const unsigned *a, int i) {
+    const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;
+    if (W == 8) return __byte_perm(a[i / 4], 0, i % 4 ? 0x3424 : 0x1404);
+    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(a, i + 1, 32) & KEPT_BITS << 16);
+}
+
+// to (D) = the row of elements of W bits at `from`, of which two lanes, half 0 and 1, take every second 8 elements.
+template <int W, int D> static __device__ void unpack_width(char *to, const char *from, int half) {
+    KV_UNROLL() for (int i = 0; i < D / 16; i++) {
+        int c = 2 * i + half;
+        unsigned a[(8 * W + 31) / 32];
+        load_stream<W>(a, from, c * 8 * W);
+        *(uint4 *)(to + 16 * c) = { two_elements<W>(a, 0), two_elements<W>(a, 2), two_elements<W>(a, 4),
+                                    two_elements<W>(a, 6) };
+    }
+}
+
+// Adds half a step to those numbers of `bits` bits that a lane has unpacked and that are not 0.
+template <int D> static __device__ void half_step(char *to, int half, int bits) {
+    KV_UNROLL(1) for (int i = 0; i < D / 4; i++) {
+        unsigned *x = (unsigned *)(to + 32 * (i / 4) + 16 * half) + i % 4;
+        unsigned some = ((*x & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;      // a half is not 0
+        *x |= some >> bits;
+    }
 }
 
 // ---- dot products to the CPU's bit
