@@ -209,10 +209,10 @@ cuda: kvcomp
 # quick one.
 CHECK_ARCHS = 80 90 100 120
 CUOBJDUMP = $(firstword $(shell command -v cuobjdump 2>/dev/null) $(wildcard $(dir $(NVCC))cuobjdump))
-cuda-check: kvcomp.cu kvcomp.h
+cuda-check: kvcomp.cu kvcomp.h $(wildcard lib/*.h)
 	@$(NVCC) $(NVFLAGS) --threads 4 $(call machine_code,$(CHECK_ARCHS)) -Xptxas -v -c -o kvcomp_check.o \
 	  kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }
-	@{ cat kvcomp.cu kvcomp_check.txt; $(if $(CUOBJDUMP),$(CUOBJDUMP) -sass kvcomp_check.o;) } \
+	@{ cat lib/cuda_kernels.h kvcomp.cu kvcomp_check.txt; $(if $(CUOBJDUMP),$(CUOBJDUMP) -sass kvcomp_check.o;) } \
 	  | c++filt | awk -v sass="$(CUOBJDUMP)" -f data/cuda_loops.awk
 	@rm -f kvcomp_check.o kvcomp_check.txt
 

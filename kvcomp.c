@@ -4838,7 +4838,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, two_elements
+//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, pats_unpack
 //
 // Options: --pats-schedule, -bmin, -bmax, -sink, -window, -tend, -format.
 
@@ -6846,7 +6846,7 @@ const Method sonic_method = {
 //   Eq. 1 -> head_scores
 //   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
 //   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_kernel
+//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
 // through rows_move_cuda and gather_kernel.

@@ -2,8 +2,8 @@
 //
 // It has the sections of kvcomp.c, under the same numbers and titles. A section here holds what its
 // twin there computes when Session.dev is set, so read the twin first. What stands without a number is
-// the device's own: HELPERS and NUMBERS AND KERNELS come first, because a kernel can only call device
-// functions that are declared above it.
+// the device's own: HELPERS and PRODUCTS come first, because a kernel can only call device functions that
+// are declared above it. What knows nothing of models stands in lib/cuda.h and lib/cuda_kernels.h.
 //
 // With Session.dev set, KVHead.k and KVHead.v are device memory. Everything else of a head (src,
 // pos, lengths) stays on the host, which keeps the books. The arithmetic of a pass runs here, and
@@ -18,7 +18,7 @@
 //
 // CONTENTS: what runs on the device, in the order of this file
 //      HELPERS: growing buffers, what the device holds of a session, tensors on the device
-//      NUMBERS AND KERNELS: weights as numbers, norms, matrix products
+//      PRODUCTS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
 //    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
@@ -35,7 +35,7 @@
 //      THE BEST OF THE LOGITS: the best of the logits, from which the host samples
 //      BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
-#include "lib/cuda.h"
+#include "lib/cuda_kernels.h"
 
 // ==================================================================================================== HELPERS
 // Launches, errors, device memory, warps, and what only PTX can say stand in lib/cuda.h. room() keeps one growing
@@ -140,6 +140,15 @@ enum {
     KEPT_SEEN                   // the lists on the device, and the host's views are a copy of them
 };
 
+// Which kernel attends (reader_of, section 3).
+enum { BY_ATTEND, BY_DECODE, BY_PREFILL };      // attend_kernel, decode_kernel, prefill_kernel
+
+struct Reader {
+    int kernel;                 // BY_*
+    int kind;                   // of decode_kernel: ROW_* or DECODE_PATS
+    int BQ;                     // query rows of a block
+};
+
 // Views that a select hook chose on the device and that stay there: one list a KV head.
 struct Chosen {
     int stride;                 // ints of one list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, then
@@ -148,12 +157,6 @@ struct Chosen {
     int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length
                                 // added, what is read
     double *row_bytes;          // (L,G) bytes of a row when the works over the list were made
-};
-
-// What one list costs in a decode step in one go.
-struct Read {
-    int n;                      // rows of the list
-    double each;                // bytes of a row
 };
 
 struct Device {                 // Session.dev
@@ -177,9 +180,8 @@ struct Device {                 // Session.dev
     unsigned seen;              // Session.changes when what follows was made
     int *first;                 // (L+1) works of the layers before
     int grid;                   // items of a layer, at most
-    int BQ;                     // query rows of a work
-    struct Read *read;          // (LH) what was read in the last step
-    int n_read;
+    Reader by;                  // the kernel that attends
+    double read, more;          // bytes of rows that the last step read; by how many the next reads more
     cudaGraphExec_t graph;      // the step, or one before the last change; NULL: there is none
     int replays;                // 1: graph is the step as it is now
     int no_graph;               // 1: this device would not take one
@@ -235,68 +237,22 @@ static Copied *map_slot(Map *m, const void *host) {
     return &m->at[i];
 }
 
-// Weights go through two pinned halves: while one is on its way to the device, the other is filled.
-// Filling is where the disk is read, when the weights are a mapped file. Ordinary memory would be
-// copied twice, and no faster than through the driver's own small buffer.
-#ifdef KVCOMP_TEST
-enum { STAGE_BYTES = 1000, COPY_BYTES = 1 << 16 };      // so that the weights of every test take many turns
-#else
-enum { STAGE_BYTES = 16 << 20 };                        // bytes of one half
-static const size_t COPY_BYTES = (size_t)1 << 31;       // of what device_copy_rate copies: 4 GB read and written
-#endif
-struct Stage {
-    char *half[2];              // pinned, STAGE_BYTES each
-    cudaEvent_t gone[2];        // the last copy out of this half is done
-    int turn;                   // the half to fill next
-    size_t sent, all;           // bytes, for the progress line
+struct Sent {                   // of the weights of a model, for the progress line
+    size_t sent, all;           // bytes
 };
 
-// Opens the two halves. all: bytes that will come.
-static void stage_open(Stage *g, size_t all) {
-    memset(g, 0, sizeof *g);
-    g->all = all;
-    for (int i = 0; i < 2; i++) {
-        KV_CUDA(cudaMallocHost((void **)&g->half[i], STAGE_BYTES));
-        KV_CUDA(cudaEventCreateWithFlags(&g->gone[i], cudaEventDisableTiming));
-    }
-    progress_tell("uploading", 0);
-}
-
-// Copies n bytes to the device through the halves in turn. A half is filled again when its last
-// copy, the one before the last of all, is done; at first there is none.
-static void stage_send(Stage *g, char *dev, const char *host, size_t n) {
-    for (size_t at = 0, m; at < n; at += m, g->turn ^= 1) {
-        m = min_size(n - at, STAGE_BYTES);
-        KV_CUDA(cudaEventSynchronize(g->gone[g->turn]));
-        memcpy(g->half[g->turn], host + at, m);
-        KV_CUDA(cudaMemcpyAsync(dev + at, g->half[g->turn], m, cudaMemcpyHostToDevice, kv_stream));
-        KV_CUDA(cudaEventRecord(g->gone[g->turn], kv_stream));
-        g->sent += m;
-        progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
-    }
-}
-
-// Waits for the last copies and gives the halves back.
-static void stage_close(Stage *g) {
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    for (int i = 0; i < 2; i++) {
-        KV_CUDA(cudaEventDestroy(g->gone[i]));
-        KV_CUDA(cudaFreeHost(g->half[i]));
-    }
-    progress_tell("uploading", 1);
-}
-
 // Brings n tensors to the device, none of which is there yet, one behind the other in one piece of
-// memory. g: the staging buffer of a whole model, or NULL. -> where they lie.
-static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+// memory. g: of a whole model, or NULL. -> where they lie.
+static char *map_put(Map *m, const Tensor *const *t, int n, Sent *g) {
     size_t all = 0, at = 0;
     for (int i = 0; i < n; i++) all += tensor_bytes(t[i]);
     char *dev = device_new(all);
     for (int i = 0; i < n; i++) {
         size_t bytes = tensor_bytes(t[i]);
         if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
-        if (g) stage_send(g, dev + at, (const char *)t[i]->data, bytes);
-        else upload(dev + at, t[i]->data, bytes);
+        upload(dev + at, t[i]->data, bytes);
+        if (g) g->sent += bytes;
+        if (g) progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
         *map_slot(m, t[i]->data) = { t[i]->data, dev + at, !i, t[i]->dtype, 1 };
         at += bytes;
     }
@@ -304,7 +260,7 @@ static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
 }
 
 // Brings those of n tensors that exist and are not there yet, as stored, each by itself.
-static void tensors_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+static void tensors_put(Map *m, const Tensor *const *t, int n, Sent *g) {
     for (int i = 0; i < n; i++)
         if (t[i]->data && !map_slot(m, t[i]->data)->host) map_put(m, t + i, 1, g);
 }
@@ -331,7 +287,7 @@ static const char *on_device(Session *s, const Tensor *t) {
     return c ? c->dev : map_put(&s->dev->alt, &t, 1, NULL);
 }
 
-// ==================================================================================================== NUMBERS AND KERNELS
+// ==================================================================================================== PRODUCTS
 // A pass of one token multiplies weights by f32 activations (gemv_kernel). A pass of more tokens goes
 // through cuBLAS, which wants both factors of one type. f32 weights meet f32 activations. 16-bit
 // weights meet activations of 16 bits, one product, with f32 sums:
@@ -348,70 +304,9 @@ static const char *on_device(Session *s, const Tensor *t) {
 // rounded value and what the rounding left over: two products, off by 2^-22 of it with f16 and by
 // 2^-16 with bf16.
 
-// ---- bf16 matrices as f16
-// f16 has three more bits than bf16 and a smaller range. A matrix times 2^k, with k such that its
-// largest element lies in [2^15,2^16), fits: bf16 has 8 significant bits, so the largest one there
-// is 255 2^8 = 65280, f16's is 65504. Below, f16 is exact down to 2^-17: an element in [2^e,2^(e+1))
-// is a multiple of 2^(e-7), and f16 holds every multiple of 2^-24. So f16 holds every element that is
-// no smaller than 2^-32 of the largest, and moves smaller ones by 2^-40 of the largest at most, where
-// an f32 sum loses 2^-24 of itself. Of Gaussian weights with a deviation of 1/50 of the largest one
-// among a hundred million is so small. Because of such an element, which no sum can see, "all exact"
-// would refuse about every other gate and up of a model of 8 billion. So a matrix stays bf16 only when
-// more than one in HALVE_LOSES elements would change, or when one is no number.
-
-enum { HALVE_LOSES = 1024 };
-
-// *top = the bits of the largest magnitude of w (n), atomically. A lane four neighbours of a warp's 128.
-static __global__ void largest_kernel(const uint16_t *w, size_t n, int *top) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    int m = 0, lane = threadIdx.x & 31;
-    for (int j = 0; j < 4; j++)
-        if (i + j < n) m = max_int(m, w[i + j] & 0x7fff);
-    for (int d = 16; d; d >>= 1) m = max_int(m, __shfl_xor_sync(ALL_LANES, m, d));
-    if (!lane) atomicMax(top, m);
-}
-
-// *lost += how many of w (n) f16 does not hold exactly when multiplied by factor, a power of two. A
-// lane four neighbours of a warp's 128.
-static __global__ void lost_kernel(const uint16_t *w, size_t n, float factor, int *lost) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    int m = 0, lane = threadIdx.x & 31;
-    for (int j = 0; j < 4; j++) {
-        float x = i + j < n ? bf16_to_f32(w[i + j]) * factor : 0;
-        m += f16_to_f32(f32_to_f16(x)) != x;
-    }
-    m = lanes_sum<32>(m);
-    if (!lane && m) atomicAdd(lost, m);
-}
-
-// w (n) from bf16 to f16, times factor, in place. A thread an element.
-static __global__ void halve_kernel(uint16_t *w, size_t n, float factor) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) w[i] = f32_to_f16(bf16_to_f32(w[i]) * factor);
-}
-
-// w (n) on the device, bf16, becomes f16 in place if that is as good (see above) -> what its numbers
-// are to be multiplied by then, or 0: it stays bf16. A product asks for weights before it waits for the
-// kernel ahead of it, so they are there when this returns.
-static float matrix_halve(uint16_t *w, size_t n) {
-    int found[2] = { 0, 0 }, *dev = (int *)device_new(sizeof found);
-    upload(dev, found, sizeof found);
-    KV_LAUNCH(largest_kernel, blocks(n, 1024), 256, 0, w, n, dev);
-    download(found, dev, sizeof found);
-    int e = (found[0] >> 7) - 127, k = min_int(15 - e, 100);        // 2^100 and its inverse are f32
-    float factor = ldexpf(1, k);
-    if (e < 128) KV_LAUNCH(lost_kernel, blocks(n, 1024), 256, 0, w, n, factor, dev + 1);
-    download(found, dev, sizeof found);
-    device_free(dev);
-    if (e == 128 || (size_t)found[1] > n / HALVE_LOSES) return 0;
-    KV_LAUNCH(halve_kernel, blocks(n, 256), 256, 0, w, n, factor);
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    return ldexpf(1, -k);
-}
-
 // Brings matrices that read the same input to the device. Where their types and widths are one they
 // lie one behind the other, so that one product does for all. exact: bf16 stays bf16.
-static void matrices_put(Map *m, const Tensor *const *t, int n, Stage *g, int exact) {
+static void matrices_put(Map *m, const Tensor *const *t, int n, Sent *g, int exact) {
     int alike = 1;
     for (int i = 0; i < n; i++)
         alike &= t[i]->dtype == t[0]->dtype && t[i]->cols == t[0]->cols && !map_slot(m, t[i]->data)->host;
@@ -454,267 +349,6 @@ static __global__ void embed_kernel(float *x, const void *table, int dtype, cons
                                     size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
-}
-
-// ---- products of one token
-// Up to three matrices of one dtype and width that read the same x share a launch. Their rows are
-// counted on from one matrix to the next; with GEMV_SWIGLU the rows of gate and up take turns, so
-// that both halves of an output meet in one warp.
-
-enum {
-    GEMV_ROWS = 4,              // rows of a warp
-    GEMV_WARPS = 4,             // warps of a block
-    GEMV_AHEAD = 2              // loads of 16 bytes a lane asks for at once for each row
-};
-enum {
-    GEMV_STORE,                 // y = Wx + b
-    GEMV_ADD,                   // y += Wx + b
-    GEMV_SWIGLU,                // y = silu(W0 x + b0) (W1 x + b1)
-    GEMV_HEADS                  // y = Wx + b, for qkv_kernel (section 2)
-};
-
-struct GemvPart {               // one matrix of a launch
-    const char *w;              // (rows,cols)
-    const void *bias;           // (rows); NULL: none
-    float *y;                   // (rows)
-    float scale;                // W is what is stored times this
-    int rows, bias_type;
-};
-struct Gemv {
-    GemvPart part[3];
-    const void *norm;           // (cols): x goes in as its RMSNorm with these weights; NULL: as it is
-    float eps;
-    int norm_type;
-    int rows, cols;             // rows: of all parts together
-    int split;                  // warps that share the rows of one: 1, 2 or 4
-};
-
-// Columns that a warp goes through at once.
-KV_HD constexpr int gemv_chunk(int dtype) {
-    return GEMV_AHEAD * 32 * (dtype == DT_F32 ? 4 : 8);
-}
-
-// Gemv.split. A warp for every GEMV_ROWS of few rows would leave most of the device without loads under
-// way: then several warps take turns in the columns.
-static int gemv_split(int rows, int cols, int dtype) {
-    const int few = 16384;                      // 4096 warps: 32 a multiprocessor where there are 128
-    int n = 1;
-    while (n < GEMV_WARPS && rows * n < few && cols > n * gemv_chunk(dtype)) n *= 2;
-    return n;
-}
-
-struct GemvRow {
-    int part, row;              // a matrix, and a row of it
-};
-
-// Which matrix row r of a launch lies in, and where.
-template <int MODE> static __device__ GemvRow gemv_row(const Gemv &a, int r) {
-    if (MODE == GEMV_SWIGLU) return { r % 2, r / 2 };
-    int i = 0;
-    while (r >= a.part[i].rows) r -= a.part[i++].rows;
-    return { i, r };
-}
-
-// x (N), in registers, = numbers i..i+N-1 of an array of dtype, N 4 or 8. i is a multiple of N.
-template <int N> static __device__ void load_numbers(float *x, const void *p, int dtype, size_t i) {
-    if (dtype == DT_F32) {
-        for (int j = 0; j < N / 4; j++) {
-            float4 v = ((const float4 *)p)[i / 4 + j];
-            x[4 * j] = v.x;
-            x[4 * j + 1] = v.y;
-            x[4 * j + 2] = v.z;
-            x[4 * j + 3] = v.w;
-        }
-        return;
-    }
-    for (int j = 0; j < N / 4; j++) {
-        float2 v = ((const float2 *)p)[i / 4 + j];              // four numbers of 16 bits
-        unsigned w[2] = { (unsigned)__float_as_int(v.x), (unsigned)__float_as_int(v.y) };
-        for (int e = 0; e < 4; e++) {
-            uint16_t h = (uint16_t)(w[e / 2] >> e % 2 * 16);
-            x[4 * j + e] = dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
-        }
-    }
-}
-
-// sum + the product of the 16 bytes u of W, which are 4 or 8 numbers, with the numbers x beside them.
-template <int DT> static __device__ float dot16(float sum, const unsigned u[4], const float *x) {
-    for (int i = 0; i < 4; i++) {
-        if (DT == DT_F32) {
-            sum += __int_as_float((int)u[i]) * x[i];
-            continue;
-        }
-        sum += half_get<DT>((uint16_t)u[i]) * x[2 * i];
-        sum += half_get<DT>((uint16_t)(u[i] >> 16)) * x[2 * i + 1];
-    }
-    return sum;
-}
-
-// Asks for the lane's bytes of GEMV_ROWS rows: 16 from column c on, and as many 32 lanes further on.
-template <int DT>
-static __device__ void gemv_load(unsigned (*u)[GEMV_ROWS][4], const char *const *w, int c, int cols) {
-    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * Stored<DT>::WIDE)
-        for (int j = 0; j < GEMV_ROWS; j++)
-            if (c < cols) load_once(u[k][j], w[j] + (size_t)c * Stored<DT>::BYTES);
-}
-
-// sum (GEMV_ROWS) += what gemv_load has brought times x. With a norm x is multiplied by its weights
-// first, and the squares of x are added to *ss.
-template <int DT, int MODE>
-static __device__ void gemv_dot(float *sum, float *ss, const unsigned (*u)[GEMV_ROWS][4], const Gemv &a,
-                                const float *x, int c) {
-    const int WIDE = Stored<DT>::WIDE;
-    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * WIDE) {
-        if (c >= a.cols) continue;
-        float f[WIDE], w[WIDE];
-        load_numbers<WIDE>(f, x, DT_F32, c);
-        if (MODE != GEMV_ADD && a.norm) {
-            load_numbers<WIDE>(w, a.norm, a.norm_type, c);
-            for (int i = 0; i < WIDE; i++) {
-                *ss += f[i] * f[i];
-                f[i] *= w[i];
-            }
-        }
-        for (int j = 0; j < GEMV_ROWS; j++) sum[j] = dot16<DT>(sum[j], u[k][j], f);
-    }
-}
-
-// gemv_dot for rows that are no multiple of 16 bytes long, number by number: the columns c, c + step, ..
-template <int DT, int MODE>
-static __device__ void gemv_narrow(float *sum, float *ss, const char *const *w, const Gemv &a,
-                                   const float *x, int c, int step) {
-    for (; c < a.cols; c += step) {
-        float f = x[c];
-        if (MODE != GEMV_ADD && a.norm) {
-            *ss += f * f;
-            f *= number(a.norm, a.norm_type, c);
-        }
-        for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * f;
-    }
-}
-
-struct GemvShared {
-    float *part;                // (GEMV_WARPS,GEMV_ROWS,33) the sums of all lanes
-    float *share;               // (GEMV_WARPS,GEMV_ROWS+1) those of each warp, then its sum of squares
-};
-
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
-    Block b = { mem, 0 };
-    m->part = carve<float>(&b, GEMV_WARPS * GEMV_ROWS * 33);
-    m->share = carve<float>(&b, GEMV_WARPS * (GEMV_ROWS + 1));
-    return b.at;
-}
-
-// y = W x for one token, with RMSNorm before and bias, residual or SwiGLU behind in the same launch
-// (MODE); W (rows,cols) as stored, x (cols) f32. The norm needs no pass of its own: its factor is the
-// same for all columns, so it is applied after the sum,
-//
-//     sum over i of W[r][i] (x[i] w[i] / rms) = (sum over i of W[r][i] (x[i] w[i])) / rms
-//
-// and rms is a sum over the x that go by.
-//   Block   16 / S neighbouring rows, S = Gemv.split
-//   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
-//   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
-//
-//             row r0    | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..        every | | is 16 bytes of W
-//             row r0+1  | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..
-//
-//   Shared  GemvShared; 33, so that a column falls into different banks. A warp then works the other way
-//           round: eight lanes add up the 32 sums of one row. Then the S warps' sums are added, in
-//           their order.
-//   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
-//           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way while it works on the 8 before. The
-//           first 8 are asked for before the kernel ahead has ended (dependency_wait): weights do not
-//           depend on it.
-//   Bound   memory: the bytes of W
-// Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
-// last row once more, and nobody stores it.
-template <int DT, int MODE> static __device__ void gemv_rows(const Gemv &a, const float *x, char *mem) {
-    const int S = a.split, CHUNK = gemv_chunk(DT);
-    GemvShared m;
-    gemv_carve(&m, mem);
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int r0 = (blockIdx.x * (GEMV_WARPS / S) + warp / S) * GEMV_ROWS, wide = a.cols % Stored<DT>::WIDE == 0;
-    const char *w[GEMV_ROWS];
-    float sum[GEMV_ROWS], ss = 0;
-    for (int j = 0; j < GEMV_ROWS; j++) {
-        GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
-        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * Stored<DT>::BYTES;
-        sum[j] = 0;
-    }
-
-    // Each lane's share of the products.
-    unsigned u[GEMV_AHEAD][GEMV_ROWS][4], next[GEMV_AHEAD][GEMV_ROWS][4];
-    int c = warp % S * CHUNK + lane * Stored<DT>::WIDE;
-    if (wide) gemv_load<DT>(u, w, c, a.cols);
-    dependents_launch();
-    dependency_wait();
-    if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
-    for (; wide && c < a.cols; c += S * CHUNK) {
-        gemv_load<DT>(next, w, c + S * CHUNK, a.cols);
-        gemv_dot<DT, MODE>(sum, &ss, u, a, x, c);
-        memcpy(u, next, sizeof u);
-    }
-
-    // Lanes 8j..8j+7 add up row r0 + j.
-    float *part = m.part + warp * GEMV_ROWS * 33;
-    for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
-    __syncwarp();
-    int j = lane / 8, e = lane % 8;
-    float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
-    y = lanes_sum<8>(y);
-    ss = lanes_sum<32>(ss);
-    if (S > 1) {
-        if (!e) m.share[warp * (GEMV_ROWS + 1) + j] = y;
-        if (!lane) m.share[warp * (GEMV_ROWS + 1) + GEMV_ROWS] = ss;
-        __syncthreads();
-        const float *of = m.share + warp / S * S * (GEMV_ROWS + 1);
-        y = ss = 0;
-        for (int i = 0; i < S; i++) {
-            y += of[i * (GEMV_ROWS + 1) + j];
-            ss += of[i * (GEMV_ROWS + 1) + GEMV_ROWS];
-        }
-    }
-    if (MODE != GEMV_ADD && a.norm) y *= 1 / sqrtf(ss / (float)a.cols + a.eps);
-
-    // Bias and result. With GEMV_SWIGLU row r0 + j is of gate where j is even, and its partner of
-    // up is eight lanes on.
-    GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
-    const GemvPart &p = a.part[at.part];
-    y *= p.scale;
-    if (p.bias) y += number(p.bias, p.bias_type, at.row);
-    float up = __shfl_xor_sync(ALL_LANES, y, 8);
-    if (e || warp % S || r0 + j >= a.rows) return;
-    if (MODE == GEMV_STORE || MODE == GEMV_HEADS) p.y[at.row] = y;
-    if (MODE == GEMV_ADD) p.y[at.row] += y;
-    if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
-}
-
-// See gemv_rows.
-template <int DT, int MODE>
-static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
-gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
-    KV_DYN_SHARED(char, mem);
-    gemv_rows<DT, MODE>(a, x, mem);
-}
-
-// Blocks of a launch.
-static int gemv_blocks(const Gemv &a) {
-    return blocks(a.rows, GEMV_WARPS * GEMV_ROWS / a.split);
-}
-
-// Launches gemv_kernel for weights of dtype; x is on the device.
-template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
-    GemvShared m;
-    size_t smem = gemv_carve(&m, NULL);
-    int grid = gemv_blocks(a);
-    if (dtype == DT_F32)
-        KV_LAUNCH_EARLY((gemv_kernel<DT_F32, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
-    else if (dtype == DT_F16)
-        KV_LAUNCH_EARLY((gemv_kernel<DT_F16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
-    else
-        KV_LAUNCH_EARLY((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
 }
 
 struct Linear {                 // y (T,rows) = x W^T + b
@@ -775,78 +409,6 @@ static void gemv_cuda(Session *s, const float *x, const Linear *p, int n, const 
 //     x --rows_kernel--> 16 bits, scale (T) --cuBLAS--> y (T,cols) --+-- heads_kernel: q, rows of K and V
 //                                                                    +-- rows_kernel: SwiGLU, the next input
 //                                                                    +-- finish_kernel: x += y
-
-enum {
-    ROWS_PLAIN,                 // x
-    ROWS_NORM,                  // RMSNorm of x
-    ROWS_SWIGLU                 // silu(gate) up
-};
-struct Source {                 // the rows (T,n) that a product reads, and what they are made of
-    const float *x;             // (T,n); ROWS_SWIGLU: (T,2n), gate and up of a row
-    const float *scale;         // ROWS_SWIGLU: (T) what x is to be multiplied by; NULL: 1
-    const void *w[2];           // ROWS_NORM: the norm's weights; ROWS_SWIGLU: biases of gate and up, or NULL
-    int type[2];                // their dtypes
-    int kind, n;
-};
-
-// Element i of a row. by: what the row is multiplied by.
-template <int KIND> static __device__ float source_value(const Source &a, const float *x, float by, int i) {
-    if (KIND == ROWS_PLAIN) return x[i];
-    if (KIND == ROWS_NORM) return x[i] * by * number(a.w[0], a.type[0], i);
-    float gate = x[i] * by, up = x[a.n + i] * by;
-    if (a.w[0]) gate += number(a.w[0], a.type[0], i);
-    if (a.w[1]) up += number(a.w[1], a.type[1], i);
-    return gate / (1 + expf(-gate)) * up;
-}
-
-// The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
-// for what is no number.
-static __device__ float power_below(float x) {
-    int e = __float_as_int(x) >> 23;                            // the exponent + 127
-    return e == 255 ? 1 : __int_as_float((min_int(127 + 14 - (e - 127), 227)) << 23);
-}
-
-// The rows that a product reads, as f32 (OUT DT_F32), or as 16-bit numbers with a power of two for each
-// row.
-//   Block   one row t; 1 or 8 warps
-//   Lane    every blockDim-th element
-//   Shared  part (2,32): what block_fold wants, twice
-//   Bound   memory: the second and third time a row comes from the cache
-template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps) {
-    __shared__ float part[2][32];
-    size_t t = blockIdx.x;
-    int n = a.n, step = blockDim.x;
-    const float *x = a.x + t * n * (KIND == ROWS_SWIGLU ? 2 : 1);
-    [[maybe_unused]] float by = 1, top = 0;
-    if (KIND == ROWS_NORM) {
-        float ss = 0;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) ss += x[i] * x[i];
-        by = 1 / sqrtf(block_fold<0>(ss, part[0]) / (float)n + eps);
-    }
-    if (KIND == ROWS_SWIGLU && a.scale) by = a.scale[t];
-    if constexpr (OUT == DT_F32) {
-        float *to = (float *)y + t * n;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) to[i] = source_value<KIND>(a, x, by, i);
-    } else {
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            top = fmaxf(top, fabsf(source_value<KIND>(a, x, by, i)));
-        float factor = power_below(block_fold<1>(top, part[1]));
-        uint16_t *to = (uint16_t *)y + t * n;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            to[i] = half_put<OUT>(source_value<KIND>(a, x, by, i) * factor);
-        if (!threadIdx.x) scale[t] = 1 / factor;
-    }
-}
-
-// y = x rounded to f16 or bf16 or, with rest 1, what that rounding leaves over, rounded. A thread
-// an element.
-static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float a = x[i];
-    if (rest) a -= dtype == DT_F16 ? f16_to_f32(f32_to_f16(a)) : bf16_to_f32(f32_to_bf16(a));
-    y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
-}
 
 // rows_kernel over T rows.
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
@@ -914,18 +476,6 @@ static void gemm_cuda(Session *s, float *y, int stride, const Copied *c, int O, 
     }
 }
 
-struct Product {                // what a product leaves: y (T,cols), to be multiplied by scale (T)
-    float *y;
-    const float *scale;         // NULL: 1
-    int T, cols;
-};
-
-// y (T,cols) *= scale[t], the columns of one matrix in rows `stride` apart. Grid: rows, columns / 256.
-static __global__ void scale_kernel(float *y, const float *scale, int stride, int cols) {
-    int t = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i < cols) y[(size_t)t * stride + i] *= scale[t];
-}
-
 // T > 1 rows through up to three matrices that read them, into room `which`. Matrices that lie behind
 // each other on the device are one product. Where their types differ, each type has its own factor
 // and its scale is applied here.
@@ -949,17 +499,6 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
         if (!alike && f.scale) KV_LAUNCH(scale_kernel, grid, 256, 0, y + at, f.scale, cols, O);
     }
     return { y, alike ? f.scale : NULL, T, cols };
-}
-
-// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
-static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
-    size_t t = blockIdx.x;
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= m.cols) return;
-    float x = m.y[t * m.cols + i];
-    if (m.scale) x *= m.scale[t];
-    if (bias) x += number(bias, type, i);
-    y[t * m.cols + i] += x;
 }
 
 // A product is added to the y of its Linear.
@@ -1024,8 +563,6 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
                         int n);
 static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
                     float *v, const float *cs, int t0, int n, int ahead, int hooks);
-static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
-static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
 static void lists_count(Session *s);
 static int step_free(const Session *s);
@@ -1244,11 +781,11 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (s->decoding) {
         if (acts) select_hooks(s, l, r->q);
         t = timed(&s->clk.select, t);
-        decode_device(s, l, r->out, r->q);
+        attn_decode_cuda(s, l, r->out, r->q);
     } else if (sparse) {
         sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
     } else {
-        prefill_device(s, l, r->out, r->q, t0, n);
+        attn_prefill_cuda(s, l, r->out, r->q, t0, n);
     }
     t = timed(&s->clk.attend, t);
     watch(s, WATCH_OUT, l, r->out);
@@ -1348,19 +885,7 @@ float *pass_cuda(Session *s, int T) {
 // The host keeps the books of the cache (section 2 of kvcomp.c), and calls these where bytes of
 // rows are touched.
 
-// ---- rows as they are stored (D1)
-// A q8_0 row is D/32 blocks, rounded up, of 34 bytes: an f16 scale, then 32 signed bytes. A q4 row is as many
-// blocks of 18 bytes, which lib/kernels.h describes: an f16 scale, then four planes of bits.
-
-enum {
-    ROW_F32 = DT_F32,
-    ROW_F16 = DT_F16,
-    ROW_BF16 = DT_BF16,
-    ROW_Q8,
-    ROW_Q4,
-    Q8_VALUES = 32,             // values of a block
-    Q8_BYTES = Q8_VALUES + 2    // its bytes
-};
+// ---- what kernels know of a layer's heads
 
 // The ROW_* of a Format.
 static int row_kind(const Format *f) {
@@ -1369,95 +894,6 @@ static int row_kind(const Format *f) {
     if (!strcmp(f->name, "bf16")) return ROW_BF16;
     return !strcmp(f->name, "q8_0") ? ROW_Q8 : ROW_Q4;
 }
-
-// Bit j: has i & j an odd number of bits? Row i of the Hadamard matrix is -1 there.
-static __device__ uint32_t odd_places(int i) {
-    const uint32_t bit[] = { 0xaaaaaaaa, 0xcccccccc, 0xf0f0f0f0, 0xff00ff00, 0xffff0000 };
-    uint32_t odd = 0;
-    KV_UNROLL()
-    for (int b = 0; b < 5; b++) odd ^= i >> b & 1 ? bit[b] : 0;
-    return odd;
-}
-
-// Element d of a row of q4 (D), d sum_j H[i][j] (2 u_j - 15). A sum over the bits of a plane is a count of those
-// with a plus less a count of those with a minus, so no other lane is asked.
-static __device__ float row_get_q4(const char *row, int d, int D) {
-    int first = d / Q4_BLOCK * Q4_BLOCK, n = min_int(D - first, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
-    int i = d - first, sum = i % m ? 0 : -15 * m;
-    uint32_t part = 0xffffffff >> (32 - m) << (i - i % m), minus = part & odd_places(i % m) << (i - i % m);
-    const uint16_t *block = (const uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
-    KV_UNROLL()
-    for (int b = 0; b < 4; b++) {
-        uint32_t plane = block[1 + b * words];
-        if (words > 1) plane |= (uint32_t)block[2 + b * words] << 16;
-        sum += (__popc(plane & part) - 2 * __popc(plane & minus)) * (2 << b);
-    }
-    return half_get<DT_F16>(block[0]) * (float)sum;
-}
-
-// Element d of a stored row (D).
-static __device__ float row_get(const char *row, int kind, int d, int D) {
-    if (kind == ROW_Q4) return row_get_q4(row, d, D);
-    if (kind != ROW_Q8) return number(row, kind, d);
-    const char *b = row + d / Q8_VALUES * Q8_BYTES;
-    return half_get<DT_F16>(*(const uint16_t *)b) * (float)((const signed char *)b)[2 + d % Q8_VALUES];
-}
-
-// row_put for q8_0: the scale of a block is its largest magnitude / 127, rounded to f16; lane 0 of
-// the block stores it. It is a NaN where a number of the block is none, or infinite.
-static __device__ void row_put_q8(char *row, int d, int D, float x) {
-    float top = lanes_max<32>(d < D ? fabsf(x) : 0);
-    int bad = __any_sync(ALL_LANES, d < D && !isfinite(x));
-    uint16_t half = f32_to_f16(bad ? NAN : top / 127);
-    float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
-    if (q > 127) q = 127;
-    if (q < -127) q = -127;
-    char *b = row + d / Q8_VALUES * Q8_BYTES;
-    if (d % Q8_VALUES == 0) *(uint16_t *)b = half;
-    if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)q;
-}
-
-// row_put for q4, as q4_pack_block: a lane has one number of the block, and a ballot is a plane.
-static __device__ void row_put_q4(char *row, int d, int D, float x) {
-    int lane = d % Q4_BLOCK, n = min_int(D - d + lane, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
-    float y = d < D ? x : 0;
-    for (int step = 1; step < m; step *= 2) {
-        float other = __shfl_xor_sync(ALL_LANES, y, step);
-        y = lane & step ? other - y : y + other;
-    }
-    float top = lanes_max<32>(fabsf(y));
-    int bad = __any_sync(ALL_LANES, !isfinite(y));
-    uint16_t half = f32_to_f16(bad ? NAN : top / (float)(15 * m));
-    float unit = f16_to_f32(half) * (float)m, u = unit > 0 ? y / unit * .5f + 8 : 8;
-    if (u > 15) u = 15;
-    if (u < 0) u = 0;
-    uint32_t mine = 0;                          // the plane of which this lane stores a word
-    KV_UNROLL()
-    for (int b = 0; b < 4; b++) {
-        uint32_t plane = __ballot_sync(ALL_LANES, d < D && (int)u >> b & 1);
-        if (lane / words == b) mine = plane;
-    }
-    uint16_t *block = (uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
-    if (!lane) block[0] = half;
-    if (lane < 4 * words) block[1 + lane] = (uint16_t)(mine >> lane % words * 16);
-}
-
-// Stores x as element d of a row, rounded exactly as its Format rounds on the CPU. All 32 lanes of
-// a warp call this together, for 32 neighbouring d, because they are one block of q8_0 or q4. Elements
-// from D on are not stored.
-static __device__ void row_put(char *row, int kind, int d, int D, float x) {
-    if (kind == ROW_Q4) {
-        row_put_q4(row, d, D, x);
-        return;
-    }
-    if (kind == ROW_Q8) {
-        row_put_q8(row, d, D, x);
-        return;
-    }
-    if (d < D) number_put(row, kind, d, x);
-}
-
-// ---- what kernels know of a layer's heads
 
 enum { MAX_D = 256 };           // the widest head the kernels can do
 
@@ -1919,10 +1355,6 @@ struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
 };
 
-// Declared here because items_kernel calls them; they stand in section 4.
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
-static __device__ void read_list(Work *w, const int *lists);
-
 // Positions of an item, when the lists of all works together have `total`: two tiles at least, and
 // at least total / PIECES, so that there are no more than PIECES items and one for each work.
 KV_HD static size_t chunk_rows(size_t total) {
@@ -1937,6 +1369,7 @@ struct DeviceLines {            // the lines of a query head (section 7), in dev
 };
 static __device__ int column_needed(const DeviceLines &x, int c, int first, int last);
 static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
+static const DeviceLines *lines_upload(Session *s, const Lines *lines);
 
 struct Attn {                   // argument of the kernels; pointers are device memory
     HeadRefs heads;
@@ -1948,7 +1381,6 @@ struct Attn {                   // argument of the kernels; pointers are device 
     const int *idx;             // rows of the works' lists
     float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
     int kind_k, kind_v;         // ROW_*
-    int gqa;                    // gqa_kind
     int rule, window;           // of the mask
     const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
     int H, R, D;
@@ -2045,33 +1477,18 @@ static __device__ void join_row(const float *part, size_t stride, int n, int D, 
     stat[1] = sum;
 }
 
-// What join_items wants of an Attn.
-struct Join {
-    const Item *item;           // the block's
-    const Work *work;
-    int *ticket;
-    float *part, *out, *stat;
-    int BQ, H, D;
-};
-
-// The end of an item's block, whose part is stored: the last block of a work joins its items, a warp a
-// row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
-static KV_CALL void join_items(Join a) {
+// The end of an item's block, whose part, of BQ query rows, is stored: the last block of a work joins its items, a
+// warp a row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
+static KV_CALL void join_arrived(const Attn &a, int BQ) {
     __shared__ int last;
-    Item it = *a.item;
+    Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     if (it.p0 == it.p1 || !arrives_last(&a.ticket[it.work], w.items, &last)) return;
     for (int j = threadIdx.x >> 5; j < w.m; j += ATTN_WARPS) {
-        int m = w.m0 + j, stride = a.BQ * (a.D + 2);
-        size_t row = (size_t)(m / w.per) * a.H + w.head + m % w.per;            // as in query_row
-        join_row(a.part + (size_t)w.first * stride + j * (a.D + 2), stride, w.items, a.D,
-                 a.out ? a.out + row * a.D : NULL, a.stat + row * 2);
+        size_t stride = BQ * (a.D + 2), row = query_row(a, w, w.m0 + j);
+        join_row(a.part + w.first * stride + j * (a.D + 2), stride, w.items, a.D, a.out ? a.out + row * a.D : NULL,
+                 a.stat + row * 2);
     }
-}
-
-// The same, from a kernel of BQ query rows a block.
-static __device__ void join_arrived(const Attn &a, int BQ) {
-    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.D });
 }
 
 // ---- attend_kernel: any rule, any format, any head_dim
@@ -2190,7 +1607,7 @@ static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared
 
 // QW: query rows of a warp, 1 or 8.
 template <int QW>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const __grid_constant__ Attn a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -2239,27 +1656,6 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
     join_arrived(a, BQ);
 }
 
-// ---- what decode's kernels share
-
-// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
-// thread an element; each looks up the four maxima of its row for itself.
-static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
-    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
-        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
-        const float *from = sums + r * (D + 2);
-        float top = -INFINITY, x = 0;
-        for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
-        for (int w = 0; w < ATTN_WARPS; w++)
-            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
-        part[i] = e ? x : top;
-    }
-}
-
-// Whether the step's query may see the row of token src.
-static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
-    return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
-}
-
 // ---- prefill_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
 //
 // The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
@@ -2292,8 +1688,7 @@ static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
 //           fragment of K and V twice; with one, reading them from shared memory would take as long as
 //           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
 //           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
-//           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
-//           is not kept in registers. Wider heads have tiles of 64 x 32.
+//           again for every tile, and state is not kept in registers. Wider heads have tiles of 64 x 32.
 //           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
 //           fragments each up to head_dim 64; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
@@ -2324,7 +1719,6 @@ enum {
     TC_LIST = 512,              // tiles of a list
     TC_COLS = 2048,             // room for gathered columns
     TC_STEP = 1024,             // columns that a block looks at at once to gather them
-    TC_Q_REGS = 32,             // registers of a lane that q may take
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
@@ -2562,26 +1956,16 @@ static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols,
     if (PART == PARTS - 1) copy_commit();
 }
 
-// A fragment of the warp's queries: 16 rows, dims 16 k and up. q: where the lane names its row.
-template <int DIM> static __device__ void query_fragment(unsigned x[4], SharedAt q, int i, int k) {
-    ldmatrix_x4(x, q + 2 * (i * 16 * (DIM + 8) + k * 16));
-}
-
-// s (MT,KT/8,4) = the lane's scores of a tile. x: the fragments of the queries if KEEP, else they come
-// from q. q, keys: where the lane names its rows.
-template <int DT, int DIM, int MT, int KT, int KEEP>
-static __device__ void tensor_scores(float (*s)[KT / 8][4], const unsigned (*x)[MT][4], SharedAt q,
-                                     SharedAt keys) {
+// s (MT,KT/8,4) = the lane's scores of a tile. q, keys: where the lane names its rows.
+template <int DT, int DIM, int MT, int KT>
+static __device__ void tensor_scores(float (*s)[KT / 8][4], SharedAt q, SharedAt keys) {
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int n = 0; n < KT / 8; n++)
             KV_UNROLL() for (int e = 0; e < 4; e++) s[i][n][e] = 0;
     KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
         if (k % 2 == 0) __syncwarp();
         unsigned f[MT][4];
-        KV_UNROLL() for (int i = 0; i < MT; i++) {
-            if (!KEEP) query_fragment<DIM>(f[i], q, i, k);
-            KV_UNROLL() for (int e = 0; e < 4 && KEEP; e++) f[i][e] = x[k][i][e];
-        }
+        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + 2 * (i * 16 * (DIM + 8) + k * 16));
         KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
             unsigned b[4];
             ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
@@ -2708,7 +2092,7 @@ prefill_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
-    const int KEEP = MT * DIM / 4 <= TC_Q_REGS, PARTS = DIM <= 64 && LINES ? 1 : 2;     // of a copy of keys
+    const int PARTS = DIM <= 64 && LINES ? 1 : 2;       // of a copy of keys
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -2735,10 +2119,6 @@ prefill_kernel(Attn a) {
     SharedAt vals = shared_address(m.vals + lane % 16 * P + lane / 16 * 8);
     int first = (int)threadIdx.x / LANES * Shape::COPIES;
     SharedAt own = shared_address(m.keys + first * P + threadIdx.x % LANES * 8);
-    unsigned x[KEEP ? DIM / 16 : 1][MT][4];
-    KV_UNROLL() for (int k = 0; k < DIM / 16 && KEEP; k++)
-        KV_UNROLL() for (int i = 0; i < MT; i++) query_fragment<DIM>(x[k][i], q, i, k);
-
     float acc[MT][DIM / 8][4], c = a.power;
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
@@ -2760,7 +2140,7 @@ prefill_kernel(Attn a) {
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
             unsigned prob[KT / 16][MT][4];
-            tensor_scores<DT, DIM, MT, KT, KEEP>(score, x, q, keys);
+            tensor_scores<DT, DIM, MT, KT>(score, q, keys);
 
             if (now.masked) {
                 __syncwarp();
@@ -2781,20 +2161,17 @@ prefill_kernel(Attn a) {
     tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- decode_kernel: decode on tensor cores, head_dim 64 and 128
-//
-// This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
-// bits".
+// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0 and PATS rows, head_dim 64 and 128
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
 // prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
 //   Block   one item; NT = 1 or 2 groups of 8 query rows
-//   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
-//           for each other
+//   Warp    16 positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
+//           each other
 //   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
-//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
+//           rows g and g+8 of the tile, every fourth from the t-th on. Multiplying: two products for a tile
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -2810,23 +2187,24 @@ prefill_kernel(Attn a) {
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
 //           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
-//   Shared  slot (ATTN_WARPS,2,16 NT,P): a tile's keys and its values for each warp, 16-bit numbers; a row is
-//           P = D + 8 of them long, so that 8 rows of a matrix lie in different banks. sums
-//           (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each warp found, laid out like
-//           Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew for every tile. see
-//           (GQA_SPAN/32): which of the next Attn.span positions the query may see, a bit each. A tile of
-//           which it sees nothing is not read.
-//   Tile    16 keys are the depth of a product. With NT = 2 there are 32, so that two products add up before
-//           f32 adders take over. The next tile's keys are asked for when this one's are multiplied, its
-//           values likewise, and the rows' numbers are looked up another tile ahead, so that a list costs no
-//           second wait. So 32 D NT to 64 D NT bytes a warp are under way. At D 128 there are 16 warps on a
-//           multiprocessor with NT = 1, 8 with NT = 2: 64 to 128 KB, where 23 hide the wait for memory (4.3
-//           TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
-//           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
-//           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 12 % of the issue slots are used.
-//   Gain    230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
+//   Shared  slot, for each warp: 16 rows of K and 16 of V as they are stored, and for rows of fewer bits the same
+//           rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
+//           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
+//           for every tile. see (DECODE_SPAN/32): which of the next Attn.span positions the query may see, a bit
+//           each. A tile of which it sees nothing is not read. reg (REGIONS_NEAR): PATS's regions, if they are so
+//           few, because looking one up takes several loads one after the other
+//   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
+//
+//             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
+//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see q8_unit
+//             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
+//
+//           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
+//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 D to
+//           64 D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait for
+//           memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
+//   Bound   memory, for any number of query rows (make cuda-check)
+//   Gain    some 230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -2835,10 +2213,11 @@ prefill_kernel(Attn a) {
 // towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
-    SEE_16 = 0xffff,            // 16 positions that are all seen
-    GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
-    GQA_PATS = ROW_Q4 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
+    DECODE_KEYS = 16,           // positions of a tile
+    SEE_ALL = 0xffff,           // they are all seen
+    DECODE_SPAN = 2048,         // Attn.span; in tests less, so that an item has more than one
+    DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
+    RAW_BITS = 17               // Walk.bits of a row that is not packed
 };
 #ifdef KVCOMP_TEST
 enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
@@ -2846,57 +2225,49 @@ enum { REGIONS_NEAR = 6 };                      // so that tests have heads with
 enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
 #endif
 
-// The type DT_* of the numbers that tensor cores multiply for rows of a KIND.
-KV_HD static constexpr int gqa_type(int kind) {
-    return kind == ROW_BF16 ? DT_BF16 : DT_F16;
-}
+// The shape of a block, by the rows it reads.
+template <int KIND, int D> struct DecodeShape {
+    enum {
+        TYPE = KIND == ROW_BF16 ? DT_BF16 : DT_F16,     // of what is multiplied
+        UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
+        BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
+        ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
+        ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
+        STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
+        SLOT = DECODE_KEYS * STORED,
+        WARP = 2 * SLOT + (UNPACKS ? DECODE_KEYS * ROW : 0)     // bytes of a warp's slots: K, V, f16 numbers
+    };
+};
 
-// The first of the two neighbouring dims that word j of a lane's K row is, when the four lanes t = 0..3 that
-// share the row take 16 bytes each in turn.
-static __device__ int wide_dim(int j, int t) { return 32 * (j / 4) + 8 * t + 2 * (j % 4); }
-
-// The same for decode_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
-// multiplied. A product does not mind in which order its dims come, if both factors agree.
-template <int KIND, int D> static __device__ int key_dim(int j, int t) {
-    if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
-    return KIND == ROW_Q8 ? wide_dim(j, t) : 8 * j + 2 * t;
-}
-
-// The dim that column n of product e = 0, 1 is, of the two products that make the j-th 16 dims of out.
-template <int KIND, int D> static __device__ int value_dim(int j, int e, int n) {
-    if (KIND == GQA_PATS) return D / 8 * n + 2 * j + e;
-    if (KIND == ROW_Q8) return Q8_VALUES * (j / 2) + 4 * n + 2 * (j % 2) + e;
-    return 16 * j + 8 * e + n;
-}
-
-struct GqaShared {
-    char *slot;                 // rows on their way from memory
+struct DecodeShared {
+    char *slot;
     float *sums;
     unsigned *q, *see;
     Region *reg;
 };
 
-// Carves the block's shared memory -> bytes. slots: bytes of all slots, a multiple of 16, which become
-// sums when the item is done.
-KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int KIND, int NT, int D, size_t slots) {
+// Carves the block's shared memory -> bytes.
+template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared *m, char *mem) {
     Block b = { mem, 0 };
-    size_t sums = ATTN_WARPS * 8 * NT * (D + 2);
+    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D>::WARP;
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
-    m->see = carve<unsigned>(&b, GQA_SPAN / 32);
-    m->reg = carve<Region>(&b, KIND == GQA_PATS ? REGIONS_NEAR : 0);
+    m->see = carve<unsigned>(&b, DECODE_SPAN / 32);
+    m->reg = carve<Region>(&b, KIND == DECODE_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
-// see (GQA_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
+// see (DECODE_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
 // A lane looks at one position, and a warp writes a word.
-static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0,
-                                int p1) {
+static __device__ void decode_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0, int p1) {
     int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
     for (int i = threadIdx.x; p0 + i - lane < p1; i += blockDim.x) {
         int sees = p0 + i < p1;
-        if (sees && masked) sees = decode_sees(a, w, h.src[listed_row(w, a.idx, p0 + i)]);
+        if (sees && masked) {
+            int src = h.src[listed_row(w, a.idx, p0 + i)];
+            sees = kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
+        }
         unsigned bits = __ballot_sync(ALL_LANES, sees);
         if (!lane) see[i / 32] = bits;
     }
@@ -2904,322 +2275,43 @@ static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, 
 
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
 // them; zeros behind the work's last query. Complete after the next barrier.
-template <int KIND, int D, int NT>
-static __device__ void gqa_queries(unsigned *q, const Attn &a, const Work &w) {
+template <int DT, int D, int NT>
+static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w) {
     for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
         int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
         int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
-        int d = key_dim<KIND, D>(2 * step + word / 2, t);
+        int d = 16 * step + word / 2 * 8 + 2 * t;
         const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
-            half_split<gqa_type(KIND)>(&value, &rest, r < w.m ? from[e] : 0);
+            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
             half[e] = second ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
     }
 }
 
-// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
-template <int D, int NT> struct GqaSums {
-    float acc[NT][D / 8][2];    // [2j+e][i]: dim value_dim(j, e, 2t+i) of the sum of p v, divided by unit
-    float top[NT];              // a whole number of powers of 2 that no score exceeds
-    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
-    float unit;                 // a power of two: 1, but for q8_0
-};
+// ---- the rows of a tile, from device memory to a slot
 
-// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
-template <int NT> static __device__ void gqa_row(float x[2], const float d[4], int i) {
-    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
-}
-
-// Adds 16 dims to x (N,2,4), the lane's products with 16 N keys, 8 at a time. b (N,4): the B fragments of
-// these dims, two words for each 8 keys. q: where the lane names its row of the queries' first fragment;
-// step: which dims.
-template <int DT, int NT, int N>
-static __device__ void gqa_step(float (*x)[2][4], const unsigned (*b)[4], SharedAt q, int step) {
-    for (int i = 0; i < NT; i++) {
-        unsigned f[4];
-        ldmatrix_x4(f, q + 512 * (step * NT + i));
-        for (int n = 0; n < 2 * N; n++) mma_16x8x16<DT>(x[n / 2][n % 2], f, b[n / 2] + n % 2 * 2);
-    }
-}
-
-// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every
-// 16.
-template <int NT, int N> static __device__ void gqa_scores(float (*s)[4 * N], const float (*x)[2][4]) {
-    for (int i = 0; i < NT; i++)
-        for (int n = 0; n < 2 * N; n++) gqa_row<NT>(s[i] + 2 * n, x[n / 2][n % 2], i);
-}
-
-// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the
-// lane's scores.
-template <int NT, int N> static __device__ void gqa_hide(float (*s)[4 * N], unsigned see) {
-    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
-        KV_UNROLL() for (int j = 0; j < NT; j++)
-            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
-}
-
-// One query row meets a tile. s (N): the lane's scores, become its probabilities under the new maximum,
-// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
-// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
-template <int N> static __device__ float gqa_softmax(float *s, float c, float *top, float *sum) {
-    float high = s[0], add = 0;
-    for (int i = 1; i < N; i++) high = fmaxf(high, s[i]);
-    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
-    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < N; i++) {
-        s[i] = exp2_flush(s[i] * c + low);
-        add += s[i];
-    }
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
-}
-
-// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
-template <int DT, int NT, int N>
-static __device__ void gqa_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
-    for (int i = 0; i < NT; i++)
-        for (int n = 0; n < 2 * N; n++) {
-            float x = p[i][2 * n], y = p[i][2 * n + 1];
-            unsigned value = half_pack<DT>(x, y);
-            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
-                                          y - half_get<DT>((uint16_t)(value >> 16)));
-            f[n / 2][0][n % 2 * 2 + i] = value;
-            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
-        }
-}
-
-// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, words of the keys (2t,2t+1)
-// and (2t+8,2t+9), two for each of the two products.
-template <int DT, int D, int NT, int N>
-static __device__ void gqa_mix(GqaSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
-                               const unsigned (*b)[4]) {
-    for (int e = 0; e < 2; e++) {
-        float d[4] = { 0, 0, 0, 0 }, x[2];
-        for (int n = 0; n < N; n++)
-            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
-        for (int i = 0; i < NT; i++) {
-            gqa_row<NT>(x, d, i);
-            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
-        }
-    }
-}
-
-// ---- plain rows
-
-template <int N> struct PlainWalk {             // a warp's tiles of 16 N positions of a span
-    int p;                      // its first one; it takes every ATTN_WARPS-th
-    unsigned tiles;             // those left of which the query sees something, a bit each
-    unsigned see;               // which positions of its tile number `lane` the query sees
-    int tile;                   // the first one left,
-    int ahead;                  // and the row of position lane % (16 N) of it
-    unsigned row[2 * N];        // of the last tile: the rows g + 8 i
-};
-
-// Sets x.tile and, if a tile is left, x.ahead. p1: where the span ends; past it the last row is read again,
-// and not seen.
-template <int N> static __device__ void plain_look(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
-    x.tile = lowest_bit(x.tiles);
-    int p = x.p + x.tile * (ATTN_WARPS * 16 * N) + threadIdx.x % (16 * N);
-    if (x.tiles) x.ahead = listed_row(w, a.idx, min_int(p, p1 - 1));
-}
-
-// The next tile of the walk -> which of its positions the query sees; 0: there is none.
-template <int N> static __device__ unsigned plain_next(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
-    if (!x.tiles) return 0;
-    unsigned see = __shfl_sync(ALL_LANES, x.see, x.tile);
-    for (int i = 0; i < 2 * N; i++)
-        x.row[i] = __shfl_sync(ALL_LANES, x.ahead, (threadIdx.x & 31) / 4 + 8 * i);
-    x.tiles &= x.tiles - 1;
-    plain_look(x, a, w, p1);
-    return see;
-}
-
-// Asks for the K or V rows of the last tile, if there was one. rows: the first byte of all rows and 16 t
-// more; to: where the lane's first 16 bytes go. One group of copies, empty if there was no tile.
-template <int D, int N>
-static __device__ void plain_ask(SharedAt to, const char *rows, const PlainWalk<N> &x, int tile) {
-    for (int i = 0; i < 2 * N && tile; i++) {
-        const char *from = rows + (size_t)x.row[i] * (2 * D);
-        for (int c = 0; c < D / 32; c++) copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
-    }
-    copy_commit();
-}
-
-// Bytes of a slot of plain rows.
-template <int D, int NT> KV_HD static constexpr unsigned plain_slot(void) {
-    return GQA_KEYS * NT * (2 * D + 16);
-}
-
-// The warp's tiles among positions p0..p1-1 over plain rows.
-template <int DT, int D, int NT>
-static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p1) {
-    const int N = NT, KEYS = GQA_KEYS * N, ROW = 2 * D + 16, SLOT = plain_slot<D, NT>();
-    const unsigned ALL = ~0u >> (32 - KEYS);
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
-
-    // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
-    // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
-    const char *rows_k = as_it_is(h.k + 16 * t), *rows_v = as_it_is(h.v + 16 * t);
-    SharedAt slot = shared_address(m.slot + warp * 2 * SLOT), to = as_it_is(slot + g * ROW + 16 * t);
-    SharedAt keys = as_it_is(slot + (lane / 16 * 8 + lane % 8) * ROW + lane / 8 % 2 * 16);
-    SharedAt vals = slot + SLOT + lane % 16 * ROW + lane / 16 * 16;
-    SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
-
-    PlainWalk<N> x = { p0 + warp * KEYS, 0, 0, 0, 0, { 0 } };
-    int p = x.p + lane * (ATTN_WARPS * KEYS);
-    if (p < p1) x.see = m.see[(p - p0) / 32] >> (p - p0) % 32 & ALL;
-    x.tiles = __ballot_sync(ALL_LANES, x.see != 0);
-    plain_look(x, a, w, p1);
-    float c = a.power;
-    unsigned see = plain_next(x, a, w, p1), next;
-    plain_ask<D>(to, rows_k, x, see != 0);
-    plain_ask<D>(to + SLOT, rows_v, x, see != 0);
-    for (; see; see = next) {
-        unsigned b[N][4], prob[N][NT][4];
-        float s[NT][4 * N], shrink[NT], d[N][2][4] = {};
-        next = plain_next(x, a, w, p1);
-
-        // Keys. The slot takes the next tile's as soon as these are multiplied.
-        copy_wait<1>();
-        __syncwarp();
-        KV_UNROLL() for (int i = 0; i < D / 16; i++) {
-            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * ROW + 32 * i);
-            gqa_step<DT, NT, N>(d, b, q, i);
-        }
-        __syncwarp();
-        plain_ask<D>(to, rows_k, x, next != 0);
-        gqa_scores<NT, N>(s, d);
-        if (see != ALL) gqa_hide<NT, N>(s, see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4 * N>(s[i], c, &z.top[i], &z.sum[i]);
-        gqa_factors<DT, NT, N>(prob, s);
-
-        // Values.
-        copy_wait<1>();
-        __syncwarp();
-        KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-            for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
-            gqa_mix<DT, D, NT, N>(z, j, shrink, prob, b);
-        }
-        __syncwarp();
-        plain_ask<D>(to + SLOT, rows_v, x, next != 0);
-    }
-}
-
-// ---- rows of fewer bits: decode_kernel over q8_0, and over what PATS has packed
-//
-// Rows of q8_0 and of PATS must be unpacked before tensor cores can multiply them, and a lane cannot load
-// its elements with one load: a row of PATS at D 128 is 16 w bytes for elements of w = 6..16 bits. So
-// packed bytes are copied to shared memory as they are (cp.async), a lane picks its elements there with
-// shifts, and the rest is decode_kernel as above.
-//
-//   Warp    a batch at a time: those rows of a tile of 16 positions that have one width (PATS: the rows of
-//           a region; raw rows behind the packed ones are one of 16 bits). Mostly that is the whole tile.
-//           A position that is not of the batch, or not seen, repeats the batch's first row
-//   Lane    copying: pieces of 16 bytes of the rows g and g+8, every fourth from the t-th on.
-//           Multiplying: as above, but which dims a lane takes is chosen so that its elements are one
-//           stream of whole words, if that can be:
-//
-//             PATS, a row of D w bits          element e is bits e w .. e w + w - 1, low bits first
-//               K:  t = 0           |  1            |  2            |  3               D/4 elements each
-//               V:  g = 0   |  1    |  2    |  3    |  4    |  5    |  6    |  7       D/8 elements each
-//
-//             q8_0, a block of 34 bytes        scale, then 32 signed bytes; a product is of one block
-//               K:  | scale |  t = 0, 8 dims   |  1               |  2               |  3          |
-//               V:  | scale |  g = 0  |  1     |  2     |  3      |  4     |  5      |  6     |  7 |
-//
-//           A stream is brought to whole words by funnel shifts (load_stream; at D 128 only odd widths of
-//           V need them), and every width has its own code, in which all further shifts and masks are
-//           constants. Element e of a word becomes an f16 number by standing at the upper end of a half:
-//
-//             w = 10     31      29         19         9        0
-//             stream      | e 3.. |   e 2    |   e 1    |   e 0    |
-//             to f16      |   e 1    | 000000 |   e 0    | 000000 |      K: dims e 0 and e 1 of one key
-//
-//           For V the upper half is the same dim of the next key: what the fragment wants, so that the
-//           halves need not change places.
-//           Of q8_0 the bytes become f16 integers (bytes_to_halves). K's scale is applied to the sum over a
-//           block, V's is folded into the probability, a fragment of P for each block (q8_mix).
-//   Shared  as above, but a slot has 16 rows of batch_stride bytes; reg (REGIONS_NEAR): PATS's regions, if
-//           they are so few, because looking one up takes several loads one after the other
-//   Tile    the next batch's keys are asked for when this one's are in registers, its values likewise. So
-//           the values are under way while keys are unpacked, the next keys while values are, both
-//           while a warp waits: 2 to 4 KB a warp at w = 8 and D 128. A multiprocessor has 12 warps with up to
-//           8 query rows of PATS, 16 with q8_0, and 8 with 16 query rows.
-//   Bound   memory. Instructions of a lane for an element of K or V, at D 128 on sm_90, with up to 8 and 16
-//           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
-//           one by one):
-//
-//             w =  8    3.6   4.2     7.8
-//             w = 10    5.1   5.8     9.7
-//             w = 14    5.4   6.0    13.6
-//             q8_0      5.4   6.3     8.3
-//
-// Rows of head_dims that decode_kernel does not take, --pats-format=rows64, and K and V in two formats go
-// through attend_kernel.
-
-struct Batch {                  // rows of one tile that are read together
-    int bits;                   // of an element: 6..16; GQA_RAW: a raw row, or one of q8_0; 0: no batch
-    unsigned see;               // the tile's positions that are of the batch, a bit each. The others
-                                // repeat the first of them
-    unsigned piece;             // of row lane % 16: its first piece, counted from the first byte of rows
-    int off;                    // and where the row begins in it, in bytes
-};
-struct Walk {                   // where a warp is among positions p0..p1-1 of a list
-    int p0, p, p1;              // p: the next tile
-    int ahead;                  // the row of position lane % 16 of that tile
-    unsigned left;              // rows of the last tile that no batch has had
-    int bits;                   // of row lane % 16 of the last tile, as in Batch; so are piece and off
-    unsigned piece;
-    int off;
-    int row0, row1;             // the region of PATS that this lane has looked up last: rows [row0,row1),
+struct Walk {                   // a warp's way through its tiles. What is of a row, lanes i and i + 16 hold for row i
+    int p;                      // the next tile's first position
+    int ahead;                  // the row of position lane % 16 of it
+    unsigned piece;             // of row lane % 16 of the last tile: where it begins, in pieces of 16 bytes
+    int off;                    // and bytes
+    int bits;                   // of its elements, 6..16; RAW_BITS: it is not packed
+    int row0, row1;             // the region of PATS that the lane has looked up last: rows [row0,row1),
     int width;                  // bits of its elements,
     unsigned base;              // its first piece
 };
-enum { GQA_RAW = 17 };          // Batch.bits: 16 bits, in HeadRef.k and .v
 
-// Bytes of a row whose elements have `bits` bits.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_row(unsigned bits) {
-    return KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : D / 8 * (bits < 16 ? bits : 16);
-}
-
-// Whether such rows begin amid a piece of 16 bytes. Rows begin at multiples of their length.
-template <int KIND, int D> KV_HD static constexpr int batch_askew(void) {
-    return KIND == ROW_Q8 || D % 128;
-}
-
-// The most pieces that such a row touches: the lowest bit of its length says how far into a piece it may
-// begin.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_pieces(unsigned bits) {
-    unsigned n = batch_row<KIND, D>(bits), low = n & (0 - n);
-    return batch_askew<KIND, D>() ? (n + 31 - (low < 16 ? low : 16)) / 16 : n / 16;
-}
-
-// Bytes from a row to the next in a slot. Rows of a multiple of 4 bits would begin in the same bank.
-template <int KIND, int D> KV_HD static constexpr unsigned batch_stride(unsigned bits) {
-    return 16 * (batch_pieces<KIND, D>(bits) + (KIND == GQA_PATS && (bits % 4 == 0 || bits == GQA_RAW)));
-}
-
-// Bytes of a slot: 16 rows of whatever width. A lane may read a word past its elements.
-template <int KIND, int D> KV_HD static constexpr unsigned slot_bytes(void) {
-    unsigned most = batch_stride<KIND, D>(GQA_RAW);
-    for (unsigned bits = 6; bits < 16; bits++)
-        if (batch_stride<KIND, D>(bits) > most) most = batch_stride<KIND, D>(bits);
-    return GQA_KEYS * most + 16;
-}
-
-// Finds row `row`, which stands at the lane's position of the last tile. reg: GqaShared.reg.
+// Finds row `row`, which stands at the lane's position of the last tile. reg: DecodeShared.reg.
 template <int KIND, int D>
 static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
-    size_t byte;
-    x.bits = GQA_RAW;
-    if (KIND == ROW_Q8 || row >= h.packed) {
-        byte = (size_t)(KIND == ROW_Q8 ? row : row - h.packed) * batch_row<KIND, D>(GQA_RAW);
-    } else {
+    int packed = KIND == DECODE_PATS ? h.packed : 0;
+    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D>::BYTES;
+    x.bits = RAW_BITS;
+    if (row < packed) {
         if (row < x.row0 || row >= x.row1) {
             int n = h.pack->n_reg;
             const Region *r = region_of(n <= REGIONS_NEAR ? reg : h.pack->reg, n, row);
@@ -3232,395 +2324,335 @@ static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, 
         byte = (size_t)x.base * 16 + (size_t)(row - x.row0) * (D / 8 * x.width);
     }
     x.piece = (unsigned)(byte / 16);
-    x.off = batch_askew<KIND, D>() ? (int)(byte % 16) : 0;
+    x.off = (int)(byte % 16);
 }
 
-// The next rows of the walk that have one width.
+// The next tile of positions p0..p1-1 of which the query sees something -> which positions, a bit each; 0: there
+// is none. Past p1 the last row is read again, and not seen.
 template <int KIND, int D>
-static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w,
-                                  const GqaShared &m) {
-    const int STEP = ATTN_WARPS * GQA_KEYS;
-    int lane = threadIdx.x & 31, mine = lane % GQA_KEYS;
-    Batch b = { 0, 0, 0, 0 };
-    while (!x.left) {
-        if (x.p >= x.p1) return b;
+static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const DecodeShared &m,
+                                     int p0, int p1) {
+    unsigned see = 0;
+    while (!see && x.p < p1) {
         int row = x.ahead;
-        x.left = m.see[(unsigned)(x.p - x.p0) / 32] >> (x.p - x.p0) % 32 & SEE_16;
-        x.p += STEP;
-        x.ahead = listed_row(w, a.idx, min_int(x.p + mine, x.p1 - 1));
-        if (x.left) walk_place<KIND, D>(x, h, m.reg, row);
+        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & SEE_ALL;
+        x.p += ATTN_WARPS * DECODE_KEYS;
+        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % DECODE_KEYS, p1 - 1));
+        if (see) walk_place<KIND, D>(x, h, m.reg, row);
     }
-    int first = lowest_bit(x.left);
-    b.bits = GQA_RAW;
-    b.see = x.left;
-    if (KIND == GQA_PATS) {
-        b.bits = __shfl_sync(ALL_LANES, x.bits, first);
-        b.see &= __ballot_sync(ALL_LANES, x.bits == b.bits);
-    }
-    x.left &= ~b.see;
-    int from = b.see >> mine & 1 ? mine : first;
-    b.piece = __shfl_sync(ALL_LANES, x.piece, from);
-    if (batch_askew<KIND, D>()) b.off = __shfl_sync(ALL_LANES, x.off, from);
-    return b;
+    return see;
 }
 
-// Asks for the batch's rows of K or V. rows: the first byte of all rows of their kind and 16 t more; slot:
-// where the first of them goes, and 16 t more. Four lanes share a row, and take every fourth piece. The last
-// one may end up to 15 bytes behind the row: memory of raw rows is for a multiple of 8, and packed rows have
-// PATS_GUARD bytes behind them. One group of copies, empty when there is no batch.
+// Asks for the K or V rows of the last tile, if there was one. raw, packed: the first byte of all rows and 16 t
+// more; to: where the first piece of row g goes, and 16 t more. The last piece may end up to 15 bytes behind a row:
+// memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies,
+// empty if there was no tile.
 template <int KIND, int D>
-static __device__ void batch_ask(SharedAt slot, const char *rows, const Batch &b) {
-    const int STEPS = KIND == ROW_Q8 ? (batch_pieces<KIND, D>(0) + 3) / 4 : 0;
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    unsigned bytes = batch_row<KIND, D>(b.bits), stride = batch_stride<KIND, D>(b.bits);
-    SharedAt to = slot + g * stride;
-    const char *from[2];
-    unsigned n[2];
+static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
+    typedef DecodeShape<KIND, D> Shape;
+    const int STEPS = (Shape::BYTES + (Shape::ASKEW ? 15 : 0) + 63) / 64;
+    int lane = threadIdx.x & 31, t = lane % 4;
     for (int i = 0; i < 2; i++) {
-        unsigned off = batch_askew<KIND, D>() ? __shfl_sync(ALL_LANES, b.off, g + 8 * i) : 0;
-        n[i] = b.bits ? (off + bytes + 15) / 16 : 0;
-        from[i] = as_it_is(rows + (size_t)__shfl_sync(ALL_LANES, b.piece, g + 8 * i) * 16);
-    }
-
-    // Rows of q8_0 have one length.
-    KV_UNROLL() for (int j = 0; j < STEPS; j++)
-        for (int i = 0; i < 2; i++)
-            if (64u * (j + 1) <= bytes ? b.bits : 4u * j + t < n[i])
-                copy16_async(to + 8 * i * stride + 64 * j, from[i] + 64 * j);
-    unsigned most = STEPS ? 0 : n[0] > n[1] ? n[0] : n[1];
-    KV_UNROLL(1) for (unsigned c = t; c < most; c += 4, to += 64) {
-        for (int i = 0; i < 2; i++) {
-            if (!batch_askew<KIND, D>() || c < n[i]) copy16_async(to + 8 * i * stride, from[i]);
-            from[i] += 64;
-        }
+        int row = lane / 4 + 8 * i, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
+        int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
+        if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
+        const char *from = (bits == RAW_BITS ? raw : packed) + (size_t)__shfl_sync(ALL_LANES, x.piece, row) * 16;
+        KV_UNROLL() for (int c = 0; c < STEPS; c++)
+            if (tile && 64 * c + 16 * t < bytes)
+                copy16_async(to + 8 * i * (int)Shape::STORED + 64 * c, from + 64 * c);
     }
     copy_commit();
     __syncwarp();                               // lanes have had more pieces or fewer; products want all of them
 }
 
-// ---- PATS: elements of W bits in a stream
+// ---- a slot becomes f16 numbers
 
-// a = N elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 16:
-// element i at bit i W. `at` is a multiple of the largest power of two that divides N W.
-template <int W, int N> static __device__ void load_stream(unsigned *a, const char *from, int at) {
-    const int ALL = N * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
-    if (EVEN >= 128) {
-        for (int i = 0; i < WORDS / 4; i++) {
-            uint4 x = ((const uint4 *)from)[at / 128 + i];
-            a[4 * i] = x.x;
-            a[4 * i + 1] = x.y;
-            a[4 * i + 2] = x.z;
-            a[4 * i + 3] = x.w;
-        }
-    } else if (EVEN == 64) {
-        for (int i = 0; i < WORDS / 2; i++) {
-            uint64_t x = ((const uint64_t *)from)[at / 64 + i];
-            a[2 * i] = (unsigned)x;
-            a[2 * i + 1] = (unsigned)(x >> 32);
-        }
-    } else if (EVEN == 32) {
-        for (int i = 0; i < WORDS; i++) a[i] = ((const unsigned *)from)[at / 32 + i];
-    } else {
-        const int READ = (ALL + 32 - EVEN + 31) / 32;            // words that may hold a part of it
-        unsigned x[WORDS + 1];
-        for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
-        for (int i = 0; i < WORDS; i++) a[i] = __funnelshift_r(x[i], x[i + 1], at % 32);
-    }
-}
-
-// The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
-// stands there. All but a is known to the compiler.
-template <int W> static __device__ unsigned element_up_to(const unsigned *a, int i, int end) {
-    int first = i * W, last = first + W - 1, low = first + W - end;         // low: comes to bit 0
-    if (low < 0) return a[0] << -low;
-    int k = low / 32, s = low % 32;
-    if (s == 0) return a[k];
-    if (last / 32 == k) return a[k] >> s;
-    if (first / 32 > k) return a[k + 1] << (32 - s);
-    return __funnelshift_r(a[k], a[k + 1], s);
-}
-
-// Element i of a in the lower half and element j of b in the upper one, as f16 whose cut bits are 0.
-template <int W>
-static __device__ unsigned two_elements(const unsigned *a, int i, const unsigned *b, int j) {
-    const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;    // Sec. 3, fetch
-    if (W == 8) {                               // two bytes, at no matter which place
-        if (a == b && i / 4 == j / 4) return __byte_perm(a[i / 4], 0, 0x0404 | i % 4 << 4 | j % 4 << 12);
-        return __byte_perm(a[i / 4], b[j / 4], 0x4000 | i % 4 << 4 | j % 4 << 12) & 0xff00ff00;
-    }
-    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(b, j, 32) & KEPT_BITS << 16);
-}
-
-// k (2,D/8) = the lane's words of the keys g and g+8. off: Batch.off of these rows.
-template <int W, int D>
-static __device__ void unpack_keys(unsigned (*k)[D / 8], const char *slot, const int off[2]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    KV_UNROLL() for (int i = 0; i < 2; i++) {
-        unsigned a[(D / 4 * W + 31) / 32];
-        const char *row = slot + (g + 8 * i) * batch_stride<GQA_PATS, D>(W);
-        load_stream<W, D / 4>(a, row, off[i] * 8 + t * (D / 4 * W));
-        KV_UNROLL() for (int j = 0; j < D / 8; j++) k[i][j] = two_elements<W>(a, 2 * j, a, 2 * j + 1);
-    }
-}
-
-// v (2,D/8) = the lane's dims of the keys (2t,2t+1) and (2t+8,2t+9), a word for each dim. off: Batch.off
-// of these four rows.
-template <int W, int D>
-static __device__ void unpack_values(unsigned (*v)[D / 8], const char *slot, const int off[4]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    KV_UNROLL() for (int i = 0; i < 2; i++) {
-        unsigned a[2][(D / 8 * W + 31) / 32];
-        for (int e = 0; e < 2; e++) {
-            const char *row = slot + (2 * t + e + 8 * i) * batch_stride<GQA_PATS, D>(W);
-            load_stream<W, D / 8>(a[e], row, off[2 * i + e] * 8 + g * (D / 8 * W));
-        }
-        KV_UNROLL() for (int j = 0; j < D / 8; j++) v[i][j] = two_elements<W>(a[0], j, a[1], j);
-    }
-}
-
-// unpack_keys (V 0) or unpack_values (V 1) for elements of `bits` bits, the same in all lanes.
-template <int V, int D>
-static __device__ void unpack_width(unsigned (*x)[D / 8], const char *slot, const int *off, int bits) {
+// PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
+// one width.
+template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits) {
+    typedef DecodeShape<DECODE_PATS, D> Shape;
+    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
+    to += row * Shape::ROW;
     switch (bits) {
-    case 6:  V ? unpack_values<6, D>(x, slot, off)  : unpack_keys<6, D>(x, slot, off);  break;
-    case 7:  V ? unpack_values<7, D>(x, slot, off)  : unpack_keys<7, D>(x, slot, off);  break;
-    case 8:  V ? unpack_values<8, D>(x, slot, off)  : unpack_keys<8, D>(x, slot, off);  break;
-    case 9:  V ? unpack_values<9, D>(x, slot, off)  : unpack_keys<9, D>(x, slot, off);  break;
-    case 10: V ? unpack_values<10, D>(x, slot, off) : unpack_keys<10, D>(x, slot, off); break;
-    case 11: V ? unpack_values<11, D>(x, slot, off) : unpack_keys<11, D>(x, slot, off); break;
-    case 12: V ? unpack_values<12, D>(x, slot, off) : unpack_keys<12, D>(x, slot, off); break;
-    case 13: V ? unpack_values<13, D>(x, slot, off) : unpack_keys<13, D>(x, slot, off); break;
-    case 14: V ? unpack_values<14, D>(x, slot, off) : unpack_keys<14, D>(x, slot, off); break;
-    case 15: V ? unpack_values<15, D>(x, slot, off) : unpack_keys<15, D>(x, slot, off); break;
-    default: V ? unpack_values<16, D>(x, slot, off) : unpack_keys<16, D>(x, slot, off); break;
+    case 6:  unpack_width<6, D>(to, from, half);  break;
+    case 7:  unpack_width<7, D>(to, from, half);  break;
+    case 8:  unpack_width<8, D>(to, from, half);  break;
+    case 9:  unpack_width<9, D>(to, from, half);  break;
+    case 10: unpack_width<10, D>(to, from, half); break;
+    case 11: unpack_width<11, D>(to, from, half); break;
+    case 12: unpack_width<12, D>(to, from, half); break;
+    case 13: unpack_width<13, D>(to, from, half); break;
+    case 14: unpack_width<14, D>(to, from, half); break;
+    case 15: unpack_width<15, D>(to, from, half); break;
+    default: unpack_width<16, D>(to, from, half); break;
     }
 }
 
-// ---- q8_0: signed bytes, and a scale for every 32 of them
-
-// Four signed bytes plus 128, which makes them unsigned.
-static __device__ unsigned bytes_plus_128(unsigned x) { return x ^ 0x80808080; }
-
-// Bytes 0 and 1 of x, or if HIGH 2 and 3, as f16 numbers; 128 was added to them. 0x6400 is 1024 in f16, whose
-// last bit counts 1, so the byte there makes 1152 more than it should be.
-template <int HIGH> static __device__ unsigned bytes_to_halves(unsigned x) {
-    return halves_less(__byte_perm(x, 0x64646464, HIGH ? 0x4342 : 0x4140), 0x64806480);
+// q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
+// added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152
+// more than it should be.
+template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
+    typedef DecodeShape<ROW_Q8, D> Shape;
+    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    const char *from = slot + row * Shape::STORED + off + 2 + half * 16;
+    to += row * Shape::ROW + half * 32;
+    KV_UNROLL() for (int c = 0; c < D / 16; c++) {
+        const uint16_t *bytes = (const uint16_t *)(from + c / 2 * Q8_BYTES + c % 2 * 8);
+        unsigned x[4];
+        KV_UNROLL() for (int j = 0; j < 4; j++)
+            x[j] = halves_less(__byte_perm(bytes[j] ^ 0x8080u, 0x64646464, 0x4140), 0x64806480);
+        *(uint4 *)(to + c / 2 * 64 + c % 2 * 16) = { x[0], x[1], x[2], x[3] };
+    }
 }
 
-// x (N) = N words that begin `at` bytes behind byte `row` of a slot. at is even and known to the compiler;
-// so is row, which is a multiple of 4 if head_dim is one of 64.
-template <int N, int D> static __device__ void load_bytes(unsigned *x, const char *slot, int row, int at) {
-    int rest = D % 64 ? row % 4 : 0, shift = (at + rest) % 4 * 8;
-    const unsigned *from = (const unsigned *)(slot + (row - rest)) + (at + rest) / 4;
-    unsigned y[N + 1];
-    for (int i = 0; i <= N; i++) y[i] = i < N || shift ? from[i] : 0;
-    for (int i = 0; i < N; i++) x[i] = __funnelshift_r(y[i], y[i + 1], shift);
+// scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
+template <int D> static __device__ void q8_scales(unsigned (*scale)[2], const char *slot, int off) {
+    KV_UNROLL() for (int i = 0; i < 4; i++) {
+        int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
+        const char *from = slot + r * DecodeShape<ROW_Q8, D>::STORED + __shfl_sync(ALL_LANES, off, r);
+        KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+            unsigned x = *(const uint16_t *)(from + b * Q8_BYTES);
+            scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
+        }
+    }
 }
 
-// The scale, f16, of block b of the row that begins at byte `row` of a slot.
-static __device__ uint16_t q8_scale(const char *slot, int row, int b) {
-    return *(const uint16_t *)(slot + row + b * Q8_BYTES);
+// ---- a tile
+
+// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
+template <int D, int NT> struct DecodeSums {
+    float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
+    float top[NT];              // a whole number of powers of 2 that no score exceeds
+    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
+    float unit;                 // a power of two: 1, but for q8_0
+};
+
+// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
+template <int NT> static __device__ void decode_row(float x[2], const float d[4], int i) {
+    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
 }
 
-// Where the i-th of the rows 2t, 2t+1, 2t+8, 2t+9 begins in a slot. off (4): Batch.off of them.
-template <int D> static __device__ int q8_row(int i, const int off[4]) {
-    return ((threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8) * (int)batch_stride<ROW_Q8, D>(0) + off[i];
-}
-
-// s (NT,4) = the lane's scores of a tile. A block's products are summed before its scale is applied.
-// off (2), off4 (4): Batch.off of the keys g, g+8 and of 2t, 2t+1, 2t+8, 2t+9.
-template <int D, int NT>
-static __device__ void q8_scores(float (*s)[4], const char *slot, SharedAt q, const int off[2],
-                                 const int off4[4]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    const int STRIDE = batch_stride<ROW_Q8, D>(0);
-    int row[2] = { g * STRIDE + off[0], (g + 8) * STRIDE + off[1] };
-    for (int i = 0; i < NT; i++)
-        for (int e = 0; e < 4; e++) s[i][e] = 0;
-    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
-        unsigned k[2][4], x[2];
-        float d[2][4], sum[2];
-        for (int i = 0; i < 2; i++) {
-            load_bytes<2, D>(x, slot, row[i] + 8 * t, b * Q8_BYTES + 2);
-            for (int j = 0; j < 2; j++) {
-                unsigned four = bytes_plus_128(x[j]);
-                k[i][2 * j] = bytes_to_halves<0>(four);
-                k[i][2 * j + 1] = bytes_to_halves<1>(four);
+// s (NT,4) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9. keys, q: where the
+// lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
+template <int KIND, int D, int NT>
+static __device__ void decode_scores(float (*s)[4], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+    const int STEPS = KIND == ROW_Q8 ? 2 : D / 16;      // of a block
+    for (int i = 0; i < 4 * NT; i++) s[i / 4][i % 4] = 0;
+    KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
+        float d[2][4] = {}, x[2];
+        KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
+            unsigned b[4], f[4];
+            ldmatrix_x4(b, keys + 32 * i);
+            for (int n = 0; n < NT; n++) {
+                ldmatrix_x4(f, q + 512 * (i * NT + n));
+                for (int h = 0; h < 2; h++) mma_16x8x16<DecodeShape<KIND, D>::TYPE>(d[h], f, b + 2 * h);
             }
         }
-        for (int e = 0; e < 8; e++) d[e / 4][e % 4] = 0;
         for (int i = 0; i < 2 * NT; i++) {
-            unsigned f[4];
-            ldmatrix_x4(f, q + 512 * (2 * b * NT + i));
-            for (int h = 0; h < 2; h++) mma_16x8x16<DT_F16>(d[h], f, k[h] + i / NT * 2);
-        }
-        for (int i = 0; i < 2 * NT; i++) {
-            gqa_row<NT>(sum, d[i % 2], i / 2);
+            decode_row<NT>(x, d[i % 2], i / 2);
             for (int e = 0; e < 2; e++) {
-                int key = 2 * (i % 2) + e;
-                s[i / 2][key] += sum[e] * half_get<DT_F16>(q8_scale(slot, q8_row<D>(key, off4), b));
+                float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][i % 2] >> 16 * e)) : 1;
+                s[i / 2][i % 2 * 2 + e] += x[e] * by;
             }
         }
     }
 }
 
-// acc = acc shrink + p v. prob (NT,4): fragments of P, the values and the rests. The scales of a block's
-// rows are folded into the probabilities, and divided by z.unit, which no scale yet has exceeded, so that
-// the products are in the range of f16 as the probabilities are. A product of two f16 numbers is a value
-// and a rest, too.
-template <int D, int NT>
-static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const unsigned (*prob)[4], const char *slot,
-                              const int off[4]) {
-    int g = (threadIdx.x & 31) / 4;
-    const int BLOCKS = D / Q8_VALUES;
-    unsigned scale[BLOCKS][2], most = 0;
-    for (int b = 0; b < BLOCKS; b++)
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9 are of the lane's scores.
+template <int NT> static __device__ void decode_hide(float (*s)[4], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4; i++)
+        KV_UNROLL() for (int j = 0; j < NT; j++)
+            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
+}
+
+// One query row meets a tile. s (4): the lane's scores, become its probabilities under the new maximum,
+// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
+// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
+static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
+    float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), add = 0;
+    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
+    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
+    for (int i = 0; i < 4; i++) {
+        s[i] = exp2_flush(s[i] * c + low);
+        add += s[i];
+    }
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
+}
+
+// f (NT,4): the A fragments of P. p (NT,4): the lane's probabilities.
+template <int DT, int NT> static __device__ void decode_factors(unsigned (*f)[4], const float (*p)[4]) {
+    for (int i = 0; i < NT; i++)
         for (int h = 0; h < 2; h++) {
-            unsigned x = q8_scale(slot, q8_row<D>(2 * h, off), b), y = q8_scale(slot, q8_row<D>(2 * h + 1, off), b);
-            scale[b][h] = x | y << 16;
-            most = halves_max(most, scale[b][h]);
+            float x = p[i][2 * h], y = p[i][2 * h + 1];
+            unsigned value = half_pack<DT>(x, y);
+            f[0][2 * h + i] = value;
+            f[NT - 1][2 * h + (NT == 2 ? i : 1)] = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                                                 y - half_get<DT>((uint16_t)(value >> 16)));
         }
+}
+
+// The scales of the values of a tile of q8_0 are folded into the probabilities, and divided by z.unit, which no scale
+// yet has exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in
+// q8_scales, is divided here; older sums shrink by as much as the unit grows.
+template <int D, int NT>
+static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
+    unsigned most = 0;
+    for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
 
     // The least power of two above the scales.
     float top = lanes_max<4>(fmaxf(half_get<DT_F16>((uint16_t)most), half_get<DT_F16>((uint16_t)(most >> 16))));
     float unit = fmaxf(z.unit, __int_as_float((__float_as_int(top) & 0x7f800000) + 0x00800000));
     float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
     unsigned inv2 = half_pack<DT_F16>(inv, inv);
-    z.unit = unit;
+    for (int i = 0; i < D / 16; i++) scale[i / 2][i % 2] = halves_times(scale[i / 2][i % 2], inv2);
     for (int i = 0; i < NT; i++) shrink[i] *= less;
+    z.unit = unit;
+}
 
-    KV_UNROLL() for (int b = 0; b < BLOCKS; b++) {
-        unsigned f[1][NT][4], x[4], two[2][1][4];
-        for (int h = 0; h < 2; h++) {
-            unsigned by = halves_times(scale[b][h], inv2);
-            for (int i = 0; i < NT; i++) {
-                unsigned *value = &f[0][0][2 * h + i], *rest = &f[0][NT - 1][2 * h + (NT == 2 ? i : 1)];
-                unsigned p = prob[0][2 * h + i], r = prob[NT - 1][2 * h + (NT == 2 ? i : 1)];
-                *value = halves_times(p, by);
-                *rest = halves_fma(r, by, halves_fma(p, by, halves_minus(*value)));
-            }
+// f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
+// a value and a rest, too.
+template <int NT>
+static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
+    for (int i = 0; i < 2 * NT; i++) {
+        int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
+        unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
+        f[0][at] = value;
+        f[NT - 1][other] = halves_fma(prob[NT - 1][other], by, halves_fma(p, by, halves_minus(value)));
+    }
+}
+
+// acc = acc shrink + P V for the j-th 16 dims. f (NT,4): of P; b (4): of V, two words for each of the two products.
+template <int DT, int D, int NT>
+static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[4],
+                                  const unsigned b[4]) {
+    for (int e = 0; e < 2; e++) {
+        float d[4] = { 0, 0, 0, 0 }, x[2];
+        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[i], b + 2 * e);
+        for (int i = 0; i < NT; i++) {
+            decode_row<NT>(x, d, i);
+            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
         }
-        for (int i = 0; i < 4; i++)
-            load_bytes<1, D>(x + i, slot, q8_row<D>(i, off) + 4 * g, b * Q8_BYTES + 2);
-        for (int i = 0; i < 4; i++) {           // dims 2 j and 2 j + 1 of keys 2t, 2t+1, or 2t+8, 2t+9
-            int j = i % 2, k = i / 2;
-            unsigned four = bytes_plus_128(__byte_perm(x[2 * k], x[2 * k + 1], j ? 0x7362 : 0x5140));
-            two[j][0][k] = bytes_to_halves<0>(four);
-            two[j][0][2 + k] = bytes_to_halves<1>(four);
+    }
+}
+
+// The warp's tiles among positions p0..p1-1.
+template <int KIND, int D, int NT>
+static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
+                                    const DecodeShared &m, int p0, int p1) {
+    typedef DecodeShape<KIND, D> Shape;
+    const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
+
+    // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
+    // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
+    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
+    if (KIND == DECODE_PATS && h.packed) {
+        pk = (const char *)h.pack->k + 16 * t;
+        pv = (const char *)h.pack->v + 16 * t;
+    }
+    char *slot_k = m.slot + warp * Shape::WARP, *slot_v = slot_k + SLOT, *tile = slot_v + SLOT;
+    SharedAt to = as_it_is(shared_address(slot_k + g * Shape::STORED + 16 * t));
+    SharedAt keys = as_it_is(shared_address((UNPACKS ? tile : slot_k) + (lane / 16 * 8 + lane % 8) * ROW +
+                                            lane / 8 % 2 * 16));
+    SharedAt vals = as_it_is(shared_address((UNPACKS ? tile : slot_v) + lane % 16 * ROW + lane / 16 * 16));
+    SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
+
+    Walk x = { p0 + warp * DECODE_KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
+    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % DECODE_KEYS, p1 - 1));
+    unsigned see = walk_next<KIND, D>(x, a, h, w, m, p0, p1), next;
+    rows_ask<KIND, D>(to, rk, pk, x, see != 0);
+    rows_ask<KIND, D>(to + SLOT, rv, pv, x, see != 0);
+    for (; see; see = next) {
+        int off = x.off, bits = x.bits;
+        float s[NT][4], shrink[NT];
+        unsigned prob[NT][4], f[NT][4], scale[D / Q8_VALUES][2];
+        next = walk_next<KIND, D>(x, a, h, w, m, p0, p1);
+
+        // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits);
+        if (KIND == ROW_Q8) {
+            q8_unpack<D>(tile, slot_k, off);
+            q8_scales<D>(scale, slot_k, off);
         }
-        for (int j = 0; j < 2; j++) gqa_mix<DT_F16, D, NT, 1>(z, 2 * b + j, shrink, f, two[j]);
+        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
+        decode_scores<KIND, D, NT>(s, keys, q, scale);
+        if (!UNPACKS) __syncwarp();
+        if (!UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
+        if (see != SEE_ALL) decode_hide<NT>(s, see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax(s[i], a.power, &z.top[i], &z.sum[i]);
+        decode_factors<DT, NT>(prob, s);
+
+        // Values.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits);
+        if (KIND == ROW_Q8) {
+            q8_unpack<D>(tile, slot_v, off);
+            q8_scales<D>(scale, slot_v, off);
+            q8_unit<D, NT>(z, shrink, scale);
+        }
+        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        KV_UNROLL() for (int j = 0; j < D / 16; j++) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, vals + 32 * j);
+            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f, prob, scale[j / 2]);
+            decode_mix<DT, D, NT>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
+        }
+        if (!UNPACKS) __syncwarp();
+        if (!UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
     }
 }
 
 // ---- the kernel
 
-// gqa_plain over rows of fewer bits.
-template <int KIND, int D, int NT>
-static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p1) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, p = p0 + (threadIdx.x >> 5) * GQA_KEYS;
-    const unsigned SLOT = slot_bytes<KIND, D>();
-    char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
-    SharedAt q = as_it_is(shared_address(m.q + 4 * lane)), to = as_it_is(shared_address(keys) + 16 * t);
-    float c = a.power;
-
-    // Raw rows and packed ones, from the lane's first 16 bytes on.
-    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
-    if (KIND == GQA_PATS && h.packed) {
-        pk = (const char *)h.pack->k + 16 * t;
-        pv = (const char *)h.pack->v + 16 * t;
+// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
+// thread an element; each looks up the four maxima of its row for itself.
+static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
+    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
+        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
+        const float *from = sums + r * (D + 2);
+        float top = -INFINITY, x = 0;
+        for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
+        for (int w = 0; w < ATTN_WARPS; w++)
+            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
+        part[i] = e ? x : top;
     }
-    Walk x = { p0, p, p1, 0, 0, 0, 0, 0, 0, 0, 0, 0 };
-    if (p < p1) x.ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
-    Batch b = walk_next<KIND, D>(x, a, h, w, m), next;
-    batch_ask<KIND, D>(to, b.bits == GQA_RAW ? rk : pk, b);
-    batch_ask<KIND, D>(to + SLOT, b.bits == GQA_RAW ? rv : pv, b);
-    for (; b.bits; b = next) {
-        float s[NT][4], shrink[NT];
-        unsigned prob[1][NT][4];
-        int off_k[2] = { 0, 0 }, off_v[4] = { 0, 0, 0, 0 };
-        if (batch_askew<KIND, D>()) {
-            for (int i = 0; i < 2; i++) off_k[i] = __shfl_sync(ALL_LANES, b.off, g + 8 * i);
-            for (int i = 0; i < 4; i++) off_v[i] = __shfl_sync(ALL_LANES, b.off, 2 * t + i % 2 + i / 2 * 8);
-        }
-        next = walk_next<KIND, D>(x, a, h, w, m);
-
-        // Keys. The slot takes the next batch's as soon as these are in registers.
-        copy_wait<1>();
-        __syncwarp();
-        if (KIND == GQA_PATS) {
-            unsigned k[2][D / 8];
-            unpack_width<0, D>(k, keys, off_k, b.bits);
-            __syncwarp();
-            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
-            float d[1][2][4] = {};
-            KV_UNROLL() for (int i = 0; i < D / 16; i++) {
-                const unsigned f[1][4] = { { k[0][2 * i], k[0][2 * i + 1], k[1][2 * i], k[1][2 * i + 1] } };
-                gqa_step<DT_F16, NT, 1>(d, f, q, i);
-            }
-            gqa_scores<NT, 1>(s, d);
-        } else {
-            q8_scores<D, NT>(s, keys, q, off_k, off_v);
-            __syncwarp();
-            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
-        }
-        if (b.see != SEE_16) gqa_hide<NT, 1>(s, b.see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4>(s[i], c, &z.top[i], &z.sum[i]);
-        gqa_factors<DT_F16, NT, 1>(prob, s);
-
-        // Values.
-        copy_wait<1>();
-        __syncwarp();
-        if (KIND == GQA_PATS) {
-            unsigned v[2][D / 8];
-            unpack_width<1, D>(v, vals, off_v, b.bits);
-            __syncwarp();
-            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
-            KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-                const unsigned f[1][4] = { { v[0][2 * j], v[1][2 * j], v[0][2 * j + 1], v[1][2 * j + 1] } };
-                gqa_mix<DT_F16, D, NT, 1>(z, j, shrink, prob, f);
-            }
-        } else {
-            q8_mix<D, NT>(z, shrink, prob[0], vals, off_v);
-            __syncwarp();
-            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
-        }
-    }
-}
-
-// Bytes of all slots of a block: of K and of V for each warp.
-template <int KIND, int D, int NT> KV_HD static constexpr size_t all_slots(void) {
-    return 2 * ATTN_WARPS * (KIND == ROW_Q8 || KIND == GQA_PATS ? slot_bytes<KIND, D>() : plain_slot<D, NT>());
 }
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
-constexpr int gqa_blocks(int KIND, int D, int NT) {
-    if (D > 64 && NT == 2) return 2;
-    if (D > 64 && KIND == GQA_PATS) return 3;
-    return NT == 1 ? 4 : KIND == ROW_Q8 || KIND == GQA_PATS ? 2 : 3;
+constexpr int decode_blocks(int KIND, int D, int NT) {
+    if (D > 64) return NT == 2 ? 2 : KIND == ROW_Q8 || KIND == DECODE_PATS ? 3 : 4;
+    return NT == 2 ? 3 : 4;
 }
 
-// KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
+// KIND: ROW_F16, ROW_BF16, ROW_Q8 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT))
-decode_kernel(Attn a, int BQ) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(KIND, D, NT))
+decode_kernel(const __grid_constant__ Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
-    const int SLOTS = KIND == ROW_Q8 || KIND == GQA_PATS;
-    GqaShared m;
-    gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D, NT>());
+    DecodeShared m;
+    decode_carve<KIND, D, NT>(&m, mem);
     m.slot = mem;                               // simpler to address than what carve() gives
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     const HeadRef &h = a.heads.at[w.g];
-    GqaSums<D, NT> z;
-    gqa_queries<KIND, D, NT>(m.q, a, w);
-    if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
+    DecodeSums<D, NT> z;
+    decode_queries<DecodeShape<KIND, D>::TYPE, D, NT>(m.q, a, w);
+    if (KIND == DECODE_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
-    for (int i = threadIdx.x; KIND == GQA_PATS && i < (int)(all_slots<KIND, D, NT>() / 16); i += blockDim.x)
+    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D>::WARP / 16;
+    for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
         ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
@@ -3632,10 +2664,9 @@ decode_kernel(Attn a, int BQ) {
     for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
         int p1 = min_int(p0 + a.span, it.p1);
         __syncthreads();                        // the last span is done with
-        gqa_sees(m.see, a, h, w, p0, p1);
+        decode_sees(m.see, a, h, w, p0, p1);
         __syncthreads();
-        if constexpr (SLOTS) gqa_slots<KIND, D, NT>(z, a, h, w, m, p0, p1);
-        else                 gqa_plain<KIND, D, NT>(z, a, h, w, m, p0, p1);
+        decode_tiles<KIND, D, NT>(z, a, h, w, m, p0, p1);
     }
 
     // The item's sums, over the four warps.
@@ -3644,9 +2675,8 @@ decode_kernel(Attn a, int BQ) {
     for (int i = 0; i < NT; i++) {
         float *to = m.sums + (warp * 8 * NT + 8 * i + g) * (D + 2);
         float x = lanes_sum<4>(z.sum[i]);
-        KV_UNROLL() for (int j = 0; j < D / 16; j++)
-            for (int e = 0; e < 4; e++)
-                to[2 + value_dim<KIND, D>(j, e / 2, 2 * t + e % 2)] = z.acc[i][2 * j + e / 2][e % 2] * (one * z.unit);
+        KV_UNROLL() for (int j = 0; j < D / 8; j++)
+            for (int c = 0; c < 2; c++) to[2 + 8 * j + 2 * t + c] = z.acc[i][j][c] * (one * z.unit);
         if (t) continue;
         to[0] = x > 0 ? z.top[i] * (1 / LOG2_E) : -INFINITY;
         to[1] = x * one;
@@ -3761,46 +2791,48 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
 //                     decode step reads a list of rows for each KV head, chosen by sums of columns
-//     PATS            packed rows, which decode_kernel unpacks ("rows of fewer bits")
+//     PATS            packed rows, which decode_kernel unpacks
 //     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
 //     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
 //     DiliLazyKV      a list for every query head: works of those that read the same
 
-// The KIND of decode_kernel for the session's rows, or -1: attend_kernel reads them in decode.
-static int gqa_kind(const Session *s) {
-    int D = s->c->D, kind = row_kind(s->fk);
-    if (s->fk != s->fv || kind == ROW_F32 || kind == ROW_Q4 || (D != 64 && D != 128)) return -1;
-    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
-    return kind;
-}
-
 static int tensor_min = TC_MIN;
 
-// 1: prefill_kernel computes this pass, whose q and P are rounded; 0: attend_kernel does.
-static int tensor_cores(const Session *s) {
-    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
+// Which kernel computes n tokens of this pass, a decode step or a prefill, whose query heads read the rows that their
+// KV head reads or, with lines, rows of their own.
+static Reader reader_of(const Session *s, int n, int decode, int lines) {
+    int D = s->c->D, rows = lines ? n : n * (s->c->H / s->c->G), kind = row_kind(s->fk);
+    int f32 = kind == ROW_F32 || row_kind(s->fv) == ROW_F32;
+    // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
+    Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32 };
+    if (decode) {
+        if (s->fk != s->fv || f32 || kind == ROW_Q4 || (D != 64 && D != 128)) return general;
+        if (s->packing && !s->packing->dense) return general;
+        return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16 };
+    }
+    if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact) return general;
+    return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128 };   // as in TensorShape
 }
 
-// ---- plans: which works, made on the host and uploaded at once
+// ---- plans: which rows, which queries, which kernel
+// A plan is made on the host and uploaded at once. Every call of attention has one, for a layer or some of its heads.
 
 struct Plan {
+    Reader by;
     Work *work;                 // scratch memory of the host
     int n_work;
     int *idx;                   // rows of the works' lists, scratch memory too
     int n_idx;
-    int BQ;                     // query rows of a block
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
-static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
 
 // An empty plan with room for n works.
-static Plan plan_new(Session *s, size_t n, int BQ) {
+static Plan plan_new(Session *s, size_t n, Reader by) {
     Plan p;
     memset(&p, 0, sizeof p);
     p.work = (Work *)scratch(s, n * sizeof(Work));
-    p.BQ = BQ;
+    p.by = by;
     return p;
 }
 
@@ -3829,10 +2861,6 @@ static int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many. Up to 8 are two blocks, or most of the
-// warps of one would have none.
-static int block_rows(int rows) { return rows <= 8 ? 4 : 32; }
-
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
     int lo = 0, hi = h->len;
@@ -3845,35 +2873,35 @@ static int rows_until(const KVHead *h, int tok) {
 }
 
 // Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan, if
-// there is one. A work lists the rows up to its last query's. When blind, and when the rule is not causal, it
-// lists all rows, and the mask hides the later ones.
-static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b, int blind) {
-    int g = head / (s->c->H / s->c->G), m0 = b * p->BQ, m = min_int(n * per - m0, p->BQ);
+// there is one. A work lists the rows up to its last query's. When the rule is not causal it lists all rows, and the
+// mask hides those that are not seen.
+static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b) {
+    int g = head / (s->c->H / s->c->G), m0 = b * p->by.BQ, m = min_int(n * per - m0, p->by.BQ);
     if (m <= 0) return;
     const KVHead *h = kv_head(s, l, g);
     int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
-    int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
+    int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
     Work w = work_new(g, head, per, m0, m, sees, tok0);
     w.low = s->tok[first].pos;
     for (int t = first; t <= last && layer_window(s, l); t++) w.low = min_int(w.low, s->tok[t].pos);
     p->work[p->n_work++] = w;
 }
 
-// The works of n tokens from tok0 on, BQ query rows each, of the ng KV heads from g0 on: block by block, so that
-// prefill_kernel, which begins with the last one, begins with the longest lists. blind: see work_add.
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int g0, int ng, int blind) {
-    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, BQ);
-    Plan p = plan_new(s, (size_t)ng * all, BQ);
+// The works of n tokens from tok0 on of the ng KV heads from g0 on: block by block, so that prefill_kernel, which
+// begins with the last one, begins with the longest lists. lines (H): of those query heads alone whose `dense` is
+// this; dense heads of one KV head share works, if all of them are dense, and others have works of their own. lines
+// NULL: all heads are dense.
+static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n, int g0, int ng) {
+    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, by.BQ);
+    Plan p = plan_new(s, (size_t)ng * R * blocks(n, by.BQ), by);
     for (int b = 0; b < all; b++)
-        for (int g = g0; g < g0 + ng; g++) work_add(s, l, &p, tok0, n, g * R, R, b, blind);
+        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
+            int of_group = 0;
+            for (int r = h - h % R; r < h - h % R + R; r++) of_group += !lines || lines[r].dense;
+            int per = dense && of_group == R ? R : 1, wanted = !lines || lines[h].dense == dense;
+            if (wanted && h % per == 0) work_add(s, l, &p, tok0, n, h, per, b);
+        }
     return p;
-}
-
-// Query rows of a decode step's work.
-static int decode_rows(const Session *s) {
-    int R = s->c->H / s->c->G;
-    if (gqa_kind(s) < 0 || R <= 4) return block_rows(R);
-    return R > 8 ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -3896,12 +2924,12 @@ static Plan plan_decode(Session *s, int l) {
     if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = plan_new(s, H, decode_rows(s));
+    Plan p = plan_new(s, H, reader_of(s, 1, 1, 0));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     for (int h = 0, m; h < H; h += m) {
         const View v = *kv_view(s, l, h);
         m = 1;
-        while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
+        while ((h + m) % R && m < p.by.BQ && same_as_before(s, l, h + m)) m++;
         Work *w = &p.work[p.n_work++];
         *w = work_new(h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
         w->idx = p.n_idx;
@@ -3914,12 +2942,54 @@ static Plan plan_decode(Session *s, int l) {
     return p;
 }
 
+// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
+// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
+// begin.
+static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
+    int lane = threadIdx.x, before = 0;
+    unsigned long long total = 0;
+    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
+    total = lanes_sum<32>(total);
+    int chunk = (int)chunk_rows(total);
+
+    for (int i0 = 0; i0 < n_work; i0 += 32) {
+        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
+        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
+        int first = before + end - n;
+        if (i < n_work) {
+            work[i].first = first;
+            work[i].items = n;
+        }
+        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
+        before += __shfl_sync(ALL_LANES, end, 31);
+    }
+    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
+}
+
+// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
+// those of a layer, and w->idx is where the work's rows begin in them.
+static __device__ void read_list(Work *w, const int *lists) {
+    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
+    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
+}
+
+// The items of works and, where they read lists that were chosen on the device, their lengths: what
+// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
+// 32nd work.
+static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
+    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
+        read_list(&work[i], lists);
+        work[i].n += work[i].n_idx - work[i].tail;
+    }
+    cut_items(work, n_work, item, grid);
+}
+
 // ---- launching attention
 
-static int gqa_span = GQA_SPAN;
+static int decode_span = DECODE_SPAN;
 
-// The kernels' argument for layer l, without works.
-static Attn attn_args(Session *s, int l, const float *q, int tok0) {
+// The kernels' argument for layer l, without works. out (n,H,D) or NULL, stat (n,H,2): see Attn.
+static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, float *stat) {
     Attn a;
     memset(&a, 0, sizeof a);
     a.heads = head_refs(s, l);
@@ -3928,7 +2998,6 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.tok0 = tok0;
     a.kind_k = row_kind(s->fk);
     a.kind_v = row_kind(s->fv);
-    a.gqa = gqa_kind(s);
     a.rule = s->rule;
     a.window = layer_window(s, l);
     a.H = s->c->H;
@@ -3938,7 +3007,9 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
-    a.span = gqa_span;
+    a.span = decode_span;
+    a.out = out;
+    a.stat = stat;
     return a;
 }
 
@@ -3950,36 +3021,56 @@ template <int QW> static void attend_launch(const Attn &a, int n) {
 }
 
 // decode_kernel over n items of BQ query rows, up to 8 NT.
-template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
-    GqaShared m;
-    size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
+template <int KIND, int D, int NT> static void decode_launch(const Attn &a, int n, int BQ) {
+    DecodeShared m;
+    size_t smem = decode_carve<KIND, D, NT>(&m, NULL);
     KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
-// The same for BQ = 4, 8 or 16.
-template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
-    if (BQ <= 8) gqa_groups<KIND, D, 1>(a, n, BQ);
-    else         gqa_groups<KIND, D, 2>(a, n, BQ);
+// The same for BQ = 4, 8 or 16, and the head_dim of the argument, which reader_of has allowed.
+template <int KIND> static void decode_width(const Attn &a, int n, int BQ) {
+    if (a.D == 64 && BQ <= 8) decode_launch<KIND, 64, 1>(a, n, BQ);
+    else if (a.D == 64)       decode_launch<KIND, 64, 2>(a, n, BQ);
+    else if (BQ <= 8)         decode_launch<KIND, 128, 1>(a, n, BQ);
+    else                      decode_launch<KIND, 128, 2>(a, n, BQ);
 }
 
-// The same for the head_dim of the argument, which gqa_kind has allowed.
-template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
-    if (a.D == 64) gqa_width<KIND, 64>(a, n, BQ);
-    else           gqa_width<KIND, 128>(a, n, BQ);
-}
-
-// Launches n items, blocks of BQ = 4 to 32 query rows. decode: their queries are of one token. The
-// items' results lie in a.part, what they are together in a.out and a.stat.
-static void run_items(const Attn &a, int n, int BQ, int decode) {
-    if (decode && n && a.gqa >= 0) {
-        if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
-        else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
-        else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
-        else                        gqa_launch<GQA_PATS>(a, n, BQ);
-    } else if (n) {
-        if (BQ == 4) attend_launch<1>(a, n);
-        else         attend_launch<8>(a, n);
+// Launches n items. Their results lie in a.part, what they are together in a.out and a.stat.
+static void items_run(const Attn &a, const Reader &by, int n) {
+    if (!n) return;
+    if (by.kernel == BY_DECODE) {
+        if (by.kind == ROW_F16)       decode_width<ROW_F16>(a, n, by.BQ);
+        else if (by.kind == ROW_BF16) decode_width<ROW_BF16>(a, n, by.BQ);
+        else if (by.kind == ROW_Q8)   decode_width<ROW_Q8>(a, n, by.BQ);
+        else                          decode_width<DECODE_PATS>(a, n, by.BQ);
+    } else {
+        if (by.BQ == 4) attend_launch<1>(a, n);
+        else            attend_launch<8>(a, n);
     }
+}
+
+// Launches prefill_kernel over n works.
+template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
+    typedef TensorShape<DIM, LINES> Shape;
+    TensorShared m;
+    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
+    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
+}
+
+// The same, for the head_dim of the argument.
+template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
+    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
+    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
+    else                 tensor_launch<DT, 256, LINES>(a, n);
+}
+
+// The same, for its rows.
+static void works_run(const Attn &a, int n) {
+    int f16 = a.kind_k == ROW_F16;
+    if (a.lines && f16) tensor_width<DT_F16, 1>(a, n);
+    else if (a.lines)   tensor_width<DT_BF16, 1>(a, n);
+    else if (f16)       tensor_width<DT_F16, 0>(a, n);
+    else                tensor_width<DT_BF16, 0>(a, n);
 }
 
 // The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
@@ -3994,35 +3085,30 @@ static int plan_items(const Plan *p) {
     return most_items(pairs, p->n_work);
 }
 
-// Runs a plan through attend_kernel or, in decode, perhaps decode_kernel: a.out and a.stat, on the device -> the
-// kernels' argument, for column sums over the same rows. Works and lists go to the device, which cuts them
-// into items: of lists that it chose itself the host knows only the greatest possible length.
-static Attn attend_run(Session *s, Attn a, const Plan *p, int decode) {
+// Runs a plan: a.out and a.stat, on the device -> the kernels' argument, for column sums over the same rows. Works and
+// lists go to the device, which cuts works into items, but for prefill_kernel: of lists that it chose itself the host
+// knows only the greatest possible length.
+static Attn plan_run(Session *s, Attn a, const Plan *p) {
     if (!p->n_work) return a;
-    int n_items = plan_items(p);
+    int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
     Work *work = (Work *)dev;
-    int *idx = (int *)(dev + works);
     Item *item = (Item *)(dev + works + lists);
     upload(work, p->work, works);
-    upload(idx, p->idx, lists);
-    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    upload(dev + works, p->idx, lists);
     a.work = work;
     a.item = item;
-    a.idx = p->lists ? p->lists : idx;
-    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->BQ * (a.D + 2));
+    a.idx = p->lists ? p->lists : (int *)(dev + works);
+    if (prefill) {
+        works_run(a, p->n_work);
+        return a;
+    }
+    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->by.BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
-    run_items(a, n_items, p->BQ, decode);
+    items_run(a, p->by, n_items);
     return a;
-}
-
-// The same from the start: out (n,H,D) on the device or NULL, stat (n,H,2).
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, int decode, float *out, float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
-    a.out = out;
-    a.stat = stat;
-    return attend_run(s, a, p, decode);
 }
 
 // ---- rows that prefill_kernel cannot read as they are stored
@@ -4063,10 +3149,9 @@ static int tensor_heads(const Session *s, int l) {
     return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
 }
 
-// The kernel's argument for the ng KV heads from g0 on, without works.
-static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int ng) {
-    Attn a = attn_args(s, l, q, tok0);
-    if (rows_are_halves(s, l)) return a;
+// Brings the rows of the ng KV heads from g0 on to where prefill_kernel can read them.
+static void rows_as_f16(Session *s, int l, Attn &a, int g0, int ng) {
+    if (rows_are_halves(s, l)) return;
     int N = max_int(kv_longest(s, l), 1);
     size_t rows = (size_t)N * a.D;
     uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
@@ -4079,56 +3164,6 @@ static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int
         h->packed = 0;
     }
     a.kind_k = a.kind_v = ROW_F16;
-    return a;
-}
-
-// ---- launching prefill_kernel
-
-// Query rows of a work of prefill_kernel.
-static int tensor_rows(int D, int lines) {
-    if (lines) return TensorShape<128, 1>::BQ;
-    return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
-}
-
-// Launches prefill_kernel over n works.
-template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
-    typedef TensorShape<DIM, LINES> Shape;
-    TensorShared m;
-    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
-}
-
-// The same, for the head_dim of the argument.
-template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
-    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
-    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
-    else                 tensor_launch<DT, 256, LINES>(a, n);
-}
-
-// Runs a plan through prefill_kernel: a.out and a.stat, on the device.
-static void tensor_run(Session *s, Attn a, const Plan *p) {
-    if (!p->n_work) return;
-    Work *dev = room<Work>(s, ROOM_PLAN, p->n_work);
-    upload(dev, p->work, (size_t)p->n_work * sizeof(Work));
-    a.work = dev;
-    int f16 = a.kind_k == ROW_F16;
-    if (a.lines && f16) tensor_width<DT_F16, 1>(a, p->n_work);
-    else if (a.lines)   tensor_width<DT_BF16, 1>(a, p->n_work);
-    else if (f16)       tensor_width<DT_F16, 0>(a, p->n_work);
-    else                tensor_width<DT_BF16, 0>(a, p->n_work);
-}
-
-// Attention of n tokens from tok0 on through prefill_kernel: out (n,H,D), stat (n,H,2) on the device.
-static void attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
-    int G = s->c->G, step = tensor_heads(s, l);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        Plan p = plan_prefill(s, l, tok0, n, tensor_rows(s->c->D, 0), g0, ng, 0);
-        Attn a = tensor_args(s, l, q, tok0, g0, ng);
-        a.out = out;
-        a.stat = stat;
-        tensor_run(s, a, &p);
-    }
 }
 
 // ---- sums over queries, and KV_MASS
@@ -4206,46 +3241,58 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 
 // ---- attention of a pass
 
+// Attention of n tokens from tok0 on: out, q (n,H,D) and stat (n,H,2) on the device. lines (H): what query heads read,
+// with bits on the host; first the dense heads, as in any other layer, then the others. NULL: all rows.
+static void attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, float *stat, int tok0,
+                        int n) {
+    int G = s->c->G, tensor = reader_of(s, n, 0, 0).kernel == BY_PREFILL, step = tensor ? tensor_heads(s, l) : G;
+    const DeviceLines *cells = lines ? lines_upload(s, lines) : NULL;
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step);
+        Attn a = attn_args(s, l, q, tok0, out, stat);
+        if (tensor) rows_as_f16(s, l, a, g0, ng);
+        for (int dense = 1; dense >= !lines; dense--) {
+            a.lines = dense ? NULL : cells;
+            Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n, g0, ng);
+            plan_run(s, a, &p);
+        }
+    }
+}
+
 // Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
-static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {
+void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
     int tok0 = s->base + t0;
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    Attn a;
-    if (tensor_cores(s)) {
-        attend_tensor(s, l, q, tok0, n, out, stat);
-        a = attn_args(s, l, q, tok0);           // column_kernel reads the rows as they are stored
-    } else {
-        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0, s->c->G, 0);
-        a = attend(s, l, q, tok0, &p, 0, out, stat);
+    attend_pass(s, l, NULL, out, q, stat, tok0, n);
+    if (s->wants & KV_MASS) {
+        Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // column_kernel reads the rows as they are stored
+        add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     }
-    if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
+    scratch_reset(s, mark);
+}
+
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
+void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    size_t mark = scratch_mark(s);
+    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
+    attend_pass(s, l, lines, out, q, stat, s->base, T);
     scratch_reset(s, mark);
 }
 
 // Attention of a decode step launched by itself: out, q (H,D) on the device. Rows of lists that
 // were chosen on the device are counted at the end of the pass (lists_count).
-static void decode_device(Session *s, int l, float *out, const float *q) {
+void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
-    Attn a = attend(s, l, q, s->base, &p, 1, out, stat);
+    Attn a = plan_run(s, attn_args(s, l, q, s->base, out, stat), &p);
     for (int i = 0; i < p.n_work && !p.lists; i++) {
         const Work *w = &p.work[i];
         s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
     }
     if (s->wants & KV_MASS) decode_mass(s, a, p.n_work, stat);
     scratch_reset(s, mark);
-}
-
-// What hooks call: q and out are the pass's own, on the device.
-void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
-    prefill_device(s, l, out, q, t0, n);
-}
-
-// See attn_prefill_cuda.
-void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
-    decode_device(s, l, out, q);
 }
 
 // n floats to the host.
@@ -4262,8 +3309,9 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     int H = s->c->H, N = kv_longest(s, l);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 0, s->c->G, 1);
-    Attn a = attend(s, l, q, tok0, &p, 0, NULL, stat);
+    Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32 };
+    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w, 0, s->c->G);
+    Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
     float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
@@ -4309,29 +3357,19 @@ static int *chosen_room(Session *s, int l, int stride) {
 // The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs
 // now, because lists may be older than the way in which the rows are stored.
 static Plan plan_chosen(Session *s, int l) {
-    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
-    Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
+    int G = s->c->G, R = s->c->H / G, stride = s->dev->chosen.stride;
+    Reader by = reader_of(s, 1, 1, 0);
+    Plan p = plan_new(s, (size_t)G * blocks(R, by.BQ), by);
     p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
-        for (int m0 = 0; m0 < R; m0 += BQ) {
+        for (int m0 = 0; m0 < R; m0 += by.BQ) {
             Work *w = &p.work[p.n_work++];
-            *w = work_new(g, g * R, R, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
+            *w = work_new(g, g * R, R, m0, min_int(R - m0, by.BQ), kv_head(s, l, g)->len, s->base);
             w->idx = g * stride + LIST_HEAD;
             w->low = s->tok[s->base].pos;
         }
     return p;
-}
-
-// The items of works and, where they read lists that were chosen on the device, their lengths: what
-// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
-// 32nd work.
-static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
-        read_list(&work[i], lists);
-        work[i].n += work[i].n_idx - work[i].tail;
-    }
-    cut_items(work, n_work, item, grid);
 }
 
 // rows (n): rows of each list less its tail. A thread a list.
@@ -4455,65 +3493,41 @@ static int step_settled(Session *s) {
 
 // ---- works and items, made on the device
 
-// Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
-// empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
-// begin.
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
-    int lane = threadIdx.x, before = 0;
-    unsigned long long total = 0;
-    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
-    total = lanes_sum<32>(total);
-    int chunk = (int)chunk_rows(total);
+struct StepWorks {              // the works of a layer
+    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
+    Work *work;                 // (n_work)
+    Item *item;                 // (grid)
+    int n_work, grid;
+    int head0;                  // the layer's first head among those of the step
+};
 
-    for (int i0 = 0; i0 < n_work; i0 += 32) {
-        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
-        int end = scan_warp(n);                 // items of this lane's work and of the lanes before
-        int first = before + end - n;
-        if (i < n_work) {
-            work[i].first = first;
-            work[i].items = n;
-        }
-        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
-        before += __shfl_sync(ALL_LANES, end, 31);
-    }
-    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
-}
-
-// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
-// those of a layer, and w->idx is where the work's rows begin in them.
-static __device__ void read_list(Work *w, const int *lists) {
-    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
-    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
-}
-
-// The works of one layer, n_work of them, from lengths that only the device knows, and their items
-// (grid). head0: the layer's first head among those of the step. lists: see read_list; NULL: the
+// The works of a layer, from lengths that only the device knows, and their items. lists: see read_list; NULL: the
 // host has chosen. One warp, a lane every 32nd work.
-static __device__ void layer_works(const Step *step, int head0, Work *work, int n_work, Item *item,
-                                   int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work; i += 32) {
-        Work *w = &work[i];
+static __device__ void layer_works(const StepWorks &a, const int *lists) {
+    for (int i = threadIdx.x; i < a.n_work; i += 32) {
+        Work *w = &a.work[i];
         if (lists) read_list(w, lists);
-        w->n = w->n_idx + step->len[head0 + w->g] + 1 - w->tail;
-        w->low = step->tok.pos;
-        w->tok0 = step->base;
+        w->n = w->n_idx + a.step->len[a.head0 + w->g] + 1 - w->tail;
+        w->low = a.step->tok.pos;
+        w->tok0 = a.step->base;
     }
-    cut_items(work, n_work, item, grid);
+    cut_items(a.work, a.n_work, a.item, a.grid);
 }
 
 // Works and items of whole layers, whose lengths plan_decode would give on the host.
 //   Block   one warp, for layer blockIdx.x
-// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where
-// the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
-// Where a layer's lists are chosen anew later in the step, the selection makes its works anew
-// (StepWorks). The block of layer 0 also stores the step's token.
-static __global__ void step_works_kernel(Token *tok, const Step *step, const int *first, const int *kept,
-                                   const int *views, int stride, Work *work, Item *item, int G, int grid) {
+// a: those of layer 0; work l has first[l]..first[l+1]-1, first (L+1). kept (L): 1 where the device chose the lists,
+// views (L,G,stride). Launched for all layers at the start of a step. Where a layer's lists are chosen anew later in
+// the step, the selection makes its works anew. The block of layer 0 also stores the step's token.
+static __global__ void step_works_kernel(Token *tok, StepWorks a, const int *first, const int *kept, const int *views,
+                                         int stride, int G) {
     int l = blockIdx.x;
-    const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
-    if (!l && !threadIdx.x) tok[step->base] = step->tok;
-    int n_work = first[l + 1] - first[l];
-    layer_works(step, l * G, work + first[l], n_work, item + (size_t)l * grid, grid, lists);
+    if (!l && !threadIdx.x) tok[a.step->base] = a.step->tok;
+    a.work += first[l];
+    a.item += (size_t)l * a.grid;
+    a.n_work = first[l + 1] - first[l];
+    a.head0 = l * G;
+    layer_works(a, kept[l] ? views + (size_t)l * G * stride : NULL);
 }
 
 // ---- what a step needs on the device
@@ -4553,11 +3567,14 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx)
         const KVHead *h = kv_head(s, l, w->g);
         pairs += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
         if (p.lists) continue;
-        if (reads_first(s, l, w)) d->read[d->n_read++] = { w->n, row_bytes(s, h) };
+        if (reads_first(s, l, w)) {
+            d->read += w->n * row_bytes(s, h);
+            d->more += row_bytes(s, h);
+        }
         w->idx += *n_idx;
     }
     d->grid = max_int(d->grid, most_items(pairs, p.n_work));
-    d->BQ = p.BQ;
+    d->by = p.by;
     to->first[l] = *n;
     to->kept[l] = d->chosen.kept[l] != KEPT_NONE;
     memcpy(to->work + *n, p.work, (size_t)p.n_work * sizeof(Work));
@@ -4578,7 +3595,7 @@ static void step_plan(Session *s) {
     step_carve(&p, s, host, total);
 
     d->grid = 1;
-    d->n_read = 0;
+    d->read = d->more = 0;
     for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n, &n_idx);
     p.first[L] = n;
     memcpy(d->first, p.first, (L + 1) * sizeof(int));
@@ -4604,7 +3621,7 @@ static Pass step_prepare(Session *s) {
     if (s->changes != d->seen || n_picks(s) != d->n_picks) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
-        room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
+        room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
         d->replays = 0;
         d->seen = d->settled = s->changes;      // no hook had a part in these rooms
         d->n_picks = n_picks(s);
@@ -4618,14 +3635,6 @@ static Pass step_prepare(Session *s) {
 }
 
 // ---- the step
-
-// What a selection needs to make the works of its layer in the same launch.
-struct StepWorks {
-    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
-    Work *work;                 // (n_work)
-    Item *item;                 // (grid)
-    int n_work, grid, head0;
-};
 
 // The works of layer l, for a selection that is launched now.
 static StepWorks step_works(Session *s, int l) {
@@ -4648,20 +3657,16 @@ static StepWorks step_works(Session *s, int l) {
 // the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
-    int n_work = d->first[l + 1] - d->first[l];
-    Item *item = (Item *)d->room[ROOM_ITEM].p;
+    StepWorks w = step_works(s, l);
     float *stat = (float *)d->room[ROOM_STAT].p;
-    const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-    Attn a = attn_args(s, l, r->q, 0);
-    a.work = p->work + d->first[l];
-    a.item = item + (size_t)l * d->grid;
-    a.idx = lists ? lists : p->idx;
+    Attn a = attn_args(s, l, r->q, 0, r->out, stat);
+    a.work = w.work;
+    a.item = w.item;
+    a.idx = d->chosen.kept[l] ? lists_of(s, l) : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
-    a.out = r->out;
-    a.stat = stat;
-    run_items(a, d->grid, d->BQ, 1);
-    if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
+    items_run(a, d->by, d->grid);
+    if (s->wants & KV_MASS) decode_mass(s, a, w.n_work, stat);
 }
 
 // All launches of a step: the same as in pass_cuda, but token and lengths come from Step. once 1: the
@@ -4670,7 +3675,6 @@ static void step_launches(Session *s, const Pass *r, int once) {
     Device *d = s->dev;
     const Config *c = s->c;
     Step *step = (Step *)d->room[ROOM_STEP].p;
-    Item *item = (Item *)d->room[ROOM_ITEM].p;
     Token *tok = (Token *)d->room[ROOM_TOK].p;
     const Tensor *embed = &s->w->embed;
     StepPlan p;
@@ -4678,8 +3682,8 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
-              d->chosen.stride, p.work, item, c->G, d->grid);
+    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step_works(s, 0), p.first, p.kept,
+              (const int *)d->room[ROOM_VIEWS].p, d->chosen.stride, c->G);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
@@ -4751,10 +3755,8 @@ static float *step_cuda(Session *s, int once) {
         if (!d->no_graph) step_capture(s, &r);
     }
     for (int l = 0; l < s->c->L && !once; l++) kv_note(s, l, 0, 1);
-    for (int i = 0; i < d->n_read; i++) {
-        d->read[i].n++;
-        s->clk.bytes_attended += d->read[i].n * d->read[i].each;
-    }
+    d->read += d->more;
+    s->clk.bytes_attended += d->read;
 
     logits_wait(s);
     lists_count(s);
@@ -4788,8 +3790,8 @@ static Shared *shared_open(const Session *s) {
     h->next = all_shared;
     all_shared = h;
 
-    Stage g;
-    stage_open(&g, s->w->bytes);
+    Sent g = { 0, s->w->bytes };
+    progress_tell("uploading", 0);
     const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
     tensors_put(&h->map, top, 3, &g);
     for (int l = 0; l < s->c->L; l++) {
@@ -4804,7 +3806,8 @@ static Shared *shared_open(const Session *s) {
         matrices_put(&h->map, &down, 1, &g, h->exact);
         tensors_put(&h->map, vectors, 11, &g);
     }
-    stage_close(&g);
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    progress_tell("uploading", 1);
     return h;
 }
 
@@ -4936,7 +3939,6 @@ int device_open(Session *s) {
     KV_BLAS(blas_set_stream(d->blas, kv_stream));
 
     d->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
-    d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
     d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
     KV_CUDA(cudaMallocHost((void **)&d->picks, sizeof *d->picks));
@@ -4978,7 +3980,6 @@ void device_close(Session *s) {
     free(d->chosen.kept);
     free(d->chosen.row_bytes);
     free(d->first);
-    free(d->read);
     free(d);
     s->dev = NULL;
 }
@@ -5005,117 +4006,6 @@ void device_close(Session *s) {
 // the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
 
 // ---- what this section and the later ones share
-// Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
-// its lanes.
-static __device__ float lanes_fold(float sum) {
-    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, d);
-    return sum;
-}
-
-// dot_f32 of kvcomp.c by a half warp: a.b of a, b (D), to the bit. Lane i takes every 16th dimension
-// from i on.
-static __device__ float dot_lanes(const float *a, const float *b, int D) {
-    float sum = 0;
-    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
-    return lanes_fold(sum);
-}
-
-// 8 numbers as they are stored.
-template <int DT> struct Eight {
-    uint4 u[DT == DT_F32 ? 2 : 1];
-};
-
-// The 8 numbers at p, which is aligned to 16 bytes.
-template <int DT> static __device__ Eight<DT> load8(const char *p) {
-    Eight<DT> e;
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
-    return e;
-}
-
-// x (8) = the 8 numbers as f32.
-template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
-    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
-        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
-        for (int j = 0; j < 4; j++)
-            if (DT == DT_F32) {
-                x[4 * i + j] = __int_as_float((int)w[j]);
-            } else {
-                x[2 * j] = half_get<DT>((uint16_t)w[j]);
-                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
-            }
-    }
-}
-
-enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
-
-// dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32,
-// in both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its
-// own. q (NQ,n), in shared memory.
-//
-//     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
-//     lane      even        odd         even        odd
-//
-// dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd
-// lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ
-// queries share what was read and turned into f32.
-// WIDE 1: the row lies on 16 bytes, and n is a multiple of 8. Other rows are read number by number.
-template <int DT, int NQ, int WIDE>
-static __device__ void pair_dots(float *dot, const char *row, int n, const float *q) {
-    const int STRIDE = 16;
-    int k0 = 8 * (threadIdx.x & 1);
-    float sum[NQ][8];
-    KV_UNROLL()
-    for (int j = 0; j < NQ; j++)
-        KV_UNROLL()
-        for (int i = 0; i < 8; i++) sum[j][i] = 0;
-
-    for (; WIDE && k0 < n; k0 += DOT_AHEAD * STRIDE) {
-        Eight<DT> e[DOT_AHEAD];
-        KV_UNROLL()
-        for (int a = 0; a < DOT_AHEAD; a++) {
-            int k = k0 + a * STRIDE;
-            if (k < n) e[a] = load8<DT>(row + (size_t)k * Stored<DT>::BYTES);
-        }
-        KV_UNROLL()
-        for (int a = 0; a < DOT_AHEAD; a++) {
-            int k = k0 + a * STRIDE;
-            if (k >= n) break;
-            float x[8];
-            unpack8<DT>(x, e[a]);
-            KV_UNROLL()
-            for (int j = 0; j < NQ; j++) {
-                const float4 *from = (const float4 *)(q + j * n + k);
-                float4 low = from[0], high = from[1];
-                const float own[8] = { low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w };
-                KV_UNROLL()
-                for (int i = 0; i < 8; i++) sum[j][i] = fmaf(own[i], x[i], sum[j][i]);
-            }
-        }
-    }
-    for (; !WIDE && k0 < n; k0 += STRIDE) {
-        KV_UNROLL()
-        for (int i = 0; i < 8; i++) {
-            if (k0 + i >= n) break;
-            float x = number(row, DT, k0 + i);
-            KV_UNROLL()
-            for (int j = 0; j < NQ; j++)
-                sum[j][i] = fmaf(q[j * n + k0 + i], x, sum[j][i]);
-        }
-    }
-
-    // 8+8 across the pair; then 4+4, 2+2, 1+1 in the lane.
-    KV_UNROLL()
-    for (int j = 0; j < NQ; j++) {
-        KV_UNROLL()
-        for (int i = 0; i < 8; i++) sum[j][i] += __shfl_xor_sync(ALL_LANES, sum[j][i], 1);
-        KV_UNROLL()
-        for (int h = 4; h; h >>= 1)
-            KV_UNROLL()
-            for (int i = 0; i < h; i++) sum[j][i] += sum[j][i + h];
-        dot[j] = sum[j][0];
-    }
-}
-
 // The keys or the values of a layer, for kernels that read them one number at a time.
 struct LayerRows {
     HeadRefs heads;             // (G) where the rows lie
@@ -5200,189 +4090,6 @@ static __global__ void pool_kernel(float *out, const float *x, const int *n, int
     out[(size_t)row * N + j] = mean ? window_mean(from, j, m, width) : window_max(from, j, m, width);
 }
 
-// ---- top_k of kvcomp.c for many rows at once
-enum { TOP_THREADS = 512, TOP_WARPS = TOP_THREADS / 32 };
-enum { TOP_BITS = 11, TOP_BINS = 1 << TOP_BITS };   // of a key in a round: three rounds
-
-struct TopRow {                 // one row of a launch
-    int n;                      // scores it has
-    int k;                      // how many of them are wanted
-};
-
-struct TopShared {              // shared memory of a block that selects
-    int bin[TOP_BINS];
-    int sum[TOP_WARPS], equal[TOP_WARPS];       // of each warp
-    int found[2];
-};
-
-// m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1]
-// = how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block.
-// Thread 0 adds the highest bins, thread 1 the next ones, and so on; a prefix sum over the threads
-// shows the one in whose bins `left` is reached.
-static __device__ void top_bin(TopShared *m, int left) {
-    const int EACH = TOP_BINS / TOP_THREADS;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = 0;
-    int b = TOP_BINS - 1 - EACH * (int)threadIdx.x;              // the thread's highest bin
-    for (int i = 0; i < EACH; i++) own += m->bin[b - i];
-    int upto = scan_warp(own);
-    if (lane == 31) m->sum[warp] = upto;
-    if (!threadIdx.x) m->found[0] = -1;
-    __syncthreads();
-    for (int w = 0; w < warp; w++) upto += m->sum[w];
-    if (upto - own < left && upto >= left) {    // true in at most one thread
-        int rest = left - (upto - own);
-        while (m->bin[b] < rest) {
-            rest -= m->bin[b];
-            b--;
-        }
-        m->found[0] = b;
-        m->found[1] = rest;
-    }
-    __syncthreads();
-}
-
-// Of x (n), the best first, the key of the score at which the weights reach *left: with weights of
-// 1 that is the *left-th largest. *left becomes how much weight is wanted of the scores with
-// exactly this key. 0: all weights together are less. Found by TOP_BITS bits a round, from the
-// highest; the last round counts one bit again that is known already. weight(i) >= 0. All threads
-// of a block.
-template <class Weight>
-static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *left, TopShared *m) {
-    uint32_t key = 0;
-    for (int known = 0; known < 32; known += TOP_BITS) {
-        int shift = max_int(32 - TOP_BITS - known, 0);
-        __syncthreads();                        // the last round's bins have been read
-        for (int i = threadIdx.x; i < TOP_BINS; i += TOP_THREADS) m->bin[i] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
-            uint32_t u = order_key(x[i]);
-            int alike = ((uint64_t)(u ^ key) >> (32 - known)) == 0, w = alike ? weight(i) : 0;
-            if (w) atomicAdd(&m->bin[u >> shift & (TOP_BINS - 1)], w);
-        }
-        __syncthreads();
-        top_bin(m, *left);
-        if (m->found[0] < 0) return 0;
-        key |= (uint32_t)m->found[0] << shift;
-        *left = m->found[1];
-    }
-    return key;
-}
-
-// The warp's stretch of 0..n-1: every warp of the block has an equal one, a multiple of 32 long.
-static __device__ int stretch_length(int n) { return (n + TOP_THREADS - 1) / TOP_THREADS * 32; }
-
-// idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
-// threads of a block. Every warp counts the two kinds in its stretch of the row, and once the
-// counts of the warps before it are known, it goes through the stretch again and writes.
-static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
-    int each = stretch_length(n), from = warp * each, to = from + each;
-    for (int i = from; i < to; i += 32) {
-        // 0 is no number's key but that of a NaN.
-        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        n_above += __popc(__ballot_sync(ALL_LANES, u > key));
-        n_equal += __popc(__ballot_sync(ALL_LANES, u == key));
-    }
-    __syncthreads();
-    if (!lane) {
-        m->sum[warp] = n_above;
-        m->equal[warp] = n_equal;
-    }
-    __syncthreads();
-
-    n_above = n_equal = 0;  // from here on: of everything before index i
-    for (int w = 0; w < warp; w++) {
-        n_above += m->sum[w];
-        n_equal += m->equal[w];
-    }
-    for (int i = from; i < to; i += 32) {
-        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        unsigned more = __ballot_sync(ALL_LANES, u > key);
-        unsigned same = __ballot_sync(ALL_LANES, u == key);
-        unsigned below = (1u << lane) - 1;
-        int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
-        if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
-        n_above += __popc(more);
-        n_equal += __popc(same);
-    }
-}
-
-// idx (S,per) = the rows[i].k largest of each row of x (S,stride), indices ascending, ties to the
-// lower one; count (S): how many there are. Keys are integers and no float is added, so the result
-// is the CPU's.
-// Block: one row, TOP_THREADS threads; few rows come at once (G, H or one), so a row gets a large
-// block. Thread: every 512th score while digits are counted. Warp: an equal stretch of the row
-// while indices are written; lane: every 32nd score of it. Shared: the bins of a digit and two
-// counts a warp. Bound by latency for the usual row of some 10^4 scores (five passes over the row,
-// four of
-// them from the cache), by its one read from memory beyond.
-static __global__ void __launch_bounds__(TOP_THREADS, 1)
-top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
-    __shared__ TopShared m;
-    TopRow row = rows[blockIdx.x];
-    int left = min_int(row.k, row.n);
-    x += blockIdx.x * stride;
-    idx += (size_t)blockIdx.x * per;
-    if (!threadIdx.x) count[blockIdx.x] = max_int(left, 0);
-    if (left <= 0) return;                                       // the same for the whole block
-
-    uint32_t key = top_key(x, row.n, [](int) { return 1; }, &left, &m);
-    top_write(x, row.n, key, left, idx, &m);
-}
-
-// ---- prefix sums over a block
-// weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call
-// these.
-
-// The weights before the warp's own stretch; m->sum has those of every stretch.
-template <class Weight>
-static __device__ int weight_before(int n, Weight weight, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), before = 0, own = 0;
-    KV_UNROLL(4)
-    for (int i = warp * each + lane; i < min_int((warp + 1) * each, n); i += 32) own += weight(i);
-    own = lanes_sum<32>(own);
-    __syncthreads();                            // the last sums have been read
-    if (!lane) m->sum[warp] = own;
-    __syncthreads();
-    for (int w = 0; w < warp; w++) before += m->sum[w];
-    return before;
-}
-
-// The first i at which the weights of 0..i together reach `left`, n: there is none; *before: the
-// weights of those before i.
-template <class Weight>
-static __device__ int crossing(int n, Weight weight, int left, int *before, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n);
-    __syncthreads();
-    if (!threadIdx.x) m->found[0] = n;
-    int at = weight_before(n, weight, m), here = at < left && at + m->sum[warp] >= left;
-    for (int i = warp * each; here && i < (warp + 1) * each; i += 32) {
-        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
-        if (upto >= left && upto - w < left) {  // true in one lane of the block
-            m->found[0] = i + lane;
-            m->found[1] = upto - w;
-        }
-        at = __shfl_sync(ALL_LANES, upto, 31);
-    }
-    __syncthreads();
-    *before = m->found[1];
-    return m->found[0];
-}
-
-// Calls put(i, at) for every i with a weight, at: the weights before it -> all weights.
-template <class Weight, class Put>
-static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), all = 0;
-    int at = weight_before(n, weight, m);
-    for (int i = warp * each; i < (warp + 1) * each; i += 32) {
-        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
-        if (w) put(i + lane, upto - w);
-        at = __shfl_sync(ALL_LANES, upto, 31);
-    }
-    for (int w = 0; w < TOP_WARPS; w++) all += m->sum[w];
-    return all;
-}
-
 // ---- selections in one launch: section 8 and section 11
 // Units, which are pages or clusters, are scored by many blocks for each list. The last of a list's
 // blocks selects: from shared memory, if the scores of all units of the list fit into seek_shared
@@ -5428,7 +4135,7 @@ static __device__ const float *seek_scores(float *x, const float *score, int n) 
 // The end of a list: the last of `all` lists of a layer makes its works. All threads of a block.
 static __device__ void seek_end(const StepWorks &w, const int *lists, int *arrived, int all, int *last) {
     if (!w.step || !arrives_last(arrived, all, last) || threadIdx.x >= 32) return;
-    layer_works(w.step, w.head0, w.work, w.n_work, w.item, w.grid, lists);
+    layer_works(w, lists);
 }
 
 // Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
@@ -5832,44 +4539,6 @@ static const DeviceLines *lines_upload(Session *s, const Lines *lines) {
     return (const DeviceLines *)dev;
 }
 
-// The works of the T tokens of a pass, BQ query rows each, of those query heads of the ng KV heads from g0 on
-// whose `dense` is this. Dense heads of one KV head share works, if all of them are dense.
-static Plan plan_lines(Session *s, int l, const Lines *lines, int T, int BQ, int g0, int ng, int dense) {
-    int R = s->c->H / s->c->G, all = blocks((size_t)T * R, BQ);
-    Plan p = plan_new(s, (size_t)ng * R * blocks(T, BQ), BQ);
-    for (int b = 0; b < all; b++)
-        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
-            int of_group = 0;
-            for (int r = h - h % R; r < h - h % R + R; r++) of_group += lines[r].dense;
-            int per = dense && of_group == R ? R : 1;
-            if (lines[h].dense == dense && h % per == 0) work_add(s, l, &p, s->base, T, h, per, b, 0);
-        }
-    return p;
-}
-
-// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. First the dense
-// heads, as in any other layer, then the others.
-void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    size_t mark = scratch_mark(s);
-    int G = s->c->G, tensor = tensor_cores(s), step = tensor ? tensor_heads(s, l) : G;
-    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
-    const DeviceLines *cells = lines_upload(s, lines);
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        Attn a = tensor ? tensor_args(s, l, q, s->base, g0, ng) : attn_args(s, l, q, s->base);
-        a.out = out;
-        a.stat = stat;
-        for (int dense = 1; dense >= 0; dense--) {
-            a.lines = dense ? NULL : cells;
-            int BQ = tensor ? tensor_rows(s->c->D, !dense) : block_rows(T);
-            Plan p = plan_lines(s, l, lines, T, BQ, g0, ng, dense);
-            if (tensor) tensor_run(s, a, &p);
-            else        attend_run(s, a, &p, 0);
-        }
-    }
-    scratch_reset(s, mark);
-}
-
 // ---- softmax rows of sampled queries: line_probs of kvcomp.c, for several KV heads at once
 enum { SOFT_THREADS = 256 };
 
@@ -5908,7 +4577,7 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const 
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
-    Attn a = attn_args(s, l, q, s->base);
+    Attn a = attn_args(s, l, q, s->base, NULL, NULL);
     upload(tokens, t, m * sizeof(int));
 
     column_launch(a, { whole_lists(s, l, s->base), tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
@@ -5995,25 +4664,24 @@ struct QuestSeek : Seek {       // argument of page_select_kernel
 };
 
 struct QuestShared {
-    float *q;                   // (NQ,2D) some of the queries, split
+    float *q;                   // (DOT_QUERIES,2D) some of the queries, split
     float *score;               // (cap) or NULL
 };
 
 // Carves the block's shared memory -> bytes.
-template <int NQ> KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
+KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
     Block b = { mem, 0 };
-    m->q = carve<float>(&b, (size_t)NQ * 2 * a.D);
+    m->q = carve<float>(&b, (size_t)DOT_QUERIES * 2 * a.D);
     m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
     return b.at;
 }
 
-// q (NQ,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is
+// q (DOT_QUERIES,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is
 // positive, q min elsewhere. So u is one dot product with a page's bounds. A head that is not there
 // is the last one once more.
-template <int NQ>
 static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h0) {
     int D = a.D;
-    for (int i = threadIdx.x; i < NQ * 2 * D; i += TOP_THREADS) {
+    for (int i = threadIdx.x; i < DOT_QUERIES * 2 * D; i += TOP_THREADS) {
         int h = min_int(h0 + i / (2 * D), a.R - 1), k = i % (2 * D);
         float x = a.q[((size_t)g * a.R + h) * D + (k < D ? k : k - D)];
         to[i] = (x > 0) == (k < D) ? x : 0;
@@ -6024,36 +4692,36 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 // head, the lists of their rows, and in a step in one go the works that read them.
 //   Block   SEEK_UNITS = 256 pages (blockIdx.x) of a KV head (blockIdx.y). The last block of a KV
 //           head chooses among all its pages
-//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). NQ
+//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). DOT_QUERIES
 //           query heads share what is read; a group of more reads the bounds once more, from the
 //           cache
-//   Shared  q: those NQ queries; score: all scores of the head, if they fit, for the five times
+//   Shared  q: those DOT_QUERIES queries; score: all scores of the head, if they fit, for the five times
 //           that the last block goes through them; the bins of a digit
 //   Bound   reading the bounds once, 1/8 of the keys' bytes; DOT_AHEAD loads of a lane are 32 KB or
 //           more under way in a block. What the last block does is bound by latency
 // A list is the rows of its pages (ascending), and a tail from the first page that is not full,
 // which is read too.
-template <int DT, int NQ, int WIDE>
+template <int DT>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 page_select_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
     QuestShared m;
-    quest_carve<NQ>(&m, mem, a);
+    quest_carve(&m, mem, a);
     int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
     int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
     float *score = a.score + (size_t)g * a.cap, u = 0;
 
-    for (int h0 = 0; p0 < n && h0 < a.R; h0 += NQ) {
+    for (int h0 = 0; p0 < n && h0 < a.R; h0 += DOT_QUERIES) {
         __syncthreads();                        // the queries before these have been read
-        split_queries<NQ>(m.q, a, g, h0);
+        split_queries(m.q, a, g, h0);
         __syncthreads();
         const char *bound = a.bound[g] + (size_t)min_int(p, n - 1) * 2 * D * Stored<DT>::BYTES;
-        float dot[NQ];
-        pair_dots<DT, NQ, WIDE>(dot, bound, 2 * D, m.q);                        // Scores
+        float dot[DOT_QUERIES];
+        pair_dots<DT>(dot, bound, 2 * D, m.q);                        // Scores
         KV_UNROLL()
-        for (int j = 0; j < NQ; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
+        for (int j = 0; j < DOT_QUERIES; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
     }
     if (p < n && !(threadIdx.x & 1)) score[p] = u;
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
@@ -6073,19 +4741,12 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
 }
 
-// Launches page_select_kernel with NQ queries at a time.
-template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a) {
+// Launches page_select_kernel for bounds of type DT.
+template <int DT> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
-    size_t smem = quest_carve<NQ>(&m, NULL, a);
-    KV_LAUNCH_WIDE((page_select_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
-}
-
-// The same for bounds of type DT: four query heads at a time, or one where a page's bounds cannot be read 16
-// bytes at a time.
-template <int DT> static void quest_group(const QuestSeek &a) {
-    if (a.D % 4) quest_launch<DT, 1, 0>(a);
-    else         quest_launch<DT, 4, 1>(a);
+    size_t smem = quest_carve(&m, NULL, a);
+    KV_LAUNCH_WIDE(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -6101,9 +4762,9 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     a.best_of = room<int>(s, ROOM_TOP_IDX, (size_t)G * best);
     a.n = pages;
     a.best = best;
-    if (dtype == DT_F32)      quest_group<DT_F32>(a);
-    else if (dtype == DT_F16) quest_group<DT_F16>(a);
-    else                      quest_group<DT_BF16>(a);
+    if (dtype == DT_F32)      quest_launch<DT_F32>(a);
+    else if (dtype == DT_F16) quest_launch<DT_F16>(a);
+    else                      quest_launch<DT_BF16>(a);
     for (int g = 0; g < G && u; g++)
         download(u + (size_t)g * pages, a.score + (size_t)g * cap, pages * sizeof(float));
 }
@@ -6159,13 +4820,10 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
 }
 
 // ---- decode: the best rows, chosen and kept here
-struct RingLists {              // argument of ring_lists_kernel
-    const float *score;         // (G,N)
-    int N, stride;
+struct RingLists : Seek {       // argument of ring_lists_kernel
+    const float *of;            // (G,N) scores
+    int N;
     int n[MAX_G], k[MAX_G];     // (G) candidates; how many of them are read, 0: every row is
-    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
-    int *arrived;               // blocks of the layer
-    StepWorks works;
 };
 
 // The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the
@@ -6176,7 +4834,7 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
     __shared__ TopShared m;
     __shared__ int last;
     int g = blockIdx.x, n = a.n[g], left = a.k[g];
-    const float *x = a.score + (size_t)g * a.N;
+    const float *x = a.of + (size_t)g * a.N;
     int *list = a.lists + (size_t)g * a.stride;
     if (!threadIdx.x) {
         list[LIST_ROWS] = left;
@@ -6196,16 +4854,13 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
 void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget) {
     RingLists a;
     memset(&a, 0, sizeof a);
-    a.score = score;
+    seek_fill(s, &a, l, NULL, 1, budget, 0);
+    a.of = score;
     a.N = kv_longest(s, l);
-    a.stride = LIST_HEAD + budget;
     for (int g = 0; g < s->c->G; g++) {
         a.n[g] = n[g];
         a.k[g] = n[g] > budget ? budget : 0;
     }
-    a.lists = chosen_room(s, l, a.stride);
-    a.arrived = arrivals(s, 1);
-    a.works = step_works(s, l);
     KV_LAUNCH(ring_lists_kernel, s->c->G, TOP_THREADS, 0, a);
 }
 
@@ -6506,13 +5161,13 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (decode_kernel's unpack_width in decode, else
+// On the device run: reading packed rows inside attention (decode_kernel's pats_unpack in decode, else
 // load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
 // kvcomp.c, guard and gaps included.
 // Map:
 //   Sec. 3, w -> repack_kernel
 //   Sec. 3, B -> packed_half, repack_kernel
-//   Sec. 3, fetch -> packed_half, two_elements
+//   Sec. 3, fetch -> packed_half, pats_unpack
 // On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
 // head, the policy, and the decision what is packed when (pats_commit).
 //
@@ -6702,7 +5357,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2) and the decision whether a step chooses at all. Attention over
 // the chosen rows (line 17) is decode attention through views: by the format of the rows decode_kernel
-// or attend_kernel (run_items, section 3).
+// or attend_kernel (reader_of, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
@@ -7093,15 +5748,14 @@ static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShar
 }
 
 // The score of node `at` of a level, by a pair of lanes. Queries count with length 1.
-template <int NQ, int WIDE>
 static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, int at) {
     const char *mu = (const char *)(u->mu + (size_t)at * a.D);
     float top = -INFINITY;
-    for (int i0 = 0; i0 < a.R; i0 += NQ) {
-        float dot[NQ];
-        pair_dots<DT_BF16, NQ, WIDE>(dot, mu, a.D, m.q + (size_t)i0 * a.D);
+    for (int i0 = 0; i0 < a.R; i0 += DOT_QUERIES) {
+        float dot[DOT_QUERIES];
+        pair_dots<DT_BF16>(dot, mu, a.D, m.q + (size_t)i0 * a.D);
         KV_UNROLL()
-        for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
+        for (int j = 0; j < DOT_QUERIES; j++) {          // what is there twice does not change the largest
             float v = dot[j] * m.w[min_int(i0 + j, a.R - 1)];
             top = v > top ? v : top;
         }
@@ -7113,11 +5767,10 @@ static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, c
 // hold fewer than `least` tokens. All threads of a block, and every block of a list does it again:
 // whoever waited for one block to tell the others would wait longer. A pair of lanes scores a unit, a
 // thread opens one, if those before it are too few.
-template <int NQ, int WIDE>
 static __device__ void open_units(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, char *open) {
     __shared__ float unit[MOST_UNITS];
     int pair = threadIdx.x >> 1, g = threadIdx.x, before = 0, tokens = 0;
-    float S = node_score<NQ, WIDE>(a, m, u, min_int(pair, u->n - 1));            // Algorithm 1, line 9
+    float S = node_score(a, m, u, min_int(pair, u->n - 1));            // Algorithm 1, line 9
     if (!(threadIdx.x & 1) && pair < u->n) unit[pair] = S;
     __syncthreads();
     for (int i = 0; i < u->n && g < u->n; i++) {
@@ -7133,14 +5786,13 @@ static __device__ void open_units(const LycheeSeek &a, const LycheeShared &m, co
 // The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty
 // or lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads
 // none.
-template <int NQ, int WIDE>
 static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m, const Tree *t, int c0,
                                       const char *open, float *score) {
     const Nodes *u = &t->fine;
     int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1);
     int dead = !u->tokens[at] || (a.units && !open[t->coarse.of[at]]);
     float S = -INFINITY;
-    if (!__all_sync(ALL_LANES, dead)) S = node_score<NQ, WIDE>(a, m, u, at);     // Algorithm 1, line 13
+    if (!__all_sync(ALL_LANES, dead)) S = node_score(a, m, u, at);     // Algorithm 1, line 13
     if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
 }
 
@@ -7193,7 +5845,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 // room, the lists of their rows, and in a step in one go the works that read them.
 //   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a KV head (blockIdx.y). The last block of a list
 //           chooses among all its clusters
-//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ
+//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and DOT_QUERIES
 //           query heads share what is read. A cluster, and then a chunk, while the last block
 //           chooses: neighbours side by side, in stretches of the warps, and prefix sums say what
 //           comes before
@@ -7201,7 +5853,6 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //           they fit, for the times that the last block goes through them; the bins of a digit
 //   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
 //           way in a block. What the last block does is bound by latency: it reads M chunks twice
-template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
@@ -7214,20 +5865,12 @@ cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     const Tree *t = &a.trees[g];
     float *score = a.score + (size_t)g * a.cap;
     queries_load(a, g, m);
-    if (a.units) open_units<NQ, WIDE>(a, m, &t->coarse, open);
-    cluster_scores<NQ, WIDE>(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
+    if (a.units) open_units(a, m, &t->coarse, open);
+    cluster_scores(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
 
     take_rows(a, &t->fine, seek_scores(m.score, score, a.cap), a.lists + (size_t)g * a.stride, &top);
     seek_end(a.works, a.lists, a.arrived, a.G, &last);
-}
-
-// Launches cluster_select_kernel with NQ queries at a time.
-template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
-    LycheeShared m;
-    dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
-    size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE((cluster_select_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
@@ -7235,6 +5878,7 @@ template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
 // clusters, if it is not NULL.
 void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, float *S) {
     int G = s->c->G, K = trees->fine.n;
+    LycheeShared m;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
     seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
@@ -7245,8 +5889,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.least = 4 * x->room;
     a.room = x->room;
     a.sink = x->sink;
-    if (a.D % 8) lychee_launch<1, 0>(a);
-    else         lychee_launch<4, 1>(a);
+    dim3 grid(blocks(K, SEEK_UNITS), G);
+    size_t smem = lychee_carve(&m, NULL, a);
+    KV_LAUNCH_WIDE(cluster_select_kernel, grid, TOP_THREADS, smem, a);
     if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 
@@ -7257,7 +5902,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // rows are multiplied by other matrices, and after which rows are dropped:
 //   - the mask is kv_visible of kvcomp.h, one definition for both devices. While Session.rule is
 //     not VIS_CAUSAL, every attention kernel asks it for each pair of a query's and a key's token.
-//     plan_prefill then lists all rows held for a block of queries, later ones too (the exact mask
+//     plan_pass then lists all rows held for a block of queries, later ones too (the exact mask
 //     lets a Nexus token see later Nexus tokens), and pass_room makes the pass one span, so that
 //     all its rows are there before the first query looks;
 //   - a Nexus row has weights of its own (Session.alt). pass_cuda cuts a span into stretches of
@@ -7287,7 +5932,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // read the same rows and a work of its own for every other, so that a block of attend_kernel or
 // decode_kernel reads one list.
 // Map:
-//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_kernel, rows_move_cuda
+//   Sec. 3.3 -> pooled_scores_cuda, pool_kernel, top_k_rows_cuda, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
 // and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.
@@ -7395,6 +6040,11 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
 // ==================================================================================================== BENCHMARK
 // What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies.
 enum { RATE_RUNS = 5 };
+#ifdef KVCOMP_TEST
+enum { COPY_BYTES = 1 << 16 };
+#else
+static const size_t COPY_BYTES = (size_t)1 << 31;       // of what device_copy_rate copies: 4 GB read and written
+#endif
 
 // x (n) in device memory; to be given back with device_drop.
 float *device_floats(const float *x, size_t n) {

@@ -4419,7 +4419,7 @@ static int loops_of(const LoopCase *c, int n, const char *sass, char *said, size
     FILE *f = fdopen(mkstemp(path), "w");
     for (int i = 0; i < n; i++) loop_case_write(f, c + i);
     fclose(f);
-    snprintf(command, sizeof command, "cat kvcomp.cu %s | awk -v sass='%s' -f data/cuda_loops.awk", path, sass);
+    snprintf(command, sizeof command, "cat lib/cuda_kernels.h kvcomp.cu %s | awk -v sass='%s' -f data/cuda_loops.awk", path, sass);
     f = popen(command, "r");
     size_t size = fread(said, 1, cap - 1, f);
     said[size] = 0;

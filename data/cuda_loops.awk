@@ -63,9 +63,10 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     if (part[1] == "decode_kernel") {              # <rows, head_dim, groups of 8 query rows>
         D = part[3]
         NT = part[4]
-        slots = 2 * 4 * (part[2] < 3 ? 16 * NT * (2 * D + 16) : 16 * row_room(part[2], D) + 16)
+        row = 2 * D + 16
+        slots = 4 * 16 * (part[2] == 3 ? 2 * (D + 16) + row : part[2] == 5 ? 3 * row : 2 * row)
         sums = 4 * 8 * NT * (D + 2) * 4
-        return (slots > sums ? slots : sums) + NT * D * 32 + 2048 / 8 + (part[2] == 4 ? 64 * 24 : 0)
+        return (slots > sums ? slots : sums) + NT * D * 32 + 2048 / 8 + (part[2] == 5 ? 64 * 24 : 0)
     }
     if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]
@@ -76,23 +77,6 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
                (part[4] ? 2048 * 4 : 0)
     }
     return -1
-}
-
-# Rows of q8_0 (kind 3), and those of PATS (4) with elements of w bits, are copied in pieces of 16 bytes: how many
-# pieces a row touches (kvcomp.cu: batch_pieces).
-function row_pieces(kind, D, w,    n, low) {
-    n = kind == 3 ? D / 32 * 34 : D / 8 * w
-    for (low = 1; low < 16 && n % (2 * low) == 0;) low *= 2
-    return int((n + 31 - low) / 16)
-}
-
-# The most bytes from such a row to the next in shared memory (batch_stride).
-function row_room(kind, D,    w, n, most) {
-    for (w = kind == 3 ? 16 : 6; w <= 16; w++) {
-        n = row_pieces(kind, D, w) + (kind == 4 && w % 4 == 0)
-        if (n > most) most = n
-    }
-    return 16 * most
 }
 
 # Threads of a block, 0 where the context decides on them. A block of prefill_kernel has two warps along lines of narrow
@@ -150,12 +134,12 @@ function limit(kernel, b, p,    part) {
         return p * (1 + why)
     }
     if (part[1] == "decode_kernel" && part[2] <= 2) {               # <rows, head_dim, groups of 8 query rows>
-        why = "300 instructions for 8 KB of K and V"
-        if (part[3] == 64) why = "350 instructions for 8 KB of K and V at head_dim 64"
+        why = part[4] == 1 ? "300 instructions for 8 KB of K and V" : "320 instructions for 8 KB of K and V"
+        if (part[3] == 64) why = "450 instructions for 8 KB of K and V at head_dim 64"
         return b / 8192 * why
     }
     if (part[1] == "decode_kernel" && part[2] == 3 && part[3] == 128) {
-        why = part[4] == 1 ? "700 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
+        why = part[4] == 1 ? "720 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
         return why + 0
     }
     return 0
@@ -164,7 +148,7 @@ BEGIN {
     others[64, 0] = 3.9
     others[128, 0] = 2.6
     others[256, 0] = 3.6
-    others[64, 1] = 4
+    others[64, 1] = 4.2
     others[128, 1] = 3.5
     others[256, 1] = 3.8
 }
@@ -329,19 +313,10 @@ function loops_around(i,    j, n) {
     return n
 }
 
-# Instructions of the loops inside the main one that copy rows, times what they are repeated.
-function copy_turns(repeats,    i, n) {
-    n = 0
-    for (i = 1; i <= n_loop; i++)
-        if (loop_top[i] > top && loop_end[i] < end && asked[1, loop_end[i]] > asked[1, loop_top[i] - 1])
-            n += loop_end[i] - loop_top[i] + 1
-    return n * repeats
-}
-
 # ---- rows of the table
 
-# One kernel is complete: prints its row. PATS has one for elements of 8 bits, and at head_dim 128 for 10 and 14 bits,
-# too.
+# One kernel is complete: prints its row. PATS has one for elements of 8, 12 and 15 bits, of which a lane reads 8 at a
+# time, and the words that hold a part of them: as many of no other width are as quick, or are as many.
 function finish(    part, i, w, plain, few) {
     if (n_word && main_loop()) {
         split(kernel, part, /[<>, ]+/)
@@ -354,10 +329,10 @@ function finish(    part, i, w, plain, few) {
         find_cases(top, end)
         under_way(top, end)
         few = part[1] == "decode_kernel" && part[2] > 2 ? part[2] : 0
-        if (!few) add_row(kind == 3 ? " ?" : "", 0, 0, 0)
-        if (few == 3) add_row("", part[3] / 32 * 34, 0, 0)
-        for (w = 8; few == 4 && w <= (part[3] == 128 ? 14 : 8); w += w == 8 ? 2 : 4)
-            add_row(" w = " w, part[3] / 8 * w, row_pieces(4, part[3], w), part[3] * w / 16)
+        if (!few) add_row(kind == 3 ? " ?" : "", 0, 0)
+        if (few == 3) add_row("", part[3] / 32 * 34, 0)
+        for (w = 8; few == 5 && w <= 15; w += w == 8 ? 4 : 3)
+            add_row(" w = " w, part[3] / 8 * w, part[3] / 16 * (w < 15 ? w : 20))
     }
     n_word = n_branch = 0
     split("", at)
@@ -367,16 +342,14 @@ function finish(    part, i, w, plain, few) {
 }
 
 # A row of the table, and whether the loop is allowed. row: bytes of a row of K or V, 32 of them a turn, where not all
-# bytes that lanes can ask for are there; or 0. pieces: how many pieces such a row has where loops inside the main one
-# copy them, four at a time; 0: there are no such loops. limit() counts them once. reads: as in shortest().
-function add_row(label, row, pieces, reads,    turn, b, p, times, allowed, share, blocks, ahead) {
+# bytes that lanes can ask for are there; or 0. reads: as in shortest().
+function add_row(label, row, reads,    turn, b, p, times, allowed, share, blocks, ahead) {
     turn = shortest(top, end, reads)
     b = asked[kind, end] - asked[kind, top - 1]
     p = products[end] - products[top - 1]
     allowed = limit(kernel, b, p)
     if (allowed && (turn > allowed || !turn)) fails("a turn takes more than " why)
     times = row ? 32 * row / b : 1
-    if (pieces && turn) turn += copy_turns(int((pieces + 3) / 4) - 1)
     share = issue_share(turn, b * times)
     allowed = share_most(kernel)
     if (allowed && (share > allowed || !turn)) fails(sprintf("%.0f %% of the issue slots, more than %d", share, allowed))

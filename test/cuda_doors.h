@@ -63,7 +63,7 @@ void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
 void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
 
 // Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
-void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
+void cuda_span(int n) { decode_span = n ? n : (int)DECODE_SPAN; }
 
 // seek_shared from now on; -1: what it is outside of tests.
 void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
@@ -141,7 +141,7 @@ void cuda_copies(const unsigned *in, unsigned *out) {
 // arguments decide on. 0: there is no i-th one.
 size_t cuda_block_bytes(int i, const char **kernel) {
     GemvShared gemv;
-    GqaShared gqa;
+    DecodeShared decode;
     TensorShared tensor;
     const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
     const struct {
@@ -150,12 +150,12 @@ size_t cuda_block_bytes(int i, const char **kernel) {
     } known[] = {
         { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
         { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
-        { "decode_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
-        { "decode_kernel<2, 64, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 64, all_slots<ROW_BF16, 64, 2>()) },
-        { "decode_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
-        { "decode_kernel<3, 64, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 64, all_slots<ROW_Q8, 64, 2>()) },
-        { "decode_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
-        { "decode_kernel<4, 64, 2>", more + gqa_carve(&gqa, NULL, GQA_PATS, 2, 64, all_slots<GQA_PATS, 64, 2>()) },
+        { "decode_kernel<1, 128, 1>", decode_carve<ROW_F16, 128, 1>(&decode, NULL) },
+        { "decode_kernel<2, 64, 2>", decode_carve<ROW_BF16, 64, 2>(&decode, NULL) },
+        { "decode_kernel<3, 128, 1>", decode_carve<ROW_Q8, 128, 1>(&decode, NULL) },
+        { "decode_kernel<3, 64, 2>", decode_carve<ROW_Q8, 64, 2>(&decode, NULL) },
+        { "decode_kernel<5, 128, 1>", more + decode_carve<DECODE_PATS, 128, 1>(&decode, NULL) },
+        { "decode_kernel<5, 64, 2>", more + decode_carve<DECODE_PATS, 64, 2>(&decode, NULL) },
         { "prefill_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
         { "prefill_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
         { "prefill_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },

@@ -1,0 +1,879 @@
+// lib/cuda_kernels.h - what lib/kernels offers the CPU, for kernels: products of one token, the rows that products of
+// more read, rows of K and V as they are stored, elements of fewer bits, dot products to the CPU's bit, the largest
+// k of a row, prefix sums.
+//
+// Like lib/cuda.h, on which it stands, it knows nothing of models or sessions, its functions are static, and it is
+// included by one file of CUDA C++. Pointers are device memory unless a comment says otherwise.
+#ifndef LIB_CUDA_KERNELS_H
+#define LIB_CUDA_KERNELS_H
+#include "cuda.h"
+
+// ---- bf16 matrices as f16
+// f16 has three more bits than bf16 and a smaller range. A matrix times 2^k, with k such that its
+// largest element lies in [2^15,2^16), fits: bf16 has 8 significant bits, so the largest one there
+// is 255 2^8 = 65280, f16's is 65504. Below, f16 is exact down to 2^-17: an element in [2^e,2^(e+1))
+// is a multiple of 2^(e-7), and f16 holds every multiple of 2^-24. So f16 holds every element that is
+// no smaller than 2^-32 of the largest, and moves smaller ones by 2^-40 of the largest at most, where
+// an f32 sum loses 2^-24 of itself. Of Gaussian weights with a deviation of 1/50 of the largest one
+// among a hundred million is so small. Because of such an element, which no sum can see, "all exact"
+// would refuse about every other gate and up of a model of 8 billion. So a matrix stays bf16 only when
+// more than one in HALVE_LOSES elements would change, or when one is no number.
+
+enum { HALVE_LOSES = 1024 };
+
+// *top = the bits of the largest magnitude of w (n), atomically. A lane four neighbours of a warp's 128.
+static __global__ void largest_kernel(const uint16_t *w, size_t n, int *top) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    int m = 0, lane = threadIdx.x & 31;
+    for (int j = 0; j < 4; j++)
+        if (i + j < n) m = max_int(m, w[i + j] & 0x7fff);
+    for (int d = 16; d; d >>= 1) m = max_int(m, __shfl_xor_sync(ALL_LANES, m, d));
+    if (!lane) atomicMax(top, m);
+}
+
+// *lost += how many of w (n) f16 does not hold exactly when multiplied by factor, a power of two. A
+// lane four neighbours of a warp's 128.
+static __global__ void lost_kernel(const uint16_t *w, size_t n, float factor, int *lost) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    int m = 0, lane = threadIdx.x & 31;
+    for (int j = 0; j < 4; j++) {
+        float x = i + j < n ? bf16_to_f32(w[i + j]) * factor : 0;
+        m += f16_to_f32(f32_to_f16(x)) != x;
+    }
+    m = lanes_sum<32>(m);
+    if (!lane && m) atomicAdd(lost, m);
+}
+
+// w (n) from bf16 to f16, times factor, in place. A thread an element.
+static __global__ void halve_kernel(uint16_t *w, size_t n, float factor) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) w[i] = f32_to_f16(bf16_to_f32(w[i]) * factor);
+}
+
+// w (n) on the device, bf16, becomes f16 in place if that is as good (see above) -> what its numbers
+// are to be multiplied by then, or 0: it stays bf16. A product asks for weights before it waits for the
+// kernel ahead of it, so they are there when this returns.
+static float matrix_halve(uint16_t *w, size_t n) {
+    int found[2] = { 0, 0 }, *dev = (int *)device_new(sizeof found);
+    upload(dev, found, sizeof found);
+    KV_LAUNCH(largest_kernel, blocks(n, 1024), 256, 0, w, n, dev);
+    download(found, dev, sizeof found);
+    int e = (found[0] >> 7) - 127, k = min_int(15 - e, 100);        // 2^100 and its inverse are f32
+    float factor = ldexpf(1, k);
+    if (e < 128) KV_LAUNCH(lost_kernel, blocks(n, 1024), 256, 0, w, n, factor, dev + 1);
+    download(found, dev, sizeof found);
+    device_free(dev);
+    if (e == 128 || (size_t)found[1] > n / HALVE_LOSES) return 0;
+    KV_LAUNCH(halve_kernel, blocks(n, 256), 256, 0, w, n, factor);
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    return ldexpf(1, -k);
+}
+
+// ---- products of one token
+// Up to three matrices of one dtype and width that read the same x share a launch. Their rows are
+// counted on from one matrix to the next; with GEMV_SWIGLU the rows of gate and up take turns, so
+// that both halves of an output meet in one warp.
+
+enum {
+    GEMV_ROWS = 4,              // rows of a warp
+    GEMV_WARPS = 4,             // warps of a block
+    GEMV_AHEAD = 2              // loads of 16 bytes a lane asks for at once for each row
+};
+enum {
+    GEMV_STORE,                 // y = Wx + b
+    GEMV_ADD,                   // y += Wx + b
+    GEMV_SWIGLU,                // y = silu(W0 x + b0) (W1 x + b1)
+    GEMV_HEADS                  // y = Wx + b, for qkv_kernel (section 2)
+};
+
+struct GemvPart {               // one matrix of a launch
+    const char *w;              // (rows,cols)
+    const void *bias;           // (rows); NULL: none
+    float *y;                   // (rows)
+    float scale;                // W is what is stored times this
+    int rows, bias_type;
+};
+struct Gemv {
+    GemvPart part[3];
+    const void *norm;           // (cols): x goes in as its RMSNorm with these weights; NULL: as it is
+    float eps;
+    int norm_type;
+    int rows, cols;             // rows: of all parts together
+    int split;                  // warps that share the rows of one: 1, 2 or 4
+};
+
+// Columns that a warp goes through at once.
+KV_HD constexpr int gemv_chunk(int dtype) {
+    return GEMV_AHEAD * 32 * (dtype == DT_F32 ? 4 : 8);
+}
+
+// Gemv.split. A warp for every GEMV_ROWS of few rows would leave most of the device without loads under
+// way: then several warps take turns in the columns.
+static int gemv_split(int rows, int cols, int dtype) {
+    const int few = 16384;                      // 4096 warps: 32 a multiprocessor where there are 128
+    int n = 1;
+    while (n < GEMV_WARPS && rows * n < few && cols > n * gemv_chunk(dtype)) n *= 2;
+    return n;
+}
+
+struct GemvRow {
+    int part, row;              // a matrix, and a row of it
+};
+
+// Which matrix row r of a launch lies in, and where.
+template <int MODE> static __device__ GemvRow gemv_row(const Gemv &a, int r) {
+    if (MODE == GEMV_SWIGLU) return { r % 2, r / 2 };
+    int i = 0;
+    while (r >= a.part[i].rows) r -= a.part[i++].rows;
+    return { i, r };
+}
+
+// x (N), in registers, = numbers i..i+N-1 of an array of dtype, N 4 or 8. i is a multiple of N.
+template <int N> static __device__ void load_numbers(float *x, const void *p, int dtype, size_t i) {
+    if (dtype == DT_F32) {
+        for (int j = 0; j < N / 4; j++) {
+            float4 v = ((const float4 *)p)[i / 4 + j];
+            x[4 * j] = v.x;
+            x[4 * j + 1] = v.y;
+            x[4 * j + 2] = v.z;
+            x[4 * j + 3] = v.w;
+        }
+        return;
+    }
+    for (int j = 0; j < N / 4; j++) {
+        float2 v = ((const float2 *)p)[i / 4 + j];              // four numbers of 16 bits
+        unsigned w[2] = { (unsigned)__float_as_int(v.x), (unsigned)__float_as_int(v.y) };
+        for (int e = 0; e < 4; e++) {
+            uint16_t h = (uint16_t)(w[e / 2] >> e % 2 * 16);
+            x[4 * j + e] = dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
+        }
+    }
+}
+
+// sum + the product of the 16 bytes u of W, which are 4 or 8 numbers, with the numbers x beside them.
+template <int DT> static __device__ float dot16(float sum, const unsigned u[4], const float *x) {
+    for (int i = 0; i < 4; i++) {
+        if (DT == DT_F32) {
+            sum += __int_as_float((int)u[i]) * x[i];
+            continue;
+        }
+        sum += half_get<DT>((uint16_t)u[i]) * x[2 * i];
+        sum += half_get<DT>((uint16_t)(u[i] >> 16)) * x[2 * i + 1];
+    }
+    return sum;
+}
+
+// Asks for the lane's bytes of GEMV_ROWS rows: 16 from column c on, and as many 32 lanes further on.
+template <int DT>
+static __device__ void gemv_load(unsigned (*u)[GEMV_ROWS][4], const char *const *w, int c, int cols) {
+    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * Stored<DT>::WIDE)
+        for (int j = 0; j < GEMV_ROWS; j++)
+            if (c < cols) load_once(u[k][j], w[j] + (size_t)c * Stored<DT>::BYTES);
+}
+
+// sum (GEMV_ROWS) += what gemv_load has brought times x. With a norm x is multiplied by its weights
+// first, and the squares of x are added to *ss.
+template <int DT, int MODE>
+static __device__ void gemv_dot(float *sum, float *ss, const unsigned (*u)[GEMV_ROWS][4], const Gemv &a,
+                                const float *x, int c) {
+    const int WIDE = Stored<DT>::WIDE;
+    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * WIDE) {
+        if (c >= a.cols) continue;
+        float f[WIDE], w[WIDE];
+        load_numbers<WIDE>(f, x, DT_F32, c);
+        if (MODE != GEMV_ADD && a.norm) {
+            load_numbers<WIDE>(w, a.norm, a.norm_type, c);
+            for (int i = 0; i < WIDE; i++) {
+                *ss += f[i] * f[i];
+                f[i] *= w[i];
+            }
+        }
+        for (int j = 0; j < GEMV_ROWS; j++) sum[j] = dot16<DT>(sum[j], u[k][j], f);
+    }
+}
+
+// gemv_dot for rows that are no multiple of 16 bytes long, number by number: the columns c, c + step, ..
+template <int DT, int MODE>
+static __device__ void gemv_narrow(float *sum, float *ss, const char *const *w, const Gemv &a,
+                                   const float *x, int c, int step) {
+    for (; c < a.cols; c += step) {
+        float f = x[c];
+        if (MODE != GEMV_ADD && a.norm) {
+            *ss += f * f;
+            f *= number(a.norm, a.norm_type, c);
+        }
+        for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * f;
+    }
+}
+
+struct GemvShared {
+    float *part;                // (GEMV_WARPS,GEMV_ROWS,33) the sums of all lanes
+    float *share;               // (GEMV_WARPS,GEMV_ROWS+1) those of each warp, then its sum of squares
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
+    Block b = { mem, 0 };
+    m->part = carve<float>(&b, GEMV_WARPS * GEMV_ROWS * 33);
+    m->share = carve<float>(&b, GEMV_WARPS * (GEMV_ROWS + 1));
+    return b.at;
+}
+
+// y = W x for one token, with RMSNorm before and bias, residual or SwiGLU behind in the same launch
+// (MODE); W (rows,cols) as stored, x (cols) f32. The norm needs no pass of its own: its factor is the
+// same for all columns, so it is applied after the sum,
+//
+//     sum over i of W[r][i] (x[i] w[i] / rms) = (sum over i of W[r][i] (x[i] w[i])) / rms
+//
+// and rms is a sum over the x that go by.
+//   Block   16 / S neighbouring rows, S = Gemv.split
+//   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
+//   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
+//
+//             row r0    | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..        every | | is 16 bytes of W
+//             row r0+1  | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..
+//
+//   Shared  GemvShared; 33, so that a column falls into different banks. A warp then works the other way
+//           round: eight lanes add up the 32 sums of one row. Then the S warps' sums are added, in
+//           their order.
+//   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
+//           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way while it works on the 8 before. The
+//           first 8 are asked for before the kernel ahead has ended (dependency_wait): weights do not
+//           depend on it.
+//   Bound   memory: the bytes of W
+// Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
+// last row once more, and nobody stores it.
+template <int DT, int MODE> static __device__ void gemv_rows(const Gemv &a, const float *x, char *mem) {
+    const int S = a.split, CHUNK = gemv_chunk(DT);
+    GemvShared m;
+    gemv_carve(&m, mem);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int r0 = (blockIdx.x * (GEMV_WARPS / S) + warp / S) * GEMV_ROWS, wide = a.cols % Stored<DT>::WIDE == 0;
+    const char *w[GEMV_ROWS];
+    float sum[GEMV_ROWS], ss = 0;
+    for (int j = 0; j < GEMV_ROWS; j++) {
+        GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
+        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * Stored<DT>::BYTES;
+        sum[j] = 0;
+    }
+
+    // Each lane's share of the products.
+    unsigned u[GEMV_AHEAD][GEMV_ROWS][4], next[GEMV_AHEAD][GEMV_ROWS][4];
+    int c = warp % S * CHUNK + lane * Stored<DT>::WIDE;
+    if (wide) gemv_load<DT>(u, w, c, a.cols);
+    dependents_launch();
+    dependency_wait();
+    if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
+    for (; wide && c < a.cols; c += S * CHUNK) {
+        gemv_load<DT>(next, w, c + S * CHUNK, a.cols);
+        gemv_dot<DT, MODE>(sum, &ss, u, a, x, c);
+        memcpy(u, next, sizeof u);
+    }
+
+    // Lanes 8j..8j+7 add up row r0 + j.
+    float *part = m.part + warp * GEMV_ROWS * 33;
+    for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
+    __syncwarp();
+    int j = lane / 8, e = lane % 8;
+    float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
+    y = lanes_sum<8>(y);
+    ss = lanes_sum<32>(ss);
+    if (S > 1) {
+        if (!e) m.share[warp * (GEMV_ROWS + 1) + j] = y;
+        if (!lane) m.share[warp * (GEMV_ROWS + 1) + GEMV_ROWS] = ss;
+        __syncthreads();
+        const float *of = m.share + warp / S * S * (GEMV_ROWS + 1);
+        y = ss = 0;
+        for (int i = 0; i < S; i++) {
+            y += of[i * (GEMV_ROWS + 1) + j];
+            ss += of[i * (GEMV_ROWS + 1) + GEMV_ROWS];
+        }
+    }
+    if (MODE != GEMV_ADD && a.norm) y *= 1 / sqrtf(ss / (float)a.cols + a.eps);
+
+    // Bias and result. With GEMV_SWIGLU row r0 + j is of gate where j is even, and its partner of
+    // up is eight lanes on.
+    GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
+    const GemvPart &p = a.part[at.part];
+    y *= p.scale;
+    if (p.bias) y += number(p.bias, p.bias_type, at.row);
+    float up = __shfl_xor_sync(ALL_LANES, y, 8);
+    if (e || warp % S || r0 + j >= a.rows) return;
+    if (MODE == GEMV_STORE || MODE == GEMV_HEADS) p.y[at.row] = y;
+    if (MODE == GEMV_ADD) p.y[at.row] += y;
+    if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
+}
+
+// See gemv_rows.
+template <int DT, int MODE>
+static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
+gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
+    KV_DYN_SHARED(char, mem);
+    gemv_rows<DT, MODE>(a, x, mem);
+}
+
+// Blocks of a launch.
+static int gemv_blocks(const Gemv &a) {
+    return blocks(a.rows, GEMV_WARPS * GEMV_ROWS / a.split);
+}
+
+// Launches gemv_kernel for weights of dtype; x is on the device.
+template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
+    GemvShared m;
+    size_t smem = gemv_carve(&m, NULL);
+    int grid = gemv_blocks(a);
+    if (dtype == DT_F32)
+        KV_LAUNCH_EARLY((gemv_kernel<DT_F32, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    else if (dtype == DT_F16)
+        KV_LAUNCH_EARLY((gemv_kernel<DT_F16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    else
+        KV_LAUNCH_EARLY((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+}
+
+// ---- products of more tokens: the rows they read, and what they leave
+
+enum {
+    ROWS_PLAIN,                 // x
+    ROWS_NORM,                  // RMSNorm of x
+    ROWS_SWIGLU                 // silu(gate) up
+};
+struct Source {                 // the rows (T,n) that a product reads, and what they are made of
+    const float *x;             // (T,n); ROWS_SWIGLU: (T,2n), gate and up of a row
+    const float *scale;         // ROWS_SWIGLU: (T) what x is to be multiplied by; NULL: 1
+    const void *w[2];           // ROWS_NORM: the norm's weights; ROWS_SWIGLU: biases of gate and up, or NULL
+    int type[2];                // their dtypes
+    int kind, n;
+};
+
+// Element i of a row. by: what the row is multiplied by.
+template <int KIND> static __device__ float source_value(const Source &a, const float *x, float by, int i) {
+    if (KIND == ROWS_PLAIN) return x[i];
+    if (KIND == ROWS_NORM) return x[i] * by * number(a.w[0], a.type[0], i);
+    float gate = x[i] * by, up = x[a.n + i] * by;
+    if (a.w[0]) gate += number(a.w[0], a.type[0], i);
+    if (a.w[1]) up += number(a.w[1], a.type[1], i);
+    return gate / (1 + expf(-gate)) * up;
+}
+
+// The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
+// for what is no number.
+static __device__ float power_below(float x) {
+    int e = __float_as_int(x) >> 23;                            // the exponent + 127
+    return e == 255 ? 1 : __int_as_float((min_int(127 + 14 - (e - 127), 227)) << 23);
+}
+
+// The rows that a product reads, as f32 (OUT DT_F32), or as 16-bit numbers with a power of two for each
+// row.
+//   Block   one row t; 1 or 8 warps
+//   Lane    every blockDim-th element
+//   Shared  part (2,32): what block_fold wants, twice
+//   Bound   memory: the second and third time a row comes from the cache
+template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps) {
+    __shared__ float part[2][32];
+    size_t t = blockIdx.x;
+    int n = a.n, step = blockDim.x;
+    const float *x = a.x + t * n * (KIND == ROWS_SWIGLU ? 2 : 1);
+    [[maybe_unused]] float by = 1, top = 0;
+    if (KIND == ROWS_NORM) {
+        float ss = 0;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) ss += x[i] * x[i];
+        by = 1 / sqrtf(block_fold<0>(ss, part[0]) / (float)n + eps);
+    }
+    if (KIND == ROWS_SWIGLU && a.scale) by = a.scale[t];
+    if constexpr (OUT == DT_F32) {
+        float *to = (float *)y + t * n;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) to[i] = source_value<KIND>(a, x, by, i);
+    } else {
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
+            top = fmaxf(top, fabsf(source_value<KIND>(a, x, by, i)));
+        float factor = power_below(block_fold<1>(top, part[1]));
+        uint16_t *to = (uint16_t *)y + t * n;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
+            to[i] = half_put<OUT>(source_value<KIND>(a, x, by, i) * factor);
+        if (!threadIdx.x) scale[t] = 1 / factor;
+    }
+}
+
+// y = x rounded to f16 or bf16 or, with rest 1, what that rounding leaves over, rounded. A thread
+// an element.
+static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float a = x[i];
+    if (rest) a -= dtype == DT_F16 ? f16_to_f32(f32_to_f16(a)) : bf16_to_f32(f32_to_bf16(a));
+    y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
+}
+
+struct Product {                // what a product leaves: y (T,cols), to be multiplied by scale (T)
+    float *y;
+    const float *scale;         // NULL: 1
+    int T, cols;
+};
+
+// y (T,cols) *= scale[t], the columns of one matrix in rows `stride` apart. Grid: rows, columns / 256.
+static __global__ void scale_kernel(float *y, const float *scale, int stride, int cols) {
+    int t = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < cols) y[(size_t)t * stride + i] *= scale[t];
+}
+
+// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
+static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
+    size_t t = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= m.cols) return;
+    float x = m.y[t * m.cols + i];
+    if (m.scale) x *= m.scale[t];
+    if (bias) x += number(bias, type, i);
+    y[t * m.cols + i] += x;
+}
+
+// ---- rows of K and V as they are stored (D1 of NOTES.md)
+// A q8_0 row is D/32 blocks, rounded up, of 34 bytes: an f16 scale, then 32 signed bytes. A q4 row is as many
+// blocks of 18 bytes, which lib/kernels.h describes: an f16 scale, then four planes of bits.
+
+enum {
+    ROW_F32 = DT_F32,
+    ROW_F16 = DT_F16,
+    ROW_BF16 = DT_BF16,
+    ROW_Q8,
+    ROW_Q4,
+    Q8_VALUES = 32,             // values of a block
+    Q8_BYTES = Q8_VALUES + 2    // its bytes
+};
+
+// Bit j: has i & j an odd number of bits? Row i of the Hadamard matrix is -1 there.
+static __device__ uint32_t odd_places(int i) {
+    const uint32_t bit[] = { 0xaaaaaaaa, 0xcccccccc, 0xf0f0f0f0, 0xff00ff00, 0xffff0000 };
+    uint32_t odd = 0;
+    KV_UNROLL()
+    for (int b = 0; b < 5; b++) odd ^= i >> b & 1 ? bit[b] : 0;
+    return odd;
+}
+
+// Element d of a row of q4 (D), d sum_j H[i][j] (2 u_j - 15). A sum over the bits of a plane is a count of those
+// with a plus less a count of those with a minus, so no other lane is asked.
+static __device__ float row_get_q4(const char *row, int d, int D) {
+    int first = d / Q4_BLOCK * Q4_BLOCK, n = min_int(D - first, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
+    int i = d - first, sum = i % m ? 0 : -15 * m;
+    uint32_t part = 0xffffffff >> (32 - m) << (i - i % m), minus = part & odd_places(i % m) << (i - i % m);
+    const uint16_t *block = (const uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
+    KV_UNROLL()
+    for (int b = 0; b < 4; b++) {
+        uint32_t plane = block[1 + b * words];
+        if (words > 1) plane |= (uint32_t)block[2 + b * words] << 16;
+        sum += (__popc(plane & part) - 2 * __popc(plane & minus)) * (2 << b);
+    }
+    return half_get<DT_F16>(block[0]) * (float)sum;
+}
+
+// Element d of a stored row (D).
+static __device__ float row_get(const char *row, int kind, int d, int D) {
+    if (kind == ROW_Q4) return row_get_q4(row, d, D);
+    if (kind != ROW_Q8) return number(row, kind, d);
+    const char *b = row + d / Q8_VALUES * Q8_BYTES;
+    return half_get<DT_F16>(*(const uint16_t *)b) * (float)((const signed char *)b)[2 + d % Q8_VALUES];
+}
+
+// row_put for q8_0: the scale of a block is its largest magnitude / 127, rounded to f16; lane 0 of
+// the block stores it. It is a NaN where a number of the block is none, or infinite.
+static __device__ void row_put_q8(char *row, int d, int D, float x) {
+    float top = lanes_max<32>(d < D ? fabsf(x) : 0);
+    int bad = __any_sync(ALL_LANES, d < D && !isfinite(x));
+    uint16_t half = f32_to_f16(bad ? NAN : top / 127);
+    float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
+    if (q > 127) q = 127;
+    if (q < -127) q = -127;
+    char *b = row + d / Q8_VALUES * Q8_BYTES;
+    if (d % Q8_VALUES == 0) *(uint16_t *)b = half;
+    if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)q;
+}
+
+// row_put for q4, as q4_pack_block: a lane has one number of the block, and a ballot is a plane.
+static __device__ void row_put_q4(char *row, int d, int D, float x) {
+    int lane = d % Q4_BLOCK, n = min_int(D - d + lane, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
+    float y = d < D ? x : 0;
+    for (int step = 1; step < m; step *= 2) {
+        float other = __shfl_xor_sync(ALL_LANES, y, step);
+        y = lane & step ? other - y : y + other;
+    }
+    float top = lanes_max<32>(fabsf(y));
+    int bad = __any_sync(ALL_LANES, !isfinite(y));
+    uint16_t half = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    float unit = f16_to_f32(half) * (float)m, u = unit > 0 ? y / unit * .5f + 8 : 8;
+    if (u > 15) u = 15;
+    if (u < 0) u = 0;
+    uint32_t mine = 0;                          // the plane of which this lane stores a word
+    KV_UNROLL()
+    for (int b = 0; b < 4; b++) {
+        uint32_t plane = __ballot_sync(ALL_LANES, d < D && (int)u >> b & 1);
+        if (lane / words == b) mine = plane;
+    }
+    uint16_t *block = (uint16_t *)(row + d / Q4_BLOCK * Q4_BYTES);
+    if (!lane) block[0] = half;
+    if (lane < 4 * words) block[1 + lane] = (uint16_t)(mine >> lane % words * 16);
+}
+
+// Stores x as element d of a row, rounded exactly as its Format rounds on the CPU. All 32 lanes of
+// a warp call this together, for 32 neighbouring d, because they are one block of q8_0 or q4. Elements
+// from D on are not stored.
+static __device__ void row_put(char *row, int kind, int d, int D, float x) {
+    if (kind == ROW_Q4) {
+        row_put_q4(row, d, D, x);
+        return;
+    }
+    if (kind == ROW_Q8) {
+        row_put_q8(row, d, D, x);
+        return;
+    }
+    if (d < D) number_put(row, kind, d, x);
+}
+
+// ---- rows of fewer bits become f16 numbers (PATS)
+// Element e of a row of elements of W bits is bits e W .. e W + W - 1, low bits first. It becomes an f16 number by
+// standing at the upper end of a half:
+//
+//     w = 10     31      29         19         9        0
+//     stream      | e 3.. |   e 2    |   e 1    |   e 0    |
+//     to f16      |   e 1    | 000000 |   e 0    | 000000 |
+//
+// A lane takes 8 elements, W bytes, at a time. Every width has code of its own, in which all shifts and masks but the
+// first are constants.
+
+// a = 8 elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 4. `at` is a
+// multiple of the largest power of two that divides 8 W.
+template <int W> static __device__ void load_stream(unsigned *a, const char *from, int at) {
+    const int ALL = 8 * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
+    const int READ = (ALL + 32 - (EVEN < 32 ? EVEN : 32) + 31) / 32;        // words that may hold a part of it
+    unsigned x[WORDS + 1];
+    KV_UNROLL() for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
+    KV_UNROLL() for (int i = 0; i < WORDS; i++) a[i] = EVEN >= 32 ? x[i] : __funnelshift_r(x[i], x[i + 1], at % 32);
+}
+
+// The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
+// stands there. All but a is known to the compiler.
+template <int W> static __device__ unsigned element_up_to(const unsigned *a, int i, int end) {
+    int first = i * W, last = first + W - 1, low = first + W - end;         // low: comes to bit 0
+    if (low < 0) return a[0] << -low;
+    int k = low / 32, s = low % 32;
+    if (s == 0) return a[k];
+    if (last / 32 == k) return a[k] >> s;
+    if (first / 32 > k) return a[k + 1] << (32 - s);
+    return __funnelshift_r(a[k], a[k + 1], s);
+}
+
+// Elements i and i + 1 of a as f16 whose cut bits are 0.
+template <int W> static __device__ unsigned two_elements(const unsigned *a, int i) {
+    const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;
+    if (W == 8) return __byte_perm(a[i / 4], 0, i % 4 ? 0x3424 : 0x1404);
+    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(a, i + 1, 32) & KEPT_BITS << 16);
+}
+
+// to (D) = the row of elements of W bits at `from`, of which two lanes, half 0 and 1, take every second 8 elements.
+template <int W, int D> static __device__ void unpack_width(char *to, const char *from, int half) {
+    KV_UNROLL() for (int i = 0; i < D / 16; i++) {
+        int c = 2 * i + half;
+        unsigned a[(8 * W + 31) / 32];
+        load_stream<W>(a, from, c * 8 * W);
+        *(uint4 *)(to + 16 * c) = { two_elements<W>(a, 0), two_elements<W>(a, 2), two_elements<W>(a, 4),
+                                    two_elements<W>(a, 6) };
+    }
+}
+
+// ---- dot products to the CPU's bit
+// Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
+// its lanes.
+static __device__ float lanes_fold(float sum) {
+    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, d);
+    return sum;
+}
+
+// dot_f32 of kvcomp.c by a half warp: a.b of a, b (D), to the bit. Lane i takes every 16th dimension
+// from i on.
+static __device__ float dot_lanes(const float *a, const float *b, int D) {
+    float sum = 0;
+    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
+    return lanes_fold(sum);
+}
+
+// 8 numbers as they are stored.
+template <int DT> struct Eight {
+    uint4 u[DT == DT_F32 ? 2 : 1];
+};
+
+// The 8 numbers at p, which is aligned to 16 bytes.
+template <int DT> static __device__ Eight<DT> load8(const char *p) {
+    Eight<DT> e;
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
+    return e;
+}
+
+// x (8) = the 8 numbers as f32.
+template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
+        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
+        for (int j = 0; j < 4; j++)
+            if (DT == DT_F32) {
+                x[4 * i + j] = __int_as_float((int)w[j]);
+            } else {
+                x[2 * j] = half_get<DT>((uint16_t)w[j]);
+                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
+            }
+    }
+}
+
+enum {
+    DOT_AHEAD = 4,              // loads of pair_dots that a lane has under way
+    DOT_QUERIES = 4                      // queries that share what it reads
+};
+
+// dot (DOT_QUERIES) = the dot products of a row (n) of type DT with DOT_QUERIES queries, to the bit those of dot_f32,
+// in both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its
+// own. q (DOT_QUERIES,n), in shared memory.
+//
+//     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
+//     lane      even        odd         even        odd
+//
+// dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd
+// lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and DOT_QUERIES
+// queries share what was read and turned into f32.
+// Rows lie on 16 bytes where n is a multiple of 8. Others are read number by number.
+template <int DT> static __device__ void pair_dots(float *dot, const char *row, int n, const float *q) {
+    const int STRIDE = 16;
+    int k0 = 8 * (threadIdx.x & 1), wide = n % 8 == 0;
+    float sum[DOT_QUERIES][8];
+    KV_UNROLL()
+    for (int j = 0; j < DOT_QUERIES; j++)
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) sum[j][i] = 0;
+
+    for (; wide && k0 < n; k0 += DOT_AHEAD * STRIDE) {
+        Eight<DT> e[DOT_AHEAD];
+        KV_UNROLL()
+        for (int a = 0; a < DOT_AHEAD; a++) {
+            int k = k0 + a * STRIDE;
+            if (k < n) e[a] = load8<DT>(row + (size_t)k * Stored<DT>::BYTES);
+        }
+        KV_UNROLL()
+        for (int a = 0; a < DOT_AHEAD; a++) {
+            int k = k0 + a * STRIDE;
+            if (k >= n) break;
+            float x[8];
+            unpack8<DT>(x, e[a]);
+            KV_UNROLL()
+            for (int j = 0; j < DOT_QUERIES; j++) {
+                const float4 *from = (const float4 *)(q + j * n + k);
+                float4 low = from[0], high = from[1];
+                const float own[8] = { low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w };
+                KV_UNROLL()
+                for (int i = 0; i < 8; i++) sum[j][i] = fmaf(own[i], x[i], sum[j][i]);
+            }
+        }
+    }
+    for (; !wide && k0 < n; k0 += STRIDE) {
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) {
+            if (k0 + i >= n) break;
+            float x = number(row, DT, k0 + i);
+            KV_UNROLL()
+            for (int j = 0; j < DOT_QUERIES; j++)
+                sum[j][i] = fmaf(q[j * n + k0 + i], x, sum[j][i]);
+        }
+    }
+
+    // 8+8 across the pair; then 4+4, 2+2, 1+1 in the lane.
+    KV_UNROLL()
+    for (int j = 0; j < DOT_QUERIES; j++) {
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) sum[j][i] += __shfl_xor_sync(ALL_LANES, sum[j][i], 1);
+        KV_UNROLL()
+        for (int h = 4; h; h >>= 1)
+            KV_UNROLL()
+            for (int i = 0; i < h; i++) sum[j][i] += sum[j][i + h];
+        dot[j] = sum[j][0];
+    }
+}
+
+// ---- top_k of lib/kernels.h for many rows at once
+enum { TOP_THREADS = 512, TOP_WARPS = TOP_THREADS / 32 };
+enum { TOP_BITS = 11, TOP_BINS = 1 << TOP_BITS };   // of a key in a round: three rounds
+
+struct TopRow {                 // one row of a launch
+    int n;                      // scores it has
+    int k;                      // how many of them are wanted
+};
+
+struct TopShared {              // shared memory of a block that selects
+    int bin[TOP_BINS];
+    int sum[TOP_WARPS], equal[TOP_WARPS];       // of each warp
+    int found[2];
+};
+
+// m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1]
+// = how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block.
+// Thread 0 adds the highest bins, thread 1 the next ones, and so on; a prefix sum over the threads
+// shows the one in whose bins `left` is reached.
+static __device__ void top_bin(TopShared *m, int left) {
+    const int EACH = TOP_BINS / TOP_THREADS;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = 0;
+    int b = TOP_BINS - 1 - EACH * (int)threadIdx.x;              // the thread's highest bin
+    for (int i = 0; i < EACH; i++) own += m->bin[b - i];
+    int upto = scan_warp(own);
+    if (lane == 31) m->sum[warp] = upto;
+    if (!threadIdx.x) m->found[0] = -1;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) upto += m->sum[w];
+    if (upto - own < left && upto >= left) {    // true in at most one thread
+        int rest = left - (upto - own);
+        while (m->bin[b] < rest) {
+            rest -= m->bin[b];
+            b--;
+        }
+        m->found[0] = b;
+        m->found[1] = rest;
+    }
+    __syncthreads();
+}
+
+// Of x (n), the best first, the key of the score at which the weights reach *left: with weights of
+// 1 that is the *left-th largest. *left becomes how much weight is wanted of the scores with
+// exactly this key. 0: all weights together are less. Found by TOP_BITS bits a round, from the
+// highest; the last round counts one bit again that is known already. weight(i) >= 0. All threads
+// of a block.
+template <class Weight>
+static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *left, TopShared *m) {
+    uint32_t key = 0;
+    for (int known = 0; known < 32; known += TOP_BITS) {
+        int shift = max_int(32 - TOP_BITS - known, 0);
+        __syncthreads();                        // the last round's bins have been read
+        for (int i = threadIdx.x; i < TOP_BINS; i += TOP_THREADS) m->bin[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
+            uint32_t u = order_key(x[i]);
+            int alike = ((uint64_t)(u ^ key) >> (32 - known)) == 0, w = alike ? weight(i) : 0;
+            if (w) atomicAdd(&m->bin[u >> shift & (TOP_BINS - 1)], w);
+        }
+        __syncthreads();
+        top_bin(m, *left);
+        if (m->found[0] < 0) return 0;
+        key |= (uint32_t)m->found[0] << shift;
+        *left = m->found[1];
+    }
+    return key;
+}
+
+// The warp's stretch of 0..n-1: every warp of the block has an equal one, a multiple of 32 long.
+static __device__ int stretch_length(int n) { return (n + TOP_THREADS - 1) / TOP_THREADS * 32; }
+
+// idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
+// threads of a block. Every warp counts the two kinds in its stretch of the row, and once the
+// counts of the warps before it are known, it goes through the stretch again and writes.
+static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
+    int each = stretch_length(n), from = warp * each, to = from + each;
+    for (int i = from; i < to; i += 32) {
+        // 0 is no number's key but that of a NaN.
+        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
+        n_above += __popc(__ballot_sync(ALL_LANES, u > key));
+        n_equal += __popc(__ballot_sync(ALL_LANES, u == key));
+    }
+    __syncthreads();
+    if (!lane) {
+        m->sum[warp] = n_above;
+        m->equal[warp] = n_equal;
+    }
+    __syncthreads();
+
+    n_above = n_equal = 0;  // from here on: of everything before index i
+    for (int w = 0; w < warp; w++) {
+        n_above += m->sum[w];
+        n_equal += m->equal[w];
+    }
+    for (int i = from; i < to; i += 32) {
+        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
+        unsigned more = __ballot_sync(ALL_LANES, u > key);
+        unsigned same = __ballot_sync(ALL_LANES, u == key);
+        unsigned below = (1u << lane) - 1;
+        int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
+        if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
+        n_above += __popc(more);
+        n_equal += __popc(same);
+    }
+}
+
+// idx (S,per) = the rows[i].k largest of each row of x (S,stride), indices ascending, ties to the
+// lower one; count (S): how many there are. Keys are integers and no float is added, so the result
+// is the CPU's.
+// Block: one row, TOP_THREADS threads; few rows come at once (G, H or one), so a row gets a large
+// block. Thread: every 512th score while digits are counted. Warp: an equal stretch of the row
+// while indices are written; lane: every 32nd score of it. Shared: the bins of a digit and two
+// counts a warp. Bound by latency for the usual row of some 10^4 scores (five passes over the row,
+// four of
+// them from the cache), by its one read from memory beyond.
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
+top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
+    __shared__ TopShared m;
+    TopRow row = rows[blockIdx.x];
+    int left = min_int(row.k, row.n);
+    x += blockIdx.x * stride;
+    idx += (size_t)blockIdx.x * per;
+    if (!threadIdx.x) count[blockIdx.x] = max_int(left, 0);
+    if (left <= 0) return;                                       // the same for the whole block
+
+    uint32_t key = top_key(x, row.n, [](int) { return 1; }, &left, &m);
+    top_write(x, row.n, key, left, idx, &m);
+}
+
+// ---- prefix sums over a block
+// weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call
+// these.
+
+// The weights before the warp's own stretch; m->sum has those of every stretch.
+template <class Weight>
+static __device__ int weight_before(int n, Weight weight, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), before = 0, own = 0;
+    KV_UNROLL(4)
+    for (int i = warp * each + lane; i < min_int((warp + 1) * each, n); i += 32) own += weight(i);
+    own = lanes_sum<32>(own);
+    __syncthreads();                            // the last sums have been read
+    if (!lane) m->sum[warp] = own;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) before += m->sum[w];
+    return before;
+}
+
+// The first i at which the weights of 0..i together reach `left`, n: there is none; *before: the
+// weights of those before i.
+template <class Weight>
+static __device__ int crossing(int n, Weight weight, int left, int *before, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n);
+    __syncthreads();
+    if (!threadIdx.x) m->found[0] = n;
+    int at = weight_before(n, weight, m), here = at < left && at + m->sum[warp] >= left;
+    for (int i = warp * each; here && i < (warp + 1) * each; i += 32) {
+        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
+        if (upto >= left && upto - w < left) {  // true in one lane of the block
+            m->found[0] = i + lane;
+            m->found[1] = upto - w;
+        }
+        at = __shfl_sync(ALL_LANES, upto, 31);
+    }
+    __syncthreads();
+    *before = m->found[1];
+    return m->found[0];
+}
+
+// Calls put(i, at) for every i with a weight, at: the weights before it -> all weights.
+template <class Weight, class Put>
+static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), all = 0;
+    int at = weight_before(n, weight, m);
+    for (int i = warp * each; i < (warp + 1) * each; i += 32) {
+        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
+        if (w) put(i + lane, upto - w);
+        at = __shfl_sync(ALL_LANES, upto, 31);
+    }
+    for (int w = 0; w < TOP_WARPS; w++) all += m->sum[w];
+    return all;
+}
+
+#endif
