@@ -81,7 +81,7 @@ static void note_peak(Session *s);
 // forward knows no method by name. A session's method is a list of parts ("snapkv+q8" is two), each
 // a row of hooks that may be NULL, and forward calls them at these places:
 //   embed     a token with a negative id, which is a method's own, needs an embedding
-//   project   q, k and v of a layer are there, not rotated yet (D4)
+//   project   q, k and v of a layer are there, not rotated yet
 //   select    decode only: the rows that the query heads of this layer will read are chosen now
 //   attend    prefill only: the part computes the attention of this layer itself
 //   commit    a layer's attention is done: index its rows, or drop some; once more when the pass ends
@@ -1347,7 +1347,7 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 // come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
 // (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
 // tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
-// result; NOTES.md, The CPU half, says what each part brought and what was tried in vain.
+// result.
 
 // Asks for the keys (OF_K) or values (OF_V) of n listed rows, so that their ways from memory overlap;
 // packed rows are left out.
@@ -1448,7 +1448,7 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
 
 // ---- lists copied side by side
 // Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
-// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
+// eighth. A list that stays for some steps pays for a copy of its
 // rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
 static int copies_views(const Session *s) {
     return !KV_DEV(s) && !s->packing;
@@ -2319,7 +2319,7 @@ const Method tova_method = {
 //   3. pool            every candidate takes the largest score among its neighbours, or their mean
 //   4. top_k_rows      the `cap` candidates with the largest scores stay
 // SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
-// joins, or does not join (D12).
+// joins, or does not join.
 
 typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
@@ -2327,7 +2327,7 @@ typedef struct {
     int mean;                   // 1: --pool avg, a neighbourhood's mean; 0: its maximum
 } Snap;
 
-// Reads the options of the chain into x; `window` is the method's default for w (D13). Returns 0,
+// Reads the options of the chain into x; `window` is the method's default for w. Returns 0,
 // or -1 with the reason in s->err. With --ratio there is no budget yet that could be too small for
 // the window.
 static int snap_options(Session *s, Snap *x, int window) {
@@ -2530,7 +2530,7 @@ const Method snapkv_method = {
 // So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv). KVCache-Factory weighs every score by
 // the share of its head's scores that a plain budget keeps; --adakv-share does:
 //   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
-// **Differs from the paper** (D17): heads are KV heads; a layer drops rows iff its candidates
+// **Differs from the paper:** heads are KV heads; a layer drops rows iff its candidates
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
@@ -2628,7 +2628,7 @@ const Method adakv_method = {
 //   base = B - w,  lo = base / 20,  hi = 2 base - lo
 //   where hi > N - w:  hi = N - w,  lo = 2 base - hi
 //   cap of layer l = hi - l (hi - lo) / (L - 1)
-// **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
+// **Differs from the paper:** integers throughout, so the floored step can raise the mean
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
 // layer; a KV head keeps one set. Budgets are those of the authors' program; kvpress's pyramidkv_press.py
 // counts the window into them, so its rows are others.
@@ -2679,7 +2679,7 @@ const Method pyramidkv_method = {
 // Zhang et al.: H2O: Heavy-Hitter Oracle for Efficient Generative Inference. arXiv 2306.14048.
 // A few rows, the heavy hitters, draw most of the attention. So a KV head keeps them beside the
 // recent rows. The mass of a row is all attention it has drawn so far, from every query and every
-// query head of its group (D15).
+// query head of its group.
 //   keep the last floor(B/2) rows, and of the rows before them the B - floor(B/2) of largest mass
 // So it is at the end of a prefill; a decode step drops the row of least mass outside the recent half.
 // **Differs from the paper:** a prefill is dense over the rows held.
@@ -2744,7 +2744,7 @@ const Method h2o_method = {
 // The rows of the first --sink tokens always stay and count inside B. The candidates, over which
 // the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
 // less one) are those of all queries that the prefills of the dialogue have fed at positions >=
-// --sink (D19).
+// --sink.
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
 // when tokens are truncated. epsilon is 0, as in kvpress's expected_attention_press.py; its leaderboard
 // takes .01, which lets long values stay that little attention is expected for.
@@ -3183,7 +3183,7 @@ const Method q4_method = {
 // (r,c). A vertical c is the column c. A slash o is the diagonal of the cells (r, r-o), o its
 // offset. Row r of a head with verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
-// in the head's own row numbers (D39). Under tile64 the slashes are rounded up to what a GPU block
+// in the head's own row numbers. Under tile64 the slashes are rounded up to what a GPU block
 // of 64 rows reads: whole ranges of columns (block_columns).
 //   A-shape      the first columns and the nearest offsets
 //   Tri-shape    the same, and the last rows of a turn see everything
@@ -3742,7 +3742,7 @@ const Method minference_method = {
 // the page it writes to; nothing is dropped.
 //   max_d   = max over the page's keys k of k_d,     min_d = min over the page's keys k of k_d
 //   u(page) = sum_d max(q_d max_d, q_d min_d) >= q.k        for every key k of the page
-// **Differs from the paper** (D16):
+// **Differs from the paper:**
 //   - one set of pages a KV head: u is the largest over its query heads;
 //   - the current page is always read, inside the budget, and takes no part in the ranking;
 //   - a budget that covers the context reads every row.
@@ -4030,18 +4030,18 @@ const Method quest_method = {
 //     The bound is so loose that heads run out of lines. The default, variant b, keeps the exact
 //     residual of every line instead. Variant a (--paper, with alpha .955) is the paper's loop with
 //     what it leaves out: a chosen line leaves its list, a gain is at least 0, and a head without a
-//     gain left is computed in full (D33, D36).
+//     gain left is computed in full (D33).
 //   - The sampled rows are stratified (D31), and half of them only validate the choice, which must
-//     recover alpha of their attention too (D34). Variant b always takes the first
+//     recover alpha of their attention too. Variant b always takes the first
 //     --sink columns and the last --loopserve-local offsets, variant a offset 0 only
 //     (D33).
-//   - A head whose lines would cover too many cells is computed in full, and so is a short pass
-//     (D39). With alpha 1, or when no head uses its lines, the pass equals full attention bit for
+//   - A head whose lines would cover too many cells is computed in full, and so is a short pass.
+//     With alpha 1, or when no head uses its lines, the pass equals full attention bit for
 //     bit.
 //   - Decode chooses at n_o >= 16 only; the paper's formula would also choose at n_o = 0, because
 //     (0 - 16) % 16 is 0 (D37). The candidates are the rows held at the end of the prefill, and the
 //     rows of this answer are read on top of B. A KV head has one set of rows, for all its query
-//     heads (D32).
+//     heads.
 //   - Algorithm 3 also hands the lines of all prefills to decode, but no formula uses them: here
 //     they are not kept.
 //
@@ -4213,7 +4213,7 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
 // ---- variant b: the line with the largest residual per length, by a heap
 // Every line has its residual per length as it was at some earlier moment for a key. Residuals only
 // fall, so a key is an upper bound: a top entry that stays the first after its key is renewed is
-// the best line there is (D35).
+// the best line there is.
 
 static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
 
@@ -4301,8 +4301,8 @@ static double sum_lanes32(double *x) {
 }
 
 // The attention that every line would add to the kept lines, into g (2n): verticals, then slashes;
-// selecting samples only. Even samples select; with 32 samples or more the odd ones validate
-// (D34). Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
+// selecting samples only. Even samples select; with 32 samples or more the odd ones validate.
+// Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
 // GPU can add in the same order.
 static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     Tally t = { { 0, 0 }, { 0, 0 } };
@@ -4513,7 +4513,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
 
 // Method.enter, Definition 1: the rows of the previous answer are dropped, and its tokens are
 // prefilled again in front of this turn's n tokens t (room: cap). Those rows came one by one from
-// decode steps that read chosen rows only (D38). The last token of an answer was never fed: it
+// decode steps that read chosen rows only. The last token of an answer was never fed: it
 // comes with this turn's ids. Returns the new number of tokens; ends the program where they do not
 // fit.
 static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
@@ -5184,7 +5184,7 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
     }
 }
 
-// Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
+// Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays.
 static void pats_forget(Session *s, void *ms, int n_tok) {
     Pats *x = ms;
     (void)s;
@@ -5244,7 +5244,7 @@ static int pats_open(Session *s, void *ms) {
     x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
     x->b_max = opt_int(o, "pats-bmax");
-    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // D23
+    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
     x->sink = opt_int(o, "pats-sink");
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
@@ -5351,19 +5351,19 @@ const Method pats_method = {
 //
 // **Differs from the paper:**
 //   - A score is q.mu without |q| r, because the bound favours loose clusters; --paper takes the
-//     bound (D40). Of a group of query heads the best counts, and each counts with length 1 (D45).
+//     bound. Of a group of query heads the best counts, and each counts with length 1.
 //   - Eq. 2 bounds chunk keys, not token keys. A unit's radius covers the chunks below it, not only
-//     the centres of its clusters; otherwise it bounds nothing (D46).
+//     the centres of its clusters; otherwise it bounds nothing.
 //   - A centre that moves adds its shift to the radius; "moving average + expansion" alone loses
-//     the older members. The new ball is the smallest that holds the old ball and the new key (D49).
+//     the older members. The new ball is the smallest that holds the old ball and the new key.
 //   - The first 16 tokens and the last 128 stay outside the index and are always read; Algorithm 1
 //     starts with an empty buffer (D29, D43).
 //   - The index is built again when the chunks have doubled, because grafting alone never makes a
 //     cluster (D41).
-//   - The paper gives k_g and k_c no value: clusters are taken until the budget is full (D44), and
-//     there are no coarse units unless --lychee-kg says how many a step opens (D46).
+//   - The paper gives k_g and k_c no value: clusters are taken until the budget is full, and
+//     there are no coarse units unless --lychee-kg says how many a step opens.
 //   - k-means starts from evenly spaced chunks, so that runs repeat. The first two layers read
-//     every row, as in Quest (D50).
+//     every row, as in Quest.
 //
 // Map:
 //   Table 4 -> delimiter_level
@@ -5401,7 +5401,7 @@ typedef struct {                // the last bytes of the stream; a special token
     int n;                      // bytes there are
 } TextTail;
 
-// ---- the chunker: where may a chunk end? (Table 4, D48)
+// ---- the chunker: where may a chunk end? (Table 4)
 TokenText token_text;
 
 enum {                          // what a character says instead of a level
@@ -5618,9 +5618,9 @@ static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     tree_carve(t, t->mem, cap, K, P, D);
 }
 
-// ---- keys and k-means: sums are f32; a centre becomes bf16 once, before the last assignment (D42)
+// ---- keys and k-means: sums are f32; a centre becomes bf16 once, before the last assignment
 
-// x (D) = x / |x|. The small number keeps a vector of zeros finite (D50).
+// x (D) = x / |x|. The small number keeps a vector of zeros finite.
 static void normalise(float *x, int D) {
     float f = 1 / sqrtf(dot_f32(x, x, D) + 1e-12f);
     for (int d = 0; d < D; d++) x[d] *= f;
@@ -5677,7 +5677,7 @@ static void assign_points(const float *x, int n, const float *mu, int K, int D, 
 
 // Spherical k-means of the points x (n,D) into the nodes of u: their centres in bf16, of[] the node of
 // every point by the last assignment, which is made against the rounded centres; radii and tokens are
-// 0. The first centres are evenly spaced points (D50). mu (K,D) gets the centres in f32, sum (K,D) is
+// 0. The first centres are evenly spaced points. mu (K,D) gets the centres in f32, sum (K,D) is
 // room.
 static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu, float *sum) {
     int K = u->n, *points = u->tokens;          // of a centre
@@ -5763,8 +5763,8 @@ static void lychee_build(Session *s, Lychee *x) {
 // ---- scores
 
 // S (n): the scores of nodes from..from+n-1 of a level for the query heads q (R,D) of a group;
-// -INFINITY for an empty node. Every query counts with length 1, so that no head wins by its scale
-// (D45); w (R) are 1 / their lengths. bound 1: with the nodes' radii. sc (R,n) is room.
+// -INFINITY for an empty node. Every query counts with length 1, so that no head wins by its scale;
+// w (R) are 1 / their lengths. bound 1: with the nodes' radii. sc (R,n) is room.
 static void score_nodes(const Nodes *u, int from, int n, const float *q, const float *w, int R, int D,
                         int bound, float *sc, float *S) {
     scores_of(sc, q, u->mu + (size_t)from * D, DT_BF16, R, n, D, 1, (Ahead){0});
@@ -5792,7 +5792,7 @@ static int best_node(const float *S, int n) {
 // ---- grafting: a chunk that is complete joins the index (Algorithm 1, lines 18-23)
 
 // The node takes in one more chunk of key v (D). Its new ball is the smallest that holds the old one
-// and v, and then its radius covers what rounding the centre to bf16 has shifted (D49).
+// and v, and then its radius covers what rounding the centre to bf16 has shifted.
 //   r' = max(r + |mu' - mu|, |v - mu'|)
 static void node_absorb(Nodes *u, int node, const float *v, int tokens, int D) {
     uint16_t *mu = u->mu + (size_t)node * D;
@@ -5843,7 +5843,7 @@ static void lychee_graft(Session *s, Lychee *x, int from) {
 // ---- retrieval (Algorithm 1, lines 8-16)
 
 // open (P) = 1 for the best kg units, and for more while those opened hold less than four times what
-// the budget has room for (D46). S (P): the units' scores, which are used up.
+// the budget has room for. S (P): the units' scores, which are used up.
 static void open_units(const Lychee *x, const Nodes *u, float *S, char *open) {
     int enough = 4 * room_for_chunks(x), tokens = 0;
     memset(open, 0, (size_t)u->n);
@@ -5879,7 +5879,7 @@ static void score_clusters(const Lychee *x, const Tree *t, const float *q, int R
 }
 
 // The clusters that are read: the best one, then the next, equal ones by number, until the first chunk
-// that does not fit (D44). Nothing is sorted. order_key gives every float an unsigned number in the
+// that does not fit. Nothing is sorted. order_key gives every float an unsigned number in the
 // same order, and the fewer clusters count, the less they hold. So the score at which the budget
 // overflows is found like a word in a dictionary, one bit after the other from the top: a bit is 1 if
 // the clusters from there on still hold too much. S (K): scores.
@@ -6055,7 +6055,7 @@ static void lychee_trace(Session *s, void *ms, int l) {
 // ---- the other hooks, and the table entry
 
 // Tokens from n_tok on are gone. Other tokens may follow, so the text is read again when it is
-// needed. An index of only the tokens that stay is kept; one that reaches further is dropped (D47).
+// needed. An index of only the tokens that stay is kept; one that reaches further is dropped.
 static void lychee_forget(Session *s, void *ms, int n_tok) {
     Lychee *x = ms;
     (void)s;
@@ -6844,7 +6844,7 @@ const Method sonic_method = {
 //     files it comes with are shuffled.
 //   - The rows of a KV head are stored once, not once per query head: it holds the union of what
 //     its query heads read, and each query head has a view. A later turn's prefill therefore reads
-//     the union (D21).
+//     the union.
 //   - Scores are of the last min(w,T) queries of this turn, smoothed by a maximum over --kernel
 //     neighbours (D11).
 //
@@ -7292,7 +7292,9 @@ const Method headkv_method = {
 
 // ==================================================================================================== 14 TRACES
 
-// ---- --trace FILE: what every pass computes, as a safetensors file (D84)
+// ---- --trace FILE: what every pass computes, as a safetensors file
+// Tensors are written as they are computed, so the data stand in the order of the computation. Rows are
+// named by tokens, never by their place in a head.
 int trace_wants(const Session *s, int l) {
     return l == s->c->L || s->trace->layer[l];
 }

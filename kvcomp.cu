@@ -5807,7 +5807,7 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int o
 }
 
 // ---- AdaKV: what the heads of a layer compete by for its budget (adakv_pooled of kvcomp.c)
-// D17. all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of head
+// all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of head
 // g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
 // (G,per): those. Sums are of fixed_mass, 64-bit integers, so their order does not matter and both
 // devices get the same shares.
@@ -5869,7 +5869,7 @@ float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, in
 }
 
 // ---- ExpectedAttention: sums over queries, exponents of scores, lengths of values; to the CPU's bit
-// D19. The host turns the sums into mu and Sg (expected_moments), takes the softmax of the
+// The host turns the sums into mu and Sg (expected_moments), takes the softmax of the
 // exponents, and selects.
 enum { MOMENT_TILE = 16 };
 
@@ -6593,7 +6593,7 @@ static __device__ PickHead pick_head(const Picks &a) {
 static __device__ int line_len(const PickHead &x, int y) { return x.n - max_int(y, x.p0); }
 
 // Is alpha of both halves of the samples recovered? rec, tot (2): mass recovered, and all of it, of
-// the half that selects and of the half that only validates (D34).
+// the half that selects and of the half that only validates.
 static __device__ int recovered(const Picks &a, const double *rec, const double *tot) {
     return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1];  // Eq. 1
 }
@@ -6621,7 +6621,7 @@ static __device__ int64_t sum_block(int64_t x, int64_t *part) {
 // ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
 // Lines are verticals, ids 0..n-1, and slashes, ids n..2n-1. Gains only ever fall, so the best line
 // of every SEG lines, once known, stays an upper bound. The segment with the best bound is looked
-// at again; if its best line is still that one, it is the best of all (D35).
+// at again; if its best line is still that one, it is the best of all.
 // The one to take first: item_before of kvcomp.c. Larger key; slashes; the lower number.
 static __device__ BestLine better(BestLine a, BestLine b, int n) {
     if (a.key != b.key) return a.key > b.key ? a : b;
@@ -7048,7 +7048,7 @@ static __device__ void normalise(float *x, int D) {
     __syncwarp();
 }
 
-// |v - mu|, one thread: a serial sum in double (D42).
+// |v - mu|, one thread: a serial sum in double.
 static __device__ double distance(const float *v, const uint16_t *mu, int D) {
     double ss = 0;
     for (int d = 0; d < D; d++) {
@@ -7088,7 +7088,7 @@ static __global__ void chunk_keys_kernel(LayerRows a, const int *start, float *k
     for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
 }
 
-// mu (G,K,D): k-means starts from every so many-th of the points x (G,n,D) (D50).
+// mu (G,K,D): k-means starts from every so many-th of the points x (G,n,D).
 // Block: one warp, centre blockIdx.x. Lane: every 32nd dimension. Bound by latency.
 static __global__ void first_centres_kernel(float *mu, const float *x, int n, int D) {
     int j = blockIdx.x, K = gridDim.x;
@@ -7287,7 +7287,7 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, start, M, D);
 }
 
-// ---- grafting (D49): tree_graft of kvcomp.c
+// ---- grafting: tree_graft of kvcomp.c
 enum { GRAFT_THREADS = 256 };
 
 // The node takes in one more chunk of key v: the smallest ball that holds the old one and v, and what
@@ -7468,7 +7468,7 @@ static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m
 // ---- retrieval: chunks under the budget, and their rows
 
 // take_clusters of kvcomp.c: the best first, of equal ones the lower number, as long as they fit into
-// the room; of the first that does not fit, the chunks up to the first that does not (D44).
+// the room; of the first that does not fit, the chunks up to the first that does not.
 // Nothing is sorted: the cluster at which the sum of tokens passes the room is found by its digits,
 // as top_key finds a rank, and among clusters of one score by a prefix sum over their numbers. So
 // is the chunk at which that cluster stops. x (K): scores. All threads of a block.
@@ -7601,7 +7601,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
 // On the device run, at the end of a prefill: the window scores of every query head, the largest
 // score among each row's neighbours, and the choice of each query head's own rows (Sec. 3.3). It is the
-// chain of section 6 whose heads are not joined (D12):
+// chain of section 6 whose heads are not joined:
 //   window_device -> pool_kernel -> top_k_kernel, one row and one cap a query head -> views
 // kv_compact then drops the rows that no query head of a group reads (rows_move_cuda). In decode the
 // views differ from query head to query head: plan_decode makes one work of neighbouring heads that

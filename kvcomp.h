@@ -142,7 +142,7 @@ typedef struct Method {
     // x (C): the embedding of a token with a negative id.
     void (*embed)(Session *s, void *ms, const Token *t, float *x);
 
-    // In every layer, after bias and QK-norm, before RoPE (D4), span by span: q (n,H,D), k and v
+    // In every layer, after bias and QK-norm, before RoPE, span by span: q (n,H,D), k and v
     // (n,G,D) are those of the tokens base+t0 .. base+t0+n-1.
     void (*project)(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int t0, int n);
     // Prefill attention instead of attn_prefill. out and q (T,H,D); the pass's rows are the last T of
@@ -340,7 +340,7 @@ static inline int same_as_before(const Session *s, int l, int h) {
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)
 enum { PAGE = 16 };                             // rows of a Quest page
-enum {                                          // the order of window scores' steps (D12)
+enum {                                          // the order of window scores' steps
     JOIN_POOL,                                  // join the heads of a group, then pool over neighbouring rows
     POOL_ONLY,                                  // pool; every query head keeps its own
 };
@@ -364,7 +364,7 @@ typedef struct {                // what one query head reads in one prefill
 typedef struct {                // how LoopServe chooses them
     double alpha;               // share of the sampled attention that must be recovered
     int sink, local;            // lines that are always taken
-    int holdout;                // 1: odd samples only validate (D34)
+    int holdout;                // 1: odd samples only validate
     double max_cells;           // beyond this share of the cells: dense
 } LoopRule;
 

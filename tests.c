@@ -2478,7 +2478,7 @@ static void chunker_free(Lychee *x) {
     arrfree(x->level);
 }
 
-TEST(lychee_chunk_vector, "the chunks of D48, item by item") {
+TEST(lychee_chunk_vector, "the chunker's rules, one by one") {
     Toy t = { 0 };
     static const char *text[] = { "The",    " quick",  " brown",  " fox",  ",",   " which", " had",
                                   " been",  " asleep", ",",       " woke", " up", ".",      "\n",

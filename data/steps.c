@@ -1,5 +1,4 @@
-// How long the parts of a decode step take, without a model around them: the numbers of NOTES.md for
-// which --bench is too coarse.
+// How long the parts of a decode step take, without a model around them, for what --bench is too coarse.
 //
 //     make NVCC= kvcomp && gcc -std=c11 -O3 -fopenmp -Ibuild -o build/steps data/steps.c build/cpu/lib/kernels*.o -lm
 //

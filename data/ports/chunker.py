@@ -1,5 +1,5 @@
 """LycheeCluster's chunker: where may a chunk of text end? The definition is "the chunker" in section 11 of kvcomp.c
-(Table 4 of the paper), with its defaults; "D48" is a decision of NOTES.md. No tensors here, only text.
+(Table 4 of the paper), with its defaults; "D43" is a decision of NOTES.md. No tensors here, only text.
 
 A chunk has 8 to 16 tokens and ends at the best boundary among those it may end at: behind an empty line or a
 closing bracket, else behind a sentence, else behind a comma, else between two words.
@@ -110,6 +110,6 @@ class Chunks:
 
     def chunk_end(self, s):
         """The last token of the chunk that starts at token s: the possible end with the best level, the last of
-        equals (Sec. 4.3, D48)."""
+        equals (Sec. 4.3)."""
         ends = [e for e in range(s + self.shortest - 1, s + self.longest) if self.level[e] != INSIDE]
         return min(ends, key=lambda e: (self.level[e], -e), default=s + self.longest - 1)

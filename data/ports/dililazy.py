@@ -1,7 +1,7 @@
 """DiliLazyKV for Hugging Face transformers: a Cache whose heads hold rows of their own, and its attention function.
 
 DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression. Anonymous ACL submission. The definition is
-section 13 of kvcomp.c with its defaults, "D21" is a decision of NOTES.md, and check.py holds this file against the
+section 13 of kvcomp.c with its defaults, "D11" is a decision of NOTES.md, and check.py holds this file against the
 program, row by row.
 
     import dililazy
@@ -48,7 +48,7 @@ def read_scores(path, which="inf"):
 
 def capacities(scores, b_c, beta=1.351, eps=0.01):
     """C (L,H) of Algorithm 1: how many candidates each query head may read. scores (L,H) >= 0; b_c: those it may read
-    on average. A layer without any score shares evenly, and so does a model without any (D22)."""
+    on average. A layer without any score shares evenly, and so does a model without any."""
     L, H = len(scores), len(scores[0])
     b_fixed = b_c * (1 - 1 / beta)                                      # Algorithm 1, line 3
     B_total = b_c / beta * L * H / (1 + eps * L)                        # line 4
@@ -123,7 +123,7 @@ class DiliLazyLayer(CacheLayerMixin):
         return s.masked_fill(~self.visible(g, q.shape[1]), -torch.inf).softmax(-1).mean(1)
 
     def prefill(self, q, scaling):
-        """q (G,R,T,D) -> (H,T,D): every query head attends to all rows that its KV head holds (D21). Then the layer
+        """q (G,R,T,D) -> (H,T,D): every query head attends to all rows that its KV head holds. Then the layer
         drops rows, if it has seen more tokens than the budget (D9, D10)."""
         R, T = q.shape[1:3]
         out = [scaled_dot_product_attention(q[g], self.keys[g].expand(R, -1, -1), self.values[g].expand(R, -1, -1),

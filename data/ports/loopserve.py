@@ -60,7 +60,7 @@ def sample_rows(T, m, seed, turn, layer):
 def choose_lines(P, row, p0, alpha, sink, local, max_cells):
     """Greedy for Eq. 1: the line that adds most attention per cell, until the lines hold alpha of the samples'
     attention. P (m,N) are the softmax rows of the sampled rows `row` (m). From 32 samples on the odd ones only
-    validate (D34). -> verticals (N) and slashes (N), true where chosen; None: too many cells, compute in full (D39)."""
+    validate. -> verticals (N) and slashes (N), true where chosen; None: too many cells, compute in full."""
     m, N = P.shape
     x = torch.arange(N)
     length = (N - x.clamp(min=p0)).double()                             # Eq. 1: l_x, of either kind

@@ -1,7 +1,7 @@
 """LycheeCluster for Hugging Face transformers: a Cache, and the attention function that reads it.
 
 Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
-Hierarchical KV Indexing. The definition is section 11 of kvcomp.c with its defaults, "D44" is a decision of
+Hierarchical KV Indexing. The definition is section 11 of kvcomp.c with its defaults, "D43" is a decision of
 NOTES.md, and check.py holds this file against the program, decision by decision.
 
     import lychee, chunker
@@ -82,8 +82,8 @@ class Index:
         self.size = torch.tensor(start, device=keys.device).diff()
 
     def build(self, kbar, iterations=10, chunks_per_cluster=2):
-        """Spherical k-means of the chunk keys kbar (G,M,D), which starts from evenly spaced ones (Sec. 4.3, D50).
-        Centres are rounded once, before the last assignment (D42)."""
+        """Spherical k-means of the chunk keys kbar (G,M,D), which starts from evenly spaced ones (Sec. 4.3).
+        Centres are rounded once, before the last assignment."""
         G, M, D = kbar.shape
         K = -(-M // chunks_per_cluster)
         mu = kbar[:, [(2 * j + 1) * M // (2 * K) for j in range(K)]]
@@ -100,7 +100,7 @@ class Index:
 
     def graft(self, v):
         """One more chunk, of key v (G,D), joins the nearest cluster of each head. A centre moves if v lies outside
-        its ball: the new ball is the smallest that holds the old ball and v (D49).
+        its ball: the new ball is the smallest that holds the old ball and v.
             r' = max(r + |mu' - mu|, |v - mu'|)"""
         g = torch.arange(len(v), device=v.device)
         nearness = (self.mu @ v[..., None])[..., 0].masked_fill(~self.filled, -torch.inf)
@@ -117,14 +117,14 @@ class Index:
 
     def scores(self, q, beta):
         """S (G,K) for the queries q (G,R,D) of a step: of a group the best query head counts, and each has length 1,
-        so that none wins by its scale (D45). With beta 1 it is the upper bound."""
+        so that none wins by its scale. With beta 1 it is the upper bound."""
         length = q.norm(dim=-1, keepdim=True).clamp(min=1e-20)
         S = (q / length @ self.mu.mT).amax(1) + beta * self.r           # Eq. 2: q.mu_u + |q| r_u
         return S.masked_fill(~self.filled, -torch.inf)
 
     def retrieve(self, q, room, beta):
         """Which chunks are read (G,M): those of the best cluster, then those of the next one, equal ones by number,
-        until the first chunk that does not fit into `room` tokens (D44)."""
+        until the first chunk that does not fit into `room` tokens."""
         best_first = self.scores(q.float(), beta).argsort(dim=-1, descending=True, stable=True)
         place = best_first.argsort(dim=-1)                              # (G,K) of a cluster in that order
         order = place.take_along_dim(self.label, 1).argsort(dim=-1, stable=True)    # (G,M) chunks, as they are taken
@@ -163,7 +163,7 @@ class LycheeLayer(DynamicLayer):
 
 class LycheeCache(common.TurnCache):
     """The cache of one dialogue. texts: chunker.token_texts(). The last `buffer` to buffer + 16 rows are recent ones;
-    the first `full_layers` layers read every row (D50)."""
+    the first `full_layers` layers read every row."""
     name = "lychee"
 
     def __init__(self, config, texts, budget=1024, sink=16, buffer=128, full_layers=2, beta=0.0):
