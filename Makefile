@@ -183,8 +183,10 @@ web: kvcomp.html
 install-web:
 	@$(SHELL) data/web.sh install
 
-kvcomp.html: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) data/unicode.h data/web.sh build/page_html.h | deps install-web
-	CC="$(CC)" sh data/web.sh build $(PARTS:=.c)
+WEB_MODEL = models/kvcomp-tiny
+kvcomp.html: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch] $(WEB_MODEL)/*) data/unicode.h data/web.sh build/page_html.h \
+             | deps install-web
+	CC="$(CC)" WEB_MODEL=$(WEB_MODEL) sh data/web.sh build $(PARTS:=.c)
 
 include test/tests.mk
 

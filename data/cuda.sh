@@ -42,6 +42,7 @@ fi
 
 headers= ways= rpaths= cublas=
 for p in $(pip_folders); do
+    [ -d "$p" ] || continue
     for f in "$p"/*/include; do headers="$headers -I$f"; done
     for f in "$p"/*/lib; do
         ways="$ways -L$f -Xlinker -rpath-link=$f"
