@@ -6074,7 +6074,7 @@ static const Opt lychee_opts[] = {
 static int lychee_open(Session *s, void *ms) {
     Lychee *x = ms;
     const Options *o = s->opt;
-    x->bound       = opt_int(o, "paper");
+    x->bound       = opt_int(o, "paper");                         // Eq. 2; it favours loose clusters
     x->kg          = opt_int(o, "lychee-kg");
     x->min         = opt_int(o, "lychee-chunk-min");
     x->max         = opt_int(o, "lychee-chunk-max");

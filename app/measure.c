@@ -1018,7 +1018,7 @@ static Score *open_rows(const App *a, OpenRow **open) {
 // last line without its end was interrupted, and is played again. A file is written in place, unlike every
 // other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is
 // what was written, and a table is made from the same numbers in the same order whether a run was whole, went on, or was
-// spread over machines (D86).
+// spread over machines.
 
 // A number of a line: of an Answer, or of a Score that holds what one item cost.
 typedef struct {

@@ -1,5 +1,5 @@
 # Prints the CPU seconds (user and system) of a whole build, and of the build that follows an edit of one file:
-# `make build-times`. One job at a time, so that nothing else counts.
+# sh data/build_times.sh. One job at a time, so that nothing else counts.
 set -eu
 cd "$(dirname "$0")/.."
 export MAKEFLAGS=
