@@ -150,7 +150,7 @@ void turns_free(Turn *turns) {
 }
 
 // Appends ids to an stb_ds array.
-static int *ids_append(int *to, const int *ids, int n) {
+int *ids_append(int *to, const int *ids, int n) {
     if (n > 0) memcpy(arraddnptr(to, n), ids, (size_t)n * sizeof *ids);
     return to;
 }

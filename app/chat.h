@@ -236,6 +236,9 @@ int replay(App *a, int within);
 // Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
 int ids_of_json(const Json *list, int V, int **ids, char why[128]);
 
+// Appends n ids to an stb_ds array, and returns it.
+int *ids_append(int *to, const int *ids, int n);
+
 // The text of a reply, malloc'd.
 char *reply_text(const App *a, const Turn *t);
 

@@ -667,17 +667,14 @@ static double mean_of(const Answer *x, size_t at) {
 
 static double mean_score(const Answer *x) { return mean_of(x, offsetof(Answer, score)); }
 
-// Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
-// the KLD.
-static void finish_row(Score *s) {
-    int n = (int)arrlen(s->each);
-    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), &s->lo, &s->hi);
-    if (!n) return;
+// The 99th percentile of n numbers.
+static double percentile_99(const double *x, int n) {
     double *sorted = xmalloc((size_t)n * sizeof *sorted);
-    memcpy(sorted, s->each, (size_t)n * sizeof *sorted);
+    memcpy(sorted, x, (size_t)n * sizeof *sorted);
     qsort(sorted, (size_t)n, sizeof *sorted, double_order);
-    s->kld_top = sorted[(n - 1) * 99 / 100];
+    double top = sorted[(n - 1) * 99 / 100];
     free(sorted);
+    return top;
 }
 
 // ---- tables: the fields of a row
@@ -815,7 +812,8 @@ Field *row_fields(const Score *s, const EvalRun *run) {
     if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
     if (s->each) {
         add_field(&c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-        add_field(&c, run->ppl ? EVERYWHERE : IN_LISTS, "kld_p99", s->kld_top, "%.3f", s->kld_top);
+        double top = percentile_99(s->each, (int)arrlen(s->each));
+        add_field(&c, run->ppl ? EVERYWHERE : IN_LISTS, "kld_p99", top, "%.3f", top);
         add_field(&c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
     }
     add_field(&c, EVERYWHERE, "stored", stored, "%.1f %%", 100 * stored);
@@ -1688,10 +1686,7 @@ static void print_rows(const EvalRun *run, Score *rows) {
             die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
                 rows[0].name, rows[r].name);
     Table t = print_begin(run->a);
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        finish_row(&rows[r]);
-        print_take(&t, row_fields(&rows[r], run));
-    }
+    for (int r = 0; r < (int)arrlen(rows); r++) print_take(&t, row_fields(&rows[r], run));
     print_end(&t);
     if (!quiet) warn_of_hard_tasks(rows);
 }
@@ -1971,12 +1966,6 @@ typedef struct {
     int reasoning;              // 1: the run of HeadKV-R2, with reasoning and a wrong answer
 } Run;
 
-// Appends x (n) to an stb_ds array of ids.
-int *ids_put(int *ids, const int *x, int n) {
-    for (int i = 0; i < n; i++) arrput(ids, x[i]);
-    return ids;
-}
-
 // Where the needle goes among n ids of hay: at the end of the sentence before depth % of them.
 static int needle_place(const Tokenizer *t, const Run *run, const int *hay, int n) {
     int at = (int)((long)n * run->depth / 100), len;
@@ -2073,9 +2062,9 @@ static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;
     r->right = r->at + right;
-    ids = ids_put(ids, hay, at);
-    ids = ids_put(ids, needle, n_needle);
-    ids = ids_put(ids, hay + at, n_hay - at);
+    ids = ids_append(ids, hay, at);
+    ids = ids_append(ids, needle, n_needle);
+    ids = ids_append(ids, hay + at, n_hay - at);
     snprintf(question, sizeof question, "%s%s%s", f->ask, run->needle->question, f->behind);
     ids = encode_at(t, question, strlen(question), 1, 0, ids);
     arrfree(needle);

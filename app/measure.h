@@ -47,8 +47,7 @@ typedef struct {
     char name[160];
     int budget, items;
     double nll;                                 // ppl, kld: sum over predicted tokens
-    double kld, kld_top, top1;                  // sums over predicted tokens, but kld_top is the 99th
-                                                //   percentile of the KLD
+    double kld, top1;                           // sums over predicted tokens
     double *each;                               // stb_ds: the KLD of every predicted token
     long predicted;                             // predicted tokens
     double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
@@ -58,7 +57,6 @@ typedef struct {
     double peak;                                // bytes of rows, the most that any item held
     Answer *answers;                            // stb_ds
     char **said;                // stb_ds: what was said in the answers, malloc'd, while an item is played
-    double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
 // The forms of a table.
@@ -144,10 +142,6 @@ int eval_merge(App *a);
 // --eval: reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run));
-
-// ---- one run
-// Appends x (n) to an stb_ds array of ids.
-int *ids_put(int *ids, const int *x, int n);
 
 // ---- the file
 // --calibrate OUT.json: makes the score file of a model, in the frame of its chat template (tp; NULL: it has none).

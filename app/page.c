@@ -344,8 +344,8 @@ static void write_lines(const App *a, const Turn *turns, const Options *o, int l
     char err[512];
     int *ids = NULL;
     for (int k = 0; k < (int)arrlen(turns); k++) {
-        ids = ids_put(ids, turns[k].pre, (int)arrlen(turns[k].pre));
-        ids = ids_put(ids, turns[k].dec, (int)arrlen(turns[k].dec));
+        ids = ids_append(ids, turns[k].pre, (int)arrlen(turns[k].pre));
+        ids = ids_append(ids, turns[k].dec, (int)arrlen(turns[k].dec));
     }
     int n = min_int((int)arrlen(ids), MAP_TOKS);
     Session *s = n ? session_try(a->c, a->w, o, "loopserve", err) : NULL;
@@ -441,7 +441,7 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {
         if (k == (int)arrlen(a->turn)) {
             Turn t = now[k];
-            t.pre = ids_put(NULL, now[k].pre, (int)arrlen(now[k].pre));
+            t.pre = ids_append(NULL, now[k].pre, (int)arrlen(now[k].pre));
             t.dec = NULL;
             t.user = now[k].user ? copy_text(now[k].user) : NULL;
             t.reply = now[k].reply ? copy_text(now[k].reply) : NULL;

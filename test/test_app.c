@@ -635,8 +635,6 @@ static Score *report_rows(void) {
                     .full = 4e6,
                     .attended = 3e5 * (i + 1),
                     .peak = 5e5,
-                    .lo = .2 + .1 * i,
-                    .hi = .5 + .1 * i,
                     .n_decode = 10,
                     .decode_s = 1 };
         snprintf(s.name, sizeof s.name, "%s", i < 2 ? "snapkv" : "<b>&\"odd\"");
