@@ -467,9 +467,9 @@ FUZZ = json safetensors config tokenizer session adapter scores ids dialogues an
 FUZZ_FLAGS = -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 \
              -artifact_prefix=fuzz_found_
 
-fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
+fuzz_targets: test/fuzz.c build/page_html.h $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
-	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ test/fuzz.c -lm
+	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -Ibuild -o $@ test/fuzz.c -lm
 
 fuzz: fuzz_targets
 	for t in $(FUZZ); do \
