@@ -119,9 +119,9 @@ asan: kvcomp $(ASAN)
 # short on purpose.
 FUZZ_SECONDS ?= 60
 FUZZ = json safetensors config tokenizer session adapter scores ids dialogues answers batch template chat
-fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
+fuzz_targets: test/fuzz.c build/page_html.h $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
-	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ test/fuzz.c -lm
+	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -Ibuild -o $@ test/fuzz.c -lm
 
 fuzz: fuzz_targets
 	for t in $(FUZZ); do \
