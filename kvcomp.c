@@ -2325,16 +2325,7 @@ typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
     int kernel;                 // --kernel, odd: width of the neighbourhood a score is pooled over
     int mean;                   // 1: --pool avg, a neighbourhood's mean; 0: its maximum
-    int agg;                    // --gqa-agg, an AGG_*: how the query heads of a group become one
 } Snap;
-
-// The AGG_* that --gqa-agg names.
-static int gqa_agg_option(const Session *s) {
-    const char *agg = opt_str(s->opt, "gqa-agg");
-    if (!strcmp(agg, "max")) return AGG_MAX;
-    if (!strcmp(agg, "sum")) return AGG_SUM;
-    return AGG_MEAN;
-}
 
 // Reads the options of the chain into x; `window` is the method's default for w (D13). Returns 0,
 // or -1 with the reason in s->err. With --ratio there is no budget yet that could be too small for
@@ -2343,7 +2334,6 @@ static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
     x->mean = !strcmp(opt_str(s->opt, "pool"), "avg");
-    x->agg = gqa_agg_option(s);
     s->queries = max_int(s->queries, x->window);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
     if (x->kernel < 1 || x->kernel % 2 == 0)
@@ -2369,15 +2359,12 @@ static int candidates(const KVHead *h, int w) {
     return max_int(h->len - w, 0);
 }
 
-// Link 2. out (n): the R rows of score (R,stride) become one, by their mean, maximum or sum.
-static void join_heads(float *out, const float *score, int n, size_t stride, int R, int agg) {
+// Link 2. out (n): the R rows of score (R,stride) become one, their mean.
+static void join_heads(float *out, const float *score, int n, size_t stride, int R) {
     for (int j = 0; j < n; j++) {
-        float joined = score[j];
-        for (int r = 1; r < R; r++) {
-            float x = score[r * stride + j];
-            joined = agg == AGG_MAX ? fmaxf(joined, x) : joined + x;
-        }
-        out[j] = agg == AGG_MEAN ? joined / (float)R : joined;
+        float sum = score[j];
+        for (int r = 1; r < R; r++) sum += score[r * stride + j];
+        out[j] = sum / (float)R;
     }
 }
 
@@ -2420,7 +2407,7 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     int H = s->c->H, G = s->c->G, R = H / G;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->agg, x->kernel, x->mean, order);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->kernel, x->mean, order);
 
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
@@ -2429,7 +2416,7 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     for (int g = 0; g < G; g++) {
         const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
-            join_heads(joined, from, n[g], N, R, x->agg);
+            join_heads(joined, from, n[g], N, R);
             pool(x, pooled + g * N, joined, n[g]);
             continue;
         }
@@ -2495,7 +2482,7 @@ static void snap_keep(Session *s, int l, const float *score, const int *n, const
 // over the group); kernel 7, maximum, w 32; rows are dropped again at every turn's end, among all
 // rows held. With --pool avg --kernel 5 --obs-window 64 a first turn keeps the rows of kvpress's
 // snapkv_press.py.
-// Options: --budget (1024), --obs-window (32), --kernel (7), --pool (max), --gqa-agg (mean).
+// Options: --budget (1024), --obs-window (32), --kernel (7), --pool (max).
 
 // Reads the options of the chain, with w 32.
 static int snapkv_open(Session *s, void *ms) {
@@ -2524,7 +2511,7 @@ const Method snapkv_method = {
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2547,7 +2534,7 @@ const Method snapkv_method = {
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
-// --gqa-agg (mean), --adakv-share.
+// --adakv-share.
 
 // share_g of a head's candidates x (n). Because the heads of a layer compete for rows, two devices must
 // get the same shares. So the sums are of fixed-point numbers, whose order does not matter. idx (n) is room.
@@ -2624,7 +2611,7 @@ const Method adakv_method = {
                "head on average",
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max",
     .opts    = adakv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
@@ -2645,8 +2632,7 @@ const Method adakv_method = {
 // above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
 // layer; a KV head keeps one set. Budgets are those of the authors' program; kvpress's pyramidkv_press.py
 // counts the window into them, so its rows are others.
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
-// --gqa-agg (mean).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max).
 
 // The cap of layer l of L, for N tokens seen.
 static int pyramid_cap(int l, int L, int N, int B, int w) {
@@ -2681,7 +2667,7 @@ const Method pyramidkv_method = {
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
     .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max, --gqa-agg mean",
+    .uses    = "--obs-window 32, --kernel 7, --pool max",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2997,7 +2983,7 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     expected_scores(s, x, l, sink, p, sq, N);
     for (int g = 0; g < G; g++) {
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
-        join_heads(score, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
+        join_heads(score, p + (size_t)g * R * N + n0, n, N, R);
         for (int r = 0; r < n; r++) {
             float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
             score[r] = (score[r] + x->epsilon) * length;                    // score_c
@@ -3530,7 +3516,7 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
 // and the most recent ones. Every row stays in the cache.
 //   V = { 0 .. init-1 },   S = { 0 .. local-1 }
 // **Differs from the paper:** a mask of the prefill only: decode reads every row.
-// Options: --a-shape-init (128), --a-shape-local (3968).
+// Options: --shape-init (128), --shape-local (3968).
 
 typedef struct {
     int init;                   // first columns every row sees
@@ -3538,12 +3524,16 @@ typedef struct {
     int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
 } LineShape;
 
+// Reads the options of both shapes. `name` is the method that asks. Returns 0, or -1 with s->err set.
+static int shape_open(Session *s, LineShape *x, const char *name) {
+    if (lines_open(s, name)) return -1;
+    if (opt_least(s, "shape-init", 0, &x->init)) return -1;
+    return opt_least(s, "shape-local", 1, &x->local);
+}
+
 // Method.open.
 static int a_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    if (lines_open(s, "a-shape")) return -1;
-    if (opt_least(s, "a-shape-init", 0, &x->init)) return -1;
-    return opt_least(s, "a-shape-local", 1, &x->local);
+    return shape_open(s, ms, "a-shape");
 }
 
 // Prefill attention of A-shape and Tri-shape. out, q (T,H,D). A head is dense when no row lacks a
@@ -3563,17 +3553,17 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
     scratch_reset(s, mark);
 }
 
-static const Opt a_shape_opts[] = {
-    { "a-shape-init", 'i', "128", "first columns every row sees" },
-    { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { NULL, 0, NULL, NULL },
-};
+#define SHAPE_OPTS \
+    { "shape-init", 'i', "128", "first columns every row sees" }, \
+    { "shape-local", 'i', "3968", "last columns every row sees, itself included" }
+
+static const Opt a_shape_opts[] = { SHAPE_OPTS, { NULL, 0, NULL, NULL } };
 
 const Method a_shape_method = {
     .name    = "a-shape",
     .paper   = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
-    .keeps   = "keeps every row; a prefill row reads the first --a-shape-init and the last "
-               "--a-shape-local (saves reads only)",
+    .keeps   = "keeps every row; a prefill row reads the first --shape-init and the last "
+               "--shape-local (saves reads only)",
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = a_shape_opts,
     .role    = ROLE_PREFILL,
@@ -3586,29 +3576,26 @@ const Method a_shape_method = {
 // Li et al.: SCBench: A KV Cache-Centric Analysis of Long-Context Methods. arXiv 2412.10319.
 // The lines of A-shape, but the last rows of a turn, where a question usually stands, see everything.
 //   V = { 0 .. init-1 },   S = { 0 .. local-1 }
-//   M(r) = { 0 .. r } for the last --tri-shape-last rows r of the turn
-// Options: --tri-shape-init (128), --tri-shape-local (3968), --tri-shape-last (100).
+//   M(r) = { 0 .. r } for the last --shape-last rows r of the turn
+// Options: --shape-init (128), --shape-local (3968), --shape-last (100).
 
 // Method.open.
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
-    if (lines_open(s, "tri-shape")) return -1;
-    if (opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
-    if (opt_least(s, "tri-shape-local", 1, &x->local)) return -1;
-    return opt_least(s, "tri-shape-last", 0, &x->last);
+    if (shape_open(s, x, "tri-shape")) return -1;
+    return opt_least(s, "shape-last", 0, &x->last);
 }
 
 static const Opt tri_shape_opts[] = {
-    { "tri-shape-init", 'i', "128", "first columns every row sees" },
-    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
+    SHAPE_OPTS,
+    { "shape-last", 'i', "100", "last rows of a turn that see everything" },
     { NULL, 0, NULL, NULL },
 };
 
 const Method tri_shape_method = {
     .name    = "tri-shape",
     .paper   = "Tri-shape, SCBench, arXiv 2412.10319",
-    .keeps   = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read "
+    .keeps   = "keeps every row; a-shape in which a turn's last --shape-last rows read "
                "everything (saves reads only)",
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = tri_shape_opts,
@@ -4046,7 +4033,7 @@ const Method quest_method = {
 //     gain left is computed in full (D33, D36).
 //   - The sampled rows are stratified (D31), and half of them only validate the choice, which must
 //     recover alpha of their attention too (D34). Variant b always takes the first
-//     --loopserve-sink columns and the last --loopserve-local offsets, variant a offset 0 only
+//     --sink columns and the last --loopserve-local offsets, variant a offset 0 only
 //     (D33).
 //   - A head whose lines would cover too many cells is computed in full, and so is a short pass
 //     (D39). With alpha 1, or when no head uses its lines, the pass equals full attention bit for
@@ -4571,7 +4558,7 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
     size_t row = (size_t)s->c->H * s->c->D;
     if (KV_DEV(s)) {
         float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-        return join_rows_cuda(s, score, end, N, AGG_SUM);
+        return join_rows_cuda(s, score, end, N, 1);
     }
     float *obs = scratch(s, w * row * sizeof(float));
     float *score = scratch(s, (size_t)G * N * sizeof(float));
@@ -4699,7 +4686,7 @@ static int loopserve_p_open(Session *s, void *ms) {
 
     if (opt_least(s, "loopserve-samples", 1, &x->m)) return -1;
     if (opt_least(s, "loopserve-min-context", 0, &x->min_context)) return -1;
-    if (opt_least(s, "loopserve-sink", 0, &x->rule.sink)) return -1;
+    if (opt_least(s, "sink", 0, &x->rule.sink)) return -1;
     if (opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
     x->rule.holdout = x->m >= 32;
     if (x->rule.alpha < 0)
@@ -4746,7 +4733,6 @@ static size_t loopserve_bytes(const Session *s, const void *ms) {
     { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
     { "loopserve-max-cells", 'f', "0.33", \
       "share of the causal cells beyond which a head is dense", 0, 1 }, \
-    { "loopserve-sink", 'i', "4", "first columns always read" }, \
     { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }
 
 #define LOOPSERVE_OPTS_D \
@@ -4861,7 +4847,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, pats_unpack
 //
-// Options: --pats-schedule, -bmin, -bmax, -sink, -window, -tend, -format, -round.
+// Options: --pats-schedule, -bmin, -bmax, -sink, -window, -tend, -format.
 
 enum {
     PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
@@ -4872,7 +4858,6 @@ typedef struct {
     // Options.
     int schedule;                   // PATS_MIDDLE, ..
     int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
-    int mid;                        // 1: half a step is added on reading
     int rows64;                     // 1: the paper's format, 0: dense
     int b_min, b_max;               // fewest and most bits a row outside the window loses
     int sink;                       // first tokens, which lose b_min bits only
@@ -4958,20 +4943,19 @@ static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, in
     for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, min_int(B, D - c), w);
 }
 
-// n rows of region g, packed at p, to buf (n,D) f16, cut bits 0; mid 1: with half a step added to what
-// is not 0. Rows of the dense format are one stream of elements.
-static void pats_load_region(int rows64, int mid, const Region *g, const unsigned char *p, int n, int D,
+// n rows of region g, packed at p, to buf (n,D) f16, cut bits 0. Rows of the dense format are one
+// stream of elements.
+static void pats_load_region(int rows64, const Region *g, const unsigned char *p, int n, int D,
                              uint16_t *buf) {
-    int half_step = mid && g->w < 16 ? 1 << (15 - g->w) : 0;
     if (!rows64) {
-        unpack_f16(buf, p, n * D, g->w, half_step);
+        unpack_f16(buf, p, n * D, g->w);
         return;
     }
     int B = block_elements(g->w);
     size_t bytes = pats_row_bytes(rows64, D, g->w);
     for (int r = 0; r < n; r++, p += bytes, buf += D)
         for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
-            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, half_step);
+            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w);
 }
 
 // ---- regions
@@ -5034,7 +5018,7 @@ static void pats_load_device(const Pats *x, const Region *g, const unsigned char
     for (int r = 0; r < n; r += step) {
         int m = min_int(step, n - r);
         bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
-        pats_load_region(x->rows64, x->mid, g, raw, m, D, buf + (size_t)r * D);
+        pats_load_region(x->rows64, g, raw, m, D, buf + (size_t)r * D);
     }
 }
 
@@ -5047,7 +5031,7 @@ static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, u
         const unsigned char *p = pats_row(v ? h->pv : h->pk, g, r0, pats_row_bytes(x->rows64, D, g->w));
         int m = min_int(n, g->row0 + g->n - r0);
         if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
-        else pats_load_region(x->rows64, x->mid, g, p, m, D, buf);
+        else pats_load_region(x->rows64, g, p, m, D, buf);
         buf += (size_t)m * D;
         r0 += m;
         n -= m;
@@ -5090,7 +5074,7 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
                     memcpy(place, p, bytes);
                     continue;
                 }
-                pats_load_region(x->rows64, 0, old, p, 1, D, row);
+                pats_load_region(x->rows64, old, p, 1, D, row);
             }
             pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
         }
@@ -5106,7 +5090,7 @@ static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
     int n_reg = (int)arrlen(reg);
     size_t total = regions_bytes(reg, n_reg, x->rows64, s->c->D);
     if (KV_DEV(s)) {
-        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->mid, x->rows64);
+        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->rows64);
     } else {
         char *k = pats_repacked(s, x, h, OF_K, reg, n_reg, total, keep);
         char *v = pats_repacked(s, x, h, OF_V, reg, n_reg, total, keep);
@@ -5258,7 +5242,6 @@ static int pats_open(Session *s, void *ms) {
     Pats *x = ms;
     const Options *o = s->opt;
     x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    x->mid = opt_choice(o, "pats-round", "trunc|mid");
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
     x->b_max = opt_int(o, "pats-bmax");
     x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // D23
@@ -5327,7 +5310,6 @@ static const Opt pats_opts[] = {
     { "pats-tend",     'i', "0",   "tokens of the whole dialogue, for the bits of its end; 0: more bits as it grows" },
     { "pats-format",   'c', "dense|rows64",
       "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
-    { "pats-round",    'c', "trunc|mid", "mid: half a step is added on reading" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -5368,8 +5350,8 @@ const Method pats_method = {
 // them every row from t_idx on: the recent buffer, which is not indexed yet. Nothing is dropped.
 //
 // **Differs from the paper:**
-//   - A score is q.mu + beta |q| r with beta 0: the bound favours loose clusters. --paper: beta 1
-//     (D40). Of a group of query heads the best counts, and each counts with length 1 (D45).
+//   - A score is q.mu without |q| r, because the bound favours loose clusters; --paper takes the
+//     bound (D40). Of a group of query heads the best counts, and each counts with length 1 (D45).
 //   - Eq. 2 bounds chunk keys, not token keys. A unit's radius covers the chunks below it, not only
 //     the centres of its clusters; otherwise it bounds nothing (D46).
 //   - A centre that moves adds its shift to the radius; "moving average + expansion" alone loses
@@ -5551,13 +5533,11 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
 
 // ---- the index: Nodes and Tree are in kvcomp.h
 typedef struct {
-    float beta;                 // weight of |q| r in a node's score
+    int bound;                  // --paper: a node's score is the bound of Eq. 2; 0: without |q| r
     int kg;                     // units opened in a step; 0: there are none
     int min, max;               // tokens of a chunk
     int buffer, sink;           // recent rows and first rows outside the index
     int full_layers;            // the first layers read every row
-    int iters;                  // of k-means
-    int per_cluster;            // chunks a cluster has on average
     int B;                      // the budget of this turn, sinks included
 
     unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
@@ -5590,14 +5570,14 @@ static int chunk_tokens(const Lychee *x, int j) {
 
 // The number of clusters K and of coarse units P for M chunks (paper, App. A).
 static void tree_shape(const Lychee *x, int M, int *K, int *P) {
-    *K = (M + x->per_cluster - 1) / x->per_cluster;
+    *K = (M + CHUNKS_PER_CLUSTER - 1) / CHUNKS_PER_CLUSTER;
     *P = x->kg ? min_int((*K + 1) / 2, MOST_UNITS) : 0;
 }
 
 // What the kernels need to know.
 static LycheeRule lychee_rule(const Lychee *x) {
-    return (LycheeRule){ .beta = x->beta, .units = x->kg, .iters = x->iters, .room = room_for_chunks(x),
-                         .sink = x->sink, .M = x->M, .start = x->start };
+    return (LycheeRule){ .bound = x->bound, .units = x->kg, .room = room_for_chunks(x), .sink = x->sink,
+                         .M = x->M, .start = x->start };
 }
 
 // The next `bytes` of a block of memory, rounded up to 64. mem NULL: they are only counted in *at.
@@ -5750,8 +5730,8 @@ static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead 
     for (int j = 0; j < M; j++) chunk_key(s, x, hd, j, sum, key + (size_t)j * D);
 
     // Algorithm 1, line 3: the fine level C, then the coarse level G
-    kmeans(key, M, &t->fine, D, x->iters, mu, sum);
-    if (P) kmeans(mu, K, &t->coarse, D, x->iters, units, sum);
+    kmeans(key, M, &t->fine, D, KMEANS_ITERATIONS, mu, sum);
+    if (P) kmeans(mu, K, &t->coarse, D, KMEANS_ITERATIONS, units, sum);
     for (int j = 0; j < M; j++) {
         int c = t->fine.of[j];
         node_cover(&t->fine, c, key + (size_t)j * D, chunk_tokens(x, j), D);
@@ -5784,16 +5764,16 @@ static void lychee_build(Session *s, Lychee *x) {
 
 // S (n): the scores of nodes from..from+n-1 of a level for the query heads q (R,D) of a group;
 // -INFINITY for an empty node. Every query counts with length 1, so that no head wins by its scale
-// (D45); w (R) are 1 / their lengths. sc (R,n) is room.
+// (D45); w (R) are 1 / their lengths. bound 1: with the nodes' radii. sc (R,n) is room.
 static void score_nodes(const Nodes *u, int from, int n, const float *q, const float *w, int R, int D,
-                        float beta, float *sc, float *S) {
+                        int bound, float *sc, float *S) {
     scores_of(sc, q, u->mu + (size_t)from * D, DT_BF16, R, n, D, 1, (Ahead){0});
     for (int j = 0; j < n; j++) S[j] = -INFINITY;
     for (int i = 0; i < R; i++) {
         const float *row = sc + (size_t)i * n;
         for (int j = 0; j < n; j++) S[j] = row[j] * w[i] > S[j] ? row[j] * w[i] : S[j];
     }
-    for (int j = 0; beta && j < n; j++) S[j] += beta * u->r[from + j];      // Eq. 2: q.mu_u + |q| r_u
+    for (int j = 0; bound && j < n; j++) S[j] += u->r[from + j];      // Eq. 2: q.mu_u + |q| r_u, |q| = 1
     for (int j = 0; j < n; j++) S[j] = u->tokens[from + j] ? S[j] : -INFINITY;
 }
 
@@ -5887,14 +5867,14 @@ static void score_clusters(const Lychee *x, const Tree *t, const float *q, int R
         w[i] = 1 / fmaxf(sqrtf(dot_f32(qi, qi, D)), 1e-20f);
     }
     if (!P) {
-        score_nodes(&t->fine, 0, K, q, w, R, D, x->beta, sc, S);
+        score_nodes(&t->fine, 0, K, q, w, R, D, x->bound, sc, S);
         return;
     }
-    score_nodes(&t->coarse, 0, P, q, w, R, D, x->beta, sc, Sg);   // Algorithm 1, line 9: Scores_g
+    score_nodes(&t->coarse, 0, P, q, w, R, D, x->bound, sc, Sg);   // Algorithm 1, line 9: Scores_g
     open_units(x, &t->coarse, Sg, open);
     for (int c = 0; c < K; c++) {                                 // Algorithm 1, line 13: Scores_c
         S[c] = -INFINITY;
-        if (open[t->coarse.of[c]]) score_nodes(&t->fine, c, 1, q, w, R, D, x->beta, sc, S + c);
+        if (open[t->coarse.of[c]]) score_nodes(&t->fine, c, 1, q, w, R, D, x->bound, sc, S + c);
     }
 }
 
@@ -6088,15 +6068,12 @@ static void lychee_forget(Session *s, void *ms, int n_tok) {
 }
 
 static const Opt lychee_opts[] = {
-    { "lychee-beta", 'f', "0", "weight of |q| r in a node's score; 1: the upper bound of Eq. 2" },
     { "lychee-kg", 'i', "0", "coarse units opened in a step; 0: there is no coarse level", 0, 1 << 20 },
     { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk" },
     { "lychee-chunk-max", 'i', "16", "most tokens of a chunk" },
     { "lychee-buffer", 'i', "128", "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
     { "lychee-sink", 'i', "16", "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
     { "lychee-full-layers", 'i', "2", "first layers that read every row" },
-    { "lychee-iters", 'i', "10", "iterations of k-means", 0, 1000 },
-    { "lychee-chunks-per-cluster", 'i', "2", "chunks a cluster has on average", 1, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6104,22 +6081,18 @@ static const Opt lychee_opts[] = {
 static int lychee_open(Session *s, void *ms) {
     Lychee *x = ms;
     const Options *o = s->opt;
-    x->beta        = (float)opt_real(o, "lychee-beta");
+    x->bound       = opt_int(o, "paper");                         // D40
     x->kg          = opt_int(o, "lychee-kg");
     x->min         = opt_int(o, "lychee-chunk-min");
     x->max         = opt_int(o, "lychee-chunk-max");
     x->buffer      = opt_int(o, "lychee-buffer");
     x->sink        = opt_int(o, "lychee-sink");
     x->full_layers = opt_int(o, "lychee-full-layers");
-    x->iters       = opt_int(o, "lychee-iters");
-    x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
     x->B           = s->budget;
-    if (opt_int(o, "paper") && !opt_given(o, "lychee-beta")) x->beta = 1;  // D40
-    if (x->beta < 0 || x->kg < 0 || x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0)
-        return refuse(s, "--lychee-beta, -kg, -buffer, -sink, -full-layers and -iters must not be negative");
+    if (x->kg < 0 || x->buffer < 0 || x->sink < 0 || x->full_layers < 0)
+        return refuse(s, "--lychee-kg, -buffer, -sink and -full-layers must not be negative");
     if (x->min < 1 || x->max < x->min || x->max > 4096)
         return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
-    if (x->per_cluster < 1) return refuse(s, "--lychee-chunks-per-cluster must be at least 1");
     if (s->ratio < 0 && s->budget < x->sink)
         return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
     x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
@@ -6211,7 +6184,7 @@ const Method lychee_method = {
 //     a Nexus token sees those of its own and of earlier segments. --sonic-oneshot has the exact
 //     mask (VIS_SEGMENT_EXACT): the whole history goes through one pass, every turn.
 //   - K_i = max(1, min(K, |B_i|)), or by --ratio a share of every message.
-//   - The first --sonic-sink tokens count as system message: the rows of the first tokens draw
+//   - The first --sink tokens count as system message: the rows of the first tokens draw
 //     attention and must stay.
 //   - The paper does not say which positions Nexus tokens have, what T_max is, or what exactly a
 //     body is (here: all tokens of a message, control tokens included). NOTES.md says what we
@@ -6232,7 +6205,7 @@ const Method lychee_method = {
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
 // run of rows, and kv_keep gathers the rows that stay.
 //
-// Options: --sonic-k, --sonic-weights, --sonic-untrained, --sonic-oneshot, --sonic-sink, and --ratio.
+// Options: --sonic-k, --sonic-weights, --sonic-untrained, --sonic-oneshot, --sink (4), and --ratio.
 
 // A finished message m_i.
 typedef struct {
@@ -6712,7 +6685,7 @@ static int sonic_numbers(Session *s, Sonic *x) {
     if (x->K > x->K_max)
         return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
 
-    if (x->sink < 0) return refuse(s, "sonic: --sonic-sink %d: expected 0 or more", x->sink);
+    if (x->sink < 0) return refuse(s, "sonic: --sink %d: expected 0 or more", x->sink);
     return 0;
 }
 
@@ -6745,7 +6718,7 @@ static int sonic_adapter(Session *s, Sonic *x) {
 static int sonic_open(Session *s, void *ms) {
     Sonic *x = ms;
     x->oneshot = opt_int(s->opt, "sonic-oneshot");
-    x->sink = opt_int(s->opt, "sonic-sink");
+    x->sink = opt_int(s->opt, "sink");
     s->budget = 0;                                      // K says what is kept
     if (sonic_adapter(s, x) || sonic_numbers(s, x)) return -1;
     s->ratio = -1;                              // it was a share of each message, not a budget

@@ -913,7 +913,6 @@ struct Packed {                 // the packed rows of a head, in device memory: 
     const uint32_t *k, *v;      // KVHead.pk and .pv
     int n_reg;                  // regions
     int rows64;                 // 1: the paper's blocks of PATS_BLOCK bytes, 0: dense
-    int mid;                    // 1: half a step is added on reading
     Region reg[1];              // (n_reg) ascending by row0
 };
 
@@ -2369,8 +2368,8 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
 // ---- a slot becomes f16 numbers
 
 // PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
-// one width. mid: of --pats-round.
-template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits, int mid) {
+// one width.
+template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits) {
     typedef DecodeShape<DECODE_PATS, D> Shape;
     int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
     const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
@@ -2388,7 +2387,6 @@ template <int D> static __device__ void pats_unpack(char *to, const char *slot, 
     case 15: unpack_width<15, D>(to, from, half); break;
     default: unpack_width<16, D>(to, from, half); break;
     }
-    if (mid && bits < 16) half_step<D>(to, half, bits);
 }
 
 // q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
@@ -2546,7 +2544,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
                                     const DecodeShared &m, int p0, int p1) {
     typedef DecodeShape<KIND, D> Shape;
     const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5, mid = 0;
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
 
     // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
     // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
@@ -2554,7 +2552,6 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
     if (KIND == DECODE_PATS && h.packed) {
         pk = (const char *)h.pack->k + 16 * t;
         pv = (const char *)h.pack->v + 16 * t;
-        mid = h.pack->mid;
     }
     char *slot_k = m.slot + warp * Shape::WARP, *slot_v = slot_k + SLOT, *tile = slot_v + SLOT;
     SharedAt to = as_it_is(shared_address(slot_k + g * Shape::STORED + 16 * t));
@@ -2577,7 +2574,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
         // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits, mid);
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits);
         if (KIND == ROW_Q8) {
             q8_unpack<D>(tile, slot_k, off);
             q8_scales<D>(scale, slot_k, off);
@@ -2594,7 +2591,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
         // Values.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits, mid);
+        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits);
         if (KIND == ROW_Q8) {
             q8_unpack<D>(tile, slot_v, off);
             q8_scales<D>(scale, slot_v, off);
@@ -4047,21 +4044,18 @@ char *near_zero_cuda(size_t n) {
 void near_free_cuda(char *p) { grown(p, 0, 0); }
 
 // ---- one score a KV head, and the largest or the mean of its neighbours: join_heads and pool of kvcomp.c
-// out (G,N) = the R rows of x (H,N) that belong to a KV head, joined as agg (AGG_*) says. n (G):
-// candidates of each KV head.
+// out (G,N) = the sum of the R rows of x (H,N) that belong to a KV head, divided by `over`: R for their
+// mean. n (G): candidates of each KV head.
 // Block: 256 candidates of KV head blockIdx.y. Thread: one candidate, whose R scores it adds in the
 // order of the heads, as the CPU does. No shared memory: a score is read once. Bound by reading x
 // (4 H N bytes).
 static __global__ void join_heads_kernel(float *out, const float *x, const int *n, int N, int R,
-                                         int agg) {
+                                         int over) {
     int g = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
     if (j >= n[g]) return;
-    float a = x[(size_t)g * R * N + j];
-    for (int r = 1; r < R; r++) {
-        float b = x[((size_t)g * R + r) * N + j];
-        a = agg == AGG_MAX ? fmaxf(a, b) : a + b;
-    }
-    out[(size_t)g * N + j] = agg == AGG_MEAN ? a / (float)R : a;
+    float sum = x[(size_t)g * R * N + j];
+    for (int r = 1; r < R; r++) sum += x[((size_t)g * R + r) * N + j];
+    out[(size_t)g * N + j] = sum / (float)over;
 }
 
 // Largest of x[t] over |t-j| <= width/2, t in [0,n). Neighbours are neighbours in the list of rows
@@ -4181,8 +4175,8 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
 // pooled_scores of kvcomp.c: window scores of the last min(W,T) queries of q (T,H,D), joined and
 // pooled, for the candidates n (G, on the host) of each KV head -> (G,N) or, under POOL_ONLY, (H,N)
 // on the device; N = kv_longest.
-float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int mean, int order) {
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int width,
+                          int mean, int order) {
     int H = s->c->H, G = s->c->G, N = kv_longest(s, l);
     float *x = window_device(s, l, q, T, W);                     // (H,N)
     float *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
@@ -4194,19 +4188,19 @@ float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const
         KV_LAUNCH(pool_kernel, heads, 256, 0, pool, x, dev, N, H / G, width, mean);
         return pool;
     }
-    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, agg);
+    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, H / G);
     KV_LAUNCH(pool_kernel, grid, 256, 0, pool, one, dev, N, 1, width, mean);
     return pool;
 }
 
-// join_heads alone: score (H,N) -> (G,N), both on the device; n (G) on the host: candidates of each
-// KV head.
-float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg) {
+// join_heads_kernel alone: score (H,N) -> (G,N), both on the device; n (G) on the host: candidates of
+// each KV head.
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int over) {
     int G = s->c->G, *dev = room<int>(s, ROOM_TOP, G);
     float *one = room<float>(s, ROOM_POOL, (size_t)G * N);
     dim3 grid(blocks(N, 256), G);
     upload(dev, n, G * sizeof(int));
-    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, score, dev, N, s->c->H / G, agg);
+    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, score, dev, N, s->c->H / G, over);
     return one;
 }
 
@@ -5213,7 +5207,6 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
 // The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
 static __device__ float packed_read(const Packed *p, const Region *g, int v, int r, int d, int D) {
     uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
-    if (p->mid && g->w < 16 && x & 0x7fff) x |= (uint16_t)(1 << (15 - g->w));
     return half_get<DT_F16>(x);
 }
 
@@ -5315,7 +5308,7 @@ enum { PACK_STEP = 4096 };
 // is row keep[i] of what is stored now (NULL: row i). Sets pk and pv of h; the caller then sets reg,
 // packed and pk_bytes.
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
-                      const int *keep, int mid, int rows64) {
+                      const int *keep, int rows64) {
     Rows *r = &s->dev->held[h - s->head];
     size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
     int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
@@ -5325,7 +5318,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
     if (n) {
         int *rows = keep ? room<int>(s, ROOM_LIST, n) : NULL;
         if (keep) upload(rows, keep, (size_t)n * sizeof(int));
-        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, mid, {} };
+        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
         Repack a = { now, pack_table(s, r, &head, reg), rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);
@@ -5608,16 +5601,16 @@ static Tree *trees_of(const Session *s, int l) {
 }
 
 // kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, and mu and of[] of the trees' level.
-static void kmeans_device(Session *s, int iters, Tree *t, int coarse, const float *points, int n, int K,
-                          float *mu) {
+static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, int n, int K, float *mu) {
     int D = s->c->D, G = s->c->G;
     size_t smem = assign_smem(D);
     dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
-    for (int i = 0; i <= iters; i++) {  // the last assignment is against the rounded centres
-        if (i == iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
+    for (int i = 0; i <= KMEANS_ITERATIONS; i++) {  // the last assignment is against the rounded centres
+        int last = i == KMEANS_ITERATIONS;
+        if (last) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
         KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, t, coarse, points, n, mu, K, D);
-        if (i < iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, mu, points, n, D);
+        if (!last) KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, mu, points, n, D);
     }
 }
 
@@ -5634,8 +5627,8 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
 
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
     KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), start, keys);
-    kmeans_device(s, x->iters, t, 0, keys, M, K, mu);            // Algorithm 1, line 3
-    if (P) kmeans_device(s, x->iters, t, 1, mu, K, P, units);
+    kmeans_device(s, t, 0, keys, M, K, mu);            // Algorithm 1, line 3
+    if (P) kmeans_device(s, t, 1, mu, K, P, units);
     KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, start, M, D);
     if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, start, M, D);
 }
@@ -5732,7 +5725,7 @@ void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
 struct LycheeSeek : Seek {      // argument of cluster_select_kernel
     const Tree *trees;          // (G), of `cap` clusters each
     const int *chunks;          // M, then the M+1 starts
-    float beta;
+    int bound;                  // 1: a score is the bound of Eq. 2, 0: q.mu
     int units, least;           // units opened at least, and the tokens they hold; units 0: a flat scan
     int room, sink;             // tokens of all chunks at most; rows before the index
 };
@@ -5766,7 +5759,7 @@ static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShar
     __syncthreads();
 }
 
-// The score of node `at` of a level, by a pair of lanes. beta 1: the bound UB.
+// The score of node `at` of a level, by a pair of lanes. Queries count with length 1.
 static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, const Nodes *u, int at) {
     const char *mu = (const char *)(u->mu + (size_t)at * a.D);
     float top = -INFINITY;
@@ -5779,7 +5772,7 @@ static __device__ float node_score(const LycheeSeek &a, const LycheeShared &m, c
             top = v > top ? v : top;
         }
     }
-    return a.beta ? __fadd_rn(top, __fmul_rn(a.beta, u->r[at])) : top;           // Eq. 2
+    return a.bound ? __fadd_rn(top, u->r[at]) : top;             // Eq. 2: q.mu_u + |q| r_u
 }
 
 // open_units of kvcomp.c: open (P) = 1 for the `units` units that score best, and for more while they
@@ -5903,7 +5896,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
     a.trees = trees_of(s, l);
     a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
-    a.beta = x->beta;
+    a.bound = x->bound;
     a.units = x->units;
     a.least = 4 * x->room;
     a.room = x->room;

@@ -339,9 +339,6 @@ static inline int same_as_before(const Session *s, int l, int h) {
 }
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)
-// how the scores of a group's query heads become one (--gqa-agg)
-enum { AGG_MEAN, AGG_MAX, AGG_SUM };
-
 enum { PAGE = 16 };                             // rows of a Quest page
 enum {                                          // the order of window scores' steps (D12)
     JOIN_POOL,                                  // join the heads of a group, then pool over neighbouring rows
@@ -403,7 +400,11 @@ typedef struct {                // the index of one KV head of one layer
     size_t bytes;
 } Tree;
 
-enum { MOST_UNITS = 64 };       // coarse units of a tree
+enum {
+    KMEANS_ITERATIONS = 10,
+    CHUNKS_PER_CLUSTER = 2,     // on average (App. A)
+    MOST_UNITS = 64,            // coarse units of a tree
+};
 
 typedef struct {                // the clusters whose chunks are read, by the order_key of their scores
     uint32_t key;               // whole: those with a greater key ..
@@ -414,9 +415,8 @@ typedef struct {                // the clusters whose chunks are read, by the or
 enum { LIST_ROWS, LIST_TAIL, LIST_HEAD };       // a View's n and tail, before the rows of a list made on the device
 
 typedef struct {                // what the kernels need to know of a session's index
-    float beta;                 // weight of |q| r in a score
+    int bound;                  // 1: a score is the bound of Eq. 2, 0: q.mu
     int units;                  // coarse units opened at least; 0: there are none
-    int iters;                  // of k-means
     int room;                   // tokens that the chunks of a list may have
     int sink;                   // rows before the index
     int M;                      // chunks
@@ -691,7 +691,7 @@ void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf)
 void   rows_store_cuda (char *to, const char *raw, size_t bytes);
 // h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
 // packed or raw; NULL: row i
-void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep, int mid,
+void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep,
                         int rows64);
 
 // ---- attention
@@ -709,11 +709,11 @@ void   views_drop_cuda   (Session *s);
 
 // ---- baselines (section 6). Everything a function returns lies on the device
 // q (T,H,D), n (G) -> (G,N); POOL_ONLY: (H,N)
-float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
-                          int width, int mean, int order);
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int width,
+                          int mean, int order);
 
-// score (H,N), n (G) -> (G,N)
-float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
+// score (H,N), n (G) -> (G,N): sums over the heads of a group, divided by `over`
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int over);
 
 // x (S,stride) on the device; n, k, count (S) and idx (S,per) on the host.
 void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per,

@@ -192,7 +192,7 @@ enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_EXPECTED, BT_KEYDIFF };
 
 // Seen (L*H): stb_ds arrays of queries before RoPE, D each.
 typedef struct {
-    int kind, B, w, width, agg, sink;
+    int kind, B, w, width, sink;
     double ratio;
     double **seen;
     int mean, share;            // --pool avg, --adakv-share
@@ -278,9 +278,7 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
         x[g] = xcalloc(rows + 1, sizeof(double));
         for (int r = 0; r < R; r++) {
             twin_observe(t, l, g * R + r, q, n, b->w, one);
-            for (int j = 0; j < rows; j++)
-                x[g][j] = b->agg == AGG_MAX ? fmax(x[g][j], one[j])
-                                            : x[g][j] + one[j] / (b->agg == AGG_MEAN ? R : 1);
+            for (int j = 0; j < rows; j++) x[g][j] += one[j] / R;
         }
         if (b->mean) twin_pool_mean(x[g], len[g], b->width);
         else twin_pool(x[g], len[g], b->width);
@@ -449,29 +447,29 @@ static const struct {
     const char *method, *opt;
     BaseTwin b;
 } base_case[] = {
-    { "snapkv", "budget=24 obs-window=8", { BT_SNAP, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
+    { "snapkv", "budget=24 obs-window=8", { BT_SNAP, 24, 8, 7, 0, -1, NULL } },
     { "snapkv",
-      "budget=33 obs-window=12 gqa-agg=max kernel=3",
-      { BT_SNAP, 33, 12, 3, AGG_MAX, 0, -1, NULL } },
+      "budget=33 obs-window=12 kernel=3",
+      { BT_SNAP, 33, 12, 3, 0, -1, NULL } },
     { "snapkv",
-      "budget=20 obs-window=1 kernel=1 gqa-agg=sum",
-      { BT_SNAP, 20, 1, 1, AGG_SUM, 0, -1, NULL } },
+      "budget=20 obs-window=1 kernel=1",
+      { BT_SNAP, 20, 1, 1, 0, -1, NULL } },
     { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
-      { BT_SNAP, 24, 8, 5, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
-    { "adakv", "budget=24 obs-window=8 adakv-share", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .share = 1 } },
-    { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL, .mean = 1 } },
-    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL, .epsilon = .02 } },
-    { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, 0, .6, NULL } },
-    { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, AGG_MEAN, 0, .6, NULL } },
-    { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
-    { "adakv", "budget=41 obs-window=5 kernel=1", { BT_ADA, 41, 5, 1, AGG_MEAN, 0, -1, NULL } },
-    { "adakv", "ratio=.7 obs-window=8", { BT_ADA, 0, 8, 7, AGG_MEAN, 0, .7, NULL } },
-    { "pyramidkv", "budget=24 obs-window=8", { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
-    { "pyramidkv", "budget=60 obs-window=6", { BT_PYRAMID, 60, 6, 7, AGG_MEAN, 0, -1, NULL } },
-    { "h2o", "budget=25", { BT_H2O, 25, 0, 0, 0, 0, -1, NULL } },
-    { "h2o", "ratio=.6", { BT_H2O, 0, 0, 0, 0, 0, .6, NULL } },
-    { "expected-attention", "budget=24", { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL } },
-    { "expected-attention", "budget=30 sink=0", { BT_EXPECTED, 30, 0, 0, 0, 0, -1, NULL } },
+      { BT_SNAP, 24, 8, 5, 0, -1, NULL, .mean = 1 } },
+    { "adakv", "budget=24 obs-window=8 adakv-share", { BT_ADA, 24, 8, 7, 0, -1, NULL, .share = 1 } },
+    { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL, .mean = 1 } },
+    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL, .epsilon = .02 } },
+    { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, .6, NULL } },
+    { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, 0, .6, NULL } },
+    { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, 0, -1, NULL } },
+    { "adakv", "budget=41 obs-window=5 kernel=1", { BT_ADA, 41, 5, 1, 0, -1, NULL } },
+    { "adakv", "ratio=.7 obs-window=8", { BT_ADA, 0, 8, 7, 0, .7, NULL } },
+    { "pyramidkv", "budget=24 obs-window=8", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL } },
+    { "pyramidkv", "budget=60 obs-window=6", { BT_PYRAMID, 60, 6, 7, 0, -1, NULL } },
+    { "h2o", "budget=25", { BT_H2O, 25, 0, 0, 0, -1, NULL } },
+    { "h2o", "ratio=.6", { BT_H2O, 0, 0, 0, 0, .6, NULL } },
+    { "expected-attention", "budget=24", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL } },
+    { "expected-attention", "budget=30 sink=0", { BT_EXPECTED, 30, 0, 0, 0, -1, NULL } },
 };
 
 enum { BASE_CASES = sizeof base_case / sizeof *base_case };
@@ -508,12 +506,8 @@ TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, sam
 TEST(baselines_links,
      "by hand: join_heads, pool_max, keep_best; and against plain loops in 300 random cases") {
     float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
-    join_heads(out, a[0], 5, 5, 2, AGG_MEAN);
+    join_heads(out, a[0], 5, 5, 2);
     CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
-    join_heads(out, a[0], 5, 5, 2, AGG_MAX);
-    CHECK(out[0] == 3 && out[1] == 2 && out[3] == 8, "max");
-    join_heads(out, a[0], 5, 5, 2, AGG_SUM);
-    CHECK(out[0] == 4 && out[1] == 2 && out[3] == 12, "sum");
     float x[6] = { 1, 0, 0, 5, 0, 2 }, one[6] = { 1, 1, 0, 1, 1, 1 };
     pool_max(out, x, 6, 3);
     CHECK(out[0] == 1 && out[1] == 1 && out[2] == 5 && out[3] == 5 && out[4] == 5 && out[5] == 2,
@@ -1371,7 +1365,7 @@ static LoopTwin loop_twin(const Options *o, const Config *c, const char *method)
                    .decode = !strstr(method, "loopserve-p"),
                    .min_context = opt_int(o, "loopserve-min-context"),
                    .m = opt_int(o, "loopserve-samples"),
-                   .sink = opt_int(o, "loopserve-sink"),
+                   .sink = opt_int(o, "sink"),
                    .local = opt_int(o, "loopserve-local"),
                    .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
                    .max_cells = opt_real(o, "loopserve-max-cells"),
@@ -1476,8 +1470,8 @@ TEST(loopserve_twin, "the method agrees with its slow twin over three turns, bot
     const char *run[][2] = {
         { "loopserve", LOOP_SMALL "loopserve-alpha=.85 budget=32" },
         { "loopserve", "loopserve-min-context=0 loopserve-samples=33 loopserve-local=8 "
-                       "loopserve-max-cells=.95 loopserve-sink=0 loopserve-alpha=.6 budget=20" },
-        { "loopserve", LOOP_SMALL "loopserve-alpha=.7 budget=24 loopserve-sink=0 loopserve-local=1 "
+                       "loopserve-max-cells=.95 sink=0 loopserve-alpha=.6 budget=20" },
+        { "loopserve", LOOP_SMALL "loopserve-alpha=.7 budget=24 sink=0 loopserve-local=1 "
                                   "loopserve-first=5 loopserve-interval=3 loopserve-obs=7" },
         { "loopserve", LOOP_SMALL "paper loopserve-alpha=.6 budget=40" },
         { "loopserve", LOOP_SMALL "paper budget=40 loopserve-first=1 loopserve-interval=1" },
@@ -1576,8 +1570,8 @@ TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their sl
                           "and beside StreamingLLM") {
     Script p = { 2, { 130, 90 }, { 3, 2 }, 8 };
     const char *run[][2] = {
-        { "a-shape", "a-shape-init=9 a-shape-local=31" },
-        { "tri-shape", "tri-shape-init=3 tri-shape-local=20 tri-shape-last=11" },
+        { "a-shape", "shape-init=9 shape-local=31" },
+        { "tri-shape", "shape-init=3 shape-local=20 shape-last=11" },
         { "minference", "minference-verticals=40 minference-slashes=110" },
         { "minference", "minference-verticals=30 minference-slashes=60" }
     };
@@ -1790,23 +1784,22 @@ static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {
     return b < b_min ? b_min < b_max ? b_min : b_max : b > b_max ? b_max : b;
 }
 
-// X an f16 value; b of its 10 mantissa bits go. mid: half a step is added, but not to zero.
-static double slow_cut(double x, int b, int mid) {
+// X an f16 value; b of its 10 mantissa bits go.
+static double slow_cut(double x, int b) {
     int e;
     if (!b || !x) return x;
     frexp(fabs(x), &e);
     // What one unit of the last place left is worth.
-    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b), y = floor(fabs(x) / q) * q;
-    if (mid && y > 0) y += q / 2;
-    return copysign(y, x);
+    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b);
+    return copysign(floor(fabs(x) / q) * q, x);
 }
 
 // n elements h, packed without their b low bits and read again.
-static void cut_row(uint16_t *h, int n, int b, int mid) {
+static void cut_row(uint16_t *h, int n, int b) {
     Region reg = { .n = 1, .w = 16 - b };
     unsigned char *p = xcalloc((size_t)n * 2 + PATS_GUARD, 1);
     pats_write_row(p, h, n, reg.w, 0);
-    pats_load_region(0, mid, &reg, p, 1, n, h);
+    pats_load_region(0, &reg, p, 1, n, h);
     free(p);
 }
 
@@ -1921,18 +1914,16 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is
                "cut twice is cut by the most") {
     enum { N = 0x10000 };
 
-    static uint16_t plain[N], mid[N], twice[N];
+    static uint16_t plain[N], twice[N];
     for (int b = 0; b <= 10; b++) {
-        for (int i = 0; i < N; i++) plain[i] = mid[i] = twice[i] = (uint16_t)i;
-        cut_row(plain, N, b, 0);
-        cut_row(mid, N, b, 1);
-        cut_row(twice, N, b / 2, 0);
-        cut_row(twice, N, b, 0);
+        for (int i = 0; i < N; i++) plain[i] = twice[i] = (uint16_t)i;
+        cut_row(plain, N, b);
+        cut_row(twice, N, b / 2);
+        cut_row(twice, N, b);
         for (unsigned u = 0; u < N; u++) {
             if ((u & 0x7c00) == 0x7c00) continue;
             double x = f16_to_f32((uint16_t)u);
-            CHECK(f16_to_f32(plain[u]) == slow_cut(x, b, 0), "%04x by %d: %04x", u, b, plain[u]);
-            CHECK(f16_to_f32(mid[u]) == slow_cut(x, b, 1), "mid %04x by %d: %04x", u, b, mid[u]);
+            CHECK(f16_to_f32(plain[u]) == slow_cut(x, b), "%04x by %d: %04x", u, b, plain[u]);
             CHECK(twice[u] == plain[u], "%04x by %d and by %d: %04x", u, b / 2, b, twice[u]);
         }
     }
@@ -1942,34 +1933,31 @@ TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by 
                "values from bf16 nothing") {
     struct {
         int b;
-        double mse[2], shrink;
-    } want[] = { { 2, { 1.8e-6, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4 }, .978 },
-                 { 7, { 2.6e-3, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.2e-2 }, .842 },
-                 { 10, { 9.8e-2, 5.4e-2 }, .721 } };
+        double mse, shrink;
+    } want[] = { { 2, 1.8e-6, .999 }, { 4, 4.0e-5, .995 }, { 6, 6.7e-4, .978 }, { 7, 2.6e-3, .957 },
+                 { 8, 9.6e-3, .916 }, { 9, 3.3e-2, .842 }, { 10, 9.8e-2, .721 } };
 
     enum { N = 200000 };
 
     static uint16_t x[N], cut[N];
     rnd_seed(3);
     for (int i = 0; i < N; i++) x[i] = f32_to_f16(rnd_normal());
-    for (int k = 0; k < 7; k++)
-        for (int mid = 0; mid < 2; mid++) {
-            double err = 0, sum = 0, shrink = 0;
-            memcpy(cut, x, sizeof x);
-            cut_row(cut, N, want[k].b, mid);
-            for (int i = 0; i < N; i++) {
-                double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
-                err += (v - y) * (v - y);
-                sum += v * v;
-                if (v != 0) shrink += fabs(y) / fabs(v) / N;
-            }
-            CHECK(fabs(err / sum / want[k].mse[mid] - 1) < .05, "b %d mid %d: %g", want[k].b, mid, err / sum);
-            if (!mid)
-                CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
-                      "b %d shrinks to %g", want[k].b, shrink);
+    for (int k = 0; k < 7; k++) {
+        double err = 0, sum = 0, shrink = 0;
+        memcpy(cut, x, sizeof x);
+        cut_row(cut, N, want[k].b);
+        for (int i = 0; i < N; i++) {
+            double v = f16_to_f32(x[i]), y = f16_to_f32(cut[i]);
+            err += (v - y) * (v - y);
+            sum += v * v;
+            if (v != 0) shrink += fabs(y) / fabs(v) / N;
         }
+        CHECK(fabs(err / sum / want[k].mse - 1) < .05, "b %d: %g", want[k].b, err / sum);
+        CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10),
+              "b %d shrinks to %g", want[k].b, shrink);
+    }
     for (int i = 0; i < N; i++) x[i] = cut[i] = f32_to_f16(bf16_to_f32(f32_to_bf16(f16_to_f32(x[i]))));
-    cut_row(cut, N, 3, 0);
+    cut_row(cut, N, 3);
     for (int i = 0; i < N; i++)
         if (fabsf(f16_to_f32(x[i])) > 1e-4f) CHECK(cut[i] == x[i], "bf16 value %g", f16_to_f32(x[i]));
 }
@@ -2061,7 +2049,7 @@ TEST(pats_ratchet,
 // `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
 // rules where they stand. Logits must be the same bits.
 typedef struct {
-    int schedule, is_static, mid, b_min, b_max, sink, window, T_end, T_last;
+    int schedule, is_static, b_min, b_max, sink, window, T_end, T_last;
     unsigned char bits[20000];
 } SlowPats;
 
@@ -2083,7 +2071,7 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
         for (int r = 0; r < h->len; r++)
             for (int d = 0; d < 2 * D; d++) {
                 uint16_t *e = (uint16_t *)(d < D ? h->k : h->v) + (size_t)r * D + d % D;
-                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->mid));
+                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]]));
             }
     }
 }
@@ -2145,7 +2133,6 @@ static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
     SlowPats *slow = xcalloc(1, sizeof *slow);
     *slow = (SlowPats){ .schedule = x->schedule,
                         .is_static = x->is_static,
-                        .mid = x->mid,
                         .b_min = x->b_min,
                         .b_max = x->b_max,
                         .sink = x->sink,
@@ -2175,8 +2162,8 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     for (int i = 0; i < 20; i++) {
         char opt[256];
         snprintf(opt, sizeof opt,
-                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-round=%s pats-tend=%d pats-format=%s",
-                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5], i / 5 % 2 ? "trunc" : "mid",
+                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
+                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
         pats_against_slow(opt, m, &p);
     }
@@ -2659,8 +2646,8 @@ typedef struct {
 } TwinTree;
 
 typedef struct {
-    int B, sink, buffer, min, max, full, iters, per, kg;
-    double beta;
+    int B, sink, buffer, min, max, full, kg;
+    int bound;
     int start[TW], M, built;  // chunk j: start[j]..start[j+1]-1
     TwinTree *tree;           // (L,G)
     // (L,H,8192) rows a head reads in this step; see[0] of a head 2: all.
@@ -2741,14 +2728,14 @@ static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D
 // Builds the index of one head: chunks, their clusters, and units of clusters.
 static void twin_index_build(TwinLychee *y, Twin *t, int l, int g) {
     TwinTree *w = &y->tree[l * t->c->G + g];
-    int D = t->c->D, M = y->M, K = (M + y->per - 1) / y->per;
+    int D = t->c->D, M = y->M, K = (M + 1) / 2;
     int P = (K + 1) / 2 < 64 ? (K + 1) / 2 : 64;
     int *label = xcalloc(M + K, sizeof(int));
     double (*x)[TWD] = xcalloc(M, sizeof *x), (*mu)[TWD] = xcalloc(K, sizeof *mu),
            (*gm)[TWD] = xcalloc(P, sizeof *gm);
     for (int j = 0; j < M; j++) twin_key(y, t, l, g, j, x[j]);
-    twin_kmeans(x, M, mu, K, D, y->iters, label);
-    twin_kmeans(mu, K, gm, P, D, y->iters, label + M);
+    twin_kmeans(x, M, mu, K, D, 10, label);
+    twin_kmeans(mu, K, gm, P, D, 10, label + M);
     free(w->c);
     free(w->u);
     w->c = xcalloc(K, sizeof *w->c);
@@ -2842,7 +2829,7 @@ static double twin_cluster_score(const TwinLychee *y, const double *q, int m, co
     double best = -INFINITY;
     for (int i = 0; i < m; i++) {
         double x = twin_dot(q + i * D, mu, D), n = sqrt(twin_dot(q + i * D, q + i * D, D));
-        best = fmax(best, x / n + y->beta * r);
+        best = fmax(best, x / n + (y->bound ? r : 0));
     }
     return best;
 }
@@ -2969,10 +2956,8 @@ static TwinLychee twin_settings(const Options *o) {
                          .min = opt_int(o, "lychee-chunk-min"),
                          .max = opt_int(o, "lychee-chunk-max"),
                          .full = opt_int(o, "lychee-full-layers"),
-                         .iters = opt_int(o, "lychee-iters"),
-                         .per = opt_int(o, "lychee-chunks-per-cluster"),
                          .kg = opt_int(o, "lychee-kg"),
-                         .beta = opt_real(o, "lychee-beta") };
+                         .bound = opt_int(o, "paper") };
 }
 
 // The program's own state of a session with LycheeCluster.
@@ -3065,18 +3050,18 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
                   "options, turns, grafts, rebuilds") {
     static const LycheeCase k[] = {
         { 2, 4, 4, 24, 400, { 3, { 200, 60, 1 }, { 40, 30, 60 }, 1 }, BASE_OPT "budget=64" },
-        { 3, 4, 2, 40, 400, { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 }, BASE_OPT "budget=48 lychee-beta=1" },
-        { 2, 4, 1, 32, 200, { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 }, BASE_OPT "budget=80 lychee-beta=0.25" },
+        { 3, 4, 2, 40, 400, { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 }, BASE_OPT "budget=48 paper" },
+        { 2, 4, 1, 32, 200, { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 }, BASE_OPT "budget=80 paper" },
         { 3, 6, 3, 40, 400, { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 },
-          BASE_OPT "budget=64 lychee-kg=2 lychee-beta=0.5" },
+          BASE_OPT "budget=64 lychee-kg=2" },
         { 2, 6, 3, 24, 400, { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 },
-          BASE_OPT "budget=48 lychee-kg=3 lychee-beta=1" },
+          BASE_OPT "budget=48 lychee-kg=3 paper" },
         { 2, 4, 2, 24, 300, { 2, { 330, 40 }, { 60, 40 }, 6 },
-          BASE_OPT "budget=64 lychee-kg=1 lychee-chunks-per-cluster=1" },
-        { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 lychee-iters=0 lychee-beta=0.5" },
+          BASE_OPT "budget=64 lychee-kg=1" },
+        { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 paper" },
         { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 },
           "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
-          "lychee-iters=3 lychee-chunks-per-cluster=3 lychee-beta=1" },
+          "paper" },
         { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 budget=16" },
     };
     int threads = one_thread();
@@ -3365,7 +3350,6 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
     tree_room(&(Session){ 0 }, &t, 6, 5, 2, 2);
     from_f32(t.fine.mu, centre[0], DT_BF16, 10);
     from_f32(t.coarse.mu, unit[0], DT_BF16, 4);
-    memcpy(t.fine.r, radius, sizeof radius);
     memset(t.fine.tokens, 0, 5 * sizeof(int));
     memset(t.coarse.tokens, 0, 2 * sizeof(int));
     memset(t.coarse.r, 0, 2 * sizeof(float));
@@ -3378,7 +3362,7 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
 
     static const struct {
         int kg, R, budget;
-        float beta;
+        float wide;                         // the radii are so many times as long; 0: no bound
         int tokens;
         const char *taken;
     } v[] = { { 0, 2, 16 + 79, 0, 63, "111111" },  // everything: 63 tokens fit
@@ -3405,7 +3389,9 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
               { 1, 1, 16 + 11, .25f, 0, "000000" } };
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
-        Lychee x = { .B = v[i].budget, .sink = 16, .min = 8, .kg = v[i].kg, .beta = v[i].beta, .M = 6, .start = start };
+        Lychee x = { .B = v[i].budget, .sink = 16, .min = 8, .kg = v[i].kg, .bound = v[i].wide > 0, .M = 6,
+                     .start = start };
+        for (int j = 0; j < 5; j++) t.fine.r[j] = v[i].wide * radius[j];
         Tree look = t;
         if (!x.kg) look.coarse.n = 0;
         score_clusters(&x, &look, q, v[i].R, 2, room, S);
@@ -3925,7 +3911,7 @@ TEST(sonic_mask,
     for (int mode = 0; mode < 4; mode++) {
         Tiny m = tiny_model(1, 2, 1, 8, 16, 16, 31, 3);
         Nexus a = nexus_new(m, .1, "F32", mode % 2 ? "original" : "augmented", 0);
-        Session *s = sonic_session(m, a, mode < 2 ? "sonic-k=2 sonic-sink=1" : "sonic-k=2 sonic-sink=1 sonic-oneshot");
+        Session *s = sonic_session(m, a, mode < 2 ? "sonic-k=2 sink=1" : "sonic-k=2 sink=1 sonic-oneshot");
         Talk p = { .turns = 2, .pre = { 4, 2 }, .dec = { 3 }, .seed = 5 };
         free(run_talk(s, &p));
         CHECK(s->n_tok == 13, "%d tokens", s->n_tok);
@@ -4052,7 +4038,7 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         char opt[64];
         int K = 1 + rnd_int(8), sink = rnd_int(9), one = i % 2, want = 0, text = 0;
         int n_prev[2] = { 0, 0 };
-        snprintf(opt, sizeof opt, "quiet sonic-k=%d sonic-sink=%d%s", K, sink,
+        snprintf(opt, sizeof opt, "quiet sonic-k=%d sink=%d%s", K, sink,
                  one ? " sonic-oneshot" : "");
         Session *s = sonic_session(m, a, opt);
         for (int t = 0; t < 6; t++) {
@@ -6127,7 +6113,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
                   "cutting, re-packing, dropping and truncating; attention reads them") {
     const char *text[] = {
         "ctk=f16 ctv=f16 pats-window=9 pats-sink=3",
-        "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
         "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old "
         "pats-tend=150 pats-format=rows64",
@@ -6267,13 +6253,13 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
         const char *text;
     } mixed[] = {
         { 4, 1, 64, 70, 1, 0, "pats-bmax=10" },
-        { 6, 3, 64, 41, 6, 1, "pats-bmax=7 pats-round=mid" },
+        { 6, 3, 64, 41, 6, 1, "pats-bmax=7" },
         { 7, 1, 64, 83, 1, 0, "pats-bmax=10" },
         { 3, 1, 64, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
         { 16, 1, 64, 75, 1, 0, "pats-bmax=10" },
         { 4, 2, 64, 60, 2, 0, "pats-bmax=10" },
         { 8, 1, 128, 150, 1, 0, "pats-bmax=10" },
-        { 2, 1, 128, 90, 6, 1, "pats-bmax=8 pats-round=mid" },
+        { 2, 1, 128, 90, 6, 1, "pats-bmax=8" },
         { 17, 1, 128, 64, 1, 0, "pats-bmax=10 pats-schedule=old" },
         { 16, 1, 128, 77, 1, 0, "pats-bmax=9" },
         { 5, 1, 64, 69, 7, 1, "pats-bmax=10" },
@@ -6296,8 +6282,7 @@ TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with th
         for (int b = 1 + d % variants_step(); b <= 10; b += variants_step()) {
             Tiny m = tiny_model(1, heads[(b + d) % 7], 1, dims[d], 16, 16, 11, 5);
             snprintf(text, sizeof text,
-                     "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-bmin=%d pats-bmax=%d "
-                     "pats-round=%s", b, b, (b + d) % 3 ? "trunc" : "mid");
+                     "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-bmin=%d pats-bmax=%d", b, b);
             gqa_agrees(m, "pats", text, 19 + 2 * b + d, 1, 0, 0);
         }
 }
@@ -6358,9 +6343,8 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
         float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q);
         float *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
         window_scores(p.d, 0, dq, 5, 3, row);
-        for (int i = 0; i < 18; i++) {
-            // Order i/3: agg too, where it counts.
-            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 9, i / 3 % 3 };
+        for (int i = 0; i < 6; i++) {
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };
             for (int order = JOIN_POOL; order <= POOL_ONLY; order++) {
                 float a[200], b[6][200];
                 cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n),
@@ -6368,7 +6352,7 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
                 for (int g = 0; g < 3; g++) {
                     float *from = row + 2 * g * N;
                     CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
-                    join_heads(a, from, n[g], N, 2, x.agg);
+                    join_heads(a, from, n[g], N, 2);
                     if (order == JOIN_POOL) pool(&x, b[g], a, n[g]);
                     for (int r = 0; r < 2 && order != JOIN_POOL; r++)
                         pool(&x, b[2 * g + r], from + r * N, n[g]);
@@ -6824,11 +6808,11 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
         if (all || seed != 2)
             lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16");
         if (all || seed != 0)
-            lychee_pair(n, "lychee", "budget=30 lychee-kg=2 lychee-beta=.5 lychee-chunks-per-cluster=1");
-        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-beta=.3");
+            lychee_pair(n, "lychee", "budget=30 lychee-kg=2 paper");
+        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 paper");
         if (all || seed == 2)
             lychee_pair(n, "lychee+pats",
-                        "budget=40 lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
+                        "budget=40 pats-window=8 ctk=f16 ctv=f16");
     }
     tiny_free(m);
     tiny_free(n);
@@ -7895,7 +7879,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
     const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
-                        "lychee-chunk-max=4 lychee-iters=1";
+                        "lychee-chunk-max=4";
     int all = n_seeds() == 1;
     char text[300];
     EACH_SEED(seed) {
@@ -7914,7 +7898,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
         // Room for nothing but the sinks.
         snprintf(text, sizeof text, "%s budget=2 lychee-kg=2", small);
         seek_passes(n, "lychee", text, 60, 1, 20, 1);
-        snprintf(text, sizeof text, "%s budget=303 lychee-beta=.5", small);
+        snprintf(text, sizeof text, "%s budget=303 paper", small);
         seek_passes(n, "lychee", text, 300, 0, 300, 1);
         // 400 clusters: two blocks.
         for (int k = 0; k < 2; k++) {

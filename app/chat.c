@@ -1067,7 +1067,7 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
 // as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
-        "budget", "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "budget", "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
     Options *plain = options_like(a->o);

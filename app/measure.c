@@ -2020,7 +2020,7 @@ static uint64_t items_hash(const EvalSet *e) {
 // Writes the given options that change an answer: the methods', and those of what is asked and said.
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
-        "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
         "chat-template", "tokenizer", "system", "parse-special", "no-think", "ignore-eos", "n-predict",
         "repeat-penalty",
     };

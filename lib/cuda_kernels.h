@@ -579,15 +579,6 @@ template <int W, int D> static __device__ void unpack_width(char *to, const char
     }
 }
 
-// Adds half a step to those numbers of `bits` bits that a lane has unpacked and that are not 0.
-template <int D> static __device__ void half_step(char *to, int half, int bits) {
-    KV_UNROLL(1) for (int i = 0; i < D / 4; i++) {
-        unsigned *x = (unsigned *)(to + 32 * (i / 4) + 16 * half) + i % 4;
-        unsigned some = ((*x & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;      // a half is not 0
-        *x |= some >> bits;
-    }
-}
-
 // ---- dot products to the CPU's bit
 // Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
 // its lanes.

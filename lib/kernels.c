@@ -981,7 +981,7 @@ INLINE uint16_t packed_bits(const unsigned char *p, int i, int w) {
 
 // Kernels.unpack. A register takes 2 WIDTH elements, four from each lane of 64 bits. Four elements of w bits
 // begin on a whole or a half byte; each is moved to the top of 16 bits of its own.
-static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w) {
     const U64 kept = (uint64_t)(0xffff >> (16 - w) << (16 - w)) - (U64){0};
     int i = 0;
     for (; i + 2 * WIDTH <= n; i += 2 * WIDTH, p += 2 * WIDTH / 8 * w) {
@@ -993,13 +993,9 @@ static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w, int mi
         }
         UNROLL for (int b = 0; b < 4; b++) four |= (x << (16 - w) * (b + 1)) & (kept << 16 * b);
         U16 element = (U16)four;
-        element |= (U16)((element & 0x7fff) != 0) & (uint16_t)mid;
         memcpy(h + i, &element, sizeof element);
     }
-    for (int j = 0; i < n; i++, j++) {
-        h[i] = packed_bits(p, j, w);
-        h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? mid : 0));
-    }
+    for (int j = 0; i < n; i++, j++) h[i] = packed_bits(p, j, w);
 }
 
 // ---- products with weights in 8 bits
@@ -1503,7 +1499,7 @@ void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
     for (int i = 0; i < n; i++) h[i] = packed_bits(p, i, w);
 }
 
-void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w, int mid) { simd.unpack(h, p, n, w, mid); }
+void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w) { simd.unpack(h, p, n, w); }
 
 enum { PIECE = 256 };       // elements of a weight vector widened at a time
 

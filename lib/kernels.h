@@ -171,10 +171,10 @@ void exp_shift(float *x, float max, int n, float *sum);
 // x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
 void softmax_columns(float *x, int n, int m, float *max, float *sum);
 
-// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0. unpack_f16, which may read
-// 16 bytes behind the last one, also sets mid, a bit that is cut, in all but zeros
+// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0. unpack_f16 may read
+// 16 bytes behind the last one
 void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w);           // the plain way
-void unpack_f16 (uint16_t *h, const unsigned char *p, int n, int w, int mid);
+void unpack_f16 (uint16_t *h, const unsigned char *p, int n, int w);
 
 // ---- choosing
 float max_f32(const float *x, int n);                           // the largest; -INFINITY when n is 0
@@ -256,7 +256,7 @@ typedef struct {
     void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void (*unpack_q8)(float *dst, const char *src, int n, int D);
     void (*unpack_q4)(float *dst, const char *src, size_t n);   // n whole blocks
-    void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
+    void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w);
     void (*exp_shift)(float *x, float max, size_t n, float *sum);
     void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);
     void (*swiglu)(float *g, const float *u, size_t n);

@@ -609,25 +609,24 @@ static void packed_init(void) {
 
 // Kernels.unpack: groups of 32 elements, four at a time while 64 bytes can be read from the start of each, then
 // one at a time with masks.
-TARGET("avx512vbmi") INLINE __m512i unpack_32(__m512i x, __m512i bytes, __m512i bits, __m512i kept, __m512i add) {
+TARGET("avx512vbmi") INLINE __m512i unpack_32(__m512i x, __m512i bytes, __m512i bits, __m512i kept) {
     x = _mm512_multishift_epi64_epi8(bits, _mm512_permutexvar_epi8(bytes, x));
-    x = _mm512_and_si512(x, kept);
-    return _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add);
+    return _mm512_and_si512(x, kept);
 }
 
-TARGET("avx512vbmi") static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+TARGET("avx512vbmi") static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w) {
     __m512i bytes = _mm512_loadu_si512(packed[w].bytes), bits = _mm512_loadu_si512(packed[w].bits);
-    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
+    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w)));
     int i = 0;
     for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)
         UNROLL for (int j = 0; j < 4; j++) {
             __m512i x = _mm512_loadu_si512(p + 4 * w * j);
-            _mm512_storeu_si512(h + i + 32 * j, unpack_32(x, bytes, bits, kept, add));
+            _mm512_storeu_si512(h + i + 32 * j, unpack_32(x, bytes, bits, kept));
         }
     for (; i < n; i += 32, p += 4 * w) {
         int m = min_int(n - i, 32);
         __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
-        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, bytes, bits, kept, add));
+        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, bytes, bits, kept));
     }
 }
 

@@ -143,8 +143,8 @@ adakv               all    --budget 48
 pyramidkv           all    --budget 60
 h2o                 all    --budget 48
 expected-attention  all    --budget 48
-a-shape             all    --a-shape-init 8 --a-shape-local 40
-tri-shape           all    --tri-shape-init 8 --tri-shape-local 40 --tri-shape-last 12
+a-shape             all    --shape-init 8 --shape-local 40
+tri-shape           all    --shape-init 8 --shape-local 40 --shape-last 12
 minference          all    --minference-verticals 30 --minference-slashes 60
 quest               all    --budget 48
 loopserve           all    --budget 48

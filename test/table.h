@@ -18,7 +18,7 @@
 // An option that no method has is passed over; `limits` shows that those which are left are small enough.
 static const char *const table_small[] = {
     "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-untrained=1", "sonic-k=3",
-    "a-shape-init=9", "a-shape-local=31", "tri-shape-init=3", "tri-shape-local=20", "tri-shape-last=11",
+    "shape-init=9", "shape-local=31", "shape-last=11",
     "minference-verticals=30", "minference-slashes=50", "quest-full-layers=1",
     "loopserve-min-context=0", "loopserve-samples=16", "loopserve-local=8", "loopserve-max-cells=.9",
     "loopserve-alpha=.8", "loopserve-first=2", "loopserve-interval=3", "pats-window=8", "pats-tend=240",

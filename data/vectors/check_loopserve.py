@@ -28,9 +28,9 @@ def mix64(z):
     return mix(next_state(z))
 
 
-def sample_rows(T, want, seed, turn, layer):
+def sample_rows(T, want, turn, layer):
     """One row of each of `want` strata; the last sample is the last row."""
-    state, rows = mix64(mix64(mix64(seed) ^ turn) ^ layer), []
+    state, rows = mix64(mix64(mix64(1) ^ turn) ^ layer), []
     for i in range(want):
         lo, hi = i * T // want, (i + 1) * T // want
         state = next_state(state)
@@ -73,9 +73,9 @@ def lines_output(q, k, v, p0, V, S):
 
 def main(t, check):
     """Plays every layer of the trace, pass by pass."""
-    names = ("alpha", "sink", "local", "samples", "seed", "first", "interval", "obs", "max-cells")
+    names = ("alpha", "local", "samples", "first", "interval", "obs", "max-cells")
     opt = {name: t.option("loopserve-" + name) for name in names}
-    rule = opt["alpha"], int(opt["sink"]), int(opt["local"]), opt["max-cells"]
+    rule = opt["alpha"], int(t.option("sink")), int(opt["local"]), opt["max-cells"]
     B, obs, m = int(t.meta["budget"]), int(opt["obs"]), int(opt["samples"])
     check.turns(again=True)
     for l in t.layers:
@@ -86,7 +86,7 @@ def main(t, check):
             queries.update({base + i: q[i] for i in range(T)})
             out, dense, held, cells = np.zeros(q.shape), [1] * t.H, [1.] * t.H, [1.] * t.H
             if step < 0:                                # a prefill; a short one is computed in full
-                sampled = sample_rows(T, m, int(opt["seed"]), turn, l) if T // 4 >= m else None
+                sampled = sample_rows(T, m, turn, l) if T // 4 >= m else None
                 turn, prompt_end, first, chosen = turn + 1, n, n - min(T, obs), None
                 for h in range(t.H):
                     k, v = rows.k[:, h // t.R], rows.v[:, h // t.R]

@@ -69,8 +69,8 @@ def read_chunks(score, parent, ends, sink, room):
 
 
 def main(t, check):
-    sink, buffer, most, per, iters = (int(t.option("lychee-" + x)) for x in
-                                      ("sink", "buffer", "chunk-max", "chunks-per-cluster", "iters"))
+    sink, buffer, most = (int(t.option("lychee-" + x)) for x in ("sink", "buffer", "chunk-max"))
+    per, iters = 2, 10              # chunks a cluster, iterations of k-means
     B = int(t.meta["budget"])
     check.turns()
     for l in t.layers:

@@ -42,7 +42,7 @@ def plan(turns, K, system):
 
 
 def main(t, check):
-    K, system = int(t.option("sonic-k")), int(t.option("sonic-sink"))
+    K, system = int(t.option("sonic-k")), int(t.option("sink"))
     check.passes(plan(t.turns(), K, system))
     for l in t.layers:
         rows, tokens, held, finished = Rows(t, l), [], [], 0
