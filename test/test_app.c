@@ -1268,7 +1268,7 @@ static int terminal_row(Pty *p, char *text) {
     return pty_line(p, text, column);
 }
 
-// A line of a transcript behind "% ": what is typed, waited for, or must not have come.
+// A line of a transcript behind "@ ": what is typed, waited for, or must not have come.
 static void terminal_line(const char *file, Pty *p, const char *line, const char *folder) {
     static char text[2048], all[1 << 15];
     char *rest = (char *)line + 1;
@@ -1301,7 +1301,7 @@ static void terminal_end(const char *file, Pty *p, int want) {
 
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
-// something. $T is a folder of the transcript's own, $SYN and $CHAT begin commands. "% " begins a program on a terminal;
+// something. $T is a folder of the transcript's own, $SYN and $CHAT begin commands. "@ " begins a program on a terminal;
 // test/cli/terminal.txt says what follows.
 static void transcript(const char *path) {
     static char cmd[8192], out[16384], err[16384], line[4096];
@@ -1314,7 +1314,7 @@ static void transcript(const char *path) {
     *cmd = *out = *err = 0;
     while (more) {
         more = fgets(line, sizeof line, f) != NULL;
-        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "% ", 2)) {
+        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "@ ", 2)) {
             if (*cmd) transcript_step(path, cmd, want, out, err);
             if (pty) terminal_end(path, pty, want);
             *cmd = *out = *err = 0;
@@ -1329,7 +1329,7 @@ static void transcript(const char *path) {
             want = atoi(line + 2);
             continue;
         }
-        if (pty || !strncmp(line, "% ", 2)) {
+        if (pty || !strncmp(line, "@ ", 2)) {
             line[strcspn(line, "\n")] = 0;
             if (pty) terminal_line(path, pty, line, folder);
             else pty = terminal_start(line + 2);
@@ -2511,50 +2511,6 @@ TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others li
           "another model: %s", sh_err);
 }
 
-TEST(cli_compare, "/compare: several methods reply to a question behind the dialogue, which stays "
-                  "as it is; the budget is a quarter of it unless one is set") {
-    const char *story = "My name is Anna.\\nI live in Oslo.\\nI have a dog named Bello.\\nTell me "
-                        "a story about a fox.\\n";
-    CHECK(sh("printf '%s/compare Where do I live?\\n/stats\\n/compare\\n' | ./kvcomp --temp 0",
-             story) == 0,
-          "%s", sh_err);
-    const char *full = strstr(sh_out, "  full          same    You live in Oslo.");
-    const char *streaming = strstr(sh_out, "  streaming ");
-    CHECK(full && streaming && strstr(streaming, "differs") && strstr(sh_out, "  sonic") &&
-              strstr(sh_out, "  lychee "),
-          "%s", sh_out);
-    CHECK(strstr(sh_err, "a quarter of the dialogue") && strstr(sh_err, "in 4 turns") &&
-              strstr(sh_err, "/compare wants a question"),
-          "%s", sh_err);
-    CHECK(sh("printf '%s/budget 24\\n/compare Where do I live?\\nWhere do I live?\\n' | ./kvcomp "
-             "--temp 0 --method h2o",
-             story) == 0,
-          "%s", sh_err);
-    CHECK(strstr(sh_out, "  streaming 24") && strstr(sh_out, "  h2o 24") &&
-              !strstr(sh_err, "a quarter") && strstr(sh_err, "[turn 5 "),
-          "%s%s", sh_out, sh_err);
-    // /method without a budget picks one for the dialogue, again for each method; a number that is typed stays
-    CHECK(sh("printf '%s/method tova\n/method snapkv\n/method nosuch\n/method full\n/budget\n/budget 50\n/method "
-             "knorm\n' | timeout 60 ./kvcomp --temp 0", story) == 0, "%s", sh_err);
-    CHECK(strstr(sh_err, "\ntova, budget 40 (picked for this dialogue; /budget N takes another): 163 tokens") &&
-              strstr(sh_err, "40 of 163 rows a head\n") && strstr(sh_err, "\nsnapkv, budget 40 (picked") &&
-              strstr(sh_err, "\n0\nfull has no budget") && strstr(sh_err, "\nknorm, budget 50: ") &&
-              strstr(sh_err, "rows a head (over 50: the last reply's"),
-          "%s", sh_err);
-    // A session's first line names the picked budget: a resume with it holds the same rows; one without it
-    // says so, and the file then names what it goes on with
-    char kept[64];
-    snprintf(kept, sizeof kept, "/tmp/kvt_%d_picked", (int)getpid());
-    CHECK(sh("printf '%s/method tova\n/save %s\n' | timeout 60 ./kvcomp --temp 0", story, kept) == 0, "%s", sh_err);
-    CHECK(sh("echo /method tova | timeout 60 ./kvcomp --temp 0 --method tova --budget 40 --session %s", kept) == 0 &&
-              !strstr(sh_err, "made with") && strstr(sh_err, "40 of 163 rows a head"),
-          "%s", sh_err);
-    CHECK(sh("echo /stats | timeout 60 ./kvcomp --temp 0 --method tova --session %s", kept) == 0 &&
-              strstr(sh_err, "made with --method=tova --budget \"40\", goes on with --method=tova\n"),
-          "%s", sh_err);
-    remove(kept);
-}
-
 // ---- saving, signals, and a prefill that is given up
 
 // An empty folder -> its path. In memory where that can be had: bringing files to a busy disk takes
@@ -2604,36 +2560,6 @@ TEST(history_place, "a history that is no file is left as it is") {
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 #endif
-
-TEST(cli_context_renewed, "a chat under a method that drops rows goes on when -c is full, and ends under one that drops none, "
-                       "with the reason; a session that was saved behind it is gone on with as it was") {
-    const char *flags = "-m models/kvcomp-tiny --temp 0 --raw --ignore-eos -n 150 -c 64 -p 'Once upon a time'";
-    static char said[sizeof sh_out];
-    CHECK(sh("./kvcomp %s --method=snapkv --budget 40 --obs-window 8 --json", flags) == 0 &&
-              strstr(sh_out, "\"n_gen\":150") && !strstr(sh_err, "full"),
-          "%s", sh_err);
-    CHECK(sh("./kvcomp %s --method=streaming --budget 40 --json", flags) == 0 && strstr(sh_out, "\"n_gen\":150"), "%s",
-          sh_err);
-    CHECK(sh("./kvcomp %s", flags) == 0 && strstr(sh_err, "the context is full: "), "%s", sh_err);
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    CHECK(sh("printf 'tell me a story\nand another\nand one more\n' | ./kvcomp -m models/kvcomp-tiny --temp 0 -q -c 64 -n 40 "
-             "--ignore-eos --method=snapkv --budget 40 --obs-window 8 --session %s/whole", d) == 0, "%s", sh_err);
-    memcpy(said, sh_out, sizeof said);
-    CHECK(sh("for m in 'tell me a story' 'and another' 'and one more'; do printf '%%s\n' \"$m\" | ./kvcomp -m models/kvcomp-tiny "
-             "--temp 0 -q -c 64 -n 40 --ignore-eos --method=snapkv --budget 40 --obs-window 8 --session %s/parts; done", d) == 0 &&
-              !strcmp(sh_out, said),
-          "%s%s", sh_out, sh_err);
-
-    // A message that fits into no context drops nothing: no replay would.
-    char words[400] = "";
-    for (int i = 0; i < 90; i++) strcat(words, "fox ");
-    CHECK(sh("printf 'tell me a story\n%s\n' | ./kvcomp -m models/kvcomp-tiny --temp 0 -q -c 64 -n 20 --ignore-eos "
-             "--method=snapkv --budget 20 --obs-window 8", words) == 0 &&
-              strstr(sh_err, "tokens do not fit: 32 rows held, -c 64"),
-          "%s", sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
 
 TEST(cli_session_lock,
      "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
