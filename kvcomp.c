@@ -70,8 +70,6 @@
 #endif
 #include <stb/stb_ds.h>
 
-static void note_peak(Session *s);
-
 // ==================================================================================================== 1 MODEL
 // A session is one dialogue: its tokens, its rows of keys and values, and its method. `forward`, at
 // the end of this section, is the whole transformer in the order in which it is computed. It goes
@@ -87,9 +85,6 @@ static void note_peak(Session *s);
 //   commit    a layer's attention is done: index its rows, or drop some; once more when the pass ends
 //   watch     an observer, which decides nothing, looks at what was computed
 // Two more, turn and enter, are called by `prefill` (section 4) before the pass.
-
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
-#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
 
 // ---- RoPE: where a token stands, as a rotation of its queries and keys
 // cs (D): cosines of the D/2 angles of a position, then sines. Angle i is pos * freq_i in double (D5).
@@ -215,14 +210,14 @@ static void embed(Session *s, float *x, int T) {
 }
 
 // cs (T,D) = the angles of the positions of the tokens of the pass.
-static void pass_angles(const Session *s, float *cs, int T) {
+void pass_angles(const Session *s, float *cs, int T) {
     int D = s->c->D;
     for (int t = 0; t < T; t++) rope_angles(s->w, D, s->tok[s->base + t].pos, cs + (size_t)t * D);
 }
 
 // How many of the tokens t .. end-1 of the pass, counted from t, can go through one product: at
 // most -b, and all with the same weights *y. SONIC's Nexus tokens have weights of their own.
-static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
+int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     int alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
     int most = min_int(end - t, s->batch), n = 0;
     while (n < most && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
@@ -316,14 +311,14 @@ static void mlp_span(Session *s, int l, Pass *r, int t0, int from, int t1) {
 
 // ---- the clock and the progress of a pass
 // Adds the seconds since t0 to *sum -> the time now.
-static double timed(double *sum, double t0) {
+double timed(double *sum, double t0) {
     double t = now();
     *sum += t - t0;
     return t;
 }
 
 // ---- attention of a layer, and the whole transformer
-static Part *part_with_attend(Session *s) {
+Part *part_with_attend(Session *s) {
     EACH_HOOK(s, p, attend) return p;
     return NULL;
 }
@@ -961,7 +956,7 @@ size_t kv_meta_bytes(const Session *s) {
 }
 
 // Keeps the most bytes of rows ever held.
-static void note_peak(Session *s) {
+void note_peak(Session *s) {
     s->clk.peak = max_size(s->clk.peak, kv_bytes(s));
 }
 

@@ -574,42 +574,11 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k);
 
 // ---- hooks
 
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
-
-// Calls every project hook: q (n,H,D), k, v (n,G,D) on the device, before RoPE.
-static void project_hooks(Session *s, int l, const float *q, const float *k, const float *v, int t0, int n) {
-    EACH_PART(s, p) {
-        if (p->m->project) p->m->project(s, p->ms, l, q, k, v, t0, n);
-    }
-}
-
 // 1: some hook wants to see q, k and v before RoPE.
 static int projects(const Session *s) {
     for (int i = 0; i < s->n_part + s->n_observer; i++)
         if (s->part[i].m->project) return 1;
     return 0;
-}
-
-// Calls every select hook of a decode step: q (H,D) on the device, after RoPE.
-static void select_hooks(Session *s, int l, const float *q) {
-    EACH_PART(s, p) {
-        if (p->m->select) p->m->select(s, p->ms, l, q);
-    }
-}
-
-// Calls every commit hook of layer l, or with l == L of the end of the pass.
-static void commit_hooks(Session *s, int l, const float *q, int n) {
-    EACH_PART(s, p) {
-        if (p->m->commit) p->m->commit(s, p->ms, l, q, n);
-    }
-}
-
-// The part whose attend hook replaces the attention of a prefill, or NULL.
-static Part *part_with_attend(Session *s) {
-    EACH_PART(s, p) {
-        if (p->m->attend) return p;
-    }
-    return NULL;
 }
 
 // 1: this is a decode step, and no commit hook has to run before the next layer does.
@@ -684,8 +653,7 @@ static void embed_cuda(Session *s, float *x, int T) {
     for (int t = 0; t < T; t++) {
         if (ids[t] >= 0) continue;
         float *own = (float *)scratch(s, (size_t)C * sizeof(float));   // a row each: the copy may read it late
-        EACH_PART(s, p) {
-            if (!p->m->embed) continue;
+        EACH_HOOK(s, p, embed) {
             p->m->embed(s, p->ms, &s->tok[s->base + t], own);      // SONIC: Eq. 2
             break;
         }
@@ -693,35 +661,15 @@ static void embed_cuda(Session *s, float *x, int T) {
     }
 }
 
-// cs (D) on the host: the cosines of a position's D/2 angles, then their sines. Angles are double,
-// as on the CPU (D5).
-static void angles(const Session *s, float *cs, int pos) {
-    int D = s->c->D;
-    for (int i = 0; i < D / 2; i++) {
-        double a = pos * s->w->inv_freq64[i];
-        cs[i] = (float)(cos(a) * s->w->rope_scale);
-        cs[D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
-    }
-}
-
 // cs (T,D) on the device: the angles of the pass's tokens.
 static void upload_angles(Session *s, float *cs, int T) {
     int D = s->c->D;
     float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
-    for (int t = 0; t < T; t++) angles(s, host + (size_t)t * D, s->tok[s->base + t].pos);
+    pass_angles(s, host, T);
     upload(cs, host, (size_t)T * D * sizeof(float));
 }
 
 // ---- the parts of a layer
-
-// The longest run of tokens t, t+1, .. < end with the same weights y, at most -b of them. As in
-// kvcomp.c.
-static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
-    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
-    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
-    *y = alt ? &s->alt[l] : &s->w->layer[l];
-    return n;
-}
 
 // Launches, for n rows: x += W_o out; x += W_down (silu(W_gate h) * W_up h), where h is the normed x.
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
@@ -760,18 +708,6 @@ static void logits_wait(Session *s) {
     s->picked = n_picks(s) ? s->dev->picks : NULL;
 }
 
-// Adds the time since t0 to *sum -> the time now.
-static double timed(double *sum, double t0) {
-    double t = now();
-    *sum += t - t0;
-    return t;
-}
-
-// Remembers the most KV bytes ever held.
-static void note_peak(Session *s) {
-    s->clk.peak = max_size(s->clk.peak, kv_bytes(s));
-}
-
 // Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it; acts: hooks act
 // in this layer (D6). The clocks count the time to launch, not to run, unless a hook waits for the
 // device. The peak of a prefill is here, where this layer still holds every row.
@@ -779,7 +715,8 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
     Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
     if (s->decoding) {
-        if (acts) select_hooks(s, l, r->q);
+        if (acts)
+            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
         t = timed(&s->clk.select, t);
         attn_decode_cuda(s, l, r->out, r->q);
     } else if (sparse) {
@@ -792,7 +729,8 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (!s->decoding) note_peak(s);
     if (acts && !r->late && t0 + n == r->T) {
         int last = min_int(s->queries, r->T);
-        commit_hooks(s, l, last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL, last);
+        const float *q = last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL;
+        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, last);
     }
     timed(&s->clk.commit, t);
 }
@@ -801,7 +739,8 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
 static void commits(Session *s, int from) {
     double t = now();
     for (int l = from; l <= s->c->L; l++)
-        if (l == s->c->L || layer_acts(s, l)) commit_hooks(s, l, NULL, 0);
+        if (l == s->c->L || layer_acts(s, l))
+            EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, NULL, 0);
     timed(&s->clk.commit, t);
 }
 
@@ -825,7 +764,8 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     }
     if (hooks) {
         watch(s, WATCH_KEYS, l, r->k);
-        if (acts) project_hooks(s, l, r->q, r->k, r->v, t0, n);
+        if (acts)
+            EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r->q, r->k, r->v, t0, n);
         kv_reserve(s, l, n);
         rope_append(s, l, r->q, r->k, r->v, cs, t0, n);
     }
@@ -1684,19 +1624,15 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const
 //           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
 //           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
 //           list, cols: which tiles there are; counts, work, facts
-//   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each
-//           fragment of K and V twice; with one, reading them from shared memory would take as long as
-//           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
-//           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
-//           again for every tile, and state is not kept in registers. Wider heads have tiles of 64 x 32.
-//           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
-//           fragments each up to head_dim 64; from there on four with one, because four blocks of two warps
-//           would not find room in shared memory.
-//           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
-//           Two blocks are on a multiprocessor, or four of two warps: one
-//           multiplies while the other waits or exponentiates. The parts of a copy, and __syncwarp where all
-//           lanes have arrived, move nothing that is computed; they keep the compiler from asking for more
-//           fragments at once than there are registers.
+//   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each fragment
+//           of K and V twice; with one, reading them from shared memory would take as long as multiplying them.
+//           More rows do not fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64.
+//           So q is read again for every tile, and state is not kept in registers. Wider heads have tiles of
+//           64 x 32. Along lines a block has 64 rows, because lines are chosen for blocks of 64.
+//           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other. Two
+//           blocks are on a multiprocessor, or four of two warps: one multiplies while the other waits. The parts
+//           of a copy, and __syncwarp where all lanes have arrived, move nothing that is computed; they keep the
+//           compiler from asking for more fragments at once than there are registers.
 //   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 652
 //           other instructions, 2.5 a product, and along lines 132 and 439, 3.3 (sm_90, make cuda-check)
 //   Gain    a tile is 32 x 64 cells of a warp, so a cell is .45 instructions, where attend_kernel takes 16
@@ -1709,9 +1645,8 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const
 // What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
 // rows and 2^-8 |q||k| / sqrt(D) with bf16 rows at most, a probability by 2^-11 and 2^-8 of itself more.
 // (With --exact attend_kernel computes in f32 instead.)
-// P is multiplied by 2^P_SHIFT, or f16 would round small probabilities more. Tensor cores round a sum
-// towards zero each time they add to it. Over a long list that would pull values that have a mean of their
-// own towards zero. So they sum the KT keys of a tile from nothing, and f32 adders, which round to nearest,
+// P is multiplied by 2^P_SHIFT, or f16 would round small probabilities more. Tensor cores round a sum towards zero
+// each time they add to it, so they sum the KT keys of a tile from nothing, and f32 adders, which round to nearest,
 // add that to the output; this is the multiply-add that shrinks the older sums, and costs nothing.
 
 enum {
@@ -2745,7 +2680,7 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     __syncthreads();
     load_tile(m.kv, D + 1, a, h, 0, m.row, n);
     for (int i0 = 0; i0 < c.n_q; i0 += 32) {
-        __syncthreads();
+        __syncthreads();                        // the queries before these are done with
         for (int j = warp; j < 32; j += ATTN_WARPS) {
             const float *from = a.q + ((size_t)column_query(c, min_int(i0 + j, c.n_q - 1)) * a.H + head) * D;
             for (int d = lane; d < D; d += 32) m.q[j * D + d] = from[d];
@@ -3241,10 +3176,11 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 
 // ---- attention of a pass
 
-// Attention of n tokens from tok0 on: out, q (n,H,D) and stat (n,H,2) on the device. lines (H): what query heads read,
-// with bits on the host; first the dense heads, as in any other layer, then the others. NULL: all rows.
-static void attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, float *stat, int tok0,
-                        int n) {
+// Attention of n tokens from tok0 on: out, q (n,H,D) on the device. lines (H): what query heads read, with bits on the
+// host; first the dense heads, as in any other layer, then the others. NULL: all rows. -> stat (n,H,2)
+static float *attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, int tok0, int n) {
+    size_t mark = scratch_mark(s);
+    float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
     int G = s->c->G, tensor = reader_of(s, n, 0, 0).kernel == BY_PREFILL, step = tensor ? tensor_heads(s, l) : G;
     const DeviceLines *cells = lines ? lines_upload(s, lines) : NULL;
     for (int g0 = 0; g0 < G; g0 += step) {
@@ -3257,14 +3193,15 @@ static void attend_pass(Session *s, int l, const Lines *lines, float *out, const
             plan_run(s, a, &p);
         }
     }
+    scratch_reset(s, mark);
+    return stat;
 }
 
 // Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
 void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
     int tok0 = s->base + t0;
-    float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    attend_pass(s, l, NULL, out, q, stat, tok0, n);
+    float *stat = attend_pass(s, l, NULL, out, q, tok0, n);
     if (s->wants & KV_MASS) {
         Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // column_kernel reads the rows as they are stored
         add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
@@ -3274,10 +3211,7 @@ void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, in
 
 // lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
 void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    size_t mark = scratch_mark(s);
-    float *stat = room<float>(s, ROOM_STAT, (size_t)T * s->c->H * 2);
-    attend_pass(s, l, lines, out, q, stat, s->base, T);
-    scratch_reset(s, mark);
+    attend_pass(s, l, lines, out, q, s->base, T);
 }
 
 // Attention of a decode step launched by itself: out, q (H,D) on the device. Rows of lists that
@@ -3629,7 +3563,7 @@ static Pass step_prepare(Session *s) {
 
     d->step->tok = s->tok[s->base];
     d->step->base = s->base;
-    angles(s, d->step->cs, s->tok[s->base].pos);
+    pass_angles(s, d->step->cs, 1);
     for (int i = 0; i < s->c->L * s->c->G; i++) d->step->len[i] = s->head[i].len;
     return r;
 }
@@ -3691,7 +3625,8 @@ static void step_launches(Session *s, const Pass *r, int once) {
         const Layer *y = &s->w->layer[l];
         project(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0, 0);
         if (once) kv_note(s, l, 0, 1);
-        if (layer_acts(s, l)) select_hooks(s, l, r->q);
+        if (layer_acts(s, l))
+            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
         step_attend(s, l, r, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }

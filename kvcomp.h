@@ -561,6 +561,15 @@ float *forward(Session *s, const Token *t, int T);
 
 void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
 
+// What a pass of either half is made of
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
+#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
+Part  *part_with_attend(Session *s);    // whose hook replaces the attention of a prefill, or NULL
+int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
+void   pass_angles(const Session *s, float *cs, int T);     // cs (T,D): of the tokens' positions, on the host
+double timed(double *sum, double t0);   // adds the seconds since t0 -> the time now
+void   note_peak(Session *s);           // keeps the most bytes of rows ever held
+
 enum { PLAN_LINES = 32 };
 static const size_t DEVICE_OWN = (size_t)256 << 20;      // cuBLAS, the graph of a step, gaps between rows
 typedef struct {                // one allocation of a memory plan, or a few that belong together

@@ -7,7 +7,7 @@
 # its line names pass; with MUTANT_ALL=1 they are then all run. A fault with a line "! why" is known to survive.
 # The exit code is 1 when another one survives, or when a fault's text is not found exactly once.
 # The copy is build/mutants; it stays, so that only what a fault changes is compiled again. -O1 without a GPU half,
-# but for faults of kvcomp.cu, which take a minute of compiling each.
+# but for faults of kvcomp.cu and lib/cuda*.h, which take a minute of compiling each.
 cd "$(dirname "$0")/.." || exit 1
 list=test/mutations.txt
 copy=build/mutants
@@ -58,7 +58,7 @@ plant() {
 # built PROGRAM FILE: makes the program of the copy
 built() {
 	case $2 in
-	*.cu) without= ;;
+	*.cu | lib/cuda*.h) without= ;;
 	*) without='CXX_OK=' ;;
 	esac
 	with=$1
