@@ -7163,10 +7163,10 @@ static const Opt dililazy_opts[] = {
     { "dililazy-alloc",     'c', "paper|code",
       "Algorithm 1 without its overspending; as the authors' code does it" },
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-needles",  's', "",
+    { "calibrate",          'p', "", "measure the heads of the model and write their scores to this file" },
+    { "calibrate-needles",  'p', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
-    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
+    { "calibrate-haystack", 'p', "", "text to hide them in, instead of ours" },
     { NULL, 0, NULL, NULL },
 };
 

@@ -51,7 +51,7 @@ const Opt program_options[] = {
       "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
-    { "file",          's', "",     "the same from a file; - is standard input" },
+    { "file",          'p', "",     "the same from a file; - is standard input" },
     { "system",        's', "",     "system message" },
     { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
     { "raw",           'b', "0",    "no chat template: the text as it is" },
@@ -60,7 +60,7 @@ const Opt program_options[] = {
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "demo",          'b', "0",
       "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
-    { "session",       's', "",
+    { "session",       'p', "",
       "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
     // Sampling
     { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100 },
@@ -71,25 +71,26 @@ const Opt program_options[] = {
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
     { "budget",        'i', "0",
-      "rows that a KV head keeps or reads, window included; 0: the method's default", 0, INT_MAX },
-    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget", 0, 0.9999 },
+      "rows that a KV head keeps or reads, window included, 0: the method's default", 0, INT_MAX },
+    { "ratio",         'f', "0",
+      "share of the rows to remove at each prefill end, instead of --budget, 0: off", 0, 0.9999 },
     { "sink",          'i', "4",    "first tokens always kept or read (streaming, expected-attention, loopserve, sonic)", 0, INT_MAX },
     { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
     { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
     { "pool",          'c', "max|avg", "what a neighbourhood of those scores becomes" },
     { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
     // Output
-    { "json",          'b', "0",    "one object per run on stdout" },
+    { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
     { "csv",           'b', "0",    "the same names as --json, as a table" },
     { "dump-tokens",   'b', "0",    "print the ids of -p on one line, or of the messages of --batch, and leave" },
-    { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
-    { "dump-logits",   's', "",
+    { "ids",           'p', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
+    { "dump-logits",   'p', "",
       "with --ids: write the logits rows here (float32, V a row); - is standard output" },
-    { "trace",         's', "",
+    { "trace",         'p', "",
       "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
     { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
-    { "batch",         's', "",
+    { "batch",         'p', "",
       "answer the json lines of a file or - with json lines; prompt, messages or ids a line; exit code "
       "1: one had an error" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
@@ -99,24 +100,24 @@ const Opt program_options[] = {
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
     { "eval",          's', "",
-      "quality through the compressed cache: tasks of data/tasks and files of dialogues, comma-separated; all is "
-      "needle,multiturn,coref,facts,json,fewshot,summary; ppl, kld: of a text" },
-    { "eval-file",     's', "",
+      "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of a text; "
+      "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary" },
+    { "eval-file",     'p', "",
       "the text of --eval ppl and kld; with --eval file, or alone: json lines of {\"messages\": [..]}" },
     { "eval-items",    'i', "0",
       "the first texts of each task or file, in all their versions, 0: all; ppl, kld: most windows of the text, 0: 8",
       0, 1 << 20 },
     { "eval-length",   's', "512",  "ppl, kld: tokens of a window, half prefilled, half decoded" },
-    { "eval-out",      's', "",
+    { "eval-out",      'p', "",
       "write a line per item and row to this file as it goes; the same run with the same file goes on where "
       "it stopped" },
     { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
-    { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
+    { "eval-merge",    'p', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
     { "compare",       's', "",
       "methods, comma-separated: the same items through each (--eval all unless given); score_gap is from "
       "the first" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
-    { "report",        's', "",
+    { "report",        'p', "",
       "write a page: quality against bytes, what each method keeps, a picture a paper; scores of --eval, "
       "else of needles" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
@@ -124,7 +125,7 @@ const Opt program_options[] = {
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
     { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000 },
     // Other
-    { "list-methods",  'b', "0",    "one name a line" },
+    { "list-methods",  'b', "0",    "the methods, one name a line" },
     { "version",       'b', "0",    "print the version" },
     { NULL, 0, NULL, NULL },
 };

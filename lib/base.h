@@ -188,8 +188,8 @@ extern const char *volatile temp_files[TEMP_FILES];            // files in the m
 // ---- options. Names are written without dashes; a value is checked when it is set, so a getter cannot fail
 typedef struct {                // one option
     const char *name;
-    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice; 'p' the name of a file that a method reads, which only
-    // the command line gives
+    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice; 'p' the name of a file, which only the command
+    // line gives
     char kind;
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
