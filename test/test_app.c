@@ -4353,7 +4353,7 @@ TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log
 }
 
 TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text "
-                   "has the four places that are filled, and asks for nothing from outside") {
+                   "has the three places that are filled, and asks for nothing from outside") {
     static char text[1 << 18];
     CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=/nonexistent "
              "SHELL=/bin/sh") != 0 &&
@@ -4367,8 +4367,7 @@ TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs
           "an emcc that is not Debian's: %s%s", sh_out, sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
     slurp_into("data/page.html", text, sizeof text);
-    CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n") &&
-              strstr(text, "\n@@TABLES@@\n") && strstr(text, "\n@@REPORT@@\n"), "places");
+    CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n") && strstr(text, "\n@@REPORT@@\n"), "places");
     CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") &&
               !strstr(text, "https://") && !strstr(text, " src=") && !strstr(text, "innerHTML") &&
               !strstr(text, "insertAdjacentHTML"),
