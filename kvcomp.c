@@ -4741,6 +4741,7 @@ const Method loopserve_method = {
                "--loopserve-min-context rows and in short turns; the first --loopserve-first "
                "tokens of an answer read every row. On a CPU the chosen rows are held twice",
     .budget  = 1024,
+    .uses    = "--sink 4",
     .opts    = loopserve_opts,
     .role    = ROLE_PREFILL | ROLE_SELECT,
     .state   = sizeof(LoopServe),
@@ -4761,6 +4762,7 @@ const Method loopserve_p_method = {
     .keeps   = "keeps every row; prefill reads chosen lines (saves reads only)",
     .limits  = "goes with any decode method by +, but h2o and sonic. Prefills each answer "
                "again at the next turn",
+    .uses    = "--sink 4",
     .opts    = loopserve_p_opts,
     .role    = ROLE_PREFILL,
     .state   = sizeof(LoopServe),
@@ -6783,6 +6785,7 @@ const Method sonic_method = {
                "--sonic-k); a dialogue ends where its positions pass max_position_embeddings; "
                "goes with a storage format (sonic+pats), with no other selection or sparse "
                "prefill",
+    .uses    = "--sink 4",
     .opts    = sonic_opts,
     .role    = ROLE_PREFILL | ROLE_SELECT,
     .rule    = VIS_SEGMENT,

@@ -189,6 +189,7 @@ static void help_method(const char *name) {
     if (m->budget)
         printf("Uses --budget %d%s%s; or --ratio instead of --budget\n",
                m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
+    else if (m->uses) printf("Uses %s\n", m->uses);
     if (m->opts) printf("Options (with their defaults)\n");
     for (const Opt *o = m->opts; o && o->name; o++) help_option(o, 0);
 }
