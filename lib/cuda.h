@@ -379,13 +379,6 @@ KV_PTX void copy16_async(SharedAt to, const void *from) {
 }
 KV_PTX void copy16_async(void *to, const void *from) { copy16_async(shared_address(to), from); }
 
-// The same, but zeros instead of the bytes at `from` (which is not read) unless take.
-KV_PTX void copy16_async_if(void *to, const void *from, int take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(take ? 16 : 0)
-                 : "memory");
-}
-
 // The thread's copies since its last call of this are a group, which may be empty.
 KV_PTX void copy_commit(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");

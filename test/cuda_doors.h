@@ -103,9 +103,8 @@ void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned
 }
 
 // Each of 64 threads copies its 16 bytes of `in` (3,64,4) to shared memory three times, as two groups of
-// one copy and of two; the last copy takes nothing in odd threads. out (4,64,4): the first copy before any
-// wait, the first after the older group has been waited for, the others after both. What a thread reads
-// is its neighbour's.
+// one copy and of two. out (4,64,4): the first copy before any wait, the first after the older group has
+// been waited for, the others after both. What a thread reads is its neighbour's.
 static __global__ void copy_kernel(const uint4 *in, uint4 *out) {
     __shared__ uint4 tile[3][64];
     int i = threadIdx.x, next = (i + 1) % 64;
@@ -114,7 +113,7 @@ static __global__ void copy_kernel(const uint4 *in, uint4 *out) {
     copy16_async(&tile[0][i], in + i);
     copy_commit();
     copy16_async(&tile[1][i], in + 64 + i);
-    copy16_async_if(&tile[2][i], in + 128 + i, i % 2 == 0);
+    copy16_async(&tile[2][i], in + 128 + i);
     copy_commit();
     __syncthreads();
     out[i] = tile[0][next];

@@ -453,7 +453,6 @@ static inline void ldmatrix_x4_trans(unsigned r[4], const void *row, int line = 
 struct EmuCopy {
     char *to;
     const char *from;
-    int take;                         // 0: zeros are written
     int group;                        // the number of its group
 };
 struct EmuCopies {
@@ -464,22 +463,17 @@ struct EmuCopies {
 };
 static EmuCopies emu_copies[1024];                      // of each thread
 
-// cp.async of 16 bytes; take 0 writes zeros. Ends the program if an address is not aligned, or `to` is not in
-// shared memory.
-static inline void copy16_async_if(void *to, const void *from, int take, int line = __builtin_LINE()) {
+// cp.async of 16 bytes. Ends the program if an address is not aligned, or `to` is not in shared memory.
+static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) {
     EmuCopies *c = &emu_copies[emu.cur - emu.t];
     emu_shared_check(line, to, "cp.async");
-    if (take && (uintptr_t)from % 16)
+    if ((uintptr_t)from % 16)
         emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
     if (c->n == c->cap)
         c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
-    c->at[c->n++] = { (char *)to, (const char *)from, take, c->group };
+    c->at[c->n++] = { (char *)to, (const char *)from, c->group };
     memset(to, 0xff, 16);
     emu_wrote(to, 16);
-}
-
-static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) {
-    copy16_async_if(to, from, 1, line);
 }
 
 // The copies since the last commit are a group.
@@ -492,8 +486,7 @@ template <int N> static void copy_wait(void) {
     for (int i = 0; i < c->n; i++) {
         EmuCopy x = c->at[i];
         if (x.group >= c->group - N) c->at[left++] = x;
-        else if (x.take) memcpy(x.to, x.from, 16);
-        else memset(x.to, 0, 16);
+        else memcpy(x.to, x.from, 16);
     }
     c->n = left;
 }

@@ -1625,7 +1625,8 @@ TEST(cli_eval_base,
     CHECK(differ, "no method differs from streaming: this shows nothing");
 }
 
-TEST(cli_readme, "every command that README.md and data/course.md print works as typed") {
+TEST(cli_readme, "every command that README.md and data/course.md print works as typed, but that an evaluation plays "
+                 "one text of each task") {
     static char text[1 << 18];
     // What a command writes into /tmp another user may own already.
     char folder[] = "/tmp/kvcomp-readme-XXXXXX", command[2048];
@@ -1646,8 +1647,9 @@ TEST(cli_readme, "every command that README.md and data/course.md print works as
         if (!strncmp(line, "python3 ", 8) && sh("python3 -c 'import numpy'")) continue;
         if (strstr(line, "models/smollm2-135m") && access("models/smollm2-135m/model.safetensors", R_OK)) continue;
         n++;
-        // One text of a task shows that an evaluation works.
-        const char *tmp = strstr(line, " /tmp/"), *few = strstr(line, " --eval ") || strstr(line, " --report ") ? " --eval-items 1" : "";
+        const char *tmp = strstr(line, " /tmp/");
+        int evaluates = strstr(line, " --eval ") || strstr(line, " --report ");
+        const char *few = evaluates ? " --eval-items 1" : "";
         int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
         snprintf(command, sizeof command, "%.*s%s%s%s", before, line, tmp ? folder : "", tmp ? tmp + 5 : "", few);
         CHECK(sh("timeout 120 %s", command) == 0, "%s: %s", command, sh_err);
