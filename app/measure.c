@@ -2448,9 +2448,11 @@ static Field *bench_fields(const BenchLine *b, const App *a) {
         add_bytes(&c, EVERYWHERE, moved[i].name, moved[i].bytes);
         if (prefills) *arrlast(c).text = 0;
     }
-    add_field(&c, EVERYWHERE, "gb_s", gb_s, prefills ? "" : "%.1f", gb_s);
+    add_field(&c, EVERYWHERE, "gb_s", gb_s, "%.1f", gb_s);
+    if (prefills) *arrlast(c).text = 0;
     add_field(&c, EVERYWHERE, "read_gb_s", read, "%.1f", read);
-    add_field(&c, EVERYWHERE, "share", gb_s / read, prefills ? "" : "%.0f %%", 100 * gb_s / read);
+    add_field(&c, EVERYWHERE, "share", gb_s / read, "%.0f %%", 100 * gb_s / read);
+    if (prefills) *arrlast(c).text = 0;
     for (int i = 0; i < 4; i++)
         add_field(&c, EVERYWHERE, times[i].name, times[i].seconds * 1e3, "%.3f", times[i].seconds * 1e3);
     add_bytes(&c, EVERYWHERE, "kv_bytes_stored", (double)b->stored);
