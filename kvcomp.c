@@ -2313,8 +2313,7 @@ const Method tova_method = {
 //   2. join_heads      the scores of the R query heads of a KV head become one
 //   3. pool            every candidate takes the largest score among its neighbours, or their mean
 //   4. top_k_rows      the `cap` candidates with the largest scores stay
-// SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
-// joins, or does not join.
+// SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) does not join.
 
 typedef struct {
     int window;                 // w, --obs-window: the last queries, whose attention is the score
@@ -2452,18 +2451,26 @@ static void top_k_rows(Session *s, const float *x, int S, size_t stride, const i
     for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
 }
 
-// The end of the chain: each KV head g of layer l keeps its cap[g] best candidates by score (G,N),
-// and every row behind its n[g] candidates. n, cap (G).
-static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {
-    int G = s->c->G, N = kv_longest(s, l);
-    int *keep = scratch(s, (size_t)G * N * sizeof(int));
-    int *kept = scratch(s, (size_t)G * sizeof(int));
+// The end of a prefill by the chain: every KV head g of layer l keeps its cap_g best candidates and the
+// rows behind them. caps says how many: cap (G) from score (G,N), n (G) candidates, and base = B - w.
+// q (T,H,D) are the last queries of the pass; `method` is its name in a trace.
+static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T, const char *method,
+                        void (*caps)(Session *s, int l, const float *score, const int *n, int base, int *cap)) {
+    int G = s->c->G, B = budget_now(s), w = snap_kept_window(x, B);
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l), ints = G * sizeof(int);
+    int *n = scratch(s, ints), *cap = scratch(s, ints), *kept = scratch(s, ints);
+    int *keep = scratch(s, N * ints);
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    trace_scores(s, l, method, "head", score, G, n, 1);
+    caps(s, l, score, n, B - w, cap);
     top_k_rows(s, score, G, N, n, cap, keep, N, kept);
     for (int g = 0; g < G; g++) {
-        int *to = keep + (size_t)g * N;
+        int *to = keep + g * N;
         for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
         kv_keep(s, l, g, to, kept[g]);
     }
+    scratch_reset(s, mark);
 }
 
 // ---- SNAPKV
@@ -2484,19 +2491,16 @@ static int snapkv_open(Session *s, void *ms) {
     return snap_options(s, ms, 32);
 }
 
-// The end of a prefill: every KV head of layer l keeps B rows.
+// cap_g: the same for every head.
+static void snapkv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
+    (void)l;
+    (void)score;
+    (void)n;
+    for (int g = 0; g < s->c->G; g++) cap[g] = base;
+}
+
 static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    trace_scores(s, l, "snapkv", "head", score, s->c->G, n, 1);
-    for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
+    snap_commit(s, ms, l, q, T, "snapkv", snapkv_caps);
 }
 
 const Method snapkv_method = {
@@ -2555,11 +2559,12 @@ static float *adakv_pooled(Session *s, const float *score, int N, const int *n, 
     return all;
 }
 
-// cap (G): how many candidates each KV head of layer l keeps. score (G,N); n (G) candidates.
+// cap_g: the KV heads of layer l share G base rows. All stay where there are no more.
 static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
     int G = s->c->G, N = kv_longest(s, l);
     int total = 0, want = G * base, found;
-    for (int g = 0; g < G; g++) total += n[g];
+    for (int g = 0; g < G; g++) total += cap[g] = n[g];
+    if (total <= want) return;
     int *idx = scratch(s, (size_t)want * sizeof(int));
     float *all = adakv_pooled(s, score, N, n, base, opt_int(s->opt, "adakv-share"));
     top_k_rows(s, all, 1, 0, &total, &want, idx, want, &found);
@@ -2573,25 +2578,11 @@ static void adakv_caps(Session *s, int l, const float *score, const int *n, int 
         int cnt = i - first;                                                    // cnt_g
         cap[g] = (int)rint(0.8 * cnt + base / 5);                               // cap_g
     }
+    if (traced(s, l)) trace_i32(s, cap, G, 0, "layer%02d.adakv.budgets", l);
 }
 
-// The end of a prefill: the KV heads of layer l share G B rows.
 static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    long rows = 0;
-    for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
-    if (rows <= (long)s->c->G * (B - w)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    adakv_caps(s, l, score, n, B - w, cap);
-    trace_scores(s, l, "adakv", "head", score, s->c->G, n, 1);
-    if (traced(s, l)) trace_i32(s, cap, s->c->G, 0, "layer%02d.adakv.budgets", l);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
+    snap_commit(s, ms, l, q, T, "adakv", adakv_caps);
 }
 
 static const Opt adakv_opts[] = {
@@ -2629,9 +2620,9 @@ const Method adakv_method = {
 // counts the window into them, so its rows are others.
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max).
 
-// The cap of layer l of L, for N tokens seen.
-static int pyramid_cap(int l, int L, int N, int B, int w) {
-    int base = B - w, lo = base / 20, hi = 2 * base - lo;
+// The cap of layer l of L, for N tokens seen and a window of w.
+static int pyramid_cap(int l, int L, int N, int base, int w) {
+    int lo = base / 20, hi = 2 * base - lo;
     if (L == 1 || N < 2 * base) return base;
     if (hi >= N - w) {
         hi = N - w;
@@ -2640,19 +2631,15 @@ static int pyramid_cap(int l, int L, int N, int B, int w) {
     return hi - l * ((hi - lo) / (L - 1));
 }
 
-// The end of a prefill: every KV head of layer l keeps the layer's cap and the last w rows.
+// cap_g: that of the layer.
+static void pyramidkv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
+    (void)score;
+    (void)n;
+    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, base, budget_now(s) - base);
+}
+
 static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    trace_scores(s, l, "pyramidkv", "head", score, s->c->G, n, 1);
-    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
+    snap_commit(s, ms, l, q, T, "pyramidkv", pyramidkv_caps);
 }
 
 const Method pyramidkv_method = {
