@@ -70,6 +70,9 @@
 #endif
 #include <stb/stb_ds.h>
 
+// A hook is given what any method may need, and so a method need not look at all of it.
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 // ==================================================================================================== 1 MODEL
 // A session is one dialogue: its tokens, its rows of keys and values, and its method. `forward`, at
 // the end of this section, is the whole transformer in the order in which it is computed. It goes
@@ -744,7 +747,6 @@ static void views_reset(Session *s, int l, int g) {
 
 // A device may have kept the lists it chose in the last step: brings them here to be read.
 static void views_here(const Session *s) {
-    (void)s;
     if (KV_DEV(s)) views_fetch_cuda((Session *)s);
 }
 
@@ -2038,7 +2040,6 @@ static int on_device(Session *s) {
 #ifdef KVCOMP_CUDA
     if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
 #endif
-    (void)s;
     return 0;
 }
 
@@ -2197,8 +2198,6 @@ static int streaming_open(Session *s, void *ms) {
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
     int B = budget_now(s), sink = min_int(x->sink, B);
-    (void)q;
-    (void)T;
     if (s->n_tok <= B) return;                          // D10
     if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
         if (x->rerotate) s->pos_next = kv_longest(s, 0);
@@ -2219,7 +2218,6 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
 // Method.steady of what drops rows in decode: nothing moves while the budget is not full; then every step
 // drops a row.
 static int rolling_steady(const Session *s, const void *ms) {
-    (void)ms;
     return s->n_tok <= budget_now(s) ? STEADY : UNSTEADY;
 }
 
@@ -2270,7 +2268,6 @@ const Method window_method = {
 // Options: --budget B.
 
 static void tova_commit(Session *s, void *ms, int l, const float *q, int T) {
-    (void)ms;
     if (l == s->c->L) return;
     int H = s->c->H, B = budget_now(s), N = kv_longest(s, l);
     if (N <= B) return;
@@ -2493,9 +2490,6 @@ static int snapkv_open(Session *s, void *ms) {
 
 // cap_g: the same for every head.
 static void snapkv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
-    (void)l;
-    (void)score;
-    (void)n;
     for (int g = 0; g < s->c->G; g++) cap[g] = base;
 }
 
@@ -2633,8 +2627,6 @@ static int pyramid_cap(int l, int L, int N, int base, int w) {
 
 // cap_g: that of the layer.
 static void pyramidkv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
-    (void)score;
-    (void)n;
     for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, base, budget_now(s) - base);
 }
 
@@ -2669,7 +2661,6 @@ const Method pyramidkv_method = {
 
 // Returns 0, or -1 with the reason in s->err.
 static int h2o_open(Session *s, void *ms) {
-    (void)ms;
     if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
     return 0;
 }
@@ -2685,9 +2676,6 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
 // The end of a prefill, and of every decode step: the KV heads of layer l drop rows.
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), recent = B / 2;
-    (void)ms;
-    (void)q;
-    (void)T;
     if (l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
     int *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
@@ -2757,7 +2745,6 @@ static int expected_open(Session *s, void *ms) {
 // Gives the sums back.
 static void expected_close(Session *s, void *ms) {
     Expected *x = ms;
-    (void)s;
     free(x->n);
     if (KV_DEV(s)) near_free_cuda((char *)x->sum);
     else free(x->sum);
@@ -2766,7 +2753,6 @@ static void expected_close(Session *s, void *ms) {
 // The bytes of n, sum and outer, whether or not a prefill has made the sums yet.
 static size_t expected_bytes(const Session *s, const void *ms) {
     size_t L = s->c->L, H = s->c->H, D = s->c->D;
-    (void)ms;
     return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
 }
 
@@ -2796,8 +2782,6 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
     Expected *x = ms;
     int H = s->c->H, D = s->c->D;
     size_t all = (size_t)s->c->L * H * D;
-    (void)k;
-    (void)v;
     if (s->decoding) return;
     if (!x->sum) {
         if (KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
@@ -2813,8 +2797,6 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
 
 // Always 1: neither project nor commit does anything in a decode step.
 static int expected_steady(const Session *s, const void *ms) {
-    (void)s;
-    (void)ms;
     return 1;
 }
 
@@ -2951,8 +2933,6 @@ static int sink_rows(const KVHead *h, int sink) {
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
     Expected *x = ms;
     int B = budget_now(s), G = s->c->G, R = s->c->H / G;
-    (void)q;
-    (void)T;
     if (s->decoding || l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l);
@@ -3036,9 +3016,6 @@ static void knorm_scores(float *out, float *k, int N, int D) {
 }
 
 static void knorm_commit(Session *s, void *ms, int l, const float *q, int T) {
-    (void)ms;
-    (void)q;
-    (void)T;
     keep_by_keys(s, l, knorm_scores);
 }
 
@@ -3078,9 +3055,6 @@ static void keydiff_scores(float *out, float *k, int N, int D) {
 }
 
 static void keydiff_commit(Session *s, void *ms, int l, const float *q, int T) {
-    (void)ms;
-    (void)q;
-    (void)T;
     keep_by_keys(s, l, keydiff_scores);
 }
 
@@ -3112,7 +3086,6 @@ static int rows_are(Session *s, const char *method, const char *format) {
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 
 static int q8_open(Session *s, void *ms) {
-    (void)ms;
     return rows_are(s, "q8", "q8_0");
 }
 
@@ -3145,7 +3118,6 @@ const Method q8_method = {
 //   y = H x -> q4_pack, row_put_q4 (kvcomp.cu);    x = H y / 32 -> q4_unpack, row_get_q4
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 static int q4_open(Session *s, void *ms) {
-    (void)ms;
     return rows_are(s, "q4", "q4");
 }
 
@@ -3732,12 +3704,10 @@ const Method minference_method = {
 
 // `have` bytes at p become `want`, and what was there stays.
 static char *index_grow(const Session *s, char *p, size_t have, size_t want) {
-    (void)s;                                    // read in a build with CUDA only
     return KV_DEV(s) ? near_grow_cuda(p, have, want) : xrealloc(p, want);
 }
 
 static void index_drop(const Session *s, char *p) {
-    (void)s;
     if (KV_DEV(s)) near_free_cuda(p);
     else free(p);
 }
@@ -3825,8 +3795,6 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     Quest *x = ms;
     int G = s->c->G, D = s->c->D;
     size_t mark = scratch_mark(s), per = (size_t)(PAGE + 2) * D;
-    (void)q;
-    (void)T;
     if (l == s->c->L || l < x->full_layers) return;
     for (int g = 0; g < G; g++) quest_room(s, x, &x->head[l * G + g], kv_head(s, l, g)->len / PAGE);
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
@@ -3889,7 +3857,6 @@ static int quest_dense(const Session *s) {
 
 // A step launches what the step before launched, but for the first step that chooses pages.
 static int quest_steady(const Session *s, const void *ms) {
-    (void)ms;
     return s->n_tok - 1 != quest_dense(s);
 }
 
@@ -4642,7 +4609,6 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
 // Method.forget: tokens from n_tok on are gone; the ring starts anew.
 static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
-    (void)s;
     x->prompt_end = min_int(x->prompt_end, n_tok);
     x->ring_from = n_tok;
     x->chosen = 0;
@@ -4689,7 +4655,6 @@ static int loopserve_open(Session *s, void *ms) {
 // Method.close: gives the ring back.
 static void loopserve_close(Session *s, void *ms) {
     float *ring = ((LoopServe *)ms)->ring;
-    (void)s;
     if (KV_DEV(s)) near_free_cuda((char *)ring);
     else free(ring);
 }
@@ -5145,8 +5110,6 @@ static int pats_decide(Pats *x, int T) {
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
     int L = s->c->L, G = s->c->G, end = l == L, late = turn_hooks(s);
-    (void)q;
-    (void)T_pass;
     if (!x->b_max) return;
     if (x->decided != s->n_tok) {
         x->due = pats_decide(x, s->n_tok);
@@ -5164,7 +5127,6 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
 // Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays.
 static void pats_forget(Session *s, void *ms, int n_tok) {
     Pats *x = ms;
-    (void)s;
     if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
     x->cut = min_int(x->cut, n_tok);
     x->decided = 0;
@@ -5234,13 +5196,11 @@ static int pats_open(Session *s, void *ms) {
 
 // Method.close.
 static void pats_close(Session *s, void *ms) {
-    (void)s;
     free(((Pats *)ms)->bits);
 }
 
 // Method.bytes: B[t].
 static size_t pats_bytes(const Session *s, const void *ms) {
-    (void)s;
     return (size_t)((const Pats *)ms)->cap;
 }
 
@@ -5982,8 +5942,6 @@ static void cut_chunks(const Session *s, Lychee *x) {
 static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     Lychee *x = ms;
     int old = x->M;
-    (void)q;
-    (void)T;
     if (l < s->c->L) return;
     x->changed = 0;
     if (kv_longest(s, 0) != s->n_tok)
@@ -6035,7 +5993,6 @@ static void lychee_trace(Session *s, void *ms, int l) {
 // needed. An index of only the tokens that stay is kept; one that reaches further is dropped.
 static void lychee_forget(Session *s, void *ms, int n_tok) {
     Lychee *x = ms;
-    (void)s;
     arrsetlen(x->level, 0);
     x->tail.n = 0;
     if (t_idx(x) <= n_tok) return;
@@ -6484,8 +6441,6 @@ static void sonic_drop(Session *s, const Sonic *x, int l) {
 // hooks skip, and sets the next position.
 static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
     const Sonic *x = ms;
-    (void)q;
-    (void)T;
     if (s->decoding) return;
     if (l < s->c->L) {
         sonic_drop(s, x, l);
@@ -6624,7 +6579,6 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
     int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
-    (void)cap;
     if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
     else if (x->oneshot) n = sonic_one_shot(s, x, t, n, foot);
     else n = sonic_finish(s, x, t, n, foot);
@@ -6737,7 +6691,6 @@ static size_t sonic_plan(const Session *s, const void *ms, int n) {
 
 // Hook trace: of every token of the dialogue its segment, and whether it is a Nexus token.
 static void sonic_trace(Session *s, void *ms, int l) {
-    (void)ms;
     if (l < s->c->L) return;
     size_t mark = scratch_mark(s);
     int n = s->n_tok;
@@ -7062,14 +7015,12 @@ static int dililazy_open(Session *s, void *ms) {
 // Hook close.
 static void dililazy_close(Session *s, void *ms) {
     DiliLazy *x = ms;
-    (void)s;
     free(x->inf);
     free(x->cap);
 }
 
 // Hook bytes: scores and capacities.
 static size_t dililazy_bytes(const Session *s, const void *ms) {
-    (void)ms;
     return (size_t)s->c->L * s->c->H * (sizeof(double) + sizeof(int));
 }
 
@@ -7399,7 +7350,6 @@ static void trace_end(Session *s) {
 
 // Hook watch of the observer that writes traces.
 static void trace_watch(Session *s, void *ms, int moment, int l, const float *x) {
-    (void)ms;
     if (moment == WATCH_TOKENS) trace_tokens(s);
     if (moment == WATCH_END) trace_end(s);
     if (!traced(s, l)) return;
