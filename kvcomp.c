@@ -2060,7 +2060,8 @@ int batch_rows(const Options *o, const char *device) {
 // A session for this model, these options and this method; NULL, and the reason in err, if they do
 // not fit.
 Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method,
-                            char err[512]) {
+                     char err[512]) {
+    if (out_of_range(o, NULL, err)) return NULL;
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
     s->fk = format_find(opt_str(o, "ctk"));
@@ -2326,9 +2327,7 @@ static int snap_options(Session *s, Snap *x, int window) {
     x->kernel = opt_int(s->opt, "kernel");
     x->mean = !strcmp(opt_str(s->opt, "pool"), "avg");
     s->queries = max_int(s->queries, x->window);
-    if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
-    if (x->kernel < 1 || x->kernel % 2 == 0)
-        return refuse(s, "--kernel must be odd, found %d", x->kernel);
+    if (x->kernel % 2 == 0) return refuse(s, "--kernel must be odd, found %d", x->kernel);
     if (s->ratio < 0 && s->budget <= x->window)
         return refuse(s, "--budget %d leaves no row beside --obs-window %d", s->budget, x->window);
     return 0;
@@ -2659,12 +2658,6 @@ const Method pyramidkv_method = {
 // **Differs from the paper:** a prefill is dense over the rows held.
 // Options: --budget (1024).
 
-// Returns 0, or -1 with the reason in s->err.
-static int h2o_open(Session *s, void *ms) {
-    if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
-    return 0;
-}
-
 // keep: the `cap` best of rows [0,n) by score, and every row of [n,len), ascending. Returns their
 // number.
 static int keep_best(int *keep, const float *score, int n, int cap, int len) {
@@ -2697,7 +2690,6 @@ const Method h2o_method = {
     .role    = ROLE_SELECT | ROLE_PREFILL,
     .wants   = KV_MASS,
     .evicts  = 1,
-    .open    = h2o_open,
     .steady  = rolling_steady,
     .commit  = h2o_commit,
 };
@@ -2735,7 +2727,6 @@ static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
     x->sink = opt_int(s->opt, "sink");
     x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
-    if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
     x->n = xcalloc(s->c->L, sizeof(long));
@@ -3415,14 +3406,6 @@ static int lines_open(Session *s, const char *name) {
     return 0;
 }
 
-// Reads an int option that must be at least `least` into *value. Returns 0, or -1 with the reason
-// in s->err.
-static int opt_least(Session *s, const char *name, int least, int *value) {
-    *value = opt_int(s->opt, name);
-    if (*value < least) return refuse(s, "--%s must be at least %d, found %d", name, least, *value);
-    return 0;
-}
-
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
 // probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
 // R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
@@ -3477,9 +3460,9 @@ typedef struct {
 
 // Reads the options of both shapes. `name` is the method that asks. Returns 0, or -1 with s->err set.
 static int shape_open(Session *s, LineShape *x, const char *name) {
-    if (lines_open(s, name)) return -1;
-    if (opt_least(s, "shape-init", 0, &x->init)) return -1;
-    return opt_least(s, "shape-local", 1, &x->local);
+    x->init = opt_int(s->opt, "shape-init");
+    x->local = opt_int(s->opt, "shape-local");
+    return lines_open(s, name);
 }
 
 // Method.open.
@@ -3505,8 +3488,8 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
 }
 
 #define SHAPE_OPTS \
-    { "shape-init", 'i', "128", "first columns every row sees" }, \
-    { "shape-local", 'i', "3968", "last columns every row sees, itself included" }
+    { "shape-init", 'i', "128", "first columns every row sees", 0, INT_MAX }, \
+    { "shape-local", 'i', "3968", "last columns every row sees, itself included", 1, INT_MAX }
 
 static const Opt a_shape_opts[] = { SHAPE_OPTS, { NULL, 0, NULL, NULL } };
 
@@ -3533,13 +3516,13 @@ const Method a_shape_method = {
 // Method.open.
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
-    if (shape_open(s, x, "tri-shape")) return -1;
-    return opt_least(s, "shape-last", 0, &x->last);
+    x->last = opt_int(s->opt, "shape-last");
+    return shape_open(s, x, "tri-shape");
 }
 
 static const Opt tri_shape_opts[] = {
     SHAPE_OPTS,
-    { "shape-last", 'i', "100", "last rows of a turn that see everything" },
+    { "shape-last", 'i', "100", "last rows of a turn that see everything", 0, INT_MAX },
     { NULL, 0, NULL, NULL },
 };
 
@@ -3580,9 +3563,9 @@ typedef struct {
 // Method.open.
 static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
-    if (lines_open(s, "minference")) return -1;
-    if (opt_least(s, "minference-verticals", 30, &x->n[0])) return -1;
-    return opt_least(s, "minference-slashes", 50, &x->n[1]);
+    x->n[0] = opt_int(s->opt, "minference-verticals");
+    x->n[1] = opt_int(s->opt, "minference-slashes");
+    return lines_open(s, "minference");
 }
 
 // Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
@@ -3662,8 +3645,8 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
 }
 
 static const Opt minference_opts[] = {
-    { "minference-verticals", 'i', "512", "columns a head, 30 at least" },
-    { "minference-slashes", 'i', "2048", "diagonals a head, 50 at least" },
+    { "minference-verticals", 'i', "512", "columns a head, 30 at least", 30, INT_MAX },
+    { "minference-slashes", 'i', "2048", "diagonals a head, 50 at least", 50, INT_MAX },
     { NULL, 0, NULL, NULL },
 };
 
@@ -3732,19 +3715,17 @@ typedef struct {
     PageList *head;             // (L,G)
 } Quest;
 
-// Reads the options. Returns 0, or -1 with the reason in s->err.
+// Reads the options.
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
     const char *rows = s->fk->name;
     x->full_layers = opt_int(s->opt, "quest-full-layers");
-    if (x->full_layers < 0)
-        return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
     x->dtype = !strcmp(rows, "f16") ? DT_F16 : !strcmp(rows, "bf16") ? DT_BF16 : DT_F32;
     x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
     return 0;
 }
 
-// Gives the bounds back. head is NULL when open has refused.
+// Gives the bounds back. head is NULL when another part has refused to open.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
     for (int i = 0; x->head && i < s->c->L * s->c->G; i++) index_drop(s, x->head[i].bound);
@@ -3920,7 +3901,7 @@ static void quest_trace(Session *s, void *ms, int l) {
 
 // ---- the table entry
 static const Opt quest_opts[] = {
-    { "quest-full-layers", 'i', "2", "first layers that read every row" },
+    { "quest-full-layers", 'i', "2", "first layers that read every row", 0, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
 
@@ -4624,23 +4605,20 @@ static int loopserve_p_open(Session *s, void *ms) {
     x->rule.alpha = opt_real(o, "loopserve-alpha");
     if (x->variant_a && !opt_given(o, "loopserve-alpha")) x->rule.alpha = .955;
     x->rule.max_cells = opt_real(o, "loopserve-max-cells");
-
-    if (opt_least(s, "loopserve-samples", 1, &x->m)) return -1;
-    if (opt_least(s, "loopserve-min-context", 0, &x->min_context)) return -1;
-    if (opt_least(s, "sink", 0, &x->rule.sink)) return -1;
-    if (opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
+    x->rule.sink = opt_int(o, "sink");
+    x->rule.local = opt_int(o, "loopserve-local");
+    x->min_context = opt_int(o, "loopserve-min-context");
+    x->m = opt_int(o, "loopserve-samples");
     x->rule.holdout = x->m >= 32;
-    if (x->rule.alpha < 0)
-        return refuse(s, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
     return lines_open(s, "loopserve");
 }
 
 // Method.open of decode alone.
 static int loopserve_d_open(Session *s, void *ms) {
     LoopServe *x = ms;
-    if (opt_least(s, "loopserve-first", 1, &x->first)) return -1;
-    if (opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
-    if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
+    x->first = opt_int(s->opt, "loopserve-first");
+    x->interval = opt_int(s->opt, "loopserve-interval");
+    x->obs = opt_int(s->opt, "loopserve-obs");
     if (!x->obs) x->obs = x->interval;
     s->queries = max_int(s->queries, x->obs);
     x->decodes = 1;
@@ -4649,7 +4627,7 @@ static int loopserve_d_open(Session *s, void *ms) {
 
 // Method.open of both halves.
 static int loopserve_open(Session *s, void *ms) {
-    return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0;
+    return loopserve_d_open(s, ms) || loopserve_p_open(s, ms) ? -1 : 0;
 }
 
 // Method.close: gives the ring back.
@@ -4670,13 +4648,13 @@ static size_t loopserve_bytes(const Session *s, const void *ms) {
       "share of the attention the lines recover (--paper: .955); 1: dense", 0, 1 }, \
     { "loopserve-samples", 'i', "64", \
       "query rows looked at; a turn of fewer than 4 times as many is dense", 1, 1 << 16 }, \
-    { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
+    { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense", 0, INT_MAX }, \
     { "loopserve-max-cells", 'f', "0.33", \
       "share of the causal cells beyond which a head is dense", 0, 1 }, \
-    { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }
+    { "loopserve-local", 'i', "64", "last rows always read, the query's own included", 1, INT_MAX }
 
 #define LOOPSERVE_OPTS_D \
-    { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
+    { "loopserve-first", 'i', "16", "first selection, at this token of an answer", 1, INT_MAX }, \
     { "loopserve-interval", 'i', "16", "n_d, tokens between selections", 1, 1 << 16 }, \
     { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval", 0, 1 << 16 }
 
@@ -5157,11 +5135,6 @@ static const Packing pats_packing[] = {                  // by Pats.rows64
 // s->err set.
 static int pats_check(Session *s, const Pats *x) {
     const Options *o = s->opt;
-    if (x->b_max < 0 || x->b_max > 10)
-        return refuse(s, "pats: --pats-bmax wants 0..10: an f16 has 10 mantissa bits");
-    if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
-    if (x->sink < 0 || x->window < 0 || x->T_end < 0)
-        return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
     if (x->schedule == PATS_NEW && !x->is_static)
         return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
                          "gone: give --pats-tend, the tokens of the whole dialogue");
@@ -5240,11 +5213,12 @@ static void pats_trace(Session *s, void *ms, int l) {
 
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with --pats-tend only" },
-    { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
-    { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
-    { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
-    { "pats-window",   'i', "128", "last tokens that stay raw" },
-    { "pats-tend",     'i', "0",   "tokens of the whole dialogue, for the bits of its end; 0: more bits as it grows" },
+    { "pats-bmin",     'i', "2",   "bits every row outside the window loses", 0, 10 },
+    { "pats-bmax",     'i', "8",   "most bits a row loses, of 10 that an f16 has for it; 0: none, as full", 0, 10 },
+    { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only", 0, INT_MAX },
+    { "pats-window",   'i', "128", "last tokens that stay raw", 0, INT_MAX },
+    { "pats-tend",     'i', "0",
+      "tokens of the whole dialogue, for the bits of its end; 0: more bits as it grows", 0, INT_MAX },
     { "pats-format",   'c', "dense|rows64",
       "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
     { NULL, 0, NULL, NULL },
@@ -6003,11 +5977,11 @@ static void lychee_forget(Session *s, void *ms, int n_tok) {
 
 static const Opt lychee_opts[] = {
     { "lychee-kg", 'i', "0", "coarse units opened in a step; 0: there is no coarse level", 0, 1 << 20 },
-    { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk" },
-    { "lychee-chunk-max", 'i', "16", "most tokens of a chunk" },
+    { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk", 1, 4096 },
+    { "lychee-chunk-max", 'i', "16", "most tokens of a chunk", 1, 4096 },
     { "lychee-buffer", 'i', "128", "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
     { "lychee-sink", 'i', "16", "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
-    { "lychee-full-layers", 'i', "2", "first layers that read every row" },
+    { "lychee-full-layers", 'i', "2", "first layers that read every row", 0, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6023,10 +5997,7 @@ static int lychee_open(Session *s, void *ms) {
     x->sink        = opt_int(o, "lychee-sink");
     x->full_layers = opt_int(o, "lychee-full-layers");
     x->B           = s->budget;
-    if (x->kg < 0 || x->buffer < 0 || x->sink < 0 || x->full_layers < 0)
-        return refuse(s, "--lychee-kg, -buffer, -sink and -full-layers must not be negative");
-    if (x->min < 1 || x->max < x->min || x->max > 4096)
-        return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
+    if (x->max < x->min) return refuse(s, "--lychee-chunk-min %d is more than --lychee-chunk-max %d", x->min, x->max);
     if (s->ratio < 0 && s->budget < x->sink)
         return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
     x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
@@ -6609,14 +6580,12 @@ static int sonic_numbers(Session *s, Sonic *x) {
     x->ratio = s->ratio;
     if (K && x->ratio >= 0)
         return refuse(s, "sonic: --sonic-k and --ratio are two ways to say the same, give one");
-    if (K < 0 || K > x->K_max)
+    if (K > x->K_max)
         return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K,
                       x->K_max);
     if (K) x->K = K;                                    // else the adapter's K_0: Sec. 4.3
     if (x->K > x->K_max)
         return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
-
-    if (x->sink < 0) return refuse(s, "sonic: --sink %d: expected 0 or more", x->sink);
     return 0;
 }
 
@@ -6707,11 +6676,10 @@ static void sonic_trace(Session *s, void *ms, int l) {
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",
       "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16). "
-      "--ratio says instead which share of each message goes" },
+      "--ratio says instead which share of each message goes", 0, 65536 },
     { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
-    { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -7008,7 +6976,6 @@ static int dililazy_open(Session *s, void *ms) {
     DiliLazy *x = ms;
     x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|code");
     x->beta = opt_real(s->opt, "dililazy-beta");
-    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
     return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
 }
 
@@ -7103,7 +7070,8 @@ static const Opt dililazy_opts[] = {
       "which score shares out the budget (dili, lazy: the paper's ablation)" },
     { "dililazy-alloc",     'c', "paper|code",
       "Algorithm 1 without its overspending; as the authors' code does it" },
-    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all",
+      0.001, 1e9 },
     { "calibrate",          'p', "", "measure the heads of the model and write their scores to this file" },
     { "calibrate-needles",  'p', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
@@ -7189,14 +7157,14 @@ static int headkv_open(Session *s, void *ms) {
     DiliLazy *x = ms;
     x->alloc = ALLOC_HEADKV;
     x->beta = opt_real(s->opt, "headkv-beta");
-    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
     return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv");
 }
 
 static const Opt headkv_opts[] = {
     { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
-    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all",
+      1.001, 1e9 },
     { NULL, 0, NULL, NULL },
 };
 
