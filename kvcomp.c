@@ -6738,7 +6738,7 @@ const Method sonic_method = {
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
 //     hold those. By its text they are numbers of keys.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
-//     capacities is b_c. --dililazy-alloc=code is what the authors' program computes.
+//     capacities is b_c.
 //   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
 //     files it comes with are shuffled.
 //   - The rows of a KV head are stored once, not once per query head: it holds the union of what
@@ -6750,8 +6750,7 @@ const Method sonic_method = {
 // Map:
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
-//   Algorithm 1, lines 3, 4, 18, 19 -> dililazy_caps
-//   Algorithm 1, lines 8, 13, 14, 16, 17 -> dililazy_weights
+//   Algorithm 1, lines 3, 4, 8, 13, 14, 16, 17, 18, 19 -> dililazy_caps
 //   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
 // Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
@@ -6760,16 +6759,10 @@ const Method sonic_method = {
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
 // --calibrate OUT.json.
 
-enum {                          // DiliLazy.alloc; the first two are the words of --dililazy-alloc
-    ALLOC_PAPER,                // Algorithm 1, its overspending divided out
-    ALLOC_CODE,                 // as the authors' program computes it
-    ALLOC_HEADKV,               // the pool of headkv
-};
-
 // The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
-    int alloc;                  // ALLOC_*
+    int headkv;                 // 1: capacities are those of headkv
     int base;                   // b_c that `cap` was made for; -1: none yet
     double beta;
     double *inf;                // (L,H) head scores
@@ -6922,51 +6915,27 @@ static int head_scores_open(Session *s, DiliLazy *x, const char *name) {
 
 static const double LEAST_SHARE = 0.01;         // eps of line 17: what a layer without any score gets
 
-// The share of the pool that each head gets: weight (L,H) from the scores inf (L,H) >= 0. A layer
-// without any score shares evenly, and so does a model without any. The authors' program weights a
-// head by its raw score plus eps times its share of the layer, and divides by the sum of all.
-static void dililazy_weights(const double *inf, int L, int H, int alloc, double *weight) {
+// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0. A layer without any score
+// shares evenly, and so does a model without any.
+static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int *cap) {
     const double eps = LEAST_SHARE;
-    double L_s = 0, sum = 0;
+    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
+    double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
+    double L_s = 0;
     for (int i = 0; i < L * H; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
+    pool /= 1 + eps * L;                                // the weights of line 17 sum to 1 + eps L
     for (int i = 0; i < L; i++) {
         double L_alpha = 0;
         for (int j = 0; j < H; j++) L_alpha += inf[i * H + j];   // Algorithm 1, line 8: L_{i,alpha}
         double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
         for (int j = 0; j < H; j++) {
-            double H_inf = inf[i * H + j], *to = &weight[i * H + j];
-            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / H;  // Algorithm 1, line 14: S_{j,h}
-            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
-            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
-            sum += *to;
+            double S = L_alpha > 0 ? inf[i * H + j] / L_alpha : 1.0 / H;     // Algorithm 1, line 14: S_{j,h}
+            double b_dyn = pool * ((eps + L_h) * S);             // Algorithm 1, line 17
+            double b = fixed + b_dyn;                            // Algorithm 1, line 18: b_{i,j}
+            double C = floor(fmax(0, b) + .5);                   // Algorithm 1, line 19: C_{i,j}
+            cap[i * H + j] = (int)fmin(C, INT_MAX);
         }
     }
-    if (alloc != ALLOC_CODE) return;
-    for (int i = 0; i < L * H; i++) weight[i] /= sum;
-}
-
-// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0.
-static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int alloc, int *cap) {
-    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
-    double pool = base / beta * L * H;                  // Algorithm 1, line 4: B_total
-    if (alloc == ALLOC_PAPER) pool /= 1 + LEAST_SHARE * L;      // the weights of line 17 sum to 1 + eps L
-    if (alloc == ALLOC_CODE) {
-        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
-        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
-        // number first
-        double dyn = rint((base - fmod(base, beta)) / beta);
-        fixed = base - dyn + .5;
-        pool = fmax(0, dyn * L * H - .5 * L * H);
-    }
-    double *weight = xmalloc((size_t)L * H * sizeof *weight);
-    dililazy_weights(inf, L, H, alloc, weight);
-    for (int i = 0; i < L * H; i++) {
-        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
-        if (alloc == ALLOC_CODE) b = nearbyint(b);
-        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
-        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
-    }
-    free(weight);
 }
 
 // ---- opening and closing
@@ -6974,7 +6943,6 @@ static void dililazy_caps(const double *inf, int L, int H, int base, double beta
 // Hook open.
 static int dililazy_open(Session *s, void *ms) {
     DiliLazy *x = ms;
-    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|code");
     x->beta = opt_real(s->opt, "dililazy-beta");
     return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
 }
@@ -7009,7 +6977,7 @@ static void dililazy_views(Session *s, int l, const float *score, const int *n, 
 
 // The name in a trace.
 static const char *dililazy_name(const DiliLazy *x) {
-    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+    return x->headkv ? "headkv" : "dililazy";
 }
 
 // For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
@@ -7036,8 +7004,8 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
     if (x->base != B - w) {
         x->base = B - w;
-        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
-        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->alloc, x->cap);
+        if (x->headkv) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
+        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->cap);
     }
 
     // Sec. 3.3: candidates by the attention of the last queries, best ones kept
@@ -7068,8 +7036,6 @@ static const Opt dililazy_opts[] = {
     { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "dililazy-score",     'c', "inf|dili|lazy",
       "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-alloc",     'c', "paper|code",
-      "Algorithm 1 without its overspending; as the authors' code does it" },
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all",
       0.001, 1e9 },
     { "calibrate",          'p', "", "measure the heads of the model and write their scores to this file" },
@@ -7155,7 +7121,7 @@ static void headkv_caps(const double *score, int n, int base, double beta, int *
 // Hook open.
 static int headkv_open(Session *s, void *ms) {
     DiliLazy *x = ms;
-    x->alloc = ALLOC_HEADKV;
+    x->headkv = 1;
     x->beta = opt_real(s->opt, "headkv-beta");
     return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv");
 }

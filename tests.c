@@ -3426,43 +3426,33 @@ static char *scores_text(int L, int H, const double *x) {
     return t;
 }
 
-TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: conserving, and as the authors' code does it") {
+TEST(dililazy_vector, "Algorithm 1 on the hand-size vector") {
     double inf[4] = { .8, .2, .1, .1 };
-    int want[2][4] = { { 106, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
-    for (int alloc = 0; alloc < 2; alloc++) {
-        dililazy_caps(inf, 2, 2, 48, 1.351, alloc, cap);
-        for (int i = 0; i < 4; i++)
-            CHECK(cap[i] == want[alloc][i], "mode %d: caps %d %d %d %d", alloc, cap[0], cap[1],
-                  cap[2], cap[3]);
-    }
+    int want[4] = { 106, 36, 25, 25 }, cap[4];
+    dililazy_caps(inf, 2, 2, 48, 1.351, cap);
+    for (int i = 0; i < 4; i++)
+        CHECK(cap[i] == want[i], "caps %d %d %d %d", cap[0], cap[1], cap[2], cap[3]);
     double zero[4] = { 0 }, layer[4] = { .3, .1, 0, 0 };
-    for (int alloc = 0; alloc < 2; alloc++) {
-        // Nothing known: all heads alike.
-        dililazy_caps(zero, 2, 2, 48, 1.351, alloc, cap);
-        for (int i = 0; i < 4; i++) CHECK(cap[i] == 48, "no scores, mode %d: %d", alloc, cap[i]);
-    }
+    // Nothing known: all heads alike.
+    dililazy_caps(zero, 2, 2, 48, 1.351, cap);
+    for (int i = 0; i < 4; i++) CHECK(cap[i] == 48, "no scores: %d", cap[i]);
     // Beta 1: nothing fixed; layer 1 has eps/(1+2eps) of 192 for both heads.
-    dililazy_caps(layer, 2, 2, 48, 1, ALLOC_PAPER, cap);
+    dililazy_caps(layer, 2, 2, 48, 1, cap);
     CHECK(cap[0] == 143 && cap[1] == 48 && cap[2] == 1 && cap[3] == 1,
           "caps %d %d %d %d: 192/1.02 * 1.01 * (3/4, 1/4), 192/1.02 * .01 / 2", cap[0], cap[1],
           cap[2], cap[3]);
-    dililazy_caps(inf, 2, 2, 48, 1e12, ALLOC_PAPER, cap);
+    dililazy_caps(inf, 2, 2, 48, 1e12, cap);
     CHECK(cap[0] == 48 && cap[3] == 48, "beta without end: %d %d", cap[0], cap[3]);
     // Beta below 1: b_fixed is negative.
-    dililazy_caps(inf, 2, 2, 48, .5, ALLOC_PAPER, cap);
+    dililazy_caps(inf, 2, 2, 48, .5, cap);
     CHECK(cap[0] > 200 && cap[2] == 0 && cap[3] == 0, "caps %d .. %d %d", cap[0], cap[2], cap[3]);
-    // 48 // 1.6 is 29, though 48 / 1.6 rounds to 30.
-    dililazy_caps((double[4]){ 1 }, 2, 2, 48, 1.6, ALLOC_CODE, cap);
-    CHECK(cap[0] == 134 && cap[1] == 20 && cap[2] == 20 && cap[3] == 20, "%d %d %d %d", cap[0],
-          cap[1], cap[2], cap[3]);
-    dililazy_caps(inf, 2, 2, 0, 1.351, ALLOC_CODE, cap);
+    dililazy_caps(inf, 2, 2, 0, 1.351, cap);
     CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
 }
 
-// The two modes once more
-static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int alloc,
-                      int *cap) {
-    double s[512], lam[64], all = 0, sum = 0;
+// Algorithm 1 once more
+static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int *cap) {
+    double lam[64], all = 0;
     for (int i = 0; i < L; i++) {
         lam[i] = 0;
         for (int j = 0; j < H; j++) lam[i] += inf[i * H + j];
@@ -3470,19 +3460,10 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
     }
     for (int i = 0; i < L; i++)
         for (int j = 0; j < H; j++) {
-            s[i * H + j] = inf[i * H + j] + eps * inf[i * H + j] / (lam[i] + 1e-9);
-            sum += s[i * H + j];
-        }
-    int dyn = (int)floor(bc / beta), fix = bc - dyn;
-    double reserve = fmax(0, (double)dyn * L * H - .5 * L * H);
-    for (int i = 0; i < L; i++)
-        for (int j = 0; j < H; j++) {
             double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i];
             double share = all == 0 ? 1.0 / L : lam[i] / all;
             double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (1 + eps * L);
-            double code =
-                nearbyint((all == 0 ? 1.0 / (L * H) : s[i * H + j] / sum) * reserve + fix + .5);
-            cap[i * H + j] = alloc == ALLOC_CODE ? (int)fmax(code, 0) : (int)floor(fmax(0, b) + .5);
+            cap[i * H + j] = (int)floor(fmax(0, b) + .5);
         }
 }
 
@@ -3553,7 +3534,7 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
 
 // Read (L*H): stb arrays of tokens; end: tokens at the last prefill's end.
 typedef struct {
-    int B, w, width, alloc;
+    int B, w, width, headkv;
     double ratio, beta, eps;
     const double *inf;
     int **read, end;
@@ -3602,8 +3583,8 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
     (void)q_pre;
     if (t->decoding || l == L || N <= B) return;
     x->end = N;
-    if (x->alloc == ALLOC_HEADKV) twin_headkv_caps(x->inf, L * H, B - w, x->beta, cap);
-    else twin_caps(x->inf, L, H, B - w, x->beta, x->eps, x->alloc, cap);
+    if (x->headkv) twin_headkv_caps(x->inf, L * H, B - w, x->beta, cap);
+    else twin_caps(x->inf, L, H, B - w, x->beta, x->eps, cap);
     for (int g = 0; g < G; g++) {
         TwinRow *row = t->row[l * G + g];
         int rows = (int)arrlen(row), m = rows - w, k = 0;
@@ -3630,7 +3611,7 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
 static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
     int bad = 0, rows[4096];
-    const char *method = x.alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+    const char *method = x.headkv ? "headkv" : "dililazy";
     snprintf(all, sizeof all, "%s %s-scores=%s", opt, method, path);
     x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
     Beside b = run_beside(m, method, all, (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after }, p);
@@ -3658,23 +3639,23 @@ static const struct {
     const char *opt;
     DiliTwin x;
 } dili_case[] = {
-    { "budget=24 obs-window=8", { 24, 8, 7, ALLOC_PAPER, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=30 obs-window=4 kernel=3 dililazy-alloc=code",
-      { 30, 4, 3, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 dililazy-beta=1.1", { 20, 16, 7, ALLOC_PAPER, -1, 1.1, .01, NULL, NULL, 0 } },
-    { "ratio=.7", { 0, 16, 7, ALLOC_PAPER, .7, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code",
-      { 40, 1, 1, ALLOC_CODE, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=24", { 24, 8, 7, ALLOC_HEADKV, -1, 1.2, 0, NULL, NULL, 0 } },
+    { "budget=24 obs-window=8", { 24, 8, 7, 0, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=30 obs-window=4 kernel=3",
+      { 30, 4, 3, 0, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=20 dililazy-beta=1.1", { 20, 16, 7, 0, -1, 1.1, .01, NULL, NULL, 0 } },
+    { "ratio=.7", { 0, 16, 7, 0, .7, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=40 obs-window=1 kernel=1",
+      { 40, 1, 1, 0, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=24", { 24, 8, 7, 1, -1, 1.2, 0, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
-      { 30, 4, 3, ALLOC_HEADKV, -1, 2, 0, NULL, NULL, 0 } },
-    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, ALLOC_HEADKV, .7, 1.01, 0, NULL, NULL, 0 } },
+      { 30, 4, 3, 1, -1, 2, 0, NULL, NULL, 0 } },
+    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, 1, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
 enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
 
 TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin over three turns: logits 1e-5, rows held, "
-                           "rows every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
+                           "rows every query head reads; GQA 1:1, 2:1, 4:1, 3 KV heads") {
     static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
     Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };

@@ -215,6 +215,7 @@ static const Retired retired[] = {
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
     { "dililazy-eps",             "a layer's least share is .01, as in the paper" },
+    { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
     { "dililazy-gqa",             "every query head has rows of its own" },
     { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
