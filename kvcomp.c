@@ -57,17 +57,11 @@
 #define _GNU_SOURCE
 #include "kvcomp.h"
 #include <ctype.h>
-#include <errno.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <unistd.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #include <stb/stb_ds.h>
 
 // A hook is given what any method may need, and so a method need not look at all of it.
@@ -702,12 +696,10 @@ int kv_longest(const Session *s, int l) {
 // Rows belong to KV heads and views to query heads, but most methods choose one list for the R
 // query heads of a group (view_group). Attention compares the lists of neighbouring heads: those that
 // are the same share one reading of the rows (decode_groups).
-//
-// A list that many steps will read can be copied side by side (view_near, section 3): is_near says
-// that the copy is valid. Whatever changes the list or a key it names clears is_near.
 
-// Makes room for a list of n rows in *w.
-static void view_list_room(View *w, int n) {
+// Makes room for a list of n rows of query head h, so that no later step has to ask for memory.
+void view_room(Session *s, int l, int h, int n) {
+    View *w = kv_view(s, l, h);
     if (n <= w->cap) return;
     w->cap = n;
     w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
@@ -717,11 +709,10 @@ static void view_list_room(View *w, int n) {
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     View *w = kv_view(s, l, h);
     if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
-    if (n > w->cap) view_list_room(w, n + n / 4 + KV_STEP);
+    if (n > w->cap) view_room(s, l, h, n + n / 4 + KV_STEP);
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n;
     w->tail = tail;
-    w->is_near = 0;
 }
 
 // All query heads of KV head g read idx (n) and the rows from tail on.
@@ -736,7 +727,7 @@ void view_all(Session *s) {
     if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
         View *w = &s->view[i];
-        w->n = w->tail = w->is_near = 0;
+        w->n = w->tail = 0;
     }
 }
 
@@ -885,7 +876,7 @@ void kv_truncate(Session *s, int n_tok) {
 // stored key has been.
 void kv_repos(Session *s, int l, int g, int row, int pos) {
     KVHead *h = kv_head(s, l, g);
-    int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
+    int D = s->c->D, shift = pos - h->pos[row];
     if (!shift) return;
 
     size_t mark = scratch_mark(s);
@@ -908,7 +899,6 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     }
     scratch_reset(s, mark);
     h->pos[row] = pos;
-    for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // copies hold the old key
 }
 
 // ---- accounting: what the allocator holds
@@ -946,10 +936,7 @@ size_t kv_meta_bytes(const Session *s) {
         size_t a_row = 2 * sizeof(int) + (h->mass ? sizeof(float) : 0);
         n += (size_t)(h->packed + h->cap) * a_row + (size_t)h->n_reg * sizeof(Region);
     }
-    for (int i = 0; i < s->c->L * s->c->H; i++) {
-        const View *w = &s->view[i];
-        n += (size_t)w->cap * sizeof(int) + w->room;
-    }
+    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int);
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
         if (p->m->bytes) n += p->m->bytes(s, p->ms);
@@ -1339,37 +1326,10 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
     scratch_reset(s, mark);
 }
 
-// ---- reading ahead: the rows of a decode step, asked for before they are needed
-// A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
-// come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
-// (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
-// tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
-// result.
-
-// Asks for the keys (OF_K) or values (OF_V) of n listed rows, so that their ways from memory overlap;
-// packed rows are left out.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-    const char *raw = raw_row(s, h, v, h->packed);
-    for (int i = 0; i < n; i++) {
-        if (rows[i] < h->packed) continue;
-        Ahead row = { raw + (size_t)(rows[i] - h->packed) * bytes, bytes };
-        ask_ahead(&row, bytes);
-    }
-}
-
-// Asks for the beginning of every run of rows among places p0 .. p1-1 of a view's list. Runs begin
-// on memory pages of their own; one request to each, all at once, has the processor look up their
-// addresses side by side.
-static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1) {
-    int end = w->is_near ? 0 : min_int(p1, w->n);       // a copy lies in order
-    for (int p = p0; p < end; p++) {
-        int row = w->idx[p], begins = p == p0 || row != w->idx[p - 1] + 1;
-        if (!begins || row < h->packed) continue;
-        __builtin_prefetch(raw_row(s, h, OF_K, row));
-        __builtin_prefetch(raw_row(s, h, OF_V, row));
-    }
-}
+// ---- decode: one query a head, through the views
+// A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
+// side are read where they are: the processor sees the pattern, and the kernel asks for what lies
+// beyond. Others are brought together in a tile, and meanwhile the next tile is asked for (Ahead).
 
 // The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
 // computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
@@ -1381,109 +1341,19 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
 }
 
-// The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
-static char *near_rows(const Session *s, const View *w, int v) {
-    return w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0);
-}
-
-// The keys or values of a tile, as numbers side by side: where they lie if they are that already,
-// otherwise brought together in buf. A decode step has few queries and reads a tile once, so a tile
-// is not copied unless it must be.
-static const void *rows_ready(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                              int v, float *buf) {
-    const Format *f = format_of(s, v);
-    if (w->is_near && a->p + a->n <= w->n) {
-        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
-        if (rows_in_place(f, s->c->D)) return from;
-        f->unpack(buf, from, a->n, s->c->D);
-        return buf;
-    }
-    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
-    int neighbours = last - first == a->n - 1;
-    if (first >= h->packed && neighbours && rows_in_place(f, s->c->D))
-        return raw_row(s, h, v, first);
-    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f, s->c->D));
-    return buf;
-}
-
-// A decode step over a list reads the keys of a tile, then its values, then the keys of the next
-// tile. Listed rows lie anywhere, so each of these reads asks for the memory of the next one, in two
-// halves: one before the kernel's rows are brought together, and one behind it.
-
-// The tile's own rows, whose values are read next. -> how many; 0 if they are neighbours or a copy.
-static int own_rows(const View *w, const ViewTile *a, const int **rows) {
-    int copied = w->is_near && a->p + a->n <= w->n;
-    *rows = a->rows;
-    return a->rows && !copied ? a->n : 0;
-}
-
-// The listed rows of the next tile, whose keys are read next. -> how many.
-static int next_rows(const View *w, const ViewTile *a, const int **rows) {
-    int next = a->p + a->n;
-    if (next >= w->n || w->is_near) return 0;
-    *rows = w->idx + next;
-    return min_int(w->n - next, KV_TILE);
-}
-
-// The keys (OF_K) or values (OF_V) of the tile *a of a view, and the requests that go with them.
+// The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
 // The rows this thread reads end at place `end` of the view.
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
-                          int v, int end, float *buf) {
+static TileRows tile_read(const Session *s, const KVHead *h, const ViewTile *a, int v, int end, float *buf) {
     const Format *f = format_of(s, v);
-    const int *rows = NULL;
-    int reads_next = v == OF_K ? OF_V : OF_K;
-    int listed = v == OF_K ? own_rows(w, a, &rows) : next_rows(w, a, &rows), half = listed / 2;
-    if (half) fetch_rows(s, h, reads_next, rows, half);
-    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f, s->c->D) };
-    if (listed) fetch_rows(s, h, reads_next, rows + half, listed - half);
-
-    // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
-    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f, s->c->D);
-    if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
+    int in_place = rows_in_place(f, s->c->D), next = a->r0 + a->n;
+    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
+    TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
+    if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
+    else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
+    if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
     return t;
 }
 
-// ---- lists copied side by side
-// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
-// eighth. A list that stays for some steps pays for a copy of its
-// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
-static int copies_views(const Session *s) {
-    return !KV_DEV(s) && !s->packing;
-}
-
-// Makes room for a list of n rows for query head h and for the copy of its rows, so that no later
-// step has to ask for memory.
-void view_room(Session *s, int l, int h, int n) {
-    View *w = kv_view(s, l, h);
-    size_t bytes = copies_views(s) ? n * raw_row_bytes(s) : 0;
-    view_list_room(w, n);
-    if (bytes > w->room) {
-        w->room = bytes;
-        w->near = xrealloc(w->near, bytes);
-    }
-}
-
-// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
-static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
-    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-    for (int i = 0; i < n; i++) {
-        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
-        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
-    }
-}
-
-// Copies the rows that the list of query head h names side by side, keys and then values, for a
-// list that many steps will read.
-void view_near(Session *s, int l, int h) {
-    View *w = kv_view(s, l, h);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    if (!copies_views(s) || !w->n) return;
-    view_room(s, l, h, w->n);
-    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
-    w->is_near = 1;
-}
-
-// ---- decode: one query a head, through the views
 // Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
 typedef struct {
     int g, h0, m, n;
@@ -1517,17 +1387,16 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
     const View w = *kv_view(s, l, d->h0);
     decode_queries(s, d, q, t);
     tile_begin(t, m, D);
-    fetch_runs(s, hd, &w, p0, p1);
     for (int p = p0; p < p1; p += KV_TILE) {
         ViewTile a = view_tile(&w, p, min_int(KV_TILE, p1 - p), t->rows);
         if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
 
         // Pass 1: scores.
-        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
+        TileRows k = tile_read(s, hd, &a, OF_K, p1, t->k);
         if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
 
         // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
-        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
+        TileRows v = tile_read(s, hd, &a, OF_V, p1, t->k);
         tile_fold_of(t, m, a.n, D, v);
     }
     chunk_put(part, t, m, D);
@@ -2097,10 +1966,7 @@ void session_close(Session *s) {
     }
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_close(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) {
-        free(s->view[i].idx);
-        free(s->view[i].near);
-    }
+    for (int i = 0; i < s->c->L * s->c->H; i++) free(s->view[i].idx);
     free(s->head);
     free(s->view);
     free(s->tok);
@@ -3969,8 +3835,7 @@ const Method quest_method = {
 //     they are not kept.
 //
 // No row is ever dropped, since any row may be chosen again later: the method saves reads, not
-// memory. On a CPU the chosen rows are even held twice, side by side for the steps until the next
-// choice (view_near).
+// memory.
 //
 // Map:
 //   Definition 1 -> loopserve_enter
@@ -4503,7 +4368,7 @@ static int candidate_rows(const Session *s, const LoopServe *x, int l, int g) {
 // largest score, and every row behind the candidates. A head with at most B candidates reads every
 // row.
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
+    int G = s->c->G, N = kv_longest(s, l);
     int most = min_int(x->budget, N);                    // rows of a list
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
 
@@ -4526,9 +4391,6 @@ static void loop_select(Session *s, LoopServe *x, int l) {
             top_k_rows(s, score, G, N, end, want, idx, most, found);     // line 5: arg max
             for (int g = 0; g < G; g++)                  // Algorithm 3, line 7: what decode reads
                 view_group(s, l, g, idx + (size_t)g * most, found[g], want[g] ? end[g] : 0);
-            // The chosen rows are copied side by side.
-            #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * most * s->c->D))
-            for (int g = 0; g < G; g++) view_near(s, l, g * R);
         }
     }
     scratch_reset(s, mark);
@@ -4562,17 +4424,14 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
 // The end of a prefill: fixes the candidates and the budget, and makes room for the views now, so
 // that decode allocates nothing.
 static void loop_prompt_done(Session *s, LoopServe *x) {
-    int G = s->c->G, R = s->c->H / G;
+    int H = s->c->H;
     x->prompt_end = s->n_tok;
     x->budget = budget_now(s);
     x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < G && layer_acts(s, l); g++) {
-            int n = x->budget < kv_head(s, l, g)->len ? x->budget : 0;
-            view_room(s, l, g * R, n);                  // the first head's copy serves the group
-            for (int r = 1; r < R; r++) view_list_room(kv_view(s, l, g * R + r), n);
-        }
+        for (int h = 0; h < H && layer_acts(s, l); h++)
+            view_room(s, l, h, x->budget < kv_head(s, l, h * s->c->G / H)->len ? x->budget : 0);
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
@@ -4669,7 +4528,7 @@ const Method loopserve_method = {
                "queries like best and this answer (saves reads only)",
     .limits  = "prefills each answer again at the next turn. Dense up to "
                "--loopserve-min-context rows and in short turns; the first --loopserve-first "
-               "tokens of an answer read every row. On a CPU the chosen rows are held twice",
+               "tokens of an answer read every row",
     .budget  = 1024,
     .uses    = "--sink 4",
     .opts    = loopserve_opts,
@@ -4708,8 +4567,7 @@ const Method loopserve_d_method = {
     .paper   = "LoopServe-D: its decode alone, arXiv 2507.13681",
     .keeps   = "keeps every row; decode reads the B rows the last queries like best and this "
                "answer (saves reads only)",
-    .limits  = "prefills each answer again at the next turn. On a CPU the chosen rows are "
-               "held twice",
+    .limits  = "prefills each answer again at the next turn",
     .budget  = 1024,
     .opts    = loopserve_d_opts,
     .role    = ROLE_SELECT,

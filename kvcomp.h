@@ -68,9 +68,6 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
-    int  is_near;               // 1: near holds the listed rows side by side (view_near)
-    char *near;                 // (room bytes) K, then V, as they are stored
-    size_t room;
 } View;
 
 typedef struct Format {         // how raw rows are stored: one Format for K, one for V
@@ -498,11 +495,8 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 // the same for all query heads of KV head g
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
-// room for a list of n rows, and for view_near
+// room for a list of n rows
 void view_room(Session *s, int l, int h, int n);
-
-// copy the listed rows side by side
-void view_near(Session *s, int l, int h);
 
 // every view: every row
 void view_all(Session *s);

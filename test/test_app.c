@@ -16,6 +16,7 @@
 #include "twin.h"
 #include <dirent.h>
 #include <fcntl.h>
+#include <float.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
