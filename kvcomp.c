@@ -672,13 +672,30 @@ void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n
     load_rows(s, h, OF_V, rows, r0, n, buf, DT_F32);
 }
 
+// ---- memory that lies where the rows lie: on the device in a device session
+
+// `have` bytes at p become `want`, and what was there stays.
+static void *near_grow(const Session *s, void *p, size_t have, size_t want) {
+    return KV_DEV(s) ? near_grow_cuda(p, have, want) : xrealloc(p, want);
+}
+
+static void near_drop(const Session *s, void *p) {
+    if (KV_DEV(s)) near_free_cuda(p);
+    else free(p);
+}
+
+// The bytes at p, where the host can read them: a copy in scratch memory, if they lie on a device.
+static const void *near_here(Session *s, const void *p, size_t bytes) {
+    if (!KV_DEV(s)) return p;
+    void *copy = scratch(s, bytes);
+    bytes_load_cuda(copy, p, bytes);
+    return copy;
+}
+
 // (n,H,D): tokens t0 .. t0+n-1 of the queries q (T,H,D) that a hook was given, where C can read them.
 const float *on_host(Session *s, const float *q, int t0, int n) {
     size_t row = (size_t)s->c->H * s->c->D;
-    if (!KV_DEV(s)) return q + t0 * row;
-    float *copy = scratch(s, n * row * sizeof(float));
-    host_copy_cuda(copy, q + t0 * row, n * row);
-    return copy;
+    return near_here(s, q + t0 * row, n * row * sizeof(float));
 }
 
 // Rows of the longest head of layer l.
@@ -729,11 +746,6 @@ void view_all(Session *s) {
         View *w = &s->view[i];
         w->n = w->tail = 0;
     }
-}
-
-// The query heads of KV head g read every row.
-static void views_reset(Session *s, int l, int g) {
-    view_group(s, l, g, NULL, 0, 0);
 }
 
 // A device may have kept the lists it chose in the last step: brings them here to be read.
@@ -808,17 +820,7 @@ static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
 void kv_keep(Session *s, int l, int g, const int *keep, int n) {
     KVHead *h = kv_head(s, l, g);
     if (n < h->len) move_rows(s, h, keep, n);
-    views_reset(s, l, g);
-}
-
-// Marks in seen (len) the rows that some query head of KV head g reads.
-static void mark_rows_read(Session *s, int l, int g, int len, int *seen) {
-    int R = s->c->H / s->c->G;
-    for (int h = g * R; h < (g + 1) * R; h++) {
-        const View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n; i++) seen[w->idx[i]] = 1;
-        for (int r = w->tail; r < len; r++) seen[r] = 1;
-    }
+    view_group(s, l, g, NULL, 0, 0);
 }
 
 // Drops the rows of KV head g that none of its query heads reads, and renumbers its views.
@@ -828,7 +830,11 @@ void kv_compact(Session *s, int l, int g) {
     size_t mark = scratch_mark(s), bytes = (size_t)(len + 1) * sizeof(int);
     int *map = scratch(s, bytes), *keep = scratch(s, bytes);
     memset(map, 0, bytes);
-    mark_rows_read(s, l, g, len, map);
+    for (int h = g * R; h < (g + 1) * R; h++) {
+        const View *w = kv_view(s, l, h);
+        for (int i = 0; i < w->n; i++) map[w->idx[i]] = 1;
+        for (int r = w->tail; r < len; r++) map[r] = 1;
+    }
 
     // From marks to a map: the new number of row r is how many rows below it are kept.
     for (int r = 0; r < len; r++) {
@@ -849,22 +855,18 @@ void kv_compact(Session *s, int l, int g) {
     scratch_reset(s, mark);
 }
 
-// Drops the rows of a head that came from tokens n_tok and later, its last ones, and gives back the
-// room that a prefill which was given up has left.
-static void head_truncate(Session *s, KVHead *h, int n_tok) {
-    int n = h->len;
-    while (n > 0 && h->src[n - 1] >= n_tok) n--;
-    size_t mark = scratch_mark(s);
-    int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
-    for (int r = 0; r < n; r++) keep[r] = r;
-    move_rows(s, h, keep, n);
-    scratch_reset(s, mark);
-}
-
-// Forgets the tokens from n_tok on and their rows. Every view reads every row afterwards.
+// Forgets the tokens from n_tok on and their rows, the last ones of every head, and gives back the room
+// that a prefill which was given up has left. Every view reads every row afterwards.
 void kv_truncate(Session *s, int n_tok) {
     if (n_tok >= s->n_tok) return;
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_truncate(s, &s->head[i], n_tok);
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        KVHead *h = &s->head[i];
+        size_t mark = scratch_mark(s);
+        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
+        for (; n < h->len && h->src[n] < n_tok; n++) keep[n] = n;
+        move_rows(s, h, keep, n);
+        scratch_reset(s, mark);
+    }
     view_all(s);
     s->pos_next = s->tok[n_tok].pos;
     s->n_tok = n_tok;
@@ -1433,11 +1435,9 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
     int n_groups = decode_groups(s, l, group), items = 0;
     int *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
-    size_t pairs = 0;                       // of a query and a row
     for (int i = 0; i < n_groups; i++) {
         first[i] = items;
         items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK;
-        pairs += (size_t)group[i].n * group[i].m;
     }
     first[n_groups] = items;
 
@@ -1445,9 +1445,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     float *max = scratch(s, (size_t)H * sizeof(float));
     float *sum = scratch(s, (size_t)H * sizeof(float));
     Tile *tiles = tiles_new(s);
-    int team = worth_threads(pairs * D);
-    (void)team;                             // read by OpenMP only
-    #pragma omp parallel for schedule(dynamic) if (team)
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)H * kv_longest(s, l) * D))
     for (int item = 0; item < items; item++) {
         int i = 0;
         while (first[i + 1] <= item) i++;
@@ -1527,8 +1525,6 @@ static int column_end(const Columns *c, int chunk) {
 // Step 1 for a chunk: masked scores and their exponentials, with a running maximum and sum.
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
     int D = s->c->D, m = c->m, to = column_end(c, chunk);
-    int plain = s->rule == VIS_CAUSAL && !layer_window(s, c->l);
-    int seen = plain ? last_visible(s, c->hd, c->tok0, c->tok0) : 0;     // rows that every query may see
     for (int j = 0; j < m; j++) {
         t->tok[j] = c->tok0 + j % c->n;
         t->max[j] = -INFINITY;
@@ -1540,7 +1536,7 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
         kv_load_k(s, c->hd, NULL, r, n, t->k);
         Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
         mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, next);
-        if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
@@ -1587,23 +1583,12 @@ static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add
 static void column_block(Session *s, const Columns *c, Tile *tiles, int w, int lists, int add,
                          float *score, size_t N) {
     int len = c->hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
-    int team = worth_threads((size_t)c->m * len * s->c->D);
-    (void)team;                             // read by OpenMP only
     column_queries(s, c);
-
-    #pragma omp parallel if (team)
-    for (int k = 0; k < chunks; k++)
-        if (k % team_size() == thread_id()) column_exps(s, c, &tiles[thread_id()], k);
-
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
+    for (int k = 0; k < chunks; k++) column_exps(s, c, &tiles[thread_id()], k);
     columns_join(c, chunks, w);
-
-    // A thread sums the chunks it has made, the last one first: the exponentials of a group are
-    // more than its cache holds, and those are still there.
-    #pragma omp parallel if (team)
-    for (int k = chunks - 1; k >= 0; k--)
-        if (k % team_size() == thread_id())
-            column_sums(c, &tiles[thread_id()], k, lists, add, score, N);
-
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
+    for (int k = 0; k < chunks; k++) column_sums(c, &tiles[thread_id()], k, lists, add, score, N);
     for (int k = 0; k < lists; k++) memset(score + k * N + len, 0, (N - len) * sizeof *score);
 }
 
@@ -2603,8 +2588,7 @@ static int expected_open(Session *s, void *ms) {
 static void expected_close(Session *s, void *ms) {
     Expected *x = ms;
     free(x->n);
-    if (KV_DEV(s)) near_free_cuda((char *)x->sum);
-    else free(x->sum);
+    near_drop(s, x->sum);
 }
 
 // The bytes of n, sum and outer, whether or not a prefill has made the sums yet.
@@ -2735,14 +2719,8 @@ static void expected_queries(Session *s, const Expected *x, int l, float *mu, fl
     double count = x->n[l] ? (double)x->n[l] : 1;
     double *cs = scratch(s, (size_t)D * sizeof(double));
     double *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
-    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
-    if (KV_DEV(s)) {
-        double *copy = scratch(s, n * (D + 1) * sizeof(double));
-        bytes_load_cuda(copy, sum, n * sizeof(double));
-        bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
-        sum = copy;
-        outer = copy + n;
-    }
+    const double *sum = near_here(s, x->sum + l * n, n * sizeof(double));
+    const double *outer = near_here(s, x->outer + l * n * D, n * D * sizeof(double));
     expected_rope(s, cs);
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
@@ -3549,26 +3527,6 @@ const Method minference_method = {
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
 // read everything).
 
-// ---- the memory of an index, which lies where the rows lie (LycheeCluster's, too)
-
-// `have` bytes at p become `want`, and what was there stays.
-static char *index_grow(const Session *s, char *p, size_t have, size_t want) {
-    return KV_DEV(s) ? near_grow_cuda(p, have, want) : xrealloc(p, want);
-}
-
-static void index_drop(const Session *s, char *p) {
-    if (KV_DEV(s)) near_free_cuda(p);
-    else free(p);
-}
-
-// The bytes at p, where the host can read them: a copy in scratch memory, if they lie on a device.
-static char *index_here(Session *s, char *p, size_t bytes) {
-    if (!KV_DEV(s)) return p;
-    char *copy = scratch(s, bytes);
-    bytes_load_cuda(copy, p, bytes);
-    return copy;
-}
-
 // ---- pages and their bounds
 typedef struct {
     int n, cap;                 // full pages; pages that bound has room for
@@ -3594,7 +3552,7 @@ static int quest_open(Session *s, void *ms) {
 // Gives the bounds back. head is NULL when another part has refused to open.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) index_drop(s, x->head[i].bound);
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) near_drop(s, x->head[i].bound);
     free(x->head);
 }
 
@@ -3615,7 +3573,7 @@ static void quest_room(Session *s, const Quest *x, PageList *a, int pages) {
     if (pages <= a->cap) return;
     s->changes++;
     a->cap = quest_cap(pages);
-    a->bound = index_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
+    a->bound = near_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
 }
 
 // The bounds of one page of a head, at `to`. room (PAGE + 2,D) is room.
@@ -3759,7 +3717,7 @@ static void quest_trace(Session *s, void *ms, int l) {
     size_t mark = scratch_mark(s), numbers = (size_t)n * 2 * D;
     float *bound = scratch(s, numbers * sizeof *bound);
     for (int g = 0; g < s->c->G; g++) {
-        to_f32(bound, index_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
+        to_f32(bound, near_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
         trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
     }
     scratch_reset(s, mark);
@@ -4329,7 +4287,7 @@ static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) 
 static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {
     size_t n = (size_t)s->c->H * s->c->D, all = (size_t)s->c->L * x->obs * n * sizeof(float);
     if (!x->ring) {
-        x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
+        x->ring = near_grow(s, NULL, 0, all);
         if (KV_DEV(s)) ring_keep_cuda(s, x->ring, x->obs);
     }
     if (KV_DEV(s)) ring_put_cuda(ring_slot(s, x, l, token), q, n);
@@ -4491,9 +4449,7 @@ static int loopserve_open(Session *s, void *ms) {
 
 // Method.close: gives the ring back.
 static void loopserve_close(Session *s, void *ms) {
-    float *ring = ((LoopServe *)ms)->ring;
-    if (KV_DEV(s)) near_free_cuda((char *)ring);
-    else free(ring);
+    near_drop(s, ((LoopServe *)ms)->ring);
 }
 
 // Method.bytes: the ring.
@@ -5057,12 +5013,9 @@ static void pats_trace(Session *s, void *ms, int l) {
         }
         trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
         for (int v = 0; v < 2; v++) {
-            char *copy = v ? h->pv : h->pk;
-            if (KV_DEV(s)) {
-                copy = scratch(s, filled + 1);
-                memset(copy, 0, filled);
-                if (used) bytes_load_cuda(copy, v ? h->pv : h->pk, used);
-            }
+            char *copy = scratch(s, filled + 1);
+            memset(copy, 0, filled);
+            if (used) memcpy(copy, near_here(s, v ? h->pv : h->pk, used), used);
             trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
@@ -5378,10 +5331,10 @@ static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {
 static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     size_t bytes = tree_carve(&(Tree){ 0 }, NULL, cap, K, P, D);
     if (bytes != t->bytes) {
-        index_drop(s, t->mem);
+        near_drop(s, t->mem);
         t->mem = NULL;
         t->bytes = 0;
-        t->mem = index_grow(s, NULL, 0, bytes);
+        t->mem = near_grow(s, NULL, 0, bytes);
         t->bytes = bytes;
     }
     tree_carve(t, t->mem, cap, K, P, D);
@@ -5691,7 +5644,7 @@ static int take_rows(const Lychee *x, const Nodes *u, const float *S, int *rows)
 // The tree as the host can read it.
 static Tree tree_here(Session *s, const Lychee *x, const Tree *from) {
     Tree t = *from;
-    tree_carve(&t, index_here(s, t.mem, t.bytes), 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
+    tree_carve(&t, (char *)near_here(s, t.mem, t.bytes), 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
     return t;
 }
 
@@ -5866,7 +5819,7 @@ static int lychee_open(Session *s, void *ms) {
 // Gives everything back; open may have failed half way.
 static void lychee_close(Session *s, void *ms) {
     Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) index_drop(s, x->tree[i].mem);
+    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) near_drop(s, x->tree[i].mem);
     free(x->tree);
     arrfree(x->start);
     arrfree(x->level);
@@ -7042,23 +6995,16 @@ TRACE_AS(trace_f32, "F32", 4, float)
 TRACE_AS(trace_i32, "I32", 4, int)
 TRACE_AS(trace_u8, "U8", 1, void)
 
-// The same of x (T,heads,D).
-KV_PRINTF(4, 5)
-static void trace_cube(Session *s, const float *x, int heads, const char *fmt, ...) {
+// The same of x (T,heads,D), on the host (here 1) or where the rows lie.
+KV_PRINTF(5, 6)
+static void trace_cube(Session *s, const float *x, int heads, int here, const char *fmt, ...) {
     int dim[] = { s->n_tok - s->base, heads, s->c->D };
+    size_t mark = scratch_mark(s), bytes = (size_t)dim[0] * dim[1] * dim[2] * sizeof *x;
     va_list ap;
     va_start(ap, fmt);
-    trace_put(s, "F32", 4, x, dim, 3, fmt, ap);
+    trace_put(s, "F32", 4, here ? x : near_here(s, x, bytes), dim, 3, fmt, ap);
     va_end(ap);
-}
-
-// x (T,heads,D) of a pass, where C can read it.
-static const float *trace_here(Session *s, const float *x, int heads) {
-    size_t n = (size_t)(s->n_tok - s->base) * heads * s->c->D;
-    if (!KV_DEV(s)) return x;
-    float *copy = scratch(s, n * sizeof(float));
-    host_copy_cuda(copy, x, n);
-    return copy;
+    scratch_reset(s, mark);
 }
 
 // The tokens of the pass: base, step, tokens, positions.
@@ -7077,19 +7023,12 @@ static void trace_tokens(Session *s) {
     scratch_reset(s, mark);
 }
 
-// The keys of layer l before RoPE, after bias and norm.
-static void trace_keys(Session *s, int l, const float *k) {
-    size_t mark = scratch_mark(s);
-    trace_cube(s, trace_here(s, k, s->c->G), s->c->G, "layer%02d.k_before_rope", l);
-    scratch_reset(s, mark);
-}
-
 // The queries, and the new rows as attention reads them: keys are rotated, both are rounded.
 static void trace_rows(Session *s, int l, const float *q) {
     int G = s->c->G, D = s->c->D, T = s->n_tok - s->base;
     size_t mark = scratch_mark(s), each = (size_t)T * D;
     float *head = scratch(s, each * sizeof *head), *x = scratch(s, G * each * sizeof *x);
-    trace_cube(s, trace_here(s, q, s->c->H), s->c->H, "layer%02d.q", l);
+    trace_cube(s, q, s->c->H, 0, "layer%02d.q", l);
     for (int v = 0; v < 2; v++) {
         for (int g = 0; g < G; g++) {
             const KVHead *h = kv_head(s, l, g);
@@ -7097,7 +7036,7 @@ static void trace_rows(Session *s, int l, const float *q) {
             for (int t = 0; t < T; t++)
                 memcpy(x + ((size_t)t * G + g) * D, head + (size_t)t * D, (size_t)D * sizeof *x);
         }
-        trace_cube(s, x, G, "layer%02d.%s", l, v ? "v" : "k");
+        trace_cube(s, x, G, 1, "layer%02d.%s", l, v ? "v" : "k");
     }
     scratch_reset(s, mark);
 }
@@ -7119,7 +7058,7 @@ static void trace_out(Session *s, int l, const float *out) {
     size_t mark = scratch_mark(s);
     int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
     for (int h = 0; h < s->c->H && s->decoding; h++) trace_read(s, l, h, rows);
-    trace_cube(s, trace_here(s, out, s->c->H), s->c->H, "layer%02d.out", l);
+    trace_cube(s, out, s->c->H, 0, "layer%02d.out", l);
     scratch_reset(s, mark);
 }
 
@@ -7145,7 +7084,7 @@ static void trace_watch(Session *s, void *ms, int moment, int l, const float *x)
     if (moment == WATCH_TOKENS) trace_tokens(s);
     if (moment == WATCH_END) trace_end(s);
     if (!traced(s, l)) return;
-    if (moment == WATCH_KEYS) trace_keys(s, l, x);
+    if (moment == WATCH_KEYS) trace_cube(s, x, s->c->G, 0, "layer%02d.k_before_rope", l);    // behind bias and norm
     if (moment == WATCH_ROWS) trace_rows(s, l, x);
     if (moment == WATCH_OUT) trace_out(s, l, x);
 }
