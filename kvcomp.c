@@ -1331,7 +1331,8 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 // ---- decode: one query a head, through the views
 // A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
 // side are read where they are: the processor sees the pattern, and the kernel asks for what lies
-// beyond. Others are brought together in a tile, and meanwhile the next tile is asked for (Ahead).
+// beyond. Others are brought together in a tile, and meanwhile what is read next is asked for: the next
+// tile by the kernel (Ahead), and rows of a list, which lie anywhere, one by one.
 
 // The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
 // computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
@@ -1343,13 +1344,24 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
 }
 
+// Asks for the keys (OF_K) or values (OF_V) of n listed rows that are not packed.
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    for (int i = 0; i < n; i++) {
+        size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw_row(s, h, v, rows[i]), bytes }, bytes);
+    }
+}
+
 // The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
 // The rows this thread reads end at place `end` of the view.
-static TileRows tile_read(const Session *s, const KVHead *h, const ViewTile *a, int v, int end, float *buf) {
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a, int v, int end,
+                          float *buf) {
     const Format *f = format_of(s, v);
     int in_place = rows_in_place(f, s->c->D), next = a->r0 + a->n;
     int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
     TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
+    if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
+    if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
     if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
     else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
     if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
@@ -1394,11 +1406,11 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
 
         // Pass 1: scores.
-        TileRows k = tile_read(s, hd, &a, OF_K, p1, t->k);
+        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
         if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
 
         // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
-        TileRows v = tile_read(s, hd, &a, OF_V, p1, t->k);
+        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
         tile_fold_of(t, m, a.n, D, v);
     }
     chunk_put(part, t, m, D);
