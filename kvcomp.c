@@ -5612,45 +5612,35 @@ static void score_clusters(const Lychee *x, const Tree *t, const float *q, int R
     }
 }
 
-// The clusters that are read: the best one, then the next, equal ones by number, until the first chunk
-// that does not fit. Nothing is sorted. order_key gives every float an unsigned number in the
-// same order, and the fewer clusters count, the less they hold. So the score at which the budget
-// overflows is found like a word in a dictionary, one bit after the other from the top: a bit is 1 if
-// the clusters from there on still hold too much. S (K): scores.
-static Taken take_clusters(const Lychee *x, const Nodes *u, const float *S) {
-    int room = room_for_chunks(x);
-    Taken t = { 0, u->n, x->M };
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {               // Algorithm 1, line 14: C_top
-        if (weight_from(S, u->tokens, u->n, t.key | bit) > room) t.key |= bit;
+// The clusters that are read: the best one, then the next, equal ones by number, as long as all their chunks
+// fit into *room, which becomes what is left. take (K) = 1 for each. S (K): scores, which are used up. ->
+// the cluster of which only some chunks fit; -1: there is none.
+static int take_clusters(const Nodes *u, float *S, char *take, int *room) {
+    int c;
+    memset(take, 0, (size_t)u->n);
+    while ((c = best_node(S, u->n)) >= 0 && u->tokens[c] <= *room) {      // Algorithm 1, line 14: C_top
+        S[c] = -INFINITY;
+        take[c] = 1;
+        *room -= u->tokens[c];
     }
-    if (t.key <= order_key(-INFINITY)) return (Taken){ 0, u->n, x->M };     // all of them fit
-    room -= weight_from(S, u->tokens, u->n, t.key + 1);
-    for (t.part = 0; order_key(S[t.part]) != t.key || u->tokens[t.part] <= room; t.part++) {
-        if (order_key(S[t.part]) == t.key) room -= u->tokens[t.part];
-    }
-    for (t.stop = 0; u->of[t.stop] != t.part || chunk_tokens(x, t.stop) <= room; t.stop++) {
-        if (u->of[t.stop] == t.part) room -= chunk_tokens(x, t.stop);
-    }
-    return t;
+    return c;
 }
 
-// Is chunk j of cluster c, whose score is S, read?
-static int takes(const Taken *t, float S, int c, int j) {
-    uint32_t key = order_key(S);
-    if (c == t->part) return j < t->stop;
-    return S > -INFINITY && (key > t->key || (key == t->key && c < t->part));
-}
-
-// rows: the first rows and those of the chunks taken, ascending -> how many. S (K): scores.
-static int take_rows(const Lychee *x, const Nodes *u, const float *S, int *rows) {
-    Taken t = take_clusters(x, u, S);
-    int n = 0;
-    for (int r = 0; r < x->sink; r++) rows[n++] = r;
+// rows: the first rows and those of the chunks that are read, ascending, n of them. take (K) = 1 for each
+// cluster that gives some. S (K): scores, which are used up. -> the cluster at which the budget is full, or -1.
+static int take_rows(const Lychee *x, const Nodes *u, float *S, char *take, int *rows, int *n) {
+    int room = room_for_chunks(x), last = take_clusters(u, S, take, &room), some = 0;
+    *n = 0;
+    for (int r = 0; r < x->sink; r++) rows[(*n)++] = r;
     for (int j = 0; j < x->M; j++) {                              // Algorithm 1, line 16: KV_active
-        if (!takes(&t, S[u->of[j]], u->of[j], j)) continue;
-        for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
+        int c = u->of[j], size = chunk_tokens(x, j);
+        if (c == last) room = size <= room ? room - size : -1;    // its chunks up to the first that does not fit
+        if (c == last ? room < 0 : !take[c]) continue;
+        some |= c == last;
+        for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[(*n)++] = r;
     }
-    return n;
+    if (some) take[last] = 1;
+    return last;
 }
 
 // The tree as the host can read it.
@@ -5666,14 +5656,16 @@ static void trace_seek(Session *s, const Lychee *x, int l, int g, const float *S
     size_t mark = scratch_mark(s);
     Tree tree = tree_here(s, x, &x->tree[l * s->c->G + g]);
     const Nodes *u = &tree.fine;
-    Taken t = take_clusters(x, u, S);
-    int *used = scratch(s, (size_t)u->n * sizeof *used), *gave = scratch(s, (size_t)u->n * sizeof *gave), n = 0;
-    memset(gave, 0, (size_t)u->n * sizeof *gave);
-    for (int j = 0; j < x->M; j++) gave[u->of[j]] |= takes(&t, S[u->of[j]], u->of[j], j);
-    for (int last = 0; last < 2; last++)
-        for (int c = 0; c < u->n; c++) {
-            if (gave[c] && (order_key(S[c]) == t.key) == last) used[n++] = c;
-        }
+    size_t K = (size_t)u->n;
+    float *left = scratch(s, K * sizeof *left);
+    char *take = scratch(s, K);
+    int *rows = scratch(s, (size_t)s->n_tok * sizeof *rows), *used = scratch(s, K * sizeof *used), n;
+    memcpy(left, S, K * sizeof *left);
+    int full = take_rows(x, u, left, take, rows, &n);
+    n = 0;
+    for (int at_end = 0; at_end < 2; at_end++)
+        for (int c = 0; c < u->n; c++)
+            if (take[c] && (full >= 0 && S[c] == S[full]) == at_end) used[n++] = c;
     trace_f32(s, S, u->n, 0, "layer%02d.head%02d.lychee.scores", l, g);
     trace_i32(s, used, n, 0, "layer%02d.head%02d.lychee.clusters", l, g);
     scratch_reset(s, mark);
@@ -5708,9 +5700,11 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
         int *rows = scratch(s, (size_t)n_threads() * most * sizeof *rows);
         #pragma omp parallel for schedule(static) if (x->M > 256)
         for (int g = 0; g < G; g++) {
-            int *mine = rows + (size_t)thread_id() * most;
-            score_clusters(x, &tree[g], q + (size_t)g * R * D, R, D, room + thread_id() * per, S + g * K);
-            int n = take_rows(x, &tree[g].fine, S + g * K, mine);
+            int *mine = rows + (size_t)thread_id() * most, n;
+            float *own = room + thread_id() * per;
+            score_clusters(x, &tree[g], q + (size_t)g * R * D, R, D, own, S + g * K);
+            memcpy(own, S + g * K, K * sizeof *own);
+            take_rows(x, &tree[g].fine, own, (char *)(own + K), mine, &n);
             view_group(s, l, g, mine, n, t_idx(x));
         }
     }

@@ -826,15 +826,11 @@ static float largest_of(const float *x, size_t n) {
     return best;
 }
 
-// Kernels.sum_from. The loops are so simple that the compiler makes vectors of them itself.
-static int sum_at_least(const float *x, const int *w, int n, uint32_t key) {
-    int sum = 0;
-    if (w) {
-        for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0;
-    } else {
-        for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key;
-    }
-    return sum;
+// Kernels.count_from. The loop is so simple that the compiler makes vectors of it itself.
+static int count_at_least(const float *x, int n, uint32_t key) {
+    int count = 0;
+    for (int i = 0; i < n; i++) count += order_key(x[i]) >= key;
+    return count;
 }
 
 // Kernels.list_from. Each pass of the inner loop takes the lowest bit of a register's answers.
@@ -1100,7 +1096,7 @@ const Kernels PASTE(kernels_, SET) = {
     .softmax_columns = softmax_tile,
     .swiglu          = swiglu_row,
     .max             = largest_of,
-    .sum_from        = sum_at_least,
+    .count_from      = count_at_least,
     .list_from       = list_at_least,
 };
 
@@ -1554,7 +1550,7 @@ int top_k(const float *x, int n, int k, int *idx) {
     int last = n;               // places from here on do not get in with a key that equals the k-th
     if (take <= 0) return 0;
     for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
-        int c = simd.sum_from(x, NULL, n, key | bit);
+        int c = simd.count_from(x, n, key | bit);
         if (c < take) {
             above = c;
         } else {
@@ -1572,6 +1568,4 @@ int top_k(const float *x, int n, int k, int *idx) {
     if (top_k_chosen) top_k_chosen(x, n, idx, count);
     return count;
 }
-
-int weight_from(const float *x, const int *w, int n, uint32_t key) { return simd.sum_from(x, w, n, key); }
 #endif

@@ -179,7 +179,6 @@ void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w);
 float max_f32(const float *x, int n);                           // the largest; -INFINITY when n is 0
 int   top_k(const float *x, int n, int k, int *idx);            // places of the k largest (ties: the lower), ascending -> count
 extern void (*top_k_chosen)(const float *x, int n, const int *idx, int k);     // tests look at a choice
-int   weight_from(const float *x, const int *w, int n, uint32_t key);  // sum of w where order_key(x) >= key; w NULL: how many
 
 // Asks for the next `bytes` bytes of a, or for what is left of it, and moves a past them.
 static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
@@ -260,7 +259,7 @@ typedef struct {
     void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);
     void (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
-    int (*sum_from)(const float *x, const int *w, int n, uint32_t key);
+    int (*count_from)(const float *x, int n, uint32_t key);                     // keys (order_key) of at least `key`
     int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);     // places from i to n-1
 
     // Instructions for matrices (kernels_x86.c), for weights of bf16: a product by numbers of bf16, and the
