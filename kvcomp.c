@@ -497,28 +497,6 @@ static size_t round_to_step(size_t rows) {
     return (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
 }
 
-// ---- huge pages for rows
-// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
-// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
-// there, up to the address where a huge page would end, so that nothing is held that the head has
-// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
-static char *rows_realloc(char *p, size_t have, size_t want) {
-    const size_t page = (size_t)2 << 20;
-    size_t room = (want + page - 1) / page * page;
-#ifndef __linux__
-    return xrealloc(p, want);   // the room behind the rows may count as held
-#endif
-    if (max_size(have, want) < page) return xrealloc(p, want);
-    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
-
-    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
-    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
-    if (want >= page) ask_huge_pages(q, want / page * page);
-    if (p) memcpy(q, p, min_size(have, want));
-    free(p);
-    return q;
-}
-
 // ---- memory of one head
 // Makes room for `raw` raw rows behind the packed ones: keeps what is there, gives back the rest.
 static void head_reserve(Session *s, KVHead *h, int raw) {
@@ -529,8 +507,8 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         rows_resize_cuda(s, h, cap);
     } else {
         size_t k = s->fk->row_bytes(D), v = s->fv->row_bytes(D);
-        h->k = rows_realloc(h->k, h->cap * k, cap * k);
-        h->v = rows_realloc(h->v, h->cap * v, cap * v);
+        h->k = xrealloc(h->k, cap * k);
+        h->v = xrealloc(h->v, cap * v);
     }
     h->cap = cap;
     h->room = all;
@@ -4802,10 +4780,9 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
                            int n_reg, size_t total, const int *keep) {
     int D = s->c->D;
     char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
-    char *to = total ? rows_realloc(NULL, 0, total) : NULL;
+    char *to = total ? xcalloc(total, 1) : NULL;
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
-    if (to) memset(to, 0, total);
     for (int i = 0; i < n_reg; i++) {
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
         for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
@@ -7105,12 +7082,8 @@ void trace_session(Session *s, struct Trace *x) {
 }
 
 // ==================================================================================================== 15 THE TABLE OF METHODS
-// An entry is a Method (kvcomp.h): a name, what --help says of it, its default budget and its own
-// options, the size of its state, and the hooks that a pass calls in the order of its timeline -
-// enter, project, attend, select, commit and so on. A hook that is NULL does nothing, so the entry
-// of full attention is three texts and no hook. Every entry stands at the end of its method's
-// section. The model knows no method by name; to add one is to write a section and to name its
-// entry here.
+// An entry is a Method (kvcomp.h); every one stands at the end of its method's section. A hook that is NULL
+// does nothing, so the entry of full attention is three texts and no hook.
 //
 // --method=loopserve-p+lychee+pats names parts, MAX_PARTS at most; every part is an entry with a
 // state of its own. The role of an entry says what it decides: the attention of the prefill, which
@@ -7119,14 +7092,7 @@ void trace_session(Session *s, struct Trace *x) {
 // part after the other (attend and embed: for the first part that has it). What no part decides is
 // as in full attention.
 //
-// What the table decides:
-//   - which names --method takes, and the order in which --list-methods shows them;
-//   - which options there are beside the program's own, and their defaults: .opts;
-//   - the budget when the user gives none: .budget of the part that has one;
-//   - what a pass does beside full attention: the hooks;
-//   - what a session holds beside rows: .state bytes a part, and attention mass where .wants says
-//     KV_MASS.
-// Behind each name: what it decides.
+// --list-methods shows the names in this order. Behind each name: what it decides.
 
 const Method full_method = {
     .name    = "full",

@@ -187,7 +187,7 @@ static const Retired retired[] = {
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
-    { "huge-pages",               "rows of long heads lie on huge pages where the system has them" },
+    { "huge-pages",               "rows lie on the pages that the system gives" },
     { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },

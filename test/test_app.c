@@ -1697,26 +1697,6 @@ TEST(
           sqrt(error / square));
 }
 
-TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge pages") {
-    static const size_t size[] = { 100,     3 << 20, 7 << 19, 5 << 20, 9 << 20,
-                                   8 << 20, 4096,    6 << 20, 0,       64 };
-    size_t have = 0, sure = 0;
-    char *p = NULL;
-    int wrong = 0;
-    for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
-        p = rows_realloc(p, have, size[i]);
-#ifdef __linux__
-        CHECK(size[i] < 2 << 20 || (uintptr_t)p % (2 << 20) == 0, "%zu bytes do not begin on a huge page", size[i]);
-#endif
-        sure = min_size(sure, size[i]);
-        for (size_t k = 0; k < sure; k++) wrong += p[k] != (char)(k * 7 >> 3);
-        for (size_t k = sure; k < size[i]; k++) p[k] = (char)(k * 7 >> 3);
-        have = sure = size[i];
-    }
-    CHECK(!wrong, "%d bytes are others", wrong);
-    free(p);
-}
-
 TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned "
                  "is what they take, "
                  "vectors stay as they are") {
