@@ -483,11 +483,6 @@ static int dtype_in_place(const Format *f, int D) {
     return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
 }
 
-// Can a kernel read rows of this format where they lie?
-static int rows_in_place(const Format *f, int D) {
-    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
-}
-
 // Bytes of one raw row, its key and its value together.
 static size_t raw_row_bytes(const Session *s) {
     return s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
@@ -1022,21 +1017,15 @@ typedef struct {            // what one thread works in
     float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
 } Tile;
 
-// Room in scratch memory for the queries of a tile as integers, or NULL where keys are not q8_0 (D89).
-static Q8Query *q8_room(Session *s) {
-    int D = s->c->D;
-    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
-}
-
 // A Tile for every thread, in scratch memory.
 static Tile *tiles_new(Session *s) {
-    int n = n_threads(), D = s->c->D;
+    int n = n_threads(), D = s->c->D, whole = dtype_in_place(s->fk, D) == ROWS_Q8;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
         t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
-        t[i].q8  = q8_room(s);
+        t[i].q8  = whole ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
         t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
         t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
     }
@@ -1335,9 +1324,9 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
 static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a, int v, int end,
                           float *buf) {
     const Format *f = format_of(s, v);
-    int in_place = rows_in_place(f, s->c->D), next = a->r0 + a->n;
-    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
+    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1), next = a->r0 + a->n;
     TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
+    int in_place = t.dtype != DT_F32 || f->unpack == f32_unpack;
     if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
     if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
     if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
@@ -1674,17 +1663,9 @@ int pos_fits(const Session *s, int n, int extra) {
     return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
 }
 
-// A prefill's n tokens t go through the model: in one pass, or under --chunk N in passes of N tokens. At
-// the end of each a method that drops rows does so, as at a turn's end, so that no head ever holds more
-// than its budget and N rows -> the logits (V) of the last one.
-static const float *passes(Session *s, const Token *t, int n) {
-    const float *logits = NULL;
-    int most = s->chunk ? s->chunk : n;
-    for (int t0 = 0; t0 < n; t0 += most) logits = s->forward(s, t + t0, min_int(n - t0, most));
-    return logits;
-}
-
-// One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
+// One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one. It goes through the
+// model in one pass, or under --chunk N in passes of N tokens. At the end of each a method that drops rows does
+// so, as at a turn's end, so that no head ever holds more than its budget and N rows.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
     ids_must_have_rows(s->c, ids, n);
@@ -1701,7 +1682,9 @@ const float *prefill(Session *s, const int *ids, int n) {
     view_all(s);
     EACH_HOOK(s, p, enter) n = p->m->enter(s, p->ms, t, n, cap);
 
-    const float *logits = passes(s, t, n);
+    const float *logits = NULL;
+    int most = s->chunk ? s->chunk : n;
+    for (int t0 = 0; t0 < n; t0 += most) logits = s->forward(s, t + t0, min_int(n - t0, most));
     free(t);
     s->coming = NULL;
     s->turn++;
@@ -2199,34 +2182,21 @@ static void join_heads(float *out, const float *score, int n, size_t stride, int
     }
 }
 
-// Link 3. out[j] = max of x[t] over |t-j| <= width/2; out, x (n). Neighbours are neighbours in the
-// list of rows a head holds, whatever their positions in the text (D11). The width may exceed n.
-static void pool_max(float *out, const float *x, int n, int width) {
-    for (int j = 0; j < n; j++) {
-        int first = max_int(j - width / 2, 0);
-        int last = j + min_int(width / 2, n - 1 - j);
-        float top = x[first];
-        for (int t = first + 1; t <= last; t++) top = fmaxf(top, x[t]);
-        out[j] = top;
-    }
-}
-
-// The same by the mean over |t-j| <= width/2, where a neighbour outside [0,n) counts as a zero. This is
-// what the authors of SnapKV compute, and kvpress.
-static void pool_mean(float *out, const float *x, int n, int width) {
-    for (int j = 0; j < n; j++) {
-        int first = max_int(j - width / 2, 0);
-        int last = j + min_int(width / 2, n - 1 - j);
-        float sum = 0;
-        for (int t = first; t <= last; t++) sum += x[t];
-        out[j] = sum / (float)width;
-    }
-}
-
-// Link 3, as --pool says.
+// Link 3. out[j] = max of score[t] over |t-j| <= width/2; out, score (n). Neighbours are neighbours in the
+// list of rows a head holds, whatever their positions in the text (D11). The width may exceed n. With --pool
+// avg it is their mean, in which a neighbour outside [0,n) counts as a zero: so the authors of SnapKV compute,
+// and kvpress.
 static void pool(const Snap *x, float *out, const float *score, int n) {
-    if (x->mean) pool_mean(out, score, n, x->kernel);
-    else pool_max(out, score, n, x->kernel);
+    for (int j = 0; j < n; j++) {
+        int first = max_int(j - x->kernel / 2, 0);
+        int last = j + min_int(x->kernel / 2, n - 1 - j);
+        float top = score[first], sum = 0;
+        for (int t = first; t <= last; t++) {
+            top = fmaxf(top, score[t]);
+            sum += score[t];
+        }
+        out[j] = x->mean ? sum / (float)x->kernel : top;
+    }
 }
 
 // Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
@@ -2360,36 +2330,17 @@ const Method snapkv_method = {
 //   base    = B - w
 //   cnt_g   = candidates of head g among the G base best of the layer
 //   cap_g   = rint(0.8 cnt_g + floor(0.2 base)), at most the candidates there are
-// So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv). KVCache-Factory weighs every score by
-// the share of its head's scores that a plain budget keeps; --adakv-share does:
-//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
+// So it is in the authors' program (FFY0/AdaKV, adaptive_snapkv).
 // **Differs from the paper:** heads are KV heads; a layer drops rows iff its candidates
 // exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
 // row).
-// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max),
-// --adakv-share.
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max).
 
-// share_g of a head's candidates x (n). Because the heads of a layer compete for rows, two devices must
-// get the same shares. So the sums are of fixed-point numbers, whose order does not matter. idx (n) is room.
-static double adakv_share(const float *x, int n, int base, int *idx) {
-    int64_t best = 0, sum = 0;
-    int k = top_k(x, n, base, idx);
-    for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
-    for (int r = 0; r < n; r++) sum += fixed_mass(x[r]);
-    return sum > 0 ? (double)best / (double)sum : 0;
-}
-
-// What the candidates compete by, head after head: score (G,N), n (G) -> (sum of n), where score lies;
-// with `share`, score * share_g.
-static float *adakv_pooled(Session *s, const float *score, int N, const int *n, int base, int share) {
-    if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n, base, share);
+// The scores of all candidates of a layer, head after head: score (G,N), n (G) -> (sum of n), where score lies.
+static float *adakv_pooled(Session *s, const float *score, int N, const int *n) {
+    if (KV_DEV(s)) return adakv_pooled_cuda(s, score, N, n);
     float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
-    int *idx = scratch(s, (size_t)N * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        const float *x = score + (size_t)g * N;
-        double share_g = share ? adakv_share(x, n[g], base, idx) : 1;
-        for (int r = 0; r < n[g]; r++) *to++ = (float)(x[r] * share_g);
-    }
+    for (int g = 0; g < s->c->G; to += n[g++]) memcpy(to, score + (size_t)g * N, n[g] * sizeof(float));
     return all;
 }
 
@@ -2400,7 +2351,7 @@ static void adakv_caps(Session *s, int l, const float *score, const int *n, int 
     for (int g = 0; g < G; g++) total += cap[g] = n[g];
     if (total <= want) return;
     int *idx = scratch(s, (size_t)want * sizeof(int));
-    float *all = adakv_pooled(s, score, N, n, base, opt_int(s->opt, "adakv-share"));
+    float *all = adakv_pooled(s, score, N, n);
     top_k_rows(s, all, 1, 0, &total, &want, idx, want, &found);
 
     // idx ascends: head g's winners follow those of head g-1, and its candidates end at `end`.
@@ -2419,11 +2370,6 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     snap_commit(s, ms, l, q, T, "adakv", adakv_caps);
 }
 
-static const Opt adakv_opts[] = {
-    { "adakv-share", 'b', "0", "heads compete by score times the share a plain budget keeps, as KVCache-Factory" },
-    { NULL, 0, NULL, NULL },
-};
-
 const Method adakv_method = {
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
@@ -2432,7 +2378,6 @@ const Method adakv_method = {
     .limits  = "B must exceed --obs-window",
     .budget  = 1024,
     .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .opts    = adakv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Snap),
@@ -2454,20 +2399,15 @@ const Method adakv_method = {
 // counts the window into them, so its rows are others.
 // Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --pool (max).
 
-// The cap of layer l of L, for N tokens seen and a window of w.
-static int pyramid_cap(int l, int L, int N, int base, int w) {
-    int lo = base / 20, hi = 2 * base - lo;
-    if (L == 1 || N < 2 * base) return base;
-    if (hi >= N - w) {
-        hi = N - w;
-        lo = 2 * base - hi;
-    }
-    return hi - l * ((hi - lo) / (L - 1));
-}
-
 // cap_g: that of the layer.
 static void pyramidkv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
-    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, base, budget_now(s) - base);
+    int L = s->c->L, most = s->n_tok - (budget_now(s) - base);              // N - w
+    int lo = base / 20, hi = 2 * base - lo, plain = L == 1 || s->n_tok < 2 * base;
+    if (hi >= most) {
+        hi = most;
+        lo = 2 * base - hi;
+    }
+    for (int g = 0; g < s->c->G; g++) cap[g] = plain ? base : hi - l * ((hi - lo) / (L - 1));
 }
 
 static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
@@ -2746,13 +2686,6 @@ static void expected_scores(Session *s, const Expected *x, int l, const int *sin
     }
 }
 
-// The number of rows of a head that hold the first `sink` tokens of the dialogue.
-static int sink_rows(const KVHead *h, int sink) {
-    int n = 0;
-    while (n < h->len && h->src[n] < sink) n++;
-    return n;
-}
-
 // The end of a prefill: every KV head of layer l keeps its sinks and the candidates with the best
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
@@ -2762,11 +2695,14 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l);
     int *keep = scratch(s, (size_t)(N + 1) * sizeof(int));
-    int *sink = scratch(s, (size_t)G * sizeof(int));
+    int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
     float *p = scratch(s, (size_t)s->c->H * N * sizeof(float));
     float *score = scratch(s, (size_t)N * sizeof(float));
     float *sq = scratch(s, (size_t)G * N * sizeof(float));
-    for (int g = 0; g < G; g++) sink[g] = sink_rows(kv_head(s, l, g), x->sink);
+    for (int g = 0; g < G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
+    }
     expected_scores(s, x, l, sink, p, sq, N);
     for (int g = 0; g < G; g++) {
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
@@ -3012,12 +2948,6 @@ static int bit_list(const uint64_t *b, int n, int *list) {
     return count;
 }
 
-// Takes every line out of a.
-static void lines_clear(Lines *a) {
-    memset(a->v, 0, bit_bytes(a->n));
-    memset(a->s, 0, bit_bytes(a->n));
-}
-
 // Lines (H) for the query heads of layer l, without a line yet, in scratch. n is the number of rows
 // held now, the T rows of this pass included.
 static Lines *lines_new(Session *s, int l, int T) {
@@ -3025,10 +2955,9 @@ static Lines *lines_new(Session *s, int l, int T) {
     Lines *a = scratch(s, (size_t)H * sizeof *a);
     for (int h = 0; h < H; h++) {
         int n = kv_head(s, l, h / R)->len;
-        uint64_t *v = scratch(s, bit_bytes(n));
-        uint64_t *o = scratch(s, bit_bytes(n));
-        a[h] = (Lines){ .n = n, .p0 = n - T, .v = v, .s = o };
-        lines_clear(&a[h]);
+        a[h] = (Lines){ .n = n, .p0 = n - T, .v = scratch(s, bit_bytes(n)), .s = scratch(s, bit_bytes(n)) };
+        memset(a[h].v, 0, bit_bytes(n));
+        memset(a[h].s, 0, bit_bytes(n));
     }
     return a;
 }
@@ -4017,18 +3946,6 @@ static int tally_done(const Tally *t, double alpha) {
     return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1];     // Eq. 1
 }
 
-// The share of the attention of all samples that is recovered.
-static double tally_share(const Tally *t) {
-    double all = t->tot[0] + t->tot[1];
-    return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1;
-}
-
-// Chooses the lines that are always taken: the first columns and the last offsets.
-static void keep_lines(const LoopRule *u, Lines *a) {
-    for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
-    for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
-}
-
 // The sum of x[0..31], by a tree of additions. Destroys x.
 static double sum_lanes32(double *x) {
     for (int h = 16; h; h >>= 1)
@@ -4084,7 +4001,8 @@ static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *
 static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
     int failed = 0;
     double all = cells_all(a);
-    keep_lines(u, a);
+    for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);      // lines that are always taken
+    for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
     double cells = cells_of(a, a->v) + cells_of(a, a->s);
     Tally t = residuals(p, u, w->g);
     int n_heap = line_heap(p, w->g, w->item);
@@ -4097,7 +4015,8 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
         failed = cells > u->max_cells * all;
     }
 
-    *f = (LoopFound){ tally_share(&t), cells / all };
+    double tot = t.tot[0] + t.tot[1];
+    *f = (LoopFound){ tot > 0 ? (t.rec[0] + t.rec[1]) / tot : 1, cells / all };
     return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
 }
 
@@ -4304,14 +4223,6 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
     return score;
 }
 
-// The number of candidates of a KV head: its rows older than this answer.
-static int candidate_rows(const Session *s, const LoopServe *x, int l, int g) {
-    const KVHead *hd = kv_head(s, l, g);
-    int n = hd->len;
-    while (n > 0 && hd->src[n - 1] >= x->prompt_end) n--;
-    return n;
-}
-
 // Chooses the rows that layer l reads from now on: for every KV head the B candidates with the
 // largest score, and every row behind the candidates. A head with at most B candidates reads every
 // row.
@@ -4324,7 +4235,8 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     int *idx = scratch(s, (size_t)G * most * sizeof(int));
     int *end = scratch(s, (size_t)3 * G * sizeof(int)), *want = end + G, *found = want + G;
     for (int g = 0; g < G; g++) {
-        end[g] = candidate_rows(s, x, l, g);
+        const KVHead *hd = kv_head(s, l, g);
+        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= x->prompt_end; ) end[g]--;
         want[g] = end[g] > x->budget ? x->budget : 0;
         x->chosen |= want[g] > 0;
     }
@@ -7157,12 +7069,6 @@ static int rows_at_once(const Session *s, int ctx, int evicts) {
     return evicts && s->chunk ? min_int(rows_kept(s, ctx, 1) + s->chunk, ctx) : ctx;
 }
 
-// Bytes that a part's index, bounds or adapter take when ctx tokens are held.
-static size_t part_bytes(const Session *s, const Part *p, int ctx) {
-    if (p->m->plan) return p->m->plan(s, p->ms, ctx);
-    return p->m->bytes ? p->m->bytes(s, p->ms) : 0;
-}
-
 // One line more of the plan; nothing for 0 bytes. -> bytes
 size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host) {
     if (!bytes) return 0;
@@ -7280,8 +7186,10 @@ MemoryPlan memory_plan(const Session *s) {
     plan_rows(&p, s, evicts);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
+        const void *ms = s->part[i].ms;
+        size_t bytes = m->plan ? m->plan(s, ms, ctx) : m->bytes ? m->bytes(s, ms) : 0;
         sparse |= m->attend && m->role & ROLE_PREFILL;
-        p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
+        p.parts += plan_line(&p, m->name, bytes, 0);
     }
     plan_pass(&p, s, evicts, turn_hooks(s), sparse);
     plan_host(&p, s, evicts);

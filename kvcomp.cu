@@ -4139,65 +4139,12 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int o
     return one;
 }
 
-// ---- AdaKV: what the heads of a layer compete by for its budget (adakv_pooled of kvcomp.c)
-// all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of head
-// g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
-// (G,per): those. Sums are of fixed_mass, 64-bit integers, so their order does not matter and both
-// devices get the same shares.
-// Block: one KV head, TOP_THREADS threads. Thread: every 512th candidate. Shared: two partial sums
-// a warp. Bound by latency: G blocks of one read of their scores.
-static __global__ void __launch_bounds__(TOP_THREADS, 1)
-shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
-    __shared__ int64_t part[2][TOP_WARPS];
-    int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int n = rows[g].n, k = min_int(rows[g].k, n), from = 0;
-    const float *x = score + (size_t)g * N;
-    int64_t sum = 0, best = 0;
-    for (int i = 0; i < g; i++) from += rows[i].n;
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS) sum += fixed_mass(x[i]);
-    for (int i = threadIdx.x; i < k; i += TOP_THREADS)
-        best += fixed_mass(x[idx[(size_t)g * per + i]]);
-
-    sum = lanes_sum<32>(sum);
-    best = lanes_sum<32>(best);
-    if (!lane) {
-        part[0][warp] = sum;
-        part[1][warp] = best;
-    }
-    __syncthreads();
-    sum = best = 0;
-    for (int w = 0; w < TOP_WARPS; w++) {
-        sum += part[0][w];
-        best += part[1][w];
-    }
-
-    double share_g = sum > 0 ? (double)best / (double)sum : 0;
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS) all[from + i] = (float)(x[i] * share_g);
-}
-
-// score (G,N) on the device, n (G) on the host -> what all heads compete by, one after the other (sum of
-// n), on the device: the scores themselves, or with `share` those times the share of their head. base: how
-// many of a head's scores count as its best.
-float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share) {
-    int G = s->c->G, per = max_int(base, 1);
-    size_t mark = scratch_mark(s);
-    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
-    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * per + G);
-    float *all = room<float>(s, ROOM_TOP, (size_t)G * N), *to = all;
-    for (int g = 0; g < G; g++) {
-        rows[g] = { n[g], base };
-        if (!share) device_copy(to, score + (size_t)g * N, n[g] * sizeof(float));
-        to += n[g];
-    }
-    if (!share) {
-        scratch_reset(s, mark);
-        return all;
-    }
-    top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
-    // The rows lie where top_k_device has put them.
-    const TopRow *dev = (const TopRow *)s->dev->room[ROOM_LIST].p;
-    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per);
-    scratch_reset(s, mark);
+// ---- AdaKV: what the heads of a layer compete by for its budget
+// score (G,N) on the device, n (G) on the host -> the scores of all candidates, head after head (sum of n), on
+// the device.
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n) {
+    float *all = room<float>(s, ROOM_TOP, (size_t)s->c->G * N), *to = all;
+    for (int g = 0; g < s->c->G; to += n[g++]) device_copy(to, score + (size_t)g * N, n[g] * sizeof(float));
     return all;
 }
 

@@ -307,14 +307,6 @@ KV_HD static inline int kv_visible(int rule, int window, const Token *a, int i, 
 }
 
 // ------------------------------------------------------------------------ numbers both compilers share
-// 2^40 x as an integer: sums of these do not depend on their order. x is a share of attention, so a
-// number that does not fit, or a NaN, comes from damaged weights: it counts as 0, and the logits will
-// tell (checked).
-KV_HD static inline int64_t fixed_mass(float x) {
-    int fits = x > -8388608.0f && x < 8388608.0f;
-    return fits ? (int64_t)rint((double)x * 1099511627776.0) : 0;
-}
-
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
 
 // Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a
@@ -721,7 +713,7 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
                      int *count);
 
 // score (G,N), n (G) -> (sum of n)
-float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n, int base, int share);
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n);
 
 // sum (H,D), outer (H,D,D) += of q (n,H,D), which are the pass's from t0 on, at positions >= sink
 void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink);

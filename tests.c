@@ -195,7 +195,7 @@ typedef struct {
     int kind, B, w, width, sink;
     double ratio;
     double **seen;
-    int mean, share;            // --pool avg, --adakv-share
+    int mean;                   // --pool avg
     double epsilon;             // --ea-epsilon
 } BaseTwin;
 
@@ -289,12 +289,8 @@ static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B
         int *owner = xcalloc(total + 1, sizeof *owner);
         int *idx = xcalloc(total + 1, sizeof *idx), at = 0, cnt[16] = { 0 };
         for (int g = 0; g < G; g++) {
-            double best = 0, sum = 0;
-            int k = twin_pick(x[g], len[g], B - w, idx);
-            for (int i = 0; i < k; i++) best += x[g][idx[i]];
-            for (int j = 0; j < len[g]; j++) sum += x[g][j];
             for (int j = 0; j < len[g]; j++) {
-                all[at] = x[g][j] * (b->share ? best / sum : 1);
+                all[at] = x[g][j];
                 owner[at++] = g;
             }
         }
@@ -456,7 +452,6 @@ static const struct {
       { BT_SNAP, 20, 1, 1, 0, -1, NULL } },
     { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
       { BT_SNAP, 24, 8, 5, 0, -1, NULL, .mean = 1 } },
-    { "adakv", "budget=24 obs-window=8 adakv-share", { BT_ADA, 24, 8, 7, 0, -1, NULL, .share = 1 } },
     { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL, .mean = 1 } },
     { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL, .epsilon = .02 } },
     { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, .6, NULL } },
@@ -507,15 +502,15 @@ TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, sam
     for (int L = 1; L < 3; L++) base_agree(L, 6, 3, 51, &small);
 }
 
-TEST(baselines_links, "by hand: join_heads, pool_max, keep_best") {
+TEST(baselines_links, "by hand: join_heads, pool, keep_best") {
     float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
     join_heads(out, a[0], 5, 5, 2);
     CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
     float x[6] = { 1, 0, 0, 5, 0, 2 }, one[6] = { 1, 1, 0, 1, 1, 1 };
-    pool_max(out, x, 6, 3);
+    pool(&(Snap){ .kernel = 3 }, out, x, 6);
     CHECK(out[0] == 1 && out[1] == 1 && out[2] == 5 && out[3] == 5 && out[4] == 5 && out[5] == 2,
           "pool of 3");
-    pool_max(out, x, 6, 2000000001);
+    pool(&(Snap){ .kernel = 2000000001 }, out, x, 6);
     CHECK(out[0] == 5 && out[5] == 5, "a kernel wider than the rows");
     // 0, 1, 3 are equal: the lower two; then 4, 5.
     int keep[64], k = keep_best(keep, one, 4, 2, 6);
@@ -4939,11 +4934,9 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         cuda_drop(dx);
         dx = cuda_put(x, S * N * sizeof *x);
         float *b = xmalloc(total * sizeof *b);
-        for (int share = 0; share < 2; share++) {
-            float *a = adakv_pooled(c, x, N, heads, 30, share);
-            cuda_get(b, adakv_pooled(s, dx, N, heads, 30, share), total * sizeof *b);
-            CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by, share %d", share);
-        }
+        float *a = adakv_pooled(c, x, N, heads);
+        cuda_get(b, adakv_pooled(s, dx, N, heads), total * sizeof *b);
+        CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by");
         cuda_drop(dx);
         free(x);
         free(idx);

@@ -214,6 +214,7 @@ static const Retired retired[] = {
     { "bench-suite",              "run --bench once a method" },
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
+    { "adakv-share",              "heads compete by their scores, as in the authors' program" },
     { "dililazy-eps",             "a layer's least share is .01, as in the paper" },
     { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
     { "dililazy-gqa",             "every query head has rows of its own" },
