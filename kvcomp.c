@@ -1107,8 +1107,8 @@ static void tile_begin(Tile *t, int m, int D) {
 }
 
 // Passes 2 and 3 for a tile whose scores are in t->sc (m,n): folds it into the running softmax of
-// its m queries. v (n,D); v.x NULL: only max and sum are wanted.
-static void tile_fold_of(Tile *t, int m, int n, int D, TileRows v) {
+// its m queries. v (n,D).
+static void tile_fold(Tile *t, int m, int n, int D, TileRows v) {
     // Pass 2: exponentials and their sum. What was gathered under a smaller maximum is scaled first.
     for (int i = 0; i < m; i++) {
         float *p = t->sc + (size_t)i * n, *acc = t->acc + (size_t)i * D;
@@ -1127,12 +1127,7 @@ static void tile_fold_of(Tile *t, int m, int n, int D, TileRows v) {
     }
 
     // Pass 3: the weighted sum.
-    if (v.x) mix_of(t->acc, t->sc, v.x, v.dtype, m, n, D, 1, v.next);
-}
-
-// The same with f32 values v (n,D), or NULL.
-static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
-    tile_fold_of(t, m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
+    mix_of(t->acc, t->sc, v.x, v.dtype, m, n, D, 1, v.next);
 }
 
 // Can a row up to r_last lie inside the sliding window of token first_tok, or of a later one? If not,
@@ -1172,47 +1167,100 @@ static void chunks_join(const float *part, size_t stride, int chunks, int D, flo
     for (int d = 0; d < D; d++) out[d] /= *sum;
 }
 
-// ---- attention mass: how much attention every row has drawn, for methods that want KV_MASS (H2O)
-// Max and sum of the m queries over all their rows are known, and t->sc (m,n) holds the scores of a
-// tile. mass (n) = sum over the queries of exp(score - max) / sum: the attention each row draws.
-static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *mass) {
-    float unused = 0;
-    memset(mass, 0, (size_t)n * sizeof(float));
-    for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n;
-        exp_shift(p, max[i], n, &unused);
-        for (int j = 0; j < n; j++) mass[j] += p[j] / sum[i];
+// ---- chunks of a view: what attention reads, in a prefill and in decode
+// A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
+// side are read where they are: the processor sees the pattern, and the kernel asks for what lies
+// beyond. Others are brought together in a tile, and meanwhile what is read next is asked for: the next
+// tile by the kernel (Ahead), and rows of a list, which lie anywhere, one by one.
+
+// The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
+// computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
+// packed ones.
+static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
+    n = min_int(n, KV_TILE);
+    if (n <= 0) return (Ahead){0};
+    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
+    return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
+}
+
+// Asks for the keys (OF_K) or values (OF_V) of n listed rows that are not packed.
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    for (int i = 0; i < n; i++) {
+        size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw_row(s, h, v, rows[i]), bytes }, bytes);
     }
 }
 
-// Adds to hd->mass the attention that the tile's m queries pay to rows 0 .. n_rows-1, whose keys are
-// read once more.
-static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {
-    float mass[KV_TILE];
-    for (int r = 0; r < n_rows; r += KV_TILE) {
-        int n = min_int(KV_TILE, n_rows - r);
-        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-        tile_mass(t, m, n, t->max, t->sum, mass);
-        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
+// The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
+// The rows this thread reads end at place `end` of the view. many 1: many queries read them, and so they become
+// f32 first, but for keys of q8_0, which have their own product (D89).
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a, int v, int many,
+                          int end, float *buf) {
+    const Format *f = format_of(s, v);
+    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1), next = a->r0 + a->n;
+    TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
+    if (many && !(v == OF_K && t.dtype == ROWS_Q8)) t.dtype = DT_F32;
+    int in_place = t.dtype != DT_F32 || f->unpack == f32_unpack;
+    if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
+    if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
+    if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
+    else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
+    if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
+    return t;
+}
+
+// The running softmax of the tile's m queries over places p0 .. p1-1 of the view w -> part (m,D+2). many 1: many
+// queries read the rows.
+static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *w, Tile *t, int m, int many,
+                         int p0, int p1, float *part) {
+    int D = s->c->D;
+    tile_begin(t, m, D);
+    for (int p = p0; p < p1; p += KV_TILE) {
+        ViewTile a = view_tile(w, p, min_int(KV_TILE, p1 - p), t->rows);
+        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), t->tok[0])) continue;
+
+        // Pass 1: scores.
+        TileRows k = tile_read(s, hd, w, &a, OF_K, many, p1, t->k);
+        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
+
+        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys: two tiles, and the
+        // rows they come from, would not fit into the first-level cache.
+        TileRows v = tile_read(s, hd, w, &a, OF_V, many, p1, t->k);
+        tile_fold(t, m, a.n, D, v);
+    }
+    chunk_put(part, t, m, D);
+}
+
+// Gathers the queries of n tokens, from the t0-th of q on, and of R heads from h0 on: query i*R+r of the tile
+// is head h0+r of the i-th token, which is token tok0+i. -> how many queries.
+static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0, int h0, int R) {
+    size_t D = s->c->D, H = s->c->H;
+    for (int i = 0; i < n; i++) {
+        memcpy(t->q + i * R * D, q + ((t0 + i) * H + h0) * D, R * D * sizeof(float));
+        for (int r = 0; r < R; r++) t->tok[i * R + r] = tok0 + i;
+    }
+    if (t->q8) q8_queries(t->q8, t->q, n * R, (int)D);
+    return n * R;
+}
+
+// Adds to hd->mass, for methods that want KV_MASS (H2O), the attention that the tile's m queries pay to the first
+// n_rows rows of the view w, whose keys are read once more: the sum over the queries of exp(score - max) / sum.
+static void add_mass(const Session *s, int l, KVHead *hd, const View *w, Tile *t, int m, int n_rows) {
+    float unused = 0;
+    for (int p = 0; p < n_rows; p += KV_TILE) {
+        float mass[KV_TILE] = { 0 };
+        ViewTile a = view_tile(w, p, min_int(KV_TILE, n_rows - p), t->rows);
+        if (!tile_scores(s, l, hd, t, m, a.rows, a.r0, a.n)) continue;
+        for (int i = 0; i < m; i++) {
+            float *x = t->sc + (size_t)i * a.n;
+            exp_shift(x, t->max[i], a.n, &unused);
+            for (int j = 0; j < a.n; j++) mass[j] += x[j] / t->sum[i];
+        }
+        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
     }
 }
 
 // ---- prefill: every row held that the mask lets a query see
-// Gathers the queries of n tokens, from the t0-th of q on, and of the R heads of group g: query
-// i*R+r of the tile is head r of the i-th token, which is token tok0+i. -> how many queries.
-static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0,
-                          int g) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = 0;
-    for (int i = 0; i < n; i++)
-        for (int r = 0; r < R; r++, m++) {
-            const float *from = q + ((size_t)(t0 + i) * H + g * R + r) * D;
-            memcpy(t->q + (size_t)m * D, from, (size_t)D * sizeof(float));
-            t->tok[m] = tok0 + i;
-        }
-    if (t->q8) q8_queries(t->q8, t->q, m, D);
-    return m;
-}
-
 // No token of tok0 .. last_tok sees a row from the returned one on. Only Nexus tokens see rows that
 // come after them (Eq. 5 of SONIC).
 static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_tok) {
@@ -1224,24 +1272,6 @@ static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_t
     return n;
 }
 
-// The running softmax of the tile's m queries over rows r0 .. r1-1.
-static void prefill_chunk(Session *s, int l, const KVHead *hd, Tile *t, int m, int r0, int r1) {
-    int D = s->c->D;
-    tile_begin(t, m, D);
-    for (int r = r0; r < r1; r += KV_TILE) {
-        int n = min_int(KV_TILE, r1 - r);
-        if (!tile_in_window(s, l, hd, r + n - 1, t->tok[0])) continue;
-
-        // Pass 1: scores.
-        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-
-        // Passes 2 and 3: softmax and weighted sum. The values are loaded over the keys: two tiles,
-        // and the rows they come from, would not fit into the first-level cache.
-        kv_load_v(s, hd, NULL, r, n, t->k);
-        tile_fold(t, m, n, D, t->k);
-    }
-}
-
 // Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; that one
 // is token tok0. part: room for all chunks of a tile.
 static void prefill_block(Session *s, int l, int g, float *out, const float *q, int i0, int n,
@@ -1249,18 +1279,17 @@ static void prefill_block(Session *s, int l, int g, float *out, const float *q, 
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
     size_t stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
     KVHead *hd = kv_head(s, l, g);
-    int m = gather_queries(s, t, q, i0, n, tok0, g);
+    const View all = { 0 };                 // every row
+    int m = gather_queries(s, t, q, i0, n, tok0, g * R, R);
     int n_rows = last_visible(s, hd, tok0, tok0 + n - 1), chunks = 0;
 
-    for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++) {
-        prefill_chunk(s, l, hd, t, m, r, min_int(r + KV_CHUNK, n_rows));
-        chunk_put(part + chunks * chunk, t, m, D);
-    }
+    for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++)
+        attend_chunk(s, l, hd, &all, t, m, 1, r, min_int(r + KV_CHUNK, n_rows), part + chunks * chunk);
     for (int i = 0; i < m; i++) {
         float *o = out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D;
         chunks_join(part + i * stride, chunk, chunks, D, o, &t->max[i], &t->sum[i]);
     }
-    if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
+    if (hd->mass) add_mass(s, l, hd, &all, t, m, n_rows);
 }
 
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the mask lets
@@ -1296,45 +1325,6 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 }
 
 // ---- decode: one query a head, through the views
-// A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
-// side are read where they are: the processor sees the pattern, and the kernel asks for what lies
-// beyond. Others are brought together in a tile, and meanwhile what is read next is asked for: the next
-// tile by the kernel (Ahead), and rows of a list, which lie anywhere, one by one.
-
-// The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
-// computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
-// packed ones.
-static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
-    n = min_int(n, KV_TILE);
-    if (n <= 0) return (Ahead){0};
-    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
-    return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
-}
-
-// Asks for the keys (OF_K) or values (OF_V) of n listed rows that are not packed.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    for (int i = 0; i < n; i++) {
-        size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw_row(s, h, v, rows[i]), bytes }, bytes);
-    }
-}
-
-// The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
-// The rows this thread reads end at place `end` of the view.
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a, int v, int end,
-                          float *buf) {
-    const Format *f = format_of(s, v);
-    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1), next = a->r0 + a->n;
-    TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
-    int in_place = t.dtype != DT_F32 || f->unpack == f32_unpack;
-    if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
-    if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
-    if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
-    else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
-    if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
-    return t;
-}
-
 // Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
 typedef struct {
     int g, h0, m, n;
@@ -1350,53 +1340,6 @@ static int decode_groups(Session *s, int l, DecodeGroup *out) {
         out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
     }
     return n;
-}
-
-// The queries of a group go into the tile. q (H,D).
-static void decode_queries(const Session *s, const DecodeGroup *d, const float *q, Tile *t) {
-    size_t D = s->c->D;
-    memcpy(t->q, q + d->h0 * D, d->m * D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    if (t->q8) q8_queries(t->q8, t->q, d->m, (int)D);
-}
-
-// The running softmax of a group over places p0 .. p1-1 of its view -> part (m,D+2). q (H,D).
-static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q,
-                         Tile *t, float *part) {
-    int D = s->c->D, m = d->m;
-    const KVHead *hd = kv_head(s, l, d->g);
-    const View w = *kv_view(s, l, d->h0);
-    decode_queries(s, d, q, t);
-    tile_begin(t, m, D);
-    for (int p = p0; p < p1; p += KV_TILE) {
-        ViewTile a = view_tile(&w, p, min_int(KV_TILE, p1 - p), t->rows);
-        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
-
-        // Pass 1: scores.
-        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
-        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
-
-        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
-        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
-        tile_fold_of(t, m, a.n, D, v);
-    }
-    chunk_put(part, t, m, D);
-}
-
-// Adds to the mass of a group's KV head the attention its rows draw; their keys are read once more.
-// max, sum (H).
-static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t,
-                        const float *max, const float *sum) {
-    KVHead *hd = kv_head(s, l, d->g);
-    const View w = *kv_view(s, l, d->h0);
-    float mass[KV_TILE];
-    decode_queries(s, d, q, t);
-    for (int p = 0; p < d->n; p += KV_TILE) {
-        ViewTile a = view_tile(&w, p, min_int(KV_TILE, d->n - p), t->rows);
-        if (!tile_scores(s, l, hd, t, d->m, a.rows, a.r0, a.n)) continue;
-        tile_mass(t, d->m, a.n, max + d->h0, sum + d->h0, mass);
-        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
-    }
 }
 
 // Attention of the one token of a decode step, through the views. out, q (H,D). An item is one
@@ -1421,28 +1364,31 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     first[n_groups] = items;
 
     float *part = scratch(s, (size_t)items * chunk * sizeof(float));
-    float *max = scratch(s, (size_t)H * sizeof(float));
-    float *sum = scratch(s, (size_t)H * sizeof(float));
     Tile *tiles = tiles_new(s);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)H * kv_longest(s, l) * D))
     for (int item = 0; item < items; item++) {
         int i = 0;
         while (first[i + 1] <= item) i++;
-        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, group[i].n);
-        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + item * chunk);
+        const DecodeGroup *d = &group[i];
+        Tile *t = &tiles[thread_id()];
+        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
+        int m = gather_queries(s, t, q, 0, 1, s->base, d->h0, d->m);
+        attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, m, 0, p0, p1, part + item * chunk);
     }
 
     for (int i = 0; i < n_groups; i++) {
-        const KVHead *hd = kv_head(s, l, group[i].g);
+        const DecodeGroup *d = &group[i];
+        KVHead *hd = kv_head(s, l, d->g);
         const float *from = part + first[i] * chunk;
         int chunks = first[i + 1] - first[i];
-        for (int j = 0; j < group[i].m; j++) {
-            int h = group[i].h0 + j;
-            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)h * D, &max[h], &sum[h]);
-        }
+        for (int j = 0; j < d->m; j++)
+            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)(d->h0 + j) * D, &tiles->max[j],
+                        &tiles->sum[j]);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
-        s->clk.bytes_attended += (double)group[i].n * bytes_a_row;
-        if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
+        s->clk.bytes_attended += (double)d->n * bytes_a_row;
+        if (!hd->mass) continue;
+        gather_queries(s, tiles, q, 0, 1, s->base, d->h0, d->m);
+        add_mass(s, l, hd, kv_view(s, l, d->h0), tiles, d->m, d->n);
     }
     scratch_reset(s, mark);
 }
@@ -3066,7 +3012,7 @@ static void block_attend(RowBlock *b, const LinePlan *p) {
         }
         attn_scores(t->sc, t->q, k, b->m, n, D, 1 / sqrtf((float)D));
         for (int i = 0; i < b->m; i++) row_mask(b, p, i, c, n);
-        tile_fold(t, b->m, n, D, v);
+        tile_fold(t, b->m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
     }
 }
 
