@@ -6459,13 +6459,11 @@ static const Json *scores_find(const Json *j, const char *which) {
 // The place layer * H + head of a key "layer-head"; -1: not a head of a model with L layers and H
 // heads.
 static int scores_index(const char *key, int L, int H) {
-    char *end;
-    if (!isdigit((unsigned char)key[0]) || strlen(key) > 16) return -1;
-    long l = strtol(key, &end, 10);
-    if (*end != '-' || !isdigit((unsigned char)end[1])) return -1;
-    long h = strtol(end + 1, &end, 10);
-    if (*end || l >= L || h >= H) return -1;
-    return (int)(l * H + h);
+    char layer[9], head[9];
+    int n = 0;
+    if (sscanf(key, "%8[0-9]-%8[0-9]%n", layer, head, &n) != 2 || key[n]) return -1;
+    int l = atoi(layer), h = atoi(head);
+    return l < L && h < H ? l * H + h : -1;
 }
 
 // A number, or the mean of a list of numbers of at least 0; -1: neither.
@@ -6482,34 +6480,20 @@ static double scores_value(const Json *v) {
 
 // Fills x (L,H), which is all -1, from the map j. Returns 0, or -1 with the reason in err.
 static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
-    if (j->type != JSON_OBJECT) {
-        snprintf(err, 512, "expected an object with keys \"layer-head\"");
-        return -1;
-    }
+    if (j->type != JSON_OBJECT) return fault(err, "expected an object with keys \"layer-head\"");
     for (int i = 0; i < j->n; i++) {
         int at = scores_index(j->key[i], L, H);
         double v = scores_value(&j->item[i]);
-        if (at < 0) {
-            snprintf(err, 512, "key \"%.40s\": expected \"layer-head\" of a model "
-                               "with %d layers and %d heads", j->key[i], L, H);
-            return -1;
-        }
-        if (x[at] >= 0) {
-            snprintf(err, 512, "head %d-%d stands there twice", at / H, at % H);
-            return -1;
-        }
-        if (!(v >= 0)) {
-            snprintf(err, 512, "head %d-%d: expected a number of at least 0, or a list of them", at / H,
-                     at % H);
-            return -1;
-        }
+        if (at < 0)
+            return fault(err, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads",
+                         j->key[i], L, H);
+        if (x[at] >= 0) return fault(err, "head %d-%d stands there twice", at / H, at % H);
+        if (!(v >= 0))
+            return fault(err, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H);
         x[at] = v;
     }
-    for (int i = 0; i < L * H; i++) {
-        if (x[i] >= 0) continue;
-        snprintf(err, 512, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H);
-        return -1;
-    }
+    for (int i = 0; i < L * H; i++)
+        if (x[i] < 0) return fault(err, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H);
     return 0;
 }
 
@@ -6520,7 +6504,7 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     size_t size;
     char *text = read_bounded(path, MOST_CONFIG, &size, why);
     if (!text) {
-        snprintf(err, 512, "%.400s", why);
+        fault(err, "%.400s", why);
         return NULL;
     }
     Json *j = json_parse(text, size, why);
@@ -6528,13 +6512,11 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     for (int i = 0; i < L * H; i++) x[i] = -1;
     const Json *map = j ? scores_find(j, which) : NULL;
     int bad = !j;
-    if (map && map == j && json_get(j, "format")) {     // a file of ours, without that map
-        snprintf(why, sizeof why, "holds no scores \"%s\"; --calibrate makes them", which);
-        bad = 1;
-    }
+    if (j && map == j && json_get(j, "format"))         // a file of ours, without that map
+        bad = fault(why, "holds no scores \"%s\"; --calibrate makes them", which);
     if (!bad) bad = scores_fill(map, L, H, x, why);
     if (bad) {
-        snprintf(err, 512, "%.200s: %.250s", path, why);
+        fault(err, "%.200s: %.250s", path, why);
         free(x);
     }
     json_free(j);
