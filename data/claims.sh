@@ -199,9 +199,9 @@ lines() {
         "10 % of the vertical and slash lines hold 90 % of the attention"
     run gcc ${CC:-cc} -std=c11 -O2 -march=native -fopenmp -w -Ibuild -o "$T/lines_bin" data/lines.c -lm
     by "\$ lines -q -t 1${MODEL:+ -m $MODEL} ${LINES_ITEMS:+--eval-items $LINES_ITEMS }--eval $(of 512 1 needle)" \
-        "--eval-file $FACTS"
+        "-f $FACTS"
     OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 ${MODEL:+-m "$MODEL"} ${LINES_ITEMS:+--eval-items "$LINES_ITEMS"} \
-        --eval "$(of 512 1 needle)" --eval-file "$FACTS" >"$T/lines"
+        --eval "$(of 512 1 needle)" -f "$FACTS" >"$T/lines"
     here "5 / 10 / 20 / 30 % of the lines hold" \
         "$(line 0.05 attention_on_them) / $(line 0.10 attention_on_them) /" \
         "$(line 0.20 attention_on_them) / $(line 0.30 attention_on_them);" \
@@ -291,7 +291,7 @@ loopserve() {
 
     row "LoopServe, Table 1, answers long enough for the default" \
         "progressive selection loses less than one selection at the prompt's end"
-    run long $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 \
+    run long $K --eval kld -f $FACTS --eval-length 1024 --eval-items 4 \
         --budgets 32,64,128,256 --compare full,snapkv,loopserve-d --obs-window 16 --csv
     for b in 32 64 128 256; do
         here "B $b: KL to full and top-1:" \
@@ -312,7 +312,7 @@ loopserve() {
 
     row "LoopServe, Fig. 5 c" "best for alpha between .99 and 1, worse below .98"
     for a in 0.8 0.9 0.955 0.98 0.99 0.995; do
-        run alpha$a $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 \
+        run alpha$a $K --eval kld -f $FACTS --eval-length 1024 --eval-items 4 \
             --loopserve-min-context 0 --loopserve-max-cells 1 --loopserve-alpha $a --method loopserve-p --csv
         here "alpha $a: KL to full $(get alpha$a loopserve-p - kld_mean %.6f)," \
             "top-1 $(get alpha$a loopserve-p - top1), perplexity $(get alpha$a loopserve-p - ppl)"
@@ -337,7 +337,7 @@ loopserve() {
 
     row "LoopServe, A.8.1, Fig. 8" "n_d of 16 or 32 balances best; very large n_d loses"
     for n in 1 4 8 16 32 64; do
-        run nd$n $K --eval kld --eval-file $FACTS --eval-length 1024 --eval-items 4 --budgets 64 \
+        run nd$n $K --eval kld -f $FACTS --eval-length 1024 --eval-items 4 --budgets 64 \
             --method loopserve-d --loopserve-interval $n --csv
         here "n_d $n: KL $(get nd$n loopserve-d 64 kld_mean %.4f), top-1 $(get nd$n loopserve-d 64 top1)"
     done
