@@ -8,18 +8,10 @@
 #   run, demo       a chat; a scripted dialogue through five methods
 #   compare         every method over the same texts, as a table;  compare-real: on SmolLM2, long texts
 #   smollm2         fetches a real chat model into models/smollm2-135m
-#   web, web-test   the program as one page for a browser, and its checks
+#   web             the program as one page for a browser
 #   test            every check that this machine can make;  test-says: what it takes and leaves out
-# and, in test/tests.mk,
-#   mutants         faults planted in a copy: do the tests see them? WHICH= names some
-#   asan, race      the tests under sanitizers;  fuzz: strange files, with clang, FUZZ_SECONDS each
-#   cuda-check      what the compiler made of each kernel;  traffic: what a decode step moves
-#   gpu-test, gpu-bench     on a machine with a GPU
-#   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
+# More goals are those of test/tests.mk, which says what they do.
 
-ifeq ($(origin CC),default)
-CC := gcc
-endif
 CFLAGS ?= -O3
 WARN    = -std=c11 -Wall -Wextra -Werror -Wno-missing-field-initializers
 CXX_OK := $(shell command -v g++ 2>/dev/null)
@@ -35,20 +27,16 @@ OPENMP   = $(or $(call links,-fopenmp,omp.h,return 0),-Wno-unknown-pragmas)
 READLINE = $(call links,-lreadline,readline/readline.h,rl_callback_sigcleanup())
 
 # As many files compile side by side as there are cores; a make that this one calls shares them.
-ifeq ($(MAKELEVEL),0)
-MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
-endif
+MAKEFLAGS += $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc 2>/dev/null || echo 2))
 
 all: kvcomp
-.PHONY: all deps cuda dev single run demo compare compare-real smollm2 web install-web web-test clean force
+.PHONY: all deps cuda dev single run demo compare compare-real smollm2 web clean force
 
 # ---- what is needed
-# stb_ds.h is the one library. CPATH may name the folder that holds stb/, and Homebrew keeps it where clang does
-# not look. Its macros give warnings unless it is taken as a system's header.
-STB_IN := $(CPATH) $(patsubst %/stb/stb_ds.h,%,$(wildcard $(shell brew --prefix 2>/dev/null)/include/stb/stb_ds.h))
-ifneq ($(strip $(STB_IN)),)
-empty :=
-export C_INCLUDE_PATH := $(subst $(empty) $(empty),:,$(strip $(STB_IN) $(C_INCLUDE_PATH)))
+# stb_ds.h is the one library. CPATH may name the folder that holds stb/; its macros give warnings unless that is
+# taken for one of the system's.
+ifdef CPATH
+export C_INCLUDE_PATH := $(CPATH)
 unexport CPATH
 endif
 
@@ -56,7 +44,7 @@ deps:
 	@echo '#include <stb/stb_ds.h>' | $(CC) -E -x c - >/dev/null 2>&1 \
 	|| $(SHELL) data/install.sh gcc libc6-dev libstb-dev libreadline-dev \
 	|| { echo "kvcomp needs a C compiler and stb_ds.h. Debian, Ubuntu: gcc libc6-dev libstb-dev (libreadline-dev);" \
-	          "Fedora: gcc stb_ds-devel; Arch: gcc stb; Homebrew: stb; else: CPATH=DIR make, with DIR/stb/stb_ds.h"; exit 1; }
+	          "Fedora: gcc stb_ds-devel; Arch: gcc stb; else: CPATH=DIR make, with DIR/stb/stb_ds.h (Homebrew has it)"; exit 1; }
 
 # ---- the program
 # The parts in the order of their floors: each calls only those before it. An object lies in build/FLAVOUR/
@@ -180,17 +168,14 @@ smollm2:
 
 # The program in a browser. What is missing (emscripten) is installed first, and said so.
 web: kvcomp.html
-install-web:
-	@$(SHELL) data/web.sh install
-
 WEB_MODEL = models/kvcomp-tiny
 kvcomp.html: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch] $(WEB_MODEL)/*) data/unicode.h data/web.sh build/page_html.h \
-             | deps install-web
+             | deps
 	CC="$(CC)" WEB_MODEL=$(WEB_MODEL) sh data/web.sh build $(PARTS:=.c)
 
 include test/tests.mk
 
 clean:
-	rm -rf build/web build/mutants build/cpu build/cuda build/dev build/test build/asan build/race
-	rm -f build/*.o *.o kvcomp kvcomp_dev kvcomp_single.c kvcomp.html kvcomp_web.js kvcomp_web.wasm
+	rm -rf $(filter-out build/real,$(wildcard build/*))
+	rm -f *.o kvcomp kvcomp_dev kvcomp_single.c kvcomp.html kvcomp_web.js kvcomp_web.wasm
 	rm -f $(TESTS) $(TESTS:=_asan) tests_hard tests_race tests_gpu fuzz_targets fuzz_ignored

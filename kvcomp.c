@@ -934,6 +934,12 @@ int budget_now(const Session *s) {
     return s->budget;
 }
 
+// How many first rows a method always keeps or reads: --sink, and where that is not given `own`, the method's own.
+int sinks(const Session *s, int own) {
+    int n = opt_int(s->opt, "sink");
+    return n < 0 ? own : n;
+}
+
 // 0: hooks skip this layer, because it has a sliding window and other layers of the model have
 // none. In a model with windowed layers only, methods act on all of them (D6).
 int layer_acts(const Session *s, int l) {
@@ -1957,7 +1963,7 @@ static int window_open(Session *s, void *ms) {
 
 static int streaming_open(Session *s, void *ms) {
     Streaming *x = ms;
-    x->sink = opt_int(s->opt, "sink");
+    x->sink = sinks(s, 4);
     if (window_open(s, ms)) return -1;
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
@@ -2452,7 +2458,7 @@ typedef struct {
 // Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
-    x->sink = opt_int(s->opt, "sink");
+    x->sink = sinks(s, 4);
     x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
@@ -4270,7 +4276,7 @@ static int loopserve_p_open(Session *s, void *ms) {
     x->rule.alpha = opt_real(o, "loopserve-alpha");
     if (x->variant_a && !opt_given(o, "loopserve-alpha")) x->rule.alpha = .955;
     x->rule.max_cells = opt_real(o, "loopserve-max-cells");
-    x->rule.sink = opt_int(o, "sink");
+    x->rule.sink = sinks(s, 4);
     x->rule.local = opt_int(o, "loopserve-local");
     x->min_context = opt_int(o, "loopserve-min-context");
     x->m = opt_int(o, "loopserve-samples");
@@ -4417,7 +4423,7 @@ const Method loopserve_d_method = {
 //   - The paper says nothing about decoding, packing across rows, the formula of f, or rounding: the
 //     re-packs, the ratchet and all of these are ours (D24, D25, D27).
 //   - The first `sink` tokens lose b_min bits only, the last `window` tokens none (as the paper:
-//     --pats-sink=0 --pats-window=0).
+//     --sink=0 --pats-window=0).
 //   - Rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128 and for w >=
 //     9 at D = 64.
 //   - Rows are f16 whatever dtype the model computes in: cutting 8 bits of a bf16 would cut into
@@ -4818,7 +4824,7 @@ static int pats_open(Session *s, void *ms) {
     x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
     x->b_max = opt_int(o, "pats-bmax");
     x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
-    x->sink = opt_int(o, "pats-sink");
+    x->sink = sinks(s, 16);
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
     x->is_static = x->T_end > 0;
@@ -4871,9 +4877,9 @@ static void pats_trace(Session *s, void *ms, int l) {
 
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits; new: with --pats-tend only" },
-    { "pats-bmin",     'i', "2",   "bits every row outside the window loses", 0, 10 },
+    { "pats-bmin",     'i', "2",
+      "bits every row outside the window loses, and the first --sink tokens no more", 0, 10 },
     { "pats-bmax",     'i', "8",   "most bits a row loses, of 10 that an f16 has for it; 0: none, as full", 0, 10 },
-    { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only", 0, INT_MAX },
     { "pats-window",   'i', "128", "last tokens that stay raw", 0, INT_MAX },
     { "pats-tend",     'i', "0",
       "tokens of the whole dialogue, for the bits of its end; 0: more bits as it grows", 0, INT_MAX },
@@ -4889,6 +4895,7 @@ const Method pats_method = {
                "bits of f16 and are packed",
     .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new needs --pats-tend, "
                "without it middle drifts towards more cutting in long decodes",
+    .uses    = "--sink 16",
     .opts    = pats_opts,
     .role    = ROLE_STORE,
     .state   = sizeof(Pats),
@@ -5599,7 +5606,7 @@ static void trace_nodes(Session *s, int l, int g, const char *what, const char *
 }
 
 // Hook trace, after a pass that has changed the index: where every chunk ends (the token behind it;
-// the first one begins behind the --lychee-sink tokens), and the tree of every head of a layer.
+// the first one begins behind the --sink tokens), and the tree of every head of a layer.
 static void lychee_trace(Session *s, void *ms, int l) {
     const Lychee *x = ms;
     if (!x->changed) return;
@@ -5632,7 +5639,6 @@ static const Opt lychee_opts[] = {
     { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk", 1, 4096 },
     { "lychee-chunk-max", 'i', "16", "most tokens of a chunk", 1, 4096 },
     { "lychee-buffer", 'i', "128", "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
-    { "lychee-sink", 'i', "16", "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
     { "lychee-full-layers", 'i', "2", "first layers that read every row", 0, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
@@ -5646,12 +5652,12 @@ static int lychee_open(Session *s, void *ms) {
     x->min         = opt_int(o, "lychee-chunk-min");
     x->max         = opt_int(o, "lychee-chunk-max");
     x->buffer      = opt_int(o, "lychee-buffer");
-    x->sink        = opt_int(o, "lychee-sink");
+    x->sink        = sinks(s, 16);
     x->full_layers = opt_int(o, "lychee-full-layers");
     x->B           = s->budget;
     if (x->max < x->min) return refuse(s, "--lychee-chunk-min %d is more than --lychee-chunk-max %d", x->min, x->max);
     if (s->ratio < 0 && s->budget < x->sink)
-        return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
+        return refuse(s, "--budget %d is smaller than --sink %d", s->budget, x->sink);
     x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
     arrput(x->start, x->sink);
     return 0;
@@ -5694,6 +5700,7 @@ const Method lychee_method = {
     .limits  = "needs every row: not with methods that drop some. Goes with loopserve-p and "
                "pats. Chunks follow the text only where a tokenizer is known",
     .budget  = 1024,
+    .uses    = "--sink 16",
     .opts    = lychee_opts,
     .role    = ROLE_SELECT,
     .state   = sizeof(Lychee),
@@ -5762,7 +5769,7 @@ const Method lychee_method = {
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
 // run of rows, and kv_keep gathers the rows that stay.
 //
-// Options: --sonic-k, --sonic-weights, --sonic-untrained, --sonic-oneshot, --sink (4), and --ratio.
+// Options: --sonic-k, --sonic-weights, --sonic-oneshot, --sink (4), and --ratio.
 
 // A finished message m_i.
 typedef struct {
@@ -5963,7 +5970,7 @@ static double sonic_normal(uint64_t *state) {
     return sqrt(-2 * log(1 - u)) * cos(2 * M_PI * v);
 }
 
-// --sonic-untrained: fills x for trials without an adapter. The branch stays the base model itself.
+// --sonic-weights none: fills x for trials without an adapter. The branch stays the base model itself.
 // e_base is the mean of the embedding table; e_pos is noise as large as the table's entries, and
 // e_turn noise of 0.3 times that size.
 static void sonic_untrained(Session *s, Sonic *x) {
@@ -5996,7 +6003,7 @@ static void sonic_untrained(Session *s, Sonic *x) {
         for (int i = 0; i < C; i++) to[i] = (float)(sonic_normal(&state) * std * factor);
     }
     if (opt_int(s->opt, "quiet")) return;
-    warn("WARNING: --sonic-untrained: the Nexus tokens were never trained. "
+    warn("WARNING: --sonic-weights none: the Nexus tokens were never trained. "
          "What leaves the current turn is LOST to the model;");
     warn("WARNING: good for trials of memory and speed only.");
 }
@@ -6241,20 +6248,18 @@ static int sonic_numbers(Session *s, Sonic *x) {
     return 0;
 }
 
-// Finds the adapter (--sonic-weights, or nexus.safetensors in the model's folder) or makes the
-// untrained one, and sets up the branch, which is the base model's layers with the adapter's
+// Finds the adapter (--sonic-weights, or nexus.safetensors in the model's folder), or makes the
+// untrained one of --sonic-weights none, and sets up the branch, which is the base model's layers with the adapter's
 // matrices in place of its own. Returns 0, or -1 with s->err set.
 static int sonic_adapter(Session *s, Sonic *x) {
-    const Options *o = s->opt;
+    const char *given = opt_str(s->opt, "sonic-weights");
     char path[1100];
-    int untrained = opt_int(o, "sonic-untrained");
-    snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
-    if (*path && untrained)
-        return refuse(s, "sonic: --sonic-weights and --sonic-untrained exclude each other");
-    if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
-    if (!untrained && !opt_given(o, "sonic-weights") && !file_exists(path))
+    int untrained = !strcmp(given, "none");
+    if (*given) snprintf(path, sizeof path, "%s", given);
+    else snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
+    if (!*given && !file_exists(path))
         return refuse(s, "sonic: needs trained Nexus weights, and %.300s is not there: "
-                         "--sonic-weights=FILE, or --sonic-untrained for a trial", path);
+                         "--sonic-weights FILE, or --sonic-weights none for a trial", path);
 
     size_t bytes = (size_t)s->c->L * sizeof(Layer);
     x->alt = xmalloc(bytes);
@@ -6270,7 +6275,7 @@ static int sonic_adapter(Session *s, Sonic *x) {
 static int sonic_open(Session *s, void *ms) {
     Sonic *x = ms;
     x->oneshot = opt_int(s->opt, "sonic-oneshot");
-    x->sink = opt_int(s->opt, "sink");
+    x->sink = sinks(s, 4);
     s->budget = 0;                                      // K says what is kept
     if (sonic_adapter(s, x) || sonic_numbers(s, x)) return -1;
     s->ratio = -1;                              // it was a share of each message, not a budget
@@ -6329,8 +6334,9 @@ static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",
       "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16). "
       "--ratio says instead which share of each message goes", 0, 65536 },
-    { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
-    { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
+    { "sonic-weights",   'p', "",
+      "adapter file (default: nexus.safetensors in the model's folder); none: without trained weights, the base's own "
+      "and random embeddings" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { NULL, 0, NULL, NULL },
 };
@@ -6675,7 +6681,6 @@ static const Opt dililazy_opts[] = {
     { "calibrate",          'p', "", "measure the heads of the model and write their scores to this file" },
     { "calibrate-needles",  'p', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
-    { "calibrate-haystack", 'p', "", "text to hide them in, instead of ours" },
     { NULL, 0, NULL, NULL },
 };
 

@@ -480,6 +480,9 @@ int pos_fits(const Session *s, int n, int extra);
 // the budget at a prefill's end, which the decode steps behind it have too
 int budget_now(const Session *s);
 
+// the first rows that a method always keeps or reads: --sink, else its own number
+int sinks(const Session *s, int own);
+
 // ---- views
 // idx (n) ascending, all < tail
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail);

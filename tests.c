@@ -1432,7 +1432,7 @@ TEST(pats_ratchet,
         { "pats-bmax=10", 1024, 4096, 12, -1 },
         { "pats-bmax=10", 4096, 32768, 18, 51.20 },
         { "pats-bmax=10 pats-schedule=old", 4096, 32768, 18, 42.43 },
-        { "pats-bmax=10 pats-schedule=old pats-sink=0", 4096, 32768, 18, 42.45 },
+        { "pats-bmax=10 pats-schedule=old sink=0", 4096, 32768, 18, 42.45 },
     };
 
     for (int i = 0; i < 5; i++) {
@@ -1597,7 +1597,7 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     for (int i = 0; i < 20; i++) {
         char opt[256];
         snprintf(opt, sizeof opt,
-                 "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
+                 "pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
         pats_against_slow(opt, m, &p);
@@ -1612,7 +1612,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     for (int i = 0; i < 200; i++) {
         char text[128];
         snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-tend=%d",
+                 "ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d",
                  rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
@@ -2283,7 +2283,7 @@ static void check_tree(Session *s, const Lychee *x, int l, int g) {
 // The twin's settings out of the program's options.
 static TwinLychee twin_settings(const Options *o) {
     return (TwinLychee){ .B = opt_int(o, "budget"),
-                         .sink = opt_int(o, "lychee-sink"),
+                         .sink = opt_int(o, "sink") < 0 ? 16 : opt_int(o, "sink"),
                          .buffer = opt_int(o, "lychee-buffer"),
                          .min = opt_int(o, "lychee-chunk-min"),
                          .max = opt_int(o, "lychee-chunk-max"),
@@ -2360,7 +2360,7 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
           BASE_OPT "budget=64 lychee-kg=1" },
         { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 paper" },
         { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 },
-          "lychee-buffer=5 lychee-full-layers=1 budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
+          "lychee-buffer=5 lychee-full-layers=1 budget=40 sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
           "paper" },
         { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 budget=16" },
     };
@@ -2553,7 +2553,7 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     int ids[400], rc = 1;
     for (int i = 0; i < 400; i++) ids[i] = i * 7 % 29;
     for (long n = 1; rc; n++) {
-        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
+        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4");
         prefill(s, ids, 100);
         rc = lychee_out_of_memory(s, ids, n);
         CHECK(!rc || rc == EXIT_MEMORY, "allocation %ld: %d", n, rc);
@@ -3276,11 +3276,11 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
     tiny_free(m);
 }
 
-TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings are drawn once "
+TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddings are drawn once "
                       "and for all and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     Session *s[2];
-    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-untrained quiet");
+    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-weights=none quiet");
     const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
     CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
@@ -4707,7 +4707,7 @@ static void pair_columns(Pair *p, int l, int n) {
 
 void cuda_span(int n);
 
-#define PATS_ALL "pats-bmin=0 pats-window=9 pats-sink=3 "
+#define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
 
 // Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
 static const Shape attention_shapes[] = {
@@ -4747,7 +4747,7 @@ static const Shape attention_shapes[] = {
     { PASS, 6, 3, 40, 100, 0, 150, "f16", "f16", NULL, VIS_SEGMENT },
     { PASS, 2, 1, 160, 240, 0, 70, "f16", "f16" },       { PASS, 12, 1, 72, 240, 0, 20, "bf16", "bf16" },
     { PASS, 2, 2, 128, 1, 0, 129, "f16", "f16" },        { PASS, 3, 3, 16, 70, 0, 97, "bf16", "bf16" },
-    { PASS, 6, 3, 64, 100, 0, 70, "f16", "f16", "pats-window=9 pats-sink=3" },
+    { PASS, 6, 3, 64, 100, 0, 70, "f16", "f16", "pats-window=9 sink=3" },
     { PASS, 6, 3, 48, 100, 0, 70, "q8_0", "q8_0" },      { PASS, 6, 3, 128, 100, 0, 70, "bf16", "f16" },
     { PASS, 6, 3, 72, 100, 0, 70, "f16", "q8_0" },
     { PASS, 3, 1, 64, 70, 0, 256, "bf16", "f16" },       { PASS, 2, 1, 128, 70, 0, 259, "f16", "bf16" },
@@ -4823,10 +4823,10 @@ static void pair_pass(Pair *p, int n) {
 TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
                   "cutting, re-packing, dropping and truncating; attention reads them") {
     const char *text[] = {
-        "ctk=f16 ctv=f16 pats-window=9 pats-sink=3",
-        "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=9 sink=3",
+        "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
-        "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old "
+        "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old "
         "pats-tend=150 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
     };
@@ -5267,7 +5267,7 @@ TEST(cuda_table, "every method under every flag and choice of its own, and with 
     }
 }
 
-#define LYCHEE_SMALL "lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 "
+#define LYCHEE_SMALL "lychee-buffer=8 lychee-full-layers=0 sink=4 "
 #define LOOP_SHORT "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 "
 
 TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not have agree with the CPU: tensor cores, heads "
@@ -5302,11 +5302,11 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         { 2, 3, 3, 160, 40, "expected-attention", "budget=20 sink=2", 1e-3 },
         { 2, 2, 1, 256, 40, "streaming", "budget=20 streaming-rerotate", 1e-3 },
         // A value that rounds to its neighbour moves by a step of its width.
-        { 2, 3, 3, 160, 40, "pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3", 2e-3 },
+        { 2, 3, 3, 160, 40, "pats", "ctk=f16 ctv=f16 pats-window=8 sink=3", 2e-3 },
         // A pass through tensor cores: bf16 rows, q and probabilities rounded to bf16.
         { 2, 2, 1, 256, 280, "full", "ctk=bf16 ctv=bf16", 2.5e-2 },
-        { 2, 6, 3, 16, 53, "sonic", "sonic-untrained sonic-k=2 quiet", 1e-3 },
-        { 2, 6, 3, 16, 53, "sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", 1e-3 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 quiet", 1e-3 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 sonic-oneshot quiet", 1e-3 },
     };
     for (size_t i = 0; i < sizeof run / sizeof *run; i += variants_step()) {
         int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
@@ -5433,7 +5433,7 @@ static void lychee_pass(Pair *p, int n, const char *text) {
 // A LycheeCluster index that is built, grafted and built anew on both sides; both must be the same.
 static void lychee_pair(Tiny m, const char *method, const char *text) {
     char all[300];
-    snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 %s", text);
+    snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 sink=4 %s", text);
     Pair p = pair_open(m, method, all);
     lychee_pass(&p, 90, text);
     for (int i = 0; i < 12; i++) lychee_pass(&p, 7, text);  // grafts
@@ -5509,8 +5509,8 @@ TEST(cuda_trace,
         { "full", "", ".out" },
         { "snapkv", "budget=20 obs-window=4", ".snapkv.scores" },
         { "quest", "budget=16 quest-full-layers=0", ".quest.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", ".lychee.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0 lychee-kg=1",
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0", ".lychee.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0 lychee-kg=1",
           ".lychee.clusters" },
         { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2", ".loopserve.scores" },
         { "pats", "pats-window=8 ctk=f16 ctv=f16", ".pats.packed" },
@@ -5518,7 +5518,7 @@ TEST(cuda_trace,
         { "adakv", "budget=20 obs-window=4", ".adakv.budgets" },
         { "dililazy", "budget=20 obs-window=4 dililazy-scores=data/vectors/head_scores.json",
           ".dililazy.scores" },
-        { "sonic", "sonic-untrained sonic-k=4 quiet", ".sonic.nexus" },
+        { "sonic", "sonic-weights=none sonic-k=4 quiet", ".sonic.nexus" },
     };
 
     Script p = { 2, { 60, 7 }, { 5, 6 }, 4 };
@@ -5651,12 +5651,12 @@ TEST(cuda_steady,
     // 31, 49, 50 (just built), 65, 91.
     steady_agrees(m, "lychee",
                   "budget=40 lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=1 lychee-sink=4",
+                  "lychee-full-layers=1 sink=4",
                   51, 4, 2);
     // 31, 41 (built again), 65, 91.
     steady_agrees(m, "loopserve-p+lychee",
                   "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=0 lychee-sink=4 lychee-kg=2 ctk=f16 ctv=f16",
+                  "lychee-full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
                   52, 4, 0);
     // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
@@ -5926,7 +5926,7 @@ static const StepMethod step_methods[] = {
     { "expected 1024", "expected-attention", "budget=1024", "budget=40", 0, 0 },
     { "dililazy 128", "dililazy", "budget=128", "budget=40", 1, FIVE },
     { "quest 1024", "quest", "budget=1024", "budget=48", 1, GROWS },
-    { "lychee 1024", "lychee", "budget=1024", "budget=40 lychee-buffer=8 lychee-sink=4", 1, 0 },
+    { "lychee 1024", "lychee", "budget=1024", "budget=40 lychee-buffer=8 sink=4", 1, 0 },
     { "loopserve-d 1024", "loopserve-d", "budget=1024", "budget=40", 1, 0 },
     { "pats 8", "pats", "pats-bmax=8", "pats-bmax=8 pats-window=8", 1, 0 },
     { "pats 10", "pats", "pats-bmax=10", "pats-bmax=10 pats-window=8", 1, 0 }
@@ -6157,7 +6157,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
                            "ctx-size=300 budget=64",
                            "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
                            "ctx-size=300 budget=64",
-                           "ctx-size=300 budget=64 lychee-buffer=8 lychee-sink=4",
+                           "ctx-size=300 budget=64 lychee-buffer=8 sink=4",
                            "ctx-size=300 loopserve-min-context=0" };
     for (int i = 0; emu_set_memory && i < 8; i++) {
         Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
@@ -6233,9 +6233,9 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
     const char *text[] = { "budget=12",
                            "budget=12 obs-window=4",
                            "budget=12",
-                           "budget=16 lychee-buffer=4 lychee-sink=2",
+                           "budget=16 lychee-buffer=4 sink=2",
                            "pats-window=4 ctk=f16 ctv=f16",
-                           "sonic-untrained quiet sonic-k=2" };
+                           "sonic-weights=none quiet sonic-k=2" };
     for (int i = 0; emu_most_memory && i < 6; i++) {
         Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
         Session *s = cuda_session(m, method[i], text[i]);
@@ -6350,7 +6350,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
                 "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
-    const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
+    const char *small = "lychee-buffer=4 lychee-full-layers=0 sink=2 lychee-chunk-min=2 "
                         "lychee-chunk-max=4";
     int all = n_seeds() == 1 && variants_step() == 1;
     char text[300];
@@ -6401,7 +6401,7 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
 TEST(cuda_one_launch, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
                          "LoopServe's ring needs none") {
     const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
-    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 lychee-sink=4 "
+    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 sink=4 "
                          "lychee-kg=2";
     for (int L = 2; emu_count && L < 5; L += 2) {
         Tiny m = tiny_model(L, 4, 2, 64, 16, 24, 53, 31);
@@ -6531,7 +6531,7 @@ TEST(cuda_failures,
     const char *text[] = { "",
                            "budget=20 obs-window=4",
                            "budget=20 quest-full-layers=0",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4",
+                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
                            "pats-window=8 ctk=f16 ctv=f16",
                            "budget=16 loopserve-min-context=0 loopserve-first=2",
                            "budget=20" };
@@ -6579,7 +6579,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     const char *method[] = { "full", "pats", "lychee", "loopserve" };
     const char *text[] = { "",
                            "pats-window=8 ctk=f16 ctv=f16",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4",
+                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
                            "budget=16 loopserve-min-context=0 loopserve-first=2" };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
     int ids[200], ended[2] = { 0, 0 };

@@ -815,7 +815,7 @@ static int budget_exceeded(const Session *s) {
 static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     const Session *s = a->s;
     char held[32], full[32], rows[96], over[48] = "";
-    if (quiet || opt_int(a->o, "no-stats")) return;
+    if (quiet) return;
     rows_in_words(s, rows);
     if (budget_exceeded(s)) snprintf(over, sizeof over, " (over %d: this reply's)", budget_exceeded(s));
     human_bytes((double)kv_bytes(s), held);
@@ -1627,7 +1627,7 @@ static void tell_memory(const App *a, double weights, int synthetic) {
     if (!strcmp(opt_str(a->o, "device"), "cuda") || quiet || *opt_str(a->o, "ids") || opt_int(a->o, "inspect")) return;
     if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / each));
     if (over) warn("WARNING: %s%s", text, fits);
-    else if (opt_int(a->o, "verbose") || (weights >= 1e9 && isatty(2))) warn("%s", text);
+    else if (weights >= 1e9 && isatty(2)) warn("%s", text);
 }
 
 // Touches every page of a mapped tensor.
@@ -1759,55 +1759,42 @@ static double device_trial(const Options *like) {
     return e;
 }
 
-// Does the GPU pass the trial? why says how it went, and when it fails the user is told.
-static int trial_passes(const Options *like, char why[512]) {
+// Does the GPU fail the trial? Then why says how.
+static int trial_fails(const Options *like, char why[512]) {
     double e = device_trial(like);
-    int good = e >= 0 && e < trial_tolerance;
     if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
-    else if (good) snprintf(why, 512, "logits of a trial differ by %.1e of the largest", e);
-    else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
-    if (!good && !quiet) warn("-d auto keeps to the CPU: %s", why);
-    return good;
+    else if (e >= trial_tolerance) snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
+    return e < 0 || e >= trial_tolerance;
 }
 
-// Is there a GPU that answers, holds the memory plan of --method, and passes the trial? -d is cpu
-// while this is asked. A method that cannot be opened at all keeps to the CPU: the session that is
-// wanted then gives the reason.
-static int device_serves(const App *a, char why[512]) {
-    char err[512];
-    if (!device_there()) {
-        snprintf(why, 512, "no GPU answers");
-        return 0;
-    }
-    Session *s = session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err);
-    if (!s) {
-        snprintf(why, 512, "%.500s", err);
-        return 0;
-    }
+// Is there a GPU that answers, holds the memory plan of --method, and passes the trial? Where one answers and
+// does not serve, the user is told why. -d is cpu while this is asked. A method that cannot be opened at all
+// keeps to the CPU: the session that is wanted then gives the reason.
+static int device_serves(const App *a) {
+    char why[512];
+    Session *s = device_there() ? session_try(a->c, a->w, a->o, opt_str(a->o, "method"), why) : NULL;
+    if (!s) return 0;
     s->batch = batch_rows(a->o, "cuda");
-    int good = !device_bars(s, why) && trial_passes(a->o, why);
+    int bad = device_bars(s, why) || trial_fails(a->o, why);
     session_close(s);
-    return good;
+    if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
+    return !bad;
 }
 #else
 // Without CUDA no GPU can serve.
-static int device_serves(const App *a, char why[512]) {
+static int device_serves(const App *a) {
     (void)a;
-    snprintf(why, 512, "this kvcomp was built without CUDA");
     return 0;
 }
 #endif
 
-// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
+// Makes cuda or cpu of -d auto. The plan is that of --method; other methods
 // of a comparison ask again. Then says whether the device leaves --exact without effect.
 void choose_device(App *a) {
-    char err[512], why[512];
+    char err[512];
     if (!strcmp(opt_str(a->o, "device"), "auto")) {
         options_set(a->o, "device", "cpu", err);
-        snprintf(why, sizeof why, "--weights q8_0");
-        int good = !a->c->as_q8 && device_serves(a, why);
-        if (good) options_set(a->o, "device", "cuda", err);
-        if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
+        if (!a->c->as_q8 && device_serves(a)) options_set(a->o, "device", "cuda", err);
     }
     int cpu = !strcmp(opt_str(a->o, "device"), "cpu");
     if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");

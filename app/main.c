@@ -59,7 +59,7 @@ static const struct { const char *flag, *name; } short_options[] = {
     { "-m", "model" },      { "-d", "device" },     { "-t", "threads" },    { "-c", "ctx-size" },
     { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
     { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
-    { "-s", "seed" },       { "-v", "verbose" },    { "-q", "quiet" },      { "-r", "repeat" },
+    { "-s", "seed" },       { "-q", "quiet" },      { "-r", "repeat" },
 };
 enum { N_SHORT = sizeof short_options / sizeof *short_options };
 
@@ -133,7 +133,7 @@ static void help_head(void) {
 static void help(void) {
     static const char *const often[] = {
         "model", "device", "threads", "ctx-size", "prompt", "file", "system", "n-predict", "session", "demo",
-        "temp", "seed", "method", "budget", "ratio", "eval", "eval-file", "compare", "budgets", "report", "bench",
+        "temp", "seed", "method", "budget", "ratio", "eval", "compare", "budgets", "report", "bench",
         "batch", "json", "list-methods",
     };
     help_head();
@@ -313,7 +313,7 @@ static void parse_env(Options *o) {
 static void check_trace(const Options *o) {
     int replies = *opt_str(o, "ids") || opt_given(o, "prompt") || *opt_str(o, "file") || evaluates(o);
     if (*opt_str(o, "trace") && (!replies || opt_int(o, "bench")))
-        die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
+        die(EXIT_USAGE, "--trace goes with --ids, -p, -f or --eval");
     if (*opt_str(o, "trace") && *opt_str(o, "compare"))
         die(EXIT_USAGE, "--trace goes with one method, not with --compare");
     if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace"))
@@ -335,9 +335,9 @@ KV_PRINTF(2, 3) static void wrong_if(int wrong, const char *fmt, ...) {
 static void check_options(const Options *o) {
     char err[256];
     int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
-    int text = opt_given(o, "prompt") || *opt_str(o, "file"), report = *opt_str(o, "report") != 0;
+    int text = opt_given(o, "prompt") || (*opt_str(o, "file") && !*opt_str(o, "eval")), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
-    int merge = *opt_str(o, "eval-merge") != 0, named = *opt_str(o, "eval") || *opt_str(o, "eval-file");
+    int merge = *opt_str(o, "eval-merge") != 0;
     wrong_if(out_of_range(o, NULL, err), "%s", err);
     wrong_if(opt_int(o, "kernel") % 2 == 0, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"),
@@ -353,7 +353,7 @@ static void check_options(const Options *o) {
     wrong_if(shard_parse(opt_str(o, "eval-shard"), &first, &step),
              "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
     wrong_if(opt_int(o, "json-rows") && !opt_int(o, "json"), "--json-rows goes with --json");
-    wrong_if(*opt_str(o, "compare") && !named && text,
+    wrong_if(*opt_str(o, "compare") && !*opt_str(o, "eval") && text,
              "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare QUESTION asks "
              "several methods");
     wrong_if(report && (ids || text || bench), "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
@@ -378,7 +378,7 @@ static void print_memory_of(const Session *s, const char *method, const char *de
     fputc('\n', f);
 }
 
-// --inspect and -v: the bytes that a dialogue would take, on the CPU and, if this program was built
+// --inspect: the bytes that a dialogue would take, on the CPU and, if this program was built
 // for one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
 static void print_memory(const App *a, FILE *f) {
     char err[512], device[8];
@@ -398,17 +398,6 @@ static void print_memory(const App *a, FILE *f) {
         fprintf(f, "memory     not known: %s\n", err);
     }
     options_set(a->o, "device", device, err);
-}
-
-// -v: every effective value.
-static void print_values(const Options *o) {
-    for (int i = 0; i < (int)shlen(o->map); i++) {
-        const char *name = o->map[i].key;
-        const char *value = o->map[i].value;
-        fprintf(stderr, "  --%s=", name);
-        show(stderr, value, strlen(value));
-        fprintf(stderr, "%s\n", opt_given(o, name) ? "  (given)" : "");
-    }
 }
 
 // Prints ids on one line and frees them.
@@ -961,7 +950,7 @@ static char *prompt_text(const App *a) {
     size_t n;
     const char *file = opt_str(a->o, "file");
     if (opt_given(a->o, "prompt")) return copy_text(opt_str(a->o, "prompt"));
-    if (!*file) return NULL;
+    if (!*file || evaluates(a->o) || *opt_str(a->o, "calibrate")) return NULL;
     char *text = read_plain_text(strcmp(file, "-") ? file : "/dev/stdin", &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
     return text;
@@ -1028,7 +1017,6 @@ static int run_app(App *a, const char *text) {
     if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
     // Tokenizer and template before the weights: reading those may take minutes.
     open_config(a);
-    if (opt_int(o, "verbose")) print_values(o);
     if (opt_int(o, "plan")) return plan_run(a);
     if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
     open_weights(a);
@@ -1038,7 +1026,6 @@ static int run_app(App *a, const char *text) {
         print_memory(a, stdout);
         return 0;
     }
-    if (opt_int(o, "verbose")) print_memory(a, stderr);
     if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, a->tp, o);
     open_session(a);
     trace_open(a);

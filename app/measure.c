@@ -1494,15 +1494,15 @@ static int merge_rows(EvalFile *x, Score **rows) {
 
 // ---- the modes: dialogues
 
-// Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, with -v, a
-// line at every tenth of its parts.
-static void count_down(const Options *o, const char *parts, int done, int all, double t0) {
+// Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, when it
+// takes long, a line at every tenth of its parts.
+static void count_down(const char *parts, int done, int all, double t0) {
     int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
     if (quiet) return;
     if (terminal) {
         fprintf(stderr, "\r\x1b[K%d of %d %s, %d:%02d left", done, all, parts, seconds / 60, seconds % 60);
         if (done == all) fprintf(stderr, "\r\x1b[K");
-    } else if (opt_int(o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
+    } else if (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all) {
         fprintf(stderr, "%d of %d %s, %d:%02d left\n", done, all, parts, seconds / 60, seconds % 60);
     }
 }
@@ -1536,7 +1536,7 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
             score_add(&rows[r], one);
             score_free(one);
         }
-        count_down(a->o, "items", ++done, (n - first + step - 1) / step, t0);
+        count_down("items", ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
     open_close(&full);
@@ -1575,12 +1575,11 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
     if (opt_given(a->o, "eval-length"))
         die(EXIT_USAGE, "--eval-length goes with --eval ppl and kld; the texts of a task have the length that they "
                         "have (models/tiny_tasks.py makes others)");
-    if (!strcmp(what, "file")) read_items(e, a->tok, opt_str(a->o, "eval-file"), most);
-    for (const char *p = !strcmp(what, "all") ? all : strcmp(what, "file") ? what : ""; *p; p += n + (p[n] != 0)) {
+    for (const char *p = strcmp(what, "all") ? what : all; *p; p += n + (p[n] != 0)) {
         n = strcspn(p, ",");
         char *word = copy_bytes(p, n), *path = task_path(word);
         if (!path && !file_exists(word))
-            die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of files and of names in data/tasks (%s, ..); "
+            die(EXIT_USAGE, "--eval wants all, ppl, kld or a list of files and of names in data/tasks (%s, ..); "
                 "found '%s'", all, word);
         read_items(e, a->tok, path ? path : word, most);
         free(path);
@@ -1602,12 +1601,12 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     int V = a->c->V, window = length[0], half = window / 2;
     arrfree(length);
     char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    if (!text) die(EXIT_USAGE, "-f %s", err);
     int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
     free(text);
     ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
     if (!windows)
-        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-length)", path,
+        die(EXIT_USAGE, "-f %s: %d tokens, one window needs %d (--eval-length)", path,
             (int)arrlen(ids), window);
     windows = min_int(windows, opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : WINDOWS);
 
@@ -1709,9 +1708,8 @@ int eval_merge(App *a) {
 // --eval: reads the items, plays them through every row, prints the rows and, with --report,
 // has the page written. Returns 0.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
-    const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
-    if (!*what) what = *path ? "file" : "all";
-    int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
+    const char *path = opt_str(a->o, "file"), *what = *opt_str(a->o, "eval") ? opt_str(a->o, "eval") : "all";
+    int kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
     int saves = *opt_str(a->o, "eval-out") != 0;
     char err[256];
     EvalSet e = { 0 };
@@ -1722,8 +1720,8 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     double t0 = now();
 
     // The items
-    if ((ppl || file) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
-    if (!ppl && !file && *path && !quiet) warn("without effect with --eval %s: --eval-file", what);
+    if (ppl && !*path) die(EXIT_USAGE, "--eval %s wants -f FILE", what);
+    if (!ppl && *path && !quiet) warn("without effect with --eval %s: --file", what);
     if (ppl && (saves || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
@@ -1780,11 +1778,11 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     size_t size;
     if (!*path) path = beside_program(own_hay, own);
     char *text = read_file(path, &size, why);
-    if (!text) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
+    if (!text) die(EXIT_USAGE, "-f %s", why);
     int *ids = encode_at(t, text, size, 0, 1, NULL);
     free(text);
     if ((int)arrlen(ids) < n)
-        die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
+        die(EXIT_USAGE, "-f %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
     return ids;
 }
 
@@ -2148,7 +2146,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
                           const Plan *p, Calibration *r) {
     enum { FIRST = 24 };
     int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
-    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), p->length);
+    int *hay = hay_ids(t, opt_str(o, "file"), p->length);
     Session *s = session_open(c, w, o, "full");
     double t0 = now();
     observe(s, &head_probe);
@@ -2157,7 +2155,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
         accepted += calibrate_run(s, t, p, &run, hay, r);
         run.reasoning = has_reasoning(t, &run);
         if (run.reasoning) r->reasoned += calibrate_run(s, t, p, &run, hay, r);
-        count_down(o, "runs", i + 1, runs, t0);
+        count_down("runs", i + 1, runs, t0);
     }
     session_close(s);
     arrfree(hay);
@@ -2225,7 +2223,7 @@ int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Templ
     if (!accepted)
         die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the "
                       "expected words. Give it facts and a text that it can read: --calibrate-needles FILE (our "
-                      "facts are English sentences) and --calibrate-haystack FILE", p.length);
+                      "facts are English sentences) and -f FILE", p.length);
     int runs = (int)(arrlen(p.depth) * arrlen(p.needle));
     if (!quiet) tell("%d of %d runs accepted: %s", accepted, runs, opt_str(o, "calibrate"));
     plan_free(&p);
@@ -2485,7 +2483,7 @@ static void bench_method(const App *a, const int *prompt, const int *depth) {
     for (int i = 0; i < lines; i++) {
         BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
         print_take(&t, bench_fields(&b, a));
-        count_down(a->o, "lines", i + 1, lines, t0);
+        count_down("lines", i + 1, lines, t0);
     }
     print_end(&t);
     session_close(s);

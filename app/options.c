@@ -51,7 +51,8 @@ const Opt program_options[] = {
       "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
-    { "file",          'p', "",     "the same from a file; - is standard input" },
+    { "file",          'p', "",
+      "the same from a file; - is standard input; with --eval ppl or kld: the text; with --calibrate: the hay" },
     { "system",        's', "",     "system message" },
     { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
     { "raw",           'b', "0",    "no chat template: the text as it is" },
@@ -74,8 +75,9 @@ const Opt program_options[] = {
       "rows that a KV head keeps or reads, window included, 0: the method's default", 0, INT_MAX },
     { "ratio",         'f', "0",
       "share of the rows to remove at each prefill end, instead of --budget, 0: off", 0, 0.9999 },
-    { "sink",          'i', "4",
-      "first tokens always kept or read (streaming, expected-attention, loopserve, sonic)", 0, INT_MAX },
+    { "sink",          'i', "-1",
+      "first tokens always kept or read; -1: 4 (streaming, expected-attention, loopserve, sonic) or 16 (pats, lychee)",
+      -1, INT_MAX },
     { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
     { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
     { "pool",          'c', "max|avg", "what a neighbourhood of those scores becomes" },
@@ -94,17 +96,13 @@ const Opt program_options[] = {
     { "batch",         'p', "",
       "answer the json lines of a file or - with json lines; prompt, messages or ids a line; exit code "
       "1: one had an error" },
-    { "no-stats",      'b', "0",    "no summary line after each reply" },
-    { "verbose",       'b', "0",    "print every effective value at the start" },
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "no-history",    'b', "0",
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
     { "eval",          's', "",
-      "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of a text; "
+      "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of -f; "
       "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary" },
-    { "eval-file",     'p', "",
-      "the text of --eval ppl and kld; with --eval file, or alone: json lines of {\"messages\": [..]}" },
     { "eval-items",    'i', "0",
       "the first texts of each task or file, in all their versions, 0: all; ppl, kld: most windows of the text, 0: 8",
       0, 1 << 20 },
@@ -184,6 +182,9 @@ static const Retired retired[] = {
     { "compare-base",             "score_gap is measured from the first method of --compare" },
     { "eval-history",
       "replies before an answer that stands beside \"messages\" are given, others are the model's own" },
+    { "eval-file",                "--eval FILE plays dialogues, --eval kld -f FILE a text" },
+    { "no-stats",                 "-q" },
+    { "verbose",                  "--help METHOD has the defaults, --inspect what a dialogue takes" },
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
@@ -209,6 +210,7 @@ static const Retired retired[] = {
     { "calibrate-predict",        "an answer has 32 tokens at most" },
     { "calibrate-boundary",       "the needle is hidden between two sentences" },
     { "calibrate-prefix",         "the chat template is the frame; --raw is the authors' prompt" },
+    { "calibrate-haystack",       "-f" },
     { "calibrate-prompt",         "the chat template is the frame; --raw is the authors' prompt" },
     { "eval-prompts",             "LongBench is played by data/lm_eval_kvcomp.py" },
     { "bench-suite",              "run --bench once a method" },
@@ -219,6 +221,7 @@ static const Retired retired[] = {
     { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
     { "dililazy-gqa",             "every query head has rows of its own" },
     { "sonic-pos",                "positions are those that the adapter was trained with" },
+    { "sonic-untrained",          "--sonic-weights none" },
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "sonic-ratio",              "--ratio" },
@@ -230,6 +233,8 @@ static const Retired retired[] = {
     { "lychee-chunks-per-cluster", "a cluster has 2 chunks on average, as in the paper" },
     { "loopserve-sink",           "--sink" },
     { "sonic-sink",               "--sink" },
+    { "pats-sink",                "--sink" },
+    { "lychee-sink",              "--sink" },
     { "a-shape-init",             "--shape-init" },
     { "a-shape-local",            "--shape-local" },
     { "tri-shape-init",           "--shape-init" },
@@ -294,7 +299,7 @@ static const struct { int run; const char *flag; } run_flags[] = {
 // looks at them.
 static const struct { const char *name; int runs; } option_runs[] = {
     { "prompt",         RUN_PROMPT | RUN_TOKENS },
-    { "file",           RUN_PROMPT | RUN_TOKENS },
+    { "file",           RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE },
     { "system",         RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
     { "n-predict",      RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
     { "raw",            RUN_REPLIES | RUN_TOKENS },
@@ -325,9 +330,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
     { "json-rows",      RUN_TALKS | RUN_IDS },
     { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "no-stats",       RUN_TALKS },
     { "no-history",     RUN_CHAT },
-    { "eval-file",      RUN_EVAL },
     { "eval-items",     RUN_EVAL | RUN_REPORT },
     { "eval-length",    RUN_EVAL },
     { "eval-out",       RUN_EVAL },
@@ -449,5 +452,5 @@ void say_without_effect(const Options *o) {
 
 // Is the run an evaluation?
 int evaluates(const Options *o) {
-    return *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare");
+    return *opt_str(o, "eval") || *opt_str(o, "compare");
 }

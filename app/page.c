@@ -63,7 +63,7 @@ static const char *short_values[][2] = {
     { "loopserve-interval", "4" },
     { "loopserve-obs", "16" },
     { "pats-window", "32" },
-    { "pats-sink", "4" },
+    { "sink", "4" },
 };
 enum { SHORT_VALUES = sizeof short_values / sizeof *short_values };
 

@@ -202,7 +202,7 @@ static void observe_window(App *a, const EvalSet *e) {
 }
 
 // Fig. 4: blocks of the input and of the output against what the whole output attends to, and blocks of
-// the output against each other. The text is --eval-file; its first PROMPT tokens are the input.
+// the output against each other. The text is -f; its first PROMPT tokens are the input.
 static void observe_blocks(App *a, const char *path) {
     enum { BLOCKS = OUTPUT / BLOCK };
     char why[256], truth[MAX_TOKENS], guess[MAX_TOKENS], out[BLOCKS][MAX_TOKENS];
@@ -252,7 +252,7 @@ int main(int argc, char **argv) {
     read_items(&many, a.tok, opt_str(a.o, "eval"), opt_int(a.o, "eval-items") ? opt_int(a.o, "eval-items") : INT_MAX);
     observe_lines(&a, &few);
     observe_window(&a, &many);
-    if (*opt_str(a.o, "eval-file")) observe_blocks(&a, opt_str(a.o, "eval-file"));
+    if (*opt_str(a.o, "file")) observe_blocks(&a, opt_str(a.o, "file"));
     free(attention);
     return 0;
 }

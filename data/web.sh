@@ -2,7 +2,8 @@
 # The program as one page for a browser, which opens by double click:
 #
 #     sh data/web.sh install           installs emscripten where there is no emcc, and says so (Debian)
-#     sh data/web.sh build FILE.c..    kvcomp.html: data/page.html with the program, as WebAssembly, and the model inside
+#     sh data/web.sh build FILE.c..    the same, and kvcomp.html: data/page.html with the program, as WebAssembly, and
+#                                      the model inside
 #     sh data/web.sh test              the page beside ./kvcomp, in node and in headless Chromium; what is not installed
 #                                      is left out, and counted
 model=${WEB_MODEL:-models/kvcomp-tiny}
@@ -37,14 +38,16 @@ page() {
         ls -l kvcomp.html | awk '{ printf "kvcomp.html: %.1f MB, opens by double click\n", $5 / 1e6 }'
 }
 
+install() {
+    has_emcc || ${SHELL:-sh} data/install.sh emscripten node-acorn ||
+        { echo "make web needs Debian's emscripten and node-acorn (or any emcc on the PATH)"; exit 1; }
+}
+
 what=$1
 shift
 case $what in
-    install)
-        has_emcc || sh data/install.sh emscripten node-acorn ||
-            { echo "make web needs Debian's emscripten and node-acorn (or any emcc on the PATH)"; exit 1; }
-        ;;
-    build) program "$@" && page ;;
+    install) install ;;
+    build) install && program "$@" && page ;;
     test)
         if ! command -v emcc >/dev/null || ! command -v node >/dev/null; then
             echo "all 10 parts are left out: they need emscripten and node (make web installs them)"

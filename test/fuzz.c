@@ -314,7 +314,7 @@ static void target_ids(const char *data, size_t n) {
     arrfree(turns);
 }
 
-// ---- --eval-file
+// ---- the items of --eval FILE
 
 // Dialogues; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {

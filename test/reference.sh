@@ -141,8 +141,8 @@ adakv               all    --budget 48
 pyramidkv           all    --budget 60
 h2o                 all    --budget 48
 expected-attention  all    --budget 48
-a-shape             all    --shape-init 8 --shape-local 40
-tri-shape           all    --shape-init 8 --shape-local 40 --shape-last 12
+a-shape             all    --a-shape-init 8 --a-shape-local 40
+tri-shape           all    --tri-shape-init 8 --tri-shape-local 40 --tri-shape-last 12
 minference          all    --minference-verticals 30 --minference-slashes 60
 quest               all    --budget 48
 loopserve           all    --budget 48
@@ -319,11 +319,18 @@ split_trace() {
     rm -f "$1/raw"
 }
 
+# new_names OPTION..: what is called otherwise since, one a line: each shape and each method had its own.
+new_names() { printf '%s\n' "$@" | sed -E 's/^--(a|tri)-shape-/--shape-/; s/^--(pats|lychee)-sink/--sink/
+    s/^--sonic-untrained/--sonic-weights=none/'; }
+
 # play PROGRAM FOLDER VECTORS TURNS OPTION..: runs a case and leaves what it made in FOLDER.
 play() {
     local program=$1 folder=$2 vectors=$3 turns=$4 code=0
     shift 4
     mkdir -p "$folder"
+    # The options of a case are words without spaces.
+    # shellcheck disable=SC2046
+    case $program in "$SOURCE"/*) ;; *) set -- $(new_names "$@") ;; esac
     [ "$vectors" = best ] || export KVCOMP_SIMD=$vectors
     if [ "$turns" = chat ]; then
         set -- "$@" --temp 0 -q

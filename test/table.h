@@ -17,12 +17,12 @@
 // ---- a model with all that a method looks for in its folder, and options under which every method acts on 200 tokens
 // An option that no method has is passed over; `limits` shows that those which are left are small enough.
 static const char *const table_small[] = {
-    "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-untrained=1", "sonic-k=3",
+    "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-weights=none", "sonic-k=3",
     "shape-init=9", "shape-local=31", "shape-last=11",
     "minference-verticals=30", "minference-slashes=50", "quest-full-layers=1",
     "loopserve-min-context=0", "loopserve-samples=16", "loopserve-local=8", "loopserve-max-cells=.9",
     "loopserve-alpha=.8", "loopserve-first=2", "loopserve-interval=3", "pats-window=8", "pats-tend=240",
-    "lychee-buffer=8", "lychee-sink=4", "lychee-full-layers=1", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
+    "lychee-buffer=8", "sink=4", "lychee-full-layers=1", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
 };
 
 static const Script table_script = { 3, { 120, 1, 50 }, { 24, 3, 20 }, 41 };
@@ -73,9 +73,9 @@ static int stores(const char *spec) {
 static Session *table_open(Tiny m, const char *spec, int small, const char *more, char err[512]) {
     char words[512];
     Options *o = options_of_program();
-    for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "untrained")); i++)
+    for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "sonic-weights")); i++)
         table_set(o, table_small[i]);
-    if (!small) table_set(o, "sonic-untrained=1");
+    if (!small) table_set(o, "sonic-weights=none");
     if (!stores(spec)) {
         table_set(o, "ctk=f32");
         table_set(o, "ctv=f32");
@@ -94,7 +94,7 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
     f(model, m->name, "");
     for (const Opt *o = m->opts; o && o->name; o++) {
         const char *choice = o->kind == 'c' ? strchr(o->def, '|') : o->kind == 'b' ? "|1" : NULL;
-        if (!strcmp(o->name, "sonic-untrained") || !strncmp(o->name, "calibrate", 9)) continue;
+        if (!strcmp(o->name, "sonic-weights") || !strncmp(o->name, "calibrate", 9)) continue;
         for (; choice && *choice == '|'; choice += 1 + strcspn(choice + 1, "|")) {
             snprintf(more, sizeof more, "%s=%.*s", o->name, (int)strcspn(choice + 1, "|"), choice + 1);
             Session *s = table_open(model, m->name, 1, more, err);

@@ -1,4 +1,12 @@
-# test/tests.mk - how the tests are built and run; Makefile includes it, and names the goals.
+# test/tests.mk - how the tests are built and run; Makefile includes it.
+#
+#   test, test-says every check that this machine can make; what that takes and leaves out
+#   mutants         faults planted in a copy: do the tests see them? WHICH= names some
+#   asan, race      the tests under sanitizers;  fuzz: strange files, with clang, FUZZ_SECONDS each
+#   web-test        the page beside ./kvcomp, in node and in headless Chromium
+#   cuda-check      what the compiler made of each kernel;  traffic: what a decode step moves
+#   gpu-test, gpu-bench     on a machine with a GPU
+#   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
 .PHONY: test test-says mutants traffic asan race fuzz vectors ports-test web-test cuda-check gpu-test gpu-bench
 
 # ---- the test programs

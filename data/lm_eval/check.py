@@ -24,7 +24,7 @@ for method, budget in [("full", 0), ("snapkv", 80), ("h2o", 48)]:
     # kvcomp's own
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "out")
-        command = ["./kvcomp", "-q", "-t", "1", "--eval-file", ITEMS, "--compare", method,
+        command = ["./kvcomp", "-q", "-t", "1", "--eval", ITEMS, "--compare", method,
                    "--eval-out", out, "--json"]
         command += ["--budgets", str(budget)] if budget else []
         row = json.loads(subprocess.check_output(command))

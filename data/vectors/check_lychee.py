@@ -69,7 +69,7 @@ def read_chunks(score, parent, ends, sink, room):
 
 
 def main(t, check):
-    sink, buffer, most = (int(t.option("lychee-" + x)) for x in ("sink", "buffer", "chunk-max"))
+    sink, buffer, most = (int(t.option(x)) for x in ("sink", "lychee-buffer", "lychee-chunk-max"))
     per, iters = 2, 10              # chunks a cluster, iterations of k-means
     B = int(t.meta["budget"])
     check.turns()

@@ -44,7 +44,7 @@ def pack(rows, bits):
 
 
 def main(t, check):
-    b_min, b_max, sink, window = (int(t.option("pats-" + x)) for x in ("bmin", "bmax", "sink", "window"))
+    b_min, b_max, sink, window = (int(t.option(x)) for x in ("pats-bmin", "pats-bmax", "sink", "pats-window"))
     check.turns(tol=2e-3)                               # k is f16
     for l in t.layers:
         rows, lost, T_last, packed = Rows(t, l), np.zeros(0, int), 0, 0
