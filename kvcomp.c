@@ -3437,16 +3437,6 @@ static int quest_cap(int pages) {
     return pages + pages / 4 + 4;
 }
 
-// Makes room for so many pages in a head's list. The bounds may move, and a device was told where
-// they lie: Session.changes says that this is old.
-static void quest_room(Session *s, const Quest *x, PageList *a, int pages) {
-    size_t have = a->cap * bounds_bytes(s, x);
-    if (pages <= a->cap) return;
-    s->changes++;
-    a->cap = quest_cap(pages);
-    a->bound = near_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
-}
-
 // The bounds of one page of a head, at `to`. room (PAGE + 2,D) is room.
 static void page_bounds(const Session *s, const Quest *x, const KVHead *hd, int page, float *room,
                         char *to) {
@@ -3472,7 +3462,15 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     int G = s->c->G, D = s->c->D;
     size_t mark = scratch_mark(s), per = (size_t)(PAGE + 2) * D;
     if (l == s->c->L || l < x->full_layers) return;
-    for (int g = 0; g < G; g++) quest_room(s, x, &x->head[l * G + g], kv_head(s, l, g)->len / PAGE);
+    for (int g = 0; g < G; g++) {
+        PageList *a = &x->head[l * G + g];
+        int pages = kv_head(s, l, g)->len / PAGE;
+        size_t have = a->cap * bounds_bytes(s, x);
+        if (pages <= a->cap) continue;
+        s->changes++;                           // a device was told where the bounds lie, and they may move
+        a->cap = quest_cap(pages);
+        a->bound = near_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
+    }
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
     #pragma omp parallel for schedule(static) if (!s->decoding && !KV_DEV(s))
     for (int g = 0; g < G; g++) {
@@ -4233,29 +4231,26 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     if (loop_due(s, x)) loop_select(s, x, l);            // Algorithm 1, line 7
 }
 
-// The end of a prefill: fixes the candidates and the budget, and makes room for the views now, so
-// that decode allocates nothing.
-static void loop_prompt_done(Session *s, LoopServe *x) {
-    int H = s->c->H;
-    x->prompt_end = s->n_tok;
-    x->budget = budget_now(s);
-    x->chosen = 0;
-    if (!x->decodes) return;
-    for (int l = 0; l < s->c->L; l++)
-        for (int h = 0; h < H && layer_acts(s, l); h++)
-            view_room(s, l, h, x->budget < kv_head(s, l, h * s->c->G / H)->len ? x->budget : 0);
-}
-
-// Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
+// Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D). At its end
+// (l == L) the candidates and the budget are fixed, and there is room for the views, so that decode allocates
+// nothing.
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
     LoopServe *x = ms;
-    int n = min_int(T, x->obs);
-    size_t row = (size_t)s->c->H * s->c->D;
+    int H = s->c->H, L = s->c->L, n = min_int(T, x->obs);
     if (s->decoding) return;
-    if (l == s->c->L) loop_prompt_done(s, x);
-    if (l == s->c->L || !x->decodes) return;
+    if (l == L) {
+        x->prompt_end = s->n_tok;
+        x->budget = budget_now(s);
+        x->chosen = 0;
+    }
+    if (!x->decodes) return;
+    for (int i = 0; l == L && i < L * H; i++) {
+        int rows = kv_head(s, i / H, i % H * s->c->G / H)->len;
+        if (layer_acts(s, i / H)) view_room(s, i / H, i % H, x->budget < rows ? x->budget : 0);
+    }
+    if (l == L) return;
     x->ring_from = s->n_tok - n;
-    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
+    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (size_t)(T - n + i) * H * s->c->D);
 }
 
 // Method.forget: tokens from n_tok on are gone; the ring starts anew.
@@ -4726,20 +4721,16 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
     head_reserve(s, h, h->len - n);
 }
 
-// Room in B[t] for T tokens; new entries are 0.
-static void bits_room(Pats *x, int T) {
-    int cap = T + T / 4 + 1024;
-    if (T <= x->cap) return;
-    x->bits = xrealloc(x->bits, (size_t)cap);
-    memset(x->bits + x->cap, 0, (size_t)(cap - x->cap));
-    x->cap = cap;
-}
-
 // Decides after a pass whether it packs rows, and raises B[t]: when the T tokens seen are an eighth
 // more than at the last re-pack (D24). -> 1: rows are to be packed.
 static int pats_decide(Pats *x, int T) {
     int cut = T - x->window;
-    bits_room(x, T);
+    if (T > x->cap) {                           // room for them; new entries are 0
+        int cap = T + T / 4 + 1024;
+        x->bits = xrealloc(x->bits, (size_t)cap);
+        memset(x->bits + x->cap, 0, (size_t)(cap - x->cap));
+        x->cap = cap;
+    }
     if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
     x->T_last = T;
     for (int t = 0; t < cut; t++)
@@ -5293,11 +5284,6 @@ static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) 
     u->r[node] = fmaxf(u->r[node], above(away));                  // Sec. 4.1: r_u
 }
 
-// Numbers of room that tree_build needs for trees of K clusters and P units.
-static size_t build_room(const Session *s, const Lychee *x, int K, int P) {
-    return ((size_t)x->M + K + P + max_int(K, x->max)) * s->c->D;
-}
-
 // The tree of one KV head, from all M chunks: keys, clusters of chunks, units of clusters, and what
 // covers what.
 static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, float *room) {
@@ -5323,7 +5309,7 @@ static void lychee_build(Session *s, Lychee *x) {
     for (int i = 0; i < n; i++) {
         if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
     }
-    size_t mark = scratch_mark(s), per = build_room(s, x, K, P);
+    size_t mark = scratch_mark(s), per = ((size_t)x->M + K + P + max_int(K, x->max)) * D;
     float *room = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *room);
     #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s))
     for (int i = 0; i < n; i++) {
@@ -5763,7 +5749,7 @@ const Method lychee_method = {
 //   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
 //   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
-//   Sec. 4.3 -> sonic_K, sonic_numbers
+//   Sec. 4.3 -> sonic_K, sonic_open
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
 // host on both. A device has no kernel for SONIC alone: embed_cuda uploads what sonic_embed makes,
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
@@ -6230,24 +6216,6 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
 
 // ---- opening and closing
 
-// Settles K and the ratio: the options against what the adapter allows. Returns 0, or -1 with s->err
-// set.
-static int sonic_numbers(Session *s, Sonic *x) {
-    const Options *o = s->opt;
-    int K = opt_int(o, "sonic-k");
-
-    x->ratio = s->ratio;
-    if (K && x->ratio >= 0)
-        return refuse(s, "sonic: --sonic-k and --ratio are two ways to say the same, give one");
-    if (K > x->K_max)
-        return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K,
-                      x->K_max);
-    if (K) x->K = K;                                    // else the adapter's K_0: Sec. 4.3
-    if (x->K > x->K_max)
-        return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
-    return 0;
-}
-
 // Finds the adapter (--sonic-weights, or nexus.safetensors in the model's folder), or makes the
 // untrained one of --sonic-weights none, and sets up the branch, which is the base model's layers with the adapter's
 // matrices in place of its own. Returns 0, or -1 with s->err set.
@@ -6277,8 +6245,18 @@ static int sonic_open(Session *s, void *ms) {
     x->oneshot = opt_int(s->opt, "sonic-oneshot");
     x->sink = sinks(s, 4);
     s->budget = 0;                                      // K says what is kept
-    if (sonic_adapter(s, x) || sonic_numbers(s, x)) return -1;
+    if (sonic_adapter(s, x)) return -1;
+
+    // K and the ratio: the options against what the adapter allows
+    int K = opt_int(s->opt, "sonic-k");
+    x->ratio = s->ratio;
     s->ratio = -1;                              // it was a share of each message, not a budget
+    if (K && x->ratio >= 0)
+        return refuse(s, "sonic: --sonic-k and --ratio are two ways to say the same, give one");
+    if (K > x->K_max)
+        return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
+    if (K) x->K = K;                            // else the adapter's K_0: Sec. 4.3
+    if (x->K > x->K_max) return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
     s->pos_end = s->c->max_pos;
     int most = x->ratio >= 0 ? x->K_max : x->K;
     s->pos_extra = x->original ? 0 : 2 * most;  // two messages finish when a turn begins
