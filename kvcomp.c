@@ -3395,8 +3395,8 @@ const Method minference_method = {
 //   max_d -> page_bounds, page_bounds_kernel
 //   min_d -> page_bounds, page_bounds_kernel
 //   u(page) -> page_scores, page_select_kernel
-// Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
-// read everything).
+// Options: --budget (1024; at least 3 pages are read), --full-layers (2: the first layers read
+// everything).
 
 // ---- pages and their bounds
 typedef struct {
@@ -3405,7 +3405,7 @@ typedef struct {
 } PageList;
 
 typedef struct {
-    int full_layers;            // --quest-full-layers
+    int full_layers;            // --full-layers
     int dtype;                  // of the bounds: that of the rows, so that bounds are exact
     PageList *head;             // (L,G)
 } Quest;
@@ -3414,7 +3414,7 @@ typedef struct {
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
     const char *rows = s->fk->name;
-    x->full_layers = opt_int(s->opt, "quest-full-layers");
+    x->full_layers = opt_int(s->opt, "full-layers");
     x->dtype = !strcmp(rows, "f16") ? DT_F16 : !strcmp(rows, "bf16") ? DT_BF16 : DT_F32;
     x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
     return 0;
@@ -3593,11 +3593,6 @@ static void quest_trace(Session *s, void *ms, int l) {
 }
 
 // ---- the table entry
-static const Opt quest_opts[] = {
-    { "quest-full-layers", 'i', "2", "first layers that read every row", 0, 1 << 20 },
-    { NULL, 0, NULL, NULL },
-};
-
 const Method quest_method = {
     .name    = "quest",
     .paper   = "Quest, arXiv 2406.10774",
@@ -3606,7 +3601,7 @@ const Method quest_method = {
     .limits  = "needs every row: not with methods that drop some. Goes with loopserve-p and "
                "pats",
     .budget  = 1024,
-    .opts    = quest_opts,
+    .uses    = "--full-layers 2",
     .role    = ROLE_SELECT,
     .state   = sizeof(Quest),
     .open    = quest_open,
@@ -4335,7 +4330,7 @@ const Method loopserve_method = {
                "--loopserve-min-context rows and in short turns; the first --loopserve-first "
                "tokens of an answer read every row",
     .budget  = 1024,
-    .uses    = "--sink 4",
+    .uses    = "--sink 4, --paper",
     .opts    = loopserve_opts,
     .role    = ROLE_PREFILL | ROLE_SELECT,
     .state   = sizeof(LoopServe),
@@ -4356,7 +4351,7 @@ const Method loopserve_p_method = {
     .keeps   = "keeps every row; prefill reads chosen lines (saves reads only)",
     .limits  = "goes with any decode method by +, but h2o and sonic. Prefills each answer "
                "again at the next turn",
-    .uses    = "--sink 4",
+    .uses    = "--sink 4, --paper",
     .opts    = loopserve_p_opts,
     .role    = ROLE_PREFILL,
     .state   = sizeof(LoopServe),
@@ -5625,7 +5620,6 @@ static const Opt lychee_opts[] = {
     { "lychee-chunk-min", 'i', "8", "fewest tokens of a chunk", 1, 4096 },
     { "lychee-chunk-max", 'i', "16", "most tokens of a chunk", 1, 4096 },
     { "lychee-buffer", 'i', "128", "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
-    { "lychee-full-layers", 'i', "2", "first layers that read every row", 0, 1 << 20 },
     { NULL, 0, NULL, NULL },
 };
 
@@ -5639,7 +5633,7 @@ static int lychee_open(Session *s, void *ms) {
     x->max         = opt_int(o, "lychee-chunk-max");
     x->buffer      = opt_int(o, "lychee-buffer");
     x->sink        = sinks(s, 16);
-    x->full_layers = opt_int(o, "lychee-full-layers");
+    x->full_layers = opt_int(o, "full-layers");
     x->B           = s->budget;
     if (x->max < x->min) return refuse(s, "--lychee-chunk-min %d is more than --lychee-chunk-max %d", x->min, x->max);
     if (s->ratio < 0 && s->budget < x->sink)
@@ -5686,7 +5680,7 @@ const Method lychee_method = {
     .limits  = "needs every row: not with methods that drop some. Goes with loopserve-p and "
                "pats. Chunks follow the text only where a tokenizer is known",
     .budget  = 1024,
-    .uses    = "--sink 16",
+    .uses    = "--sink 16, --full-layers 2, --paper",
     .opts    = lychee_opts,
     .role    = ROLE_SELECT,
     .state   = sizeof(Lychee),
@@ -5731,7 +5725,7 @@ const Method lychee_method = {
 // **Differs from the paper:**
 //   - By Eq. 5 an old Nexus token sees the later ones, so its rows would change with every message
 //     and could not be cached. Incremental mode is therefore causal across segments (VIS_SEGMENT):
-//     a Nexus token sees those of its own and of earlier segments. --sonic-oneshot has the exact
+//     a Nexus token sees those of its own and of earlier segments. --paper has the exact
 //     mask (VIS_SEGMENT_EXACT): the whole history goes through one pass, every turn.
 //   - K_i = max(1, min(K, |B_i|)), or by --ratio a share of every message.
 //   - The first --sink tokens count as system message: the rows of the first tokens draw
@@ -5755,7 +5749,7 @@ const Method lychee_method = {
 // the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
 // run of rows, and kv_keep gathers the rows that stay.
 //
-// Options: --sonic-k, --sonic-weights, --sonic-oneshot, --sink (4), and --ratio.
+// Options: --sonic-k, --sonic-weights, --paper, --sink (4), and --ratio.
 
 // A finished message m_i.
 typedef struct {
@@ -6242,7 +6236,7 @@ static int sonic_adapter(Session *s, Sonic *x) {
 // Hook open.
 static int sonic_open(Session *s, void *ms) {
     Sonic *x = ms;
-    x->oneshot = opt_int(s->opt, "sonic-oneshot");
+    x->oneshot = opt_int(s->opt, "paper");
     x->sink = sinks(s, 4);
     s->budget = 0;                                      // K says what is kept
     if (sonic_adapter(s, x)) return -1;
@@ -6315,7 +6309,6 @@ static const Opt sonic_opts[] = {
     { "sonic-weights",   'p', "",
       "adapter file (default: nexus.safetensors in the model's folder); none: without trained weights, the base's own "
       "and random embeddings" },
-    { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6329,7 +6322,7 @@ const Method sonic_method = {
                "--sonic-k); a dialogue ends where its positions pass max_position_embeddings; "
                "goes with a storage format (sonic+pats), with no other selection or sparse "
                "prefill",
-    .uses    = "--sink 4",
+    .uses    = "--sink 4, --paper",
     .opts    = sonic_opts,
     .role    = ROLE_PREFILL | ROLE_SELECT,
     .rule    = VIS_SEGMENT,
@@ -6508,22 +6501,24 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     return bad ? NULL : x;
 }
 
-// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
-// the model's folder, the scores that --NAME-score says. Returns 0, or -1 with s->err set.
-static int head_scores_open(Session *s, DiliLazy *x, const char *name) {
+// Reads x->inf for the method `name`: from the file of --head-scores, or from head_scores.json in the
+// model's folder, the scores that --NAME-score says; and --head-beta, or `beta` where that is not
+// given. Returns 0, or -1 with s->err set.
+static int head_scores_open(Session *s, DiliLazy *x, const char *name, double beta) {
     const Config *c = s->c;
-    char path[1100], file[32], which[32], why[512];
-    snprintf(file, sizeof file, "%s-scores", name);
+    char path[1100], which[32], why[512];
+    x->beta = opt_real(s->opt, "head-beta") > 0 ? opt_real(s->opt, "head-beta") : beta;
+    if (x->headkv && x->beta <= 1) return refuse(s, "headkv: --head-beta is more than 1, found %g", x->beta);
     snprintf(which, sizeof which, "%s-score", name);
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
+    snprintf(path, sizeof path, "%s", opt_str(s->opt, "head-scores"));
     if (!*path) {
         snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
         if (!file_exists(path))
-            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
-                             "or make them: --calibrate %.300s", name, file, path);
+            return refuse(s, "%s needs the scores of the model's heads: --head-scores FILE, "
+                             "or make them: --calibrate %.300s", name, path);
     }
     x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
-    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
+    if (!x->inf) return refuse(s, "--head-scores: %.470s", why);
     x->cap = xcalloc((size_t)c->L * c->H, sizeof(int));
     x->base = -1;
     return 0;
@@ -6561,8 +6556,7 @@ static void dililazy_caps(const double *inf, int L, int H, int base, double beta
 // Hook open.
 static int dililazy_open(Session *s, void *ms) {
     DiliLazy *x = ms;
-    x->beta = opt_real(s->opt, "dililazy-beta");
-    return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy");
+    return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy", 1.351);
 }
 
 // Hook close.
@@ -6651,13 +6645,10 @@ static void dililazy_trace(Session *s, void *ms, int l) {
 }
 
 static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "dililazy-score",     'c', "inf|dili|lazy",
+    { "dililazy-score",    'c', "inf|dili|lazy",
       "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all",
-      0.001, 1e9 },
-    { "calibrate",          'p', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-needles",  'p', "",
+    { "calibrate",         'p', "", "measure the heads of the model and write their scores to this file" },
+    { "calibrate-needles", 'p', "",
       "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
     { NULL, 0, NULL, NULL },
 };
@@ -6668,10 +6659,9 @@ const Method dililazy_method = {
                "submission)",
     .keeps   = "every query head reads its own rows, B on average, more for heads that find "
                "facts; a KV head stores their union",
-    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
-               "--obs-window",
+    .limits  = "needs head scores (--head-scores or --calibrate). B must exceed --obs-window",
     .budget  = 128,
-    .uses    = "--obs-window 16, --kernel 7",
+    .uses    = "--obs-window 16, --kernel 7, --head-scores FILE, --head-beta 1.351",
     .opts    = dililazy_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
@@ -6739,15 +6729,11 @@ static void headkv_caps(const double *score, int n, int base, double beta, int *
 static int headkv_open(Session *s, void *ms) {
     DiliLazy *x = ms;
     x->headkv = 1;
-    x->beta = opt_real(s->opt, "headkv-beta");
-    return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv");
+    return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv", 1.2);
 }
 
 static const Opt headkv_opts[] = {
-    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
-    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
-    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all",
-      1.001, 1e9 },
+    { "headkv-score", 'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -6756,9 +6742,9 @@ const Method headkv_method = {
     .paper   = "HeadKV, arXiv 2410.19258",
     .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
                "right answer while it is written; a KV head stores their union",
-    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
+    .limits  = "needs head scores (--head-scores or --calibrate). B must exceed --obs-window",
     .budget  = 128,
-    .uses    = "--obs-window 8, --kernel 7",
+    .uses    = "--obs-window 8, --kernel 7, --head-scores FILE, --head-beta 1.2",
     .opts    = headkv_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,

@@ -2287,7 +2287,7 @@ static TwinLychee twin_settings(const Options *o) {
                          .buffer = opt_int(o, "lychee-buffer"),
                          .min = opt_int(o, "lychee-chunk-min"),
                          .max = opt_int(o, "lychee-chunk-max"),
-                         .full = opt_int(o, "lychee-full-layers"),
+                         .full = opt_int(o, "full-layers"),
                          .kg = opt_int(o, "lychee-kg"),
                          .bound = opt_int(o, "paper") };
 }
@@ -2344,7 +2344,7 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     return y.builds;
 }
 
-#define BASE_OPT "lychee-buffer=24 lychee-full-layers=1 "
+#define BASE_OPT "lychee-buffer=24 full-layers=1 "
 
 TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, all "
                   "options, turns, grafts, rebuilds") {
@@ -2360,9 +2360,9 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
           BASE_OPT "budget=64 lychee-kg=1" },
         { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 paper" },
         { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 },
-          "lychee-buffer=5 lychee-full-layers=1 budget=40 sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
+          "lychee-buffer=5 full-layers=1 budget=40 sink=3 lychee-chunk-min=3 lychee-chunk-max=9 "
           "paper" },
-        { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 budget=16" },
+        { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 full-layers=0 budget=16" },
     };
     int threads = one_thread();
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
@@ -2465,7 +2465,7 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
     Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
     int threads = one_thread(), ids[300];
     for (int i = 0; i < 300; i++) ids[i] = i * 7 % 101;
-    const char *text = "budget=160 lychee-buffer=24 lychee-full-layers=0";
+    const char *text = "budget=160 lychee-buffer=24 full-layers=0";
     for (int over = 0; over < 2; over++) {
         Session *s = session_of(m, "lychee", text), *f = session_of(m, "full", text);
         prefill(s, ids, 200);
@@ -2553,7 +2553,7 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     int ids[400], rc = 1;
     for (int i = 0; i < 400; i++) ids[i] = i * 7 % 29;
     for (long n = 1; rc; n++) {
-        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4");
+        Session *s = session_of(m, "lychee", "budget=20 lychee-buffer=4 full-layers=0 sink=4");
         prefill(s, ids, 100);
         rc = lychee_out_of_memory(s, ids, n);
         CHECK(!rc || rc == EXIT_MEMORY, "allocation %ld: %d", n, rc);
@@ -2634,7 +2634,7 @@ TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, 
     for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
         char opt[128];
-        snprintf(opt, sizeof opt, "budget=%d quest-full-layers=%d", v[i].budget, v[i].full);
+        snprintf(opt, sizeof opt, "budget=%d full-layers=%d", v[i].budget, v[i].full);
         TwinQuest y = { v[i].budget, v[i].full, xcalloc((size_t)2 * v[i].G * 8192, 1) };
         TwinHooks hooks = { .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
         Beside x = run_beside(m, "quest", opt, hooks, &v[i].p);
@@ -2660,7 +2660,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     for (int f = 0; f < 5; f++) {
         char err[256];
         Options *o = f < 4 ? options_of(format[f]) : options_of_program();     // q8 refuses a given -ctk
-        options_set(o, "quest-full-layers", "0", err);
+        options_set(o, "full-layers", "0", err);
         Session *s = session_open(m.c, m.w, o, f < 4 ? "quest" : format[f]);
         Quest *x = s->part[0].ms;
         prefill(s, ids, 250);
@@ -3054,7 +3054,7 @@ TEST(sonic_twin, "T2, T5: both modes and both positions agree with the masked wh
                           .K = 3,
                           .ratio = i > 9 ? .6 : i > 8 ? .1 : -1 };
         char opt[128];
-        snprintf(opt, sizeof opt, "quiet %s %s", exact ? "sonic-oneshot" : "",
+        snprintf(opt, sizeof opt, "quiet %s %s", exact ? "paper" : "",
                  i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : i == 4 ? "sonic-k=3" : "");
         Session *s = sonic_session(m, a, opt);
         Script k = talk_script(p);
@@ -3085,7 +3085,7 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         int K = 1 + rnd_int(8), sink = rnd_int(9), one = i % 2, want = 0, text = 0;
         int n_prev[2] = { 0, 0 };
         snprintf(opt, sizeof opt, "quiet sonic-k=%d sink=%d%s", K, sink,
-                 one ? " sonic-oneshot" : "");
+                 one ? " paper" : "");
         Session *s = sonic_session(m, a, opt);
         for (int t = 0; t < 6; t++) {
             int ids[16], n = 1 + rnd_int(12), dec = rnd_int(8);
@@ -3540,14 +3540,14 @@ static const struct {
     { "budget=24 obs-window=8", { 24, 8, 7, 0, -1, 1.351, .01, NULL, NULL, 0 } },
     { "budget=30 obs-window=4 kernel=3",
       { 30, 4, 3, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 dililazy-beta=1.1", { 20, 16, 7, 0, -1, 1.1, .01, NULL, NULL, 0 } },
+    { "budget=20 head-beta=1.1", { 20, 16, 7, 0, -1, 1.1, .01, NULL, NULL, 0 } },
     { "ratio=.7", { 0, 16, 7, 0, .7, 1.351, .01, NULL, NULL, 0 } },
     { "budget=40 obs-window=1 kernel=1",
       { 40, 1, 1, 0, -1, 1.351, .01, NULL, NULL, 0 } },
     { "budget=24", { 24, 8, 7, 1, -1, 1.2, 0, NULL, NULL, 0 } },
-    { "budget=30 obs-window=4 kernel=3 headkv-beta=2",
+    { "budget=30 obs-window=4 kernel=3 head-beta=2",
       { 30, 4, 3, 1, -1, 2, 0, NULL, NULL, 0 } },
-    { "ratio=.7 headkv-beta=1.01", { 0, 8, 7, 1, .7, 1.01, 0, NULL, NULL, 0 } },
+    { "ratio=.7 head-beta=1.01", { 0, 8, 7, 1, .7, 1.01, 0, NULL, NULL, 0 } },
 };
 
 enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
@@ -5267,7 +5267,7 @@ TEST(cuda_table, "every method under every flag and choice of its own, and with 
     }
 }
 
-#define LYCHEE_SMALL "lychee-buffer=8 lychee-full-layers=0 sink=4 "
+#define LYCHEE_SMALL "lychee-buffer=8 full-layers=0 sink=4 "
 #define LOOP_SHORT "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 "
 
 TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not have agree with the CPU: tensor cores, heads "
@@ -5285,18 +5285,18 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         { 1, 34, 34, 8, 70, "full", "", 1e-3 },
         { 2, 4, 2, 64, 60, "full", "ctk=f16 ctv=f16", 1e-3 },
         { 2, 4, 2, 64, 60, "h2o", "budget=20 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 4, 2, 64, 60, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 4, 2, 64, 60, "quest", "budget=48 full-layers=0 ctk=f16 ctv=f16", 1e-3 },
         { 2, 4, 2, 64, 60, "lychee", LYCHEE_SMALL "budget=40 ctk=f16 ctv=f16", 1e-3 },
-        { 2, 6, 3, 16, 60, "quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16", 1e-3 },
-        { 2, 10, 2, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 9, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 12, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
+        { 2, 6, 3, 16, 60, "quest", "ratio=.3 full-layers=1 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 10, 2, 16, 60, "quest", "budget=48 full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 9, 1, 16, 60, "quest", "budget=48 full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 12, 1, 16, 60, "quest", "budget=48 full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
         // The selections ask for more shared memory than a kernel has unasked.
-        { 1, 64, 1, 256, 34, "quest", "budget=32 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 1, 64, 1, 256, 34, "quest", "budget=32 full-layers=0 ctk=f16 ctv=f16", 1e-3 },
         { 1, 64, 1, 256, 34, "lychee", LYCHEE_SMALL "budget=24 lychee-kg=3", 1e-3 },
         { 2, 2, 1, 256, 40, "full", "ctk=f16 ctv=f16", 1e-3 },
         { 2, 3, 3, 160, 40, "snapkv", "budget=20 obs-window=4", 1e-3 },
-        { 2, 2, 1, 256, 50, "quest", "budget=48 quest-full-layers=0", 1e-3 },
+        { 2, 2, 1, 256, 50, "quest", "budget=48 full-layers=0", 1e-3 },
         { 2, 3, 3, 160, 60, "lychee", LYCHEE_SMALL "budget=40", 1e-3 },
         { 2, 2, 1, 256, 40, "loopserve", LOOP_SHORT "loopserve-max-cells=.95 loopserve-first=2 budget=24", 1e-3 },
         { 2, 3, 3, 160, 40, "expected-attention", "budget=20 sink=2", 1e-3 },
@@ -5306,7 +5306,7 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         // A pass through tensor cores: bf16 rows, q and probabilities rounded to bf16.
         { 2, 2, 1, 256, 280, "full", "ctk=bf16 ctv=bf16", 2.5e-2 },
         { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 quiet", 1e-3 },
-        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 sonic-oneshot quiet", 1e-3 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 paper quiet", 1e-3 },
     };
     for (size_t i = 0; i < sizeof run / sizeof *run; i += variants_step()) {
         int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
@@ -5433,7 +5433,7 @@ static void lychee_pass(Pair *p, int n, const char *text) {
 // A LycheeCluster index that is built, grafted and built anew on both sides; both must be the same.
 static void lychee_pair(Tiny m, const char *method, const char *text) {
     char all[300];
-    snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 sink=4 %s", text);
+    snprintf(all, sizeof all, "lychee-buffer=8 full-layers=0 sink=4 %s", text);
     Pair p = pair_open(m, method, all);
     lychee_pass(&p, 90, text);
     for (int i = 0; i < 12; i++) lychee_pass(&p, 7, text);  // grafts
@@ -5477,7 +5477,7 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
     EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
         Tiny m = tiny_model(2, 6, 3, (int[]){ 40, 64, 16, 48, 128 }[i], 16, 16, 11, 3);
         char all[200];
-        snprintf(all, sizeof all, "%s budget=64 quest-full-layers=0", text[i]);
+        snprintf(all, sizeof all, "%s budget=64 full-layers=0", text[i]);
         Pair p = pair_open(m, i == 4 ? "quest+pats" : "quest", all);
         const Config *c = m.c;
         Quest *a = p.c->part[0].ms, *b = p.d->part[0].ms;
@@ -5508,15 +5508,15 @@ TEST(cuda_trace,
     } of[] = {
         { "full", "", ".out" },
         { "snapkv", "budget=20 obs-window=4", ".snapkv.scores" },
-        { "quest", "budget=16 quest-full-layers=0", ".quest.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0", ".lychee.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0 lychee-kg=1",
+        { "quest", "budget=16 full-layers=0", ".quest.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 full-layers=0", ".lychee.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 full-layers=0 lychee-kg=1",
           ".lychee.clusters" },
         { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2", ".loopserve.scores" },
         { "pats", "pats-window=8 ctk=f16 ctv=f16", ".pats.packed" },
         { "h2o", "budget=20", ".kept" },
         { "adakv", "budget=20 obs-window=4", ".adakv.budgets" },
-        { "dililazy", "budget=20 obs-window=4 dililazy-scores=data/vectors/head_scores.json",
+        { "dililazy", "budget=20 obs-window=4 head-scores=data/vectors/head_scores.json",
           ".dililazy.scores" },
         { "sonic", "sonic-weights=none sonic-k=4 quiet", ".sonic.nexus" },
     };
@@ -5645,25 +5645,25 @@ TEST(cuda_steady,
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
     tiny_window(w, 1, 40);      // hooks skip that layer
     // Tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way.
-    steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5, 2);
+    steady_agrees(m, "quest", "budget=48 full-layers=1", 51, 5, 2);
     // 31, 65, 91, 97.
-    steady_agrees(w, "quest", "budget=20 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4, 0);
+    steady_agrees(w, "quest", "budget=20 full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4, 0);
     // 31, 49, 50 (just built), 65, 91.
     steady_agrees(m, "lychee",
                   "budget=40 lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=1 sink=4",
+                  "full-layers=1 sink=4",
                   51, 4, 2);
     // 31, 41 (built again), 65, 91.
     steady_agrees(m, "loopserve-p+lychee",
                   "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
+                  "full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
                   52, 4, 0);
     // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
     steady_agrees(m, "quest+pats",
-                  "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
+                  "budget=48 full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
     tiny_free(m);
     tiny_free(w);
@@ -5946,7 +5946,7 @@ static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda
     options_set(o, "device", cuda ? "cuda" : "cpu", err);
     for (int i = 0; i < L * 4; i++) score[i] = .1 * (i % 5) + .05;
     if (!strcmp(m->method, "dililazy"))
-        options_set(o, "dililazy-scores", path = temp_text(json = scores_text(L, 4, score)), err);
+        options_set(o, "head-scores", path = temp_text(json = scores_text(L, 4, score)), err);
     Session *s = session_open(c, w, o, m->method);
     fill_cache(s, depth);
     if (cuda && emu_count) emu_count(NULL);
@@ -6132,7 +6132,7 @@ TEST(cuda_sampling,
     sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
     sampling_agrees(m, "full", "top-k=129", 0, 3);
     sampling_agrees(m, "full", "top-k=0", 0, 3);
-    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
+    sampling_agrees(m, "quest", "budget=32 full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
     int ids[5] = { 1, 2, 3, 4, 5 }, rc;
@@ -6350,21 +6350,21 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
                 "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
-    const char *small = "lychee-buffer=4 lychee-full-layers=0 sink=2 lychee-chunk-min=2 "
+    const char *small = "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 "
                         "lychee-chunk-max=4";
     int all = n_seeds() == 1 && variants_step() == 1;
     char text[300];
     EACH_SEED(seed) {
         // 4 pages.
-        seek_passes(m, "quest", "quest-full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
+        seek_passes(m, "quest", "full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
         // Ties in the first pages.
-        seek_passes(n, "quest", "quest-full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
+        seek_passes(n, "quest", "full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
         // 624 pages: three blocks.
         if (all || seed == 0)
-            seek_passes(n, "quest", "quest-full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
+            seek_passes(n, "quest", "full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
         // All pages but a few.
         if (all || seed == 1)
-            seek_passes(m, "quest", "quest-full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
+            seek_passes(m, "quest", "full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
         snprintf(text, sizeof text, "%s budget=20", small);
         seek_passes(m, "lychee", text, 60, 1, 9, 1);
         // Room for nothing but the sinks.
@@ -6400,8 +6400,8 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
 
 TEST(cuda_one_launch, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
                          "LoopServe's ring needs none") {
-    const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
-    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 sink=4 "
+    const char *quest = "ctk=f16 ctv=f16 budget=48 full-layers=1";
+    const char *lychee = "ctk=f16 ctv=f16 budget=30 full-layers=0 lychee-buffer=8 sink=4 "
                          "lychee-kg=2";
     for (int L = 2; emu_count && L < 5; L += 2) {
         Tiny m = tiny_model(L, 4, 2, 64, 16, 24, 53, 31);
@@ -6530,8 +6530,8 @@ TEST(cuda_failures,
     const char *method[] = { "full", "snapkv", "quest", "lychee", "pats", "loopserve", "h2o" };
     const char *text[] = { "",
                            "budget=20 obs-window=4",
-                           "budget=20 quest-full-layers=0",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "budget=20 full-layers=0",
+                           "budget=20 lychee-buffer=4 full-layers=0 sink=4",
                            "pats-window=8 ctk=f16 ctv=f16",
                            "budget=16 loopserve-min-context=0 loopserve-first=2",
                            "budget=20" };
@@ -6579,7 +6579,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     const char *method[] = { "full", "pats", "lychee", "loopserve" };
     const char *text[] = { "",
                            "pats-window=8 ctk=f16 ctv=f16",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "budget=20 lychee-buffer=4 full-layers=0 sink=4",
                            "budget=16 loopserve-min-context=0 loopserve-first=2" };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
     int ids[200], ended[2] = { 0, 0 };

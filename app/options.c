@@ -81,7 +81,15 @@ const Opt program_options[] = {
     { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
     { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
     { "pool",          'c', "max|avg", "what a neighbourhood of those scores becomes" },
-    { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
+    { "full-layers",   'i', "2",    "first layers that read every row (quest, lychee)", 0, 1 << 20 },
+    { "head-scores",   'p', "",
+      "scores of heads (dililazy, headkv); default: head_scores.json in the model's folder" },
+    { "head-beta",     'f', "0",
+      "1/beta of the budget is shared out by those scores, the rest is the same for all; 0: 1.351 (headkv 1.2)",
+      0, 1e9 },
+    { "paper",         'b', "0",
+      "what the paper has and we do otherwise: loopserve: alpha .955, variant a; lychee: Eq. 2's bound as the score; "
+      "sonic: the exact mask, the whole history in one pass every turn" },
     // Output
     { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
@@ -219,6 +227,13 @@ static const Retired retired[] = {
     { "adakv-share",              "heads compete by their scores, as in the authors' program" },
     { "dililazy-eps",             "a layer's least share is .01, as in the paper" },
     { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
+    { "dililazy-scores",          "--head-scores" },
+    { "headkv-scores",            "--head-scores" },
+    { "dililazy-beta",            "--head-beta" },
+    { "headkv-beta",              "--head-beta" },
+    { "quest-full-layers",        "--full-layers" },
+    { "lychee-full-layers",       "--full-layers" },
+    { "sonic-oneshot",            "--paper" },
     { "dililazy-gqa",             "every query head has rows of its own" },
     { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-untrained",          "--sonic-weights none" },
@@ -357,15 +372,15 @@ static int run_kind(const Options *o) {
 }
 
 // Does method m look at the option? The options of several methods stand in the program's table:
-// those that its `uses` names, --paper, and how much to keep.
+// those that its `uses` names, and how much to keep.
 static int method_looks_at(const Method *m, const char *name) {
     char flag[80];
     if (opt_find_in(m->opts, name)) return 1;
-    if (!strcmp(name, "paper")) return !strncmp(m->name, "loopserve", 9) || !strcmp(m->name, "lychee");
     if (!strcmp(name, "budget") || !strcmp(name, "ratio"))
         return m->budget || m->evicts || m->role & ROLE_SELECT;
-    snprintf(flag, sizeof flag, "--%.60s ", name);
-    return m->uses && strstr(m->uses, flag);
+    snprintf(flag, sizeof flag, "--%.60s", name);
+    const char *at = m->uses ? strstr(m->uses, flag) : NULL, *end = at ? at + strlen(flag) : "-";
+    return !*end || strchr(" ,", *end);
 }
 
 // Is the option one that only some methods look at?

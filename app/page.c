@@ -93,7 +93,7 @@ static void json_base64(FILE *f, const void *bytes, size_t n) {
 static void write_scores(const App *a, FILE *f) {
     char path[1100], err[512];
     size_t n;
-    const char *given = opt_str(a->o, "dililazy-scores");
+    const char *given = opt_str(a->o, "head-scores");
     if (*given) snprintf(path, sizeof path, "%s", given);
     else snprintf(path, sizeof path, "%s/head_scores.json", a->c->dir);
     char *text = read_bounded(path, (size_t)16 << 20, &n, err);

@@ -454,7 +454,7 @@ of_quest() {
 
 lychee() {
     set -- --eval $(of 1024 1 needle json) --eval-items 10 --lychee-buffer 32 \
-        --lychee-full-layers 1 --quest-full-layers 1 --csv
+        --full-layers 1 --csv
     row "LycheeCluster, Tables 1 and 6" \
         "as good as full attention at a small share (30.82 against 30.02; RULER 84.7 against 84.8 at 32k)"
     run big $K "$@" --budgets 64,128,256,512 --compare full,quest,lychee
@@ -475,7 +475,7 @@ lychee() {
 
     row "LycheeCluster, Table 1" "10.1 points above Quest (30.82 against 20.68)"
     run quest $K --eval $(of 1024 1 needle json) --lychee-buffer 32 \
-        --lychee-full-layers 1 --quest-full-layers 1 --csv --budgets 128,256 --compare quest,lychee
+        --full-layers 1 --csv --budgets 128,256 --compare quest,lychee
     for b in 128 256; do
         here "B $b: quest $(get quest quest $b score), lychee $(get quest lychee $b score)," \
             "gap $(gap quest lychee $b); needle $(gap quest lychee $b needle)," \
@@ -716,7 +716,7 @@ dililazy() {
     here "HeadKV-R2: above; HeadKV-R: B 64 $(score r headkv 64), gap $(gap r headkv 64);" \
         "B 128 $(score r headkv 128), gap $(gap r headkv 128)"
     run same $K "$@" --budgets 64,128 --compare dililazy,headkv \
-        --obs-window 8 --dililazy-beta 1.2 --headkv-beta 1.2
+        --obs-window 8 --head-beta 1.2
     here "both with window 8 and beta 1.2: B 64 DiliLazyKV $(get same dililazy 64 score)," \
         "HeadKV-R2 $(get same headkv 64 score), gap $(gap same headkv 64);" \
         "B 128 $(get same dililazy 128 score), $(get same headkv 128 score), gap $(gap same headkv 128)"
@@ -734,8 +734,8 @@ dililazy() {
     row "DiliLazyKV, Table 1's caption, 5" \
         "robust with one beta, 1.351, where HeadKV needs another for every size"
     for b in 1.1 1.351 2 4; do
-        run beta$b $K "$@" --budgets 64,128 --method dililazy --dililazy-beta $b
-        run hbeta$b $K "$@" --budgets 64,128 --method headkv --headkv-beta $b
+        run beta$b $K "$@" --budgets 64,128 --method dililazy --head-beta $b
+        run hbeta$b $K "$@" --budgets 64,128 --method headkv --head-beta $b
         here "beta $b: DiliLazyKV $(get beta$b dililazy 64 score), $(get beta$b dililazy 128 score);" \
             "HeadKV-R2 $(get hbeta$b headkv 64 score), $(get hbeta$b headkv 128 score)"
     done

@@ -321,6 +321,7 @@ split_trace() {
 
 # new_names OPTION..: what is called otherwise since, one a line: each shape and each method had its own.
 new_names() { printf '%s\n' "$@" | sed -E 's/^--(a|tri)-shape-/--shape-/; s/^--(pats|lychee)-sink/--sink/
+    s/^--(quest|lychee)-full-layers/--full-layers/; s/^--(dililazy|headkv)-scores/--head-scores/
     s/^--sonic-untrained/--sonic-weights=none/'; }
 
 # play PROGRAM FOLDER VECTORS TURNS OPTION..: runs a case and leaves what it made in FOLDER.

@@ -19,10 +19,10 @@
 static const char *const table_small[] = {
     "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-weights=none", "sonic-k=3",
     "shape-init=9", "shape-local=31", "shape-last=11",
-    "minference-verticals=30", "minference-slashes=50", "quest-full-layers=1",
+    "minference-verticals=30", "minference-slashes=50", "full-layers=1",
     "loopserve-min-context=0", "loopserve-samples=16", "loopserve-local=8", "loopserve-max-cells=.9",
     "loopserve-alpha=.8", "loopserve-first=2", "loopserve-interval=3", "pats-window=8", "pats-tend=240",
-    "lychee-buffer=8", "sink=4", "lychee-full-layers=1", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
+    "lychee-buffer=8", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
 };
 
 static const Script table_script = { 3, { 120, 1, 50 }, { 24, 3, 20 }, 41 };

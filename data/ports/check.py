@@ -228,7 +228,7 @@ def more_options(method, model, config):
     """What the program needs besides the settings."""
     if method == "dililazy" and not (model.folder / "head_scores.json").exists():
         model.scores(config)
-        return ["--dililazy-scores", model.room / f"{model.name}-plain-scores.json"]
+        return ["--head-scores", model.room / f"{model.name}-plain-scores.json"]
     if method == "sonic" and not (model.folder / "nexus.safetensors").exists():
         return ["--sonic-weights", model.adapter(config)]
     return []

@@ -176,10 +176,10 @@ def presses(a, tokenizer, budget=BUDGET):
     }
     if a.scores:
         made["dililazy"] = (ours.DiliLazyPress(scores=a.scores, budget=budget),
-                            [*B, "--dililazy-scores", a.scores], False)
+                            [*B, "--head-scores", a.scores], False)
         if "r2" in json.loads(pathlib.Path(a.scores).read_text()):
             made["headkv"] = (ours.HeadKVPress(scores=a.scores, budget=budget),
-                              [*B, "--headkv-scores", a.scores], False)
+                              [*B, "--head-scores", a.scores], False)
     return made
 
 

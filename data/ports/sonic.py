@@ -26,7 +26,7 @@ rows held, and the Nexus tokens of a pass see each other and everything held.
 
 SHAPES: C hidden size; G KV heads; n rows held, which is less than the positions counted.
 
-LEFT OUT: one-shot mode, a ratio instead of K, an untrained adapter, the base's fingerprint (--sonic-oneshot, --ratio,
+LEFT OUT: one-shot mode, a ratio instead of K, an untrained adapter, the base's fingerprint (--paper, --ratio,
 --sonic-weights none), tensor parallelism, sliding windows, and what common.py leaves out.
 """
 import common

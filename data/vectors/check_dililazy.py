@@ -27,7 +27,7 @@ def pool_max(x, width):
 
 def mean_scores(t):
     """The scores (L,H) of the file that the trace was made with: a head has a number a run."""
-    file = json.loads((t.beside("option.dililazy-scores")).read_text())
+    file = json.loads((t.beside("option.head-scores")).read_text())
     mean = {head: np.float32(np.mean(runs)) for head, runs in file.items()}
     return np.array([[mean["%d-%d" % (i, j)] for j in range(t.H)] for i in range(t.L)], float)
 
@@ -36,7 +36,7 @@ def main(t, check):
     B, w, kernel = int(t.meta["budget"]), int(t.option("obs-window")), int(t.option("kernel"))
     check.turns()
     scores = mean_scores(t)
-    C = capacities(scores, B - w, t.option("dililazy-beta"), .01)
+    C = capacities(scores, B - w, t.option("head-beta"), .01)
     for l in t.layers:
         rows, held = Rows(t, l), [[] for _ in range(t.G)]       # tokens whose rows a KV head holds
         chosen = [[] for _ in range(t.H)]                       # of these, what a query head reads
