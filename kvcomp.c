@@ -35,7 +35,7 @@
 // and it calls the methods through hooks. Then section 5, the shortest complete method, and after it
 // the paper you came for. "D9" in a comment is decision 9 of NOTES.md, where its reasons are.
 //
-// To add a method, write a section like section 5, and name its table entry in lib/base.
+// To add a method, write a section like section 5, and name its table entry in section 15.
 //
 // CONTENTS (`grep -n '^// ====' kvcomp.c` gives the lines)
 //    1 MODEL: forward is the whole transformer on one screen; where methods hook into it
@@ -43,7 +43,7 @@
 //    3 ATTENTION: softmax over rows, tile by tile, in a prefill and through views in decode
 //    4 THE DECODE LOOP: one prefill a turn, then one decode a token; opening and closing a session
 //    5 STREAMINGLLM: the first rows and the last ones, the shortest complete method; TOVA
-//    6 BASELINES: SnapKV, AdaKV, PyramidKV, H2O and ExpectedAttention drop rows after a prefill; q8, q4
+//    6 BASELINES: SnapKV, AdaKV, PyramidKV, H2O, ExpectedAttention, KNorm and KeyDiff drop rows; q8, q4
 //    7 SPARSE PREFILL BASELINES: A-shape, Tri-shape and MInference: a prefill along lines
 //    8 QUEST: every step reads the pages of rows with the largest bound
 //    9 LOOPSERVE: a prefill along lines chosen for this input, and rows chosen anew while decoding
@@ -1401,7 +1401,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
 
 // ---- mean softmax rows of many queries: what SnapKV, DiliLazyKV and LoopServe choose rows by
 // A query head h has w queries q_1 .. q_w, and its KV head N rows with keys k_j. mean_rows computes
-// the mean of the w softmax rows (SnapKV; DiliLazyKV, Sec. 4.1.3; LoopServe, Algorithm 3):
+// the mean of the w softmax rows (SnapKV; DiliLazyKV, Sec. 3.3; LoopServe, Algorithm 3):
 //   x_i[j] = log2 e  q_i . k_j / sqrt(D)
 //   p_i[j] = 2^(x_i[j] - max_i) / sum_i      max_i = max_j x_i[j],  sum_i = sum_j 2^(x_i[j] - max_i)
 //   score_h[j] = (1/w) sum_i p_i[j]
@@ -1554,7 +1554,7 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
     scratch_reset(s, mark);
 }
 
-// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
+// The last w = min(T,W) queries of the pass score the rows. score (H,N) = the mean of their
 // softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
 // N = kv_longest(s,l). A method that asks for more queries than its open hook has had kept gets a line,
 // not a mean over fewer of them.
@@ -2035,8 +2035,8 @@ const Method window_method = {
 // ---- TOVA
 // Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs. arXiv 2401.06104.
 //
-// The smallest method that looks at a query. Whenever a layer holds more than B rows, the rows go to which the last
-// query attends least, in its mean over all heads: after a prefill as many as are too many, after a decode step one.
+// The smallest method that looks at a query. Whenever a layer holds more than B rows, those are dropped to which
+// the last query attends least, in its mean over all heads: after a prefill as many as are too many, after a decode step one.
 // All heads of a layer keep the same rows.
 //
 //   a[r] = sum over heads h of softmax_r(q_h . k_r / sqrt(D)), q the last query;   keep the B rows with the largest a
@@ -2073,8 +2073,7 @@ const Method tova_method = {
 // ==================================================================================================== 6 BASELINES
 // The methods that the five papers compare themselves with, each in a subsection that ends with its
 // table entry. All of them compute a prefill densely over the rows held. All but q8 and q4 drop rows
-// once, at the end of every turn's prefill (D9), and nothing in decode; only H2O drops rows in decode
-// too.
+// once, at the end of every turn's prefill (D9); H2O drops rows in decode, too.
 //
 // N is the number of tokens seen and B the budget: the rows a KV head may keep. While N <= B a
 // method keeps everything, at equality too (D10). n is a number of rows: those a head holds, or
@@ -3262,7 +3261,7 @@ const Method tri_shape_method = {
 //   weight of vertical c = sum over r of P(r,c)
 //   weight of slash o    = sum over r of P(r,r-o)
 //   V = the first 30 columns and the heaviest others, --minference-verticals in all
-//   S = the nearest 100 offsets and the heaviest others, --minference-slashes in all
+//   S = the nearest 100 offsets (or as many as there are) and the heaviest others, --minference-slashes in all
 // **Differs from the paper:** every head is of the vertical-slash kind, and one size serves all heads
 // instead of an offline search per head: 512 columns and 2,048 offsets, the authors' newer table
 // for all heads of Llama-3.1-8B, and as in their code at least 30 and 50.
@@ -3669,13 +3668,13 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, lines 9 to 17 -> select_faithful
+//   Algorithm 2, lines 9 to 17 -> select_faithful, and with exact gains best_line, take_line, segment_best, take_one
 //   Algorithm 3, lines 3, 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
 //
-// Options: --loopserve-alpha, -samples, -min-context, -max-cells, -sink, -local (prefill);
+// Options: --sink (4), --loopserve-alpha, -samples, -min-context, -max-cells, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
 typedef struct {                // a line in a heap or in a sorted list
@@ -3862,8 +3861,8 @@ static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
     return n_heap;
 }
 
-// Takes the line with the largest residual per length out of the heap and returns its id, or -1
-// when no line is left that gains something.
+// Algorithm 2, line 12, with exact gains: takes the line with the largest residual per length out of the
+// heap and returns its id, or -1 when no line is left that gains something.
 static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap) {
     while (*n_heap > 0) {
         int id = heap[0].id, gains = g[id] > LEAST_GAIN;
@@ -3925,7 +3924,7 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     return t;
 }
 
-// Chooses line `id` and books its gain. In every sampled row one line of the other kind crosses it:
+// Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one line of the other kind crosses it:
 // the shared cell, if it was not covered before, leaves that line's residual.
 static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id >= n, x = slash ? id - n : id;
@@ -4422,10 +4421,10 @@ const Method loopserve_d_method = {
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
-//   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
+//   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel, packed_half
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, packed_read, pats_unpack
 //
-// Options: --pats-schedule, -bmin, -bmax, -sink, -window, -tend, -format.
+// Options: --sink (16), --pats-schedule, -bmin, -bmax, -window, -tend, -format.
 
 enum {
     PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
@@ -4935,17 +4934,17 @@ const Method pats_method = {
 //   Eq. 2 -> score_nodes, node_score, cluster_select_kernel
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
 //   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
-//   Algorithm 1, line 9 -> open_units
+//   Algorithm 1, line 9 -> score_clusters, open_units
 //   Algorithm 1, line 10 -> open_units
 //   Algorithm 1, line 13 -> score_clusters, cluster_scores
 //   Algorithm 1, line 14 -> take_clusters
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 21 -> cut_chunks
-//   Algorithm 1, line 22 -> lychee_graft, tree_graft, graft_kernel
+//   Algorithm 1, line 22 -> lychee_commit, lychee_graft, tree_graft, graft_kernel
 // Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut on the host in
 // a device session too.
 //
-// Options: --budget (1024, the first rows included) and lychee_opts below.
+// Options: --budget (1024, the first rows included), --sink (16), --full-layers (2), --paper and lychee_opts below.
 
 enum {                          // level of the boundary after a token; the lower, the better an end
     CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
@@ -5601,7 +5600,7 @@ static void lychee_trace(Session *s, void *ms, int l) {
     }
 }
 
-// ---- the other hooks, and the table entry
+// ---- the other hooks
 
 // Tokens from n_tok on are gone. Other tokens may follow, so the text is read again when it is
 // needed. An index of only the tokens that stay is kept; one that reaches further is dropped.
@@ -5737,11 +5736,11 @@ const Method lychee_method = {
 //     enforced.
 //
 // Map:
-//   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
+//   Eq. 1 -> sonic_enter, sonic_history, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
-//   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
-//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel
+//   Eq. 4 -> kv_visible, work_sees, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
+//   Eq. 5 -> kv_visible, work_sees, attn_prefill, attend_kernel, prefill_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 //   Sec. 4.3 -> sonic_K, sonic_open
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the

@@ -258,7 +258,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int decoding;               // 1 in a decode pass
     int step;                   // decode passes since the last prefill, this one not counted
 
-    int budget;                 // rows per KV head
+    int budget;                 // B, rows a KV head; of dililazy and headkv a query head, on average
     // --ratio: budget = N - floor(N*ratio + 1e-6) at each prefill's end; < 0: off
     double ratio;
     int applied;                // the budget that held at the end of the last prefill
@@ -424,7 +424,7 @@ void          ids_must_have_rows(const Config *c, const int *ids, int n);       
 // What an open hook returns when its options do not fit: writes the reason into s->err and returns -1.
 int   refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
 
-// The same of a session's arena.
+// Memory of a pass: arena_take and its like (lib/base.h) from the session's arena.
 static inline void  *scratch(Session *s, size_t bytes)      { return arena_take(s->scratch, bytes); }
 static inline size_t scratch_mark(Session *s)               { return arena_mark(s->scratch); }
 static inline void   scratch_reset(Session *s, size_t mark) { arena_reset(s->scratch, mark); }
@@ -512,7 +512,7 @@ void attn_prefill (Session *s, int l, float *out, const float *q, int t0, int n)
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score);
 
 // ------------------------------------------------------------------------ model (sections 1 and 4)
-// NULL, and the reason in err, where the options and the method do not fit; the second: exit 2
+// session_try: NULL, and the reason in err, where the options and the method do not fit; session_open: exit 2
 Session *session_try (const Config *c, const Weights *w, const Options *o, const char *method, char err[512]);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
 
@@ -551,8 +551,6 @@ float *forward(Session *s, const Token *t, int T);
 void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
 
 // What a pass of either half is made of
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
-#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
 Part  *part_with_attend(Session *s);    // whose hook replaces the attention of a prefill, or NULL
 int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
 void   pass_angles(const Session *s, float *cs, int T);     // cs (T,D): of the tokens' positions, on the host
