@@ -2103,10 +2103,11 @@ prefill_kernel(Attn a) {
 // prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
 //   Block   one item; NT = 1 or 2 groups of 8 query rows
-//   Warp    16 positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
-//           each other
+//   Warp    16 N positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
+//           each other. N = NT for plain rows, so that where queries fill two fragments a fragment of them and a
+//           softmax serve 32 keys; 1 for rows of fewer bits
 //   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
-//           rows g and g+8 of the tile, every fourth from the t-th on. Multiplying: two products for a tile
+//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -2122,8 +2123,8 @@ prefill_kernel(Attn a) {
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
 //           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
-//   Shared  slot, for each warp: 16 rows of K and 16 of V as they are stored, and for rows of fewer bits the same
-//           rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
+//   Shared  slot, for each warp: a tile's rows of K and of V as they are stored, and for rows of fewer bits the
+//           same rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
 //           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
 //           for every tile. see (DECODE_SPAN/32): which of the next Attn.span positions the query may see, a bit
 //           each. A tile of which it sees nothing is not read. reg (REGIONS_NEAR): PATS's regions, if they are so
@@ -2135,9 +2136,9 @@ prefill_kernel(Attn a) {
 //             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
 //
 //           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
-//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 D to
-//           64 D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait for
-//           memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
+//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 N D to
+//           64 N D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait
+//           for memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
 //   Bound   memory, for any number of query rows (make cuda-check)
 //   Gain    some 230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
@@ -2148,8 +2149,6 @@ prefill_kernel(Attn a) {
 // towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    DECODE_KEYS = 16,           // positions of a tile
-    SEE_ALL = 0xffff,           // they are all seen
     DECODE_SPAN = 2048,         // Attn.span; in tests less, so that an item has more than one
     DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
     RAW_BITS = 17               // Walk.bits of a row that is not packed
@@ -2161,16 +2160,18 @@ enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared m
 #endif
 
 // The shape of a block, by the rows it reads.
-template <int KIND, int D> struct DecodeShape {
+template <int KIND, int D, int NT> struct DecodeShape {
     enum {
         TYPE = KIND == ROW_BF16 ? DT_BF16 : DT_F16,     // of what is multiplied
         UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
+        N = UNPACKS ? 1 : NT,   // a tile is so many times 16 keys, which is the depth of a product
+        KEYS = 16 * N,
         BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
         ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
         STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
-        SLOT = DECODE_KEYS * STORED,
-        WARP = 2 * SLOT + (UNPACKS ? DECODE_KEYS * ROW : 0)     // bytes of a warp's slots: K, V, f16 numbers
+        SLOT = KEYS * STORED,
+        WARP = 2 * SLOT + (UNPACKS ? KEYS * ROW : 0)    // bytes of a warp's slots: K, V, f16 numbers
     };
 };
 
@@ -2184,7 +2185,7 @@ struct DecodeShared {
 // Carves the block's shared memory -> bytes.
 template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared *m, char *mem) {
     Block b = { mem, 0 };
-    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D>::WARP;
+    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP;
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
@@ -2229,10 +2230,10 @@ static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w)
 
 // ---- the rows of a tile, from device memory to a slot
 
-struct Walk {                   // a warp's way through its tiles. What is of a row, lanes i and i + 16 hold for row i
+struct Walk {                   // a warp's way through its tiles, of KEYS positions
     int p;                      // the next tile's first position
-    int ahead;                  // the row of position lane % 16 of it
-    unsigned piece;             // of row lane % 16 of the last tile: where it begins, in pieces of 16 bytes
+    int ahead;                  // the row of position lane % KEYS of it
+    unsigned piece;             // of row lane % KEYS of the last tile: where it begins, in pieces of 16 bytes
     int off;                    // and bytes
     int bits;                   // of its elements, 6..16; RAW_BITS: it is not packed
     int row0, row1;             // the region of PATS that the lane has looked up last: rows [row0,row1),
@@ -2241,10 +2242,10 @@ struct Walk {                   // a warp's way through its tiles. What is of a 
 };
 
 // Finds row `row`, which stands at the lane's position of the last tile. reg: DecodeShared.reg.
-template <int KIND, int D>
+template <int KIND, int D, int NT>
 static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
     int packed = KIND == DECODE_PATS ? h.packed : 0;
-    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D>::BYTES;
+    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D, NT>::BYTES;
     x.bits = RAW_BITS;
     if (row < packed) {
         if (row < x.row0 || row >= x.row1) {
@@ -2264,16 +2265,17 @@ static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, 
 
 // The next tile of positions p0..p1-1 of which the query sees something -> which positions, a bit each; 0: there
 // is none. Past p1 the last row is read again, and not seen.
-template <int KIND, int D>
+template <int KIND, int D, int NT>
 static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const DecodeShared &m,
                                      int p0, int p1) {
+    const int KEYS = DecodeShape<KIND, D, NT>::KEYS;
     unsigned see = 0;
     while (!see && x.p < p1) {
         int row = x.ahead;
-        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & SEE_ALL;
-        x.p += ATTN_WARPS * DECODE_KEYS;
-        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % DECODE_KEYS, p1 - 1));
-        if (see) walk_place<KIND, D>(x, h, m.reg, row);
+        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & (~0u >> (32 - KEYS));
+        x.p += ATTN_WARPS * KEYS;
+        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % KEYS, p1 - 1));
+        if (see) walk_place<KIND, D, NT>(x, h, m.reg, row);
     }
     return see;
 }
@@ -2282,12 +2284,12 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
 // more; to: where the first piece of row g goes, and 16 t more. The last piece may end up to 15 bytes behind a row:
 // memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies,
 // empty if there was no tile.
-template <int KIND, int D>
+template <int KIND, int D, int NT>
 static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
-    typedef DecodeShape<KIND, D> Shape;
+    typedef DecodeShape<KIND, D, NT> Shape;
     const int STEPS = (Shape::BYTES + (Shape::ASKEW ? 15 : 0) + 63) / 64;
     int lane = threadIdx.x & 31, t = lane % 4;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 * Shape::N; i++) {
         int row = lane / 4 + 8 * i, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
         int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
         if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
@@ -2305,8 +2307,8 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
 // PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
 // one width.
 template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits) {
-    typedef DecodeShape<DECODE_PATS, D> Shape;
-    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    typedef DecodeShape<DECODE_PATS, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
     const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
     to += row * Shape::ROW;
     switch (bits) {
@@ -2326,18 +2328,23 @@ template <int D> static __device__ void pats_unpack(char *to, const char *slot, 
 
 // q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
 // added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152
-// more than it should be.
+// more than it should be. A lane takes half of each block. Rows begin on 4 bytes, and the bytes of every second block.
 template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
-    typedef DecodeShape<ROW_Q8, D> Shape;
-    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
-    const char *from = slot + row * Shape::STORED + off + 2 + half * 16;
+    typedef DecodeShape<ROW_Q8, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 16);
     to += row * Shape::ROW + half * 32;
-    KV_UNROLL() for (int c = 0; c < D / 16; c++) {
-        const uint16_t *bytes = (const uint16_t *)(from + c / 2 * Q8_BYTES + c % 2 * 8);
-        unsigned x[4];
-        KV_UNROLL() for (int j = 0; j < 4; j++)
-            x[j] = halves_less(__byte_perm(bytes[j] ^ 0x8080u, 0x64646464, 0x4140), 0x64806480);
-        *(uint4 *)(to + c / 2 * 64 + c % 2 * 16) = { x[0], x[1], x[2], x[3] };
+    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+        const int at = b * Q8_BYTES + 2, shift = at % 4 * 8;
+        unsigned x[8];
+        KV_UNROLL() for (int i = 0; i < 4; i++) {
+            unsigned low = from[at / 4 + i], word = shift ? __funnelshift_r(low, from[at / 4 + i + 1], shift) : low;
+            word ^= 0x80808080;
+            x[2 * i] = halves_less(__byte_perm(word, 0x64646464, 0x4140), 0x64806480);
+            x[2 * i + 1] = halves_less(__byte_perm(word, 0x64646464, 0x4342), 0x64806480);
+        }
+        *(uint4 *)(to + b * 64) = { x[0], x[1], x[2], x[3] };
+        *(uint4 *)(to + b * 64 + 16) = { x[4], x[5], x[6], x[7] };
     }
 }
 
@@ -2345,7 +2352,7 @@ template <int D> static __device__ void q8_unpack(char *to, const char *slot, in
 template <int D> static __device__ void q8_scales(unsigned (*scale)[2], const char *slot, int off) {
     KV_UNROLL() for (int i = 0; i < 4; i++) {
         int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
-        const char *from = slot + r * DecodeShape<ROW_Q8, D>::STORED + __shfl_sync(ALL_LANES, off, r);
+        const char *from = slot + r * DecodeShape<ROW_Q8, D, 1>::STORED + __shfl_sync(ALL_LANES, off, r);
         KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
             unsigned x = *(const uint16_t *)(from + b * Q8_BYTES);
             scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
@@ -2368,47 +2375,51 @@ template <int NT> static __device__ void decode_row(float x[2], const float d[4]
     for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
 }
 
-// s (NT,4) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9. keys, q: where the
-// lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
-template <int KIND, int D, int NT>
-static __device__ void decode_scores(float (*s)[4], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every 16.
+// keys, q: where the lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
+template <int KIND, int D, int NT, int N>
+static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+    typedef DecodeShape<KIND, D, NT> Shape;
     const int STEPS = KIND == ROW_Q8 ? 2 : D / 16;      // of a block
-    for (int i = 0; i < 4 * NT; i++) s[i / 4][i % 4] = 0;
+    for (int i = 0; i < 4 * N * NT; i++) s[i / (4 * N)][i % (4 * N)] = 0;
     KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
-        float d[2][4] = {}, x[2];
+        float d[2 * N][4] = {}, x[2];
         KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
-            unsigned b[4], f[4];
-            ldmatrix_x4(b, keys + 32 * i);
-            for (int n = 0; n < NT; n++) {
-                ldmatrix_x4(f, q + 512 * (i * NT + n));
-                for (int h = 0; h < 2; h++) mma_16x8x16<DecodeShape<KIND, D>::TYPE>(d[h], f, b + 2 * h);
+            unsigned b[N][4], f[4];
+            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * (int)Shape::ROW + 32 * i);
+            for (int j = 0; j < NT; j++) {
+                ldmatrix_x4(f, q + 512 * (i * NT + j));
+                for (int n = 0; n < 2 * N; n++) mma_16x8x16<Shape::TYPE>(d[n], f, b[n / 2] + n % 2 * 2);
             }
         }
-        for (int i = 0; i < 2 * NT; i++) {
-            decode_row<NT>(x, d[i % 2], i / 2);
-            for (int e = 0; e < 2; e++) {
-                float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][i % 2] >> 16 * e)) : 1;
-                s[i / 2][i % 2 * 2 + e] += x[e] * by;
+        for (int j = 0; j < NT; j++)
+            for (int n = 0; n < 2 * N; n++) {
+                decode_row<NT>(x, d[n], j);
+                for (int e = 0; e < 2; e++) {
+                    float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
+                    s[j][2 * n + e] = KIND == ROW_Q8 ? s[j][2 * n + e] + x[e] * by : x[e];
+                }
             }
-        }
     }
 }
 
-// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9 are of the lane's scores.
-template <int NT> static __device__ void decode_hide(float (*s)[4], unsigned see) {
-    KV_UNROLL() for (int i = 0; i < 4; i++)
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the lane's
+// scores.
+template <int NT, int N> static __device__ void decode_hide(float (*s)[4 * N], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
         KV_UNROLL() for (int j = 0; j < NT; j++)
             if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
 }
 
-// One query row meets a tile. s (4): the lane's scores, become its probabilities under the new maximum,
+// One query row meets a tile. s (4 N): the lane's scores, become its probabilities under the new maximum,
 // times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
 // whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
-static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
-    float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), add = 0;
+template <int N> static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
+    float high = s[0], add = 0;
+    for (int i = 1; i < 4 * N; i++) high = fmaxf(high, s[i]);
     high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
     float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4 * N; i++) {
         s[i] = exp2_flush(s[i] * c + low);
         add += s[i];
     }
@@ -2417,15 +2428,17 @@ static __device__ float decode_softmax(float *s, float c, float *top, float *sum
     return shrink;
 }
 
-// f (NT,4): the A fragments of P. p (NT,4): the lane's probabilities.
-template <int DT, int NT> static __device__ void decode_factors(unsigned (*f)[4], const float (*p)[4]) {
+// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
+template <int DT, int NT, int N>
+static __device__ void decode_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
     for (int i = 0; i < NT; i++)
-        for (int h = 0; h < 2; h++) {
-            float x = p[i][2 * h], y = p[i][2 * h + 1];
+        for (int n = 0; n < 2 * N; n++) {
+            float x = p[i][2 * n], y = p[i][2 * n + 1];
             unsigned value = half_pack<DT>(x, y);
-            f[0][2 * h + i] = value;
-            f[NT - 1][2 * h + (NT == 2 ? i : 1)] = half_pack<DT>(x - half_get<DT>((uint16_t)value),
-                                                                 y - half_get<DT>((uint16_t)(value >> 16)));
+            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                          y - half_get<DT>((uint16_t)(value >> 16)));
+            f[n / 2][0][n % 2 * 2 + i] = value;
+            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
         }
 }
 
@@ -2459,13 +2472,15 @@ static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], c
     }
 }
 
-// acc = acc shrink + P V for the j-th 16 dims. f (NT,4): of P; b (4): of V, two words for each of the two products.
-template <int DT, int D, int NT>
-static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[4],
-                                  const unsigned b[4]) {
+// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, two words for each of the two
+// products.
+template <int DT, int D, int NT, int N>
+static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
+                                  const unsigned (*b)[4]) {
     for (int e = 0; e < 2; e++) {
         float d[4] = { 0, 0, 0, 0 }, x[2];
-        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[i], b + 2 * e);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
         for (int i = 0; i < NT; i++) {
             decode_row<NT>(x, d, i);
             for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
@@ -2477,8 +2492,10 @@ static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shri
 template <int KIND, int D, int NT>
 static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
                                     const DecodeShared &m, int p0, int p1) {
-    typedef DecodeShape<KIND, D> Shape;
+    typedef DecodeShape<KIND, D, NT> Shape;
     const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
+    const int N = Shape::N, KEYS = Shape::KEYS;
+    const unsigned ALL = ~0u >> (32 - KEYS);
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
 
     // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
@@ -2495,16 +2512,16 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
     SharedAt vals = as_it_is(shared_address((UNPACKS ? tile : slot_v) + lane % 16 * ROW + lane / 16 * 16));
     SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
 
-    Walk x = { p0 + warp * DECODE_KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
-    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % DECODE_KEYS, p1 - 1));
-    unsigned see = walk_next<KIND, D>(x, a, h, w, m, p0, p1), next;
-    rows_ask<KIND, D>(to, rk, pk, x, see != 0);
-    rows_ask<KIND, D>(to + SLOT, rv, pv, x, see != 0);
+    Walk x = { p0 + warp * KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
+    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % KEYS, p1 - 1));
+    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, m, p0, p1), next;
+    rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
+    rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
-        float s[NT][4], shrink[NT];
-        unsigned prob[NT][4], f[NT][4], scale[D / Q8_VALUES][2];
-        next = walk_next<KIND, D>(x, a, h, w, m, p0, p1);
+        float s[NT][4 * N], shrink[NT];
+        unsigned prob[N][NT][4], f[N][NT][4], scale[D / Q8_VALUES][2];
+        next = walk_next<KIND, D, NT>(x, a, h, w, m, p0, p1);
 
         // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
         copy_wait<1>();
@@ -2515,13 +2532,13 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
             q8_scales<D>(scale, slot_k, off);
         }
         if (UNPACKS) __syncwarp();
-        if (UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
-        decode_scores<KIND, D, NT>(s, keys, q, scale);
+        if (UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
+        decode_scores<KIND, D, NT, N>(s, keys, q, scale);
         if (!UNPACKS) __syncwarp();
-        if (!UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
-        if (see != SEE_ALL) decode_hide<NT>(s, see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax(s[i], a.power, &z.top[i], &z.sum[i]);
-        decode_factors<DT, NT>(prob, s);
+        if (!UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
+        if (see != ALL) decode_hide<NT, N>(s, see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax<N>(s[i], a.power, &z.top[i], &z.sum[i]);
+        decode_factors<DT, NT, N>(prob, s);
 
         // Values.
         copy_wait<1>();
@@ -2533,15 +2550,15 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
             q8_unit<D, NT>(z, shrink, scale);
         }
         if (UNPACKS) __syncwarp();
-        if (UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        if (UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
         KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-            unsigned b[4];
-            ldmatrix_x4_trans(b, vals + 32 * j);
-            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f, prob, scale[j / 2]);
-            decode_mix<DT, D, NT>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
+            unsigned b[N][4];
+            for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
+            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f[0], prob[0], scale[j / 2]);
+            decode_mix<DT, D, NT, N>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
         }
         if (!UNPACKS) __syncwarp();
-        if (!UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        if (!UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
     }
 }
 
@@ -2582,11 +2599,11 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     Work w = a.work[it.work];
     const HeadRef &h = a.heads.at[w.g];
     DecodeSums<D, NT> z;
-    decode_queries<DecodeShape<KIND, D>::TYPE, D, NT>(m.q, a, w);
+    decode_queries<DecodeShape<KIND, D, NT>::TYPE, D, NT>(m.q, a, w);
     if (KIND == DECODE_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
-    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D>::WARP / 16;
+    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP / 16;
     for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
         ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
