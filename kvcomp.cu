@@ -1935,7 +1935,7 @@ static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], 
                                       float c, RowState *state) {
     int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     KV_UNROLL() for (int i = 0; i < MT; i++) {
-        float low[2];
+        float low[2], tops[2];
         KV_UNROLL() for (int half = 0; half < 2; half++) {
             RowState *row = state + 16 * i + 8 * half + g;
             float top = row->top, high = top;
@@ -1944,9 +1944,11 @@ static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], 
             high = lanes_max<4>(high);
             shrink[i][half] = exp2_flush((top - high) * c);
             low[half] = P_SHIFT - high * c;
-            __syncwarp();                       // the four lanes of the row have read its maximum
-            if (!t) row->top = high;
+            tops[half] = high;
         }
+        __syncwarp();                           // the four lanes of a row have read its maximum
+        KV_UNROLL() for (int half = 0; half < 2; half++)
+            if (!t) state[16 * i + 8 * half + g].top = tops[half];
         KV_UNROLL() for (int n = 0; n < KT / 8; n++)
             KV_UNROLL() for (int half = 0; half < 2; half++) {
                 const float *x = s[i][n] + 2 * half;
