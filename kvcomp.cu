@@ -1327,7 +1327,6 @@ struct Attn {                   // argument of the kernels; pointers are device 
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     float power;                // scale log2(e): what makes a score a power of 2
-    int span;                   // decode_kernel: positions of an item that are looked up at once
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
     float *stat;                // (n,H,2) max and sum of each row's softmax
@@ -2128,9 +2127,8 @@ prefill_kernel(Attn a) {
 //   Shared  slot, for each warp: a tile's rows of K and of V as they are stored, and for rows of fewer bits the
 //           same rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
 //           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
-//           for every tile. see (DECODE_SPAN/32): which of the next Attn.span positions the query may see, a bit
-//           each. A tile of which it sees nothing is not read. reg (REGIONS_NEAR): PATS's regions, if they are so
-//           few, because looking one up takes several loads one after the other
+//           for every tile. reg (REGIONS_NEAR): PATS's regions, if they are so few, because looking one up takes
+//           several loads one after the other
 //   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
 //
 //             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
@@ -2151,7 +2149,6 @@ prefill_kernel(Attn a) {
 // towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    DECODE_SPAN = 2048,         // Attn.span; in tests less, so that an item has more than one
     DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
     RAW_BITS = 17               // Walk.bits of a row that is not packed
 };
@@ -2180,7 +2177,7 @@ template <int KIND, int D, int NT> struct DecodeShape {
 struct DecodeShared {
     char *slot;
     float *sums;
-    unsigned *q, *see;
+    unsigned *q;
     Region *reg;
 };
 
@@ -2191,24 +2188,8 @@ template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
-    m->see = carve<unsigned>(&b, DECODE_SPAN / 32);
     m->reg = carve<Region>(&b, KIND == DECODE_PATS ? REGIONS_NEAR : 0);
     return b.at;
-}
-
-// see (DECODE_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
-// A lane looks at one position, and a warp writes a word.
-static __device__ void decode_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0, int p1) {
-    int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
-    for (int i = threadIdx.x; p0 + i - lane < p1; i += blockDim.x) {
-        int sees = p0 + i < p1;
-        if (sees && masked) {
-            int src = h.src[listed_row(w, a.idx, p0 + i)];
-            sees = kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
-        }
-        unsigned bits = __ballot_sync(ALL_LANES, sees);
-        if (!lane) see[i / 32] = bits;
-    }
 }
 
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
@@ -2265,19 +2246,29 @@ static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, 
     x.off = (int)(byte % 16);
 }
 
-// The next tile of positions p0..p1-1 of which the query sees something -> which positions, a bit each; 0: there
-// is none. Past p1 the last row is read again, and not seen.
+// Which of the KEYS positions from p on the step's query may see, a bit each; those from p1 on it does not. row: that
+// of position p + lane % KEYS.
+template <int KEYS>
+static __device__ unsigned decode_sees(const Attn &a, const HeadRef &h, const Work &w, int p, int p1, int row) {
+    unsigned inside = ~0u >> (32 - min_int(p1 - p, KEYS));
+    if (!a.window && a.rule == VIS_CAUSAL) return inside;
+    int src = h.src[row];
+    return inside & __ballot_sync(ALL_LANES, kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src));
+}
+
+// The next tile before position p1 of which the query sees something -> which positions, a bit each; 0: there is none.
+// A tile of which it sees nothing is not read. Past p1 the last row is read again, and not seen.
 template <int KIND, int D, int NT>
-static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const DecodeShared &m,
-                                     int p0, int p1) {
+static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const Region *reg,
+                                     int p1) {
     const int KEYS = DecodeShape<KIND, D, NT>::KEYS;
     unsigned see = 0;
     while (!see && x.p < p1) {
         int row = x.ahead;
-        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & (~0u >> (32 - KEYS));
+        see = decode_sees<KEYS>(a, h, w, x.p, p1, row);
         x.p += ATTN_WARPS * KEYS;
         x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % KEYS, p1 - 1));
-        if (see) walk_place<KIND, D, NT>(x, h, m.reg, row);
+        if (see) walk_place<KIND, D, NT>(x, h, reg, row);
     }
     return see;
 }
@@ -2516,14 +2507,14 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
 
     Walk x = { p0 + warp * KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
     if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % KEYS, p1 - 1));
-    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, m, p0, p1), next;
+    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, m.reg, p1), next;
     rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
     rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
         float s[NT][4 * N], shrink[NT];
         unsigned prob[N][NT][4], f[N][NT][4], scale[D / Q8_VALUES][2];
-        next = walk_next<KIND, D, NT>(x, a, h, w, m, p0, p1);
+        next = walk_next<KIND, D, NT>(x, a, h, w, m.reg, p1);
 
         // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
         copy_wait<1>();
@@ -2615,13 +2606,8 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     }
     z.unit = KIND == ROW_Q8 ? 1.f / (1 << 15) : 1;              // 1 / unit has to be an f16 number
 
-    for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
-        int p1 = min_int(p0 + a.span, it.p1);
-        __syncthreads();                        // the last span is done with
-        decode_sees(m.see, a, h, w, p0, p1);
-        __syncthreads();
-        decode_tiles<KIND, D, NT>(z, a, h, w, m, p0, p1);
-    }
+    __syncthreads();                            // queries, regions and zeros are there
+    decode_tiles<KIND, D, NT>(z, a, h, w, m, it.p0, it.p1);
 
     // The item's sums, over the four warps.
     const float one = 1.f / (1 << P_SHIFT);
@@ -2940,8 +2926,6 @@ static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid
 
 // ---- launching attention
 
-static int decode_span = DECODE_SPAN;
-
 // The kernels' argument for layer l, without works. out (n,H,D) or NULL, stat (n,H,2): see Attn.
 static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, float *stat) {
     Attn a;
@@ -2961,7 +2945,6 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, f
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
-    a.span = decode_span;
     a.out = out;
     a.stat = stat;
     return a;
@@ -5385,95 +5368,48 @@ static __global__ void first_centres_kernel(float *mu, const float *x, int n, in
     for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
 }
 
-enum { POINTS = 32 };  // points, and centres, of a tile of assign_kernel
-
-static size_t assign_smem(int D) {
-    return (size_t)2 * POINTS * ((D + 15) / 16 * 16 + 4) * sizeof(float);
-}
-
-// to (POINTS,P) = x (n,D): rows and dimensions that are not there become 0. All threads of a block.
-static __device__ void points_load(float *to, int P, const float *x, int n, int D) {
-    for (int i = threadIdx.x; i < POINTS * P; i += blockDim.x) {
-        int r = i / P, d = i % P;
-        to[i] = r < n && d < D ? x[(size_t)r * D + d] : 0;
-    }
-}
-
-// acc[p][0] = the dot products of the thread's points ti, ti+16 and centres tj, tj+16 (p: point * 2
-// + centre), in the CPU's order: 16 lanes of partial sums, all of them in the thread's registers,
-// folded 8+8, 4+4, 2+2, 1+1.
-static __device__ void tile_dots(float (&acc)[4][16], const float *xs, const float *ms, int ti,
-                                 int tj, int P) {
-    for (int p = 0; p < 4; p++)
-        for (int u = 0; u < 16; u++) acc[p][u] = 0;
-    for (int k = 0; k < P - 4; k += 16)
-        for (int u = 0; u < 16; u++) {
-            float a0 = xs[ti * P + k + u], a1 = xs[(ti + 16) * P + k + u];
-            float b0 = ms[tj * P + k + u], b1 = ms[(tj + 16) * P + k + u];
-            acc[0][u] = fmaf(a0, b0, acc[0][u]);
-            acc[1][u] = fmaf(a0, b1, acc[1][u]);
-            acc[2][u] = fmaf(a1, b0, acc[2][u]);
-            acc[3][u] = fmaf(a1, b1, acc[3][u]);
-        }
-    for (int p = 0; p < 4; p++)
-        for (int h = 8; h; h >>= 1)
-            for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
-}
+enum { POINTS = 32 };           // points of a block of assign_kernel, and centres it has at hand
 
 // of[] of a level: for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product;
 // ties go to the lower centre. assign_points of kvcomp.c.
-// Block: POINTS = 32 points against all centres, 32 at a time. Thread: 2 points and 2 centres, and
-// all 16 lanes of their four dot products, so that the sums have the CPU's order without a shuffle;
-// 16 threads share the points and join their best at the end. Shared: 32 points and 32 centres,
-// rows of P = D rounded up to 16 and 4 more, which spreads rows over the banks. The tile: four
-// loads from shared memory serve four multiply-adds, and 64 sums still fit into registers. Bound by
-// f32 multiply-adds and shared memory (n K D of each).
-static __global__ void __launch_bounds__(256)
-assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K, int D) {
-    KV_DYN_SHARED(float, xs);  // (POINTS,P) points, (POINTS,P) centres
-    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS, *of = level_of(&t[blockIdx.y], coarse)->of;
-    int tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
-    float *ms = xs + POINTS * P, best[2] = { -INFINITY, -INFINITY };
-    x += (size_t)blockIdx.y * n * D;
+//   Block   POINTS points against all centres, as many at a time
+//   Lane    every second 8 numbers of a point; a pair of lanes has a point (pair_dots), and DOT_QUERIES centres
+//           share what is read of it
+//   Shared  near (POINTS,D): the centres at hand
+//   Bound   f32 multiply-adds (n K D); a load of 16 bytes serves 4 or, of a point, 16 of them
+static __global__ void assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K, int D) {
+    KV_DYN_SHARED(float, near);
+    int i = blockIdx.x * POINTS + (threadIdx.x >> 1), at = 0;
+    const float *point = x + ((size_t)blockIdx.y * n + min_int(i, n - 1)) * D;
+    float best = -INFINITY, dot[DOT_QUERIES];
     mu += (size_t)blockIdx.y * K * D;
-    points_load(xs, P, x + (size_t)i0 * D, n - i0, D);
-
-    for (int j0 = 0; j0 < K; j0 += POINTS) {
+    for (int c0 = 0; c0 < K; c0 += POINTS) {
+        __syncthreads();                        // the centres before these are done with
+        for (int e = threadIdx.x; e < POINTS * D; e += 2 * POINTS) near[e] = mu[min_int(c0 * D + e, K * D - 1)];
         __syncthreads();
-        points_load(ms, P, mu + (size_t)j0 * D, K - j0, D);
-        __syncthreads();
-        float acc[4][16];
-        tile_dots(acc, xs, ms, ti, tj, P);
-        for (int p = 0; p < 4; p++) {
-            int j = j0 + tj + p % 2 * 16;
-            if (j >= K || !(acc[p][0] > best[p / 2])) continue;
-            best[p / 2] = acc[p][0];
-            at[p / 2] = j;
-        }
-    }
-
-    for (int p = 0; p < 2; p++) {
-        for (int h = 8; h; h >>= 1) {                            // over the 16 threads of the points
-            float v = __shfl_xor_sync(ALL_LANES, best[p], h);
-            int j = __shfl_xor_sync(ALL_LANES, at[p], h);
-            if (v > best[p] || (v == best[p] && j < at[p])) {
-                best[p] = v;
-                at[p] = j;
+        for (int c = c0; c < min_int(c0 + POINTS, K); c += DOT_QUERIES) {
+            pair_dots<DT_F32>(dot, (const char *)point, D, near + (c - c0) * D);
+            for (int j = 0; j < DOT_QUERIES && c + j < K; j++) {
+                if (!(dot[j] > best)) continue;
+                best = dot[j];
+                at = c + j;
             }
         }
-        if (!tj && i0 + ti + 16 * p < n) of[i0 + ti + 16 * p] = at[p];
     }
+    if (!(threadIdx.x & 1) && i < n) level_of(&t[blockIdx.y], coarse)->of[i] = at;
 }
 
-// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c.
+// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c. last: the
+// centres are rounded to bf16 and go into the trees' level, too.
 // Block: one warp, centre blockIdx.x, which walks through the points' nodes 32 at a time and adds its
 // points in ascending order, so no float is added atomically. Lane: every 32nd dimension, in
 // registers. Shared: the sum while it is normalised. Bound by reading the nodes of the points: K
 // centres read n of them each, from the cache.
-static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const float *x, int n, int D) {
+static __global__ void centres_kernel(Tree *t, int coarse, int last, float *mu, const float *x, int n, int D) {
     __shared__ float sum[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x, count = 0;
-    const int *of = level_of(&t[blockIdx.y], coarse)->of;
+    Nodes *u = level_of(&t[blockIdx.y], coarse);
+    const int *of = u->of;
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
     x += (size_t)blockIdx.y * n * D;
     for (int i = 0; i < n; i += 32) {
@@ -5486,22 +5422,14 @@ static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const floa
         }
     }
 
-    if (!count) return;                                          // the whole warp
     for (int c = 0; c < MAX_D / 32; c++)
-        if (lane + 32 * c < D) sum[lane + 32 * c] = acc[c];
-    normalise(sum, D);
-    for (int d = lane; d < D; d += 32) to[d] = sum[d];
-}
-
-// The centres mu (G,n numbers) rounded to bf16 into the trees' level, and in place too.
-// Block: 256 numbers; thread: one. Bound by latency.
-static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float *x = mu + (size_t)blockIdx.y * n + i;
-    uint16_t rounded = f32_to_bf16(*x);
-    level_of(&t[blockIdx.y], coarse)->mu[i] = rounded;
-    *x = bf16_to_f32(rounded);
+        if (lane + 32 * c < D) sum[lane + 32 * c] = count ? acc[c] : to[lane + 32 * c];
+    if (count) normalise(sum, D);
+    for (int d = lane; d < D; d += 32) {
+        uint16_t rounded = f32_to_bf16(sum[d]);
+        if (last) u->mu[(size_t)j * D + d] = rounded;
+        to[d] = last ? bf16_to_f32(rounded) : sum[d];
+    }
 }
 
 // r and tokens of every node: node_cover of kvcomp.c over all chunks below it, on either level. keys
@@ -5545,14 +5473,13 @@ static Tree *trees_of(const Session *s, int l) {
 // kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, and mu and of[] of the trees' level.
 static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, int n, int K, float *mu) {
     int D = s->c->D, G = s->c->G;
-    size_t smem = assign_smem(D);
-    dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
+    size_t smem = (size_t)POINTS * D * sizeof(float);
+    dim3 nodes(K, G), points_of(blocks(n, POINTS), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
     for (int i = 0; i <= KMEANS_ITERATIONS; i++) {  // the last assignment is against the rounded centres
-        int last = i == KMEANS_ITERATIONS;
-        if (last) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
-        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, t, coarse, points, n, mu, K, D);
-        if (!last) KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, mu, points, n, D);
+        KV_LAUNCH(assign_kernel, points_of, 2 * POINTS, smem, t, coarse, points, n, mu, K, D);
+        if (i == KMEANS_ITERATIONS) break;
+        KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, i == KMEANS_ITERATIONS - 1, mu, points, n, D);
     }
 }
 
@@ -5928,17 +5855,6 @@ static __device__ int pick_best(const float *x, int n, int k, int *idx, TopShare
     return most;
 }
 
-// The largest x >= 0 of a block's threads; every thread gets it.
-static __device__ int block_max(int x, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int d = 16; d; d >>= 1) x = max_int(x, __shfl_xor_sync(ALL_LANES, x, d));
-    __syncthreads();                            // the last sums have been read
-    if (!lane) m->sum[warp] = x;
-    __syncthreads();
-    for (int w = 0; w < TOP_WARPS; w++) x = max_int(x, m->sum[w]);
-    return x;
-}
-
 // *p.all = the k largest of x (V), and the largest bits without a sign of them all.
 // Block: BEST_CHUNK logits, which it brings to shared memory; it finds the k best of them and writes
 // them down. The last block to arrive finds the k best of what all have written. As ids ascend within
@@ -5948,13 +5864,16 @@ static __global__ void __launch_bounds__(TOP_THREADS, 1)
 pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, int *arrived) {
     __shared__ TopShared m;
     __shared__ float near[BEST_CHUNK];
-    __shared__ int idx[MAX_BEST], last;
-    int from = blockIdx.x * BEST_CHUNK, n = min_int(V - from, BEST_CHUNK), worst = 0;
+    __shared__ int idx[MAX_BEST], last, worst;
+    int from = blockIdx.x * BEST_CHUNK, n = min_int(V - from, BEST_CHUNK), own = 0;
+    if (!threadIdx.x) worst = 0;
+    __syncthreads();
     for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
         near[i] = x[from + i];
-        worst = max_int(worst, __float_as_int(near[i]) & 0x7fffffff);
+        own = max_int(own, __float_as_int(near[i]) & 0x7fffffff);
     }
-    worst = block_max(worst, &m);
+    atomicMax(&worst, own);
+    __syncthreads();
     if (!threadIdx.x) p.worst[blockIdx.x] = worst;
     int found = pick_best(near, n, k, idx, &m);
     for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
@@ -5967,9 +5886,7 @@ pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, in
     // Every block but the last has k, because MAX_BEST <= BEST_CHUNK.
     int all = (gridDim.x - 1) * k + min_int(k, V - (gridDim.x - 1) * BEST_CHUNK);
     const float *best = seek_scores(all <= BEST_CHUNK ? near : NULL, p.x, all);
-    worst = 0;
-    for (int i = threadIdx.x; i < (int)gridDim.x; i += TOP_THREADS) worst = max_int(worst, p.worst[i]);
-    worst = block_max(worst, &m);
+    for (int i = threadIdx.x; i < (int)gridDim.x; i += TOP_THREADS) atomicMax(&worst, p.worst[i]);
     found = pick_best(best, all, k, idx, &m);
     for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
         int at = min_int(idx[i], all - 1);

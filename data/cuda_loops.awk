@@ -66,7 +66,7 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         row = 2 * D + 16
         slots = 4 * 16 * (part[2] == 3 ? 2 * (D + 16) + row : part[2] == 5 ? 3 * row : 2 * row * NT)
         sums = 4 * 8 * NT * (D + 2) * 4
-        return (slots > sums ? slots : sums) + NT * D * 32 + 2048 / 8 + (part[2] == 5 ? 64 * 24 : 0)
+        return (slots > sums ? slots : sums) + NT * D * 32 + (part[2] == 5 ? 64 * 24 : 0)
     }
     if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]

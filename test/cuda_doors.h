@@ -62,9 +62,6 @@ void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
 // 1: the session's prefills have q and P in f32 from now on, as with --exact.
 void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
 
-// Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
-void cuda_span(int n) { decode_span = n ? n : (int)DECODE_SPAN; }
-
 // seek_shared from now on; -1: what it is outside of tests.
 void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
 
