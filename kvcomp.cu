@@ -984,30 +984,6 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
     if (h.mass) h.mass[len] = 0;
 }
 
-// RoPE on q, RoPE on k, and the new rows of the cache, in one launch for n tokens.
-//   Block   one warp, for one (token, head): blockIdx.x is t, blockIdx.y counts the H query heads,
-//           then the G KV heads
-//   Lane    see head_put
-// Bound: memory, a few operations for each number.
-static __global__ void rope_append_kernel(const __grid_constant__ Heads a) {
-    int t = blockIdx.x, head = blockIdx.y, g = head - a.H;
-    if (g < 0) {
-        head_put(a, t, head, 0, a.q + ((size_t)t * a.H + head) * a.D);
-        return;                                 // whole warps only
-    }
-    head_put(a, t, head, 0, a.k + ((size_t)t * a.G + g) * a.D);
-    head_put(a, t, head, 1, a.v + ((size_t)t * a.G + g) * a.D);
-}
-
-// Launches rope_append_kernel for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D)
-// on the device. There is room for the rows, and no len has grown yet. q and cs NULL: see heads_args.
-static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
-                        int n) {
-    Heads a = heads_args(s, l, q, k, v, cs, t0);
-    dim3 grid(n, a.H + a.G);
-    KV_LAUNCH(rope_append_kernel, grid, 32, 0, a);
-}
-
 // ---- projections, RoPE and append without a stop between them
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
@@ -1034,7 +1010,7 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
 }
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
-// cache.
+// cache. m.y NULL: RoPE and rows alone, of the q, k and v of a.
 //   Block   one warp, for vector blockIdx.y of token blockIdx.x
 //   Shared  x (MAX_D)
 //   Bound   memory, a few operations for each number
@@ -1042,56 +1018,51 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     __shared__ float x[MAX_D];
     int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
+    size_t own = ((size_t)t * (part ? a.G : a.H) + at) * a.D;   // where the vector lies among those of its kind
+    const float *from = (part == 2 ? a.v : part ? a.k : a.q) + own;
+    if (m.y) from = m.y + ((size_t)t * m.cols + (size_t)i * a.D);
     float *stays = a.vectors[part];
-    if (stays) stays += ((size_t)t * (part ? a.G : a.H) + at) * a.D;
-    head_finish(a, t, i, m.y + ((size_t)t * m.cols + (size_t)i * a.D), m.scale ? m.scale[t] : 1, a.bias[part],
+    if (stays) stays += own;
+    head_finish(a, t, i, from, m.scale ? m.scale[t] : 1, a.bias[part],
                 a.bias_type[part], (size_t)at * a.D, stays, x);
 }
 
-// Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
-// finishes it: a counter for each says how many of its D rows are there. A warp takes a vector.
-// The fence before the counter is touched, and the barrier before it, make every thread's stores
-// visible to the block that reads the full count; the fence behind it, and the barrier after that, make
-// all threads of that block see them.
-static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
-    __shared__ float x[GEMV_WARPS][MAX_D];
-    __shared__ int full[GEMV_WARPS * GEMV_ROWS];
-    int first = row0 / a.D, n = (row1 - 1) / a.D - first + 1, warp = threadIdx.x >> 5;
-    __syncthreads();
-    if (!threadIdx.x) {
-        __threadfence();
-        for (int i = 0; i < n; i++) {
-            int from = (first + i) * a.D, rows = min_int(row1, from + a.D) - max_int(row0, from);
-            full[i] = atomicAdd(&a.ticket[first + i], rows) + rows == a.D;
-            if (!full[i]) continue;
-            atomicAdd(&a.ticket[first + i], -a.D);
-            __threadfence();
-        }
-    }
-    __syncthreads();
-    for (int i = warp; i < n; i += GEMV_WARPS) {
-        int at = first + i, key = at - a.H, value = key - a.G;
-        const float *from = a.q + (size_t)at * a.D;
-        if (key >= 0)   from = a.k + (size_t)key * a.D;
-        if (value >= 0) from = a.v + (size_t)value * a.D;
-        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, NULL, x[warp]);
-        __syncwarp();                           // all lanes have read x
-    }
+// heads_kernel alone for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D) on the device. There is
+// room for the rows, and no len has grown yet. q and cs NULL: see heads_args.
+static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
+                        int n) {
+    Heads a = heads_args(s, l, q, k, v, cs, t0);
+    Product none = { NULL, NULL, n, 0 };
+    dim3 grid(n, a.H + 2 * a.G);
+    KV_LAUNCH(heads_kernel, grid, 32, 0, a, none);
+}
+
+// The block's `rows` rows from row0 on, of a vector of q, k or v, have been stored. The last block of the vector
+// finishes it.
+static __device__ void heads_arrive(const Heads &a, int row0, int rows) {
+    __shared__ float x[MAX_D];
+    __shared__ int last;
+    int i = row0 / a.D, key = i - a.H, value = key - a.G;
+    const float *from = a.q + (size_t)i * a.D;
+    if (key >= 0)   from = a.k + (size_t)key * a.D;
+    if (value >= 0) from = a.v + (size_t)value * a.D;
+    if (!arrives_last(&a.ticket[i], a.D / rows, &last) || threadIdx.x >= 32) return;
+    head_finish(a, 0, i, from, 1, NULL, 0, 0, NULL, x);
 }
 
 // One token's q, k and v = the projections of normed x, with biases, norms, RoPE, and the new rows of the
 // cache.
 //   Block, Warp, Lane, Tile, Bound   see gemv_rows; the rows of W_q, W_k and W_v follow each other
-//   Shared  as there; in heads_arrive x (GEMV_WARPS,MAX_D), a vector for each warp, and full
-// A block has a few rows of a vector, and RoPE wants pairs half a vector apart, a norm and a block of q8_0
-// all of it: the block that arrives last finishes the vector (heads_arrive).
+//   Shared  as there; in heads_arrive x (MAX_D), a vector
+// A block has at most 16 rows of a vector, of which head_dim is a multiple. RoPE wants pairs half a vector apart, a
+// norm and a block of q8_0 all of it: the block that arrives last finishes the vector (heads_arrive).
 template <int DT>
 static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
 qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, const float *x) {
     KV_DYN_SHARED(char, mem);
     int rows = GEMV_WARPS * GEMV_ROWS / a.split, row0 = blockIdx.x * rows;
     gemv_rows<DT, GEMV_HEADS>(a, x, mem);
-    heads_arrive(h, row0, min_int(row0 + rows, a.rows));
+    heads_arrive(h, row0, rows);
 }
 
 // W_q, W_k and W_v times the normed x (n,C), and in *h the biases that are still to be added -> (n,(H+2G)D).
@@ -1113,7 +1084,8 @@ static Product qkv_product(Session *s, const Layer *y, const float *x, int n, He
 
 // Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
 // turned, and the rows of keys and values; with hooks q, k and v (n,G,D) as they are before RoPE. Otherwise k and
-// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch.
+// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch if
+// head_dim is a multiple of 16.
 static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
                     float *v, const float *cs, int t0, int n, int ahead, int hooks) {
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
@@ -1128,7 +1100,7 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
         h.norm[i] = on_device(s, norm[i]);
         h.norm_type[i] = norm[i]->dtype;
     }
-    if (hooks || n > 1 || !alike) {
+    if (hooks || n > 1 || !alike || h.D % (GEMV_WARPS * GEMV_ROWS)) {
         for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
         Product m = qkv_product(s, y, x, n, &h);
         dim3 grid(n, h.H + 2 * h.G);
@@ -1270,7 +1242,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 // "which kernel reads which rows".
 //     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
 //     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
-//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0 and PATS rows
+//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows
 //     column_kernel     sums of probabilities over queries
 
 enum {
@@ -2097,7 +2069,7 @@ prefill_kernel(Attn a) {
     tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0 and PATS rows, head_dim 64 and 128
+// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows, head_dim 64 and 128
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
@@ -2127,12 +2099,12 @@ prefill_kernel(Attn a) {
 //   Shared  slot, for each warp: a tile's rows of K and of V as they are stored, and for rows of fewer bits the
 //           same rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
 //           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
-//           for every tile. reg (REGIONS_NEAR): PATS's regions, if they are so few, because looking one up takes
-//           several loads one after the other
+//           for every tile
 //   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
 //
 //             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
-//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see q8_unit
+//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see scales_fold
+//             q4           device memory --rows_ask--> slot --q4_unpack--> f16 integers  likewise; see q4_turn
 //             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
 //
 //           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
@@ -2152,23 +2124,19 @@ enum {
     DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
     RAW_BITS = 17               // Walk.bits of a row that is not packed
 };
-#ifdef KVCOMP_TEST
-enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
-#else
-enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
-#endif
-
 // The shape of a block, by the rows it reads.
 template <int KIND, int D, int NT> struct DecodeShape {
     enum {
         TYPE = KIND == ROW_BF16 ? DT_BF16 : DT_F16,     // of what is multiplied
-        UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
+        SCALED = KIND == ROW_Q8 || KIND == ROW_Q4,      // 1: blocks of 32 integers with a scale each
+        UNPACKS = SCALED || KIND == DECODE_PATS,
         N = UNPACKS ? 1 : NT,   // a tile is so many times 16 keys, which is the depth of a product
         KEYS = 16 * N,
-        BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
-        ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
+        BLOCK = KIND == ROW_Q8 ? (int)Q8_BYTES : (int)Q4_BYTES,         // bytes of such a block
+        BYTES = SCALED ? D / 32 * BLOCK : 2 * D,        // of a row that is not packed
+        ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
-        STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
+        STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
         SLOT = KEYS * STORED,
         WARP = 2 * SLOT + (UNPACKS ? KEYS * ROW : 0)    // bytes of a warp's slots: K, V, f16 numbers
     };
@@ -2178,7 +2146,6 @@ struct DecodeShared {
     char *slot;
     float *sums;
     unsigned *q;
-    Region *reg;
 };
 
 // Carves the block's shared memory -> bytes.
@@ -2188,23 +2155,33 @@ template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
-    m->reg = carve<Region>(&b, KIND == DECODE_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
+// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. A warp 32 of them.
+// In a tile of q4 dim i of 32 stands beside dim i + 16 (q4_unpack): in `to` if into is 1, else in `from`.
+static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
+    int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
+    for (int i = threadIdx.x >> 5; i < m * blocks; i += ATTN_WARPS) {
+        int row = i / blocks, d = i % blocks * Q4_BLOCK;
+        float x = hadamard_lanes(from[row * stride + d + (into ? lane : place)], Q4_BLOCK) / 8;
+        to[row * to_stride + d + (into ? place : lane)] = x;
+    }
+}
+
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
-// them; zeros behind the work's last query. Complete after the next barrier.
+// them; zeros behind the work's last query. rows: its m queries, `stride` apart. Complete after the next barrier.
 template <int DT, int D, int NT>
-static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w) {
+static __device__ void decode_queries(unsigned *q, const float *rows, size_t stride, int m) {
     for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
         int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
         int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
         int d = 16 * step + word / 2 * 8 + 2 * t;
-        const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
+        const float *from = rows + min_int(r, m - 1) * stride + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
-            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
+            half_split<DT>(&value, &rest, r < m ? from[e] : 0);
             half[e] = second ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
@@ -2224,16 +2201,15 @@ struct Walk {                   // a warp's way through its tiles, of KEYS posit
     unsigned base;              // its first piece
 };
 
-// Finds row `row`, which stands at the lane's position of the last tile. reg: DecodeShared.reg.
+// Finds row `row`, which stands at the lane's position of the last tile.
 template <int KIND, int D, int NT>
-static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
+static __device__ void walk_place(Walk &x, const HeadRef &h, int row) {
     int packed = KIND == DECODE_PATS ? h.packed : 0;
     size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D, NT>::BYTES;
     x.bits = RAW_BITS;
     if (row < packed) {
         if (row < x.row0 || row >= x.row1) {
-            int n = h.pack->n_reg;
-            const Region *r = region_of(n <= REGIONS_NEAR ? reg : h.pack->reg, n, row);
+            const Region *r = region_of(h.pack->reg, h.pack->n_reg, row);
             x.row0 = r->row0;
             x.row1 = r->row0 + r->n;
             x.width = r->w;
@@ -2259,8 +2235,7 @@ static __device__ unsigned decode_sees(const Attn &a, const HeadRef &h, const Wo
 // The next tile before position p1 of which the query sees something -> which positions, a bit each; 0: there is none.
 // A tile of which it sees nothing is not read. Past p1 the last row is read again, and not seen.
 template <int KIND, int D, int NT>
-static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const Region *reg,
-                                     int p1) {
+static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, int p1) {
     const int KEYS = DecodeShape<KIND, D, NT>::KEYS;
     unsigned see = 0;
     while (!see && x.p < p1) {
@@ -2268,7 +2243,7 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
         see = decode_sees<KEYS>(a, h, w, x.p, p1, row);
         x.p += ATTN_WARPS * KEYS;
         x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % KEYS, p1 - 1));
-        if (see) walk_place<KIND, D, NT>(x, h, reg, row);
+        if (see) walk_place<KIND, D, NT>(x, h, row);
     }
     return see;
 }
@@ -2341,16 +2316,64 @@ template <int D> static __device__ void q8_unpack(char *to, const char *slot, in
     }
 }
 
+// q4: to (16,ROW) = 8 (2 u - 15) of every u of the tile in the slot (lib/kernels.h); scales stay apart. A lane takes
+// every second block. Its four planes, of a bit of every u, become four words of eight u: word k has u_k, u_k+4, ..
+//
+//     plane b         bit 31 .. 0:  bit b of u_31, u_30, .., u_0
+//     even, odd       2 bits each:  of two planes, of every second u
+//     word k          4 bits each:  u_28+k, u_24+k, .., u_k
+//
+// In a word u_i and u_i+16 are 16 bits apart, and become neighbours. An f16 number with u from bit 1 on is 16 u more
+// than 0x7000, which is 8192 and whose last bit counts 8.
+template <int D> static __device__ void q4_unpack(char *to, const char *slot, int off) {
+    typedef DecodeShape<ROW_Q4, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 20);
+    to += row * Shape::ROW + half * 64;
+    KV_UNROLL() for (int i = 0; i < D / 64; i++) {
+        unsigned plane[5], even[2], odd[2], u[4];
+        KV_UNROLL() for (int b = 0; b < 5; b++) plane[b] = b < 4 || !half ? from[9 * i + b] : 0;
+        KV_UNROLL() for (int b = 0; b < 4; b++) plane[b] = __funnelshift_r(plane[b], plane[b + 1], half ? 0 : 16);
+        KV_UNROLL() for (int h = 0; h < 2; h++) {
+            even[h] = (plane[2 * h] & 0x55555555) | (plane[2 * h + 1] & 0x55555555) << 1;
+            odd[h] = (plane[2 * h] >> 1 & 0x55555555) | (plane[2 * h + 1] & 0xaaaaaaaa);
+        }
+        u[0] = (even[0] & 0x33333333) | (even[1] & 0x33333333) << 2;
+        u[1] = (odd[0] & 0x33333333) | (odd[1] & 0x33333333) << 2;
+        u[2] = (even[0] >> 2 & 0x33333333) | (even[1] & 0xcccccccc);
+        u[3] = (odd[0] >> 2 & 0x33333333) | (odd[1] & 0xcccccccc);
+        KV_UNROLL() for (int c = 0; c < 4; c++) {
+            unsigned x[4];
+            KV_UNROLL() for (int k = 0; k < 4; k++) {
+                unsigned bits = c ? u[k] >> (4 * c - 1) : u[k] << 1;
+                x[k] = halves_less((bits & 0x001e001e) | 0x70007000, 0x700f700f);
+            }
+            *(uint4 *)(to + i * 128 + c * 16) = { x[0], x[1], x[2], x[3] };
+        }
+    }
+}
+
 // scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
-template <int D> static __device__ void q8_scales(unsigned (*scale)[2], const char *slot, int off) {
+template <int KIND, int D> static __device__ void block_scales(unsigned (*scale)[2], const char *slot, int off) {
+    typedef DecodeShape<KIND, D, 1> Shape;
     KV_UNROLL() for (int i = 0; i < 4; i++) {
         int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
-        const char *from = slot + r * DecodeShape<ROW_Q8, D, 1>::STORED + __shfl_sync(ALL_LANES, off, r);
-        KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
-            unsigned x = *(const uint16_t *)(from + b * Q8_BYTES);
+        const char *from = slot + r * Shape::STORED + __shfl_sync(ALL_LANES, off, r);
+        KV_UNROLL() for (int b = 0; b < D / 32; b++) {
+            unsigned x = *(const uint16_t *)(from + b * Shape::BLOCK);
             scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
         }
     }
+}
+
+// to (16,ROW) = the tile in the slot as 16-bit numbers, and of blocks their scales. off, bits: of row lane % 16.
+template <int KIND, int D>
+static __device__ void rows_unpack(char *to, unsigned (*scale)[2], const char *slot, int off, int bits) {
+    if (KIND == DECODE_PATS) pats_unpack<D>(to, slot, off, bits);
+    if (KIND == ROW_Q8) q8_unpack<D>(to, slot, off);
+    if (KIND == ROW_Q4) q4_unpack<D>(to, slot, off);
+    if (DecodeShape<KIND, D, 1>::SCALED) block_scales<KIND, D>(scale, slot, off);
+    __syncwarp();
 }
 
 // ---- a tile
@@ -2360,7 +2383,7 @@ template <int D, int NT> struct DecodeSums {
     float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
     float top[NT];              // a whole number of powers of 2 that no score exceeds
     float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
-    float unit;                 // a power of two: 1, but for q8_0
+    float unit;                 // a power of two: 1, but for blocks with scales
 };
 
 // x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
@@ -2369,11 +2392,11 @@ template <int NT> static __device__ void decode_row(float x[2], const float d[4]
 }
 
 // s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every 16.
-// keys, q: where the lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
+// keys, q: where the lane names its rows. The products of a block with a scale are summed before it is applied.
 template <int KIND, int D, int NT, int N>
 static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
     typedef DecodeShape<KIND, D, NT> Shape;
-    const int STEPS = KIND == ROW_Q8 ? 2 : D / 16;      // of a block
+    const int STEPS = Shape::SCALED ? 2 : D / 16;       // of a block
     for (int i = 0; i < 4 * N * NT; i++) s[i / (4 * N)][i % (4 * N)] = 0;
     KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
         float d[2 * N][4] = {}, x[2];
@@ -2389,8 +2412,8 @@ static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt 
             for (int n = 0; n < 2 * N; n++) {
                 decode_row<NT>(x, d[n], j);
                 for (int e = 0; e < 2; e++) {
-                    float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
-                    s[j][2 * n + e] = KIND == ROW_Q8 ? s[j][2 * n + e] + x[e] * by : x[e];
+                    float by = Shape::SCALED ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
+                    s[j][2 * n + e] = Shape::SCALED ? s[j][2 * n + e] + x[e] * by : x[e];
                 }
             }
     }
@@ -2435,11 +2458,11 @@ static __device__ void decode_factors(unsigned (*f)[NT][4], const float (*p)[4 *
         }
 }
 
-// The scales of the values of a tile of q8_0 are folded into the probabilities, and divided by z.unit, which no scale
-// yet has exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in
-// q8_scales, is divided here; older sums shrink by as much as the unit grows.
+// The scales of the values of a tile are folded into the probabilities, and divided by z.unit, which no scale yet has
+// exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in block_scales,
+// is divided here; older sums shrink by as much as the unit grows.
 template <int D, int NT>
-static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
+static __device__ void scales_fold(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
     unsigned most = 0;
     for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
 
@@ -2456,7 +2479,7 @@ static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*s
 // f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
 // a value and a rest, too.
 template <int NT>
-static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
+static __device__ void scaled_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
     for (int i = 0; i < 2 * NT; i++) {
         int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
         unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
@@ -2487,7 +2510,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
                                     const DecodeShared &m, int p0, int p1) {
     typedef DecodeShape<KIND, D, NT> Shape;
     const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
-    const int N = Shape::N, KEYS = Shape::KEYS;
+    const int N = Shape::N, KEYS = Shape::KEYS, SCALED = Shape::SCALED;
     const unsigned ALL = ~0u >> (32 - KEYS);
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
 
@@ -2507,24 +2530,19 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
 
     Walk x = { p0 + warp * KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
     if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % KEYS, p1 - 1));
-    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, m.reg, p1), next;
+    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, p1), next;
     rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
     rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
         float s[NT][4 * N], shrink[NT];
-        unsigned prob[N][NT][4], f[N][NT][4], scale[D / Q8_VALUES][2];
-        next = walk_next<KIND, D, NT>(x, a, h, w, m.reg, p1);
+        unsigned prob[N][NT][4], f[N][NT][4], scale[D / 32][2];
+        next = walk_next<KIND, D, NT>(x, a, h, w, p1);
 
         // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits);
-        if (KIND == ROW_Q8) {
-            q8_unpack<D>(tile, slot_k, off);
-            q8_scales<D>(scale, slot_k, off);
-        }
-        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_unpack<KIND, D>(tile, scale, slot_k, off, bits);
         if (UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
         decode_scores<KIND, D, NT, N>(s, keys, q, scale);
         if (!UNPACKS) __syncwarp();
@@ -2536,19 +2554,14 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
         // Values.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits);
-        if (KIND == ROW_Q8) {
-            q8_unpack<D>(tile, slot_v, off);
-            q8_scales<D>(scale, slot_v, off);
-            q8_unit<D, NT>(z, shrink, scale);
-        }
-        if (UNPACKS) __syncwarp();
+        if (UNPACKS) rows_unpack<KIND, D>(tile, scale, slot_v, off, bits);
+        if (SCALED) scales_fold<D, NT>(z, shrink, scale);
         if (UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
         KV_UNROLL() for (int j = 0; j < D / 16; j++) {
             unsigned b[N][4];
             for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
-            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f[0], prob[0], scale[j / 2]);
-            decode_mix<DT, D, NT, N>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
+            if (SCALED && j % 2 == 0) scaled_factors<NT>(f[0], prob[0], scale[j / 2]);
+            decode_mix<DT, D, NT, N>(z, j, shrink, SCALED ? f : prob, b);
         }
         if (!UNPACKS) __syncwarp();
         if (!UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
@@ -2572,14 +2585,14 @@ static __device__ void decode_join(float *part, const float *sums, int m, int NR
 }
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
-constexpr int decode_blocks(int KIND, int D, int NT) {
-    if (D > 64) return NT == 2 ? 2 : KIND == ROW_Q8 || KIND == DECODE_PATS ? 3 : 4;
+template <int KIND, int D, int NT> constexpr int decode_blocks(void) {
+    if (D > 64) return NT == 2 ? 2 : DecodeShape<KIND, D, NT>::UNPACKS ? 3 : 4;
     return NT == 2 ? 3 : 4;
 }
 
-// KIND: ROW_F16, ROW_BF16, ROW_Q8 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
+// KIND: ROW_F16, ROW_BF16, ROW_Q8, ROW_Q4 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(KIND, D, NT))
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, (decode_blocks<KIND, D, NT>()))
 decode_kernel(const __grid_constant__ Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
@@ -2592,9 +2605,14 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     Work w = a.work[it.work];
     const HeadRef &h = a.heads.at[w.g];
     DecodeSums<D, NT> z;
-    decode_queries<DecodeShape<KIND, D, NT>::TYPE, D, NT>(m.q, a, w);
-    if (KIND == DECODE_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
-        for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
+    const float *q = a.q + query_row(a, w, w.m0) * D;          // of one token, so that its rows are neighbours
+    // Rows of q4 are H times what is stored, and a product with one is of the query times H with what is stored.
+    if (KIND == ROW_Q4) {
+        q4_turn(m.sums, D, q, D, w.m, D, 1);
+        __syncthreads();
+        q = m.sums;
+    }
+    decode_queries<DecodeShape<KIND, D, NT>::TYPE, D, NT>(m.q, q, D, w.m);
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
     const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP / 16;
     for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
@@ -2604,9 +2622,9 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
         z.top[i] = SCORE_LOW;
         z.sum[i] = 0;
     }
-    z.unit = KIND == ROW_Q8 ? 1.f / (1 << 15) : 1;              // 1 / unit has to be an f16 number
+    z.unit = DecodeShape<KIND, D, NT>::SCALED ? 1.f / (1 << 15) : 1;    // 1 / unit has to be an f16 number
 
-    __syncthreads();                            // queries, regions and zeros are there
+    __syncthreads();                            // queries and zeros are there
     decode_tiles<KIND, D, NT>(z, a, h, w, m, it.p0, it.p1);
 
     // The item's sums, over the four warps.
@@ -2622,7 +2640,10 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
         to[1] = x * one;
     }
     __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * BQ * (D + 2), m.sums, w.m, 8 * NT, D);
+    float *part = a.part + (size_t)blockIdx.x * BQ * (D + 2);
+    decode_join(part, m.sums, w.m, 8 * NT, D);
+    __syncthreads();
+    if (KIND == ROW_Q4) q4_turn(part + 2, D + 2, part + 2, D + 2, w.m, D, 0);
     join_arrived(a, BQ);
 }
 
@@ -2719,8 +2740,8 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 //
 //                              decode            prefill
 //     f16, bf16                decode_kernel     prefill_kernel
-//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16
-//     PATS's under rows64, q4,
+//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16
+//     PATS's under rows64,
 //     K and V in two formats   attend_kernel     prefill_kernel, as f16
 //     f32                      attend_kernel     attend_kernel
 //
@@ -2746,7 +2767,7 @@ static Reader reader_of(const Session *s, int n, int decode, int lines) {
     // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
     Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32 };
     if (decode) {
-        if (s->fk != s->fv || f32 || kind == ROW_Q4 || (D != 64 && D != 128)) return general;
+        if (s->fk != s->fv || f32 || (D != 64 && D != 128)) return general;
         if (s->packing && !s->packing->dense) return general;
         return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16 };
     }
@@ -2979,6 +3000,7 @@ static void items_run(const Attn &a, const Reader &by, int n) {
         if (by.kind == ROW_F16)       decode_width<ROW_F16>(a, n, by.BQ);
         else if (by.kind == ROW_BF16) decode_width<ROW_BF16>(a, n, by.BQ);
         else if (by.kind == ROW_Q8)   decode_width<ROW_Q8>(a, n, by.BQ);
+        else if (by.kind == ROW_Q4)   decode_width<ROW_Q4>(a, n, by.BQ);
         else                          decode_width<DECODE_PATS>(a, n, by.BQ);
     } else {
         if (by.BQ == 4) attend_launch<1>(a, n);
@@ -3995,26 +4017,20 @@ static __global__ void join_heads_kernel(float *out, const float *x, const int *
     out[(size_t)g * N + j] = sum / (float)over;
 }
 
-// Largest of x[t] over |t-j| <= width/2, t in [0,n). Neighbours are neighbours in the list of rows
-// (D11).
-static __device__ float window_max(const float *x, int j, int n, int width) {
+// Largest of x[t] over |t-j| <= width/2, t in [0,n), or with `mean` their sum in ascending order / width: neighbours
+// outside [0,n) count as zeros there. Neighbours are neighbours in the list of rows (D11).
+static __device__ float window_score(const float *x, int j, int n, int width, int mean) {
     int a = j > width / 2 ? j - width / 2 : 0;
     int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-    float top = x[a];
-    for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
-    return top;
+    float top = x[a], sum = 0;
+    for (int t = a; t <= b; t++) {
+        top = fmaxf(top, x[t]);
+        sum += x[t];
+    }
+    return mean ? sum / (float)width : top;
 }
 
-// Mean of x[t] over |t-j| <= width/2, in ascending order; neighbours outside [0,n) count as zeros.
-static __device__ float window_mean(const float *x, int j, int n, int width) {
-    int a = j > width / 2 ? j - width / 2 : 0;
-    int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-    float sum = 0;
-    for (int t = a; t <= b; t++) sum += x[t];
-    return sum / (float)width;
-}
-
-// out (rows,N) = window_mean or window_max of every candidate of x (rows,N). `per` rows belong to one KV
+// out (rows,N) = window_score of every candidate of x (rows,N). `per` rows belong to one KV
 // head; n (rows/per): its candidates.
 // Block: 256 candidates of row blockIdx.y. Thread: one candidate. No shared memory: neighbours'
 // reads overlap and come from the cache. Bound by reading x once (4 bytes a candidate).
@@ -4024,7 +4040,7 @@ static __global__ void pool_kernel(float *out, const float *x, const int *n, int
     const float *from = x + (size_t)row * N;
     int m = n[row / per];
     if (j >= m) return;
-    out[(size_t)row * N + j] = mean ? window_mean(from, j, m, width) : window_max(from, j, m, width);
+    out[(size_t)row * N + j] = window_score(from, j, m, width, mean);
 }
 
 // ---- selections in one launch: section 8 and section 11
@@ -4814,7 +4830,7 @@ struct BestLine {
     int id;
 };
 
-struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn
+struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn, or the block's
     HeadRefs heads;
     LoopRule rule;
     const float *P;             // (m,N) softmax rows of the samples
@@ -4827,15 +4843,7 @@ struct Picks {                  // argument of the kernel; arrays hold the parts
     int g0, R;                  // first KV head of the batch; query heads of a KV head
     int m, N, T;                // samples; columns of P; tokens of the pass
     int segments, words;        // segments of 2N lines; 64-bit words of N bits
-};
-
-struct PickHead {               // the block's own part
-    const float *P;
-    double *gain;
-    BestLine *bound;
-    double *row;
-    uint64_t *v, *s;
-    int n, p0, words;           // rows held; the first row of the pass; words of n bits
+    int n, p0;                  // of the block's head: rows held; the first row of the pass
 };
 
 // Word w of a bit set that holds 0..n-1.
@@ -4844,24 +4852,28 @@ static __device__ uint64_t first_bits(int n, int w) {
     return n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull;
 }
 
-// The block's head, its bits set to the lines that are always kept (D33): the first columns, the
+// a becomes the block's own part, whose bits are set to the lines that are always kept (D33): the first columns, the
 // last offsets. All threads.
-static __device__ PickHead pick_head(const Picks &a) {
+static __device__ void pick_head(Picks &a) {
     size_t h = blockIdx.x;
-    int n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
-    PickHead x = { a.P + h * a.m * a.N, a.gain + h * 2 * a.N, a.bound + h * a.segments,
-                   a.row + 2 * h * a.m, a.v + h * a.words, a.s + h * a.words,
-                   n, n - a.T, (n + 63) / 64 };
-    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
-        x.v[w] = first_bits(min_int(a.rule.sink, n), w);
-        x.s[w] = first_bits(min_int(a.rule.local, n), w);
+    a.n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
+    a.p0 = a.n - a.T;
+    a.P += h * a.m * a.N;
+    a.gain += h * 2 * a.N;
+    a.bound += h * a.segments;
+    a.row += 2 * h * a.m;
+    a.found += h * 3;
+    a.v += h * a.words;
+    a.s += h * a.words;
+    for (int w = threadIdx.x; w < (a.n + 63) / 64; w += PICK_THREADS) {
+        a.v[w] = first_bits(min_int(a.rule.sink, a.n), w);
+        a.s[w] = first_bits(min_int(a.rule.local, a.n), w);
     }
     __syncthreads();
-    return x;
 }
 
 // Cells of vertical y, and as many of slash y.
-static __device__ int line_len(const PickHead &x, int y) { return x.n - max_int(y, x.p0); }
+static __device__ int line_len(const Picks &a, int y) { return a.n - max_int(y, a.p0); }
 
 // Is alpha of both halves of the samples recovered? rec, tot (2): mass recovered, and all of it, of
 // the half that selects and of the half that only validates.
@@ -4872,21 +4884,10 @@ static __device__ int recovered(const Picks &a, const double *rec, const double 
 // What the block has found, for the host. One thread; rec, tot (2) as in recovered.
 static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot,
                                   double share) {
-    double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
-    found[0] = failed;
-    found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
-    found[2] = share;
-}
-
-// Sum of x over the block, in every thread. part (PICK_WARPS) shared.
-static __device__ int64_t sum_block(int64_t x, int64_t *part) {
-    x = lanes_sum<32>(x);
-    __syncthreads();                                             // the last sum has been read
-    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
-    __syncthreads();
-    x = 0;
-    for (int w = 0; w < PICK_WARPS; w++) x += part[w];
-    return x;
+    double all = tot[0] + tot[1];
+    a.found[0] = failed;
+    a.found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
+    a.found[2] = share;
 }
 
 // ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
@@ -4917,50 +4918,50 @@ static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
 
 // The best line of a segment that is not taken and gains something; key 0: none. A thread has one
 // line.
-static __device__ BestLine segment_best(const PickHead &x, int seg, BestLine *part) {
-    int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
-    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? x.gain[id] : 0;
-    BestLine own = { g > 1e-12 ? g / (double)line_len(x, y) : 0, id };  // Algorithm 2, line 12
-    return best_block(own, x.n, part);
+static __device__ BestLine segment_best(const Picks &a, int seg, BestLine *part) {
+    int id = seg * SEG + threadIdx.x, y = id < a.n ? id : id - a.n;
+    double g = id < 2 * a.n && !bit_of(id < a.n ? a.v : a.s, y) ? a.gain[id] : 0;
+    BestLine own = { g > 1e-12 ? g / (double)line_len(a, y) : 0, id };  // Algorithm 2, line 12
+    return best_block(own, a.n, part);
 }
 
 // residuals of kvcomp.c: the gains of all lines with the kept ones taken out, a thread a line, over
 // the samples in their order; and rec, tot (2, shared) as in recovered, a warp a sample, whose
 // lanes are folded as the CPU's lanes32 are.
-static __device__ void line_residuals(const Picks &a, const PickHead &x, double *rec, double *tot) {
+static __device__ void line_residuals(const Picks &a, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
-    double *g = x.gain;
-    for (int id = threadIdx.x; id < 2 * x.n; id += PICK_THREADS) {
+    double *g = a.gain;
+    for (int id = threadIdx.x; id < 2 * a.n; id += PICK_THREADS) {
         double sum = 0;
         for (int i = 0; i < a.m; i++) {
-            int r = x.p0 + a.t[i], c = id < x.n ? id : r - (id - x.n);
+            int r = a.p0 + a.t[i], c = id < a.n ? id : r - (id - a.n);
             int counts = c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i);
-            if (counts) sum += x.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
+            if (counts) sum += a.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
         }
         g[id] = sum;
     }
 
     for (int i = threadIdx.x >> 5; i < a.m; i += PICK_WARPS) {
-        int r = x.p0 + a.t[i];
+        int r = a.p0 + a.t[i];
         double got = 0, all = 0;
         for (int c = lane; c <= r; c += 32) {
-            double p = x.P[(size_t)i * a.N + c];
+            double p = a.P[(size_t)i * a.N + c];
             all += p;
             if (c < a.rule.sink || r - c < a.rule.local) got += p;
         }
         got = lanes_sum<32>(got);
         all = lanes_sum<32>(all);
         if (!lane) {
-            x.row[i] = got;
-            x.row[a.m + i] = all;
+            a.row[i] = got;
+            a.row[a.m + i] = all;
         }
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] = rec[1] = tot[0] = tot[1] = 0;
         for (int i = 0; i < a.m; i++) {
-            rec[a.rule.holdout & i & 1] += x.row[i];
-            tot[a.rule.holdout & i & 1] += x.row[a.m + i];
+            rec[a.rule.holdout & i & 1] += a.row[i];
+            tot[a.rule.holdout & i & 1] += a.row[a.m + i];
         }
     }
     __syncthreads();
@@ -4969,31 +4970,30 @@ static __device__ void line_residuals(const Picks &a, const PickHead &x, double 
 // take_line of kvcomp.c: chooses line id; what it covers leaves the gains of the lines that cross
 // it. A thread has a sample, and in every sample another line crosses, so no two threads write to
 // one gain. All threads of a block; rec (2) shared.
-static __device__ void take_one(const Picks &a, const PickHead &x, int id, double *rec) {
-    int slash = id >= x.n, y = slash ? id - x.n : id;
-    double *g = x.gain;
+static __device__ void take_one(const Picks &a, int id, double *rec) {
+    int slash = id >= a.n, y = slash ? id - a.n : id;
+    double *g = a.gain;
     for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
-        int other = x.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? x.v : x.s, other);
-        double cell = on ? x.P[(size_t)i * a.N + (slash ? other : y)] : 0;
-        x.row[i] = cell;
-        if (on && !(a.rule.holdout & i)) g[slash ? other : x.n + other] -= cell;
+        int other = a.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? a.v : a.s, other);
+        double cell = on ? a.P[(size_t)i * a.N + (slash ? other : y)] : 0;
+        a.row[i] = cell;
+        if (on && !(a.rule.holdout & i)) g[slash ? other : a.n + other] -= cell;
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] += g[id];
-        for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += x.row[i];
-        uint64_t *bits = slash ? x.s : x.v;
+        for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += a.row[i];
+        uint64_t *bits = slash ? a.s : a.v;
         bits[y >> 6] |= (uint64_t)1 << (y & 63);                 // Algorithm 2, line 13
     }
     __syncthreads();
 }
 
-// Cells of the lines in `bits`, crossings counted twice. All threads of a block.
-static __device__ double cells_of(const PickHead &x, const uint64_t *bits, int64_t *part) {
-    int64_t sum = 0;
-    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS)
-        if (bit_of(bits, y)) sum += line_len(x, y);
-    return (double)sum_block(sum, part);
+// Cells of the lines that are always kept, crossings counted twice; in every thread. part (32) shared.
+static __device__ double cells_kept(const Picks &a, double *part) {
+    double sum = 0;                             // of whole numbers: exact in any order
+    for (int y = threadIdx.x; y < a.n; y += PICK_THREADS) sum += (bit_of(a.v, y) + bit_of(a.s, y)) * line_len(a, y);
+    return block_fold<0>(sum, part);
 }
 
 // Single lines of one query head: greedy on residual gain a cell until alpha of both halves is
@@ -5006,31 +5006,29 @@ static __device__ double cells_of(const PickHead &x, const uint64_t *bits, int64
 // times and reads little; only line_residuals reads P as a whole.
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
     __shared__ BestLine part[PICK_WARPS];
-    __shared__ int64_t sums[PICK_WARPS];
-    __shared__ double rec[2], tot[2];
-    PickHead x = pick_head(a);
-    int n = x.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
-    BestLine *bound = x.bound;                                   // (segs)
-    double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1));
-    double cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
-    line_residuals(a, x, rec, tot);
+    __shared__ double sums[PICK_WARPS], rec[2], tot[2];
+    pick_head(a);
+    int n = a.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
+    double all = .5 * ((double)n * (n + 1) - (double)a.p0 * (a.p0 + 1));
+    double cells = cells_kept(a, sums);
+    line_residuals(a, rec, tot);
     for (int i = 0; i < segs; i++) {
-        BestLine b = segment_best(x, i, part);
-        if (!threadIdx.x) bound[i] = b;
+        BestLine b = segment_best(a, i, part);
+        if (!threadIdx.x) a.bound[i] = b;
     }
     __syncthreads();
 
     while (!failed && !recovered(a, rec, tot)) {
         BestLine top = { 0, 2 * n };
-        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, bound[i], n);
+        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, a.bound[i], n);
         top = best_block(top, n, part);
         if (top.key <= 0) break;                                 // nothing is left
-        BestLine now = segment_best(x, top.id / SEG, part);
+        BestLine now = segment_best(a, top.id / SEG, part);
         if (now.key == top.key && now.id == top.id) {
-            take_one(a, x, top.id, rec);
-            cells += (double)line_len(x, top.id % n);
+            take_one(a, top.id, rec);
+            cells += (double)line_len(a, top.id % n);
             failed = cells > a.rule.max_cells * all;
-        } else if (!threadIdx.x) bound[top.id / SEG] = now;
+        } else if (!threadIdx.x) a.bound[top.id / SEG] = now;
         __syncthreads();
     }
 
@@ -5129,22 +5127,19 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
     return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }
 
-// The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
-static __device__ float packed_read(const Packed *p, const Region *g, int v, int r, int d, int D) {
-    uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
-    return half_get<DT_F16>(x);
-}
-
-// Element d of packed row r of head h.
+// The same element of head h as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) {
-    return packed_read(h.pack, region_of(h.pack->reg, h.pack->n_reg, r), v, r, d, D);
+    const Packed *p = h.pack;
+    return half_get<DT_F16>(packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, r), p->rows64, r, d, D));
 }
 
 // to (D) = packed row r of head h, by one warp. Neighbouring lanes read neighbouring elements.
 // All of it goes through the cache, for a 32-bit word serves several lanes.
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
-    const Region *g = region_of(h.pack->reg, h.pack->n_reg, r);
-    for (int d = lane; d < D; d += 32) to[d] = packed_read(h.pack, g, v, r, d, D);
+    const Packed *p = h.pack;
+    const Region *g = region_of(p->reg, p->n_reg, r);
+    for (int d = lane; d < D; d += 32)
+        to[d] = half_get<DT_F16>(packed_half(v ? p->v : p->k, g, p->rows64, r, d, D));
 }
 
 // ---- packing
