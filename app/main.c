@@ -335,7 +335,8 @@ KV_PRINTF(2, 3) static void wrong_if(int wrong, const char *fmt, ...) {
 static void check_options(const Options *o) {
     char err[256];
     int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
-    int text = opt_given(o, "prompt") || (*opt_str(o, "file") && !*opt_str(o, "eval")), report = *opt_str(o, "report") != 0;
+    int asks = !*opt_str(o, "eval");              // -f is then no prompt
+    int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
     int merge = *opt_str(o, "eval-merge") != 0;
     wrong_if(out_of_range(o, NULL, err), "%s", err);
