@@ -1082,7 +1082,7 @@ static LoopTwin loop_twin(const Options *o, const Config *c, const char *method)
                    .decode = !strstr(method, "loopserve-p"),
                    .min_context = opt_int(o, "loopserve-min-context"),
                    .m = opt_int(o, "loopserve-samples"),
-                   .sink = opt_int(o, "sink"),
+                   .sink = opt_int(o, "sink") < 0 ? 4 : opt_int(o, "sink"),
                    .local = opt_int(o, "loopserve-local"),
                    .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
                    .max_cells = opt_real(o, "loopserve-max-cells"),
