@@ -2363,7 +2363,7 @@ TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
     int threads = one_thread();
     const int *ids = seven_ids(300, 101);
-    const char *text = "budget=160 lychee-buffer=24 lychee-full-layers=0";
+    const char *text = "budget=160 lychee-buffer=24 full-layers=0";
     for (int over = 0; over < 2; over++) {
         OWN_SESSION Session *s = session_of(m, "lychee", text), *f = session_of(m, "full", text);
         prefill(s, ids, 200);
@@ -2431,67 +2431,6 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
     CHECK(reads(s, 2, 6, all), "every row again");
 }
 
-TEST(views_near, "a list's rows copied side by side give the same bits as where they lie: storage "
-                 "formats, lists that end amid a tile, a head alone; a new list and a moved key "
-                 "end it; packed rows are not copied") {
-    static const char *const formats[] = { "ctk=f16 ctv=f16", "ctk=bf16 ctv=f32",
-                                           "ctk=q8_0 ctv=f16", "ctk=f32 ctv=q8_0" };
-    for (int c = 0; c < 40; c++) {
-        OWN_MODEL Tiny m = tiny_model(1, 4, 2, 24, 32, 32, 61, 90 + c);
-        OWN_SESSION Session *s = session_of(m, "full", formats[c % 4]);
-        int ids[300], list[300], n = 0, N = 300, tail = 200 + rnd_int(101);
-        int every = 1 + rnd_int(4);
-        float q[4 * 24], a[4 * 24], b[4 * 24];
-        draw_ids(ids, N, 61);
-        prefill(s, ids, N);
-        s->base = N - 1;
-        for (int i = 0; i < 96; i++) q[i] = rnd_normal();
-        for (int i = 0; i < tail; i++)
-            if (!rnd_int(every)) list[n++] = i;
-        if (!n) list[n++] = 3;
-        view_group(s, 0, 0, list, n, tail);
-        // Head 2 alone, and no rows behind the list; head 3 reads every row.
-        view_set(s, 0, 2, list, n, N);
-        attn_decode(s, 0, a, q);
-        size_t meta = kv_meta_bytes(s);
-        for (int h = 0; h < 3; h += 2) view_near(s, 0, h);
-        CHECK(kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near && !kv_view(s, 0, 3)->is_near, "near");
-        CHECK(kv_meta_bytes(s) == meta + 2 * n * (s->fk->row_bytes(24) + s->fv->row_bytes(24)),
-              "bytes");
-        size_t k_bytes = s->fk->row_bytes(24);
-        for (int i = 0; i < n; i++) {
-            const KVHead *h = kv_head(s, 0, 1);
-            CHECK(!memcmp(kv_view(s, 0, 2)->near + i * k_bytes, h->k + list[i] * k_bytes, k_bytes),
-                  "copy of key %d", i);
-        }
-        attn_decode(s, 0, b, q);
-        CHECK(!memcmp(a, b, sizeof a), "%s, %d rows of %d: other bits", formats[c % 4], n, tail);
-        memset(kv_view(s, 0, 0)->near, 0, k_bytes * n);  // and the copy is what is read
-        if (n >= 64) {
-            attn_decode(s, 0, b, q);
-            CHECK(memcmp(a, b, 2 * 24 * 4), "the copy is not read");
-        }
-        kv_repos(s, 0, 0, 5, 7);
-        CHECK(!kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near,
-              "after a key moved");
-        view_set(s, 0, 2, list, n, N);
-        CHECK(!kv_view(s, 0, 2)->is_near, "after a new list");
-        attn_decode(s, 0, b, q);
-        CHECK(!memcmp(a + 48, b + 48, 48 * 4), "read where they lie again");
-        view_near(s, 0, 2);
-        view_all(s);
-        CHECK(!kv_view(s, 0, 2)->is_near && kv_view(s, 0, 2)->room, "every row again");
-    }
-    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 32, 32, 61, 9);
-    OWN_SESSION Session *s = session_of(m, "pats", "ctk=f16 ctv=f16");
-    int ids[40], list[] = { 1, 2, 9 };
-    draw_ids(ids, 40, 61);
-    prefill(s, ids, 40);
-    view_group(s, 0, 0, list, 3, 30);
-    view_near(s, 0, 0);
-    CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
-}
-
 // A second, longer turn in which the n-th allocation from now on fails -> the exit code; 0: it was not made.
 static int lychee_out_of_memory(Session *s, const int *ids, long n) {
     int rc;
@@ -2507,7 +2446,7 @@ TEST(lychee_closed, "a session whose index finds no memory for larger trees can 
     const int *ids = seven_ids(400, 29);
     int rc = 1;
     for (long n = 1; rc; n++) {
-        const char *text = "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4";
+        const char *text = "budget=20 lychee-buffer=4 full-layers=0 sink=4";
         OWN_SESSION Session *s = session_of(m, "lychee", text);
         prefill(s, ids, 100);
         rc = lychee_out_of_memory(s, ids, n);
@@ -2611,7 +2550,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     for (int f = 0; f < 5; f++) {
         char err[256];
         OWN_OPTIONS Options *o = f < 4 ? options_of(format[f]) : options_of_program();     // q8 refuses a given -ctk
-        options_set(o, "quest-full-layers", "0", err);
+        options_set(o, "full-layers", "0", err);
         Session *s = session_open(m.c, m.w, o, f < 4 ? "quest" : format[f]);
         Quest *x = s->part[0].ms;
         prefill(s, ids, 250);
@@ -3019,7 +2958,7 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                           .ratio = any ? -1 : i > 9 ? .6 : i > 8 ? .1 : -1 };
         char opt[128], by_k[32], what[200];
         snprintf(by_k, sizeof by_k, "sonic-k=%d", K);
-        snprintf(opt, sizeof opt, "quiet sink=%d %s %s", sink, exact ? "sonic-oneshot" : "",
+        snprintf(opt, sizeof opt, "quiet sink=%d %s %s", sink, exact ? "paper" : "",
                  any || i == 4 ? by_k : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "");
         snprintf(what, sizeof what, "case %d: %s, %s", i, opt, original ? "original" : "augmented");
         OWN_SESSION Session *s = sonic_session(m, a, opt);

@@ -893,7 +893,7 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
     }
 }
 
-TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, "
+TEST(cuda_select, "top-k, pooling and AdaKV's candidates on the device are the CPU's to the bit: ties, "
                   "signs, infinities, empty and short rows, k 0 to past n") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", ""), *c = session_of(m, "full", "");
@@ -921,11 +921,9 @@ TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's
         cuda_drop(dx);
         dx = cuda_put(x, S * N * sizeof *x);
         OWN float *b = xmalloc(total * sizeof *b);
-        for (int share = 0; share < 2; share++) {
-            float *a = adakv_pooled(c, x, N, heads, 30, share);
-            cuda_get(b, adakv_pooled(s, dx, N, heads, 30, share), total * sizeof *b);
-            CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by, share %d", share);
-        }
+        float *a = adakv_pooled(c, x, N, heads);
+        cuda_get(b, adakv_pooled(s, dx, N, heads), total * sizeof *b);
+        CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by");
         cuda_drop(dx);
     }
 }
@@ -1234,7 +1232,7 @@ TEST(cuda_table, "every method under every flag and choice of its own, and with 
     }
 }
 
-#define LYCHEE_SMALL "lychee-buffer=8 lychee-full-layers=0 sink=4 "
+#define LYCHEE_SMALL "lychee-buffer=8 full-layers=0 sink=4 "
 #define LOOP_SHORT "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 "
 
 TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not have agree with the CPU: tensor cores, heads "
@@ -1252,18 +1250,18 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         { 1, 34, 34, 8, 70, "full", "", 1e-3 },
         { 2, 4, 2, 64, 60, "full", "ctk=f16 ctv=f16", 1e-3 },
         { 2, 4, 2, 64, 60, "h2o", "budget=20 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 4, 2, 64, 60, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 4, 2, 64, 60, "quest", "budget=48 full-layers=0 ctk=f16 ctv=f16", 1e-3 },
         { 2, 4, 2, 64, 60, "lychee", LYCHEE_SMALL "budget=40 ctk=f16 ctv=f16", 1e-3 },
-        { 2, 6, 3, 16, 60, "quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16", 1e-3 },
-        { 2, 10, 2, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 9, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
-        { 2, 12, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
+        { 2, 6, 3, 16, 60, "quest", "ratio=.3 full-layers=1 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 10, 2, 16, 60, "quest", "budget=48 full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 9, 1, 16, 60, "quest", "budget=48 full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 12, 1, 16, 60, "quest", "budget=48 full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
         // The selections ask for more shared memory than a kernel has unasked.
-        { 1, 64, 1, 256, 34, "quest", "budget=32 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 1, 64, 1, 256, 34, "quest", "budget=32 full-layers=0 ctk=f16 ctv=f16", 1e-3 },
         { 1, 64, 1, 256, 34, "lychee", LYCHEE_SMALL "budget=24 lychee-kg=3", 1e-3 },
         { 2, 2, 1, 256, 40, "full", "ctk=f16 ctv=f16", 1e-3 },
         { 2, 3, 3, 160, 40, "snapkv", "budget=20 obs-window=4", 1e-3 },
-        { 2, 2, 1, 256, 50, "quest", "budget=48 quest-full-layers=0", 1e-3 },
+        { 2, 2, 1, 256, 50, "quest", "budget=48 full-layers=0", 1e-3 },
         { 2, 3, 3, 160, 60, "lychee", LYCHEE_SMALL "budget=40", 1e-3 },
         { 2, 2, 1, 256, 40, "loopserve", LOOP_SHORT "loopserve-max-cells=.95 loopserve-first=2 budget=24", 1e-3 },
         { 2, 3, 3, 160, 40, "expected-attention", "budget=20 sink=2", 1e-3 },
@@ -1273,7 +1271,7 @@ TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not ha
         // A pass through tensor cores: bf16 rows, q and probabilities rounded to bf16.
         { 2, 2, 1, 256, 280, "full", "ctk=bf16 ctv=bf16", 2.5e-2 },
         { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 quiet", 1e-3 },
-        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 sonic-oneshot quiet", 1e-3 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 paper quiet", 1e-3 },
     };
     for (size_t i = 0; i < sizeof run / sizeof *run; i += variants_step()) {
         int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
@@ -1405,7 +1403,7 @@ TEST(cuda_index, "from equal rows both devices make the same index to the bit, a
         int quest = *run[i].method == 'q';
         char text[200];
         snprintf(text, sizeof text, "%s %s", run[i].text,
-                 quest ? "quest-full-layers=0" : "lychee-buffer=8 lychee-full-layers=0 sink=4");
+                 quest ? "full-layers=0" : "lychee-buffer=8 full-layers=0 sink=4");
         OWN_MODEL Tiny m = tiny_model(2, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, run[i].method, text);
         for (int pass = 0; pass < (quest ? 7 : 15); pass++) {
@@ -1428,15 +1426,15 @@ TEST(cuda_trace,
     } of[] = {
         { "full", "", ".out" },
         { "snapkv", "budget=20 obs-window=4", ".snapkv.scores" },
-        { "quest", "budget=16 quest-full-layers=0", ".quest.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0", ".lychee.scores" },
-        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0 lychee-kg=1",
+        { "quest", "budget=16 full-layers=0", ".quest.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 full-layers=0", ".lychee.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 full-layers=0 lychee-kg=1",
           ".lychee.clusters" },
         { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2", ".loopserve.scores" },
         { "pats", "pats-window=8 ctk=f16 ctv=f16", ".pats.packed" },
         { "h2o", "budget=20", ".kept" },
         { "adakv", "budget=20 obs-window=4", ".adakv.budgets" },
-        { "dililazy", "budget=20 obs-window=4 dililazy-scores=data/vectors/head_scores.json",
+        { "dililazy", "budget=20 obs-window=4 head-scores=data/vectors/head_scores.json",
           ".dililazy.scores" },
         { "sonic", "sonic-weights=none sonic-k=4 quiet", ".sonic.nexus" },
     };
@@ -1553,25 +1551,25 @@ TEST(cuda_steady,
     OWN_MODEL Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
     tiny_window(w, 1, 40);      // hooks skip that layer
     // Tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way.
-    steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5, 2);
+    steady_agrees(m, "quest", "budget=48 full-layers=1", 51, 5, 2);
     // 31, 65, 91, 97.
-    steady_agrees(w, "quest", "budget=20 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4, 0);
+    steady_agrees(w, "quest", "budget=20 full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4, 0);
     // 31, 49, 50 (just built), 65, 91.
     steady_agrees(m, "lychee",
                   "budget=40 lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=1 sink=4",
+                  "full-layers=1 sink=4",
                   51, 4, 2);
     // 31, 41 (built again), 65, 91.
     steady_agrees(m, "loopserve-p+lychee",
                   "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 "
-                  "lychee-full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
+                  "full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
                   52, 4, 0);
     // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
     steady_agrees(m, "quest+pats",
-                  "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
+                  "budget=48 full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
 }
 
@@ -1841,7 +1839,7 @@ static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda
     options_set(o, "device", cuda ? "cuda" : "cpu", err);
     for (int i = 0; i < L * 4; i++) score[i] = .1 * (i % 5) + .05;
     if (!strcmp(m->method, "dililazy"))
-        options_set(o, "dililazy-scores", path = temp_text(json = scores_text(L, 4, score)), err);
+        options_set(o, "head-scores", path = temp_text(json = scores_text(L, 4, score)), err);
     Session *s = session_open(c, w, o, m->method);
     fill_cache(s, depth);
     if (cuda && emu_count) emu_count(NULL);
@@ -2020,7 +2018,7 @@ TEST(cuda_sampling,
     sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
     sampling_agrees(m, "full", "top-k=129", 0, 3);
     sampling_agrees(m, "full", "top-k=0", 0, 3);
-    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
+    sampling_agrees(m, "quest", "budget=32 full-layers=0", 40, 6);
     sampling_agrees(m, "h2o", "budget=20", 40, 5);
     // A damaged embedding, met in a step: the device's look shows it.
     int ids[5] = { 1, 2, 3, 4, 5 }, rc;
@@ -2224,21 +2222,21 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
                 "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
     OWN_MODEL Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
-    const char *small = "lychee-buffer=4 lychee-full-layers=0 sink=2 lychee-chunk-min=2 "
+    const char *small = "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 "
                         "lychee-chunk-max=4";
     int all = n_seeds() == 1 && variants_step() == 1;
     char text[300];
     EACH_SEED(seed) {
         // 4 pages.
-        seek_passes(m, "quest", "quest-full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
+        seek_passes(m, "quest", "full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
         // Ties in the first pages.
-        seek_passes(n, "quest", "quest-full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
+        seek_passes(n, "quest", "full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
         // 624 pages: three blocks.
         if (all || seed == 0)
-            seek_passes(n, "quest", "quest-full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
+            seek_passes(n, "quest", "full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
         // All pages but a few.
         if (all || seed == 1)
-            seek_passes(m, "quest", "quest-full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
+            seek_passes(m, "quest", "full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
         snprintf(text, sizeof text, "%s budget=20", small);
         seek_passes(m, "lychee", text, 60, 1, 9, 1);
         // Room for nothing but the sinks.
@@ -2269,8 +2267,8 @@ static long step_kernels(Tiny m, const char *method, const char *text) {
 
 TEST(cuda_one_launch, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
                          "LoopServe's ring needs none") {
-    const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
-    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 sink=4 "
+    const char *quest = "ctk=f16 ctv=f16 budget=48 full-layers=1";
+    const char *lychee = "ctk=f16 ctv=f16 budget=30 full-layers=0 lychee-buffer=8 sink=4 "
                          "lychee-kg=2";
     for (int L = 2; emu_count && L < 5; L += 2) {
         OWN_MODEL Tiny m = tiny_model(L, 4, 2, 64, 16, 24, 53, 31);
@@ -2389,8 +2387,8 @@ TEST(cuda_failures,
     const char *method[] = { "full", "snapkv", "quest", "lychee", "pats", "loopserve", "h2o" };
     const char *text[] = { "",
                            "budget=20 obs-window=4",
-                           "budget=20 quest-full-layers=0",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "budget=20 full-layers=0",
+                           "budget=20 lychee-buffer=4 full-layers=0 sink=4",
                            "pats-window=8 ctk=f16 ctv=f16",
                            "budget=16 loopserve-min-context=0 loopserve-first=2",
                            "budget=20" };
@@ -2438,7 +2436,7 @@ TEST(cuda_closed, "a session in which a call of the runtime has failed, whicheve
     const char *method[] = { "full", "pats", "lychee", "loopserve" };
     const char *text[] = { "",
                            "pats-window=8 ctk=f16 ctv=f16",
-                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "budget=20 lychee-buffer=4 full-layers=0 sink=4",
                            "budget=16 loopserve-min-context=0 loopserve-first=2" };
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
     const int *ids = seven_ids(200, 29);

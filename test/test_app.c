@@ -1404,7 +1404,7 @@ static int widest_line(const char *s) {
 
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
-    enum { MOST_OPTIONS = 105 };
+    enum { MOST_OPTIONS = 100 };
     OWN_OPTIONS Options *all = options_of_program();
     int n = (int)shlen(all->map), options = 0;
     CHECK(n <= MOST_OPTIONS, "%d options", n);
@@ -1748,16 +1748,6 @@ TEST(no_unchecked_allocation,
     }
     for (int i = 0; i < CALLS; i++)
         CHECK(times[i] == calls[i].times, "%s%d times, %d are known", calls[i].name, times[i], calls[i].times);
-}
-
-TEST(fixed_mass_range, "what no attention can be counts as 0, and what it can be is exact") {
-    CHECK(fixed_mass(NAN) == 0 && fixed_mass(INFINITY) == 0 && fixed_mass(-INFINITY) == 0 &&
-              fixed_mass(FLT_MAX) == 0 && fixed_mass(3e30f) == 0,
-          "no mass");
-    CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(0.5f) == (int64_t)1 << 39 &&
-              fixed_mass(4194303.5f) == ((int64_t)8388607 << 39) && fixed_mass(-0.5f) == -((int64_t)1 << 39) &&
-              fixed_mass(8388607.5f) == 9223371487098961920ll,
-          "mass");
 }
 
 // ---- the text itself: contents, banners, maps
