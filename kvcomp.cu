@@ -984,30 +984,6 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
     if (h.mass) h.mass[len] = 0;
 }
 
-// RoPE on q, RoPE on k, and the new rows of the cache, in one launch for n tokens.
-//   Block   one warp, for one (token, head): blockIdx.x is t, blockIdx.y counts the H query heads,
-//           then the G KV heads
-//   Lane    see head_put
-// Bound: memory, a few operations for each number.
-static __global__ void rope_append_kernel(const __grid_constant__ Heads a) {
-    int t = blockIdx.x, head = blockIdx.y, g = head - a.H;
-    if (g < 0) {
-        head_put(a, t, head, 0, a.q + ((size_t)t * a.H + head) * a.D);
-        return;                                 // whole warps only
-    }
-    head_put(a, t, head, 0, a.k + ((size_t)t * a.G + g) * a.D);
-    head_put(a, t, head, 1, a.v + ((size_t)t * a.G + g) * a.D);
-}
-
-// Launches rope_append_kernel for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D)
-// on the device. There is room for the rows, and no len has grown yet. q and cs NULL: see heads_args.
-static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
-                        int n) {
-    Heads a = heads_args(s, l, q, k, v, cs, t0);
-    dim3 grid(n, a.H + a.G);
-    KV_LAUNCH(rope_append_kernel, grid, 32, 0, a);
-}
-
 // ---- projections, RoPE and append without a stop between them
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
@@ -1034,7 +1010,7 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
 }
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
-// cache.
+// cache. m.y NULL: RoPE and rows alone, of the q, k and v of a.
 //   Block   one warp, for vector blockIdx.y of token blockIdx.x
 //   Shared  x (MAX_D)
 //   Bound   memory, a few operations for each number
@@ -1042,56 +1018,51 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     __shared__ float x[MAX_D];
     int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
+    size_t own = ((size_t)t * (part ? a.G : a.H) + at) * a.D;   // where the vector lies among those of its kind
+    const float *from = (part == 2 ? a.v : part ? a.k : a.q) + own;
+    if (m.y) from = m.y + ((size_t)t * m.cols + (size_t)i * a.D);
     float *stays = a.vectors[part];
-    if (stays) stays += ((size_t)t * (part ? a.G : a.H) + at) * a.D;
-    head_finish(a, t, i, m.y + ((size_t)t * m.cols + (size_t)i * a.D), m.scale ? m.scale[t] : 1, a.bias[part],
+    if (stays) stays += own;
+    head_finish(a, t, i, from, m.scale ? m.scale[t] : 1, a.bias[part],
                 a.bias_type[part], (size_t)at * a.D, stays, x);
 }
 
-// Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
-// finishes it: a counter for each says how many of its D rows are there. A warp takes a vector.
-// The fence before the counter is touched, and the barrier before it, make every thread's stores
-// visible to the block that reads the full count; the fence behind it, and the barrier after that, make
-// all threads of that block see them.
-static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
-    __shared__ float x[GEMV_WARPS][MAX_D];
-    __shared__ int full[GEMV_WARPS * GEMV_ROWS];
-    int first = row0 / a.D, n = (row1 - 1) / a.D - first + 1, warp = threadIdx.x >> 5;
-    __syncthreads();
-    if (!threadIdx.x) {
-        __threadfence();
-        for (int i = 0; i < n; i++) {
-            int from = (first + i) * a.D, rows = min_int(row1, from + a.D) - max_int(row0, from);
-            full[i] = atomicAdd(&a.ticket[first + i], rows) + rows == a.D;
-            if (!full[i]) continue;
-            atomicAdd(&a.ticket[first + i], -a.D);
-            __threadfence();
-        }
-    }
-    __syncthreads();
-    for (int i = warp; i < n; i += GEMV_WARPS) {
-        int at = first + i, key = at - a.H, value = key - a.G;
-        const float *from = a.q + (size_t)at * a.D;
-        if (key >= 0)   from = a.k + (size_t)key * a.D;
-        if (value >= 0) from = a.v + (size_t)value * a.D;
-        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, NULL, x[warp]);
-        __syncwarp();                           // all lanes have read x
-    }
+// heads_kernel alone for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D) on the device. There is
+// room for the rows, and no len has grown yet. q and cs NULL: see heads_args.
+static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
+                        int n) {
+    Heads a = heads_args(s, l, q, k, v, cs, t0);
+    Product none = { NULL, NULL, n, 0 };
+    dim3 grid(n, a.H + 2 * a.G);
+    KV_LAUNCH(heads_kernel, grid, 32, 0, a, none);
+}
+
+// The block's `rows` rows from row0 on, of a vector of q, k or v, have been stored. The last block of the vector
+// finishes it.
+static __device__ void heads_arrive(const Heads &a, int row0, int rows) {
+    __shared__ float x[MAX_D];
+    __shared__ int last;
+    int i = row0 / a.D, key = i - a.H, value = key - a.G;
+    const float *from = a.q + (size_t)i * a.D;
+    if (key >= 0)   from = a.k + (size_t)key * a.D;
+    if (value >= 0) from = a.v + (size_t)value * a.D;
+    if (!arrives_last(&a.ticket[i], a.D / rows, &last) || threadIdx.x >= 32) return;
+    head_finish(a, 0, i, from, 1, NULL, 0, 0, NULL, x);
 }
 
 // One token's q, k and v = the projections of normed x, with biases, norms, RoPE, and the new rows of the
 // cache.
 //   Block, Warp, Lane, Tile, Bound   see gemv_rows; the rows of W_q, W_k and W_v follow each other
-//   Shared  as there; in heads_arrive x (GEMV_WARPS,MAX_D), a vector for each warp, and full
-// A block has a few rows of a vector, and RoPE wants pairs half a vector apart, a norm and a block of q8_0
-// all of it: the block that arrives last finishes the vector (heads_arrive).
+//   Shared  as there; in heads_arrive x (MAX_D), a vector
+// A block has at most 16 rows of a vector, of which head_dim is a multiple. RoPE wants pairs half a vector apart, a
+// norm and a block of q8_0 all of it: the block that arrives last finishes the vector (heads_arrive).
 template <int DT>
 static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
 qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, const float *x) {
     KV_DYN_SHARED(char, mem);
     int rows = GEMV_WARPS * GEMV_ROWS / a.split, row0 = blockIdx.x * rows;
     gemv_rows<DT, GEMV_HEADS>(a, x, mem);
-    heads_arrive(h, row0, min_int(row0 + rows, a.rows));
+    heads_arrive(h, row0, rows);
 }
 
 // W_q, W_k and W_v times the normed x (n,C), and in *h the biases that are still to be added -> (n,(H+2G)D).
@@ -1113,7 +1084,8 @@ static Product qkv_product(Session *s, const Layer *y, const float *x, int n, He
 
 // Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
 // turned, and the rows of keys and values; with hooks q, k and v (n,G,D) as they are before RoPE. Otherwise k and
-// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch.
+// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch if
+// head_dim is a multiple of 16.
 static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
                     float *v, const float *cs, int t0, int n, int ahead, int hooks) {
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
@@ -1128,7 +1100,7 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
         h.norm[i] = on_device(s, norm[i]);
         h.norm_type[i] = norm[i]->dtype;
     }
-    if (hooks || n > 1 || !alike) {
+    if (hooks || n > 1 || !alike || h.D % (GEMV_WARPS * GEMV_ROWS)) {
         for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
         Product m = qkv_product(s, y, x, n, &h);
         dim3 grid(n, h.H + 2 * h.G);
@@ -1270,7 +1242,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 // "which kernel reads which rows".
 //     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
 //     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
-//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0 and PATS rows
+//     decode_kernel     decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows
 //     column_kernel     sums of probabilities over queries
 
 enum {
@@ -1327,7 +1299,6 @@ struct Attn {                   // argument of the kernels; pointers are device 
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     float power;                // scale log2(e): what makes a score a power of 2
-    int span;                   // decode_kernel: positions of an item that are looked up at once
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
     float *stat;                // (n,H,2) max and sum of each row's softmax
@@ -1935,7 +1906,7 @@ static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], 
                                       float c, RowState *state) {
     int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     KV_UNROLL() for (int i = 0; i < MT; i++) {
-        float low[2];
+        float low[2], tops[2];
         KV_UNROLL() for (int half = 0; half < 2; half++) {
             RowState *row = state + 16 * i + 8 * half + g;
             float top = row->top, high = top;
@@ -1944,9 +1915,11 @@ static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], 
             high = lanes_max<4>(high);
             shrink[i][half] = exp2_flush((top - high) * c);
             low[half] = P_SHIFT - high * c;
-            __syncwarp();                       // the four lanes of the row have read its maximum
-            if (!t) row->top = high;
+            tops[half] = high;
         }
+        __syncwarp();                           // the four lanes of a row have read its maximum
+        KV_UNROLL() for (int half = 0; half < 2; half++)
+            if (!t) state[16 * i + 8 * half + g].top = tops[half];
         KV_UNROLL() for (int n = 0; n < KT / 8; n++)
             KV_UNROLL() for (int half = 0; half < 2; half++) {
                 const float *x = s[i][n] + 2 * half;
@@ -2096,17 +2069,18 @@ prefill_kernel(Attn a) {
     tensor_store<DIM, MT>(a, w, acc, m.state + warp * ROWS);
 }
 
-// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0 and PATS rows, head_dim 64 and 128
+// ---- decode_kernel: decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows, head_dim 64 and 128
 //
 // The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
 // them. attend_kernel multiplies them one query after the other; here a tensor core does, as in
 // prefill_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
 //   Block   one item; NT = 1 or 2 groups of 8 query rows
-//   Warp    16 positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
-//           each other
+//   Warp    16 N positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
+//           each other. N = NT for plain rows, so that where queries fill two fragments a fragment of them and a
+//           softmax serve 32 keys; 1 for rows of fewer bits
 //   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
-//           rows g and g+8 of the tile, every fourth from the t-th on. Multiplying: two products for a tile
+//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -2122,22 +2096,21 @@ prefill_kernel(Attn a) {
 //           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
 //           values, into the same sums. As in prefill_kernel the scores of a lane, made probabilities, are
 //           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
-//   Shared  slot, for each warp: 16 rows of K and 16 of V as they are stored, and for rows of fewer bits the same
-//           rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
+//   Shared  slot, for each warp: a tile's rows of K and of V as they are stored, and for rows of fewer bits the
+//           same rows as f16 numbers (DecodeShape). sums (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each
 //           warp found, laid out like Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew
-//           for every tile. see (DECODE_SPAN/32): which of the next Attn.span positions the query may see, a bit
-//           each. A tile of which it sees nothing is not read. reg (REGIONS_NEAR): PATS's regions, if they are so
-//           few, because looking one up takes several loads one after the other
+//           for every tile
 //   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
 //
 //             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
-//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see q8_unit
+//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see scales_fold
+//             q4           device memory --rows_ask--> slot --q4_unpack--> f16 integers  likewise; see q4_turn
 //             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
 //
 //           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
-//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 D to
-//           64 D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait for
-//           memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
+//           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 N D to
+//           64 N D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait
+//           for memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
 //   Bound   memory, for any number of query rows (make cuda-check)
 //   Gain    some 230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
 //
@@ -2148,79 +2121,67 @@ prefill_kernel(Attn a) {
 // towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    DECODE_KEYS = 16,           // positions of a tile
-    SEE_ALL = 0xffff,           // they are all seen
-    DECODE_SPAN = 2048,         // Attn.span; in tests less, so that an item has more than one
     DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
     RAW_BITS = 17               // Walk.bits of a row that is not packed
 };
-#ifdef KVCOMP_TEST
-enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
-#else
-enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
-#endif
-
 // The shape of a block, by the rows it reads.
-template <int KIND, int D> struct DecodeShape {
+template <int KIND, int D, int NT> struct DecodeShape {
     enum {
         TYPE = KIND == ROW_BF16 ? DT_BF16 : DT_F16,     // of what is multiplied
-        UNPACKS = KIND == ROW_Q8 || KIND == DECODE_PATS,
-        BYTES = KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : 2 * D,      // of a row that is not packed
-        ASKEW = KIND == ROW_Q8 || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
+        SCALED = KIND == ROW_Q8 || KIND == ROW_Q4,      // 1: blocks of 32 integers with a scale each
+        UNPACKS = SCALED || KIND == DECODE_PATS,
+        N = UNPACKS ? 1 : NT,   // a tile is so many times 16 keys, which is the depth of a product
+        KEYS = 16 * N,
+        BLOCK = KIND == ROW_Q8 ? (int)Q8_BYTES : (int)Q4_BYTES,         // bytes of such a block
+        BYTES = SCALED ? D / 32 * BLOCK : 2 * D,        // of a row that is not packed
+        ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
-        STORED = KIND == ROW_Q8 ? D + 16 : ROW,         // and in a slot, where rows may begin amid 16 bytes
-        SLOT = DECODE_KEYS * STORED,
-        WARP = 2 * SLOT + (UNPACKS ? DECODE_KEYS * ROW : 0)     // bytes of a warp's slots: K, V, f16 numbers
+        STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
+        SLOT = KEYS * STORED,
+        WARP = 2 * SLOT + (UNPACKS ? KEYS * ROW : 0)    // bytes of a warp's slots: K, V, f16 numbers
     };
 };
 
 struct DecodeShared {
     char *slot;
     float *sums;
-    unsigned *q, *see;
-    Region *reg;
+    unsigned *q;
 };
 
 // Carves the block's shared memory -> bytes.
 template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared *m, char *mem) {
     Block b = { mem, 0 };
-    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D>::WARP;
+    size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP;
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
-    m->see = carve<unsigned>(&b, DECODE_SPAN / 32);
-    m->reg = carve<Region>(&b, KIND == DECODE_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
-// see (DECODE_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
-// A lane looks at one position, and a warp writes a word.
-static __device__ void decode_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0, int p1) {
-    int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
-    for (int i = threadIdx.x; p0 + i - lane < p1; i += blockDim.x) {
-        int sees = p0 + i < p1;
-        if (sees && masked) {
-            int src = h.src[listed_row(w, a.idx, p0 + i)];
-            sees = kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
-        }
-        unsigned bits = __ballot_sync(ALL_LANES, sees);
-        if (!lane) see[i / 32] = bits;
+// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. A warp 32 of them.
+// In a tile of q4 dim i of 32 stands beside dim i + 16 (q4_unpack): in `to` if into is 1, else in `from`.
+static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
+    int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
+    for (int i = threadIdx.x >> 5; i < m * blocks; i += ATTN_WARPS) {
+        int row = i / blocks, d = i % blocks * Q4_BLOCK;
+        float x = hadamard_lanes(from[row * stride + d + (into ? lane : place)], Q4_BLOCK) / 8;
+        to[row * to_stride + d + (into ? place : lane)] = x;
     }
 }
 
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
-// them; zeros behind the work's last query. Complete after the next barrier.
+// them; zeros behind the work's last query. rows: its m queries, `stride` apart. Complete after the next barrier.
 template <int DT, int D, int NT>
-static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w) {
+static __device__ void decode_queries(unsigned *q, const float *rows, size_t stride, int m) {
     for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
         int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
         int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
         int d = 16 * step + word / 2 * 8 + 2 * t;
-        const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
+        const float *from = rows + min_int(r, m - 1) * stride + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
-            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
+            half_split<DT>(&value, &rest, r < m ? from[e] : 0);
             half[e] = second ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
@@ -2229,10 +2190,10 @@ static __device__ void decode_queries(unsigned *q, const Attn &a, const Work &w)
 
 // ---- the rows of a tile, from device memory to a slot
 
-struct Walk {                   // a warp's way through its tiles. What is of a row, lanes i and i + 16 hold for row i
+struct Walk {                   // a warp's way through its tiles, of KEYS positions
     int p;                      // the next tile's first position
-    int ahead;                  // the row of position lane % 16 of it
-    unsigned piece;             // of row lane % 16 of the last tile: where it begins, in pieces of 16 bytes
+    int ahead;                  // the row of position lane % KEYS of it
+    unsigned piece;             // of row lane % KEYS of the last tile: where it begins, in pieces of 16 bytes
     int off;                    // and bytes
     int bits;                   // of its elements, 6..16; RAW_BITS: it is not packed
     int row0, row1;             // the region of PATS that the lane has looked up last: rows [row0,row1),
@@ -2240,16 +2201,15 @@ struct Walk {                   // a warp's way through its tiles. What is of a 
     unsigned base;              // its first piece
 };
 
-// Finds row `row`, which stands at the lane's position of the last tile. reg: DecodeShared.reg.
-template <int KIND, int D>
-static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
+// Finds row `row`, which stands at the lane's position of the last tile.
+template <int KIND, int D, int NT>
+static __device__ void walk_place(Walk &x, const HeadRef &h, int row) {
     int packed = KIND == DECODE_PATS ? h.packed : 0;
-    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D>::BYTES;
+    size_t byte = (size_t)(row - packed) * DecodeShape<KIND, D, NT>::BYTES;
     x.bits = RAW_BITS;
     if (row < packed) {
         if (row < x.row0 || row >= x.row1) {
-            int n = h.pack->n_reg;
-            const Region *r = region_of(n <= REGIONS_NEAR ? reg : h.pack->reg, n, row);
+            const Region *r = region_of(h.pack->reg, h.pack->n_reg, row);
             x.row0 = r->row0;
             x.row1 = r->row0 + r->n;
             x.width = r->w;
@@ -2262,18 +2222,28 @@ static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, 
     x.off = (int)(byte % 16);
 }
 
-// The next tile of positions p0..p1-1 of which the query sees something -> which positions, a bit each; 0: there
-// is none. Past p1 the last row is read again, and not seen.
-template <int KIND, int D>
-static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, const DecodeShared &m,
-                                     int p0, int p1) {
+// Which of the KEYS positions from p on the step's query may see, a bit each; those from p1 on it does not. row: that
+// of position p + lane % KEYS.
+template <int KEYS>
+static __device__ unsigned decode_sees(const Attn &a, const HeadRef &h, const Work &w, int p, int p1, int row) {
+    unsigned inside = ~0u >> (32 - min_int(p1 - p, KEYS));
+    if (!a.window && a.rule == VIS_CAUSAL) return inside;
+    int src = h.src[row];
+    return inside & __ballot_sync(ALL_LANES, kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src));
+}
+
+// The next tile before position p1 of which the query sees something -> which positions, a bit each; 0: there is none.
+// A tile of which it sees nothing is not read. Past p1 the last row is read again, and not seen.
+template <int KIND, int D, int NT>
+static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w, int p1) {
+    const int KEYS = DecodeShape<KIND, D, NT>::KEYS;
     unsigned see = 0;
     while (!see && x.p < p1) {
         int row = x.ahead;
-        see = m.see[(x.p - p0) / 32] >> (x.p - p0) % 32 & SEE_ALL;
-        x.p += ATTN_WARPS * DECODE_KEYS;
-        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % DECODE_KEYS, p1 - 1));
-        if (see) walk_place<KIND, D>(x, h, m.reg, row);
+        see = decode_sees<KEYS>(a, h, w, x.p, p1, row);
+        x.p += ATTN_WARPS * KEYS;
+        x.ahead = listed_row(w, a.idx, min_int(x.p + threadIdx.x % KEYS, p1 - 1));
+        if (see) walk_place<KIND, D, NT>(x, h, row);
     }
     return see;
 }
@@ -2282,12 +2252,12 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
 // more; to: where the first piece of row g goes, and 16 t more. The last piece may end up to 15 bytes behind a row:
 // memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies,
 // empty if there was no tile.
-template <int KIND, int D>
+template <int KIND, int D, int NT>
 static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
-    typedef DecodeShape<KIND, D> Shape;
+    typedef DecodeShape<KIND, D, NT> Shape;
     const int STEPS = (Shape::BYTES + (Shape::ASKEW ? 15 : 0) + 63) / 64;
     int lane = threadIdx.x & 31, t = lane % 4;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 * Shape::N; i++) {
         int row = lane / 4 + 8 * i, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
         int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
         if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
@@ -2305,8 +2275,8 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
 // PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
 // one width.
 template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits) {
-    typedef DecodeShape<DECODE_PATS, D> Shape;
-    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
+    typedef DecodeShape<DECODE_PATS, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
     const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
     to += row * Shape::ROW;
     switch (bits) {
@@ -2326,31 +2296,84 @@ template <int D> static __device__ void pats_unpack(char *to, const char *slot, 
 
 // q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
 // added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152
-// more than it should be.
+// more than it should be. A lane takes half of each block. Rows begin on 4 bytes, and the bytes of every second block.
 template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
-    typedef DecodeShape<ROW_Q8, D> Shape;
-    int row = threadIdx.x % DECODE_KEYS, half = (threadIdx.x & 31) / DECODE_KEYS;
-    const char *from = slot + row * Shape::STORED + off + 2 + half * 16;
+    typedef DecodeShape<ROW_Q8, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 16);
     to += row * Shape::ROW + half * 32;
-    KV_UNROLL() for (int c = 0; c < D / 16; c++) {
-        const uint16_t *bytes = (const uint16_t *)(from + c / 2 * Q8_BYTES + c % 2 * 8);
-        unsigned x[4];
-        KV_UNROLL() for (int j = 0; j < 4; j++)
-            x[j] = halves_less(__byte_perm(bytes[j] ^ 0x8080u, 0x64646464, 0x4140), 0x64806480);
-        *(uint4 *)(to + c / 2 * 64 + c % 2 * 16) = { x[0], x[1], x[2], x[3] };
+    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+        const int at = b * Q8_BYTES + 2, shift = at % 4 * 8;
+        unsigned x[8];
+        KV_UNROLL() for (int i = 0; i < 4; i++) {
+            unsigned low = from[at / 4 + i], word = shift ? __funnelshift_r(low, from[at / 4 + i + 1], shift) : low;
+            word ^= 0x80808080;
+            x[2 * i] = halves_less(__byte_perm(word, 0x64646464, 0x4140), 0x64806480);
+            x[2 * i + 1] = halves_less(__byte_perm(word, 0x64646464, 0x4342), 0x64806480);
+        }
+        *(uint4 *)(to + b * 64) = { x[0], x[1], x[2], x[3] };
+        *(uint4 *)(to + b * 64 + 16) = { x[4], x[5], x[6], x[7] };
+    }
+}
+
+// q4: to (16,ROW) = 8 (2 u - 15) of every u of the tile in the slot (lib/kernels.h); scales stay apart. A lane takes
+// every second block. Its four planes, of a bit of every u, become four words of eight u: word k has u_k, u_k+4, ..
+//
+//     plane b         bit 31 .. 0:  bit b of u_31, u_30, .., u_0
+//     even, odd       2 bits each:  of two planes, of every second u
+//     word k          4 bits each:  u_28+k, u_24+k, .., u_k
+//
+// In a word u_i and u_i+16 are 16 bits apart, and become neighbours. An f16 number with u from bit 1 on is 16 u more
+// than 0x7000, which is 8192 and whose last bit counts 8.
+template <int D> static __device__ void q4_unpack(char *to, const char *slot, int off) {
+    typedef DecodeShape<ROW_Q4, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 20);
+    to += row * Shape::ROW + half * 64;
+    KV_UNROLL() for (int i = 0; i < D / 64; i++) {
+        unsigned plane[5], even[2], odd[2], u[4];
+        KV_UNROLL() for (int b = 0; b < 5; b++) plane[b] = b < 4 || !half ? from[9 * i + b] : 0;
+        KV_UNROLL() for (int b = 0; b < 4; b++) plane[b] = __funnelshift_r(plane[b], plane[b + 1], half ? 0 : 16);
+        KV_UNROLL() for (int h = 0; h < 2; h++) {
+            even[h] = (plane[2 * h] & 0x55555555) | (plane[2 * h + 1] & 0x55555555) << 1;
+            odd[h] = (plane[2 * h] >> 1 & 0x55555555) | (plane[2 * h + 1] & 0xaaaaaaaa);
+        }
+        u[0] = (even[0] & 0x33333333) | (even[1] & 0x33333333) << 2;
+        u[1] = (odd[0] & 0x33333333) | (odd[1] & 0x33333333) << 2;
+        u[2] = (even[0] >> 2 & 0x33333333) | (even[1] & 0xcccccccc);
+        u[3] = (odd[0] >> 2 & 0x33333333) | (odd[1] & 0xcccccccc);
+        KV_UNROLL() for (int c = 0; c < 4; c++) {
+            unsigned x[4];
+            KV_UNROLL() for (int k = 0; k < 4; k++) {
+                unsigned bits = c ? u[k] >> (4 * c - 1) : u[k] << 1;
+                x[k] = halves_less((bits & 0x001e001e) | 0x70007000, 0x700f700f);
+            }
+            *(uint4 *)(to + i * 128 + c * 16) = { x[0], x[1], x[2], x[3] };
+        }
     }
 }
 
 // scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
-template <int D> static __device__ void q8_scales(unsigned (*scale)[2], const char *slot, int off) {
+template <int KIND, int D> static __device__ void block_scales(unsigned (*scale)[2], const char *slot, int off) {
+    typedef DecodeShape<KIND, D, 1> Shape;
     KV_UNROLL() for (int i = 0; i < 4; i++) {
         int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
-        const char *from = slot + r * DecodeShape<ROW_Q8, D>::STORED + __shfl_sync(ALL_LANES, off, r);
-        KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
-            unsigned x = *(const uint16_t *)(from + b * Q8_BYTES);
+        const char *from = slot + r * Shape::STORED + __shfl_sync(ALL_LANES, off, r);
+        KV_UNROLL() for (int b = 0; b < D / 32; b++) {
+            unsigned x = *(const uint16_t *)(from + b * Shape::BLOCK);
             scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
         }
     }
+}
+
+// to (16,ROW) = the tile in the slot as 16-bit numbers, and of blocks their scales. off, bits: of row lane % 16.
+template <int KIND, int D>
+static __device__ void rows_unpack(char *to, unsigned (*scale)[2], const char *slot, int off, int bits) {
+    if (KIND == DECODE_PATS) pats_unpack<D>(to, slot, off, bits);
+    if (KIND == ROW_Q8) q8_unpack<D>(to, slot, off);
+    if (KIND == ROW_Q4) q4_unpack<D>(to, slot, off);
+    if (DecodeShape<KIND, D, 1>::SCALED) block_scales<KIND, D>(scale, slot, off);
+    __syncwarp();
 }
 
 // ---- a tile
@@ -2360,7 +2383,7 @@ template <int D, int NT> struct DecodeSums {
     float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
     float top[NT];              // a whole number of powers of 2 that no score exceeds
     float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
-    float unit;                 // a power of two: 1, but for q8_0
+    float unit;                 // a power of two: 1, but for blocks with scales
 };
 
 // x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
@@ -2368,47 +2391,51 @@ template <int NT> static __device__ void decode_row(float x[2], const float d[4]
     for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
 }
 
-// s (NT,4) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9. keys, q: where the
-// lane names its rows. The products of a block of q8_0 are summed before its scale is applied.
-template <int KIND, int D, int NT>
-static __device__ void decode_scores(float (*s)[4], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
-    const int STEPS = KIND == ROW_Q8 ? 2 : D / 16;      // of a block
-    for (int i = 0; i < 4 * NT; i++) s[i / 4][i % 4] = 0;
+// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every 16.
+// keys, q: where the lane names its rows. The products of a block with a scale are summed before it is applied.
+template <int KIND, int D, int NT, int N>
+static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+    typedef DecodeShape<KIND, D, NT> Shape;
+    const int STEPS = Shape::SCALED ? 2 : D / 16;       // of a block
+    for (int i = 0; i < 4 * N * NT; i++) s[i / (4 * N)][i % (4 * N)] = 0;
     KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
-        float d[2][4] = {}, x[2];
+        float d[2 * N][4] = {}, x[2];
         KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
-            unsigned b[4], f[4];
-            ldmatrix_x4(b, keys + 32 * i);
-            for (int n = 0; n < NT; n++) {
-                ldmatrix_x4(f, q + 512 * (i * NT + n));
-                for (int h = 0; h < 2; h++) mma_16x8x16<DecodeShape<KIND, D>::TYPE>(d[h], f, b + 2 * h);
+            unsigned b[N][4], f[4];
+            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * (int)Shape::ROW + 32 * i);
+            for (int j = 0; j < NT; j++) {
+                ldmatrix_x4(f, q + 512 * (i * NT + j));
+                for (int n = 0; n < 2 * N; n++) mma_16x8x16<Shape::TYPE>(d[n], f, b[n / 2] + n % 2 * 2);
             }
         }
-        for (int i = 0; i < 2 * NT; i++) {
-            decode_row<NT>(x, d[i % 2], i / 2);
-            for (int e = 0; e < 2; e++) {
-                float by = KIND == ROW_Q8 ? half_get<DT_F16>((uint16_t)(scale[block][i % 2] >> 16 * e)) : 1;
-                s[i / 2][i % 2 * 2 + e] += x[e] * by;
+        for (int j = 0; j < NT; j++)
+            for (int n = 0; n < 2 * N; n++) {
+                decode_row<NT>(x, d[n], j);
+                for (int e = 0; e < 2; e++) {
+                    float by = Shape::SCALED ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
+                    s[j][2 * n + e] = Shape::SCALED ? s[j][2 * n + e] + x[e] * by : x[e];
+                }
             }
-        }
     }
 }
 
-// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9 are of the lane's scores.
-template <int NT> static __device__ void decode_hide(float (*s)[4], unsigned see) {
-    KV_UNROLL() for (int i = 0; i < 4; i++)
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the lane's
+// scores.
+template <int NT, int N> static __device__ void decode_hide(float (*s)[4 * N], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
         KV_UNROLL() for (int j = 0; j < NT; j++)
             if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
 }
 
-// One query row meets a tile. s (4): the lane's scores, become its probabilities under the new maximum,
+// One query row meets a tile. s (4 N): the lane's scores, become its probabilities under the new maximum,
 // times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
 // whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
-static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
-    float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), add = 0;
+template <int N> static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
+    float high = s[0], add = 0;
+    for (int i = 1; i < 4 * N; i++) high = fmaxf(high, s[i]);
     high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
     float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4 * N; i++) {
         s[i] = exp2_flush(s[i] * c + low);
         add += s[i];
     }
@@ -2417,23 +2444,25 @@ static __device__ float decode_softmax(float *s, float c, float *top, float *sum
     return shrink;
 }
 
-// f (NT,4): the A fragments of P. p (NT,4): the lane's probabilities.
-template <int DT, int NT> static __device__ void decode_factors(unsigned (*f)[4], const float (*p)[4]) {
+// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
+template <int DT, int NT, int N>
+static __device__ void decode_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
     for (int i = 0; i < NT; i++)
-        for (int h = 0; h < 2; h++) {
-            float x = p[i][2 * h], y = p[i][2 * h + 1];
+        for (int n = 0; n < 2 * N; n++) {
+            float x = p[i][2 * n], y = p[i][2 * n + 1];
             unsigned value = half_pack<DT>(x, y);
-            f[0][2 * h + i] = value;
-            f[NT - 1][2 * h + (NT == 2 ? i : 1)] = half_pack<DT>(x - half_get<DT>((uint16_t)value),
-                                                                 y - half_get<DT>((uint16_t)(value >> 16)));
+            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                          y - half_get<DT>((uint16_t)(value >> 16)));
+            f[n / 2][0][n % 2 * 2 + i] = value;
+            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
         }
 }
 
-// The scales of the values of a tile of q8_0 are folded into the probabilities, and divided by z.unit, which no scale
-// yet has exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in
-// q8_scales, is divided here; older sums shrink by as much as the unit grows.
+// The scales of the values of a tile are folded into the probabilities, and divided by z.unit, which no scale yet has
+// exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in block_scales,
+// is divided here; older sums shrink by as much as the unit grows.
 template <int D, int NT>
-static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
+static __device__ void scales_fold(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
     unsigned most = 0;
     for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
 
@@ -2450,7 +2479,7 @@ static __device__ void q8_unit(DecodeSums<D, NT> &z, float *shrink, unsigned (*s
 // f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
 // a value and a rest, too.
 template <int NT>
-static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
+static __device__ void scaled_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
     for (int i = 0; i < 2 * NT; i++) {
         int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
         unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
@@ -2459,13 +2488,15 @@ static __device__ void q8_factors(unsigned (*f)[4], const unsigned (*prob)[4], c
     }
 }
 
-// acc = acc shrink + P V for the j-th 16 dims. f (NT,4): of P; b (4): of V, two words for each of the two products.
-template <int DT, int D, int NT>
-static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[4],
-                                  const unsigned b[4]) {
+// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, two words for each of the two
+// products.
+template <int DT, int D, int NT, int N>
+static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
+                                  const unsigned (*b)[4]) {
     for (int e = 0; e < 2; e++) {
         float d[4] = { 0, 0, 0, 0 }, x[2];
-        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[i], b + 2 * e);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
         for (int i = 0; i < NT; i++) {
             decode_row<NT>(x, d, i);
             for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
@@ -2477,8 +2508,10 @@ static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shri
 template <int KIND, int D, int NT>
 static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
                                     const DecodeShared &m, int p0, int p1) {
-    typedef DecodeShape<KIND, D> Shape;
+    typedef DecodeShape<KIND, D, NT> Shape;
     const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
+    const int N = Shape::N, KEYS = Shape::KEYS, SCALED = Shape::SCALED;
+    const unsigned ALL = ~0u >> (32 - KEYS);
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
 
     // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
@@ -2495,53 +2528,43 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
     SharedAt vals = as_it_is(shared_address((UNPACKS ? tile : slot_v) + lane % 16 * ROW + lane / 16 * 16));
     SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
 
-    Walk x = { p0 + warp * DECODE_KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
-    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % DECODE_KEYS, p1 - 1));
-    unsigned see = walk_next<KIND, D>(x, a, h, w, m, p0, p1), next;
-    rows_ask<KIND, D>(to, rk, pk, x, see != 0);
-    rows_ask<KIND, D>(to + SLOT, rv, pv, x, see != 0);
+    Walk x = { p0 + warp * KEYS, 0, 0, 0, 0, 0, 0, 0, 0 };
+    if (x.p < p1) x.ahead = listed_row(w, a.idx, min_int(x.p + lane % KEYS, p1 - 1));
+    unsigned see = walk_next<KIND, D, NT>(x, a, h, w, p1), next;
+    rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
+    rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
-        float s[NT][4], shrink[NT];
-        unsigned prob[NT][4], f[NT][4], scale[D / Q8_VALUES][2];
-        next = walk_next<KIND, D>(x, a, h, w, m, p0, p1);
+        float s[NT][4 * N], shrink[NT];
+        unsigned prob[N][NT][4], f[N][NT][4], scale[D / 32][2];
+        next = walk_next<KIND, D, NT>(x, a, h, w, p1);
 
         // Keys. The slot takes the next tile's as soon as these are unpacked or multiplied.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_k, off, bits);
-        if (KIND == ROW_Q8) {
-            q8_unpack<D>(tile, slot_k, off);
-            q8_scales<D>(scale, slot_k, off);
-        }
-        if (UNPACKS) __syncwarp();
-        if (UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
-        decode_scores<KIND, D, NT>(s, keys, q, scale);
+        if (UNPACKS) rows_unpack<KIND, D>(tile, scale, slot_k, off, bits);
+        if (UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
+        decode_scores<KIND, D, NT, N>(s, keys, q, scale);
         if (!UNPACKS) __syncwarp();
-        if (!UNPACKS) rows_ask<KIND, D>(to, rk, pk, x, next != 0);
-        if (see != SEE_ALL) decode_hide<NT>(s, see >> (2 * t));
-        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax(s[i], a.power, &z.top[i], &z.sum[i]);
-        decode_factors<DT, NT>(prob, s);
+        if (!UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
+        if (see != ALL) decode_hide<NT, N>(s, see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = decode_softmax<N>(s[i], a.power, &z.top[i], &z.sum[i]);
+        decode_factors<DT, NT, N>(prob, s);
 
         // Values.
         copy_wait<1>();
         __syncwarp();
-        if (KIND == DECODE_PATS) pats_unpack<D>(tile, slot_v, off, bits);
-        if (KIND == ROW_Q8) {
-            q8_unpack<D>(tile, slot_v, off);
-            q8_scales<D>(scale, slot_v, off);
-            q8_unit<D, NT>(z, shrink, scale);
-        }
-        if (UNPACKS) __syncwarp();
-        if (UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        if (UNPACKS) rows_unpack<KIND, D>(tile, scale, slot_v, off, bits);
+        if (SCALED) scales_fold<D, NT>(z, shrink, scale);
+        if (UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
         KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-            unsigned b[4];
-            ldmatrix_x4_trans(b, vals + 32 * j);
-            if (KIND == ROW_Q8 && j % 2 == 0) q8_factors<NT>(f, prob, scale[j / 2]);
-            decode_mix<DT, D, NT>(z, j, shrink, KIND == ROW_Q8 ? f : prob, b);
+            unsigned b[N][4];
+            for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
+            if (SCALED && j % 2 == 0) scaled_factors<NT>(f[0], prob[0], scale[j / 2]);
+            decode_mix<DT, D, NT, N>(z, j, shrink, SCALED ? f : prob, b);
         }
         if (!UNPACKS) __syncwarp();
-        if (!UNPACKS) rows_ask<KIND, D>(to + SLOT, rv, pv, x, next != 0);
+        if (!UNPACKS) rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, next != 0);
     }
 }
 
@@ -2562,14 +2585,14 @@ static __device__ void decode_join(float *part, const float *sums, int m, int NR
 }
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
-constexpr int decode_blocks(int KIND, int D, int NT) {
-    if (D > 64) return NT == 2 ? 2 : KIND == ROW_Q8 || KIND == DECODE_PATS ? 3 : 4;
+template <int KIND, int D, int NT> constexpr int decode_blocks(void) {
+    if (D > 64) return NT == 2 ? 2 : DecodeShape<KIND, D, NT>::UNPACKS ? 3 : 4;
     return NT == 2 ? 3 : 4;
 }
 
-// KIND: ROW_F16, ROW_BF16, ROW_Q8 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
+// KIND: ROW_F16, ROW_BF16, ROW_Q8, ROW_Q4 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(KIND, D, NT))
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, (decode_blocks<KIND, D, NT>()))
 decode_kernel(const __grid_constant__ Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
@@ -2582,11 +2605,16 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     Work w = a.work[it.work];
     const HeadRef &h = a.heads.at[w.g];
     DecodeSums<D, NT> z;
-    decode_queries<DecodeShape<KIND, D>::TYPE, D, NT>(m.q, a, w);
-    if (KIND == DECODE_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
-        for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
+    const float *q = a.q + query_row(a, w, w.m0) * D;          // of one token, so that its rows are neighbours
+    // Rows of q4 are H times what is stored, and a product with one is of the query times H with what is stored.
+    if (KIND == ROW_Q4) {
+        q4_turn(m.sums, D, q, D, w.m, D, 1);
+        __syncthreads();
+        q = m.sums;
+    }
+    decode_queries<DecodeShape<KIND, D, NT>::TYPE, D, NT>(m.q, q, D, w.m);
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
-    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D>::WARP / 16;
+    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP / 16;
     for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
         ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
     for (int i = 0; i < NT; i++) {
@@ -2594,15 +2622,10 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
         z.top[i] = SCORE_LOW;
         z.sum[i] = 0;
     }
-    z.unit = KIND == ROW_Q8 ? 1.f / (1 << 15) : 1;              // 1 / unit has to be an f16 number
+    z.unit = DecodeShape<KIND, D, NT>::SCALED ? 1.f / (1 << 15) : 1;    // 1 / unit has to be an f16 number
 
-    for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
-        int p1 = min_int(p0 + a.span, it.p1);
-        __syncthreads();                        // the last span is done with
-        decode_sees(m.see, a, h, w, p0, p1);
-        __syncthreads();
-        decode_tiles<KIND, D, NT>(z, a, h, w, m, p0, p1);
-    }
+    __syncthreads();                            // queries and zeros are there
+    decode_tiles<KIND, D, NT>(z, a, h, w, m, it.p0, it.p1);
 
     // The item's sums, over the four warps.
     const float one = 1.f / (1 << P_SHIFT);
@@ -2617,7 +2640,10 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
         to[1] = x * one;
     }
     __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * BQ * (D + 2), m.sums, w.m, 8 * NT, D);
+    float *part = a.part + (size_t)blockIdx.x * BQ * (D + 2);
+    decode_join(part, m.sums, w.m, 8 * NT, D);
+    __syncthreads();
+    if (KIND == ROW_Q4) q4_turn(part + 2, D + 2, part + 2, D + 2, w.m, D, 0);
     join_arrived(a, BQ);
 }
 
@@ -2714,8 +2740,8 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 //
 //                              decode            prefill
 //     f16, bf16                decode_kernel     prefill_kernel
-//     q8_0, PATS's             decode_kernel     prefill_kernel, as f16
-//     PATS's under rows64, q4,
+//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16
+//     PATS's under rows64,
 //     K and V in two formats   attend_kernel     prefill_kernel, as f16
 //     f32                      attend_kernel     attend_kernel
 //
@@ -2741,7 +2767,7 @@ static Reader reader_of(const Session *s, int n, int decode, int lines) {
     // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
     Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32 };
     if (decode) {
-        if (s->fk != s->fv || f32 || kind == ROW_Q4 || (D != 64 && D != 128)) return general;
+        if (s->fk != s->fv || f32 || (D != 64 && D != 128)) return general;
         if (s->packing && !s->packing->dense) return general;
         return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16 };
     }
@@ -2921,8 +2947,6 @@ static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid
 
 // ---- launching attention
 
-static int decode_span = DECODE_SPAN;
-
 // The kernels' argument for layer l, without works. out (n,H,D) or NULL, stat (n,H,2): see Attn.
 static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, float *stat) {
     Attn a;
@@ -2942,7 +2966,6 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, f
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
-    a.span = decode_span;
     a.out = out;
     a.stat = stat;
     return a;
@@ -2977,6 +3000,7 @@ static void items_run(const Attn &a, const Reader &by, int n) {
         if (by.kind == ROW_F16)       decode_width<ROW_F16>(a, n, by.BQ);
         else if (by.kind == ROW_BF16) decode_width<ROW_BF16>(a, n, by.BQ);
         else if (by.kind == ROW_Q8)   decode_width<ROW_Q8>(a, n, by.BQ);
+        else if (by.kind == ROW_Q4)   decode_width<ROW_Q4>(a, n, by.BQ);
         else                          decode_width<DECODE_PATS>(a, n, by.BQ);
     } else {
         if (by.BQ == 4) attend_launch<1>(a, n);
@@ -3993,26 +4017,20 @@ static __global__ void join_heads_kernel(float *out, const float *x, const int *
     out[(size_t)g * N + j] = sum / (float)over;
 }
 
-// Largest of x[t] over |t-j| <= width/2, t in [0,n). Neighbours are neighbours in the list of rows
-// (D11).
-static __device__ float window_max(const float *x, int j, int n, int width) {
+// Largest of x[t] over |t-j| <= width/2, t in [0,n), or with `mean` their sum in ascending order / width: neighbours
+// outside [0,n) count as zeros there. Neighbours are neighbours in the list of rows (D11).
+static __device__ float window_score(const float *x, int j, int n, int width, int mean) {
     int a = j > width / 2 ? j - width / 2 : 0;
     int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-    float top = x[a];
-    for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
-    return top;
+    float top = x[a], sum = 0;
+    for (int t = a; t <= b; t++) {
+        top = fmaxf(top, x[t]);
+        sum += x[t];
+    }
+    return mean ? sum / (float)width : top;
 }
 
-// Mean of x[t] over |t-j| <= width/2, in ascending order; neighbours outside [0,n) count as zeros.
-static __device__ float window_mean(const float *x, int j, int n, int width) {
-    int a = j > width / 2 ? j - width / 2 : 0;
-    int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-    float sum = 0;
-    for (int t = a; t <= b; t++) sum += x[t];
-    return sum / (float)width;
-}
-
-// out (rows,N) = window_mean or window_max of every candidate of x (rows,N). `per` rows belong to one KV
+// out (rows,N) = window_score of every candidate of x (rows,N). `per` rows belong to one KV
 // head; n (rows/per): its candidates.
 // Block: 256 candidates of row blockIdx.y. Thread: one candidate. No shared memory: neighbours'
 // reads overlap and come from the cache. Bound by reading x once (4 bytes a candidate).
@@ -4022,7 +4040,7 @@ static __global__ void pool_kernel(float *out, const float *x, const int *n, int
     const float *from = x + (size_t)row * N;
     int m = n[row / per];
     if (j >= m) return;
-    out[(size_t)row * N + j] = mean ? window_mean(from, j, m, width) : window_max(from, j, m, width);
+    out[(size_t)row * N + j] = window_score(from, j, m, width, mean);
 }
 
 // ---- selections in one launch: section 8 and section 11
@@ -4759,7 +4777,7 @@ struct BestLine {
     int id;
 };
 
-struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn
+struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn, or the block's
     HeadRefs heads;
     LoopRule rule;
     const float *P;             // (m,N) softmax rows of the samples
@@ -4772,15 +4790,7 @@ struct Picks {                  // argument of the kernel; arrays hold the parts
     int g0, R;                  // first KV head of the batch; query heads of a KV head
     int m, N, T;                // samples; columns of P; tokens of the pass
     int segments, words;        // segments of 2N lines; 64-bit words of N bits
-};
-
-struct PickHead {               // the block's own part
-    const float *P;
-    double *gain;
-    BestLine *bound;
-    double *row;
-    uint64_t *v, *s;
-    int n, p0, words;           // rows held; the first row of the pass; words of n bits
+    int n, p0;                  // of the block's head: rows held; the first row of the pass
 };
 
 // Word w of a bit set that holds 0..n-1.
@@ -4789,24 +4799,28 @@ static __device__ uint64_t first_bits(int n, int w) {
     return n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull;
 }
 
-// The block's head, its bits set to the lines that are always kept (D33): the first columns, the
+// a becomes the block's own part, whose bits are set to the lines that are always kept (D33): the first columns, the
 // last offsets. All threads.
-static __device__ PickHead pick_head(const Picks &a) {
+static __device__ void pick_head(Picks &a) {
     size_t h = blockIdx.x;
-    int n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
-    PickHead x = { a.P + h * a.m * a.N, a.gain + h * 2 * a.N, a.bound + h * a.segments,
-                   a.row + 2 * h * a.m, a.v + h * a.words, a.s + h * a.words,
-                   n, n - a.T, (n + 63) / 64 };
-    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
-        x.v[w] = first_bits(min_int(a.rule.sink, n), w);
-        x.s[w] = first_bits(min_int(a.rule.local, n), w);
+    a.n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
+    a.p0 = a.n - a.T;
+    a.P += h * a.m * a.N;
+    a.gain += h * 2 * a.N;
+    a.bound += h * a.segments;
+    a.row += 2 * h * a.m;
+    a.found += h * 3;
+    a.v += h * a.words;
+    a.s += h * a.words;
+    for (int w = threadIdx.x; w < (a.n + 63) / 64; w += PICK_THREADS) {
+        a.v[w] = first_bits(min_int(a.rule.sink, a.n), w);
+        a.s[w] = first_bits(min_int(a.rule.local, a.n), w);
     }
     __syncthreads();
-    return x;
 }
 
 // Cells of vertical y, and as many of slash y.
-static __device__ int line_len(const PickHead &x, int y) { return x.n - max_int(y, x.p0); }
+static __device__ int line_len(const Picks &a, int y) { return a.n - max_int(y, a.p0); }
 
 // Is alpha of both halves of the samples recovered? rec, tot (2): mass recovered, and all of it, of
 // the half that selects and of the half that only validates.
@@ -4817,21 +4831,10 @@ static __device__ int recovered(const Picks &a, const double *rec, const double 
 // What the block has found, for the host. One thread; rec, tot (2) as in recovered.
 static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot,
                                   double share) {
-    double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
-    found[0] = failed;
-    found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
-    found[2] = share;
-}
-
-// Sum of x over the block, in every thread. part (PICK_WARPS) shared.
-static __device__ int64_t sum_block(int64_t x, int64_t *part) {
-    x = lanes_sum<32>(x);
-    __syncthreads();                                             // the last sum has been read
-    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
-    __syncthreads();
-    x = 0;
-    for (int w = 0; w < PICK_WARPS; w++) x += part[w];
-    return x;
+    double all = tot[0] + tot[1];
+    a.found[0] = failed;
+    a.found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
+    a.found[2] = share;
 }
 
 // ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
@@ -4862,50 +4865,50 @@ static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
 
 // The best line of a segment that is not taken and gains something; key 0: none. A thread has one
 // line.
-static __device__ BestLine segment_best(const PickHead &x, int seg, BestLine *part) {
-    int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
-    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? x.gain[id] : 0;
-    BestLine own = { g > 1e-12 ? g / (double)line_len(x, y) : 0, id };  // Algorithm 2, line 12
-    return best_block(own, x.n, part);
+static __device__ BestLine segment_best(const Picks &a, int seg, BestLine *part) {
+    int id = seg * SEG + threadIdx.x, y = id < a.n ? id : id - a.n;
+    double g = id < 2 * a.n && !bit_of(id < a.n ? a.v : a.s, y) ? a.gain[id] : 0;
+    BestLine own = { g > 1e-12 ? g / (double)line_len(a, y) : 0, id };  // Algorithm 2, line 12
+    return best_block(own, a.n, part);
 }
 
 // residuals of kvcomp.c: the gains of all lines with the kept ones taken out, a thread a line, over
 // the samples in their order; and rec, tot (2, shared) as in recovered, a warp a sample, whose
 // lanes are folded as the CPU's lanes32 are.
-static __device__ void line_residuals(const Picks &a, const PickHead &x, double *rec, double *tot) {
+static __device__ void line_residuals(const Picks &a, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
-    double *g = x.gain;
-    for (int id = threadIdx.x; id < 2 * x.n; id += PICK_THREADS) {
+    double *g = a.gain;
+    for (int id = threadIdx.x; id < 2 * a.n; id += PICK_THREADS) {
         double sum = 0;
         for (int i = 0; i < a.m; i++) {
-            int r = x.p0 + a.t[i], c = id < x.n ? id : r - (id - x.n);
+            int r = a.p0 + a.t[i], c = id < a.n ? id : r - (id - a.n);
             int counts = c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i);
-            if (counts) sum += x.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
+            if (counts) sum += a.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
         }
         g[id] = sum;
     }
 
     for (int i = threadIdx.x >> 5; i < a.m; i += PICK_WARPS) {
-        int r = x.p0 + a.t[i];
+        int r = a.p0 + a.t[i];
         double got = 0, all = 0;
         for (int c = lane; c <= r; c += 32) {
-            double p = x.P[(size_t)i * a.N + c];
+            double p = a.P[(size_t)i * a.N + c];
             all += p;
             if (c < a.rule.sink || r - c < a.rule.local) got += p;
         }
         got = lanes_sum<32>(got);
         all = lanes_sum<32>(all);
         if (!lane) {
-            x.row[i] = got;
-            x.row[a.m + i] = all;
+            a.row[i] = got;
+            a.row[a.m + i] = all;
         }
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] = rec[1] = tot[0] = tot[1] = 0;
         for (int i = 0; i < a.m; i++) {
-            rec[a.rule.holdout & i & 1] += x.row[i];
-            tot[a.rule.holdout & i & 1] += x.row[a.m + i];
+            rec[a.rule.holdout & i & 1] += a.row[i];
+            tot[a.rule.holdout & i & 1] += a.row[a.m + i];
         }
     }
     __syncthreads();
@@ -4914,31 +4917,30 @@ static __device__ void line_residuals(const Picks &a, const PickHead &x, double 
 // take_line of kvcomp.c: chooses line id; what it covers leaves the gains of the lines that cross
 // it. A thread has a sample, and in every sample another line crosses, so no two threads write to
 // one gain. All threads of a block; rec (2) shared.
-static __device__ void take_one(const Picks &a, const PickHead &x, int id, double *rec) {
-    int slash = id >= x.n, y = slash ? id - x.n : id;
-    double *g = x.gain;
+static __device__ void take_one(const Picks &a, int id, double *rec) {
+    int slash = id >= a.n, y = slash ? id - a.n : id;
+    double *g = a.gain;
     for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
-        int other = x.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? x.v : x.s, other);
-        double cell = on ? x.P[(size_t)i * a.N + (slash ? other : y)] : 0;
-        x.row[i] = cell;
-        if (on && !(a.rule.holdout & i)) g[slash ? other : x.n + other] -= cell;
+        int other = a.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? a.v : a.s, other);
+        double cell = on ? a.P[(size_t)i * a.N + (slash ? other : y)] : 0;
+        a.row[i] = cell;
+        if (on && !(a.rule.holdout & i)) g[slash ? other : a.n + other] -= cell;
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] += g[id];
-        for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += x.row[i];
-        uint64_t *bits = slash ? x.s : x.v;
+        for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += a.row[i];
+        uint64_t *bits = slash ? a.s : a.v;
         bits[y >> 6] |= (uint64_t)1 << (y & 63);                 // Algorithm 2, line 13
     }
     __syncthreads();
 }
 
-// Cells of the lines in `bits`, crossings counted twice. All threads of a block.
-static __device__ double cells_of(const PickHead &x, const uint64_t *bits, int64_t *part) {
-    int64_t sum = 0;
-    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS)
-        if (bit_of(bits, y)) sum += line_len(x, y);
-    return (double)sum_block(sum, part);
+// Cells of the lines that are always kept, crossings counted twice; in every thread. part (32) shared.
+static __device__ double cells_kept(const Picks &a, double *part) {
+    double sum = 0;                             // of whole numbers: exact in any order
+    for (int y = threadIdx.x; y < a.n; y += PICK_THREADS) sum += (bit_of(a.v, y) + bit_of(a.s, y)) * line_len(a, y);
+    return block_fold<0>(sum, part);
 }
 
 // Single lines of one query head: greedy on residual gain a cell until alpha of both halves is
@@ -4951,31 +4953,29 @@ static __device__ double cells_of(const PickHead &x, const uint64_t *bits, int64
 // times and reads little; only line_residuals reads P as a whole.
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
     __shared__ BestLine part[PICK_WARPS];
-    __shared__ int64_t sums[PICK_WARPS];
-    __shared__ double rec[2], tot[2];
-    PickHead x = pick_head(a);
-    int n = x.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
-    BestLine *bound = x.bound;                                   // (segs)
-    double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1));
-    double cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
-    line_residuals(a, x, rec, tot);
+    __shared__ double sums[PICK_WARPS], rec[2], tot[2];
+    pick_head(a);
+    int n = a.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
+    double all = .5 * ((double)n * (n + 1) - (double)a.p0 * (a.p0 + 1));
+    double cells = cells_kept(a, sums);
+    line_residuals(a, rec, tot);
     for (int i = 0; i < segs; i++) {
-        BestLine b = segment_best(x, i, part);
-        if (!threadIdx.x) bound[i] = b;
+        BestLine b = segment_best(a, i, part);
+        if (!threadIdx.x) a.bound[i] = b;
     }
     __syncthreads();
 
     while (!failed && !recovered(a, rec, tot)) {
         BestLine top = { 0, 2 * n };
-        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, bound[i], n);
+        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, a.bound[i], n);
         top = best_block(top, n, part);
         if (top.key <= 0) break;                                 // nothing is left
-        BestLine now = segment_best(x, top.id / SEG, part);
+        BestLine now = segment_best(a, top.id / SEG, part);
         if (now.key == top.key && now.id == top.id) {
-            take_one(a, x, top.id, rec);
-            cells += (double)line_len(x, top.id % n);
+            take_one(a, top.id, rec);
+            cells += (double)line_len(a, top.id % n);
             failed = cells > a.rule.max_cells * all;
-        } else if (!threadIdx.x) bound[top.id / SEG] = now;
+        } else if (!threadIdx.x) a.bound[top.id / SEG] = now;
         __syncthreads();
     }
 
@@ -5074,22 +5074,19 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
     return (uint16_t)(two >> bit % 32 << (16 - g->w));           // Sec. 3, fetch
 }
 
-// The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
-static __device__ float packed_read(const Packed *p, const Region *g, int v, int r, int d, int D) {
-    uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
-    return half_get<DT_F16>(x);
-}
-
-// Element d of packed row r of head h.
+// The same element of head h as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) {
-    return packed_read(h.pack, region_of(h.pack->reg, h.pack->n_reg, r), v, r, d, D);
+    const Packed *p = h.pack;
+    return half_get<DT_F16>(packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, r), p->rows64, r, d, D));
 }
 
 // to (D) = packed row r of head h, by one warp. Neighbouring lanes read neighbouring elements.
 // All of it goes through the cache, for a 32-bit word serves several lanes.
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
-    const Region *g = region_of(h.pack->reg, h.pack->n_reg, r);
-    for (int d = lane; d < D; d += 32) to[d] = packed_read(h.pack, g, v, r, d, D);
+    const Packed *p = h.pack;
+    const Region *g = region_of(p->reg, p->n_reg, r);
+    for (int d = lane; d < D; d += 32)
+        to[d] = half_get<DT_F16>(packed_half(v ? p->v : p->k, g, p->rows64, r, d, D));
 }
 
 // ---- packing
@@ -5313,95 +5310,48 @@ static __global__ void first_centres_kernel(float *mu, const float *x, int n, in
     for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
 }
 
-enum { POINTS = 32 };  // points, and centres, of a tile of assign_kernel
-
-static size_t assign_smem(int D) {
-    return (size_t)2 * POINTS * ((D + 15) / 16 * 16 + 4) * sizeof(float);
-}
-
-// to (POINTS,P) = x (n,D): rows and dimensions that are not there become 0. All threads of a block.
-static __device__ void points_load(float *to, int P, const float *x, int n, int D) {
-    for (int i = threadIdx.x; i < POINTS * P; i += blockDim.x) {
-        int r = i / P, d = i % P;
-        to[i] = r < n && d < D ? x[(size_t)r * D + d] : 0;
-    }
-}
-
-// acc[p][0] = the dot products of the thread's points ti, ti+16 and centres tj, tj+16 (p: point * 2
-// + centre), in the CPU's order: 16 lanes of partial sums, all of them in the thread's registers,
-// folded 8+8, 4+4, 2+2, 1+1.
-static __device__ void tile_dots(float (&acc)[4][16], const float *xs, const float *ms, int ti,
-                                 int tj, int P) {
-    for (int p = 0; p < 4; p++)
-        for (int u = 0; u < 16; u++) acc[p][u] = 0;
-    for (int k = 0; k < P - 4; k += 16)
-        for (int u = 0; u < 16; u++) {
-            float a0 = xs[ti * P + k + u], a1 = xs[(ti + 16) * P + k + u];
-            float b0 = ms[tj * P + k + u], b1 = ms[(tj + 16) * P + k + u];
-            acc[0][u] = fmaf(a0, b0, acc[0][u]);
-            acc[1][u] = fmaf(a0, b1, acc[1][u]);
-            acc[2][u] = fmaf(a1, b0, acc[2][u]);
-            acc[3][u] = fmaf(a1, b1, acc[3][u]);
-        }
-    for (int p = 0; p < 4; p++)
-        for (int h = 8; h; h >>= 1)
-            for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
-}
+enum { POINTS = 32 };           // points of a block of assign_kernel, and centres it has at hand
 
 // of[] of a level: for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product;
 // ties go to the lower centre. assign_points of kvcomp.c.
-// Block: POINTS = 32 points against all centres, 32 at a time. Thread: 2 points and 2 centres, and
-// all 16 lanes of their four dot products, so that the sums have the CPU's order without a shuffle;
-// 16 threads share the points and join their best at the end. Shared: 32 points and 32 centres,
-// rows of P = D rounded up to 16 and 4 more, which spreads rows over the banks. The tile: four
-// loads from shared memory serve four multiply-adds, and 64 sums still fit into registers. Bound by
-// f32 multiply-adds and shared memory (n K D of each).
-static __global__ void __launch_bounds__(256)
-assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K, int D) {
-    KV_DYN_SHARED(float, xs);  // (POINTS,P) points, (POINTS,P) centres
-    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS, *of = level_of(&t[blockIdx.y], coarse)->of;
-    int tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
-    float *ms = xs + POINTS * P, best[2] = { -INFINITY, -INFINITY };
-    x += (size_t)blockIdx.y * n * D;
+//   Block   POINTS points against all centres, as many at a time
+//   Lane    every second 8 numbers of a point; a pair of lanes has a point (pair_dots), and DOT_QUERIES centres
+//           share what is read of it
+//   Shared  near (POINTS,D): the centres at hand
+//   Bound   f32 multiply-adds (n K D); a load of 16 bytes serves 4 or, of a point, 16 of them
+static __global__ void assign_kernel(Tree *t, int coarse, const float *x, int n, const float *mu, int K, int D) {
+    KV_DYN_SHARED(float, near);
+    int i = blockIdx.x * POINTS + (threadIdx.x >> 1), at = 0;
+    const float *point = x + ((size_t)blockIdx.y * n + min_int(i, n - 1)) * D;
+    float best = -INFINITY, dot[DOT_QUERIES];
     mu += (size_t)blockIdx.y * K * D;
-    points_load(xs, P, x + (size_t)i0 * D, n - i0, D);
-
-    for (int j0 = 0; j0 < K; j0 += POINTS) {
+    for (int c0 = 0; c0 < K; c0 += POINTS) {
+        __syncthreads();                        // the centres before these are done with
+        for (int e = threadIdx.x; e < POINTS * D; e += 2 * POINTS) near[e] = mu[min_int(c0 * D + e, K * D - 1)];
         __syncthreads();
-        points_load(ms, P, mu + (size_t)j0 * D, K - j0, D);
-        __syncthreads();
-        float acc[4][16];
-        tile_dots(acc, xs, ms, ti, tj, P);
-        for (int p = 0; p < 4; p++) {
-            int j = j0 + tj + p % 2 * 16;
-            if (j >= K || !(acc[p][0] > best[p / 2])) continue;
-            best[p / 2] = acc[p][0];
-            at[p / 2] = j;
-        }
-    }
-
-    for (int p = 0; p < 2; p++) {
-        for (int h = 8; h; h >>= 1) {                            // over the 16 threads of the points
-            float v = __shfl_xor_sync(ALL_LANES, best[p], h);
-            int j = __shfl_xor_sync(ALL_LANES, at[p], h);
-            if (v > best[p] || (v == best[p] && j < at[p])) {
-                best[p] = v;
-                at[p] = j;
+        for (int c = c0; c < min_int(c0 + POINTS, K); c += DOT_QUERIES) {
+            pair_dots<DT_F32>(dot, (const char *)point, D, near + (c - c0) * D);
+            for (int j = 0; j < DOT_QUERIES && c + j < K; j++) {
+                if (!(dot[j] > best)) continue;
+                best = dot[j];
+                at = c + j;
             }
         }
-        if (!tj && i0 + ti + 16 * p < n) of[i0 + ti + 16 * p] = at[p];
     }
+    if (!(threadIdx.x & 1) && i < n) level_of(&t[blockIdx.y], coarse)->of[i] = at;
 }
 
-// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c.
+// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c. last: the
+// centres are rounded to bf16 and go into the trees' level, too.
 // Block: one warp, centre blockIdx.x, which walks through the points' nodes 32 at a time and adds its
 // points in ascending order, so no float is added atomically. Lane: every 32nd dimension, in
 // registers. Shared: the sum while it is normalised. Bound by reading the nodes of the points: K
 // centres read n of them each, from the cache.
-static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const float *x, int n, int D) {
+static __global__ void centres_kernel(Tree *t, int coarse, int last, float *mu, const float *x, int n, int D) {
     __shared__ float sum[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x, count = 0;
-    const int *of = level_of(&t[blockIdx.y], coarse)->of;
+    Nodes *u = level_of(&t[blockIdx.y], coarse);
+    const int *of = u->of;
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
     x += (size_t)blockIdx.y * n * D;
     for (int i = 0; i < n; i += 32) {
@@ -5414,22 +5364,14 @@ static __global__ void centres_kernel(Tree *t, int coarse, float *mu, const floa
         }
     }
 
-    if (!count) return;                                          // the whole warp
     for (int c = 0; c < MAX_D / 32; c++)
-        if (lane + 32 * c < D) sum[lane + 32 * c] = acc[c];
-    normalise(sum, D);
-    for (int d = lane; d < D; d += 32) to[d] = sum[d];
-}
-
-// The centres mu (G,n numbers) rounded to bf16 into the trees' level, and in place too.
-// Block: 256 numbers; thread: one. Bound by latency.
-static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float *x = mu + (size_t)blockIdx.y * n + i;
-    uint16_t rounded = f32_to_bf16(*x);
-    level_of(&t[blockIdx.y], coarse)->mu[i] = rounded;
-    *x = bf16_to_f32(rounded);
+        if (lane + 32 * c < D) sum[lane + 32 * c] = count ? acc[c] : to[lane + 32 * c];
+    if (count) normalise(sum, D);
+    for (int d = lane; d < D; d += 32) {
+        uint16_t rounded = f32_to_bf16(sum[d]);
+        if (last) u->mu[(size_t)j * D + d] = rounded;
+        to[d] = last ? bf16_to_f32(rounded) : sum[d];
+    }
 }
 
 // r and tokens of every node: node_cover of kvcomp.c over all chunks below it, on either level. keys
@@ -5473,14 +5415,13 @@ static Tree *trees_of(const Session *s, int l) {
 // kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, and mu and of[] of the trees' level.
 static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, int n, int K, float *mu) {
     int D = s->c->D, G = s->c->G;
-    size_t smem = assign_smem(D);
-    dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
+    size_t smem = (size_t)POINTS * D * sizeof(float);
+    dim3 nodes(K, G), points_of(blocks(n, POINTS), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
     for (int i = 0; i <= KMEANS_ITERATIONS; i++) {  // the last assignment is against the rounded centres
-        int last = i == KMEANS_ITERATIONS;
-        if (last) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
-        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, t, coarse, points, n, mu, K, D);
-        if (!last) KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, mu, points, n, D);
+        KV_LAUNCH(assign_kernel, points_of, 2 * POINTS, smem, t, coarse, points, n, mu, K, D);
+        if (i == KMEANS_ITERATIONS) break;
+        KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, i == KMEANS_ITERATIONS - 1, mu, points, n, D);
     }
 }
 
@@ -5856,17 +5797,6 @@ static __device__ int pick_best(const float *x, int n, int k, int *idx, TopShare
     return most;
 }
 
-// The largest x >= 0 of a block's threads; every thread gets it.
-static __device__ int block_max(int x, TopShared *m) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int d = 16; d; d >>= 1) x = max_int(x, __shfl_xor_sync(ALL_LANES, x, d));
-    __syncthreads();                            // the last sums have been read
-    if (!lane) m->sum[warp] = x;
-    __syncthreads();
-    for (int w = 0; w < TOP_WARPS; w++) x = max_int(x, m->sum[w]);
-    return x;
-}
-
 // *p.all = the k largest of x (V), and the largest bits without a sign of them all.
 // Block: BEST_CHUNK logits, which it brings to shared memory; it finds the k best of them and writes
 // them down. The last block to arrive finds the k best of what all have written. As ids ascend within
@@ -5876,13 +5806,16 @@ static __global__ void __launch_bounds__(TOP_THREADS, 1)
 pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, int *arrived) {
     __shared__ TopShared m;
     __shared__ float near[BEST_CHUNK];
-    __shared__ int idx[MAX_BEST], last;
-    int from = blockIdx.x * BEST_CHUNK, n = min_int(V - from, BEST_CHUNK), worst = 0;
+    __shared__ int idx[MAX_BEST], last, worst;
+    int from = blockIdx.x * BEST_CHUNK, n = min_int(V - from, BEST_CHUNK), own = 0;
+    if (!threadIdx.x) worst = 0;
+    __syncthreads();
     for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
         near[i] = x[from + i];
-        worst = max_int(worst, __float_as_int(near[i]) & 0x7fffffff);
+        own = max_int(own, __float_as_int(near[i]) & 0x7fffffff);
     }
-    worst = block_max(worst, &m);
+    atomicMax(&worst, own);
+    __syncthreads();
     if (!threadIdx.x) p.worst[blockIdx.x] = worst;
     int found = pick_best(near, n, k, idx, &m);
     for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
@@ -5895,9 +5828,7 @@ pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, in
     // Every block but the last has k, because MAX_BEST <= BEST_CHUNK.
     int all = (gridDim.x - 1) * k + min_int(k, V - (gridDim.x - 1) * BEST_CHUNK);
     const float *best = seek_scores(all <= BEST_CHUNK ? near : NULL, p.x, all);
-    worst = 0;
-    for (int i = threadIdx.x; i < (int)gridDim.x; i += TOP_THREADS) worst = max_int(worst, p.worst[i]);
-    worst = block_max(worst, &m);
+    for (int i = threadIdx.x; i < (int)gridDim.x; i += TOP_THREADS) atomicMax(&worst, p.worst[i]);
     found = pick_best(best, all, k, idx, &m);
     for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
         int at = min_int(idx[i], all - 1);

@@ -4316,7 +4316,7 @@ TEST(cuda_loops, "make cuda-check's table: a turn without what branches leave ou
     LoopCase c = { "decode_kernel<1, 128, 1>", "sm_90", 3, 16, 0 };
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 &&
               strstr(said, "\nsm_90  decode_kernel<1, 128, 1>            25   8192    1     1 %    "
-                           "64-192      4  128  39.2        0\n"),
+                           "64-192      4  128  39.0        0\n"),
           "%s", said);
     c.more = 278;
     CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 && strstr(said, "300   8192    1    15 %"), "%s", said);
@@ -4705,8 +4705,6 @@ static void pair_columns(Pair *p, int l, int n) {
     free(q);
 }
 
-void cuda_span(int n);
-
 #define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
 
 // Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
@@ -4728,6 +4726,8 @@ static const Shape attention_shapes[] = {
     { STEPS, 8, 1, 128, 100, 5, 2, "q8_0", "q8_0" },     { STEPS, 7, 1, 128, 43, 5, 5, "q8_0", "q8_0", NULL, 1 },
     { STEPS, 4, 2, 128, 143, 5, 1, "q8_0", "q8_0" },     { STEPS, 17, 1, 128, 59, 5, 1, "q8_0", "q8_0" },
     { STEPS, 3, 1, 64, 26, 5, 6, "q8_0", "q8_0", NULL, 1 }, { STEPS, 1, 1, 128, 90, 5, 1, "q8_0", "q8_0" },
+    { STEPS, 4, 1, 64, 59, 5, 6, "q4", "q4", NULL, 1 },  { STEPS, 16, 1, 64, 80, 5, 1, "q4", "q4" },
+    { STEPS, 8, 1, 128, 100, 5, 2, "q4", "q4" },         { STEPS, 15, 1, 128, 43, 5, 5, "q4", "q4", NULL, 1 },
     // Regions that change amid a tile, raw rows behind them, every width at both head_dims.
     { STEPS, 4, 1, 64, 70, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
     { STEPS, 6, 3, 64, 41, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=7", 1 },
@@ -4765,7 +4765,6 @@ static void shapes_agree(int ask) {
         const Shape *x = &attention_shapes[i];
         if (x->ask != ask) continue;
         int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
-        cuda_span(ask == STEPS && i % 4 == 1 ? 32 : 0);
         cuda_tensor_min(ask == PASS && x->n < 256);
         Pair p = pair_shaped(x, 5 + i);
         for (int l = 0; l < p.m.c->L; l++) {
@@ -4776,13 +4775,12 @@ static void shapes_agree(int ask) {
         pair_close(&p);
         tiny_free(p.m);
     }
-    cuda_span(0);
     cuda_tensor_min(0);
 }
 
 TEST(cuda_attention, "attention of a step and of few queries, and window scores, agree with the CPU: every row format and "
                      "width of PATS, head_dim 40 to 256, 1 to 17 query heads a KV head, unequal heads, lists, tails, "
-                     "windows, SONIC's rule, lengths around a tile, items in several spans") {
+                     "windows, SONIC's rule, lengths around a tile") {
     shapes_agree(STEPS);
 }
 
@@ -5792,8 +5790,8 @@ TEST(cuda_swiglu_range, "activations far beyond f16's largest number go through 
     tiny_free(m);
 }
 
-TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_dim 2 to 256, norms of q and "
-                 "k, biases, tied weights, every row format; in every order of blocks the same bits") {
+TEST(cuda_token, "one token in five launches a layer, or six where head_dim is no multiple of 16, agrees with the CPU: "
+                 "head_dim 2 to 256, norms of q and k, biases, tied weights, every row format; in every order of blocks the same bits") {
     // norm, bias: does the model have norms of q and k, biases?
     const struct {
         int H, G, D, C, norm, bias;
@@ -5831,9 +5829,10 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
             if (emu_set_seed) emu_set_seed(cuda_seeds[order]);
             if (emu_count) emu_count(NULL);
             float *x = step_logits(m, "full", shape[i].rows, 40, 3, 0);
-            long n = emu_count ? emu_count("qkv_kernel") : 6;
-            long other = emu_count ? emu_count("gemv_kernel") : 3 * 7 + 4;
-            CHECK(n == 6 && other == 3 * 7 + 4, "D %d: %ld and %ld launches in 3 steps", D, n, other);
+            int six = D % 16 != 0;
+            long n = emu_count ? emu_count("qkv_kernel") : 6 * !six;
+            long other = emu_count ? emu_count("gemv_kernel") : 3 * 7 + 4 + 6 * six;
+            CHECK(n == 6 * !six && other == 3 * 7 + 4 + 6 * six, "D %d: %ld and %ld launches in 3 steps", D, n, other);
             CHECK(!first || !memcmp(first, x, 3 * 53 * sizeof *x), "D %d: another order, other bits", D);
             if (first) free(x);
             else first = x;

@@ -64,9 +64,13 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         D = part[3]
         NT = part[4]
         row = 2 * D + 16
-        slots = 4 * 16 * (part[2] == 3 ? 2 * (D + 16) + row : part[2] == 5 ? 3 * row : 2 * row)
+        slots = 2 * row * NT                       # K and V, of which a tile has 16 NT rows
+        if (part[2] == 3) slots = 2 * (D + 16) + row            # 16 rows, and the same as f16 numbers
+        if (part[2] == 4) slots = 2 * (D / 2 + 16) + row
+        if (part[2] == 5) slots = 3 * row
+        slots *= 4 * 16
         sums = 4 * 8 * NT * (D + 2) * 4
-        return (slots > sums ? slots : sums) + NT * D * 32 + 2048 / 8 + (part[2] == 5 ? 64 * 24 : 0)
+        return (slots > sums ? slots : sums) + NT * D * 32
     }
     if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]
@@ -123,8 +127,9 @@ function blocks_of(arch, kernel,    warps, dynamic, n) {
 
 # ---- what is asked for
 
-# The most instructions of a turn, and in `why` what they are. b: bytes, p: products. A little more than nvcc 13.0 takes, and less
-# than what is asked for: 4 others a product, 300 for 8 KB of plain rows, 845 for 16 rows of q8_0 (6.6 of a lane for an element of K
+# The most instructions of a turn, and in `why` what they are. b: bytes, p: products. A little more than nvcc 13.0
+# takes, and less than what is asked for: 4 others a product, 300 for 8 KB of plain rows, 845 for 16 rows of q8_0 (6.6
+# of a lane for an element of K
 # or V). Narrow heads have fewer products for the same softmax.
 function limit(kernel, b, p,    part) {
     split(kernel, part, /[<>, ]+/)              # name and template arguments
@@ -134,12 +139,16 @@ function limit(kernel, b, p,    part) {
         return p * (1 + why)
     }
     if (part[1] == "decode_kernel" && part[2] <= 2) {               # <rows, head_dim, groups of 8 query rows>
-        why = part[4] == 1 ? "300 instructions for 8 KB of K and V" : "320 instructions for 8 KB of K and V"
-        if (part[3] == 64) why = "450 instructions for 8 KB of K and V at head_dim 64"
+        why = "300 instructions for 8 KB of K and V"
+        if (part[3] == 64) why = "350 instructions for 8 KB of K and V at head_dim 64"
         return b / 8192 * why
     }
     if (part[1] == "decode_kernel" && part[2] == 3 && part[3] == 128) {
-        why = part[4] == 1 ? "720 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
+        why = part[4] == 1 ? "700 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
+        return why + 0
+    }
+    if (part[1] == "decode_kernel" && part[2] == 4 && part[3] == 128) {
+        why = part[4] == 1 ? "820 instructions for 16 rows of q4" : "960 instructions for 16 rows of q4"
         return why + 0
     }
     return 0
@@ -148,7 +157,7 @@ BEGIN {
     others[64, 0] = 3.9
     others[128, 0] = 2.6
     others[256, 0] = 3.6
-    others[64, 1] = 4.2
+    others[64, 1] = 4
     others[128, 1] = 3.5
     others[256, 1] = 3.8
 }
@@ -159,10 +168,11 @@ function ahead_least(kernel,    part) {
     return part[1] == "decode_kernel" && part[2] <= 2 ? 24 : 0
 }
 
-# The most issue slots, in per cent, at that rate: rows of PATS and q8_0 leave a fifth of them free. 0: no such figure.
+# The most issue slots, in per cent, at that rate: rows of PATS and q8_0 leave a fifth of them free. Those of q4 are
+# bound by instructions, of which 1,990 take as long as 16 rows of f16. 0: no such figure.
 function share_most(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    return part[1] == "decode_kernel" && part[2] > 2 && part[3] == 128 ? 80 : 0
+    return part[1] == "decode_kernel" && part[2] > 2 && part[2] != 4 && part[3] == 128 ? 80 : 0
 }
 
 # Bytes that the loads of a warp ask for. once: only those of load_once and cp.async count.
@@ -330,7 +340,7 @@ function finish(    part, i, w, plain, few) {
         under_way(top, end)
         few = part[1] == "decode_kernel" && part[2] > 2 ? part[2] : 0
         if (!few) add_row(kind == 3 ? " ?" : "", 0, 0)
-        if (few == 3) add_row("", part[3] / 32 * 34, 0)
+        if (few == 3 || few == 4) add_row("", part[3] / 32 * (few == 3 ? 34 : 18), 0)
         for (w = 8; few == 5 && w <= 15; w += w == 8 ? 4 : 3)
             add_row(" w = " w, part[3] / 8 * w, part[3] / 16 * (w < 15 ? w : 20))
     }

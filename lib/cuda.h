@@ -279,7 +279,7 @@ static __device__ int scan_warp(int x) {
 
 // The sum (MAX 0) or the maximum (MAX 1) of x over the block. part (32) is shared memory that nobody
 // reads any more.
-template <int MAX> static __device__ float block_fold(float x, float *part) {
+template <int MAX, class T> static __device__ T block_fold(T x, T *part) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     x = MAX ? lanes_max<32>(x) : lanes_sum<32>(x);
     if (!lane) part[warp] = x;

@@ -488,15 +488,19 @@ static __device__ void row_put_q8(char *row, int d, int D, float x) {
     if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)q;
 }
 
+// H x of the numbers x of each m neighbouring lanes, m a power of two.
+static __device__ float hadamard_lanes(float x, int m) {
+    for (int step = 1; step < m; step *= 2) {
+        float other = __shfl_xor_sync(ALL_LANES, x, step);
+        x = threadIdx.x & step ? other - x : x + other;
+    }
+    return x;
+}
+
 // row_put for q4, as q4_pack_block: a lane has one number of the block, and a ballot is a plane.
 static __device__ void row_put_q4(char *row, int d, int D, float x) {
     int lane = d % Q4_BLOCK, n = min_int(D - d + lane, Q4_BLOCK), m = q4_part(n), words = q4_words(n);
-    float y = d < D ? x : 0;
-    for (int step = 1; step < m; step *= 2) {
-        float other = __shfl_xor_sync(ALL_LANES, y, step);
-        y = lane & step ? other - y : y + other;
-    }
-    float top = lanes_max<32>(fabsf(y));
+    float y = hadamard_lanes(d < D ? x : 0, m), top = lanes_max<32>(fabsf(y));
     int bad = __any_sync(ALL_LANES, !isfinite(y));
     uint16_t half = f32_to_f16(bad ? NAN : top / (float)(15 * m));
     float unit = f16_to_f32(half) * (float)m, u = unit > 0 ? y / unit * .5f + 8 : 8;

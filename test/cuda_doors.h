@@ -62,9 +62,6 @@ void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
 // 1: the session's prefills have q and P in f32 from now on, as with --exact.
 void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
 
-// Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
-void cuda_span(int n) { decode_span = n ? n : (int)DECODE_SPAN; }
-
 // seek_shared from now on; -1: what it is outside of tests.
 void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
 
@@ -142,7 +139,6 @@ size_t cuda_block_bytes(int i, const char **kernel) {
     GemvShared gemv;
     DecodeShared decode;
     TensorShared tensor;
-    const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
     const struct {
         const char *kernel;
         size_t bytes;
@@ -153,8 +149,8 @@ size_t cuda_block_bytes(int i, const char **kernel) {
         { "decode_kernel<2, 64, 2>", decode_carve<ROW_BF16, 64, 2>(&decode, NULL) },
         { "decode_kernel<3, 128, 1>", decode_carve<ROW_Q8, 128, 1>(&decode, NULL) },
         { "decode_kernel<3, 64, 2>", decode_carve<ROW_Q8, 64, 2>(&decode, NULL) },
-        { "decode_kernel<5, 128, 1>", more + decode_carve<DECODE_PATS, 128, 1>(&decode, NULL) },
-        { "decode_kernel<5, 64, 2>", more + decode_carve<DECODE_PATS, 64, 2>(&decode, NULL) },
+        { "decode_kernel<5, 128, 1>", decode_carve<DECODE_PATS, 128, 1>(&decode, NULL) },
+        { "decode_kernel<5, 64, 2>", decode_carve<DECODE_PATS, 64, 2>(&decode, NULL) },
         { "prefill_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
         { "prefill_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
         { "prefill_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
