@@ -103,7 +103,7 @@ if wants tests; then
         BAD=1
         say "gpu-test FAILED"
     }
-    grep -E "FAILED|passed|tests.c:|test_.*\.c:|ERROR SUMMARY|not installed" "$WORK/tests" | head -40 | keep
+    grep -E "FAILED|passed|tests.c:|test_.*\.c:|device.h:|ERROR SUMMARY|not installed" "$WORK/tests" | head -40 | keep
 fi
 
 # ---- speed

@@ -2,7 +2,7 @@
 // numbers, and the runner.
 //
 //     ./tests            every test, one line each that fails, and "N passed, N failed" at the end
-//     ./tests NAME...    only tests whose names contain one of the words;  ./tests -l  lists them
+//     ./tests NAME...    only tests whose names contain one of the words;  -l  lists them;  --help  says so
 //
 // A test is TEST(name, "what it proves") { ... CHECK(condition, "what was found", ...) ... }. It registers
 // itself. What this machine cannot run is left out and counted by what it needs.
@@ -132,6 +132,10 @@ static double worst(const float *a, const float *b, size_t n, double atol, doubl
     return w;
 }
 
+// A pointer that is declared OWN is freed where its block ends.
+#define OWN __attribute__((cleanup(own_free)))
+static void own_free(void *p) { free(*(void **)p); }
+
 #define NO_TERMINAL "a pseudo-terminal (/dev/ptmx, /dev/pts)"
 
 // ---- folders and files of the tests
@@ -184,12 +188,15 @@ static void put_file(const char *path, const void *data, size_t n) {
     }
 }
 
-// n draws of the standard normal distribution, to be freed.
-static float *random_floats(size_t n) {
+// n normal draws of the given standard deviation, to be freed.
+static float *normals(size_t n, double std) {
     float *x = xmalloc(n * sizeof *x);
-    for (size_t i = 0; i < n; i++) x[i] = rnd_normal();
+    for (size_t i = 0; i < n; i++) x[i] = rnd_normal() * (float)std;
     return x;
 }
+
+// n draws of the standard normal distribution, to be freed.
+static float *random_floats(size_t n) { return normals(n, 1); }
 
 // Sets the number of OpenMP's threads, where there is OpenMP.
 static void set_threads(int n) {
@@ -198,6 +205,27 @@ static void set_threads(int n) {
 #else
     (void)n;
 #endif
+}
+
+// The next line of a table of cases, "a | b | c", and its parts without the blanks around them; # begins a comment. Returns
+// how many parts there are, 0: there is no more line.
+static int next_case(FILE *f, char *line, int size, char **part, int most) {
+    while (f && fgets(line, size, f)) {
+        int n = 0, end = 0;
+        line[strcspn(line, "\n")] = 0;
+        if (*line == '#' || !*line) continue;
+        for (char *p = line, *from = line; n < most && !end; p++) {
+            end = !*p;
+            if (!end && !(*p == '|' && p > line && p[-1] == ' ' && (p[1] == ' ' || !p[1]))) continue;
+            if (!end && n + 1 == most) continue;        // the last part may hold what looks so
+            for (char *blank = p; blank > from && blank[-1] == ' ';) *--blank = 0;
+            if (!end) *p = 0;
+            part[n++] = from;
+            from = p + 1 + strspn(p + 1, " ");
+        }
+        return n;
+    }
+    return 0;
 }
 
 // How many lines a text has.
@@ -240,6 +268,16 @@ static double cpu_seconds(void) {
     return sum;
 }
 
+// The first argument asks for help, which is given.
+static int help_asked(char **argv) {
+    const char *first = argv[1] ? argv[1] : "";
+    if (strcmp(first, "-h") && strcmp(first, "--help")) return 0;
+    printf("%s              every test: a line for each that fails\n", argv[0]);
+    printf("%s NAME ...     those whose names contain one of the words, and what they take\n", argv[0]);
+    printf("%s -l           lists the tests, and what they prove\n", argv[0]);
+    return 1;
+}
+
 // Lists the tests, or runs those whose names are given, or all, each in turn. Returns the exit code: 5 if one
 // failed, or none was run.
 static int check_main(int argc, char **argv) {
@@ -248,6 +286,7 @@ static int check_main(int argc, char **argv) {
     const char *stop = getenv("KVCOMP_TEST_STOP");      // the first test that fails is the last
     static double before;                               // of whoever became this program
     static double t0, cpu;
+    if (help_asked(argv)) return 0;
     settle(argv);
     before = cpu_seconds();
     allocation_fails = this_one_fails;

@@ -17,6 +17,7 @@
 #include "../app/measure.c"
 #include "../app/page.c"
 #include "../app/main.c"
+#include <glob.h>
 
 // A finding: what should hold does not.
 static void must(int holds, const char *what) {
@@ -446,22 +447,6 @@ static const char *const seeds_json[] = {
     NULL,
 };
 
-static const char *const seeds_config[] = {
-    "{\"model_type\":\"llama\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
-    "\"num_key_value_heads\":1,\"head_dim\":8,\"intermediate_size\":16,\"vocab_size\":64,"
-    "\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"max_position_embeddings\":2048,\"eos_token_id\":[1,2],"
-    "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,"
-    "\"high_freq_factor\":4.0,\"original_max_position_embeddings\":1024}}",
-
-    "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\",\"hidden_size\":16,"
-    "\"num_hidden_layers\":2,\"num_attention_heads\":2,\"intermediate_size\":16,\"vocab_size\":64,"
-    "\"rms_norm_eps\":1e-6,\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":1,"
-    "\"max_position_embeddings\":128,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
-    "\"original_max_position_embeddings\":32},\"tie_word_embeddings\":true}",
-
-    NULL,
-};
-
 static const char *const seeds_scores[] = {
     "{\"0-0\":0.5,\"0-1\":1,\"1-0\":[0.1,0.3],\"1-1\":0}",
 
@@ -473,26 +458,6 @@ static const char *const seeds_scores[] = {
 };
 
 static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
-
-static const char *const seeds_dialogues[] = {
-    "{\"type\":\"facts\",\"metric\":\"f1\",\"turns\":[{\"user\":\"my dog is bo.\"},"
-    "{\"user\":\"who is my dog?\",\"answers\":[\"bo\"],\"reply\":\"your dog is bo.\"}]}\n",
-
-    "{\"turns\":[{\"paras\":[\"a b\",\"c d\"],\"query\":\"which?\",\"answers\":[\"a\",\"b\"],"
-    "\"classes\":[\"a\",\"ab\"]}],\"metric\":\"accuracy\"}\n\n"
-    "{\"input\":\"q\",\"context\":\"some text\",\"answers\":[\"text\"],\"all_classes\":null,"
-    "\"dataset\":\"samsum\"}\n",
-
-    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],"
-    "\"dataset\":\"trec\"}\n",
-
-    "{\"index\":0,\"input\":\"abc 12.\",\"outputs\":[\"12\",\"b\"],\"length\":9,"
-    "\"answer_prefix\":\" it is\"}\n"
-    "{\"input\":\"q\",\"context\":\"int x = 1;\",\"answers\":[\"x = 2;\"],\"all_classes\":null,"
-    "\"dataset\":\"lcc\"}\n",
-
-    NULL,
-};
 
 static const char *const seeds_batch[] = {
     "{\"id\":1,\"prompt\":\"hello\",\"max_tokens\":3,\"stop\":[\"e\",\"he\"]}\n"
@@ -511,16 +476,11 @@ static const char *const seeds_batch[] = {
 };
 
 static const char *const seeds_answers[] = {
-    "{\"kvcomp\":\"answers 1\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
-    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answer\":1,\"answers\":1,\"text\":0,"
-    "\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,"
-    "\"f1\":0.5,\"rouge_l\":0,\"nll\":null,\"predicted\":2,\"top1\":1,"
-    "\"kld\":[0,1e-3],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1.5,"
-    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n"
-    "{\"task\":\"t\",\"item\":2,\"method\":\"full\",\"budget\":0,\"answer\":0,\"answers\":0,"
-    "\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1,"
-    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n",
-
+    "{\"kvcomp\":\"answers 2\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
+    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answers\":[{\"text\":0,\"turn\":0,\"turns\":1,"
+    "\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,\"f1\":0.5,\"rouge_l\":0,"
+    "\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0,1e-3]}],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,"
+    "\"kv_bytes_attended\":1.5,\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n",
     NULL,
 };
 
@@ -535,30 +495,6 @@ static const char *const seeds_chat[] = {
 
     "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r"
     "/load /nonexistent\r",
-
-    NULL,
-};
-
-static const char *const seeds_template[] = {
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
-
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    "+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
-    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
-
-    "{% for m in messages %}"
-    "{{ '<|user|>\n' + m['content'] + '<|end|>\n<|assistant|>\n' }}{% endfor %}",
-
-    "{% if not add_generation_prompt is defined %}{% endif %}{{bos_token}}"
-    "{{'<｜User｜>' + message['content']}}{{'<｜Assistant｜><think>\\n'}}",
 
     NULL,
 };
@@ -642,26 +578,27 @@ static void seed_put(const char *folder, int number, const char *data, size_t n)
 
 // ---- the table
 // dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. seeds: texts, with a
-// NULL behind the last. seed: a function that makes a seed of bytes.
+// NULL behind the last. seed: a function that makes a seed of bytes. files: those that match are seeds.
 static const struct Target {
     const char *name;
     void (*run)(const char *data, size_t n);
     int dies;
     const char *const *seeds;
     char *(*seed)(size_t *n);
+    const char *files;
 } targets[] = {
     { "json",        target_json,        0, seeds_json,      NULL },
     { "safetensors", target_safetensors, 0, NULL,            adapter_bytes },
-    { "config",      target_config,      0, seeds_config,    NULL },
+    { "config",      target_config,      0, NULL,            NULL, "data/golden/*/config.json" },
     { "tokenizer",   target_tokenizer,   0, NULL,            NULL },
     { "session",     target_session,     1, NULL,            session_bytes },
     { "adapter",     target_adapter,     1, NULL,            adapter_bytes },
     { "scores",      target_scores,      0, seeds_scores,    NULL },
     { "ids",         target_ids,         1, seeds_ids,       NULL },
-    { "dialogues",   target_dialogues,   1, seeds_dialogues, NULL },
+    { "dialogues",   target_dialogues,   1, NULL,            NULL, "test/tasks/*.jsonl" },
     { "answers",     target_answers,     1, seeds_answers,   NULL },
     { "batch",       target_batch,       0, seeds_batch,     NULL },
-    { "template",    target_template,    0, seeds_template,  NULL },
+    { "template",    target_template,    0, NULL,            NULL, "test/seeds/*.jinja" },
     { "chat",        target_chat,        1, seeds_chat,      NULL },
 };
 static const struct Target *chosen;
@@ -676,6 +613,15 @@ static void write_seeds(const char *folder) {
         seed_put(folder, k++, data, n);
         free(data);
     }
+    glob_t found = { 0 };
+    if (chosen->files && !glob(chosen->files, 0, NULL, &found))
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            char err[512], *text = read_file(found.gl_pathv[i], &n, err);
+            must(text != NULL, err);
+            seed_put(folder, k++, text, n);
+            free(text);
+        }
+    globfree(&found);
     if (chosen->run == target_tokenizer) {
         char *text = text_of_tokenizer();
         seed_put(folder, k++, text, strlen(text));

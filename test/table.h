@@ -9,6 +9,7 @@
 //    windows    methods leave layers with a sliding window alone beside others, and act where all layers have one
 //    compose    all pairs and triples of parts run, or are refused with a reason; nothing cut is f16
 //    turns      fifty turns, some taken back, stay bounded; a rollback leaves no trace; a reset begins anew
+//    damaged    a number that is none ends the program before it is hidden
 //    refused    every line of test/refusals.txt is refused with these words
 #ifndef TEST_TABLE_H
 #define TEST_TABLE_H
@@ -107,10 +108,9 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
 // Runs the table's script. Returns the logits, to be freed.
 static float *table_run(Tiny m, const char *spec, int small, const char *more) {
     char err[512];
-    Session *s = table_open(m, spec, small, more, err);
+    OWN_SESSION Session *s = table_open(m, spec, small, more, err);
     CHECK(s, "%s %s: %s", spec, more, err);
     float *x = s ? run_session(s, &table_script) : NULL;
-    session_done(s);
     return x;
 }
 
@@ -121,22 +121,18 @@ static int table_same(Tiny m, const float *a, const float *b) {
 // ---- limits
 TEST(table_limits, "a budget of all tokens, at equality too, or sizes that leave nothing out are full attention bit "
                    "for bit; small ones are not") {
-    Tiny m = table_model(3, 6, 3, 0);
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
     char enough[64];
-    float *full = table_run(m, "full", 0, "");
+    OWN float *full = table_run(m, "full", 0, "");
     snprintf(enough, sizeof enough, "budget=%d", TABLE_TOKENS);
     EACH_METHOD(p) {
         const Method *x = *p;
-        float *wide = table_run(m, x->name, 0, x->budget ? enough : "");
-        float *small = table_run(m, x->name, 1, "");
+        OWN float *wide = table_run(m, x->name, 0, x->budget ? enough : "");
+        OWN float *small = table_run(m, x->name, 1, "");
         int whole = !(x->role & ROLE_STORE) && !x->rule;    // SONIC's turns do not see each other
         CHECK(!whole || table_same(m, wide, full), "%s %s is not full attention", x->name, x->budget ? enough : "");
         CHECK(!x->role || !table_same(m, small, full), "%s under small options is full attention", x->name);
-        free(wide);
-        free(small);
     }
-    free(full);
-    tiny_free(m);
 }
 
 // ---- bits
@@ -163,30 +159,27 @@ static void bits_agree(Tiny m, const char *spec, const char *more) {
         char all[320], err[512];
         snprintf(all, sizeof all, "%s %s", run[i], more);
         set_threads(i == 1 || i == 3 ? 3 : 1);
-        Session *s = table_open(m, spec, 1, all, err);
+        OWN_SESSION Session *s = table_open(m, spec, 1, all, err);
         for (int again = 0; s && again < (i ? 1 : 2); again++) {
-            float *x = run_session(s, &table_script);
+            OWN float *x = run_session(s, &table_script);
             uint64_t is = fingerprint(s, x, (size_t)script_rows(&table_script) * m.c->V);
             if (!i && !again) first = is;
             CHECK(is == first, "%s %s: other bits%s", spec, all, again ? " after a reset" : "");
-            free(x);
             session_reset(s);
         }
-        session_done(s);
     }
     set_threads(threads);
 }
 
 TEST(table_bits, "-t 1 and 3, -b 7, 25, 64 and 512 and a session that was reset: the same logits, rows and bytes, for "
                  "every flag and choice of a method's own") {
-    Tiny m = table_model(3, 6, 3, 0);
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
     EACH_METHOD(p) each_variant(*p, m, bits_agree);
-    tiny_free(m);
 }
 
 TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that no more queries are held, unless a part "
                   "sees whole turns; the last span has the queries that commit reads, and no bit depends on it") {
-    Tiny m = table_model_of(2, 6, 2, 32, 0);
+    OWN_MODEL Tiny m = table_model_of(2, 6, 2, 32, 0);
     Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
     size_t token = 2 * (6 + 2) * 32 * sizeof(float);    // a token's q, k, v and output
     EACH_METHOD(x) {
@@ -196,19 +189,16 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
         for (int k = 0; k < 3; k++) {
             char more[80], err[512];
             snprintf(more, sizeof more, "%s obs-window=20", b[k]);
-            Session *s = table_open(m, (*x)->name, 1, more, err);
-            float *logits = run_session(s, &p);
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, more, err);
+            OWN float *logits = run_session(s, &p);
             is[k] = fingerprint(s, logits, (size_t)script_rows(&p) * m.c->V);
             bytes[k] = arena_bytes(s->scratch);
             whole = sees_whole_turn(s);
             CHECK(is[k] == is[0], "%s %s: other bits", (*x)->name, b[k]);
             CHECK(!k || whole || bytes[k] + 450 * token < bytes[0], "%s %s takes %zu bytes, the whole turn %zu",
                   (*x)->name, b[k], bytes[k], bytes[0]);
-            free(logits);
-            session_done(s);
         }
     }
-    tiny_free(m);
 }
 
 // ---- follow
@@ -248,10 +238,9 @@ static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
 
 static void follow_embed(void *u, Twin *t, int i, double *x) {
     Follow *f = u;
-    float *row = xmalloc(t->c->C * sizeof *row);
+    OWN float *row = xmalloc(t->c->C * sizeof *row);
     EACH_HOOK(f->s, p, embed) p->m->embed(f->s, p->ms, &f->s->tok[t->base + i], row);
     for (int c = 0; c < t->c->C; c++) x[c] = row[c];
-    free(row);
 }
 
 // A row's key and value as the session holds them.
@@ -336,7 +325,7 @@ static float *follow_forward(Session *s, const Token *in, int n) {
 // 1e-5, absolute and relative; rows of 16 bits may round the other way, and queries are rounded, too, for coarse ones.
 static int followed(Tiny m, const char *spec, const char *more, const Script *script) {
     char err[512];
-    Session *s = table_open(m, spec, 1, more, err);
+    OWN_SESSION Session *s = table_open(m, spec, 1, more, err);
     if (!s) return 0;
     int F32 = !strcmp(s->fk->name, "f32"), coarse = !F32 && strcmp(s->fk->name, "f16");
     double bound = F32 ? 2 : coarse ? 3000 : 300;
@@ -352,7 +341,6 @@ static int followed(Tiny m, const char *spec, const char *more, const Script *sc
     for (int i = 0; i < m.c->L * m.c->H; i++) free(follow.reads[i]);
     free(follow.reads);
     twin_free(follow.t);
-    session_done(s);
     return 1;
 }
 
@@ -362,18 +350,16 @@ TEST(table_follow, "a twin in double that is told which rows were held and read 
                    "1:1 to 4:1, sliding windows, every flag and choice of a method's own") {
     for (int i = 0; i < 4; i++) {
         const int *shape = table_shapes[i];             // the last two have a window in one layer, and in both
-        Tiny m = table_model_of(i ? 2 : 3, shape[0], shape[1], shape[2], i == 2 ? 2 : i == 3 ? 3 : 0);
+        OWN_MODEL Tiny m = table_model_of(i ? 2 : 3, shape[0], shape[1], shape[2], i == 2 ? 2 : i == 3 ? 3 : 0);
         EACH_METHOD(p) {
             if (i) variant_followed(m, (*p)->name, "");
             else each_variant(*p, m, variant_followed);
         }
-        tiny_free(m);
     }
     // More rows than one running softmax has (KV_CHUNK).
     static const Script one = { 2, { KV_CHUNK - 20, 70 }, { 0, 3 }, 5 };
-    Tiny m = table_model(1, 2, 1, 0);
+    OWN_MODEL Tiny m = table_model(1, 2, 1, 0);
     followed(m, "full", "", &one);
-    tiny_free(m);
 }
 
 // ---- promises
@@ -495,21 +481,20 @@ static void promises_kept(Tiny m, const char *spec, const char *more) {
 
 TEST(table_promises, "after every pass rows ascend and stand where their tokens do, bytes are what is allocated and "
                      "what the views read, a budget or a ratio is kept, and who evicts nothing holds every row") {
-    Tiny m = table_model(3, 6, 3, 0);
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
     EACH_METHOD(p) each_variant(*p, m, promises_kept);
-    tiny_free(m);
 }
 
 // ---- windows
 TEST(table_windows, "beside other layers those with a sliding window keep every row and are read whole; where all "
                     "layers have one methods act on all") {
     for (int all = 0; all < 2; all++) {
-        Tiny m = table_model(3, 4, 2, all ? 7 : 2);
+        OWN_MODEL Tiny m = table_model(3, 4, 2, all ? 7 : 2);
         EACH_METHOD(p) {
             char err[512];
             int ids[512], rows[512];
             const Method *x = *p;
-            Session *s = table_open(m, x->name, 1, "", err);
+            OWN_SESSION Session *s = table_open(m, x->name, 1, "", err);
             CHECK(s, "%s: %s", x->name, err);
             if (!s) continue;
             script_ids(&table_script, 0, m.c->V, ids);
@@ -521,9 +506,7 @@ TEST(table_windows, "beside other layers those with a sliding window keep every 
                 else if (acts) CHECK(n < 132, "%s: all layers have a window, and none acts", x->name);
             }
             check_rows(s, x->name, "");
-            session_done(s);
         }
-        tiny_free(m);
     }
 }
 
@@ -542,16 +525,15 @@ static int composed(Tiny m, const char *spec) {
 
 TEST(table_compose, "every pair and triple of parts with roles of their own runs as a twin computes it, or is refused "
                     "with a reason; two with one role are refused") {
-    Tiny m = table_model(2, 4, 2, 0);
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
     int ran = 0;
     EACH_METHOD(a)
         EACH_METHOD(b) {
             char spec[160], err[512] = "";
             snprintf(spec, sizeof spec, "%s+%s", (*a)->name, (*b)->name);
             if ((*a)->role & (*b)->role) {
-                Session *s = table_open(m, spec, 1, "", err);
+                OWN_SESSION Session *s = table_open(m, spec, 1, "", err);
                 CHECK(!s && strstr(err, "cannot be combined"), "%s: '%s'", spec, err);
-                session_done(s);
             }
             if (a >= b || !may_join(*a, *b)) continue;
             ran += composed(m, spec);
@@ -562,12 +544,11 @@ TEST(table_compose, "every pair and triple of parts with roles of their own runs
             }
         }
     CHECK(ran > 60, "only %d combinations ran", ran);
-    tiny_free(m);
 }
 
 TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and a method that chooses a format is that "
                     "format, bit for bit") {
-    Tiny m = table_model(3, 6, 3, 0);
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
     EACH_METHOD(store) {
         char err[512], plain[64];
         Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "", err) : NULL;
@@ -582,13 +563,10 @@ TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and 
             s = table_open(m, spec, 1, uncut, err);
             session_done(s);
             if (!s) continue;
-            float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
+            OWN float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
             CHECK(table_same(m, a, b), "%s %s is not %s %s", spec, uncut, (*p)->name, plain);
-            free(a);
-            free(b);
         }
     }
-    tiny_free(m);
 }
 
 // ---- turns
@@ -615,11 +593,11 @@ static uint64_t fifty_turns(Session *s, const char *spec, size_t *at_25, size_t 
 
 TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts by a budget needs no more memory at the "
                   "end than half way, and a session that was reset repeats itself bit for bit") {
-    Tiny m = table_model(2, 4, 2, 0);
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
         char err[512];
         size_t half = 0, end = 0;
-        Session *s = table_open(m, (*p)->name, 1, "", err);
+        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "", err);
         uint64_t a = fifty_turns(s, (*p)->name, &half, &end);
         session_reset(s);
         uint64_t b = fifty_turns(s, (*p)->name, &half, &end);
@@ -627,14 +605,12 @@ TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts 
         int flat = (*p)->evicts && (*p)->budget;
         CHECK(!flat || end < half + half / 4 + 65536, "%s: %zu bytes after 25 turns, %zu after 50", (*p)->name, half,
               end);
-        session_done(s);
     }
-    tiny_free(m);
 }
 
 TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as one that was never longer, where no row "
                      "was dropped or cut") {
-    Tiny m = table_model(2, 4, 2, 0);
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
         const Method *x = *p;
         Session *s[2];
@@ -667,32 +643,39 @@ TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as on
             session_done(s[k]);
         }
     }
-    tiny_free(m);
+}
+
+// ---- damaged
+TEST(table_damaged, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for every method, and nothing "
+                    "undefined on the way") {
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
+    ((float *)(uintptr_t)m.w->embed.data)[60 * m.c->C] = NAN;
+    EACH_METHOD(p)
+        for (int in_decode = 0; in_decode < 2; in_decode++) {
+            char err[512];
+            int ids[90];
+            OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "", err);
+            for (int i = 0; i < 90; i++) ids[i] = i == 40 && !in_decode ? 60 : i % 59;
+            int rc = try_prefill(s, ids, 90);
+            CHECK(rc == (in_decode ? 0 : EXIT_MODEL), "%s: prefill %d %s", (*p)->name, rc, die_text);
+            rc = in_decode ? try_decode(s, 60) : EXIT_MODEL;
+            CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s: decode %d %s", (*p)->name, rc, die_text);
+        }
 }
 
 // ---- refused
 TEST(table_refused, "every line of test/refusals.txt - parts, options, what the refusal says - is refused so") {
-    Tiny m = table_model(3, 4, 2, 0);
-    char line[512], err[512];
+    OWN_MODEL Tiny m = table_model(3, 4, 2, 0);
+    char line[512], err[512], *part[3];
     FILE *f = fopen("test/refusals.txt", "r");
     int n = 0;
-    CHECK(f, "test/refusals.txt is not there");
-    for (; f && fgets(line, sizeof line, f); n++) {
-        line[strcspn(line, "\n")] = 0;
-        char *more = strchr(line, '|'), *says = more ? strchr(more + 1, '|') : NULL;
-        if (*line == '#' || !*line) continue;
-        CHECK(says, "no two | in '%s'", line);
-        if (!says) continue;
-        *more++ = *says++ = 0;
-        line[strcspn(line, " ")] = 0;
-        says += strspn(says, " ");
+    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
         err[0] = 0;
-        Session *s = table_open(m, line, 0, more, err);
-        CHECK(!s && strstr(err, says), "%s%s: '%s', expected '%s'", line, more, err, says);
+        Session *s = table_open(m, part[0], 0, part[1], err);
+        CHECK(!s && strstr(err, part[2]), "%s %s: '%s', expected '%s'", part[0], part[1], err, part[2]);
         session_done(s);
     }
-    CHECK(n > 20, "%d lines", n);
+    CHECK(n > 40, "%d lines", n);
     if (f) fclose(f);
-    tiny_free(m);
 }
 #endif

@@ -109,19 +109,17 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
 
     CHECK(arrlen(t.span) == 4, "the pieces of the answer: %d", (int)arrlen(t.span) / 2);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char *rest = without_frame(&t, cases[i].said);
+        OWN char *rest = without_frame(&t, cases[i].said);
         CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest,
               cases[i].rest);
-        free(rest);
     }
     int from = (int)(strstr(t.reply, "12") - t.reply);
     CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) &&
               !in_answer(&t, from - 4, from) && !in_answer(&t, from + 2, from + 6),
           "tokens of the answer");
     arrsetlen(t.span, 0);
-    char *rest = without_frame(&t, "The numbers\n");
+    OWN char *rest = without_frame(&t, "The numbers\n");
     CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
-    free(rest);
     arrfree(t.span);
     arrfree(t.answers);
 }
@@ -174,13 +172,11 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
                 const EvalTurn *t = &it->turn[j];
                 CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
                 if (!t->answers) continue;
-                char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
+                OWN char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
                 CHECK(arrlen(t->span) >= 2 && near_to(best_score(it->metric, rest, t), 1) &&
                           best_score(it->metric, wrong, t) < .2,
                       "%s %d: '%s' scores %g, a denial %g", path, i, t->reply, best_score(it->metric, rest, t),
                       best_score(it->metric, wrong, t));
-                free(rest);
-                free(wrong);
             }
         }
         eval_set_free(&e);
@@ -441,29 +437,27 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
 // The benchmark's numbers: a filled cache is what a prefill would have left, bytes a step are those
 // of the rows it read, and the three forms of a line carry the same fields.
 
-// A session on a synthetic model of two layers, budget 40.
-static Session *bench_session(Options **o, Config **c, Weights **w, const char *method) {
+// A session on a synthetic model of two layers, budget 40. One that is declared OWN_BENCH is closed, with its model and
+// options, where its block ends.
+static Session *bench_session(const char *method) {
     char err[256];
-    *o = options_of_program();
-    options_set(*o, "budget", "40", err);
-    *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
-    *w = weights_synthetic(*c, 1);
-    return session_open(*c, *w, *o, method);
+    Options *o = options_of_program();
+    options_set(o, "budget", "40", err);
+    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    return session_open(c, weights_synthetic(c, 1), o, method);
 }
 
-// Frees what bench_session made.
-static void bench_close(Session *s, Options *o, Config *c, Weights *w) {
-    session_close(s);
+#define OWN_BENCH __attribute__((cleanup(bench_close)))
+static void bench_close(Session **s) {
+    Config *c = (Config *)(uintptr_t)(*s)->c;
+    Weights *w = (Weights *)(uintptr_t)(*s)->w;
+    session_done(*s);
     weights_close(w, c);
-    options_free(o);
 }
 
 TEST(bench_scratch,
      "scratch that grows a little every step takes few blocks, and never two places at once") {
-    Options *o;
-    Config *c;
-    Weights *w;
-    Session *s = bench_session(&o, &c, &w, "full");
+    OWN_BENCH Session *s = bench_session("full");
     size_t mark = scratch_mark(s);
     for (size_t n = 900000; n < 4000000; n += 1000) {
         char *a = scratch(s, n), *b = scratch(s, n / 2);
@@ -476,17 +470,13 @@ TEST(bench_scratch,
     int blocks = (int)arrlen(s->scratch->block);
     for (int i = 0; i < blocks; i++) all += s->scratch->block[i].size;
     CHECK(blocks <= 8 && all < 4 * 6000000, "%d blocks, %zu bytes", blocks, all);
-    bench_close(s, o, c, w);
 }
 
 TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and "
                  "decode goes on from there") {
     for (int evicts = 0; evicts < 2; evicts++) {
-        Options *o;
-        Config *c;
-        Weights *w;
-        Session *s = bench_session(&o, &c, &w, evicts ? "streaming" : "full");
-        int *ids = random_ids(150, c->V);
+        OWN_BENCH Session *s = bench_session(evicts ? "streaming" : "full");
+        int *ids = random_ids(150, s->c->V);
         s->forward = fill_pass;
         prefill(s, ids, 150);
         s->forward = forward;
@@ -494,34 +484,30 @@ TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a 
         CHECK(s->n_tok == 151 && s->pos_next == 151 && s->turn == 1 && s->step == 1,
               "tokens %d, next position %d, turn %d, step %d", s->n_tok, s->pos_next, s->turn,
               s->step);
-        for (int l = 0; l < c->L; l++)
-            for (int g = 0; g < c->G; g++) {
+        for (int l = 0; l < s->c->L; l++)
+            for (int g = 0; g < s->c->G; g++) {
                 KVHead *h = kv_head(s, l, g);
                 CHECK(h->len == (evicts ? 40 : 151), "method %d layer %d head %d holds %d rows",
                       evicts, l, g, h->len);
                 CHECK(h->src[h->len - 1] == 150 && h->pos[h->len - 1] == 150,
                       "the last row is token %d at %d", h->src[h->len - 1], h->pos[h->len - 1]);
             }
-        for (int i = 0; i < c->V; i++)
+        for (int i = 0; i < s->c->V; i++)
             CHECK(isfinite(s->logits[i]), "logit %d is %g", i, s->logits[i]);
         arrfree(ids);
-        bench_close(s, o, c, w);
     }
 }
 
 TEST(bench_bytes, "a decode line counts the weights once and the mean of the rows its steps read; "
                   "a prefill line gives tokens a second") {
-    Options *o;
-    Config *c;
-    Weights *w;
-    Session *s = bench_session(&o, &c, &w, "full");
+    OWN_BENCH Session *s = bench_session("full");
     BenchLine b = bench_decode(s, 64, 2);
     // Each step reads its own row too.
     double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
-    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2,
+    CHECK(b.kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2,
           "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
-    CHECK(b.weights == (double)w->bytes - (c->tied ? 0 : (double)c->V * c->C * 2),
-          "weight bytes a step %.0f of %zu", b.weights, w->bytes);
+    CHECK(b.weights == (double)s->w->bytes - (s->c->tied ? 0 : (double)s->c->V * s->c->C * 2),
+          "weight bytes a step %.0f of %zu", b.weights, s->w->bytes);
     CHECK(b.tok_s > 0 && b.bandwidth > 1e6 && b.attend > 0 && b.stored == kv_bytes(s),
           "%g tok/s, %g bytes/s, attend %g s", b.tok_s, b.bandwidth, b.attend);
     b = bench_prefill(s, 33, 2);
@@ -529,22 +515,17 @@ TEST(bench_bytes, "a decode line counts the weights once and the mean of the row
           b.tok_s, s->n_tok);
     double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
     CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
-    bench_close(s, o, c, w);
 }
 
 TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the clock reads the "
                   "chosen rows and those of the answer, and choosing takes time") {
-    Options *o;
-    Config *c;
-    Weights *w;
-    Session *s = bench_session(&o, &c, &w, "loopserve-d");
+    OWN_BENCH Session *s = bench_session("loopserve-d");
     BenchLine b = bench_decode(s, 150, 2);
     double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
-    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2,
+    CHECK(b.kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2,
           "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
     CHECK(b.select > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g s, %d steps",
           b.select, s->step);
-    bench_close(s, o, c, w);
 }
 
 TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
@@ -554,11 +535,8 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
         { .test = "tg", .n = 32768, .tok_s = 9.5, .bandwidth = 33e9, .weights = 2.5e9, .kv = 1.1e9 },
     };
     for (int i = 0; i < 3; i++) {
-        Options *o;
-        Config *c;
-        Weights *w;
-        Session *s = bench_session(&o, &c, &w, "full");
-        App a = { .o = o, .c = c };
+        OWN_BENCH Session *s = bench_session("full");
+        App a = { .o = options_in(s), .c = (Config *)(uintptr_t)s->c };
         char err[256], *text = NULL;
         size_t size = 0;
         FILE *f = open_memstream(&text, &size);
@@ -588,7 +566,6 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
         }
         CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "form %d: %d lines", i, rows);
         free(text);
-        bench_close(s, o, c, w);
     }
 }
 
@@ -679,7 +656,7 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
     Score *rows = report_rows();
     EvalRun run = { .a = &a, .rows = rows, .model = "m" };
     report_write(&a, &run);
-    char *page = read_file(html, &n, err);
+    OWN char *page = read_file(html, &n, err);
     Json *j = page ? page_json(page) : NULL;
     CHECK(page && j && n < 3000000, "%s, %zu bytes", err, n);
     if (j) {
@@ -702,7 +679,6 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
         CHECK(strstr(page, demo_lines[6].user) && !strstr(page, "https://") && !strstr(page, " src=") && !strstr(page, "\n@@"), "the dialogue, and nothing is loaded");
     }
     json_free(j);
-    free(page);
     for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
     arrfree(rows);
     unlink(html);
@@ -745,7 +721,7 @@ static char *web_reply(int i, const char *message) {
 static int web_masks_hold(int i) {
     const Session *s = web_side[i].side.app.s;
     int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8, wrong = 0;
-    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    OWN int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
     const unsigned char *mask = web_masks(i);
     for (int l = 0; l < L; l++)
         for (int h = 0; h < H; h++) {
@@ -759,7 +735,6 @@ static int web_masks_hold(int i) {
                 wrong += reads != (mask[t * wide + read / 8] >> read % 8 & 1);
             }
         }
-    free(rows);
     return !wrong;
 }
 
@@ -774,16 +749,15 @@ TEST(web_sides,
         char err[256], *rows = NULL;
         size_t n;
         Side own;
-        Options *o = options_copy(web.o);
+        OWN_OPTIONS Options *o = options_copy(web.o);
         options_set(o, "budget", "24", err);
         side_open(&own, &web, o, names[m], NULL);
         CHECK(!*web_method(0, names[m], "budget=24"), "%s is refused", names[m]);
         web_clear(0);
         for (int i = 0; i < 3; i++) {
-            char *reply = web_reply(0, line[i]);
+            OWN char *reply = web_reply(0, line[i]);
             side_turn(&own, line[i], 48);
             CHECK(!strcmp(reply, own.reply), "%s: \"%s\", not \"%s\"", names[m], reply, own.reply);
-            free(reply);
         }
         FILE *f = memory_stream(&rows, &n);
         json_rows(own.app.s, f);
@@ -795,7 +769,6 @@ TEST(web_sides,
         CHECK(web_masks_hold(0), "%s: masks", names[m]);
         free(rows);
         side_close(&own);
-        options_free(o);
     }
     const Session *before = web_side[0].side.app.s;
     CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") &&
@@ -804,7 +777,7 @@ TEST(web_sides,
               *web_method(0, "streaming", "budget=2") && web_side[0].side.app.s == before,
           "a refused method");
 
-    char *longer = xmalloc(40001);
+    OWN char *longer = xmalloc(40001);
     memset(longer, 'a', 40000);
     longer[40000] = 0;
     int n_tok = before->n_tok, err2 = dup(2), null = open("/dev/null", O_WRONLY);
@@ -814,7 +787,6 @@ TEST(web_sides,
     close(err2);
     close(null);
     CHECK(fits == -1 && before->n_tok == n_tok, "a message that does not fit: %d", fits);
-    free(longer);
 
     // The papers' pictures, from the follower. It goes on, and begins anew when the dialogue does.
     static const char *const paper[] = { "lychee", "pats", "dililazy", "loopserve" };
@@ -925,30 +897,20 @@ static int lines_warned(void) { return lines_in(sh_err) - (strstr(sh_err, "[turn
 
 TEST(cli_refusals, "every line of test/cli/refusals.txt: these arguments end with this exit code and one line with "
                    "these words") {
-    char line[1024], args[1024];
+    char line[1024], args[1100], *part[3];
     FILE *f = fopen("test/cli/refusals.txt", "r");
     int n = 0;
-    CHECK(f, "test/cli/refusals.txt is not there");
-    while (f && fgets(line, sizeof line, f)) {
-        line[strcspn(line, "\n")] = 0;
-        char *from = strstr(line, " | "), *says = NULL;
-        for (char *p = from; p && (p = strstr(p + 1, " | ")) != NULL;) says = p;    // the last one
-        if (*line == '#' || !*line) continue;
-        CHECK(says, "no two | in '%s'", line);
-        if (!says) continue;
-        *from = *says = 0;
-        from += 3;
-        says += 3;
+    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
+        char *from = part[1], *says = part[2];
         if (!strncmp(from, "SYN ", 4)) snprintf(args, sizeof args, SYN "%s", from + 4);
         else if (!strncmp(from, "CHAT ", 5)) snprintf(args, sizeof args, "./kvcomp -p hi -n 1 --temp 0 %s", from + 5);
         else snprintf(args, sizeof args, "./kvcomp %s", from);
-        int want = atoi(line), code = sh("%s", args), lines = *says != 0;
+        int want = atoi(part[0]), code = sh("%s", args), lines = *says != 0;
         CHECK(code == want && strstr(sh_err, says) && lines_warned() == lines, "%s: exit code %d: %s", args, code,
               sh_err);
         CHECK(!want || !*sh_out, "%s: on stdout: %s", args, sh_out);
-        n++;
     }
-    CHECK(n > 50, "%d lines", n);
+    CHECK(n > 100, "%d lines", n);
     if (f) fclose(f);
 }
 
@@ -1032,9 +994,8 @@ static void pty_shell(char *const *argv) {
     _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
 }
 
-// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`; `ignored` is a
-// signal it inherits as ignored.
-static Pty *pty_start(char *const *argv, int shell, int ignored) {
+// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`.
+static Pty *pty_start(char *const *argv, int shell) {
     Pty *p = xcalloc(1, sizeof *p);
     needs_program();
     if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
@@ -1043,7 +1004,6 @@ static Pty *pty_start(char *const *argv, int shell, int ignored) {
     static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
     struct rlimit none = { 0, 0 };
     for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
-    if (ignored) signal(ignored, SIG_IGN);
     setrlimit(RLIMIT_CORE, &none);
     setenv("TERM", "xterm", 1);
     close(p->fd);
@@ -1283,7 +1243,9 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
     if (*line == '|') CHECK(terminal_row(p, text), "%s: %s", file, line);
     for (char *at = p->seen; *line == '-' && (at = memmem(at, p->n - (size_t)(at - p->seen), text, strlen(text))); at++) come++;
     if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
+    if (*line == '&') CHECK(!sh("%s", line + 1), "%s: %s: %s", file, line, sh_err);
     if (!strcmp(line, "sane")) CHECK(pty_sane(p), "%s: the terminal is not in its usual mode", file);
+    if (!strcmp(line, "raw")) CHECK(!pty_sane(p), "%s: the terminal is in its usual mode", file);
     if (!strncmp(line, "kill ", 5)) kill(p->pid, atoi(line + 5));
 }
 
@@ -1291,7 +1253,7 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
 static Pty *terminal_start(const char *cmd) {
     char text[4200];
     snprintf(text, sizeof text, "exec %.4100s", cmd);
-    return pty_start((char *[]){ "/bin/sh", "-c", text, NULL }, 0, 0);
+    return pty_start((char *[]){ "/bin/sh", "-c", text, NULL }, 0);
 }
 
 // Waits for its end. Nobody can give the terminal back after KILL.
@@ -1302,22 +1264,32 @@ static void terminal_end(const char *file, Pty *p, int want) {
     pty_close(p);
 }
 
+// "COMMAND | WHAT": does this machine lack WHAT? The command fails then.
+static int transcript_lacks(char *line) {
+    char *what = strstr(line, " | ");
+    line[strcspn(line, "\n")] = *what = 0;
+    if (!sh("%s", line)) return 0;
+    lack(copy_text(what + 3), 1);
+    return 1;
+}
+
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
 // something. $T is a folder of the transcript's own, $SYN and $CHAT begin commands. "@ " begins a program on a terminal;
-// test/cli/terminal.txt says what follows.
+// test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what follows, up to the next ?, where the
+// command fails, because this machine lacks WHAT.
 static void transcript(const char *path) {
     static char cmd[8192], out[16384], err[16384], line[4096];
     char folder[64] = "/tmp/kvcomp-cli-XXXXXX";
     FILE *f = fopen(path, "r");
     Pty *pty = NULL;
-    int want = 0, more = f != NULL;
+    int want = 0, more = f != NULL, left_out = 0;
     CHECK(f && mkdtemp(folder), "%s: %s", path, strerror(errno));
     setenv("T", folder, 1);
     *cmd = *out = *err = 0;
     while (more) {
         more = fgets(line, sizeof line, f) != NULL;
-        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "@ ", 2)) {
+        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "@ ", 2) || !strncmp(line, "? ", 2)) {
             if (*cmd) transcript_step(path, cmd, want, out, err);
             if (pty) terminal_end(path, pty, want);
             *cmd = *out = *err = 0;
@@ -1325,6 +1297,11 @@ static void transcript(const char *path) {
             want = 0;
         }
         if (!more) break;
+        if (!strncmp(line, "? ", 2)) {
+            left_out = transcript_lacks(line + 2);
+            continue;
+        }
+        if (left_out) continue;
         if (!strcmp(line, ">\n")) strcpy(line, "> \n");
         char *to = !strncmp(line, "$ ", 2) || !strncmp(line, "> ", 2) ? cmd : !strncmp(line, "! ", 2) ? err : out;
         if (*line == '\n' || *line == '#') continue;
@@ -1399,27 +1376,22 @@ TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tell
 }
 
 TEST(method_defaults, "the budget a method opens with is the one its --help names") {
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     EACH_METHOD (t) {
         char err[512];
-        Options *o = options_of("");
+        OWN_OPTIONS Options *o = options_of("");
         // Which need a file of scores.
         int has = (*t)->budget && strcmp((*t)->name, "dililazy") && strcmp((*t)->name, "headkv");
         Session *s = has ? session_try(m.c, m.w, o, (*t)->name, err) : NULL;
         CHECK(!has || (s && s->budget == (*t)->budget), "%s: %d, %d", (*t)->name,
               s ? s->budget : -1, (*t)->budget);
         session_close(s);
-        options_free(o);
     }
     Script p = { 1, { 100 }, { 20 }, 3 };
-    Options *o = options_of("ratio=.5 obs-window=4");
-    Session *s = session_open(m.c, m.w, o, "snapkv");
+    OWN_SESSION Session *s = session_of(m, "snapkv", "ratio=.5 obs-window=4");
     free(run_session(s, &p));
     CHECK(s->applied == 50 && s->head[0].len == 70,
           "--ratio .5 of 100 rows: B %d, %d rows after 20 steps", s->applied, s->head[0].len);
-    session_close(s);
-    options_free(o);
-    tiny_free(m);
 }
 
 // The longest line of a text of one column a byte.
@@ -1433,7 +1405,7 @@ static int widest_line(const char *s) {
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
     enum { MOST_OPTIONS = 103 };
-    Options *all = options_of_program();
+    OWN_OPTIONS Options *all = options_of_program();
     int n = (int)shlen(all->map), options = 0;
     CHECK(n <= MOST_OPTIONS, "%d options", n);
     CHECK(sh("./kvcomp --help") == 0 && widest_line(sh_out) <= 100 && lines_in(sh_out) <= 40, "%d columns, %d lines",
@@ -1446,7 +1418,6 @@ TEST(cli_options_help, "--help is one screen of at most 25 options and 100 colum
         snprintf(want, sizeof want, "--%s", all->map[i].key);
         CHECK(strstr(sh_out, want), "%s", want);
     }
-    options_free(all);
 }
 
 // Writes a text to a file, if that can be opened.
@@ -1456,33 +1427,6 @@ static void write_text_file(const char *path, const char *text) {
         fputs(text, f);
         fclose(f);
     }
-}
-
-TEST(cli_json, "--json: one object with the documented keys; bytes are what the rows hold; "
-               "--json-rows lists them") {
-    CHECK(sh(SYN
-             "--ids data/ids/three-turns.txt --json --json-rows --method=streaming --budget 20") ==
-              0,
-          "%s", sh_err);
-    char err[256];
-    Json *j = json_parse(sh_out, strlen(sh_out), err);
-    CHECK(j && lines_in(sh_out) == 1, "%s", err);
-    if (!j) return;
-    static const char *keys[] = {
-        "method",        "budget",        "model",           "dtype",
-        "device",        "n_prompt",      "n_gen",           "pp_tok_s",
-        "tg_tok_s",      "ttft_ms",       "kv_bytes_stored", "kv_bytes_attended",
-        "kv_bytes_peak", "kv_bytes_full", "meta_bytes",      "pass_bytes",
-        "seed",          "options",       "build",           "rows"
-    };
-    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
-        CHECK(json_get(j, keys[i]), "no key %s", keys[i]);
-    const Json *rows = json_get(j, "rows");
-    CHECK(rows->n == 2 && rows->item[0].n == 2, "layers and heads");
-    int held = rows->item[0].item[0].n, cap = (held + 63) / 64 * 64;
-    CHECK(json_get(j, "kv_bytes_stored")->i == (int64_t)2 * 2 * cap * 2 * 16 * 2,
-          "stored %lld for %d rows", (long long)json_get(j, "kv_bytes_stored")->i, held);
-    json_free(j);
 }
 
 #define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
@@ -1530,104 +1474,6 @@ TEST(cli_threads, "a small model gets one thread, others at least one a core") {
           physical_cores());
 }
 
-// What a row of --csv says up to its clock: seconds are no property of the method.
-static void cut_clock(char *csv) {
-    int column = -1, k = 0;
-    char *w = csv;
-    for (char *p = csv; *p && *p != '\n'; p++)
-        if (*p == ',') {
-            k++;
-            if (!strncmp(p, ",prefill_s", 10)) column = k;
-        }
-    k = 0;
-    for (char *r = csv; *r; r++) {
-        if (*r == '\n') k = 0;
-        if (*r == ',') k++;
-        if (k < column) *w++ = *r;
-    }
-    *w = 0;
-}
-
-TEST(eval_tasks_written, "models/tiny_tasks.py writes the files of data/tasks and test/tasks as they are") {
-    if (sh("command -v python3")) leave_out("python3");
-    CHECK(sh("python3 -B models/tiny_tasks.py check") == 0, "%s", sh_err);
-}
-
-TEST(cli_eval, "--eval on the shipped model: the same rows for any number of threads, full above a "
-               "small budget, json and csv with the same names") {
-    static char one[1 << 14];
-    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp --eval test/tasks/needle.jsonl,test/tasks/facts.jsonl "
-                      "--eval-items 2 --compare full,streaming,q8 --budgets 24 -q";
-    CHECK(sh("%s --csv -t 1", run) == 0 && lines_in(sh_out) == 4 && !*sh_err, "%s%s", sh_out,
-          sh_err);
-    double score[3] = { 0 };
-    char *line = strchr(sh_out, '\n');
-    for (int i = 0; i < 3 && line; i++, line = strchr(line + 1, '\n'))
-        CHECK(sscanf(line, "\n%*[^,],%*d,10,16,%lf", &score[i]) == 1, "%s", line);
-    CHECK(score[0] > score[1] && score[0] > .3, "full %g, streaming %g", score[0], score[1]);
-    snprintf(one, sizeof one, "%.16000s", sh_out);
-    CHECK(sh("%s --csv -t 2", run) == 0, "%s", sh_err);
-    cut_clock(one);
-    cut_clock(sh_out);
-    CHECK(strstr(one, "kv_bytes_peak") && !strstr(one, "prefill_s") && !strcmp(one, sh_out),
-          "two threads:\n%s\none:\n%s", sh_out, one);
-    CHECK(sh("./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 --json -q -t 1") == 0 &&
-              lines_in(sh_out) == 1,
-          "%s", sh_err);
-    char err[256];
-    Json *row = json_parse(sh_out, strlen(sh_out), err);
-    CHECK(row, "%s: %s", err, sh_out);
-    static const char *keys[] = { "method",        "budget",          "model",
-                                  "options",       "score",           "score_lo",
-                                  "score_hi",      "score_gap",       "score_gap_hi",
-                                  "facts",         "facts_lo",        "facts_gap_lo",
-                                  "alone",         "alone_hi",        "exact",
-                                  "nll",           "kld_mean",        "kld_p99",
-                                  "top1",          "kv_bytes_stored", "kv_bytes_attended",
-                                  "kv_bytes_peak", "prefill_s",       "tg_tok_s" };
-    for (size_t i = 0; row && i < sizeof keys / sizeof *keys; i++)
-        CHECK(json_get(row, keys[i]), "no %s in %s", keys[i], sh_out);
-    if (row) {
-        CHECK(json_get(row, "kld_mean")->num == 0, "full differs from full");
-        json_free(row);
-    }
-    CHECK(sh("./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 -t 1") == 0 &&
-              !strncmp(sh_out, "| method | budget | score |", 27) && lines_in(sh_out) == 3 &&
-              strstr(sh_err, "1 rows"),
-          "%s%s", sh_out, sh_err);
-}
-
-TEST(cli_eval_base,
-     "gaps are those of the same answers under the first method of --compare at the same budget, "
-     "with a paired interval") {
-    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval test/tasks/facts.jsonl "
-                      "--csv --budgets 24,48 --compare";
-    double score[6], gap[6], lo[6], hi[6];
-    static char header[1 << 12];
-    CHECK(sh("%s full,streaming,window", run) == 0 && strstr(sh_out, "score_gap"), "%s", sh_err);
-    CHECK(sh("%s streaming,window,expected-attention", run) == 0 &&
-              lines_in(sh_out) == 7,
-          "%s", sh_err);
-    snprintf(header, sizeof header, "%.*s", (int)strcspn(sh_out, "\n"), sh_out);
-    CHECK(strstr(header, "score,score_lo,score_hi,score_gap,score_gap_lo,score_gap_hi"), "%s",
-          header);
-    char *line = strchr(sh_out, '\n');
-    int differ = 0;
-    for (int i = 0; i < 6 && line; i++, line = strchr(line + 1, '\n'))
-        CHECK(sscanf(line, "\n%*[^,],%*d,%*d,%*d,%lf,%*f,%*f,%lf,%lf,%lf", &score[i], &gap[i],
-                     &lo[i], &hi[i]) == 4,
-              "%s", line);
-    for (int i = 0; i < 6; i++) {
-        CHECK(fabs(gap[i] - (score[i] - score[i % 2])) < 1e-5 && lo[i] <= gap[i] + 1e-9 &&
-                  gap[i] <= hi[i] + 1e-9,
-              "row %d: gap %g [%g, %g], scores %g and %g", i, gap[i], lo[i], hi[i], score[i],
-              score[i % 2]);
-        CHECK(i > 1 || (!gap[i] && !lo[i] && !hi[i]), "the base differs from itself");
-        differ += fabs(gap[i]) > .05;
-    }
-    CHECK(differ, "no method differs from streaming: this shows nothing");
-}
-
 TEST(cli_readme, "every command that README.md and data/course.md print works as typed, but that an evaluation plays "
                  "one text of each task") {
     static char text[1 << 18];
@@ -1643,7 +1489,7 @@ TEST(cli_readme, "every command that README.md and data/course.md print works as
             fence = !strcmp(line, "```sh") ? 1 : 0;
             continue;
         }
-        // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says
+        // `make ...` lines are what runs this test. Where Python has no numpy, cli_transcripts says
         // so; where SmolLM2 is not, golden_smollm2.
         if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "printf ", 7) && strncmp(line, "python3 ", 8)))
             continue;
@@ -1719,11 +1565,10 @@ TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made
                   layer_tensors[i].name);
             continue;
         }
-        char *want = xmalloc(tensor_bytes(b));
+        OWN char *want = xmalloc(tensor_bytes(b));
         q8_store(want, a);
         CHECK(b->dtype == DT_Q8 && !memcmp(want, b->data, tensor_bytes(b)), "%s",
               layer_tensors[i].name);
-        free(want);
     }
     weights_close(plan, NULL);
     weights_close(w, c);
@@ -1797,10 +1642,9 @@ TEST(options_of_methods, "an option of a method is none without effect under it;
     EACH_METHOD (at)
         for (const Opt *o = (*at)->opts; o && o->name; o++)
             CHECK(methods_look_at((*at)->name, o->name), "%s --%s", (*at)->name, o->name);
-    Options *all = options_of_program();
+    OWN_OPTIONS Options *all = options_of_program();
     for (int i = 0; i < FOREIGN_OPTIONS; i++)
         CHECK(!opt_find(all, foreign_options[i].theirs), "%s is ours, too", foreign_options[i].theirs);
-    options_free(all);
 }
 
 // ---- memory
@@ -1869,13 +1713,13 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 
 // ---- the floors: who calls whom
 
-// The parts in the order of their floors, and the lines that each may have, header and source together.
-static const struct { const char *part; int lines; } floors[] = {
-    { "lib/base", 850 },        { "lib/kernels", 1000 },    { "lib/checkpoint", 1000 },
-    { "lib/tokenizer", 1200 },  { "lib/template", 900 },    { "kvcomp", 6200 },
-    { "app/options", 300 },     { "app/terminal", 400 },
-    { "app/chat", 1000 },       { "app/measure", 1300 },
-    { "app/page", 450 },        { "app/main", 650 },
+// The parts in the order of their floors: the lines that each should have, header and source together, and those that
+// it may have. A part that has become shorter brings the second number down with it.
+static const struct { const char *part; int aim, most; } floors[] = {
+    { "lib/base", 850, 1700 },          { "lib/kernels", 1000, 1900 },  { "lib/checkpoint", 1000, 1950 },
+    { "lib/tokenizer", 1200, 2150 },    { "lib/template", 900, 1900 },  { "kvcomp", 6200, 8450 },
+    { "app/options", 300, 500 },        { "app/terminal", 400, 900 },   { "app/chat", 1000, 3300 },
+    { "app/measure", 1300, 2700 },      { "app/page", 450, 950 },       { "app/main", 650, 1150 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
@@ -1896,12 +1740,11 @@ TEST(no_unchecked_allocation,
         char path[64], err[256];
         size_t size;
         snprintf(path, sizeof path, "%s.c", floors[k].part);
-        char *text = read_file(path, &size, err);
+        OWN char *text = read_file(path, &size, err);
         CHECK(text, "%s", err);
         for (int i = 0; text && i < CALLS; i++)
             for (const char *q = text; (q = strstr(q, calls[i].name)); q++)
                 times[i] += !isalnum((unsigned char)q[-1]) && q[-1] != '_';
-        free(text);
     }
     for (int i = 0; i < CALLS; i++)
         CHECK(times[i] == calls[i].times, "%s%d times, %d are known", calls[i].name, times[i], calls[i].times);
@@ -2008,122 +1851,6 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
     return n;
 }
 
-TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program; with nvcc and no GPU, too; "
-                   "make cuda builds for the generations that CUDA_ARCHS names; a make that make calls does not "
-                   "complain of -j; targets that need nvcc say so") {
-    const char *make = "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -B";
-    CHECK(sh("%s kvcomp NVCC= GPU=", make) == 0 && strstr(sh_out, " -o kvcomp build/cpu/lib/base.o") &&
-              !strstr(sh_out, "KVCOMP_CUDA") && !*sh_err,
-          "%s%s", sh_out, sh_err);
-    CHECK(sh("%s kvcomp NVCC=/bin/true GPU=", make) == 0 && !strstr(sh_out, "KVCOMP_CUDA"), "%s%s", sh_out, sh_err);
-    CHECK(sh("%s kvcomp NVCC=/bin/false GPU=/dev/nvidia0", make) == 0 && !strstr(sh_out, "KVCOMP_CUDA") &&
-              strstr(sh_err, "building for the CPU alone"),
-          "%s%s", sh_out, sh_err);
-    sh("%s kvcomp NVCC=/bin/true GPU=/dev/nvidia0", make);
-    CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") && strstr(sh_out, "-arch=native"),
-          "for the GPU of this machine: %s", sh_out);
-    sh("%s cuda NVCC=/bin/true GPU=", make);
-    CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") && strstr(sh_out, "compute_90") &&
-              !strstr(sh_out, "sm_120"),
-          "an nvcc that tells nothing: %s", sh_out);
-    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s deps CC=/bin/false NVCC= "
-             "PATH=/nonexistent SHELL=/bin/sh") != 0 &&
-              strstr(sh_out, "needs a C compiler") && !strstr(sh_err, "warning"),
-          "%s%s", sh_out, sh_err);
-    static const char *const target[] = { "cuda", "cuda-check", "gpu-test", "gpu-bench" };
-    for (int i = 0; i < 4; i++)
-        CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL make -s %s NVCC=", target[i]) != 0 &&
-                  strstr(sh_err, "needs the CUDA toolkit: nvcc"),
-              "%s: %s%s", target[i], sh_out, sh_err);
-    CHECK(sh("echo \"[${CUDA_VISIBLE_DEVICES-none}]\"") == 0 && !strcmp(sh_out, "[]\n"),
-          "programs that tests start see no GPU: %s", sh_out);
-}
-
-// A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and
-// depths it is asked for.
-static const char fake_bench[] =
-    "#!/bin/sh\n"
-    "while [ $# -gt 0 ]; do\n"
-    "    case $1 in --method) m=$2 ;; --bench-prompts) p=$2 ;; --bench-depths) d=$2 ;; esac\n"
-    "    shift\n"
-    "done\n"
-    "[ $m = quest ] && [ -n \"$FAKE_FAILS\" ] && { echo 'kvcomp: no room' >&2; exit 4; }\n"
-    "line() { echo "
-    "\"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:"
-    "L2,H4\\\",$3}\"; }\n"
-    "for n in $(echo $p | tr , ' '); do line pp $n '\"tok_s\":200.0,\"share\":0.1'; done\n"
-    "for n in $(echo $d | tr , ' '); do\n"
-    "    line tg $n '\"tok_s\":100.0,\"share\":0.5'\n"
-    "done\n";
-
-// Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the
-// exit code.
-static int fake_slot(const char *folder, const char *variables, char *report, size_t size) {
-    int rc = sh("%s KVCOMP=%s/kvcomp STEPS=bench sh data/gpu_slot.sh %s/report.txt",
-                variables, folder, folder);
-    char path[200];
-    snprintf(path, sizeof path, "%s/report.txt", folder);
-    slurp_into(path, report, size);
-    return rc;
-}
-
-// Does the report say this of the prediction with this key?
-static int slot_says(const char *report, const char *key, const char *verdict) {
-    char start[100];
-    snprintf(start, sizeof start, "\n%s ", key);
-    const char *line = strstr(report, start), *said = line ? strstr(line, verdict) : NULL;
-    return said && said < line + 1 + strcspn(line + 1, "\n");
-}
-
-TEST(cli_gpu_slot,
-     "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
-     "measured, a run that fails; its own predictions all name what is "
-     "measured") {
-    static char report[65536];
-    static const char *const wanted[][3] = {
-        { "full:tg:0:share", "40 | 60", "held" },
-        { "full:tg:0:ms", "9.5 | 10.5", "held" },
-        { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
-        { "full:pp:2048:share", "1 | 9.9", "MISSED, more" },
-        { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
-        { "full:tg:7:ms", "1 | 2", "not measured" },
-    };
-    char d[64] = "/tmp/kvt-slot-XXXXXX", path[100], table[4096] = "", held[200];
-    CHECK(mkdtemp(d), "no folder");
-    snprintf(path, sizeof path, "%s/kvcomp", d);
-    write_text_file(path, fake_bench);
-    chmod(path, 0755);
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        snprintf(table + strlen(table), sizeof table - strlen(table), "%s | %s | why\n",
-                 wanted[i][0], wanted[i][1]);
-    snprintf(path, sizeof path, "%s/predictions", d);
-    write_text_file(path, table);
-    char variables[200];
-    snprintf(variables, sizeof variables, "PREDICTIONS=%s", path);
-    int rc = fake_slot(d, variables, report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "something failed or a prediction missed"), "exit %d: %s", rc,
-          report);
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        CHECK(slot_says(report, wanted[i][0], wanted[i][2]), "%s: not '%s': %s", wanted[i][0],
-              wanted[i][2], report);
-
-    snprintf(held, sizeof held, "%s | %s | why\n", wanted[0][0], wanted[0][1]);
-    write_text_file(path, held);
-    rc = fake_slot(d, variables, report, sizeof report);
-    CHECK(rc == 0 && strstr(report, "every prediction that was measured held"), "exit %d: %s", rc,
-          report);
-    char failing[240];
-    snprintf(failing, sizeof failing, "FAKE_FAILS=1 %s", variables);
-    rc = fake_slot(d, failing, report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "quest: exit code 4: kvcomp: no room"), "exit %d: %s", rc,
-          report);
-
-    rc = fake_slot(d, "", report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "pats:tg:8192:ms") && !strstr(report, "not measured"),
-          "exit %d: %s", rc, report);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
 TEST(text_order,
      "contents and banners agree in both halves, and kvcomp.cu's sections are kvcomp.c's") {
     static char c[1 << 21], cu[1 << 20];
@@ -2219,8 +1946,24 @@ static int take_names(int k) {
     return f && !pclose(f) ? n : 0;
 }
 
-TEST(text_floors, "every part calls only parts below it, as its objects say, so that no circle of files exists; "
-                  "how many lines each part has, and may have") {
+// Every file that a part's file includes is of its own floor or of one below.
+static void includes_hold(int k, const char *path) {
+    char err[256], name[100];
+    size_t size;
+    OWN char *text = read_file(path, &size, err);
+    for (const char *p = text; p && (p = strstr(p, "#include \"")) != NULL; p++) {
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(p + 10, "\""), p + 10);
+        for (int above = k + 1; above < N_FLOORS; above++) {
+            const char *part = strrchr(floors[above].part, '/'), *file = strrchr(name, '/');
+            size_t n = strlen(part = part ? part + 1 : floors[above].part);
+            file = file ? file + 1 : name;
+            CHECK(strncmp(file, part, n) || file[n] != '.', "%s includes %s, which stands above it", path, name);
+        }
+    }
+}
+
+TEST(text_floors, "every part includes and calls only parts below it, as its objects say, so that no circle of files "
+                  "exists; no part has more lines than it may have") {
     if (access("build/cpu/kvcomp.o", R_OK)) leave_out("the objects of the CPU program (make NVCC= kvcomp)");
     sh_new_strdup(names_of);
     for (int k = 0; k < N_FLOORS; k++)
@@ -2243,13 +1986,16 @@ TEST(text_floors, "every part calls only parts below it, as its objects say, so 
     shfree(names_of);
 
     for (int k = 0; k < N_FLOORS; k++) {
-        char path[64];
-        snprintf(path, sizeof path, "%s.c", floors[k].part);
-        int lines = lines_of_file(path);
-        snprintf(path, sizeof path, "%s.h", floors[k].part);
-        lines += lines_of_file(path);
-        if (lines > floors[k].lines)
-            printf("       %s has %d lines, %d more than its budget\n", floors[k].part, lines, lines - floors[k].lines);
+        int lines = 0;
+        for (int header = 0; header < 2; header++) {
+            char path[64];
+            snprintf(path, sizeof path, "%s.%c", floors[k].part, "ch"[header]);
+            lines += lines_of_file(path);
+            includes_hold(k, path);
+        }
+        CHECK(lines <= floors[k].most, "%s has %d lines and may have %d", floors[k].part, lines, floors[k].most);
+        if (lines > floors[k].aim)
+            printf("       %s has %d lines, %d more than its budget\n", floors[k].part, lines, lines - floors[k].aim);
     }
 }
 
@@ -2269,26 +2015,10 @@ TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled wi
 
 // ---- what others did to the files
 
-// Each try has its own frame, so that longjmp out of die() cannot clobber a caller's variables. ->
-// exit code, 0: it returned.
-static int try_prefill(Session *s, const int *ids, int n) {
-    int code;
-    EXPECT_DIE(code, prefill(s, ids, n));
-    return code;
-}
-
-// Decodes a token. Returns the exit code, 0 if it went well.
-static int try_decode(Session *s, int id) {
-    int code;
-    EXPECT_DIE(code, decode(s, id));
-    return code;
-}
-
 TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id without a row, "
                        "before anything is read or kept") {
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
-    Options *o = options_of("");
-    Session *s = session_open(m.c, m.w, o, "full");
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    OWN_SESSION Session *s = session_of(m, "full", "");
     int good[] = { 3, 60, 0 };
     prefill(s, good, 3);
     static const int bad[] = { 61, -1, INT_MAX, INT_MIN };
@@ -2307,135 +2037,6 @@ TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id 
     }
     decode(s, 60);
     CHECK(s->n_tok == 4, "the session goes on");
-    session_close(s);
-    options_free(o);
-    tiny_free(m);
-}
-
-// A chat on a terminal whose weights are cut when the first reply is over. Returns the exit code;
-// seen gets all that was printed.
-static int chat_with_cut_file(const char *dir, const char *file, char *seen, size_t size,
-                              struct termios *after) {
-    int fd, status = 0, sent = 0, master;
-    size_t got = 0;
-    double end = now() + 120;
-    needs_program();
-    pid_t pid = forkpty(&fd, NULL, NULL, NULL);
-    if (pid < 0) leave_out(NO_TERMINAL);
-    if (!pid) {
-        setenv("TERM", "xterm", 1);
-        execl("./kvcomp", "kvcomp", "-m", dir, "--temp", "0", "-n", "8", (char *)NULL);
-        _exit(99);
-    }
-    master = dup(fd);
-    while (now() < end) {
-        ssize_t r = got + 1 < size ? read(fd, seen + got, size - got - 1) : -1;
-        if (r <= 0) break;
-        got += (size_t)r;
-        seen[got] = 0;
-        const char *typed = NULL;
-        if (!sent && strstr(seen, "> ")) typed = "hello\r";
-        if (sent == 1 && strstr(seen, "[turn 1 ") && strstr(strstr(seen, "[turn 1 "), "> ")) {
-            typed = "again\r";
-            if (truncate(file, 8192)) break;
-        }
-        if (typed && write(fd, typed, strlen(typed)) > 0) sent++;
-        tcgetattr(master, after);
-    }
-    if (now() >= end) kill(pid, SIGKILL);
-    waitpid(pid, &status, 0);
-    close(fd);
-    close(master);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-}
-
-TEST(cli_file_shrinks, "a file of weights that becomes shorter under a chat: one line with its "
-                       "name, exit 3, the terminal as before") {
-    static char seen[1 << 16];
-    char d[] = "/tmp/kvcomp-cut-XXXXXX", file[64];
-    struct termios t = { 0 };
-    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s", d) == 0, "%s", sh_err);
-    snprintf(file, sizeof file, "%s/model.safetensors", d);
-    int rc = chat_with_cut_file(d, file, seen, sizeof seen, &t);
-    const char *line = strstr(seen, file);
-    CHECK(rc == EXIT_MODEL && line && strstr(line, "has become shorter while it was in use"),
-          "%d: %s", rc, seen);
-    CHECK(line && !strstr(line + 1, file), "one line, whatever the number of threads: %s", seen);
-    CHECK(t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG,
-          "the terminal's own settings");
-
-    // A SIGBUS that has another cause
-    int status = 0;
-    pid_t pid = fork();
-    if (!pid) {
-        struct rlimit none = { 0, 0 };
-        setrlimit(RLIMIT_CORE, &none);
-        Config *c = config_load("models/kvcomp-tiny");
-        weights_load(c);
-        raise(SIGBUS);
-        _exit(0);
-    }
-    waitpid(pid, &status, 0);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS,
-          "a SIGBUS that was sent ends the program as ever: status %d", status);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for "
-                      "every method, and nothing undefined on the way") {
-    char path[64], opt[300];
-    static const char *const own[][2] = {
-        { "dililazy", "budget=24 obs-window=8 dililazy-scores=" },
-        { "headkv", "budget=24 headkv-scores=" },
-        { "sonic", "sonic-weights=none quiet sonic-k=2" },
-        { "quest", "budget=16" },
-        { "lychee", "budget=32 lychee-buffer=8 lychee-full-layers=0 sink=4" },
-        { "loopserve", "budget=24 loopserve-first=2 loopserve-interval=2 loopserve-min-context=0 "
-                       "loopserve-samples=8 loopserve-local=4" },
-        { "loopserve-p",
-          "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4" },
-        { "pats", "pats-window=4 ctk=f16 ctv=f16" }
-    };
-    snprintf(path, sizeof path, "/tmp/kvt_%d_heads", (int)getpid());
-    FILE *f = fopen(path, "w");
-    for (int k = 0; f && k < 8; k++)
-        fprintf(f, "%s\"%d-%d\": %g", k ? ", " : "{", k / 4, k % 4, k % 5 / 7. + .01);
-    if (f) {
-        fprintf(f, "}\n");
-        fclose(f);
-    }
-    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
-    ((float *)(uintptr_t)m.w->embed.data)[60 * 32] = NAN;
-    EACH_METHOD (at) {
-        const char *name = (*at)->name, *text = (*at)->budget ? "budget=24 obs-window=8" : "";
-        for (size_t i = 0; i < sizeof own / sizeof *own; i++)
-            if (!strcmp(own[i][0], name)) text = own[i][1];
-        snprintf(opt, sizeof opt, "%s%s", text,
-                 strcmp(name, "dililazy") && strcmp(name, "headkv") ? "" : path);
-        // q8 and q4 choose how rows are stored.
-        int chooses = (*at)->role & ROLE_STORE && strcmp(name, "pats");
-        Options *o = chooses ? options_of_program() : options_of(opt);
-        int ids[90];
-        for (int in_decode = 0; in_decode < 2; in_decode++) {
-            char err[512];
-            Session *s = session_try(m.c, m.w, o, name, err);
-            CHECK(s, "%s %s: %s", name, opt, err);
-            if (!s) continue;
-            for (int i = 0; i < 90; i++) ids[i] = i % 59;
-            if (!in_decode) ids[40] = 60;
-            int rc = try_prefill(s, ids, 90);
-            CHECK(rc == (in_decode ? 0 : EXIT_MODEL), "%s %s: prefill %d %s", name, opt, rc, die_text);
-            if (in_decode) {
-                rc = try_decode(s, 60);
-                CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s %s: decode %d %s",
-                      name, opt, rc, die_text);
-            }
-            session_close(s);
-        }
-        options_free(o);
-    }
-    tiny_free(m);
-    unlink(path);
 }
 
 // The answers of a side in the demonstration's last table: "NAME ... n of 7". -1: no such line.
@@ -2531,33 +2132,9 @@ TEST(history_place, "a history that is no file is left as it is") {
 }
 #endif
 
-TEST(cli_session_lock,
-     "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
-     "after the first has saved; it cannot save there either; the lock ends with the chat") {
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    for (int saved = 0; saved < 2; saved++) {
-        const char *begin = saved ? "assistant" : "session";
-        CHECK(sh("rm -f %s/*; { %s sleep .1; while test ! -e %s/go; do sleep .05; done; echo 'who are you?'; } | "
-                 "timeout 60 " CHAT "-q -n 4 --session %s/s >%s/first 2>&1 & "
-                 "for i in $(seq 400); do grep -qs %s %s/s && break; sleep .05; done; "
-                 CHAT "-q -n 4 -p hi --session %s/s; rc=$?; "
-                 "printf 'hi\n/save %s/s\n' | " CHAT "-q -n 4; touch %s/go; wait; exit $rc",
-                 d, saved ? "echo hello;" : "", d, d, d, begin, d, d, d, d) == 1,
-              "%d: %s", saved, sh_err);
-        CHECK(strstr(sh_err, "--session ") && lines_in(sh_err) == 2, "%d: %s", saved, sh_err);
-        char *one = strstr(sh_err, "another kvcomp is using this session");
-        CHECK(one && strstr(one + 1, "another kvcomp is using this session"), "%d: %s", saved, sh_err);
-        CHECK(sh("grep -c assistant %s/s", d) == 0 && atoi(sh_out) == 1 + saved, "%d: %s turns", saved, sh_out);
-        CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c assistant %s/s", d, d) == 0, "%s", sh_err);
-        CHECK(strstr(sh_out, saved ? "\n3\n" : "\n2\n"), "%d: the lock is gone: %s", saved, sh_out);
-    }
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
 TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
                           "fingerprint; threads do not") {
-    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
     uint64_t was = model_fingerprint(m.c, m.w);
     for (int l = 0; l < 2; l++) {
         Layer *y = &m.w->layer[l];
@@ -2587,7 +2164,6 @@ TEST(session_fingerprint, "every tensor of the model and every number of its con
             CHECK(hash_bytes(1, text, (size_t)n) != h, "bit %d of %d bytes", bit, n);
             text[bit / 8] ^= 1 << bit % 8;
         }
-    tiny_free(m);
 }
 
 // ---- a prefill that is given up
@@ -2787,10 +2363,9 @@ TEST(stop_layer, "a prefill is given up within its first layer, in attention and
     };
     int ids[200];
     for (int i = 0; i < 200; i++) ids[i] = i % 31;
-    Tiny m = tiny_model(3, 4, 2, 8, 16, 24, 31, 5);
-    Options *o = options_of("batch-size=16");
+    OWN_MODEL Tiny m = tiny_model(3, 4, 2, 8, 16, 24, 31, 5);
     for (stop_asked_in = 0; stop_asked_in < 2; stop_asked_in++) {
-        Session *s = session_open(m.c, m.w, o, "full");
+        Session *s = session_of(m, "full", "batch-size=16");
         const Method *full = s->part[0].m;
         jmp_buf stop;
         s->part[0].m = &stops;
@@ -2814,19 +2389,16 @@ TEST(stop_layer, "a prefill is given up within its first layer, in attention and
         CHECK(stop_calls[2] == 4 && s->n_tok == 200, "three layers and the end commit: %d",
               stop_calls[2]);
         s->part[0].m = full;
-        session_close(s);
+        session_done(s);
     }
     interrupts = 0;
-    options_free(o);
-    tiny_free(m);
 }
 
 TEST(stop_room, "a prefill that is given up leaves no room behind in the layer it had come to") {
     int ids[500];
     for (int i = 0; i < 500; i++) ids[i] = i % 31;
-    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
-    Options *o = options_of("");
-    App a = { .s = session_open(m.c, m.w, o, "full") };
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    App a = { .s = session_of(m, "full", "") };
     jmp_buf stop;
     prefill(a.s, ids, 20);
     const size_t held = kv_bytes(a.s);
@@ -2844,9 +2416,7 @@ TEST(stop_room, "a prefill that is given up leaves no room behind in the layer i
     undo_prefill(&a, 20, &clk);
     CHECK(a.s->n_tok == 20 && kv_bytes(a.s) == held, "%d tokens in %zu bytes, %zu before", a.s->n_tok, kv_bytes(a.s),
           held);
-    session_close(a.s);
-    options_free(o);
-    tiny_free(m);
+    session_done(a.s);
 }
 
 TEST(stop_signal,
@@ -2897,41 +2467,6 @@ TEST(stop_signal,
 #define PROMPT COLOR_USER "> " COLOR_OFF
 static const int ending_signals[] = { SIGTERM, SIGHUP, SIGQUIT };
 
-TEST(cli_signals_prompt,
-     "TERM, HUP and QUIT at the prompt: the terminal has its settings back, the status is the "
-     "signal's; an ignored HUP stays ignored; a paste without an end is left by Ctrl-C") {
-    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", NULL };
-    for (int i = 0; i < 3; i++) {
-        int sig = ending_signals[i];
-        Pty *p = pty_start(argv, 0, 0);
-        if (!p) {
-            CHECK(0, "no terminal: %s", strerror(errno));
-            return;
-        }
-        CHECK(pty_wait(p, PROMPT) && !pty_sane(p), "the editor's settings");
-        kill(p->pid, sig);
-        int status = pty_end(p);
-        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p), "signal %d: status %x",
-              sig, status);
-        CHECK(memmem(p->seen, p->n, PASTE_MARKS_OFF, strlen(PASTE_MARKS_OFF)),
-              "paste marks are off");
-        pty_close(p);
-    }
-    Pty *p = pty_start(argv, 0, SIGHUP);
-    CHECK(p && pty_wait(p, PROMPT), "no prompt");
-    kill(p->pid, SIGHUP);
-    pty_type(p, "\x1b[200~a paste\rwithout an end");
-    pty_read(p);
-    pty_type(p, "\x03");
-    CHECK(pty_wait(p, PROMPT), "Ctrl-C leaves it");
-    pty_type(p, "/help\r");
-    CHECK(pty_wait(p, "forget the dialogue"), "the line begins anew");
-    CHECK(pty_wait(p, PROMPT), "no prompt");
-    pty_type(p, "\x04");
-    CHECK(pty_end(p) == 0 && pty_sane(p), "left with another status");
-    pty_close(p);
-}
-
 TEST(cli_signals_reply,
      "TERM, HUP and QUIT while a reply is made: it is saved as far as it came, the next chat goes "
      "on behind it; KILL costs the reply and not the message") {
@@ -2942,11 +2477,7 @@ TEST(cli_signals_reply,
                      "-c",       "0",  "--session",          path,     NULL };
     for (int i = 0; i < 4; i++) {
         int sig = i < 3 ? ending_signals[i] : SIGKILL;
-        Pty *p = pty_start(argv, 0, 0);
-        if (!p) {
-            CHECK(0, "no terminal: %s", strerror(errno));
-            return;
-        }
+        Pty *p = pty_start(argv, 0);
         CHECK(pty_wait(p, PROMPT), "no prompt");
         pty_type(p, "hello\r");
         CHECK(pty_wait(p, "Hello"), "no reply");
@@ -2973,11 +2504,7 @@ TEST(cli_signals_stop, "Ctrl-Z and SIGSTOP at the prompt and in a reply: the she
                        "terminal, the program its line and its settings back") {
     char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c",
                      "0",        NULL };
-    Pty *p = pty_start(argv, 1, 0);
-    if (!p) {
-        CHECK(0, "no terminal: %s", strerror(errno));
-        return;
-    }
+    Pty *p = pty_start(argv, 1);
     char stopped[64];
     CHECK(pty_wait(p, PROMPT), "no prompt");
     pty_type(p, "/hel");
@@ -3012,23 +2539,17 @@ TEST(cli_signals_work,
     char d[64], path[100];
     CHECK(save_folder(d), "no folder");
     snprintf(path, sizeof path, "%s/r.html", d);
-    char *eval[] = { "./kvcomp", "-v",       "--eval", "all", "--eval-items",
-                     "100000",   "--report", path,     NULL };
+    char *eval[] = { "./kvcomp", "--eval", "all", "--eval-items", "100000", "--report", path, NULL };
     for (int i = 0; i < 4; i++) {
-        int sig = i % 4 < 3 ? ending_signals[i % 4] : SIGINT;
+        int sig = i < 3 ? ending_signals[i] : SIGINT;
         write_text_file(path, "old\n");
-        Pty *p = pty_start(eval, 0, 0);
-        if (!p) {
-            CHECK(0, "no terminal: %s", strerror(errno));
-            return;
-        }
-        CHECK(pty_wait(p, "--temp="), "it has not begun: %.300s", p->seen);
+        Pty *p = pty_start(eval, 0);
+        CHECK(pty_wait(p, " items, "), "it has not begun: %.300s", p->seen);
         kill(p->pid, sig);
         int status = pty_end(p);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p),
               "signal %d: status %x: %.300s", sig, status, p->seen);
         CHECK(files_in(d) == 1 && holds(d, "r.html", "old\n"), "%d files", files_in(d));
-        CHECK(i < 4 || strstr(p->seen, "not written, the old file stays"), "%.600s", p->seen);
         pty_close(p);
     }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
@@ -3188,10 +2709,10 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
                            "ctx-size=600 loopserve-min-context=0" };
     for (int i = 0; i < 7; i++) {
         char err[512];
-        Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);
+        OWN_MODEL Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);
         int ids[600];
         for (int t = 0; t < 600; t++) ids[t] = t % 53;
-        Options *o = options_of(text[i]);
+        OWN_OPTIONS Options *o = options_of(text[i]);
         Session *s = session_try(m.c, m.w, o, method[i], err);
         MemoryPlan p = memory_plan(s);
         prefill(s, ids, 599);
@@ -3202,8 +2723,6 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
         CHECK(held <= plan && plan <= 4 * held, "%s %s: %zu bytes held at most, %zu planned",
               method[i], text[i], held, plan);
         session_close(s);
-        options_free(o);
-        tiny_free(m);
     }
     const char *count = "./kvcomp --inspect | grep -c '^memory .* GB with -d ";
     int without = sh("./kvcomp -d cuda --inspect >/dev/null") && strstr(sh_err, "without CUDA");
@@ -3214,7 +2733,7 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
 TEST(cli_resize, "a line is drawn again where the screen gets another size") {
     char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--no-history", NULL };
     struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
-    Pty *p = pty_start(argv, 0, 0);
+    Pty *p = pty_start(argv, 0);
     CHECK(pty_line(p, ">", 2), "no prompt");
     pty_type(p, "1234567");
     CHECK(pty_line(p, "> 1234567", 9), "typed");
@@ -3231,7 +2750,7 @@ TEST(cli_typed_ahead, "what is typed while a reply is made is not shown in it, a
                       "Ctrl-C stops the reply and leaves it") {
     char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos",
                      "-c",       "0",  "--no-history",       NULL };
-    Pty *p = pty_start(argv, 0, 0);
+    Pty *p = pty_start(argv, 0);
     CHECK(p && pty_line(p, ">", 2), "no prompt");
     pty_type(p, "hello\r");
     CHECK(pty_wait(p, "Hello"), "no reply");
@@ -3522,35 +3041,31 @@ TEST(trace_numbers,
     };
 
     Script p = { 2, { 30, 5 }, { 5, 6 }, 4 };
-    Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     unsigned char windowed[] = { 0, 1 };
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
         float *with, *without;
         m.c->windowed = i < 6 ? NULL : windowed;
         m.c->window = i < 6 ? 0 : 9;
         SafeFile *f = trace_of(m, of[i].method, of[i].text, "cpu", &p, &with);
-        Options *o = options_of(of[i].text);
-        Session *s = session_open(m.c, m.w, o, of[i].method);
+        OWN_SESSION Session *s = session_of(m, of[i].method, of[i].text);
         without = run_session(s, &p);
         CHECK(!memcmp(with, without, (size_t)script_rows(&p) * m.c->V * sizeof *with),
               "%s: --trace changes logits", of[i].method);
         int held = f ? trace_check(f, m.c, m.w, &p, with) : 0;
         CHECK(held == of[i].held * 4, "%s: %d rows are held", of[i].method, held);
         safetensors_close(f);
-        session_close(s);
-        options_free(o);
         free(with);
         free(without);
     }
     m.c->windowed = NULL;
-    tiny_free(m);
 }
 
 TEST(trace_selection,
      "--trace-layers leaves layers out, under the same names; the metadata "
      "hold method, shape and options") {
     Script p = { 2, { 9, 5 }, { 4, 3 }, 4 };
-    Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
+    OWN_MODEL Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
     float *logits;
     int n, whole, wrong = 0;
     SafeFile *all = trace_of(m, "snapkv", "budget=20 obs-window=4", "cpu", &p, &logits);
@@ -3581,7 +3096,6 @@ TEST(trace_selection,
     }
     safetensors_close(all);
     safetensors_close(few);
-    tiny_free(m);
 }
 
 TEST(trace_cli, "--trace with -p, alone and with another method, and with --eval") {
@@ -3648,7 +3162,7 @@ TEST(trace_vectors,
     char err[512], path[400];
     size_t n;
     int lines = 0;
-    char *text = read_plain_text("data/vectors/commands", &n, err);
+    OWN char *text = read_plain_text("data/vectors/commands", &n, err);
     CHECK(text, "%s", err);
     snprintf(path, sizeof path, "%s", tmp_path("vector"));
     for (char *line = text, *end; line && (end = strchr(line, '\n')); line = end + 1, lines++) {
@@ -3656,70 +3170,6 @@ TEST(trace_vectors,
         trace_vector(line, path);
     }
     CHECK(lines == 5, "%d commands", lines);
-    free(text);
-}
-
-// Changes the last number of a tensor in a copy of a trace. Returns the copy's path.
-static const char *trace_changed(const char *path, const char *name) {
-    char err[512], *text;
-    size_t n;
-    const char *to = tmp_path("changed");
-    SafeFile *f = safetensors_open(path, err);
-    SafeTensor *t = f ? safetensors_find(f, name) : NULL;
-    text = read_file(path, &n, err);
-    CHECK(t && text, "%s", name);
-    if (t) text[(const char *)t->data - f->map + t->bytes - 2] ^= 0x40;
-    put_file(to, text, n);
-    free(text);
-    safetensors_close(f);
-    return to;
-}
-
-TEST(trace_checkers,
-     "data/vectors/check_*.py compute every tensor of the vectors anew or list it as not checked, and "
-     "find a changed number in each") {
-    static const char *const names[] = { "loopserve", "lychee", "dililazy", "pats", "sonic" };
-    static const char *const value[] = {
-        "pass0005.layer01.qhead02.loopserve.verticals", "pass0003.layer01.qhead01.read",
-        "pass0005.layer00.qhead01.dililazy.chosen",     "pass0005.layer01.head00.pats.packed_v",
-        "pass0008.layer01.head01.kept",
-    };
-
-    if (sh("python3 -c 'import numpy'")) leave_out("python3 with numpy");
-    for (int i = 0; i < 5; i++) {
-        char path[100], want[100];
-        snprintf(path, sizeof path, "data/vectors/%s.safetensors", names[i]);
-        snprintf(want, sizeof want, "%s: ", names[i]);
-        CHECK(sh("python3 -B data/vectors/check_%s.py", names[i]) == 0 &&
-                  strstr(sh_out, "computed anew, all agree"),
-              "%s%s", sh_out, sh_err);
-        CHECK(sh("python3 -B data/vectors/check_%s.py %s", names[i], trace_changed(path, value[i])) ==
-                      1 &&
-                  !strncmp(sh_err, want, strlen(want)),
-              "%s: %s%s", value[i], sh_out, sh_err);
-        sh("wc -l < data/vectors/check_%s.py", names[i]);
-        CHECK(atoi(sh_out) < 150, "check_%s.py: %s lines", names[i], sh_out);
-    }
-    // Every tensor of every vector, one at a time
-    CHECK(sh("python3 -B data/vectors/faults.py") == 0, "%s%s", sh_out, sh_err);
-    CHECK(lines_in(sh_out) == 10 && !strstr(sh_out, ": 0 tensors"), "%s", sh_out);
-}
-
-TEST(smollm2_scripts, "data/tasks/book-*.jsonl are what models/smollm2_tasks.py makes; what make smollm2 lacks, and a "
-                      "file that is no GGUF, is said in one line") {
-    if (sh("python3 -c 'import json'")) leave_out("python3");
-    CHECK(!sh("python3 -B models/smollm2_tasks.py check"), "%s", sh_err);
-    CHECK(sh("python3 -B models/smollm2_tasks.py check --seed 2") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
-
-    // -S: without site-packages, where numpy is
-    CHECK(sh("python3 -B -S models/get_smollm2.py") == 1 && lines_in(sh_err) == 1 && strstr(sh_err, "has no numpy"),
-          "%s", sh_err);
-    CHECK(sh("make -s smollm2 PYTHON=/none/python3") && strstr(sh_out, "make smollm2 needs python3"), "%s", sh_out);
-    if (sh("python3 -c 'import numpy'")) return;
-    CHECK(sh("python3 -B models/get_smollm2.py --gguf README.md") == 1 && lines_in(sh_err) == 1 &&
-              strstr(sh_err, "README.md begins with b'# kv', expected b'GGUF'"),
-          "%s", sh_err);
-    CHECK(sh("python3 -B models/get_smollm2.py --gguf /none.gguf") == 1 && lines_in(sh_err) == 1, "%s", sh_err);
 }
 
 // Writes a dialogue of data/golden/smollm2 for --ids: a turn ends at each row, and behind the last but
@@ -3738,11 +3188,10 @@ static void golden_turns(const char *path, const Json *ids, const Json *rows) {
 
 // Whether no logit of a row (V) outside its 50 best ids is above the last of them by more than tol.
 static int nothing_above(const float *row, int V, const Json *best, float least, float tol) {
-    char *in = xcalloc((size_t)V, 1);
+    OWN char *in = xcalloc((size_t)V, 1);
     int bad = 0;
     for (int k = 0; k < best->n; k++) in[best->item[k].i] = 1;
     for (int id = 0; id < V; id++) bad += !in[id] && row[id] > least + tol;
-    free(in);
     return !bad;
 }
 
@@ -3755,7 +3204,7 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
     size_t n, m, at = 0;
 
     if (access("models/smollm2-135m/model.safetensors", R_OK)) leave_out("models/smollm2-135m (make smollm2)");
-    char *text = read_file(golden, &n, err);
+    OWN char *text = read_file(golden, &n, err);
     CHECK(text, "%s", err);
     if (!text) return;
     CHECK(!sh("./kvcomp -m models/smollm2-135m --dump-tokens --batch %s", golden), "%s", sh_err);
@@ -3776,7 +3225,7 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
         golden_turns(turns, ids, rows);
         CHECK(!sh("./kvcomp -m models/smollm2-135m -ctk f32 -ctv f32 --ids %s --dump-logits %s", turns, logits),
               "%s", sh_err);
-        float *row = (float *)read_file(logits, &m, err);
+        OWN float *row = (float *)read_file(logits, &m, err);
         CHECK(row && m == (size_t)rows->n * V * sizeof *row, "%zu bytes %s", m, err);
         for (int r = 0; row && r < rows->n; r++) {
             const Json *best = json_get(&rows->item[r], "ids"), *want = json_get(&rows->item[r], "logits");
@@ -3790,241 +3239,15 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
             CHECK(nothing_above(got, V, best, (float)want->item[best->n - 1].num, (float)tol),
                   "row %d has a larger logit elsewhere", r);
         }
-        free(row);
         json_free(j);
     }
     CHECK(at == 600 && !*p, "%zu logits", at);
     unlink(turns);
     unlink(logits);
     free(said);
-    free(text);
-}
-
-TEST(
-    trace_diff,
-    "data/trace_diff.py names the first value that differs, in the order in which it was computed, "
-    "with and without numpy; 0: none, 1: one, 2: a file that cannot be read") {
-    static const char *const a = "data/vectors/lychee.safetensors";
-    if (sh("python3 -c 'import json'")) leave_out("python3");
-    for (int bare = 0; bare < 2; bare++) {  // -S: without site-packages, where numpy is
-        const char *diff =
-            bare ? "python3 -B -S data/trace_diff.py" : "python3 -B data/trace_diff.py";
-        CHECK(sh("%s %s %s", diff, a, a) == 0 && strstr(sh_out, "tensors agree"), "%s%s", sh_out,
-              sh_err);
-        const char *b = trace_changed(a, "pass0003.layer01.out");
-        CHECK(sh("%s %s %s", diff, a, b) == 1 && lines_in(sh_out) == 1 &&
-                  strstr(sh_out, "pass0003.layer01.out (shape [1, 4, 16]) at [0, 3, 15]: "),
-              "%s%s", sh_out, sh_err);
-        CHECK(sh("%s --tol 100 %s %s", diff, a, b) == 0 && strstr(sh_out, "tensors agree"), "%s%s",
-              sh_out, sh_err);
-        b = trace_changed(a, "pass0002.layer01.head01.kept");
-        CHECK(sh("%s %s %s --tol 1e9", diff, a, b) == 1 &&
-                  strstr(sh_out, "pass0002.layer01.head01.kept"),
-              "%s%s", sh_out, sh_err);
-        CHECK(sh("%s %s data/vectors/pats.safetensors", diff, a) == 1 &&
-                  strstr(sh_out, "pass0000.layer01.k_before_rope (shape"),
-              "%s%s", sh_out, sh_err);
-        CHECK(sh("%s %s data/vectors/ids", diff, a) == 2 &&
-                  strstr(sh_err, "data/vectors/ids: not a trace"),
-              "%s", sh_err);
-        CHECK(sh("%s %s none", diff, a) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
-        CHECK(sh("LC_ALL=C sed 's/kvcomp trace 1/kvcomp trace 2/' %s > %s; %s %s %s", a, b, diff, a,
-                 b) == 2 &&
-                  strstr(sh_err, "expected the format 'kvcomp trace 1', found 'kvcomp trace 2'"),
-              "%s", sh_err);
-        CHECK(sh("head -c 99999 %s > %s; %s %s %s", a, b, diff, a, b) == 2 &&
-                  strstr(sh_err, "cut off"),
-              "%s", sh_err);
-    }
 }
 
 // ---- evaluation that goes on and spreads
-
-// The table of a run of answers on disk, without its clock; "" when the run fails.
-static const char *table_of(const char *fmt, ...) {
-    char cmd[2048];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(cmd, sizeof cmd, fmt, ap);
-    va_end(ap);
-    if (sh("%s", cmd)) return "";
-    cut_clock(sh_out);
-    return sh_out;
-}
-
-TEST(
-    eval_shards,
-    "--eval-out and --eval-merge: a run that went on wherever it was cut, and three parts of which "
-    "one hit a full disk and went on, give the table of a whole run to the digit") {
-    static char whole[1 << 14];
-    char d[] = "/tmp/kvcomp-answers-XXXXXX", run[512];
-    CHECK(mkdtemp(d) != NULL, "mkdtemp");
-    snprintf(run, sizeof run,
-             "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval test/tasks/coref.jsonl,test/tasks/facts.jsonl "
-             "--eval-items 2 --compare full,streaming --budgets 24 --csv");
-    snprintf(whole, sizeof whole, "%.16000s", table_of("%s", run));
-    CHECK(lines_in(whole) == 3 && strstr(whole, "kld_p99"), "%s%s", whole, sh_err);
-    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "%s%s", sh_out, sh_err);
-    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "all is there: %s%s", sh_out,
-          sh_err);
-    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/whole --csv", d)), "%s%s", sh_out,
-          sh_err);
-    CHECK(sh("wc -l < %s/whole", d) == 0 && atoi(sh_out) == 9, "%s", sh_out);
-
-    // What a kill leaves: part of the first line, of an answer, the answers of half an item
-    static const char *const cuts[] = { "head -c 20", "head -c 1500", "head -n 4", "head -c 9000" };
-    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
-        CHECK(sh("%s %s/whole > %s/cut", cuts[i], d, d) == 0, "%s", sh_err);
-        CHECK(!strcmp(whole, table_of("%s --eval-out %s/cut", run, d)), "%s: %s%s", cuts[i], sh_out,
-              sh_err);
-        CHECK(!strcmp(whole, table_of("./kvcomp -q --csv --eval-merge %s/cut", d)), "%s: %s%s",
-              cuts[i], sh_out, sh_err);
-    }
-    CHECK(sh("head -n 3 %s/whole > %s/cut && head -n 4 %s/whole | tail -n 1 | head -c 30 >> %s/cut "
-             "&& "
-             "./kvcomp --eval-merge %s/cut",
-             d, d, d, d, d) == 1 &&
-              strstr(sh_err, "an interrupted line at its end: dropped") &&
-              strstr(sh_err, "3 of 4 items are missing: 2, 3, 4"),
-          "%s", sh_err);
-
-    // Three parts, and a limit on the size of files in the middle of the second
-    for (int i = 1; i <= 3; i++) {
-        if (i == 2)
-            CHECK(sh("ulimit -f 1; %s --eval-shard 2/3 --eval-out %s/part2", run, d) == 1 &&
-                      strstr(sh_err, "can go on"),
-                  "%s", sh_err);
-        CHECK(*table_of("%s --eval-shard %d/3 --eval-out %s/part%d", run, i, d, i), "%s", sh_err);
-    }
-    CHECK(!strcmp(whole,
-                  table_of("./kvcomp -q --eval-merge %s/part1 %s/part2 %s/part3 --csv", d, d, d)),
-          "%s%s", sh_out, sh_err);
-    CHECK(!strcmp(whole, table_of("./kvcomp --csv --eval-merge %s/part3 %s/part2 %s/part1 %s/part1",
-                                  d, d, d, d)) &&
-              strstr(sh_err, "more than once"),
-          "the order of the files matters: %s%s", sh_out, sh_err);
-    CHECK(sh("%s --csv --eval-shard 2/2147483647", run) == 0 && lines_in(sh_out) == 3,
-          "more parts than items: %s%s", sh_out, sh_err);
-    CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 &&
-              lines_in(sh_out) == 3 && strstr(sh_err, "1 of 4 items are missing: 2"),
-          "%s%s", sh_out, sh_err);
-
-    // A file of another run is left alone
-    const struct {
-        const char *options, *says;
-    } other[] = {
-        { "--eval-out %s/part1", "its shard: 1/3; expected 1/1" },
-        { "--eval-out %s/whole --eval-items 1", "its items" },
-        { "--eval-out %s/whole --budgets 25",
-          "its rows: full 0,streaming 24; expected full 0,streaming 25" },
-        { "--eval-out %s/whole --n-predict 3", "its options: none; expected  --n-predict" },
-        { "--eval-out %s/whole --ctk f32", "its options" },
-        { "--eval-out %s/whole --compare full,full", "compared twice" },
-        { "--eval-out README.md", "no file that --eval-out wrote" },
-        { "--eval-shard 4/3", "--eval-shard wants I/N" },
-        { "--eval-shard 0/3", "--eval-shard wants I/N" },
-        { "--eval-shard=-2147483648/3", "--eval-shard wants I/N" },
-        { "--eval-shard 4294967297/4294967298", "--eval-shard wants I/N" },
-        { "--eval ppl -f README.md --eval-out %s/new", "go with dialogues" },
-        { "--eval-merge %s/whole", "goes alone" },
-    };
-
-    CHECK(sh("md5sum %s/whole README.md > %s/sums", d, d) == 0, "%s", sh_err);
-    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
-        char options[256];
-        snprintf(options, sizeof options, other[i].options, d);
-        int rc = sh("%s %s", run, options);
-        CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, other[i].says), "%s: %d %s",
-              options, rc, sh_err);
-    }
-    if (!sh("command -v flock"))
-        CHECK(sh("flock %s/whole env %s --eval-out %s/whole", d, run, d) == 1 &&
-                  strstr(sh_err, "another run is writing it"),
-              "%s", sh_err);
-    CHECK(sh("md5sum -c --quiet %s/sums", d) == 0, "a file of another run was written: %s", sh_out);
-    CHECK(sh("sed 's/streaming 24/streaming 25/' %s/part2 > %s/other; ./kvcomp --eval-merge %s/part1 %s/other",
-             d, d, d, d) == 2 &&
-              strstr(sh_err, "/other: of another run: its rows: full 0,streaming 25; expected full 0,streaming 24"),
-          "%s", sh_err);
-    CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
-    CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
-          sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(eval_lines, "a line of a file of answers that is none is refused with its number") {
-    static const char *const head = "{\"kvcomp\":\"answers 2\",\"items\":\"3 "
-                                    "0\",\"seed\":\"1\",\"rows\":\"full 0,streaming 24\"}\n";
-    static const char *const cost = "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_"
-                                    "attended\":3.5,\"kv_bytes_peak\":4,\"prefill_s\":5,"
-                                    "\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8}\n";
-    static const char *const place =
-        "\"task\":\"t\",\"item\":2,\"method\":\"streaming\",\"budget\":24,";
-    static const char *const answer =
-        "{\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":0.1,"
-        "\"exact\":0,\"found\":1,"
-        "\"f1\":0.3,\"rouge_l\":0.4,\"nll\":null,\"predicted\":2,"
-        "\"top1\":1,\"kld\":[0.25,1e-3]}";
-
-    const struct {
-        const char *name, *find, *put, *says;
-    } cases[] = {
-        { "as it is", "", "", NULL },
-        { "no JSON", "{", "(", "line 2: byte 0" },
-        { "a list", "{", "[0]\n{", "line 2: is no object" },
-        { "a task less", "task", "tusk", "line 2: no 'task'" },
-        { "an item too far", "\"item\":2", "\"item\":4",
-          "line 2: 'item' is no whole number from 1 to 3" },
-        { "no item", "\"item\":2", "\"item\":0", "line 2: 'item'" },
-        { "half an item", "\"item\":2", "\"item\":2.5", "line 2: 'item'" },
-        { "another row", "streaming", "window", "line 2: 'window' with budget 24 is no row" },
-        { "its budget", "\"budget\":24", "\"budget\":25",
-          "line 2: 'streaming' with budget 25 is no row" },
-        { "answers that are none", "\"answers\":[", "\"answers\":7,\"x\":[", "line 2: 'answers' is no list" },
-        { "fewer KLDs", "0.25,", "", "line 2: 'kld' has not 'predicted' numbers" },
-        { "a KLD as text", "0.25", "\"x\"", "line 2: 'kld' is no number" },
-        { "a score less", "\"score\"", "\"scare\"", "line 2: 'score' is no number" },
-        { "a score as text", "\"score\":0.1", "\"score\":\"0.1\"", "line 2: 'score' is no number" },
-        { "a cost less", "kv_bytes_peak", "kv_bytes_poke", "line 2: 'kv_bytes_peak' is no number" },
-    };
-
-    for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char text[4096], err[512];
-        int n = snprintf(text, sizeof text, "%s", head), code;
-        size_t at = (size_t)n;
-        volatile size_t whole = 0;
-        n += snprintf(text + n, sizeof text - n, "{%s\"answers\":[%s,%s],%s", place, answer, answer, cost);
-        if (*cases[i].find) {
-            char rest[4096], *spot = strstr(text + at, cases[i].find);
-            snprintf(rest, sizeof rest, "%s", spot + strlen(cases[i].find));
-            n = (int)(spot - text) +
-                snprintf(spot, sizeof text - (size_t)(spot - text), "%s%s", cases[i].put, rest);
-        }
-        n = (int)strlen(text);
-        EvalFile x = { .path = "FILE" };
-        Json *h = head_read(text, (size_t)n, &at, err);
-        CHECK(h && !head_take(&x, h, err), "%s", err);
-        char *copy = copy_bytes(text, (size_t)n);
-        EXPECT_DIE(code, whole = read_answers(&x, copy, (size_t)n, at));
-        if (cases[i].says) {
-            CHECK(code == EXIT_USAGE && strstr(die_text, cases[i].says), "%s: %d %s", cases[i].name,
-                  code, die_text);
-        } else {
-            const Score *c = eval_cell(&x, 1, 1);
-            CHECK(!code && whole == (size_t)n && c->items == 1 && arrlen(c->answers) == 2 &&
-                      arrlen(c->each) == 4,
-                  "%d %s", code, die_text);
-            CHECK(c->answers[1].f1 == 0.3 && isnan(c->answers[0].nll) && c->attended == 3.5 &&
-                      c->each[3] == 1e-3,
-                  "the numbers are not those of the lines");
-            CHECK(!item_is_there(&x, 1) && !eval_cell(&x, 0, 1)->items,
-                  "one row of one item is there");
-            free(copy);
-        }
-        json_free(h);
-        eval_file_close(&x);
-    }
-}
 
 // ---- data/ports: five methods for transformers
 
@@ -4235,71 +3458,6 @@ TEST(batch_logprobs, "the log-probabilities of a continuation are those of the l
     batch_free(j);
 }
 
-TEST(batch_long_lines, "a line of --batch that is too long is answered before it ends, and passed over; a text "
-                       "that cannot fit is refused before it is encoded; the next line is answered") {
-    const char *hi = "echo '{\"prompt\":\"hi\",\"max_tokens\":2}'";
-    CHECK(sh("{ head -c 17000000 /dev/zero | tr '\\0' a; echo; %s; } | ./kvcomp -t 1 -q --batch -", hi) == 1, "%s",
-          sh_err);
-    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n");
-    CHECK(one && !strcmp(one, "{\"error\":\"more than 16 MiB, the most that a line may have\",\"line\":1}"), "%s", one);
-    CHECK(two && strstr(two, "\"text\"") && strstr(two, "\"line\":2") && !strtok(NULL, "\n"), "%s", two);
-
-    // One without an end, which is given up after its answer
-    CHECK(sh("d=$(mktemp -d); mkfifo $d/in; "
-             "(ulimit -v 2000000; exec ./kvcomp -t 1 -q --batch - <$d/in >$d/out) & p=$!; "
-             "yes a | tr -d '\\n' >$d/in & for i in $(seq 400); do grep -qs error $d/out && break; sleep .05; done; "
-             "kill $p; wait; cat $d/out; rm -r $d") == 0 && strstr(sh_out, "more than 16 MiB"),
-          "%s%s", sh_out, sh_err);
-
-    static const char *const way[] = {
-        "{\"prompt\":\"",
-        "{\"raw\":true,\"prompt\":\"",
-        "{\"prompt\":\"x\",\"continuation\":\"",
-        "{\"messages\":[{\"role\":\"user\",\"content\":\"",
-    };
-    for (int i = 0; i < 4; i++) {
-        double t0 = now();
-        CHECK(sh("{ printf '%s'; yes 'fox ' | head -n 1000000 | tr -d '\\n'; echo '\"%s}'; %s; } | "
-                 "./kvcomp -t 1 -q --batch -",
-                 way[i], i == 3 ? "}]" : "", hi) == 1,
-              "%s", sh_err);
-        one = strtok(sh_out, "\n");
-        two = strtok(NULL, "\n");
-        CHECK(one && strstr(one, " tokens or more does not fit into -c 4096\""), "%s: %.200s", way[i], one);
-        CHECK(two && strstr(two, "\"text\""), "%s: %s", way[i], two);
-        CHECK(now() - t0 < 20, "%.1f s", now() - t0);
-    }
-}
-
-TEST(batch_harness_text, "a context of lm-evaluation-harness is taken for messages where the adapter wrote them, not "
-                         "where a data set's text looks like them (where there is Python)") {
-    if (sh("python3 -c pass")) leave_out("python3");
-    write_text_file("/tmp/kvt_harness.py",
-                    "import copy, pickle, sys, types\n"
-                    "for name in 'lm_eval', 'lm_eval.api', 'lm_eval.api.model', 'lm_eval.api.registry':\n"
-                    "    sys.modules[name] = types.ModuleType(name)\n"
-                    "sys.modules['lm_eval.api.model'].LM = object\n"
-                    "sys.modules['lm_eval.api.registry'].register_model = lambda name: lambda c: c\n"
-                    "sys.path.insert(0, 'data')\n"
-                    "import lm_eval_kvcomp as k\n"
-                    "chat = [{'role': 'user', 'content': 'x'}]\n"
-                    "context = k.Kvcomp.apply_chat_template(None, chat)\n"
-                    "for c in context, copy.deepcopy(context), pickle.loads(pickle.dumps(context)):\n"
-                    "    assert k.asked(c) == {'messages': chat}, k.asked(c)\n"
-                    "text = str.__str__(context)[:]\n"
-                    "forged = ''.join(text)\n"
-                    "assert k.asked(forged) == {'prompt': forged, 'raw': True}, k.asked(forged)\n");
-    CHECK(sh("python3 -B /tmp/kvt_harness.py") == 0, "%s", sh_err);
-    unlink("/tmp/kvt_harness.py");
-}
-
-TEST(text_unsafe, "no script loads a pickle of anything but weights, and none writes to a name in /tmp that can be "
-                  "foreseen") {
-    CHECK(sh("grep -l 'torch.load' models/*.py") == 0 && lines_in(sh_out) >= 2, "%s", sh_err);
-    CHECK(sh("grep -n 'torch.load' models/*.py data/*.py data/*/*.py | grep -v 'weights_only=True'") == 1, "%s", sh_out);
-    CHECK(sh("grep -n '=/tmp/' data/*.sh") == 1, "%s", sh_out);
-}
-
 TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "
                     "kvcomp's own evaluation, and "
                     "its command line plays the tasks of data/lm_eval (where Python has lm_eval)") {
@@ -4319,25 +3477,6 @@ TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log
               strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") &&
               strstr(sh_out, "kvcomp_choices"),
           "%s%s", sh_out, sh_err);
-}
-
-TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text "
-                   "has the three places that are filled, and asks for nothing from outside") {
-    static char text[1 << 18];
-    CHECK(sh("PATH=/nonexistent SHELL=/bin/sh /bin/sh data/web.sh install") != 0 &&
-              strstr(sh_out, "make web needs Debian's emscripten"),
-          "%s%s", sh_out, sh_err);
-    char d[] = "/tmp/kvcomp-web-XXXXXX";
-    CHECK(mkdtemp(d) && sh("ln -s /bin/true %s/emcc", d) == 0, "%s", sh_err);
-    CHECK(sh("PATH=%s SHELL=/bin/sh /bin/sh data/web.sh install", d) == 0 && !*sh_out && !*sh_err,
-          "an emcc that is not Debian's: %s%s", sh_out, sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-    slurp_into("data/page.html", text, sizeof text);
-    CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n") && strstr(text, "\n@@REPORT@@\n"), "places");
-    CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") &&
-              !strstr(text, "https://") && !strstr(text, " src=") && !strstr(text, "innerHTML") &&
-              !strstr(text, "insertAdjacentHTML"),
-          "the page asks for something, or makes markup of a text");
 }
 
 int main(int argc, char **argv) {

@@ -38,10 +38,9 @@ static float from_bits(uint32_t u) {
 // A random matrix (rows,cols) of the given type.
 static Tensor random_tensor(int dtype, int rows, int cols) {
     size_t n = (size_t)rows * cols;
-    float *x = random_floats(n);
+    OWN float *x = random_floats(n);
     void *data = xmalloc(n * dtype_size(dtype));
     from_f32(data, x, dtype, n);
-    free(x);
     return (Tensor){ data, dtype, rows, cols };
 }
 
@@ -86,7 +85,7 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
             for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
                 int T = Ts[b];
                 size_t ldx = (size_t)cols + 3, ldy = (size_t)rows + 2;
-                float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y);
+                OWN float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y);
                 for (size_t j = 0; j < T * ldy; j++) y[j] = -77;
                 matmul_strided(y, ldy, x, ldx, &w, T);
                 double e = matmul_error(y, ldy, x, ldx, &w, T);
@@ -95,8 +94,6 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
                 for (int t = 0; t < T; t++)
                     CHECK(y[t * ldy + rows] == -77 && y[t * ldy + rows + 1] == -77,
                           "%s rows %d T %d: wrote past row %d", simd_name(), rows, T, t);
-                free(x);
-                free(y);
             }
             free((void *)w.data);
         }
@@ -126,8 +123,8 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
 
     rnd_seed(61);
     Tensor w = random_tensor(DT_BF16, ROWS, COLS);
-    float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * sizeof *y);
-    float *z = xmalloc((size_t)T * ROWS * sizeof *z);
+    OWN float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * sizeof *y);
+    OWN float *z = xmalloc((size_t)T * ROWS * sizeof *z);
     EACH_SIMD(i) {
         if (strncmp(simd_name(), "amx", 3)) continue;
         for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--) {
@@ -160,9 +157,6 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
             CHECK(!wrong, "%s: %g in x, and %d numbers are not what they should be", simd_name(), odd[kind], wrong);
         }
     }
-    free(x);
-    free(y);
-    free(z);
     free((void *)w.data);
     set_threads(2);
     simd_set(NULL);
@@ -182,7 +176,7 @@ TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels
         int rows = shape[a][0], cols = shape[a][1];
         size_t ldx = (size_t)cols + 3, bytes = (size_t)rows * sizeof(float);
         Tensor w = random_tensor(DT_BF16, rows, cols);
-        float *x = random_floats(T * ldx), *y = xmalloc(T * bytes), *z = xmalloc(T * bytes);
+        OWN float *x = random_floats(T * ldx), *y = xmalloc(T * bytes), *z = xmalloc(T * bytes);
         x[cols / 2] = from_bits(0x00000007);                    // subnormal: counts as zero
         x[ldx + cols / 2] = from_bits(0x7fffffff);              // a NaN that rounding would carry over
         CHECK(!simd_set("pairs-plain"), "there is no set pairs-plain");
@@ -209,9 +203,6 @@ TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels
                 }
             CHECK(!wrong, "%s, %d x %d: %d rows have other bits", simd_name(), rows, cols, wrong);
         }
-        free(x);
-        free(y);
-        free(z);
         free((void *)w.data);
     }
     bf16_terms = 3;
@@ -292,8 +283,8 @@ TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trap
     for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
         int rows = shape[a][0], cols = shape[a][1];
         Tensor w = random_tensor(DT_BF16, rows, cols);
-        float *x = random_floats((size_t)T * cols), *y = xmalloc((size_t)T * rows * sizeof *y);
-        float *z = xmalloc((size_t)T * rows * sizeof *z);
+        OWN float *x = random_floats((size_t)T * cols), *y = xmalloc((size_t)T * rows * sizeof *y);
+        OWN float *z = xmalloc((size_t)T * rows * sizeof *z);
         for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--)
             for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
                 matmul(y, x, &w, Ts[b]);
@@ -306,9 +297,6 @@ TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trap
                       bf16_terms, apart, tile_traps);
             }
         bf16_terms = 3;
-        free(x);
-        free(y);
-        free(z);
         free((void *)w.data);
     }
     sigaction(SIGILL, &was, NULL);
@@ -320,7 +308,7 @@ TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trap
 // (rows,cols).
 static Tensor q8_tensor(const Tensor *w, double *values) {
     char *p = xmalloc(q8_tensor_bytes(w->rows, w->cols));
-    float *row = xmalloc((size_t)w->cols * sizeof *row);
+    OWN float *row = xmalloc((size_t)w->cols * sizeof *row);
     q8_store(p, w);
     for (int r = 0; r < w->rows; r++) {
         to_f32(row, (const char *)w->data + (size_t)r * w->cols * dtype_size(w->dtype), w->dtype,
@@ -336,7 +324,6 @@ static Tensor q8_tensor(const Tensor *w, double *values) {
             }
         }
     }
-    free(row);
     return (Tensor){ p, DT_Q8, w->rows, w->cols };
 }
 
@@ -353,9 +340,9 @@ TEST(math_q8_weights,
     for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
         int rows = shape[a][0], cols = shape[a][1], wrong = 0;
         Tensor w = random_tensor(a % 3, rows, cols);
-        double *v = xmalloc((size_t)rows * cols * sizeof *v);
+        OWN double *v = xmalloc((size_t)rows * cols * sizeof *v);
         Tensor q = q8_tensor(&w, v);
-        float *row = xmalloc((size_t)cols * sizeof *row);
+        OWN float *row = xmalloc((size_t)cols * sizeof *row);
         for (int r = 0; r < rows; r++) {
             tensor_row(row, &q, r);
             for (int c = 0; c < cols; c++)
@@ -364,7 +351,7 @@ TEST(math_q8_weights,
         CHECK(!wrong, "%d x %d: %d of the numbers read back are others", rows, cols, wrong);
 
         size_t ldx = (size_t)cols + 3, ldy = (size_t)rows + 2;
-        float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y),
+        OWN float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y),
               *z = xmalloc(T * ldy * sizeof *z);
         for (size_t j = 0; j < T * ldy; j++) y[j] = -77;
         set_threads(1);
@@ -416,11 +403,6 @@ TEST(math_q8_weights,
         x[cols / 2] = NAN;
         matmul_strided(z, ldy, x, ldx, &q, 2);
         CHECK(isnan(z[0]) && !isnan(z[ldy]), "%s: a NaN in x is lost", simd_name());
-        free(x);
-        free(y);
-        free(z);
-        free(row);
-        free(v);
         free((void *)q.data);
         free((void *)w.data);
     }
@@ -446,8 +428,8 @@ TEST(math_row_independence, "a row of a product is the same bits whatever T, the
     EACH_SIMD(i)
     for (int dt = DT_F32; dt <= DT_BF16; dt++) {
         Tensor w = random_tensor(dt, ROWS, COLS);
-        float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * 4);
-        float *z = xmalloc((size_t)T * ROWS * 4);
+        OWN float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * 4);
+        OWN float *z = xmalloc((size_t)T * ROWS * 4);
         set_threads(1);
         matmul(y, x, &w, T);
         for (int threads = 1; threads <= 3; threads++)
@@ -466,9 +448,6 @@ TEST(math_row_independence, "a row of a product is the same bits whatever T, the
         for (int t = 0; t < 3; t++)
             CHECK(!memcmp(z + t * n, y + t * ROWS + r0, n * 4),
                   "%s dtype %d: rows of W moved the result", simd_name(), dt);
-        free(x);
-        free(y);
-        free(z);
         free((void *)w.data);
     }
     simd_set(NULL);
@@ -519,10 +498,10 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
     EACH_SIMD(i)
     for (size_t a = 0; a < sizeof Ds / sizeof *Ds; a++) {
         int D = Ds[a];
-        float *q = random_floats((size_t)64 * D), *k = random_floats((size_t)64 * D);
-        float *o0 = random_floats((size_t)64 * D);
-        float *s = xmalloc(64 * 64 * 4), *o = xmalloc((size_t)64 * D * 4);
-        float *one = xmalloc((size_t)(64 + D) * 4);
+        OWN float *q = random_floats((size_t)64 * D), *k = random_floats((size_t)64 * D);
+        OWN float *o0 = random_floats((size_t)64 * D);
+        OWN float *s = xmalloc(64 * 64 * 4), *o = xmalloc((size_t)64 * D * 4);
+        OWN float *one = xmalloc((size_t)(64 + D) * 4);
         for (size_t b = 0; b < sizeof Ms / sizeof *Ms * (sizeof Ns / sizeof *Ns); b++) {
             int m = Ms[b % (sizeof Ms / sizeof *Ms)];
             int n = Ns[b / (sizeof Ms / sizeof *Ms)], t = rnd_int(m);
@@ -567,9 +546,9 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
             // Rows as the cache holds them, and the same rows unpacked.
             for (int dt = DT_F16; dt <= DT_BF16; dt++) {
                 uint16_t rows[64 * 128];
-                float *wide = xmalloc((size_t)n * D * 4);
-                float *s2 = xmalloc((size_t)m * n * 4);
-                float *o2 = xmalloc((size_t)m * D * 4);
+                OWN float *wide = xmalloc((size_t)n * D * 4);
+                OWN float *s2 = xmalloc((size_t)m * n * 4);
+                OWN float *o2 = xmalloc((size_t)m * D * 4);
                 from_f32(rows, k, dt, (size_t)n * D);
                 to_f32(wide, rows, dt, (size_t)n * D);
                 // What to ask memory for changes no number.
@@ -593,17 +572,8 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
                       "%s dtype %d: a product that begins anew is not that added to 0 (m %d n %d D "
                       "%d)",
                       simd_name(), dt, m, n, D);
-                free(wide);
-                free(s2);
-                free(o2);
             }
         }
-        free(q);
-        free(k);
-        free(o0);
-        free(s);
-        free(o);
-        free(one);
     }
     simd_set(NULL);
 }
@@ -627,7 +597,7 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
               "and nothing is written past them") {
     enum { ROWS = 5, MOST = 131 };
 
-    char *packed = xmalloc(ROWS * q8_bytes(MOST));
+    OWN char *packed = xmalloc(ROWS * q8_bytes(MOST));
     float x[ROWS * MOST], y[ROWS * MOST + 1];
     rnd_seed(47);
     EACH_SIMD(i)
@@ -648,14 +618,13 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
               bad, y[ROWS * D]);
     }
     simd_set(NULL);
-    free(packed);
 }
 
 TEST(math_q4, "rows of q4 unpack to the same bits with every instruction set, for every head_dim, and nothing is "
               "written past them") {
     enum { ROWS = 5, MOST = 131 };
 
-    char *packed = xmalloc(ROWS * q4_bytes(MOST));
+    OWN char *packed = xmalloc(ROWS * q4_bytes(MOST));
     float x[ROWS * MOST], y[ROWS * MOST + 1], plain[ROWS * MOST];
     rnd_seed(59);
     for (int D = 1; D <= MOST; D++) {
@@ -671,7 +640,6 @@ TEST(math_q4, "rows of q4 unpack to the same bits with every instruction set, fo
         }
     }
     simd_set(NULL);
-    free(packed);
 }
 
 TEST(math_q8_products,
@@ -682,11 +650,11 @@ TEST(math_q8_products,
     enum { M = 9, N = 70, MOST = 1056 };
 
     static const int dims[] = { 32, 64, 96, 128, 256, 512, 544, 1056 };
-    float *x = random_floats(M * MOST), *k = random_floats(N * MOST),
+    OWN float *x = random_floats(M * MOST), *k = random_floats(N * MOST),
           *unpacked = xmalloc(N * MOST * 4);
-    char *packed = xmalloc(N * q8_bytes(MOST));
+    OWN char *packed = xmalloc(N * q8_bytes(MOST));
     float *y = xmalloc((M * N + 1) * 4), *o = xmalloc(2 * M * MOST * 4), one[N], fused[M * N];
-    Q8Query *q = aligned_alloc(64, M * 3 * sizeof *q);
+    OWN Q8Query *q = aligned_alloc(64, M * 3 * sizeof *q);
     for (int d = 0; d < 8; d++) {
         int D = dims[d], have = 0;
         for (int j = 0; j < N * D; j++) k[j] *= j % 7 ? 1 : 90;
@@ -748,13 +716,8 @@ TEST(math_q8_products,
                   one[j]);
     }
     simd_set(NULL);
-    free(x);
-    free(k);
-    free(unpacked);
-    free(packed);
     free(y);
     free(o);
-    free(q);
 }
 
 // Error in units in the last place of the right answer.
@@ -768,7 +731,7 @@ TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ul
                "underflow, exact at 0 and -inf, and their sum is that of the values") {
     enum { N = 1 << 16 };
 
-    float *x = xmalloc(N * 4), *in = xmalloc(N * 4);
+    OWN float *x = xmalloc(N * 4), *in = xmalloc(N * 4);
     EACH_SIMD(i) {
         double bad = 0, sum = 0;
         float got = 0, at = 0;
@@ -835,8 +798,6 @@ TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ul
                   max_f32(x, n), want);
         }
     }
-    free(x);
-    free(in);
     simd_set(NULL);
 }
 
@@ -848,7 +809,7 @@ TEST(math_softmax_columns,
         for (int c = 0; c < 300; c++) {
             int m = 1 + rnd_int(70), tiles = 1 + rnd_int(4), bad = 0;
             float max[72], sum[72], *x = xmalloc((70 * 20 + 2) * sizeof *x);
-            float *was = xmalloc(70 * 20 * sizeof *was);
+            OWN float *was = xmalloc(70 * 20 * sizeof *was);
             double top[70], all[70];
             for (int j = 0; j < 72; j++) {
                 max[j] = j < m ? -INFINITY : 7;
@@ -888,7 +849,6 @@ TEST(math_softmax_columns,
             CHECK(!bad && max[m] == 7 && sum[m] == 7, "%s m %d, %d tiles: %d values are wrong",
                   simd_name(), m, tiles, bad);
             free(x);
-            free(was);
         }
     }
     simd_set(NULL);
@@ -898,9 +858,9 @@ TEST(math_convert, "all 65536 f16 and bf16 values widen exactly; narrowing gives
                    "kvcomp.h at every tie and limit") {
     enum { ALL = 65536, N = 1 << 18 };
 
-    uint16_t *h = xmalloc(N * 2);
-    uint32_t *u = xmalloc(N * 4);
-    float *x = xmalloc(N * 4);
+    OWN uint16_t *h = xmalloc(N * 2);
+    OWN uint32_t *u = xmalloc(N * 4);
+    OWN float *x = xmalloc(N * 4);
     rnd_seed(46);
     EACH_SIMD(i) {
         for (int dt = DT_F16; dt <= DT_BF16; dt++) {
@@ -957,9 +917,6 @@ TEST(math_convert, "all 65536 f16 and bf16 values widen exactly; narrowing gives
             }
         }
     }
-    free(h);
-    free(u);
-    free(x);
     simd_set(NULL);
 }
 
@@ -974,8 +931,8 @@ TEST(math_rows,
                 int n = ns[c];
                 size_t all = (size_t)T * n, at = 0;
                 Tensor w = random_tensor(dt, 1, n);
-                float *x = random_floats(all), *y = xmalloc(all * 4);
-                float *want = xmalloc(all * 4), *u = random_floats(all);
+                OWN float *x = random_floats(all), *y = xmalloc(all * 4);
+                OWN float *want = xmalloc(all * 4), *u = random_floats(all);
                 for (int t = 0; t < T; t++) {
                     double ss = 0;
                     for (int j = 0; j < n; j++) ss += (double)x[t * n + j] * x[t * n + j];
@@ -1007,10 +964,6 @@ TEST(math_rows,
                     CHECK(y[j] == x[j] + (float)weight_at(&w, j % n),
                           "%s add_bias n %d dtype %d: [%zu] is %g", simd_name(), n, dt, j, y[j]);
                 add_bias(y, &(Tensor){ NULL, dt, 1, n }, T);
-                free(x);
-                free(y);
-                free(want);
-                free(u);
                 free((void *)w.data);
             }
     simd_set(NULL);

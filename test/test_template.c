@@ -12,10 +12,9 @@ static Json *fixture_json(const char *name) {
     char path[300], err[256];
     size_t n;
     snprintf(path, sizeof path, "data/tokenizers/%s", name);
-    char *text = read_file(path, &n, err);
+    OWN char *text = read_file(path, &n, err);
     Json *j = text ? json_parse(text, n, err) : NULL;
     CHECK(j, "%s: %s", path, err);
-    free(text);
     return j;
 }
 
@@ -353,7 +352,7 @@ TEST(template_damaged, "programs cut off or with bytes changed anywhere are refu
     for (int i = 0; programs && i < 3000; i++) {
         char err[512] = "";
         const Json *p = json_get(&programs->item[rnd_int(programs->n)], "program");
-        char *program = copy_bytes(p->str, p->len);
+        OWN char *program = copy_bytes(p->str, p->len);
         if (i % 3) program[rnd_int((int)p->len)] = bytes[rnd_int((int)sizeof bytes - 1)];
         if (i % 3 != 1) program[rnd_int((int)p->len)] = 0;
         Template *tp = template_of(program, strlen(program), t, err);
@@ -363,7 +362,6 @@ TEST(template_damaged, "programs cut off or with bytes changed anywhere are refu
         n++;
         arrfree(ids);
         template_free(tp);
-        free(program);
     }
     CHECK(whole > n / 10 && whole < n, "%d of %d were rendered", whole, n);
     tokenizer_free(t);
@@ -381,9 +379,8 @@ TEST(template_nested_calls, "a macro whose argument calls it is the same macro, 
         bytes_put(&program, calls, strlen(calls));
         Template *tp = template_of(program, arrlenu(program), t, err);
         size_t n;
-        char *text = tp ? template_render(tp, &m, 1, 0, &n, NULL, err) : NULL;
+        OWN char *text = tp ? template_render(tp, &m, 1, 0, &n, NULL, err) : NULL;
         CHECK(text && !strcmp(text, "<<<u>>>"), "%d variables: %s", more, text ? text : err);
-        free(text);
         template_free(tp);
         arrfree(program);
     }
@@ -403,9 +400,8 @@ TEST(template_date, "strftime_now writes today, or KVCOMP_DATE") {
         else unsetenv("KVCOMP_DATE");
         strftime(want, sizeof want, "%Y-%m-%d %Au", localtime_r(&now_time, &day));
         Template *tp = template_of(program, strlen(program), t, err);
-        char *text = template_render(tp, &m, 1, 0, &n, NULL, err);
+        OWN char *text = template_render(tp, &m, 1, 0, &n, NULL, err);
         CHECK(text && !strcmp(text, fixed ? "2024-02-29 Thursdayu" : want), "%s", text ? text : err);
-        free(text);
         template_free(tp);
     }
     tokenizer_free(t);

@@ -81,7 +81,7 @@ static void check_family(const char *name) {
     char file[64];
     Fixture strings, ids;
     snprintf(file, sizeof file, "%s.ids", name);
-    char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &ids);
+    OWN char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &ids);
     Tokenizer *t = fixture_tokenizer(name);
     for (int nth = 0; a && b && t && strings.p < strings.end; nth++) {
         size_t n = fixture_varint(&strings), n_back = n;
@@ -110,8 +110,6 @@ static void check_family(const char *name) {
     }
     CHECK(ids.p == ids.end, "%s: the fixture was not read to its end", name);
     tokenizer_free(t);
-    free(a);
-    free(b);
 }
 
 TEST(tokenizer_ids, "every pre-tokenizer family gives the ids and the text of the tokenizers package") {
@@ -140,7 +138,7 @@ TEST(tokenizer_words, "every pattern cuts every string where the package does") 
         char file[64];
         Fixture strings, pieces;
         snprintf(file, sizeof file, "%s.pieces", families[i]);
-        char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &pieces);
+        OWN char *a = fixture_open("strings.bin", &strings), *b = fixture_open(file, &pieces);
         Tokenizer *t = fixture_tokenizer(families[i]);
         for (int nth = 0; a && b && t && strings.p < strings.end; nth++) {
             size_t n = fixture_varint(&strings), sum = 0, all = 0;
@@ -164,8 +162,6 @@ TEST(tokenizer_words, "every pattern cuts every string where the package does") 
         }
         CHECK(pieces.p == pieces.end, "%s: the fixture was not read to its end", families[i]);
         tokenizer_free(t);
-        free(a);
-        free(b);
     }
 }
 
@@ -176,12 +172,11 @@ enum { MAX_BOOK = 4097 };      // bytes of a token's text, one more than are all
 
 // The tokenizer of n bytes of JSON with ' for "; NULL and err.
 static Tokenizer *small_tokenizer(const char *text, size_t n, char err[512]) {
-    char *copy = copy_bytes(text, n);
+    OWN char *copy = copy_bytes(text, n);
     for (size_t i = 0; i < n; i++) {
         if (copy[i] == '\'') copy[i] = '"';
     }
     Tokenizer *t = tokenizer_parse(copy, n, err);
-    free(copy);
     return t;
 }
 
@@ -203,7 +198,7 @@ static Tokenizer *split_tokenizer(const char *pattern, const char *behavior, int
 TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut as the package does, in every behavior") {
     Fixture f;
     char err[512] = "";
-    char *data = fixture_open("patterns.json", &f);
+    OWN char *data = fixture_open("patterns.json", &f);
     Json *j = data ? json_parse(data, (size_t)(f.end - f.p), err) : NULL;
     const Json *texts = json_get(j, "texts"), *patterns = json_get(j, "patterns");
     CHECK(patterns && patterns->n >= 20 && texts->n >= 7, "%s", err);
@@ -223,7 +218,6 @@ TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut a
         tokenizer_free(t);
     }
     json_free(j);
-    free(data);
 }
 
 TEST(tokenizer_refuses_patterns, "a construct that the matcher does not know is refused with its text and its place") {

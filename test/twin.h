@@ -165,9 +165,8 @@ static void twin_linear(double *y, const double *x, const double *w, const Tenso
         y[r] = 0;
         for (int c = 0; c < cols; c++) y[r] += w[(size_t)r * cols + c] * x[c];
         if (b && b->data) {
-            double *d = widen(b);
+            OWN double *d = widen(b);
             y[r] += d[r];
-            free(d);
         }
     }
 }
@@ -240,10 +239,10 @@ static void twin_attend(Twin *t, int l, double *out, const double *q, int n) {
 static void twin_run(Twin *t, int n, double *logits) {
     const Config *c = t->c;
     int C = c->C, D = c->D, HD = c->H * D, GD = c->G * D, F = c->F;
-    double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8);
-    double *qp = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
-    double *h = xcalloc(C + HD, 8), *a = xcalloc(C, 8), *g = xcalloc(F, 8);
-    double *u = xcalloc(F, 8), *kv = xcalloc(GD, 8);
+    OWN double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8);
+    OWN double *qp = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
+    OWN double *h = xcalloc(C + HD, 8), *a = xcalloc(C, 8), *g = xcalloc(F, 8);
+    OWN double *u = xcalloc(F, 8), *kv = xcalloc(GD, 8);
     for (int i = 0; i < n; i++) {
         int id = t->id[t->base + i];
         if (id < 0)
@@ -298,15 +297,6 @@ static void twin_run(Twin *t, int n, double *logits) {
     if (t->hook.after) t->hook.after(t->hook.u, t, c->L, NULL, NULL, n);
     twin_norm(h, x + (size_t)(n - 1) * C, &t->w->norm, C, c->eps);
     if (logits) twin_linear(logits, h, t->head, NULL, c->V, C);
-    free(x);
-    free(q);
-    free(qp);
-    free(o);
-    free(h);
-    free(a);
-    free(g);
-    free(u);
-    free(kv);
 }
 
 // Appends a token to the twin's sequence.
@@ -455,7 +445,7 @@ static float *run_session(Session *s, const Script *p) {
 // Runs a script on the twin. Returns logits (script_rows,V), to be freed.
 static float *run_twin(Twin *t, const Script *p) {
     int V = t->c->V, row = 0, ids[8192];
-    double *lo = xmalloc(V * sizeof *lo);
+    OWN double *lo = xmalloc(V * sizeof *lo);
     float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
     for (int n = 0; n < p->turns; n++) {
         script_ids(p, n, V, ids);
@@ -466,8 +456,14 @@ static float *run_twin(Twin *t, const Script *p) {
             for (int v = 0; v < V; v++) out[(size_t)row * V + v] = (float)lo[v];
         }
     }
-    free(lo);
     return out;
+}
+
+// n ids below V, no two of which in a row are equal, until the next call.
+static const int *seven_ids(int n, int V) {
+    static int ids[8192];
+    for (int i = 0; i < n; i++) ids[i] = i * 7 % V;
+    return ids;
 }
 
 // n random ids below V.
@@ -489,6 +485,14 @@ static Options *options_of(const char *text) {
         if (options_set(o, w, v ? v : "1", err)) CHECK(0, "%s", err);
     }
     return o;
+}
+
+// The same numbers in another dtype; t is freed.
+static Tensor tiny_as(Tensor t, int dtype) {
+    Tensor x = { xmalloc((size_t)t.rows * t.cols * dtype_size(dtype)), dtype, t.rows, t.cols };
+    from_f32((void *)x.data, t.data, dtype, (size_t)t.rows * t.cols);
+    free((void *)t.data);
+    return x;
 }
 
 // The layers of these bits (0: the first) get a sliding window of that width.
@@ -513,6 +517,29 @@ static void session_done(Session *s) {
     options_free(o);
 }
 
+// A prefill, and a step. Returns the exit code with which it ended the program, 0: it did not. Each try has its own frame,
+// so that longjmp out of die() cannot clobber a caller's variables.
+__attribute__((noinline)) static int try_prefill(Session *s, const int *ids, int n) {
+    int code;
+    EXPECT_DIE(code, prefill(s, ids, n));
+    return code;
+}
+
+__attribute__((noinline)) static int try_decode(Session *s, int id) {
+    int code;
+    EXPECT_DIE(code, decode(s, id));
+    return code;
+}
+
+// What is declared with these is freed, or closed, where its block ends: a session before its model, which stands above.
+#define OWN_MODEL __attribute__((cleanup(own_model)))
+#define OWN_OPTIONS __attribute__((cleanup(own_options)))
+#define OWN_SESSION __attribute__((cleanup(own_session)))
+#define OWN_BESIDE __attribute__((cleanup(beside_done)))
+static void own_model(Tiny *m) { tiny_free(*m); }
+static void own_options(Options **o) { options_free(*o); }
+static void own_session(Session **s) { session_done(*s); }
+
 // Kept rows of every head equal the twin's? Returns the number of heads that differ.
 static int rows_differ(const Session *s, const Twin *t) {
     int bad = 0;
@@ -520,6 +547,16 @@ static int rows_differ(const Session *s, const Twin *t) {
         int n = s->head[i].len, diff = n != (int)arrlen(t->row[i]);
         for (int r = 0; r < n && !diff; r++) diff = s->head[i].src[r] != t->row[i][r].src;
         bad += diff;
+    }
+    return bad;
+}
+
+// The number of heads in which two sessions hold the rows of other tokens.
+static int heads_differ(const Session *a, const Session *b) {
+    int bad = 0;
+    for (int i = 0; i < a->c->L * a->c->G; i++) {
+        const KVHead *x = &a->head[i], *y = &b->head[i];
+        bad += x->len != y->len || (x->len && memcmp(x->src, y->src, (size_t)x->len * sizeof *x->src));
     }
     return bad;
 }
@@ -535,63 +572,18 @@ typedef struct {
 static Beside run_beside(Tiny m, const char *method, const char *text, TwinHooks hooks, const Script *p) {
     Beside x = { session_of(m, method, text), twin_new(m.c, m.w, DT_F32) };
     x.t->hook = hooks;
-    float *a = run_session(x.s, p), *b = run_twin(x.t, p);
+    OWN float *a = run_session(x.s, p), *b = run_twin(x.t, p);
     double e = worst(a, b, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
     CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, text, m.c->H, m.c->G, m.c->L, e);
     CHECK(!rows_differ(x.s, x.t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, text, m.c->H, m.c->G,
           m.c->L, rows_differ(x.s, x.t));
-    free(a);
-    free(b);
     return x;
 }
 
+// Closes both.
 static void beside_done(Beside *x) {
     session_done(x->s);
     twin_free(x->t);
-}
-
-// StreamingLLM as a hook of the twin: after a prefill, B[1] first rows and the latest B[0] - B[1]
-// stay.
-static void streaming_twin(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
-    int *B = u, keep[4096];
-    (void)q;
-    (void)qp;
-    (void)n;
-    if (l == t->c->L || (int)arrlen(t->id) <= B[0]) return;
-    for (int g = 0; g < t->c->G; g++) {
-        int N = (int)arrlen(t->row[l * t->c->G + g]), k = 0;
-        for (int r = 0; r < N; r++)
-            if (r < B[1] || r >= N - (B[0] - B[1])) keep[k++] = r;
-        twin_keep(t, l, g, keep, k);
-    }
-}
-
-// TOVA's twin: the rows with the largest sums of the last query's probabilities stay, one after the
-// other.
-static void tova_twin(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
-    int B = *(int *)u, keep[4096], G = t->c->G, H = t->c->H;
-    (void)qp;
-    if (l == t->c->L) return;
-    int N = (int)arrlen(t->row[l * G]), k = 0;
-    if (N <= B) return;
-    double *sum = xcalloc(N, sizeof *sum), *p = xcalloc(N, sizeof *p);
-    char *taken = xcalloc(N, 1);
-    for (int h = 0; h < H; h++) {
-        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
-        for (int r = 0; r < N; r++) sum[r] += p[r];
-    }
-    for (int i = 0; i < B; i++) {
-        int best = -1;
-        for (int r = 0; r < N; r++)
-            if (!taken[r] && (best < 0 || sum[r] > sum[best])) best = r;
-        taken[best] = 1;
-    }
-    for (int r = 0; r < N; r++)
-        if (taken[r]) keep[k++] = r;
-    for (int g = 0; g < G; g++) twin_keep(t, l, g, keep, k);
-    free(sum);
-    free(p);
-    free(taken);
 }
 
 // Raised in the middle of a prefill; 0: Ctrl-C as the handler counts it.

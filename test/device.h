@@ -1,0 +1,2548 @@
+// test/device.h - kvcomp.cu beside the CPU half: kernels, rows, attention, whole dialogues under every method, what is
+// launched, memory, calls that fail. tests.c includes it. Without a GPU the kernels run under cuda_emu.h; every test goes
+// through one of three orders of threads, or with KVCOMP_ORDERS=3 through all. Shapes are odd on purpose, and small: an
+// emulated thread costs a microsecond a meeting.
+#ifndef TEST_DEVICE_H
+#define TEST_DEVICE_H
+#include "table.h"
+
+void *cuda_put(const void *host, size_t bytes);
+void cuda_get(void *host, const void *dev, size_t bytes);
+void cuda_drop(void *dev);
+size_t cuda_held(const Session *s);
+void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w,
+               int T);
+int cuda_graphs(const Session *s);
+void cuda_single_launches(Session *s, int single);
+int cuda_stale(Session *s);
+extern int cuda_poison;
+size_t cuda_chunk(size_t total);
+extern int emu_no_graphs __attribute__((weak));
+// Not there on a real GPU.
+__attribute__((weak)) void emu_set_seed(int seed);
+__attribute__((weak)) void emu_set_memory(size_t bytes);
+__attribute__((weak)) size_t emu_most_memory(void);
+__attribute__((weak)) long emu_count(const char *part);
+__attribute__((weak)) size_t emu_pooled(void);
+__attribute__((weak)) void emu_set_device(int major, int old_driver);
+__attribute__((weak)) void emu_fail_at(long n, int all);
+__attribute__((weak)) long emu_calls(void);
+__attribute__((weak)) void emu_provoke(int kind);
+__attribute__((weak)) int emu_is_hard(void);
+
+static const int cuda_seeds[] = { 0, 1, 7 };
+
+// Orders of threads a test goes through: one, another one each time, or with KVCOMP_ORDERS=3 all three (make race).
+// One on a real GPU, and where all accesses are watched, whatever order they come in.
+static int n_seeds(void) {
+#if defined(__SANITIZE_THREAD__)
+    return 1;
+#else
+    const char *orders = getenv("KVCOMP_ORDERS");
+    return emu_set_seed && !emu_is_hard() && orders && atoi(orders) == 3 ? 3 : 1;
+#endif
+}
+
+// The i-th order of a test.
+static int order_set(int i) {
+    static int turn;
+    if (emu_set_seed) emu_set_seed(cuda_seeds[n_seeds() == 3 ? i : turn++ % 3]);
+    return 1;
+}
+
+#define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
+
+// With three orders, every one of them takes half of a test's variants; the harder emulator, in which every access costs,
+// takes a fourth of them, or half.
+static int variants_step(void) {
+    const char *orders = getenv("KVCOMP_ORDERS");
+    if (emu_set_seed && emu_is_hard()) return orders && atoi(orders) == 3 ? 2 : 4;
+    return n_seeds() == 3 ? 2 : 1;
+}
+
+// A session on the device, for session_done.
+static Session *cuda_session(Tiny m, const char *method, const char *text) {
+    char all[512];
+    snprintf(all, sizeof all, "device=cuda %s", text);
+    return session_of(m, method, all);
+}
+
+// y = x W^T in double, x (T,I), W (O,I): y (T,O), to be freed.
+static double *product_of(const Tensor *w, const float *x, int T) {
+    int O = w->rows, I = w->cols;
+    double *y = xcalloc((size_t)T * O, sizeof *y);
+    OWN float *wf = xmalloc((size_t)O * I * sizeof *wf);
+    to_f32(wf, w->data, w->dtype, (size_t)O * I);
+    for (int t = 0; t < T; t++)
+        for (int o = 0; o < O; o++)
+            for (int i = 0; i < I; i++) y[(size_t)t * O + o] += (double)wf[(size_t)o * I + i] * x[(size_t)t * I + i];
+    return y;
+}
+
+// Checks y = x W^T on the device, and y += x W^T, against sums in double.
+static void cuda_product(Session *s, int O, int I, int T, int dtype) {
+    Tensor w = tiny_as(tiny_tensor(O, I, 1 / sqrt(I)), dtype);
+    size_t nx = (size_t)T * I, ny = (size_t)T * O;
+    OWN float *x = normals(nx, 1), *y = normals(ny, 1), *z = normals(ny, 1);
+    OWN float *ref = xmalloc(ny * sizeof *ref), *sum = xmalloc(ny * sizeof *sum);
+    OWN double *want = product_of(&w, x, T);
+    for (size_t i = 0; i < ny; i++) {
+        ref[i] = (float)want[i];
+        sum[i] = z[i] + ref[i];
+    }
+    cuda_math(s, 'm', y, ny, x, nx, &w, T);
+    // cuBLAS gets two bf16 an activation: 16 bits.
+    double tol = dtype == DT_BF16 && T > 1 ? 2e-5 : 3e-6, e = worst(y, ref, ny, tol, tol, NULL);
+    CHECK(e <= 1, "O %d I %d T %d dtype %d: %g times the bound", O, I, T, dtype, e);
+    cuda_math(s, 'p', z, ny, x, nx, &w, T);
+    CHECK(worst(z, sum, ny, 2 * tol, 2 * tol, NULL) <= 1, "added: O %d I %d T %d dtype %d", O, I, T, dtype);
+    // The tensor's copy, before its address is used again.
+    device_reset(s);
+    free((void *)w.data);
+}
+
+TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiGLU at odd shapes agree "
+                "with the CPU") {
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    OWN_SESSION Session *s = cuda_session(m, "full", "exact");
+    EACH_SEED(seed) {
+        int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 }, { 21, 1104 } };
+        int T[] = { 1, 2, 7 };
+        for (int i = 0; i < 6; i++)
+            for (int t = 0; t < 3; t++)
+                for (int d = 0; d < 3; d++)
+                    if (T[t] == 1 || d == DT_F32 || shape[i][1] % 2 == 0)
+                        cuda_product(s, shape[i][0], shape[i][1], T[t], d);
+        for (int i = 0; i < 5; i++) {
+            int n = (int[]){ 40, 1, 515, 600, 2049 }[i];
+            int rows = (int[]){ 3, 70, 2, 65, 2 }[i], dtype = i % 3;
+            Tensor w = tiny_as(tiny_tensor(1, n, 1), dtype);
+            size_t all = (size_t)rows * n;
+            OWN float *x = normals(all, 3), *y = normals(all, 1), *ref = xmalloc(all * sizeof *ref);
+            rmsnorm(ref, x, &w, rows, n, m.c->eps);
+            cuda_math(s, 'h', y, all, x, all, &w, rows);
+            CHECK(worst(y, ref, all, 2e-6, 2e-6, NULL) <= 1, "norm of %d x %d for a product", rows, n);
+            // Gate and up of a row lie side by side.
+            OWN float *both = xmalloc(2 * all * sizeof *both);
+            for (int r = 0; r < rows; r++) {
+                memcpy(both + (size_t)2 * r * n, ref + (size_t)r * n, n * sizeof *x);
+                memcpy(both + (size_t)(2 * r + 1) * n, x + (size_t)r * n, n * sizeof *x);
+            }
+            cuda_math(s, 's', y, all, both, 2 * all, &w, rows);
+            swiglu(ref, x, all);
+            CHECK(worst(y, ref, all, 2e-6, 2e-6, NULL) <= 1, "swiglu of %d x %d", rows, n);
+            device_reset(s);
+            free((void *)w.data);
+        }
+    }
+}
+
+// ---- one product of 16-bit numbers
+
+int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale);
+
+// The largest error of y = x W^T, in the size of an element of y: deviations of x and W times sqrt(I).
+// x is of the size 2^shift. tiny: elements of a bf16 W that f16 would have to round.
+static double product_error(Session *s, int dtype, int T, int tiny, int shift) {
+    enum { O = 48, I = 96 };
+    Tensor w = tiny_as(tiny_tensor(O, I, .02), dtype);
+    uint16_t *h = (uint16_t *)w.data;
+    for (int i = 0; i < tiny; i++) h[i * 7] = (127 - 60) << 7 | 1;
+    OWN float *x = normals((size_t)T * I, ldexp(1, shift)), *y = xmalloc((size_t)T * O * sizeof *y);
+    double e = 0, *want = product_of(&w, x, T);
+    cuda_math(s, 'm', y, (size_t)T * O, x, (size_t)T * I, &w, T);
+    for (int i = 0; i < T * O; i++) e = fmax(e, fabs(y[i] - want[i]) / (ldexp(.02, shift) * sqrt(I)));
+    device_reset(s);
+    free((void *)w.data);
+    free(want);
+    return e;
+}
+
+TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 weights and with bf16 "
+                       "weights that f16 holds, by 2^-8 with others; --exact by 2^-22 and 2^-16; rows of "
+                       "any size") {
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    Session *s[2] = { cuda_session(m, "full", ""), cuda_session(m, "full", "exact") };
+    // A sum of 96 terms, each off by up to such a share of itself: the worst of 144 sums is off by
+    // about 1.5 such shares.
+    const struct {
+        int dtype, tiny;
+        double most[2];
+    } kind[] = { { DT_F32, 0, { 2e-6, 2e-6 } },
+                 { DT_F16, 0, { 1e-3, 2e-6 } },
+                 { DT_BF16, 0, { 1e-3, 2e-5 } },
+                 { DT_BF16, 4, { 1e-3, 2e-5 } },
+                 { DT_BF16, 5, { 1e-2, 2e-5 } } };
+    for (int k = 0; k < 5; k++)
+        for (int e = 0; e < 2; e++)
+            for (int shift = 0; shift < 3; shift++) {
+                if (e && shift) continue;       // two products are as f16 goes
+                int size = shift == 1 ? 40 : shift == 2 ? -60 : 0;
+                double x = product_error(s[e], kind[k].dtype, 3, kind[k].tiny, size);
+                CHECK(x <= kind[k].most[e], "dtype %d, %d tiny%s, rows of 2^%d: %g", kind[k].dtype,
+                      kind[k].tiny, e ? ", exact" : "", size, x);
+                CHECK(e || k != 4 || x > 2e-3, "a matrix that stays bf16 meets bf16 rows: %g", x);
+            }
+    for (int e = 0; e < 2; e++) session_done(s[e]);
+}
+
+// What the device makes of n bf16 numbers h. -> their type there; *lost: how many of them times the
+// scale are others, *worst_of: by how much, in units of the largest.
+static int halved(Session *s, const uint16_t *h, int n, int *lost, double *worst_of) {
+    Tensor t = { h, DT_BF16, 1, n };
+    OWN uint16_t *got = xmalloc((size_t)n * 2);
+    float scale, top = 0;
+    int dtype = cuda_matrix(s, &t, got, &scale);
+    *lost = 0;
+    *worst_of = 0;
+    for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(bf16_to_f32(h[i])));
+    for (int i = 0; i < n; i++) {
+        float x = bf16_to_f32(h[i]), y = dtype == DT_F16 ? f16_to_f32(got[i]) : bf16_to_f32(got[i]);
+        *lost += memcmp((float[]){ y * scale }, &x, sizeof x) != 0;
+        *worst_of = fmax(*worst_of, fabs((double)y * scale - x) / top);
+    }
+    device_reset(s);
+    return dtype;
+}
+
+TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; one element in 1024 may be "
+                  "smaller, and changes by 2^-40 of it; more, or what is no number, keep a matrix bf16; "
+                  "a token's product is the same to the bit") {
+    enum { N = 4096 };
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    OWN_SESSION Session *s = cuda_session(m, "full", ""), *exact = cuda_session(m, "full", "exact");
+    uint16_t h[N];
+    int lost, dtype;
+    double e;
+    for (int top = 50; top < 255; top += 34) {
+        // Exponents of the largest and of down to 2^-32 of it, every mantissa and sign, zeros.
+        for (int i = 0; i < N; i++) {
+            int exponent = top - i % 33;
+            h[i] = (uint16_t)(i % 64 == 63 ? i % 2 << 15 : exponent << 7 | (i * 37 & 127) | i % 2 << 15);
+        }
+        h[5] = (uint16_t)(top << 7 | 127);
+        dtype = halved(s, h, N, &lost, &e);
+        CHECK(dtype == DT_F16 && !lost, "largest 2^%d: type %d, %d others", top - 127, dtype, lost);
+        dtype = halved(exact, h, N, &lost, &e);
+        CHECK(dtype == DT_BF16 && !lost, "exact: type %d, %d others", dtype, lost);
+    }
+    for (int n = 4; n < 6; n++) {
+        for (int i = 0; i < N; i++) h[i] = (uint16_t)(120 << 7 | (i & 127));
+        for (int i = 0; i < n; i++) h[i * 9 + 1] = (uint16_t)((120 - 33 - i) << 7 | 127);
+        dtype = halved(s, h, N, &lost, &e);
+        CHECK(dtype == (n == 4 ? DT_F16 : DT_BF16), "%d smaller ones: type %d", n, dtype);
+        CHECK(lost == (n == 4 ? 4 : 0) && e <= ldexp(1, -40), "%d others, by %g", lost, e);
+    }
+    uint16_t none[] = { 0x7f80, 0xff80, 0x7fc1 };
+    for (int i = 0; i < 3; i++) {
+        for (int j = 0; j < N; j++) h[j] = 0x3f80;
+        h[77] = none[i];
+        dtype = halved(s, h, N, &lost, &e);
+        CHECK(dtype == DT_BF16, "%x: type %d", none[i], dtype);
+    }
+    memset(h, 0, sizeof h);
+    CHECK(halved(s, h, N, &lost, &e) == DT_F16 && !lost, "zeros: %d others", lost);
+
+    // One token: f32 sums of the same numbers times a power of two.
+    Tensor w = tiny_as(tiny_tensor(40, 96, .02), DT_BF16);
+    float *x = normals(96, 1), y[2][40];
+    cuda_math(s, 'm', y[0], 40, x, 96, &w, 1);
+    cuda_math(exact, 'm', y[1], 40, x, 96, &w, 1);
+    CHECK(!memcmp(y[0], y[1], sizeof y[0]), "other bits");
+    free((void *)w.data);
+    free(x);
+}
+
+// ---- what only PTX can say, against the tables of the PTX ISA
+
+void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out);
+void cuda_copies(const unsigned *in, unsigned *out);
+size_t cuda_block_bytes(int i, const char **kernel);
+
+// Two numbers as a word of 16-bit numbers, the first in the lower half.
+static unsigned word_of(int dtype, float low, float high) {
+    uint16_t h[2];
+    from_f32(h, (float[]){ low, high }, dtype, 2);
+    return h[0] | (unsigned)h[1] << 16;
+}
+
+// D = C + A B for matrices of small whole numbers, which every type holds exactly: an element in
+// the wrong place changes a sum.
+static void fragment_product(char op, int dtype) {
+    float A[16][16], B[16][8], d[128];
+    unsigned in[32 * 6], none = 0;
+    int wrong = 0;
+    for (int i = 0; i < 16; i++) {
+        for (int k = 0; k < 16; k++) A[i][k] = (i * 7 + k * 3) % 17 - 8;
+        for (int j = 0; j < 8; j++) B[i][j] = (i * 5 + j * 11) % 13 - 6;
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, k = lane % 4 * 2;
+        unsigned *w = in + lane * 6;
+        w[0] = word_of(dtype, A[g][k], A[g][k + 1]);
+        w[1] = word_of(dtype, A[g + 8][k], A[g + 8][k + 1]);
+        w[2] = word_of(dtype, A[g][k + 8], A[g][k + 9]);
+        w[3] = word_of(dtype, A[g + 8][k + 8], A[g + 8][k + 9]);
+        w[4] = word_of(dtype, B[k][g], B[k + 1][g]);
+        w[5] = word_of(dtype, B[k + 8][g], B[k + 9][g]);
+    }
+    for (int i = 0; i < 128; i++) d[i] = i - 60;
+    cuda_fragment(op, in, 32 * 6, d, &none, 1);
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+            float sum = lane * 4 + i - 60;
+            for (int k = 0; k < 16; k++) sum += A[row][k] * B[k][col];
+            wrong += d[lane * 4 + i] != sum;
+        }
+    CHECK(!wrong, "%s: %d of 128 elements of a product", dtype == DT_F16 ? "f16" : "bf16", wrong);
+}
+
+TEST(cuda_fragments,
+     "tensor-core fragments lie as the PTX ISA says: products in f16 and bf16, ldmatrix; "
+     "cp.async is there after its wait, and in the emulator not before") {
+    EACH_SEED(seed) {
+        float d[128] = { 0 };
+        unsigned in[768], out[1024], wrong[3] = { 0 };
+        fragment_product('m', DT_F16);
+        fragment_product('b', DT_BF16);
+
+        // Word i of a matrix holds the numbers 2 i and 2 i + 1: element (row, col) is 8 row + col,
+        // 64 further on in the next matrix.
+        for (int i = 0; i < 128; i++) in[i] = (unsigned)(2 * i) | (unsigned)(2 * i + 1) << 16;
+        for (int trans = 0; trans < 2; trans++) {
+            cuda_fragment(trans ? 't' : 'l', in, 128, d, out, 128);
+            for (int lane = 0; lane < 32; lane++)
+                for (int m = 0; m < 4; m++) {
+                    int row = lane / 4, col = lane % 4 * 2;
+                    unsigned low = m * 64 + (trans ? col * 8 + row : row * 8 + col);
+                    unsigned step = trans ? 8 : 1;
+                    wrong[trans] += out[lane * 4 + m] != (low | (low + step) << 16);
+                }
+        }
+        cuda_fragment('o', in, 128, d, out, 128);
+        for (int i = 0; i < 128; i++) wrong[2] += out[i] != in[i];
+        CHECK(!wrong[0] && !wrong[1] && !wrong[2],
+              "words wrong: %u of ldmatrix, %u transposed, %u loaded", wrong[0], wrong[1],
+              wrong[2]);
+
+        unsigned early = 0, late = 0;
+        for (int i = 0; i < 768; i++) in[i] = 1000 + i;
+        cuda_copies(in, out);
+        for (int i = 0; i < 256; i++) {
+            int from = (i + 4) % 256;
+            early += out[i] == in[from] || out[i] == 7;
+            late += out[256 + i] != in[from] || out[512 + i] != in[256 + from] ||
+                    out[768 + i] != in[512 + from];
+        }
+        CHECK(!late, "%u words of 256 are not there after the wait", late);
+        CHECK(!emu_set_seed || !early, "%u words of 256 are there before the wait", early);
+    }
+}
+
+TEST(cuda_loops, "what data/cuda_loops.awk takes for a block's shared memory is what it is (test/cli/scripts.txt has the "
+                 "rest of its table)") {
+    static char said[4000];
+    char path[] = "/tmp/kvcomp-ptxas-XXXXXX", command[256];
+    const char *kernel[32];
+    size_t bytes[32];
+    int n = 0;
+    FILE *f = fdopen(mkstemp(path), "w");
+    for (; (bytes[n] = cuda_block_bytes(n, &kernel[n])) != 0; n++)
+        fprintf(f, "ptxas info    : Compiling entry function 'void %s(Attn, int)' for 'sm_90'\n"
+                   "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+                   "ptxas info    : Used 128 registers, used 1 barriers, 1024 bytes smem\n", kernel[n]);
+    fclose(f);
+    snprintf(command, sizeof command, "cat lib/cuda_kernels.h kvcomp.cu %s | awk -f data/cuda_loops.awk", path);
+    f = popen(command, "r");
+    said[fread(said, 1, sizeof said - 1, f)] = 0;
+    CHECK(n > 10 && !pclose(f), "%s", said);
+    unlink(path);
+    for (int i = 0; i < n; i++) {
+        char want[100];
+        const char *row = strstr(said, kernel[i]), *end = row ? strchr(row, '\n') : NULL;
+        snprintf(want, sizeof want, " 128 %5.1f  ", (1024 + bytes[i]) / 1024.);
+        const char *at = row ? strstr(row, want) : NULL;
+        CHECK(at && at < end, "%s: %s is wanted: %.100s", kernel[i], want, row ? row : "no row");
+    }
+}
+
+// ---- two sessions with the same rows, one on each side
+
+// Rows are put in directly, so the contents of the heads are known to the bit.
+typedef struct {
+    Tiny m;
+    Session *c, *d;
+} Pair;
+
+// Two sessions with the same method and options, p.c on the CPU and p.d on the device.
+static Pair pair_open(Tiny m, const char *method, const char *text) {
+    return (Pair){ m, session_of(m, method, text), cuda_session(m, method, text) };
+}
+
+// Closes both; those that are declared OWN_PAIR where their block ends.
+#define OWN_PAIR __attribute__((cleanup(pair_close)))
+static void pair_close(Pair *p) {
+    session_done(p->c);
+    session_done(p->d);
+}
+
+// A pass of n tokens: rows of every layer.
+static void pair_append(Pair *p, int n, double k_std) {
+    const Config *c = p->m.c;
+    OWN Token *t = xcalloc(n, sizeof *t);
+    for (int i = 0; i < n; i++) t[i] = (Token){ i % c->V, -1, p->c->turn, TOK_USER };
+    add_tokens(p->c, t, n);
+    add_tokens(p->d, t, n);
+    p->c->turn++;
+    p->d->turn++;
+    tokens_give_cuda(p->d);
+    for (int l = 0; l < c->L; l++) {
+        size_t all = (size_t)n * c->G * c->D;
+        OWN float *k = normals(all, k_std), *v = normals(all, 1);
+        float *dk = cuda_put(k, all * sizeof *k), *dv = cuda_put(v, all * sizeof *v);
+        kv_append(p->c, l, k, v, 0, n);
+        kv_append(p->d, l, dk, dv, 0, n);
+        cuda_drop(dk);
+        cuda_drop(dv);
+    }
+}
+
+// The end of a pass of n tokens on both sides: the commits of all parts, layer after layer.
+static void pair_commit(Pair *p, int n) {
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+        for (int l = 0; l <= s->c->L; l++)
+            for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, l, NULL, n);
+}
+
+// dev: device memory.
+static int bytes_differ(const void *host, const void *dev, size_t n) {
+    OWN char *x = xmalloc(n + 1);
+    if (n) cuda_get(x, dev, n);
+    int diff = n && memcmp(x, host, n);
+    return diff;
+}
+
+// Of packed rows.
+static int tables_differ(const KVHead *a, const KVHead *b) {
+    int bad = a->packed != b->packed || a->n_reg != b->n_reg;
+    for (int i = 0; i < a->n_reg && !bad; i++) {
+        const Region *x = &a->reg[i], *y = &b->reg[i];
+        bad = x->row0 != y->row0 || x->n != y->n || x->w != y->w || x->base != y->base;
+    }
+    return bad;
+}
+
+// A on the CPU, b on the device: rows, tokens, positions, packed rows.
+static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {
+    size_t raw = a->len - a->packed, n = a->len * sizeof(int);
+    if (a->len != b->len || a->cap != b->cap || a->pk_bytes != b->pk_bytes || tables_differ(a, b))
+        return 1;
+    if (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n))) return 1;
+    return bytes_differ(a->k, b->k, raw * c->fk->row_bytes(c->c->D)) ||
+           bytes_differ(a->v, b->v, raw * c->fv->row_bytes(c->c->D)) ||
+           bytes_differ(a->pk, b->pk, a->pk_bytes) || bytes_differ(a->pv, b->pv, a->pk_bytes);
+}
+
+// Heads that differ, and the sums of bytes.
+static int device_differs(const Session *c, const Session *d) {
+    int bad = 0;
+    for (int i = 0; i < c->c->L * c->c->G; i++) bad += head_differs(c, &c->head[i], &d->head[i]);
+    return bad + (kv_bytes(c) != kv_bytes(d)) + (kv_meta_bytes(c) != kv_meta_bytes(d));
+}
+
+// How many heads hold other rows on the device.
+static int pair_rows_differ(const Pair *p) { return device_differs(p->c, p->d); }
+
+// The first rows, and every step-th from `from` on.
+static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
+    int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
+    while (n < first) {
+        keep[n] = n;
+        n++;
+    }
+    for (int r = from; r < len; r += step) keep[n++] = r;
+    kv_keep(p->c, l, g, keep, n);
+    kv_keep(p->d, l, g, keep, n);
+    free(keep);
+}
+
+TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, "
+                "compact, truncate, re-rotate, load; memory is given back") {
+    const char *format[] = { "f32", "f16", "bf16", "q8_0", "q4" };
+    EACH_SEED(seed) for (int f = 0; f < 5; f++) {
+        int D = (int[]){ 40, 48, 64, 72, 56 }[f];
+        OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        char text[64];
+        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 5]);
+        OWN_PAIR Pair p = pair_open(m, "full", text);
+        // f16 and the scales of q4: some saturate.
+        pair_append(&p, 70, f == 1 ? 30000 : f == 4 ? 1e9f : 1);
+        CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
+        pair_keep(&p, 0, 0, 0, 3, 1);
+        pair_keep(&p, 0, 2, 4, 1, 9);
+        pair_keep(&p, 1, 1, 0, 1, 70);
+        CHECK(!pair_rows_differ(&p) && kv_head(p.d, 1, 1)->len == 0, "%s: keep", format[f]);
+        pair_append(&p, 9, 1);
+        int idx[] = { 1, 4, 7 };
+        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
+            view_group(s, 0, 0, idx, 3, 20);
+            CHECK(same_as_before(s, 0, 1), "one list for the group");
+            view_set(s, 0, 0, idx + 1, 1, 22);
+            CHECK(!same_as_before(s, 0, 1) && kv_view(s, 0, 1)->n == 3 &&
+                      kv_view(s, 0, 1)->idx[0] == 1 && kv_view(s, 0, 1)->tail == 20,
+                  "a view set alone leaves the next head's");
+            view_set(s, 0, 0, idx, 3, 20);
+            view_set(s, 0, 1, idx + 1, 1, 22);
+            kv_compact(s, 0, 0);
+            CHECK(kv_view(s, 0, 1)->tail == 5 && kv_view(s, 0, 1)->idx[0] == 1, "view renumbered");
+            kv_repos(s, 0, 1, 3, 77);
+            kv_repos(s, 1, 0, 0, 5);
+        }
+        CHECK(!pair_rows_differ(&p), "%s: compact, re-rotate", format[f]);
+        kv_truncate(p.c, 73);
+        kv_truncate(p.d, 73);
+        CHECK(!pair_rows_differ(&p), "%s: truncate", format[f]);
+        pair_append(&p, 60, 1);
+        CHECK(!pair_rows_differ(&p), "%s: growing", format[f]);
+        int rows[] = { 0, 1, 2, 9, 11, 12, 40 };
+        float a[7 * 72], b[7 * 72];
+        for (int v = 0; v < 2; v++) {
+            (v ? kv_load_v : kv_load_k)(p.c, kv_head(p.c, 0, 1), rows, 0, 7, a);
+            (v ? kv_load_v : kv_load_k)(p.d, kv_head(p.d, 0, 1), rows, 0, 7, b);
+            CHECK(!memcmp(a, b, (size_t)7 * D * sizeof *a), "%s: load", format[f]);
+        }
+        if (f >= 3) {                           // a block with an infinity has a NaN for its scale
+            pair_append(&p, 1, INFINITY);
+            kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
+            CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of %s", format[f]);
+        }
+    }
+}
+
+// What is asked of two sessions behind their passes: single tokens, a whole pass on tensor cores, or column sums on
+// tensor cores.
+enum { STEPS, PASS, SUMS };
+
+// A row of the tests of attention: heads; tokens of two passes and of a last one, whose tokens ask; how keys and values
+// are stored; the options of pats, or NULL; 1: SONIC's rule.
+typedef struct {
+    int ask, H, G, D, first, second, n;
+    const char *k, *v, *pats;
+    int rule;
+} Shape;
+
+// The tokens of both sessions become messages with Nexus tokens between them.
+static void pair_messages(Pair *p) {
+    int seg = -1;
+    for (int i = 0; i < p->c->n_tok; i++) {
+        if (!rnd_int(40)) seg++;
+        p->c->tok[i].seg = p->d->tok[i].seg = seg;
+        p->c->tok[i].kind = p->d->tok[i].kind = seg >= 0 && !rnd_int(15) ? TOK_EXTRA : TOK_USER;
+    }
+    tokens_give_cuda(p->d);
+}
+
+// A pair of two layers, the second of which has a sliding window, whose heads have lost rows and so differ in length.
+// Very many rows: one layer, and all are kept.
+static Pair pair_shaped(const Shape *x, int seed) {
+    char text[200];
+    int many = x->first > 9000;
+    snprintf(text, sizeof text, "ctk=%s ctv=%s %s", x->k, x->v, x->pats ? x->pats : "");
+    Tiny m = tiny_model(many ? 1 : 2, x->H, x->G, x->D, 16, 16, 11, seed);
+    tiny_window(m, 2, 37);
+    Pair p = pair_open(m, x->pats ? "pats" : "full", text);
+    p.c->wants = p.d->wants = seed % 4 == 3 ? 0 : KV_MASS;
+    for (int i = 0; i < 2; i++) {
+        int n = i ? x->second : x->first;
+        if (n) pair_append(&p, n, 1);
+        if (n && x->pats) pair_commit(&p, n);
+    }
+    CHECK(!x->pats || kv_head(p.d, 0, 0)->packed > 10, "%s: %d packed rows", text, kv_head(p.d, 0, 0)->packed);
+    for (int g = 0; g < x->G && !many; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+    pair_append(&p, x->n, 1);
+    p.c->rule = p.d->rule = x->rule;
+    if (x->rule) pair_messages(&p);
+    return p;
+}
+
+// Window scores of the last 1 to `most` of n queries in layer l, q on the host and dq on the device.
+static void pair_sums(Pair *p, int l, int n, const float *q, const float *dq, int most, double tol) {
+    size_t all = (size_t)p->m.c->H * kv_longest(p->c, l);
+    OWN float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
+    for (int W = 1; W <= most; W += (most - 1) / 3) {
+        window_scores(p->c, l, q, n, W, x);
+        window_scores(p->d, l, dq, n, W, y);
+        CHECK(worst(y, x, all, 1e-6, tol, NULL) <= 1, "window scores: layer %d, W %d, %d queries, D %d %s", l, W, n,
+              p->m.c->D, p->c->fk->name);
+    }
+}
+
+// The views of layer l. kind 0: all rows; 1: equal lists in a group; 2: different ones, some without rows of their own
+// or without a tail.
+static void pair_views(Pair *p, int l, int kind) {
+    const Config *c = p->m.c;
+    int R = c->H / c->G, idx[4096];
+    for (int h = 0; h < c->H; h++) {
+        int k = 0, len = kv_head(p->c, l, h / R)->len, tail = kind ? len - len / 4 - (kind == 2) * (h % R) : 0;
+        if (kind == 2 && h % 4 == 3) tail = len;
+        for (int r = kind == 2 ? h % 3 : 0; kind && r < tail && (kind == 1 || h % 4 != 2); r += 2 + kind) idx[k++] = r;
+        if (!k && tail == len) tail = 0;
+        view_set(p->c, l, h, idx, k, tail);
+        view_set(p->d, l, h, idx, k, tail);
+    }
+}
+
+// The last n tokens ask, as a pass and for window scores; then the last token does in a step, with three kinds of
+// views. fast: the kernel of steps is decode_kernel.
+static void pair_attention(Pair *p, int l, int n, int fast) {
+    const Config *c = p->m.c;
+    size_t row = (size_t)c->H * c->D;
+    OWN float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
+    float *dq = cuda_put(q, n * row * sizeof *q), *db = cuda_put(b, n * row * sizeof *b);
+    if (emu_count) emu_count(NULL);
+    attn_prefill(p->c, l, a, q, 0, n);
+    attn_prefill(p->d, l, db, dq, 0, n);
+    cuda_get(b, db, n * row * sizeof *b);
+    // Keys of q8_0: the CPU rounds q to 16 bits (D89). bf16 on tensor cores: q and p in 16 bits.
+    int q8 = !strcmp(p->c->fk->name, "q8_0");
+    double tol = q8 ? 1e-4 : 1e-5;
+    CHECK(worst(b, a, n * row, tol, tol, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G,
+          c->D);
+    pair_sums(p, l, n, q, dq, 40, 1e-5);
+
+    int base = p->c->base;
+    p->c->base = p->d->base = p->c->n_tok - 1;
+    p->c->decoding = p->d->decoding = 1;
+    if (!strcmp(p->c->fk->name, "bf16")) tol = 1e-4;
+    for (int kind = 0; kind < 3; kind++) {
+        pair_views(p, l, kind);
+        attn_decode(p->c, l, a, q);
+        attn_decode(p->d, l, db, dq);
+        cuda_get(b, db, row * sizeof *b);
+        double e = worst(b, a, row, tol, tol, NULL);
+        CHECK(e <= 1, "decode: layer %d, views %d, H %d G %d D %d, %s: %g times the bound", l, kind, c->H, c->G, c->D,
+              p->c->fk->name, e);
+    }
+    long launched = emu_count ? emu_count("decode_kernel") : 3 * fast;
+    CHECK(launched == 3 * fast, "H %d G %d D %d, %s: decode_kernel was launched %ld times", c->H, c->G, c->D,
+          p->c->fk->name, launched);
+    for (int g = 0; g < c->G; g++) {
+        const KVHead *x = kv_head(p->c, l, g);
+        KVHead *y = kv_head(p->d, l, g);
+        if (x->mass) mass_fetch_cuda(p->d, y);
+        double most = q8 ? 1e-4 : 1e-5;
+        CHECK(!x->mass || worst(y->mass, x->mass, x->len, most, most, NULL) <= 1, "mass: layer %d, head %d", l, g);
+    }
+    CHECK(p->c->clk.bytes_attended == p->d->clk.bytes_attended, "bytes attended: %g, expected %g",
+          p->d->clk.bytes_attended, p->c->clk.bytes_attended);
+    p->c->base = p->d->base = base;
+    p->c->decoding = p->d->decoding = 0;
+    view_all(p->c);
+    view_all(p->d);
+    cuda_drop(dq);
+    cuda_drop(db);
+}
+
+void cuda_tensor_min(int n);
+void cuda_exact(Session *s, int on);
+
+// What a prefill on tensor cores may differ by from the CPU's, absolute and relative. q and the
+// probabilities are rounded once, to 16 bits: 11 significant ones in f16, 8 in bf16.
+static double tensor_bound(const Session *s) {
+    return strcmp(s->fk->name, "bf16") || strcmp(s->fv->name, "bf16") ? 2e-3 : 1.6e-2;
+}
+
+// Attention of the last n tokens in layer l on both sides, within the bound; the last third of the tokens alone gets the
+// same bits, and q and P in f32 come within 1e-5. Of very many rows, which take seconds, the first is enough.
+static void pair_prefill(Pair *p, int l, int n) {
+    const Config *c = p->m.c;
+    size_t row = (size_t)c->H * c->D, all = n * row;
+    int last = (n + 2) / 3, many = kv_longest(p->c, l) > 9000;
+    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b);
+    float *alone = xmalloc(all * sizeof *alone), *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(q, all * sizeof *q);
+    attn_prefill(p->c, l, a, q, 0, n);
+    if (emu_count) emu_count(NULL);
+    attn_prefill(p->d, l, db, dq, 0, n);
+    if (emu_count)
+        CHECK(emu_count("prefill_kernel") && !emu_count("attend_kernel"), "tensor cores: D %d", c->D);
+    cuda_get(b, db, all * sizeof *b);
+    double bound = tensor_bound(p->d), e = worst(b, a, all, bound, bound, NULL), exact = 0;
+    CHECK(e <= 1, "%s, H %d G %d D %d, %d tokens, rule %d, layer %d: %g times the bound", p->d->fk->name, c->H, c->G, c->D,
+          n, p->d->rule, l, e);
+    if (!many) {
+        attn_prefill(p->d, l, db, dq + (n - last) * row, n - last, last);
+        cuda_get(alone, db, last * row * sizeof *alone);
+        CHECK(!memcmp(alone, b + (n - last) * row, last * row * sizeof *b), "D %d: the last %d alone", c->D, last);
+        cuda_exact(p->d, 1);
+        attn_prefill(p->d, l, db, dq, 0, n);
+        cuda_exact(p->d, 0);
+        cuda_get(b, db, all * sizeof *b);
+        exact = worst(b, a, all, 1e-5, 1e-5, NULL);
+        CHECK(exact <= 1, "q and P in f32, D %d: %g times the bound", c->D, exact);
+    }
+    if (getenv("CUDA_VERBOSE"))
+        printf("       D %d, %s: %.2g, with q and P in f32 %.2g\n", c->D, p->d->fk->name, e * bound, exact * 1e-5);
+    cuda_drop(dq);
+    cuda_drop(db);
+    free(alone);
+}
+
+// Column sums of 1 to 70 queries, a launch a call.
+static void pair_columns(Pair *p, int l, int n) {
+    size_t all = (size_t)n * p->m.c->H * p->m.c->D;
+    float *q = normals(all, 1.5), *dq = cuda_put(q, all * sizeof *q);
+    if (emu_count) emu_count(NULL);
+    pair_sums(p, l, n, q, dq, n, 1e-4);
+    CHECK(!emu_count || emu_count("column_kernel") == 4, "D %d: other kernels", p->m.c->D);
+    cuda_drop(dq);
+    free(q);
+}
+
+#define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
+
+// Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
+static const Shape attention_shapes[] = {
+    { STEPS, 6, 3, 40, 100, 0, 37, "f32", "f32" },       { STEPS, 3, 3, 48, 100, 0, 1, "bf16", "bf16" },
+    { STEPS, 12, 1, 64, 100, 0, 5, "q8_0", "f16" },      { STEPS, 15, 3, 128, 100, 0, 3, "bf16", "f16" },
+    { STEPS, 10, 2, 72, 100, 0, 2, "f32", "f32" },       { STEPS, 3, 3, 42, 100, 0, 2, "f16", "f16" },
+    { STEPS, 2, 1, 256, 100, 0, 40, "bf16", "bf16" },    { STEPS, 9, 1, 160, 100, 0, 2, "f32", "f32" },
+    // decode_kernel: 1 to 17 query heads a KV head.
+    { STEPS, 4, 1, 64, 15, 30, 1, "f16", "f16" },        { STEPS, 16, 1, 64, 100, 30, 3, "bf16", "bf16" },
+    { STEPS, 10, 2, 64, 143, 30, 2, "bf16", "bf16" },    { STEPS, 3, 3, 64, 15, 30, 17, "f16", "f16", NULL, 1 },
+    { STEPS, 9, 1, 64, 100, 30, 2, "f16", "f16" },       { STEPS, 4, 2, 64, 143, 30, 6, "bf16", "bf16", NULL, 1 },
+    { STEPS, 8, 2, 128, 15, 30, 2, "bf16", "bf16" },     { STEPS, 17, 1, 128, 100, 30, 1, "f16", "f16" },
+    { STEPS, 8, 1, 128, 143, 30, 18, "f16", "f16", NULL, 1 }, { STEPS, 16, 1, 128, 15, 30, 1, "bf16", "bf16" },
+    { STEPS, 5, 1, 128, 100, 30, 2, "f16", "f16" },      { STEPS, 2, 1, 128, 143, 30, 1, "f16", "f16", NULL, 1 },
+    { STEPS, 12, 1, 128, 15, 30, 2, "bf16", "bf16" },
+    { STEPS, 4, 1, 64, 11, 5, 1, "q8_0", "q8_0" },       { STEPS, 6, 2, 64, 59, 5, 6, "q8_0", "q8_0", NULL, 1 },
+    { STEPS, 16, 1, 64, 80, 5, 1, "q8_0", "q8_0" },      { STEPS, 2, 2, 128, 12, 5, 2, "q8_0", "q8_0" },
+    { STEPS, 8, 1, 128, 100, 5, 2, "q8_0", "q8_0" },     { STEPS, 7, 1, 128, 43, 5, 5, "q8_0", "q8_0", NULL, 1 },
+    { STEPS, 4, 2, 128, 143, 5, 1, "q8_0", "q8_0" },     { STEPS, 17, 1, 128, 59, 5, 1, "q8_0", "q8_0" },
+    { STEPS, 3, 1, 64, 26, 5, 6, "q8_0", "q8_0", NULL, 1 }, { STEPS, 1, 1, 128, 90, 5, 1, "q8_0", "q8_0" },
+    { STEPS, 4, 1, 64, 59, 5, 6, "q4", "q4", NULL, 1 },  { STEPS, 16, 1, 64, 80, 5, 1, "q4", "q4" },
+    { STEPS, 8, 1, 128, 100, 5, 2, "q4", "q4" },         { STEPS, 15, 1, 128, 43, 5, 5, "q4", "q4", NULL, 1 },
+    // Regions that change amid a tile, raw rows behind them, every width at both head_dims.
+    { STEPS, 4, 1, 64, 70, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 6, 3, 64, 41, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=7", 1 },
+    { STEPS, 7, 1, 64, 83, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 3, 1, 64, 66, 5, 5, "f16", "f16", PATS_ALL "pats-bmax=9 pats-schedule=old", 1 },
+    { STEPS, 16, 1, 64, 75, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 8, 1, 128, 150, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 2, 1, 128, 90, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=8", 1 },
+    { STEPS, 17, 1, 128, 64, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10 pats-schedule=old" },
+    { STEPS, 16, 1, 128, 77, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=9" },
+    { STEPS, 4, 2, 128, 71, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { PASS, 16, 1, 64, 1, 0, 37, "f16", "f16" },         { PASS, 3, 3, 80, 100, 0, 130, "bf16", "bf16" },
+    { PASS, 5, 1, 96, 240, 0, 65, "f16", "f16", NULL, VIS_SEGMENT },
+    { PASS, 8, 2, 128, 1, 0, 40, "f16", "f16", NULL, VIS_SEGMENT_EXACT },
+    { PASS, 6, 3, 128, 100, 0, 97, "bf16", "bf16", NULL, VIS_SEGMENT },
+    { PASS, 7, 1, 256, 1, 0, 33, "bf16", "bf16", NULL, VIS_SEGMENT_EXACT },
+    { PASS, 6, 3, 40, 100, 0, 150, "f16", "f16", NULL, VIS_SEGMENT },
+    { PASS, 2, 1, 160, 240, 0, 70, "f16", "f16" },       { PASS, 12, 1, 72, 240, 0, 20, "bf16", "bf16" },
+    { PASS, 2, 2, 128, 1, 0, 129, "f16", "f16" },        { PASS, 3, 3, 16, 70, 0, 97, "bf16", "bf16" },
+    { PASS, 6, 3, 64, 100, 0, 70, "f16", "f16", "pats-window=9 sink=3" },
+    { PASS, 6, 3, 48, 100, 0, 70, "q8_0", "q8_0" },      { PASS, 6, 3, 128, 100, 0, 70, "bf16", "f16" },
+    { PASS, 6, 3, 72, 100, 0, 70, "f16", "q8_0" },
+    { PASS, 3, 1, 64, 70, 0, 256, "bf16", "f16" },       { PASS, 2, 1, 128, 70, 0, 259, "f16", "bf16" },
+    { PASS, 1, 1, 8, 33000, 0, 3, "f16", "f16" },        // a list has 512 tiles of 64 rows
+    { SUMS, 4, 2, 64, 900, 0, 70, "f16", "f16" },        { SUMS, 3, 1, 128, 300, 0, 70, "bf16", "bf16" },
+    { SUMS, 2, 2, 128, 600, 0, 70, "f16", "f16", NULL, 1 }, { SUMS, 1, 1, 64, 30, 0, 70, "bf16", "bf16", NULL, 1 },
+    { SUMS, 2, 1, 64, 140, 0, 70, "bf16", "bf16" },      { SUMS, 2, 2, 128, 150, 0, 70, "f16", "f16", NULL, 1 },
+    { SUMS, 1, 1, 128, 100, 0, 70, "f16", "f16" },       { SUMS, 3, 1, 64, 90, 0, 70, "bf16", "bf16", NULL, 1 },
+};
+
+// Every shape of which this is asked, in both layers.
+static void shapes_agree(int ask) {
+    int all = sizeof attention_shapes / sizeof *attention_shapes;
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < all; i += variants_step()) {
+        const Shape *x = &attention_shapes[i];
+        if (x->ask != ask) continue;
+        int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
+        cuda_tensor_min(ask == PASS && x->n < 256);
+        Pair p = pair_shaped(x, 5 + i);
+        for (int l = 0; l < p.m.c->L; l++) {
+            if (ask == STEPS) pair_attention(&p, l, x->n, fast);
+            if (ask == PASS) pair_prefill(&p, l, x->n);
+            if (ask == SUMS) pair_columns(&p, l, x->n);
+        }
+        pair_close(&p);
+        tiny_free(p.m);
+    }
+    cuda_tensor_min(0);
+}
+
+TEST(cuda_attention, "attention of a step and of few queries, and window scores, agree with the CPU: every row format and "
+                     "width of PATS, head_dim 40 to 256, 1 to 17 query heads a KV head, unequal heads, lists, tails, "
+                     "windows, SONIC's rule, lengths around a tile") {
+    shapes_agree(STEPS);
+}
+
+TEST(cuda_tensor, "a prefill on tensor cores agrees with the CPU, and so it does with q and P in f32; a part alone gets the "
+                  "same bits: head_dim 8 to 256, 1 to 16 query heads a KV head, windows, SONIC's rules, unequal heads, "
+                  "packed, q8_0 and mixed rows, more tiles than a list") {
+    shapes_agree(PASS);
+}
+
+TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 queries, "
+                   "unequal heads, several tiles, a window, SONIC's rule") {
+    shapes_agree(SUMS);
+}
+
+// Rows as f32, what hooks read.
+static void pair_loads(Pair *p, int l, int g) {
+    int D = p->m.c->D, len = kv_head(p->c, l, g)->len, rows[64], n = 0;
+    for (int r = 0; r < len && n < 64; r += 1 + r % 3) rows[n++] = r;
+    OWN float *a = normals((size_t)len * D, 1), *b = normals((size_t)len * D, 1);
+    for (int v = 0; v < 2; v++) {
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), NULL, 0, len, a);
+        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), NULL, 0, len, b);
+        CHECK(!memcmp(a, b, (size_t)len * D * sizeof *a), "load of all rows");
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a);
+        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
+        CHECK(!memcmp(a, b, (size_t)n * D * sizeof *a), "load of a list of rows");
+    }
+}
+
+// Rows of n tokens, and the end of the pass.
+static void pair_pass(Pair *p, int n) {
+    pair_append(p, n, 1);
+    pair_commit(p, n);
+}
+
+TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
+                  "cutting, re-packing, dropping and truncating; attention reads them") {
+    const char *text[] = {
+        "ctk=f16 ctv=f16 pats-window=9 sink=3",
+        "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
+        "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old "
+        "pats-tend=150 pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
+    };
+    EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
+        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
+        OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
+        pair_pass(&p, 70);
+        CHECK(!pair_rows_differ(&p) && kv_head(p.d, 0, 0)->packed > 30, "%s: first pass", text[i]);
+        for (int k = 0; k < 14; k++) {
+            pair_pass(&p, 1 + k % 2);
+            CHECK(!pair_rows_differ(&p), "%s: pass %d", text[i], k);
+        }
+        pair_keep(&p, 0, 0, 0, 3, 1);
+        pair_keep(&p, 0, 2, 4, 1, 40);
+        pair_keep(&p, 1, 1, 0, 1, 88);
+        pair_keep(&p, 1, 0, 80, 2, 81);
+        CHECK(!pair_rows_differ(&p), "%s: keep", text[i]);
+        pair_pass(&p, 13);
+        CHECK(!pair_rows_differ(&p), "%s: a pass after rows were dropped", text[i]);
+        for (int l = 0; l < 2; l++) {
+            pair_attention(&p, l, 13, 0);
+            for (int g = 0; g < 3; g++) pair_loads(&p, l, g);
+        }
+        kv_truncate(p.c, 60);
+        kv_truncate(p.d, 60);
+        CHECK(!pair_rows_differ(&p), "%s: truncate", text[i]);
+        pair_pass(&p, 40);
+        CHECK(!pair_rows_differ(&p), "%s: growing again", text[i]);
+        size_t held = cuda_held(p.d), told = kv_bytes(p.d);
+        CHECK(held >= told && held < told + 6 * 2 * 4096,
+              "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held,
+              told);
+    }
+}
+
+// Values may be of any size, and their scales are folded into probabilities that f16 has to hold: the
+// scales of a tile are therefore taken relative to the largest one seen so far.
+TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
+                               "and mixed, agrees with the CPU within the size of each block") {
+    enum { D = 128, N = 150, BLOCKS = D / 32 };
+    EACH_SEED(seed) for (int kind = seed % 3; kind < 3; kind += variants_step()) {
+        OWN_MODEL Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
+        float v[D], size[BLOCKS] = { 0 };
+        char all[N][BLOCKS * 34];  // an upload may read it late
+        pair_append(&p, N, 1);
+        for (int r = 0; r < N; r++) {
+            for (int d = 0; d < D; d++) {
+                float step = kind == 2 ? (float)((r * 7 + d / 32 * 3) % 11) / 10 : (float)r / N;
+                v[d] = rnd_normal() * powf(10, kind == 1 ? 6 - 10 * step : 10 * step - 4);
+                size[d / 32] = fmaxf(size[d / 32], fabsf(v[d]));
+            }
+            p.c->fv->pack(all[r], v, D);
+            memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+            rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+        }
+        float *q = normals(4 * D, 1.5), *dq = cuda_put(q, 4 * D * sizeof *q);
+        float a[4 * D], b[4 * D], *db = cuda_put(a, sizeof a);
+        p.c->base = p.d->base = N - 1;
+        p.c->decoding = p.d->decoding = 1;
+        attn_decode(p.c, 0, a, q);
+        attn_decode(p.d, 0, db, dq);
+        cuda_get(b, db, sizeof b);
+        for (int i = 0; i < 4 * BLOCKS; i++) {
+            double e = worst(b + i * 32, a + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
+            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS,
+                  i % BLOCKS, e);
+        }
+        cuda_drop(dq);
+        cuda_drop(db);
+        free(q);
+    }
+}
+
+TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, "
+                  "signs, infinities, empty and short rows, k 0 to past n") {
+    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    OWN_SESSION Session *s = cuda_session(m, "full", ""), *c = session_of(m, "full", "");
+    EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
+        enum { S = 6, N = 1300 };
+
+        int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
+        int want[N], per = 700;
+        OWN float *x = normals(S * N, 1);
+        for (int i = 0; i < S * N && kind; i++) {
+            if (kind == 1) x[i] = (float)(i % 7);     // many ties
+            if (kind == 2) x[i] = i % 3 ? -0.0f : 0;  // all equal
+            if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        }
+        OWN int *idx = xmalloc(S * per * sizeof *idx);
+        float *dx = cuda_put(x, S * N * sizeof *x);
+        top_k_rows(s, dx, S, N, n, k, idx, per, got);
+        for (int i = 0; i < S; i++) {
+            int w = top_k(x + i * N, n[i], k[i], want);
+            CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)),
+                  "values %d, row %d: %d, expected %d", kind, i, got[i], w);
+        }
+        int heads[3] = { 1300, 0, 40 }, total = 1340;
+        for (int i = 0; i < S * N; i++) x[i] = fabsf(x[i]) > 3 ? 0 : fabsf(x[i]);
+        cuda_drop(dx);
+        dx = cuda_put(x, S * N * sizeof *x);
+        OWN float *b = xmalloc(total * sizeof *b);
+        float *a = adakv_pooled(c, x, N, heads);
+        cuda_get(b, adakv_pooled(s, dx, N, heads), total * sizeof *b);
+        CHECK(!memcmp(a, b, total * sizeof *b), "what heads compete by");
+        cuda_drop(dx);
+    }
+}
+
+TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the same window scores, "
+                  "in every order") {
+    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    EACH_SEED(seed) {
+        OWN_PAIR Pair p = pair_open(m, "full", "");
+        pair_append(&p, 90, 1);
+        pair_keep(&p, 0, 1, 3, 2, 5);
+        pair_keep(&p, 0, 2, 2, 1, 88);
+        pair_append(&p, 5, 1);
+        int N = kv_longest(p.d, 0), n[3], one = 6 * N;
+        float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q);
+        OWN float *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
+        window_scores(p.d, 0, dq, 5, 3, row);
+        for (int i = 0; i < 6; i++) {
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };
+            for (int order = JOIN_POOL; order <= POOL_ONLY; order++) {
+                float a[200], b[6][200];
+                cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n),
+                         (order == POOL_ONLY ? 6 : 3) * N * sizeof *got);
+                for (int g = 0; g < 3; g++) {
+                    float *from = row + 2 * g * N;
+                    CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
+                    join_heads(a, from, n[g], N, 2);
+                    if (order == JOIN_POOL) pool(&x, b[g], a, n[g]);
+                    for (int r = 0; r < 2 && order != JOIN_POOL; r++)
+                        pool(&x, b[2 * g + r], from + r * N, n[g]);
+                    for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
+                        int at = order == POOL_ONLY ? 2 * g + r : g;
+                        CHECK(!memcmp(got + at * N, b[at], n[g] * sizeof *got),
+                              "order %d, width %d, head %d", order, x.kernel, at);
+                    }
+                }
+            }
+        }
+        cuda_drop(dq);
+        free(q);
+    }
+}
+
+// Kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense; 4: the nearest 200 offsets too.
+static void draw_lines(Lines *a, int kind) {
+    bit_set(a->s, 0);
+    for (int i = 0; i < a->n; i++)
+        if (rnd_int(kind == 1 ? 3 : 25) == 0) bit_set(a->v, i);
+    for (int i = 0; i < a->n; i++)
+        if (rnd_int(kind == 1 ? 4 : 60) == 0) bit_set(a->s, i);
+    for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
+    for (int i = 0; i < 200 && i < a->n && kind == 4; i++) bit_set(a->s, i);
+    a->dense = kind == 3;
+}
+
+// select_exact from the same probabilities (H,m,N) on both sides.
+static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
+    const Config *c = p->m.c;
+    int N = kv_longest(p->c, 0), R = c->H / c->G;
+    for (int i = T % 3; i < 12; i += 3) {
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3],
+                       i % 4,
+                       1 + i % 5 * 7,
+                       i % 2,
+                       i % 4 ? .9 : .3 };
+        Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
+        LoopFound f[16], g[16];
+        LoopRoom *w = loop_rooms(p->c, m, N);
+        choose_lines_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < c->H; h++) {
+            for (int j = 0; j < m; j++) {
+                w->R[j] = a[h].p0 + t[j];
+                memcpy(w->P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N,
+                       a[h].n * sizeof(float));
+            }
+            LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
+            a[h].dense = select_exact(&x, &u, &a[h], w, &f[h]);
+            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells,
+                  "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g",
+                  i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
+                  g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) &&
+                      !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)),
+                  "rule %d, head %d: other lines", i, h);
+        }
+    }
+}
+
+// The sampled softmax rows, and what is made of them.
+static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
+    const Config *c = p->m.c;
+    int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
+    size_t each = (size_t)m * N;
+    for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
+    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
+    OWN float *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q);
+    OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
+    cuda_get(Q, dev, c->H * each * sizeof *Q);
+    for (int h = 0; h < c->H; h++) {
+        int n = kv_head(p->c, 0, h / R)->len, bad = 0;
+        for (int i = 0; i < m; i++) r[i] = n - T + t[i];
+        line_probs(p->c, 0, h, q, T, r, m, P, tiles_new(p->c));
+        for (int i = 0; i < m; i++)
+            bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
+        CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
+        for (int slash = 0; slash < 2; slash++) {
+            cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3),
+                     (size_t)c->H * N * sizeof *sum);
+            for (int x = 0; x < n; x++) {
+                float want = 0;
+                for (int i = 0; i < m; i++) {
+                    int at = slash ? r[i] - x : x;
+                    if (at >= 0 && at <= r[i]) want += Q[h * each + (size_t)i * N + at];
+                }
+                CHECK(sum[(size_t)h * N + x] == (x < 3 ? INFINITY : want),
+                      "sum %d of head %d, slash %d", x, h, slash);
+            }
+        }
+    }
+    choices_agree(p, T, t, m, dev, Q);
+    // Many equal gains.
+    for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
+    float *even = cuda_put(Q, c->H * each * sizeof *Q);
+    choices_agree(p, T, t, m, even, Q);
+    cuda_drop(even);
+}
+
+// Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
+// relative. kinds: how many of draw_lines' there are.
+static void pair_lines(Pair *p, int T, int kinds, double bound) {
+    const Config *c = p->m.c;
+    size_t all = (size_t)T * c->H * c->D;
+    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a);
+    float *b = xmalloc(all * sizeof *b), *dq = cuda_put(q, all * sizeof *q);
+    float *db = cuda_put(q, all * sizeof *q);
+    size_t mark = scratch_mark(p->c);
+    Lines *lines = lines_new(p->c, 0, T);
+    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
+    lines_attend(p->c, 0, lines, a, q, T);
+    lines_attend(p->d, 0, lines, db, dq, T);
+    cuda_get(b, db, all * sizeof *b);
+    double e = worst(b, a, all, bound, bound, NULL);
+    CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
+    if (kinds == 4) pair_samples(p, T, q, dq);
+    scratch_reset(p->c, mark);
+    cuda_drop(dq);
+    cuda_drop(db);
+    free(b);
+}
+
+TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
+                 "alone and as whole groups, bands that fill tiles, unequal heads, packed rows, a sliding window, head_dim "
+                 "40 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
+    static const struct {
+        int tensor, H, G, D, before, T, window;
+        const char *method, *rows;
+    } shape[] = {
+        { 0, 6, 3, 40, 0, 68, 0, "full", "" },
+        { 0, 3, 3, 48, 90, 70, 0, "full", "ctk=bf16 ctv=q8_0" },
+        { 0, 8, 1, 128, 90, 33, 50, "full", "" },
+        { 0, 6, 3, 64, 60, 40, 0, "pats", "pats-window=9 ctk=f16 ctv=f16" },
+        { 1, 10, 2, 40, 90, 131, 0, "full", "ctk=f16 ctv=f16" },
+        { 1, 6, 3, 64, 200, 70, 0, "full", "ctk=bf16 ctv=bf16" },
+        { 1, 8, 2, 128, 300, 65, 90, "full", "ctk=f16 ctv=f16" },
+        { 1, 5, 1, 160, 33, 100, 0, "full", "ctk=bf16 ctv=bf16" },
+        { 1, 5, 5, 96, 0, 150, 0, "full", "ctk=q8_0 ctv=q8_0" },
+        { 1, 5, 1, 256, 150, 64, 0, "full", "ctk=f16 ctv=f16" },
+        { 1, 2, 1, 16, 3400, 64, 0, "full", "ctk=f16 ctv=f16" },
+    };
+    int n_shape = sizeof shape / sizeof *shape;
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
+        OWN_MODEL Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
+        tiny_window(m, shape[i].window > 0, shape[i].window);
+        OWN_PAIR Pair p = pair_open(m, shape[i].method, shape[i].rows);
+        if (shape[i].before) pair_append(&p, shape[i].before, 1);
+        for (int g = 0; g < shape[i].G && i % 4 == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+        if (i == 3) pair_commit(&p, shape[i].before);
+        rnd_seed(40 + i);
+        pair_append(&p, shape[i].T, 1);
+        cuda_tensor_min(shape[i].tensor);
+        if (emu_count) emu_count(NULL);
+        pair_lines(&p, shape[i].T, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
+        CHECK(!emu_count || !shape[i].tensor || !emu_count("attend_kernel"), "lines on tensor cores");
+    }
+    cuda_tensor_min(0);
+}
+
+// ---- whole dialogues: the same script on both sides, compared after every pass
+
+// The closest choice since it was last made INFINITY: the least gap of any call of top_k between
+// the smallest value it took and the largest it left, by the larger of the two. A device that
+// rounds otherwise may choose otherwise where the gap is of the size of a rounding error; where it
+// is larger it is wrong.
+static double closest = INFINITY;
+
+// Keeps the smallest relative gap between a taken and a left score: how near two sides were to
+// choosing differently.
+static void note_gap(const float *x, int n, const int *idx, int k) {
+    double taken = INFINITY, left = -INFINITY;
+    for (int i = 0, j = 0; i < n; i++) {
+        int chosen = j < k && idx[j] == i;
+        j += chosen;
+        if (chosen)
+            taken = fmin(taken, (double)x[i]);
+        else
+            left = fmax(left, (double)x[i]);
+    }
+    if (isfinite(taken) && isfinite(left))
+        closest = fmin(closest, (taken - left) / fmax(1e-30, fmax(fabs(taken), fabs(left))));
+}
+
+// Of dialogue_agrees: absolute and relative.
+static double logit_bound = 1e-3;
+
+// How many heads have another view, other rows or other tables.
+static int views_differ(const Session *a, Session *b) {
+    int bad = 0;
+    views_fetch_cuda(b);
+    for (int i = 0; i < a->c->L * a->c->H; i++)
+        bad +=
+            !same_view(*kv_view(a, i / a->c->H, i % a->c->H), *kv_view(b, i / a->c->H, i % a->c->H));
+    for (int i = 0; i < a->c->L * a->c->G; i++) {
+        const KVHead *x = &a->head[i], *y = &b->head[i];
+        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) ||
+               memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
+    }
+    return bad;
+}
+
+// The same script on both sides: a on the CPU, b on the device. text names their options. The device's logits go to out
+// (script_rows,V), NULL: nowhere. Returns how many rows of logits were compared.
+static int sides_agree(Session *a, Session *b, const char *method, const char *text, const Script *p, float *out) {
+    const Config *c = a->c;
+    int ids[4096], V = c->V, rows = 0;
+    for (int t = 0; t < p->turns; t++) {
+        script_ids(p, t, V, ids);
+        for (int i = -1; i < p->dec[t]; i++, rows++) {
+            closest = INFINITY;
+            const float *x = i < 0 ? prefill(a, ids, p->pre[t]) : decode(a, ids[p->pre[t] + i]);
+            double gap = closest;
+            const float *y = i < 0 ? prefill(b, ids, p->pre[t]) : decode(b, ids[p->pre[t] + i]);
+            if (gap < 1e-6 && views_differ(a, b)) {
+                printf("       %s %s: turn %d, pass %d: both choices are as good as equal, by %.1e of a score; from "
+                       "here on the sides are not compared\n", method, text, t, i, gap);
+                return rows;
+            }
+            if (out) memcpy(out + (size_t)rows * V, y, V * sizeof *y);
+            double e = worst(y, x, V, logit_bound, logit_bound, NULL);
+            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i,
+                  e);
+            CHECK(!views_differ(a, b),
+                  "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a "
+                  "score",
+                  method, text, t, i, gap);
+        }
+    }
+    for (int i = 0; a->wants & KV_MASS && i < c->L * c->G; i++) {
+        mass_fetch_cuda(b, &b->head[i]);
+        // A key that rounds to the next bf16 number moves by 2^-8.
+        double tol = strstr(text, "ctk=bf16") ? 1e-3 : 1e-4;
+        CHECK(worst(b->head[i].mass, a->head[i].mass, a->head[i].len, tol, tol, NULL) <= 1,
+              "%s %s: mass of head %d", method, text, i);
+    }
+    // A session of `out` has been used before, and its methods' rooms are as large as they were then.
+    CHECK(out || (kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) == kv_meta_bytes(b)),
+          "%s: bytes", method);
+    // The bytes of a packed row are a mean, so the two sums may be rounded differently.
+    CHECK(fabs(a->clk.bytes_attended - b->clk.bytes_attended) < 1 && a->clk.peak == b->clk.peak,
+          "%s: %.0f bytes attended, %zu at the peak; on the CPU %.0f and %zu", method, b->clk.bytes_attended,
+          b->clk.peak, a->clk.bytes_attended, a->clk.peak);
+    return rows;
+}
+
+// Whole dialogues with these options on both sides. alt: weights of Nexus rows, or NULL.
+static void dialogue_agrees(Tiny m, const char *method, const char *text, const Script *p,
+                            const Layer *alt) {
+    OWN_SESSION Session *a = session_of(m, method, text), *b = cuda_session(m, method, text);
+    if (alt) a->alt = b->alt = alt;
+    sides_agree(a, b, method, text, p, NULL);
+}
+
+// One order of threads a variant, another one each time.
+static void device_agrees(Tiny m, const char *spec, const char *more) {
+    static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
+    static int turn;
+    char err[512], all[320];
+    snprintf(all, sizeof all, "%s device=cuda", more);
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
+    OWN_SESSION Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
+    CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
+    if (a && b) sides_agree(a, b, spec, more, &p, NULL);
+}
+
+TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
+                 "the CPU's rows, in as many bytes, and its logits are the CPU's within the bound") {
+    int hard = emu_set_seed && emu_is_hard();           // there every access costs
+    for (int windows = 0; windows < (hard ? 1 : 2); windows++) {
+        OWN_MODEL Tiny m = table_model(2, 4, 2, windows ? 2 : 0);
+        EACH_METHOD(p) {
+            char spec[96];
+            snprintf(spec, sizeof spec, "%s+pats", (*p)->name);
+            if (windows || hard) device_agrees(m, (*p)->name, "");
+            else each_variant(*p, m, device_agrees);
+            if (!windows && !hard && !((*p)->role & ROLE_STORE)) device_agrees(m, spec, "");
+        }
+    }
+}
+
+#define LYCHEE_SMALL "lychee-buffer=8 lychee-full-layers=0 sink=4 "
+#define LOOP_SHORT "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 "
+
+TEST(cuda_dialogues, "dialogues in shapes and formats that the table does not have agree with the CPU: tensor cores, heads "
+                     "wider than a tile's sums, lists of 5 to 64 query heads, more works than a warp has lanes, weights "
+                     "of Nexus rows' own") {
+    static const struct {
+        int L, H, G, D, first;
+        const char *method, *text;
+        double bound;
+    } run[] = {
+        { 2, 6, 3, 40, 60, "adakv", "budget=20 obs-window=4 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 6, 3, 40, 60, "snapkv", "budget=20 obs-window=4 ctk=bf16", 1e-3 },
+        { 2, 6, 3, 40, 60, "full", "ctk=q8_0 ctv=q8_0", 1e-3 },
+        { 2, 6, 3, 40, 60, "pats", "batch-size=7 pats-window=8 ctk=f16 ctv=f16", 1e-3 },
+        { 1, 34, 34, 8, 70, "full", "", 1e-3 },
+        { 2, 4, 2, 64, 60, "full", "ctk=f16 ctv=f16", 1e-3 },
+        { 2, 4, 2, 64, 60, "h2o", "budget=20 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 4, 2, 64, 60, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 4, 2, 64, 60, "lychee", LYCHEE_SMALL "budget=40 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 6, 3, 16, 60, "quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16", 1e-3 },
+        { 2, 10, 2, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 9, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", 1e-3 },
+        { 2, 12, 1, 16, 60, "quest", "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 1e-3 },
+        // The selections ask for more shared memory than a kernel has unasked.
+        { 1, 64, 1, 256, 34, "quest", "budget=32 quest-full-layers=0 ctk=f16 ctv=f16", 1e-3 },
+        { 1, 64, 1, 256, 34, "lychee", LYCHEE_SMALL "budget=24 lychee-kg=3", 1e-3 },
+        { 2, 2, 1, 256, 40, "full", "ctk=f16 ctv=f16", 1e-3 },
+        { 2, 3, 3, 160, 40, "snapkv", "budget=20 obs-window=4", 1e-3 },
+        { 2, 2, 1, 256, 50, "quest", "budget=48 quest-full-layers=0", 1e-3 },
+        { 2, 3, 3, 160, 60, "lychee", LYCHEE_SMALL "budget=40", 1e-3 },
+        { 2, 2, 1, 256, 40, "loopserve", LOOP_SHORT "loopserve-max-cells=.95 loopserve-first=2 budget=24", 1e-3 },
+        { 2, 3, 3, 160, 40, "expected-attention", "budget=20 sink=2", 1e-3 },
+        { 2, 2, 1, 256, 40, "streaming", "budget=20 streaming-rerotate", 1e-3 },
+        // A value that rounds to its neighbour moves by a step of its width.
+        { 2, 3, 3, 160, 40, "pats", "ctk=f16 ctv=f16 pats-window=8 sink=3", 2e-3 },
+        // A pass through tensor cores: bf16 rows, q and probabilities rounded to bf16.
+        { 2, 2, 1, 256, 280, "full", "ctk=bf16 ctv=bf16", 2.5e-2 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 quiet", 1e-3 },
+        { 2, 6, 3, 16, 53, "sonic", "sonic-weights=none sonic-k=2 sonic-oneshot quiet", 1e-3 },
+    };
+    for (size_t i = 0; i < sizeof run / sizeof *run; i += variants_step()) {
+        int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        OWN_MODEL Tiny m = tiny_model(run[i].L, H, G, D, 24, 40, 53, 21);
+        OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, 24, 40, 53, 77);
+        Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
+        logit_bound = run[i].bound;
+        dialogue_agrees(m, run[i].method, run[i].text, &p, nexus ? n.w->layer : NULL);
+    }
+    logit_bound = 1e-3;
+}
+
+TEST(cuda_expected_bits,
+     "ExpectedAttention from equal rows and queries: sums of queries, exponents, lengths of values "
+     "and kept rows to the CPU's bit, in a second turn too") {
+    static const char *method[] = { "expected-attention", "expected-attention",
+                                    "expected-attention+pats" };
+    static const char *text[] = { "budget=30 ctk=f32 ctv=f16", "budget=30 sink=0 ctk=q8_0 ctv=q8_0",
+                                  "budget=60 ctk=f16 ctv=f16 pats-window=8" };
+    // Without fused multiply-add, dot products are equal to rounding only.
+    int dims[] = { 40, 48, 64 }, fused = strcmp(simd_name(), "plain") != 0;
+    for (int i = 0; i < 3; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i]);
+        OWN_MODEL Tiny m = tiny_model(2, 6, 3, dims[i], 16, 16, 53, 33);
+        OWN_PAIR Pair p = pair_open(m, method[i], text[i]);
+        Expected *a = p.c->part[0].ms, *b = p.d->part[0].ms;
+        size_t H = 6, D = (size_t)dims[i];
+        p.c->forward = p.d->forward = fill_pass;
+        for (int turn = 0; turn < 2; turn++) {
+            int n = turn ? 43 : 150, *ids = random_ids(n, 53);
+            prefill(p.c, ids, n);
+            prefill(p.d, ids, n);
+            CHECK(!bytes_differ(a->sum, b->sum, 2 * H * D * (D + 1) * sizeof(double)),
+                  "%s D %zu: sums in turn %d", method[i], D, turn);
+            CHECK(!fused || !heads_differ(p.c, p.d), "%s D %zu: rows in turn %d", method[i], D, turn);
+            arrfree(ids);
+        }
+        int N = kv_longest(p.c, 1), R = 2;
+        size_t n_mu = H * D, n_z = H * (size_t)N;
+        OWN float *mu = normals(n_mu, 1), *cov = normals(n_mu * D, 1), *z = xcalloc(n_z, 4);
+        OWN float *sq = xcalloc(n_z, 4), *z2 = xcalloc(n_z, 4), *sq2 = xcalloc(n_z, 4);
+        OWN float *buf = xmalloc((2 * (size_t)KV_TILE * D + KV_TILE) * 4);
+        expected_scores_cuda(p.d, 1, mu, cov, z2, sq2, N);
+        for (int h = 0; fused && h < 6; h++) {
+            expected_exponents(p.c, kv_head(p.c, 1, h / R), 0, mu + h * D, cov + h * D * D, buf,
+                               z + (size_t)h * N);
+            value_squares(p.c, kv_head(p.c, 1, h / R), buf, sq + (size_t)(h / R) * N);
+            CHECK(!memcmp(z + (size_t)h * N, z2 + (size_t)h * N, (size_t)N * 4) &&
+                      !memcmp(sq + (size_t)(h / R) * N, sq2 + (size_t)(h / R) * N, (size_t)N * 4),
+                  "%s D %zu: exponents or lengths of head %d", method[i], D, h);
+        }
+    }
+}
+
+// How many of n floats differ in a bit between host and device.
+static int floats_differ(const void *host, const void *dev, size_t n) {
+    return n && bytes_differ(host, dev, n * 4);
+}
+
+// A on the CPU.
+static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {
+    size_t n = a->n;
+    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) ||
+           floats_differ(a->tokens, b->tokens, n) || (n && floats_differ(a->of, b->of, children));
+}
+
+// To the bit.
+static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
+    int bad = a->M != b->M || a->M_built != b->M_built, D = c->c->D;
+    for (int i = 0; i < c->c->L * c->c->G && a->M_built; i++) {
+        const Tree *x = &a->tree[i], *y = &b->tree[i];
+        if (!x->mem) continue;
+        bad += nodes_differ(&x->fine, &y->fine, a->M, D) ||
+               nodes_differ(&x->coarse, &y->coarse, x->fine.n, D) || x->bytes != y->bytes;
+    }
+    return bad;
+}
+
+// The first part selects rows of layer l on both sides, for a random query (scale > 0) or for one to which all rows are
+// the same (0): every head reads the same.
+static void select_agrees(Pair *p, int l, double scale, const char *text) {
+    const Config *c = p->m.c;
+    float *q = normals((size_t)c->H * c->D, scale), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    p->c->part[0].m->select(p->c, p->c->part[0].ms, l, q);
+    p->d->part[0].m->select(p->d, p->d->part[0].ms, l, dq);
+    views_fetch_cuda(p->d);
+    for (int h = 0; h < c->H; h++) {
+        View a = *kv_view(p->c, l, h), b = *kv_view(p->d, l, h);
+        CHECK(same_view(a, b), "%s, %d tokens, query times %g: layer %d, head %d reads %d rows before %d, on the CPU %d "
+              "before %d", text, p->c->n_tok, scale, l, h, b.n, b.tail, a.n, a.tail);
+    }
+    cuda_drop(dq);
+    free(q);
+}
+
+// Do both sides hold another index? LycheeCluster's trees, or Quest's bounds, to the bit.
+static int index_differs(const Pair *p) {
+    const Config *c = p->m.c;
+    int bad = 0;
+    if (*p->c->part[0].m->name == 'l') return trees_differ(p->c, p->c->part[0].ms, p->d->part[0].ms);
+    const Quest *a = p->c->part[0].ms, *b = p->d->part[0].ms;
+    for (int i = 0; i < c->L * c->G; i++)
+        bad += a->head[i].n != b->head[i].n ||
+               bytes_differ(a->head[i].bound, b->head[i].bound, a->head[i].n * 2 * c->D * dtype_size(a->dtype));
+    return bad;
+}
+
+TEST(cuda_index, "from equal rows both devices make the same index to the bit, and read the same rows: trees that are "
+                 "built, grafted and built anew, every score, with and without units; bounds of pages that grow; every "
+                 "format, packed rows") {
+    static const struct {
+        int H, G, D;
+        const char *method, *text;
+    } run[] = {
+        { 6, 3, 40, "lychee", "budget=40" },
+        { 12, 3, 16, "lychee", "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16" },
+        { 12, 3, 16, "lychee", "budget=30 lychee-kg=2 paper" },
+        { 2, 2, 128, "lychee", "budget=40 paper" },
+        { 12, 3, 16, "lychee+pats", "budget=40 pats-window=8 ctk=f16 ctv=f16" },
+        { 6, 3, 40, "quest", "budget=64 ctk=f32" },
+        { 6, 3, 64, "quest", "budget=64 ctk=f16 ctv=f16" },
+        { 6, 3, 16, "quest", "budget=64 ctk=bf16" },
+        { 6, 3, 48, "quest", "budget=64 ctk=q8_0" },
+        { 6, 3, 128, "quest+pats", "budget=64 ctk=f16 ctv=f16 pats-window=8" },
+    };
+    if (!strcmp(simd_name(), "plain")) return;      // no fused multiply-add: equal to rounding only
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < 10; i += variants_step()) {
+        int quest = *run[i].method == 'q';
+        char text[200];
+        snprintf(text, sizeof text, "%s %s", run[i].text,
+                 quest ? "quest-full-layers=0" : "lychee-buffer=8 lychee-full-layers=0 sink=4");
+        OWN_MODEL Tiny m = tiny_model(2, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, run[i].method, text);
+        for (int pass = 0; pass < (quest ? 7 : 15); pass++) {
+            int grown = quest ? 1 + 9 * pass : pass < 13 ? 7 : pass < 14 ? 130 : 30, n = pass ? grown : quest ? 77 : 90;
+            pair_append(&p, n, 1);
+            pair_commit(&p, n);
+            CHECK(!index_differs(&p), "%s: another index behind %d tokens", text, p.c->n_tok);
+            for (int l = 0; l < 2; l++) select_agrees(&p, l, 1.5, text);
+            CHECK(kv_view(p.d, 1, 0)->tail > 60 || (!quest && p.c->n_tok < 120), "%s: nothing was selected", text);
+        }
+    }
+}
+
+TEST(cuda_trace,
+     "traces of both devices have the same names, shapes and rows, numbers within rounding; a "
+     "traced run on "
+     "the device gives the logits of an untraced one within rounding") {
+    static const struct {
+        const char *method, *text, *own;        // own: what some of the method's values are named
+    } of[] = {
+        { "full", "", ".out" },
+        { "snapkv", "budget=20 obs-window=4", ".snapkv.scores" },
+        { "quest", "budget=16 quest-full-layers=0", ".quest.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0", ".lychee.scores" },
+        { "lychee", "budget=12 lychee-buffer=4 sink=4 lychee-full-layers=0 lychee-kg=1",
+          ".lychee.clusters" },
+        { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2", ".loopserve.scores" },
+        { "pats", "pats-window=8 ctk=f16 ctv=f16", ".pats.packed" },
+        { "h2o", "budget=20", ".kept" },
+        { "adakv", "budget=20 obs-window=4", ".adakv.budgets" },
+        { "dililazy", "budget=20 obs-window=4 dililazy-scores=data/vectors/head_scores.json",
+          ".dililazy.scores" },
+        { "sonic", "sonic-weights=none sonic-k=4 quiet", ".sonic.nexus" },
+    };
+
+    Script p = { 2, { 60, 7 }, { 5, 6 }, 4 };
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+        float *x, *y;
+        size_t n = (size_t)script_rows(&p) * m.c->V;
+        SafeFile *a = trace_of(m, of[i].method, of[i].text, "cpu", &p, &x);
+        SafeFile *b = trace_of(m, of[i].method, of[i].text, "cuda", &p, &y);
+        CHECK(worst(y, x, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU",
+              of[i].method);
+        OWN_SESSION Session *s = i % 4 ? NULL : cuda_session(m, of[i].method, of[i].text);
+        OWN float *z = s ? run_session(s, &p) : NULL;
+        CHECK(!z || worst(y, z, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace",
+              of[i].method);
+        int own = 0;    // values of the method
+        for (int k = 0; k < a->n; k++) {
+            const char *name = a->tensor[k].name;
+            SafeTensor *on_device = safetensors_find(b, name);
+            const char *how = on_device ? trace_differs(&a->tensor[k], on_device) : "not there";
+            CHECK(!*how, "%s: %s: %s", of[i].method, name, how);
+            own += strstr(name, of[i].own) != NULL;
+        }
+        CHECK(a->n == b->n && a->n > 200 && own > 0,
+              "%s: %d tensors on the CPU, %d on the device, %d named %s", of[i].method, a->n, b->n,
+              own, of[i].own);
+        safetensors_close(a);
+        safetensors_close(b);
+        free(x);
+        free(y);
+    }
+}
+
+// ---- steps in one go
+
+// Returns logits (steps,V), to be freed. graph: the first step that is one; steps: none is to be.
+static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps,
+                          int graph) {
+    OWN_SESSION Session *s = cuda_session(m, method, text);
+    cuda_single_launches(s, graph == steps);
+    int V = m.c->V;
+    float *x = xmalloc((size_t)steps * V * sizeof *x);
+    prefill(s, seven_ids(n, V), n);
+    for (int i = 0; i < steps; i++) {
+        memcpy(x + (size_t)i * V, decode(s, i * 5 % V), V * sizeof *x);
+        CHECK(cuda_graphs(s) == (i >= graph), "%s: step %d %s a graph", method, i,
+              i < graph ? "with" : "without");
+    }
+    return x;
+}
+
+TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches one by one") {
+    const char *method[] = { "full", "adakv", "full", "expected-attention" };
+    const char *text[] = { "", "budget=20 obs-window=4 ctk=f16 ctv=f16", "ctk=q8_0 ctv=q8_0", "budget=20" };
+    OWN_MODEL Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+    for (int i = 0; i < 4; i++) {
+        OWN float *a = step_logits(m, method[i], text[i], 60, 9, 0);
+        float *b = step_logits(m, method[i], text[i], 60, 9, 9);
+        CHECK(!memcmp(a, b, 9 * 53 * sizeof *a), "%s: the graph gives other logits", method[i]);
+        free(b);
+        // A device that takes no graph, and one that takes no early launches into it.
+        for (int no = 1; !i && &emu_no_graphs && no < 3; no++) {
+            emu_no_graphs = no;
+            b = step_logits(m, method[i], text[i], 60, 9, INT_MAX);
+            emu_no_graphs = 0;
+            CHECK(!memcmp(a, b, 9 * 53 * sizeof *a), "%s: without graphs other logits", method[i]);
+            free(b);
+        }
+    }
+    for (size_t n = 1; n < 3000000; n += n / 3 + 1)
+        CHECK((n + cuda_chunk(n) - 1) / cuda_chunk(n) <= 512, "%zu rows in pieces of %zu", n,
+              cuda_chunk(n));
+}
+
+// graphs: how many of the 56 steps go in one go. captures: how many of those are launched one by
+// one and captured: at the start of a turn, and after rows or bounds have grown, an index was
+// built, other views were set. anew: how many captures make another graph, because other kernels
+// are launched; the others update the one there is.
+static void steady_agrees(Tiny m, const char *method, const char *text, int graphs, int captures,
+                          int anew) {
+    static int turn;
+    Script p = { 2, { 30, 22 }, { 38, 18 }, 4 }, once = { 1, { 110 }, { 2 }, 5 };
+    // Another order of threads each time.
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
+    size_t row = (size_t)m.c->V * sizeof(float);
+    OWN_SESSION Session *c = session_of(m, method, text), *s = cuda_session(m, method, text);
+    // All rooms are there from now on: only what a step means asks for another graph.
+    free(run_session(c, &once));
+    free(run_session(s, &once));
+    session_reset(c);
+    session_reset(s);
+    if (emu_count) emu_count(NULL);
+    OWN float *a = run_session(s, &p), *b = xmalloc(script_rows(&p) * row);
+    if (emu_count) {
+        long n = emu_count("cudaGraphLaunch"), k = emu_count("cudaStreamBeginCapture");
+        long made = emu_count("cudaGraphInstantiate"), updated = emu_count("cudaGraphExecUpdate");
+        CHECK(n == graphs - captures && k == captures,
+              "%s %s: %ld steps were graphs, captured %ld times; should be %d and %d", method, text,
+              n, k, graphs - captures, captures);
+        CHECK(made + updated == captures && made == anew, "%s %s: %ld graphs made, %ld updated",
+              method, text, made, updated);
+    }
+    session_reset(s);
+    cuda_single_launches(s, 1);
+    int rows = sides_agree(c, s, method, text, &p, b);
+    CHECK(!memcmp(a, b, rows * row), "%s %s: the graph gives other logits", method, text);
+}
+
+TEST(cuda_steady,
+     "steps that choose rows as a graph, over grafts, ends of pages, selections, heads that grow "
+     "and a second turn: the launches one by one to the bit, the CPU's rows and views") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
+    tiny_window(w, 1, 40);      // hooks skip that layer
+    // Tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way.
+    steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5, 2);
+    // 31, 65, 91, 97.
+    steady_agrees(w, "quest", "budget=20 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4, 0);
+    // 31, 49, 50 (just built), 65, 91.
+    steady_agrees(m, "lychee",
+                  "budget=40 lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8 "
+                  "lychee-full-layers=1 sink=4",
+                  51, 4, 2);
+    // 31, 41 (built again), 65, 91.
+    steady_agrees(m, "loopserve-p+lychee",
+                  "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 "
+                  "lychee-full-layers=0 sink=4 lychee-kg=2 ctk=f16 ctv=f16",
+                  52, 4, 0);
+    // 31, 46, 62 (selections; the second one changes lists that the graph reads), 65, 91, 106.
+    steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 5, 3);
+    // Packed again at 34, 39, 44, ..
+    steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 56, 9, 0);
+    steady_agrees(m, "quest+pats",
+                  "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
+                  45, 11, 2);
+}
+
+TEST(cuda_same_bits, "what reads everything is full attention to the bit on the device, with and without hooks in a "
+                     "step; so is a graph of steps on tensor cores") {
+    static const struct {
+        int H, G, D, n, steps;
+        const char *text;
+    } run[] = { { 2, 1, 16, 130, 6, "batch-size=50" },
+                { 4, 2, 64, 110, 4, "batch-size=50 ctk=f16 ctv=f16" },      // on tensor cores
+                { 4, 2, 64, 110, 4, "batch-size=50 ctk=bf16 ctv=bf16" } };
+    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv", "snapkv" };
+    for (int f = 0; f < 3; f++) {
+        int n = run[f].n, steps = run[f].steps, tensor = run[f].D == 64;
+        size_t bytes = (size_t)steps * 53 * sizeof(float);
+        char all[100];
+        OWN_MODEL Tiny m = tiny_model(2, run[f].H, run[f].G, run[f].D, 16, 24, 53, 31);
+        snprintf(all, sizeof all, "%s budget=1000", run[f].text);
+        if (emu_count) emu_count(NULL);
+        float *a = step_logits(m, "full", run[f].text, n, steps, 0), *b = NULL;
+        CHECK(!emu_count || !tensor || emu_count("decode_kernel") == 2 * steps, "%d steps of 2 layers, launched %ld times",
+              steps, emu_count("decode_kernel"));
+        if (&emu_no_graphs) {
+            emu_no_graphs = 1;
+            b = step_logits(m, "full", run[f].text, n, steps, INT_MAX);
+            emu_no_graphs = 0;
+            CHECK(!memcmp(a, b, bytes), "%s: the graph gives other logits", run[f].text);
+            free(b);
+        }
+        for (int i = 0; i < (tensor ? 4 : 5); i++) {
+            b = step_logits(m, method[i], all, n, steps, i < 3);    // the first step shows what a select hook does
+            CHECK(!memcmp(a, b, bytes), "%s, %s", method[i], all);
+            free(b);
+        }
+        free(a);
+    }
+}
+
+TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes, sliding windows "
+                 "and q8_0 rows agree with the CPU") {
+    // F32; F16 with a tied embedding; BF16, some tensors F16 and F32.
+    EACH_SEED(seed) for (int kind = 0; kind < 3; kind++) {
+        OWN_MODEL Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+        Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
+        tiny_window(m, 2, 9);
+        for (int l = 0; l < 2; l++) {
+            Layer *y = &m.w->layer[l];
+            y->q_norm = tiny_norm(40);
+            y->k_norm = tiny_norm(40);
+            y->bq = tiny_tensor(1, 240, .1);
+            y->bk = tiny_tensor(1, 120, .1);
+            y->bv = tiny_tensor(1, 120, .1);
+            y->bo = tiny_tensor(1, 24, .1);
+            Tensor *all[] = { &y->attn_norm, &y->wq,   &y->wk, &y->wv, &y->wo,    &y->gate,
+                              &y->up,        &y->down, &y->bq, &y->bk, &y->q_norm };
+            for (int i = 0; kind && i < 11; i++)
+                *all[i] = tiny_as(*all[i], kind == 1     ? DT_F16
+                                           : l && i == 2 ? DT_F16
+                                           : l && i == 6 ? DT_F32
+                                                         : DT_BF16);
+        }
+        if (kind) m.w->embed = tiny_as(m.w->embed, kind == 1 ? DT_F16 : DT_BF16);
+        if (kind == 1) {
+            free((void *)m.w->head.data);
+            m.w->head = m.w->embed;
+            m.c->tied = 1;
+        }
+        dialogue_agrees(m, "full", "exact", &p, NULL);
+        if (kind < 2)
+            dialogue_agrees(m, "snapkv", "exact budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
+        if (kind < 2) dialogue_agrees(m, "full", "exact ctk=q8_0 ctv=q8_0", &p, NULL);
+        if (kind == 1) m.w->head.data = NULL;
+    }
+}
+
+// The largest difference of a device's logits from the CPU's, by the largest logit: a prefill of 40
+// tokens and two steps.
+static double path_error(Config *c, Weights *w, const char *text) {
+    enum { T = 40 };
+    OWN_PAIR Pair p = pair_open((Tiny){ c, w }, "full", text);
+    int *ids = random_ids(T, c->V);
+    double e = 0;
+    for (int i = -1; i < 2; i++) {
+        const float *x = i < 0 ? prefill(p.c, ids, T) : decode(p.c, ids[i]);
+        const float *y = i < 0 ? prefill(p.d, ids, T) : decode(p.d, ids[i]);
+        e = fmax(e, largest_difference(x, y, c->V));
+    }
+    arrfree(ids);
+    return e;
+}
+
+TEST(cuda_prefill_error, "logits behind a prefill with bf16 weights: one product is off by a thousandth of "
+                         "the largest at most, --exact by less than a ten thousandth") {
+    Config *c = config_synthetic("L3,H4,G2,D64,C128,F256,V256");
+    Weights *w = weights_synthetic(c, 1);
+    double one = path_error(c, w, "ctk=f32 ctv=f32"), two = path_error(c, w, "ctk=f32 ctv=f32 exact");
+    CHECK(one < 1e-3 && two < 1e-4 && two < one, "one product %g, exact %g", one, two);
+    weights_close(w, c);
+}
+
+TEST(cuda_swiglu_range, "activations far beyond f16's largest number go through one product: the row's "
+                        "scale brings them back") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 16, 24, 40, 53, 31);
+    for (int l = 0; l < 2; l++) {
+        Layer *y = &m.w->layer[l];
+        float *up = (float *)y->up.data;
+        for (int i = 0; i < 40 * 24; i++) up[i] *= 1e6f;
+        Tensor *all[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
+        for (int i = 0; i < 7; i++) *all[i] = tiny_as(*all[i], DT_BF16);
+    }
+    double e = path_error(m.c, m.w, "ctk=f32 ctv=f32");
+    CHECK(e < 2e-3, "logits differ by %g of the largest", e);
+}
+
+TEST(cuda_token, "one token in five launches a layer, or six where head_dim is no multiple of 16, agrees with the CPU: "
+                 "head_dim 2 to 256, norms of q and k, biases, tied weights, every row format; in every order of blocks "
+                 "the same bits") {
+    // norm, bias: does the model have norms of q and k, biases?
+    const struct {
+        int H, G, D, C, norm, bias;
+        const char *rows;
+    } shape[] = {
+        { 4, 2, 6, 20, 1, 0, "ctk=f32 ctv=f32" },    { 3, 3, 64, 24, 0, 1, "ctk=f16 ctv=f16" },
+        { 2, 1, 80, 40, 1, 1, "ctk=q8_0 ctv=q8_0" }, { 4, 1, 96, 24, 1, 0, "ctk=bf16 ctv=q8_0" },
+        { 2, 2, 128, 520, 1, 0, "ctk=f16 ctv=f16" }, { 2, 1, 256, 24, 0, 1, "ctk=bf16 ctv=bf16" },
+        { 12, 4, 2, 16, 1, 0, "ctk=f16 ctv=f16" },
+    };
+    Script p = { 1, { 40 }, { 4 }, 4 };
+    for (int i = 0; i < 7; i += variants_step()) {
+        int H = shape[i].H, G = shape[i].G, D = shape[i].D, C = shape[i].C;
+        OWN_MODEL Tiny m = tiny_model(2, H, G, D, C, 40, 53, 31);
+        for (int l = 0; l < 2; l++) {
+            Layer *y = &m.w->layer[l];
+            if (shape[i].norm) {
+                y->q_norm = tiny_norm(D);
+                y->k_norm = tiny_norm(D);
+            }
+            if (!shape[i].bias) continue;
+            y->bq = tiny_tensor(1, H * D, .1);
+            y->bk = tiny_tensor(1, G * D, .1);
+            y->bv = tiny_tensor(1, G * D, .1);
+            y->bo = tiny_tensor(1, C, .1);
+        }
+        if (i % 2) {
+            free((void *)m.w->head.data);
+            m.w->head = m.w->embed;
+            m.c->tied = 1;
+        }
+        dialogue_agrees(m, "full", shape[i].rows, &p, NULL);
+        float *first = NULL;
+        for (int order = 0; order < (emu_set_seed && !emu_is_hard() ? 3 : 1); order++) {
+            if (emu_set_seed) emu_set_seed(cuda_seeds[order]);
+            if (emu_count) emu_count(NULL);
+            float *x = step_logits(m, "full", shape[i].rows, 40, 3, 0);
+            int six = D % 16 != 0;
+            long n = emu_count ? emu_count("qkv_kernel") : 6 * !six;
+            long other = emu_count ? emu_count("gemv_kernel") : 3 * 7 + 4 + 6 * six;
+            CHECK(n == 6 * !six && other == 3 * 7 + 4 + 6 * six, "D %d: %ld and %ld launches in 3 steps", D, n, other);
+            CHECK(!first || !memcmp(first, x, 3 * 53 * sizeof *x), "D %d: another order, other bits", D);
+            if (first) free(x);
+            else first = x;
+        }
+        free(first);
+        if (i % 2) m.w->head.data = NULL;
+    }
+}
+
+// The exit code opening a session ends with; 0: it opened.
+static int cuda_try(Tiny m, const char *method, const char *text) {
+    // static: longjmp leaves it alone.
+    static Options *o;
+    char err[256];
+    int rc;
+    o = options_of(text);
+    options_set(o, "device", "cuda", err);
+    EXPECT_DIE(rc, session_close(session_open(m.c, m.w, o, method)));
+    options_free(o);
+    return rc;
+}
+
+TEST(cuda_launches, "what a prefill in blocks and a step launch, kernel by kernel") {
+    static const struct {
+        const char *kernel;
+        int prefill, step;
+    } want[] = {
+        // Two layers in three blocks of 128 tokens; behind its attention the last layer goes on with the last token.
+        { "embed_kernel", 1, 1 },
+        { "rows_kernel", 6 + 9, 0 },        // norms, SwiGLU, activations in 16 bits
+        { "cublasGemmEx", 6 + 9, 0 },       // products
+        { "finish_kernel", 6, 0 },          // scales, biases, residuals
+        { "heads_kernel", 6, 0 },           // scales, biases, RoPE, append
+        { "prefill_kernel", 6, 0 },
+        { "step_works_kernel", 0, 1 },      // items of every layer
+        { "qkv_kernel", 0, 2 },             // norm, q, k, v, RoPE, append
+        { "attend_kernel", 0, 2 },
+        { "gemv_kernel", 4, 3 * 2 + 1 },    // output, MLP, logits
+        { "pick_kernel", 0, 1 },            // the best 40 logits
+    };
+    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    Weights *w = weights_synthetic(c, 1);
+    Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
+    int *ids = random_ids(300, c->V);
+    for (int step = 0; emu_count && step < 3; step++) {
+        emu_count(NULL);
+        if (step) decode(s, ids[0]);
+        else prefill(s, ids, 300);
+        s->picks = 40;
+        for (size_t i = 0; step != 1 && i < sizeof want / sizeof *want; i++) {
+            long n = emu_count(want[i].kernel);
+            CHECK(n == (step ? want[i].step : want[i].prefill), "%s was launched %ld times in a %s", want[i].kernel, n,
+                  step ? "step" : "prefill");
+        }
+    }
+    arrfree(ids);
+    session_done(s);
+    weights_close(w, c);
+}
+
+// ---- traffic of every method's decode step: `make traffic`
+
+// Launches are counted in the emulator, on a small model behind a few rows with a small budget;
+// bytes of rows and of the index are those of a CPU session with the model's own head_dim, group
+// and depth, of one KV head. Both are linear in the number of layers (some methods leave the first
+// ones alone), so two small models say what a large one does; bytes grow with the KV heads. text:
+// options; small: those behind STEP_ROWS rows; deep 1: 64k rows cost more than 8k; tried: by cuda_step_launches.
+typedef struct {
+    const char *name, *method, *text, *small;
+    int deep, tried;
+} StepMethod;
+
+// A step: launches; bytes of rows and of the index.
+typedef struct {
+    double launches, rows, index;
+} StepCost;
+
+enum { STEP_ROWS = 100, STEP_LAYERS = 3, FIVE = 1, GROWS };
+
+static const StepMethod step_methods[] = {
+    { "full", "full", "", "", 1, FIVE },
+    { "q8_0 rows", "full", "ctk=q8_0 ctv=q8_0", "ctk=q8_0 ctv=q8_0", 1, FIVE },
+    { "streaming 1024", "streaming", "budget=1024", "budget=40", 0, 0 },
+    { "tova 1024", "tova", "budget=1024", "budget=40", 0, 0 },
+    { "snapkv 1024", "snapkv", "budget=1024", "budget=40", 0, FIVE },
+    { "pyramidkv 1024", "pyramidkv", "budget=1024", "budget=40", 0, 0 },
+    { "adakv 1024", "adakv", "budget=1024", "budget=40", 0, 0 },
+    { "h2o 1024", "h2o", "budget=1024", "budget=40", 0, 0 },
+    { "expected 1024", "expected-attention", "budget=1024", "budget=40", 0, 0 },
+    { "dililazy 128", "dililazy", "budget=128", "budget=40", 1, FIVE },
+    { "quest 1024", "quest", "budget=1024", "budget=48", 1, GROWS },
+    { "lychee 1024", "lychee", "budget=1024", "budget=40 lychee-buffer=8 sink=4", 1, 0 },
+    { "loopserve-d 1024", "loopserve-d", "budget=1024", "budget=40", 1, 0 },
+    { "pats 8", "pats", "pats-bmax=8", "pats-bmax=8 pats-window=8", 1, 0 },
+    { "pats 10", "pats", "pats-bmax=10", "pats-bmax=10 pats-window=8", 1, 0 }
+};
+
+// What one decode step of a method reads, computes and launches at a depth, counted by running it.
+static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda) {
+    char shape[100], err[256], *json = NULL, *path = NULL;
+    OWN double *score = xmalloc((size_t)L * 4 * sizeof *score);
+    StepCost cost = { 0 };
+    snprintf(shape, sizeof shape, "L%d,H4,G1,D%d,C32,F64,V64", L, D);
+    Config *c = config_synthetic(shape);
+    Weights *w = weights_synthetic(c, 1);
+    char text[300];
+    snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", cuda ? m->small : m->text);
+    OWN_OPTIONS Options *o = options_of(text);
+    options_set(o, "device", cuda ? "cuda" : "cpu", err);
+    for (int i = 0; i < L * 4; i++) score[i] = .1 * (i % 5) + .05;
+    if (!strcmp(m->method, "dililazy"))
+        options_set(o, "dililazy-scores", path = temp_text(json = scores_text(L, 4, score)), err);
+    Session *s = session_open(c, w, o, m->method);
+    fill_cache(s, depth);
+    if (cuda && emu_count) emu_count(NULL);
+    for (int i = 0; i < BENCH_STEPS; i++) decode(s, i);
+    if (cuda && emu_count)
+        cost.launches =
+            (double)(emu_count("") - emu_count("cudaStreamBeginCapture") - emu_count("cudaGraph")) /
+            BENCH_STEPS;
+    cost.rows = bytes_a_step(s);
+    EACH_PART(s, p) if (p->m->bytes) cost.index += (double)p->m->bytes(s, p->ms);
+    session_close(s);
+    weights_close(w, c);
+    free(path);
+    free(json);
+    return cost;
+}
+
+// Of a model of L layers, from two small ones.
+static StepCost step_scaled(const StepMethod *m, int L, int D, int depth, int cuda) {
+    StepCost a = step_cost(m, STEP_LAYERS, D, depth, cuda);
+    StepCost b = step_cost(m, STEP_LAYERS + 1, D, depth, cuda);
+    double more = L - STEP_LAYERS;
+    return (StepCost){ a.launches + more * (b.launches - a.launches),
+                       a.rows + more * (b.rows - a.rows), a.index + more * (b.index - a.index) };
+}
+
+// Llama-3.1-8B, BF16 weights; a device that copies 4.3 TB/s, as an H200 does.
+static void step_traffic_print(void) {
+    const double copy = 4.3e12;
+    const double w = 2 * (32 * (4096.0 * (4096 + 2 * 1024) + 4096.0 * 4096 + 3 * 4096.0 * 14336) +
+                          128256.0 * 4096);
+    static const int depth[] = { 0, 8192, 65536 };
+    printf("\nA decode step of Llama-3.1-8B (BF16 weights, %.2f GB; f16 rows). ms: all bytes at a "
+           "copy rate of 4.3 TB/s\n\n",
+           w * 1e-9);
+    printf("| method | rows behind | launches | rows MB | index MB | GB | ms at least | measured "
+           "|\n|---|---:|---:|---:|---:|---:|---:|---:|\n");
+    for (size_t i = 0; i < sizeof step_methods / sizeof *step_methods; i++)
+        for (int d = 0; d < 3; d++) {
+            const StepMethod *m = &step_methods[i];
+            double n = step_scaled(m, 32, 16, depth[d] ? STEP_ROWS : 0, 1).launches;
+            StepCost x = step_scaled(m, 32, 128, m->deep ? depth[d] : min_int(depth[d], 8192), 0);
+            double rows = 8 * x.rows, index = 8 * x.index, all = w + rows + index;
+            printf("| %s | %d | %.0f | %.1f | %.1f | %.3f | %.2f | |\n", m->name, depth[d], n,
+                   rows * 1e-6, index * 1e-6, all * 1e-9, 1e3 * all / copy);
+            fflush(stdout);
+        }
+}
+
+TEST(cuda_step_launches, "a decode step is five launches a layer and four more, of every method that chooses nothing in a "
+                         "step, whatever its rows; others' launches and bytes grow as two small models say "
+                         "(KV_TRAFFIC=1, make traffic: every method on Llama-3.1-8B)") {
+    if (getenv("KV_TRAFFIC")) step_traffic_print();
+    for (size_t i = 0; emu_count && i < sizeof step_methods / sizeof *step_methods; i++) {
+        const StepMethod *m = &step_methods[i];
+        if (!m->tried) continue;
+        emu_set_seed(7);
+        StepCost b = step_cost(m, m->tried == FIVE ? STEP_LAYERS : 5, 16, STEP_ROWS, 1);
+        if (m->tried == FIVE) {
+            CHECK(b.launches == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, b.launches, STEP_LAYERS);
+            continue;
+        }
+        StepCost a = step_scaled(m, 5, 16, STEP_ROWS, 1);
+        CHECK(a.launches == b.launches && a.rows == b.rows && a.index == b.index && b.launches > 5 * 5,
+              "%s: %g launches, %g bytes of rows and %g of the index; said %g, %g, %g", m->name, b.launches, b.rows,
+              b.index, a.launches, a.rows, a.index);
+    }
+}
+
+// ---- the best of the logits
+
+void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
+
+// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
+static void best_agrees(Session *s, const float *x, int V, int k, const char *text) {
+    static BestLogits b;
+    int *idx = xmalloc((size_t)V * sizeof *idx), n = top_k(x, V, k, idx), worst = 0;
+    for (int i = 0; i < V; i++) {
+        FloatBits u = { x[i] };
+        worst = max_int(worst, (int)(u.u & 0x7fffffff));
+    }
+    cuda_best(s, x, V, k, &b);
+    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x",
+          text, k, V, b.n, b.worst, n, worst);
+    for (int i = 0; i < n && b.n == n; i++)
+        CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
+              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i,
+              b.best[i].id, b.best[i].x, idx[i], x[idx[i]]);
+    free(idx);
+}
+
+TEST(cuda_best,
+     "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
+     "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
+    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
+    OWN_SESSION Session *s = cuda_session(m, "full", "");
+    for (int i = 0; i < 6; i++)
+        for (int j = 0; j < 4; j++) {
+            int V = sizes[i], k = min_int(wanted[j], V);
+            if (emu_set_seed) emu_set_seed(cuda_seeds[(i + j) % 3]);
+            OWN float *x = normals(V, 3);
+            best_agrees(s, x, V, k, "random");
+            for (int t = 0; t < V; t++) x[t] = (float)(t % 7 == 3) - (float)(t % 3 == 0);
+            best_agrees(s, x, V, k, "ties");
+            for (int t = 0; t < V; t++) x[t] = t % 2 ? -0.0f : 0.0f;
+            best_agrees(s, x, V, k, "zeros");
+            // The last 128 ids: more are chosen in the last block than anywhere.
+            for (int t = 0; t < V; t++) x[t] = (float)t - 20000;
+            best_agrees(s, x, V, k, "ascending");
+            BestLogits b;
+            x[V / 2] = -INFINITY;
+            cuda_best(s, x, V, k, &b);
+            CHECK(b.worst == 0x7f800000, "%08x", b.worst);
+            x[V / 3] = -NAN;
+            cuda_best(s, x, V, k, &b);
+            CHECK(b.worst > 0x7f800000, "%08x", b.worst);
+        }
+}
+
+// Two sessions play the same dialogue, one with the best of the logits and one with all of them.
+// Both draw the same ids, which are those the dialogue goes on with. picks: how many the options
+// ask for.
+static void sampling_agrees(Tiny m, const char *method, const char *text, int picks, int steps) {
+    Session *s[2] = { cuda_session(m, method, text), cuda_session(m, method, text) };
+    Options *o = options_in(s[0]);
+    OWN float *row = xmalloc((size_t)m.c->V * sizeof *row);
+    App a = { .o = o, .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
+    b.s = s[1];
+    int changed = 0;
+    Turn t = { 0 };
+    for (int i = 0; i < 40; i++) arrput(t.pre, i * 7 % m.c->V);
+    feed_prefill(&a, &t);
+    feed_prefill(&b, &t);
+    CHECK(!s[0]->picked, "a prefill has all logits");
+    CHECK(logits_needed(o) == picks, "%s: %d logits, should be %d", text, logits_needed(o),
+          picks);
+    if (emu_count) emu_count(NULL);
+    for (int i = 0; i < steps; i++) {
+        // As generate does; once in between somebody wants all of them.
+        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o);
+        uint64_t rng = a.rng;
+        int x = sample(&a), y;
+        memset(row, 0, (size_t)m.c->V * sizeof *row);
+        if (i) memcpy(row, s[1]->logits, (size_t)m.c->V * sizeof *row);
+        if (!i) memcpy(row, s[0]->logits, (size_t)m.c->V * sizeof *row);
+        y = sample(&b);
+        CHECK(x == y && a.rng == b.rng, "%s %s: step %d draws %d, from all logits %d", method, text,
+              i, x, y);
+        changed += a.rng != rng;
+        feed_decode(&a, x);
+        feed_decode(&b, x);
+        CHECK(!s[0]->picked == !s[0]->picks && !s[1]->picked, "%s: step %d", text, i);
+        CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row),
+              "step %d", i);
+    }
+    CHECK(changed == (opt_real(o, "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
+          changed);
+    if (emu_count && picks) {
+        CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text,
+              emu_count("pick_kernel"));
+    }
+    turn_free(t);
+    for (int i = 0; i < 2; i++) session_done(s[i]);
+}
+
+TEST(cuda_sampling,
+     "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
+     "top-k, top-p, min-p; a large top-k takes all logits") {
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
+    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 5);
+    tiny_free(m);
+    m = tiny_model(2, 2, 1, 16, 16, 16, 300, 31);
+    sampling_agrees(m, "full", "temp=0", 1, 6);
+    sampling_agrees(m, "full", "", 40, 6);
+    sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 5);
+    sampling_agrees(m, "full", "top-k=129", 0, 3);
+    sampling_agrees(m, "full", "top-k=0", 0, 3);
+    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 6);
+    sampling_agrees(m, "h2o", "budget=20", 40, 5);
+    // A damaged embedding, met in a step: the device's look shows it.
+    int ids[5] = { 1, 2, 3, 4, 5 }, rc;
+    ((float *)(uintptr_t)m.w->embed.data)[7 * 16] = NAN;
+    Session *s = cuda_session(m, "full", "temp=0");
+    prefill(s, ids, 5);
+    s->picks = 1;
+    EXPECT_DIE(rc, decode(s, 7));
+    CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
+    s->picks = 0;
+    session_done(s);
+    tiny_free(m);
+}
+
+TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
+                  "device: exit 4 with the numbers and what helps") {
+    const char *method[] = { "full", "full",  "snapkv", "window",
+                             "pats", "quest", "lychee", "loopserve" };
+    const char *text[] = { "ctx-size=300 ctk=f32 ctv=f32",
+                           "ctx-size=300 batch-size=64",
+                           "ctx-size=300 budget=64",
+                           "ctx-size=300 budget=64",
+                           "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
+                           "ctx-size=300 budget=64",
+                           "ctx-size=300 budget=64 lychee-buffer=8 sink=4",
+                           "ctx-size=300 loopserve-min-context=0" };
+    for (int i = 0; emu_set_memory && i < 8; i++) {
+        OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
+        weights_count(m.w, m.c);
+        emu_most_memory();
+        CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
+        Session *s = cuda_session(m, method[i], text[i]);
+        MemoryPlan p = memory_plan(s);
+        prefill(s, seven_ids(299, 53), 299);
+        decode(s, 1);
+        size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
+        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned",
+              method[i], text[i], most, need);
+        session_done(s);
+        emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
+        int rc = cuda_try(m, method[i], text[i]);
+        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") &&
+                  strstr(die_text, i == 1 ? "the weights alone" : "-c"),
+              "%d: %s", rc, die_text);
+        emu_set_memory(need);
+        CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
+        emu_set_memory(0);
+    }
+}
+
+// The bytes that the memory plan asks for on the device.
+static size_t cuda_plan(Tiny m, const char *text) {
+    OWN_SESSION Session *s = session_of(m, "full", text);
+    MemoryPlan p = memory_plan(s);
+    return p.weights + p.kv + p.parts + p.pass;
+}
+
+// The first call sets the mark to what is held.
+static size_t held_now(void) {
+    emu_most_memory();
+    return emu_most_memory();
+}
+
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the "
+                "model or for the trial keeps it on the CPU") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
+    weights_count(m.w, m.c);
+    OWN_OPTIONS Options *like = options_of_program();
+    double e = device_trial(like);
+    CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
+    for (int i = 0; i < (emu_set_memory ? 3 : 1); i++) {
+        App a = { .o = options_of("ctx-size=300"), .c = m.c, .w = m.w };
+        size_t few[3] = { 0, 1000, 0 };
+        // Enough for this model, not for the trial's.
+        if (i == 2) few[i] = cuda_plan(m, "ctx-size=300") + 1000;
+        if (emu_set_memory) emu_set_memory(few[i]);
+        int was = quiet;
+        quiet = 1;
+        choose_device(&a);
+        quiet = was;
+        CHECK(!strcmp(opt_str(a.o, "device"), i ? "cpu" : "cuda"), "%zu bytes: -d %s", few[i],
+              opt_str(a.o, "device"));
+        if (i == 2) CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
+        options_free(a.o);
+    }
+    if (emu_set_memory) emu_set_memory(0);
+}
+
+TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other, of every kind of method: as many bytes "
+                 "held as at the start") {
+    const char *method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
+    const char *text[] = { "budget=12",
+                           "budget=12 obs-window=4",
+                           "budget=12",
+                           "budget=16 lychee-buffer=4 sink=2",
+                           "pats-window=4 ctk=f16 ctv=f16",
+                           "sonic-weights=none quiet sonic-k=2" };
+    for (int i = 0; emu_most_memory && i < 6; i++) {
+        OWN_MODEL Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
+        Session *s = cuda_session(m, method[i], text[i]);
+        size_t first = 0;
+        for (int t = 0; t < 60; t++) {  // a dialogue has ten turns
+            int ids[3] = { t % 23, 3, 5 };
+            if (t % 10 == 0) {
+                session_reset(s);
+                if (t == 20) first = held_now();
+                if (t > 20)
+                    CHECK(held_now() == first, "%s turn %d: %zu bytes, at first %zu", method[i], t,
+                          held_now(), first);
+            }
+            prefill(s, ids, 3);
+            decode(s, 1);
+            decode(s, 2);
+        }
+        session_done(s);
+        CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
+    }
+}
+
+TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the runtime are told "
+                   "before anything is brought there; so is a head_dim past 256") {
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
+    for (int i = 0; emu_set_device && i < 2; i++) {
+        App a = { .o = options_of("ctx-size=300"), .c = m.c, .w = m.w };
+        int was = quiet;
+        size_t before = held_now();
+        emu_set_device(i ? 8 : 7, i);
+        int rc = cuda_try(m, "full", "");
+        quiet = 1;
+        choose_device(&a);
+        quiet = was;
+        CHECK(
+            rc == EXIT_USAGE &&
+                strstr(die_text, i ? "driver version is insufficient" : "compute capability 7.0") &&
+                strstr(die_text, "-d cpu works"),
+            "%d: %s", rc, die_text);
+        CHECK(!strcmp(opt_str(a.o, "device"), "cpu") && emu_most_memory() == before, "-d auto: %s",
+              opt_str(a.o, "device"));
+        emu_set_device(8, 0);
+        options_free(a.o);
+    }
+    CHECK(cuda_try(m, "full", "") == 0, "%s", die_text);
+    CHECK(cuda_try(wide, "full", "") == EXIT_USAGE && strstr(die_text, "head_dim"), "%s", die_text);
+}
+
+TEST(cuda_pool, "rows that were given back stay in the pool; memory that is asked for elsewhere "
+                "takes them from there") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 53, 1);
+    Script p = { 1, { 60 }, { 20 }, 4 };  // heads grow
+    OWN_SESSION Session *s = cuda_session(m, "full", "");
+    free(run_session(s, &p));
+    size_t kept = emu_pooled ? emu_pooled() : 0;
+    CHECK(!emu_pooled || kept > 0, "the heads' old rows went back to the device");
+    if (emu_pooled) {
+        emu_set_memory(held_now() + kept);  // nothing is left but the pool's
+        cuda_drop(cuda_put(&p, sizeof p));
+        CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
+        emu_set_memory(0);
+    }
+}
+
+TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free, and "
+                 "decode is measured on the device") {
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
+    OWN_SESSION Session *s = cuda_session(m, "full", "");
+    // Of the 128 KB that a test's copy wants.
+    if (emu_set_memory) emu_set_memory(held_now() + 70000);
+    double copy = device_copy_rate();
+    if (emu_set_memory) emu_set_memory(0);
+    CHECK(copy > 0, "%g bytes/s", copy);
+    CHECK(!emu_set_memory || fabs(copy - 65536e3) < 100,
+          "%g bytes/s of a copy of 32768 bytes in a millisecond", copy);
+    BenchLine b = bench_decode(s, 20, 1);
+    CHECK(s->n_tok == 20 + BENCH_WARM + BENCH_STEPS && b.tok_s > 0, "%d tokens", s->n_tok);
+}
+
+// ---- selections in one launch a layer, and a prefill that fits only packed
+
+// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
+void cuda_seek_shared(int bytes);
+
+// Two passes of n1 and n2 tokens whose keys have these deviations; then selections, with the scores
+// in shared memory and outside of it.
+static void seek_passes(Tiny m, const char *method, const char *text, int n1, double std1, int n2,
+                        double std2) {
+    OWN_PAIR Pair p = pair_open(m, method, text);
+    for (int pass = 0; pass < 2; pass++) {
+        pair_append(&p, pass ? n2 : n1, pass ? std2 : std1);
+        pair_commit(&p, 9);
+    }
+    for (int i = 0; i < 4; i++) {
+        cuda_seek_shared(i & 1 ? 0 : -1);
+        select_agrees(&p, 0, i & 2 ? 0 : 1.5, text);
+        for (int h = 0; h < m.c->H; h++)
+            CHECK(kv_view(p.c, 0, h)->tail > 0 && kv_view(p.c, 0, h)->n > 0, "%s: nothing was selected", text);
+    }
+    cuda_seek_shared(-1);
+}
+
+TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and many units, random, partly "
+                "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
+    if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
+    OWN_MODEL Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
+    const char *small = "lychee-buffer=4 lychee-full-layers=0 sink=2 lychee-chunk-min=2 "
+                        "lychee-chunk-max=4";
+    int all = n_seeds() == 1 && variants_step() == 1;
+    char text[300];
+    EACH_SEED(seed) {
+        // 4 pages.
+        seek_passes(m, "quest", "quest-full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
+        // Ties in the first pages.
+        seek_passes(n, "quest", "quest-full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
+        // 624 pages: three blocks.
+        if (all || seed == 0)
+            seek_passes(n, "quest", "quest-full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
+        // All pages but a few.
+        if (all || seed == 1)
+            seek_passes(m, "quest", "quest-full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
+        snprintf(text, sizeof text, "%s budget=20", small);
+        seek_passes(m, "lychee", text, 60, 1, 9, 1);
+        // Room for nothing but the sinks.
+        snprintf(text, sizeof text, "%s budget=2 lychee-kg=2", small);
+        seek_passes(n, "lychee", text, 60, 1, 20, 1);
+        snprintf(text, sizeof text, "%s budget=303 paper", small);
+        seek_passes(n, "lychee", text, 300, 0, 300, 1);
+        // 400 clusters: two blocks.
+        for (int k = 0; k < 2; k++) {
+            snprintf(text, sizeof text, "%s budget=%d lychee-kg=16", small, k ? 100 : 2900);
+            if (all || seed == k) seek_passes(m, "lychee", text, 3000, 1, 200, 0);
+        }
+    }
+}
+
+// Kernels of a step that was replayed.
+static long step_kernels(Tiny m, const char *method, const char *text) {
+    OWN_SESSION Session *s = cuda_session(m, method, text);
+    prefill(s, seven_ids(100, m.c->V), 100);
+    for (int i = 0; i < 4; i++) decode(s, i);
+    CHECK(cuda_graphs(s), "%s: no graph", method);
+    emu_count(NULL);
+    decode(s, 5);
+    long n = emu_count("_kernel");
+    CHECK(emu_count("cudaGraphLaunch") == 1, "%s: the step was no graph", method);
+    return n;
+}
+
+TEST(cuda_one_launch, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster; "
+                         "LoopServe's ring needs none") {
+    const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
+    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 sink=4 "
+                         "lychee-kg=2";
+    for (int L = 2; emu_count && L < 5; L += 2) {
+        OWN_MODEL Tiny m = tiny_model(L, 4, 2, 64, 16, 24, 53, 31);
+        long full = step_kernels(m, "full", "ctk=f16 ctv=f16");
+        // One more at the end tells the numbers of rows.
+        long more = step_kernels(m, "quest", quest) - full;
+        CHECK(more == L - 1 + 1, "quest: %ld kernels more than full in %d layers", more, L);
+        more = step_kernels(m, "lychee", lychee) - full;
+        CHECK(more == L + 1, "lychee: %ld kernels more than full in %d layers", more, L);
+        more = step_kernels(m, "loopserve-d", "ctk=f16 ctv=f16 budget=30") - full;
+        CHECK(more == 0, "loopserve-d: %ld kernels more than full in %d layers", more, L);
+    }
+}
+
+TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
+                       "layers beside the weights and rooms runs it") {
+    OWN_MODEL Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31);
+    weights_count(m.w, m.c);
+    OWN_SESSION Session *s = cuda_session(m, "pats",
+                              "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
+                              "ctv=f16");
+    MemoryPlan plan = memory_plan(s);
+    size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
+    size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
+    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].host ? 0 : plan.line[i].bytes;
+    CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
+    CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
+          raw, plan.pass);
+    if (emu_set_memory) emu_set_memory(need);
+    CHECK(isfinite(*prefill(s, seven_ids(500, 53), 500)) && isfinite(*decode(s, 1)), "logits");
+    if (emu_set_memory) emu_set_memory(0);
+    CHECK(cuda_held(s) < raw * 4 / 5, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
+}
+
+TEST(cuda_loop_lists, "LoopServe's lists stay on the device: a selection is followed by steps of the same graph, "
+                      "and views that are asked for are the CPU's") {
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
+    const char *text = "ctk=f32 ctv=f32 budget=30 loopserve-interval=4 loopserve-first=4";
+    OWN_PAIR Pair p = pair_open(m, "loopserve-d", text);
+    int rows[2][400];
+    double worst = 0;
+    prefill(p.c, seven_ids(150, 53), 150);
+    prefill(p.d, seven_ids(150, 53), 150);
+    for (int i = 0; i < 24; i++) {
+        if (i == 8 && emu_count) emu_count(NULL);
+        decode(p.c, i);
+        decode(p.d, i);
+    }
+    // Steps 8..23: four selections, which go in one go like the steps between; what is captured
+    // again is nothing but that heads grew, and the step behind that is the only ordinary one.
+    if (emu_count) {
+        // Two layers each; a selection's sums of columns are an attention of their own.
+        CHECK(emu_count("items_kernel") <= 2 + 2 * 4, "%ld works of ordinary steps and of selections",
+              emu_count("items_kernel"));
+        long graphs = emu_count("cudaGraphLaunch"), captured = emu_count("cudaStreamBeginCapture");
+        CHECK(graphs >= 11 && captured <= 1, "%ld steps were graphs, captured %ld times", graphs, captured);
+        CHECK(emu_count("ring_lists_kernel") == 2 * 4, "%ld lists", emu_count("ring_lists_kernel"));
+    }
+    // Then the newest tokens are forgotten, and with them the views: the next choice makes new
+    // lists.
+    for (int turn = 0; turn < 2; turn++) {
+        views_fetch_cuda(p.d);
+        for (int h = 0; h < 8; h++) {
+            int a = view_rows(p.c, h / 4, h % 4, rows[0]),
+                b = view_rows(p.d, h / 4, h % 4, rows[1]);
+            CHECK(a == b && a < 100 && !memcmp(rows[0], rows[1], (size_t)a * sizeof(int)),
+                  "turn %d, head %d: %d rows, %d", turn, h, b, a);
+        }
+        kv_truncate(p.c, p.c->n_tok - 2);
+        kv_truncate(p.d, p.d->n_tok - 2);
+        for (int i = 0; i < 8; i++) {
+            const float *x = decode(p.c, i), *y = decode(p.d, i);
+            for (int v = 0; v < 53; v++) worst = fmax(worst, fabs((double)x[v] - y[v]));
+        }
+    }
+    CHECK(worst < 1e-4, "the logits differ by %g", worst);
+}
+
+TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on the CPU by 64 rows") {
+    OWN_MODEL Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 11, 3);
+    for (int i = 0; i < 2; i++) {
+        OWN_PAIR Pair p = pair_open(m, "full", i ? "ctx-size=1060" : "ctx-size=9000");
+        pair_append(&p, 1024, 1);
+        CHECK(p.d->head[0].cap == 1024, "room for %d rows of 1024", p.d->head[0].cap);
+        pair_append(&p, 1, 1);
+        int want = i ? 1088 : 1152;
+        CHECK(p.d->head[0].cap == want && p.c->head[0].cap == 1088, "room for %d rows, on the CPU %d",
+              p.d->head[0].cap, p.c->head[0].cap);
+    }
+}
+
+// ---- calls that fail
+
+static Tiny failing_model;
+static const char *failing_method, *failing_text;
+
+// arg: the call that fails; negative: all from that one on. 0: none, and their number is the
+// answer.
+__attribute__((unused)) static void failing_run(long arg) {
+    // Graphs, heads that grow, a second turn.
+    Script p = { 2, { 60, 3 }, { 7, 2 }, 4 };
+    int n = script_rows(&p) * failing_model.c->V;
+    emu_fail_at(arg < 0 ? -arg : arg, arg < 0);
+    Session *s = cuda_session(failing_model, failing_method, failing_text);
+    float *x = run_session(s, &p);
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += fabs((double)x[i]) * (1 + i % 7);
+    session_done(s);
+    fprintf(stderr, "%ld %.12g\n", emu_calls(), sum);
+}
+
+TEST(cuda_failures,
+     "whichever call of the runtime fails, alone or with all behind it: the same logits, or exit 4 "
+     "for memory, 1 or 2 for the rest, and one line; never a crash") {
+#if !defined(__SANITIZE_THREAD__)
+    const char *method[] = { "full", "snapkv", "quest", "lychee", "pats", "loopserve", "h2o" };
+    const char *text[] = { "",
+                           "budget=20 obs-window=4",
+                           "budget=20 quest-full-layers=0",
+                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "pats-window=8 ctk=f16 ctv=f16",
+                           "budget=16 loopserve-min-context=0 loopserve-first=2",
+                           "budget=20" };
+    int said[5] = { 0 };  // runs by exit code
+    failing_model = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
+    for (int i = 0; emu_fail_at && i < 7; i++) {
+        char line[1000], good[1000], *sum;
+        failing_method = method[i];
+        failing_text = text[i];
+        int rc = in_a_process(failing_run, 0, good, sizeof good);
+        long calls = strtol(good, &sum, 10), step = calls / (i ? 5 : 20) + 1;
+        CHECK(rc == 0 && calls > 100, "%s: %d, %s", method[i], rc, good);
+        // Every other one of an opening, then some.
+        for (long n = 1 + i; n <= calls; n += n < 30 && !i ? 2 : step)
+            for (int all = 0; all < 2; all++) {
+                rc = in_a_process(failing_run, all ? -n : n, line, sizeof line);
+                int dies = (rc == EXIT_MEMORY || rc == EXIT_RUN || rc == EXIT_USAGE) &&
+                           !strncmp(line, "kvcomp: ", 8) && lines_in(line) == 1;
+                CHECK(dies ||
+                          (rc == 0 && !all && strchr(line, ' ') && !strcmp(strchr(line, ' '), sum)),
+                      "%s: call %ld of %ld%s: exit code %d: %s", method[i], n, calls,
+                      all ? " and all after it" : "", rc, line);
+                if (rc >= 0 && rc < 5) said[rc]++;
+            }
+    }
+    CHECK(!emu_fail_at || (said[0] > 2 && said[EXIT_RUN] > 25 && said[EXIT_MEMORY] > 3),
+          "%d runs went on, %d ended with 1, %d with 4", said[0], said[EXIT_RUN],
+          said[EXIT_MEMORY]);
+    tiny_free(failing_model);
+#endif
+}
+
+// A prefill of T tokens and three steps -> the exit code with which they died; 0: they did not.
+__attribute__((unused)) static int turn_dies(Session *s, const int *ids, int T) {
+    int rc;
+    EXPECT_DIE(rc, {
+        prefill(s, ids, T);
+        for (int i = 0; i < 3; i++) decode(s, ids[i]);
+    });
+    return rc;
+}
+
+TEST(cuda_closed, "a session in which a call of the runtime has failed, whichever it was, or in which memory "
+                  "did not last can be closed: nothing is given back twice") {
+    const char *method[] = { "full", "pats", "lychee", "loopserve" };
+    const char *text[] = { "",
+                           "pats-window=8 ctk=f16 ctv=f16",
+                           "budget=20 lychee-buffer=4 lychee-full-layers=0 sink=4",
+                           "budget=16 loopserve-min-context=0 loopserve-first=2" };
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
+    const int *ids = seven_ids(200, 29);
+    int ended[2] = { 0, 0 };
+    for (int i = 0; emu_fail_at && i < 4; i++) {
+        for (long n = 0, calls = 0; n <= calls; n += calls / 25 + 1) {
+            OWN_SESSION Session *s = cuda_session(m, method[i], text[i]);
+            emu_fail_at(n, 0);                  // 0: none
+            ended[turn_dies(s, ids, 40) != 0]++;
+            if (!n) calls = emu_calls();
+            emu_fail_at(0, 0);
+        }
+        for (int more = 0; more < 100000; more += more / 2 + 1000) {
+            OWN_SESSION Session *s = cuda_session(m, method[i], text[i]);
+            ended[turn_dies(s, ids, 40) != 0]++;
+            emu_set_memory(held_now() + more);
+            int rc = turn_dies(s, ids, 200);
+            emu_set_memory(0);
+            CHECK(rc == EXIT_MEMORY || (more && !rc), "%s: %d bytes more: %d", method[i], more, rc);
+            ended[rc != 0]++;
+        }
+    }
+    CHECK(!emu_fail_at || (ended[0] > 25 && ended[1] > 50), "%d turns were done, %d were not", ended[0], ended[1]);
+}
+
+// Makes the emulator do something that its checks must find.
+__attribute__((unused)) static void provoke(long kind) { emu_provoke((int)kind); }
+
+TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shared memory run "
+                    "over, host pointers in structs, old contents of rooms, host memory changed "
+                    "too early, kernels that start early and do not wait, a last block without its "
+                    "fence, shared memory that nobody has written; and lets pass what is right") {
+#if !defined(__SANITIZE_THREAD__)
+    static const char *want[] = {
+        NULL,
+        "neighbours: block 1,0,0 writes offset 0 of an allocation of 260 bytes",
+        "reader: block 1,0,0 reads offset 0",
+        "shared memory written at byte 120 of 120",
+        "a struct of 16 bytes, holds a host pointer at byte 8",
+        NULL,
+        NULL,
+        "early: reads what a kernel wrote that may still run",
+        "early: writes device memory before dependency_wait",
+        "returns without dependency_wait",
+        "last: block 2,0,0 reads offset 0",
+        "unwritten: reads shared memory that nobody has written"
+    };
+    for (int i = 0; emu_provoke && i < 12; i++) {
+        char line[1000];
+        emu_set_seed(0);
+        int rc = in_a_process(provoke, i, line, sizeof line);
+        int caught = want[i] && (emu_is_hard() || i == 3 || i == 4 || i == 9);
+        if (i == 5)
+            CHECK(!strcmp(line, emu_is_hard() ? "2 read" : "1 read"), "a late copy: %s", line);
+        else
+            CHECK(caught ? rc == 128 + SIGABRT && strstr(line, want[i]) : rc == 0 && !*line,
+                  "mistake %d: %d, %s", i, rc, line);
+    }
+#endif
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    OWN_SESSION Session *s = cuda_session(m, "full", "");
+    int was = cuda_poison;
+    for (cuda_poison = 0; cuda_poison < 2; cuda_poison++)
+        CHECK(cuda_stale(s) == cuda_poison, "poison %d", cuda_poison);
+    cuda_poison = was;
+}
+
+// A turn of n ids from `first` on.
+static Turn stop_turn(int first, int n, int V) {
+    Turn t = { 0 };
+    for (int i = 0; i < n; i++) arrput(t.pre, (first + i * 7) % V);
+    return t;
+}
+
+TEST(cuda_stop, "a prefill on the device is given up between its layers; the session is made again "
+                "from the record, bit for bit") {
+    const char *method[] = { "full", "snapkv", "quest" };
+    OWN_MODEL Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
+    for (int i = 0; i < 3; i++) {
+        float *logits[2];
+        for (int stopped = 0; stopped < 2; stopped++) {
+            App a = { .c = m.c,
+                      .w = m.w,
+                      .s = cuda_session(m, method[i], "budget=20 obs-window=4") };
+            a.o = options_in(a.s);
+            a.logits = logits[stopped] = xcalloc(m.c->V, sizeof(float));
+            Turn turn[] = { stop_turn(1, 30, m.c->V), stop_turn(2, 40, m.c->V),
+                            stop_turn(3, 9, m.c->V) };
+            arrput(a.turn, turn[0]);
+            feed_prefill(&a, &turn[0]);
+            if (stopped) {
+                progress_hook = ctrl_c_in_layers;
+                CHECK(feed_message(&a, &turn[1]) == -1 && a.stale && !a.s->n_tok,
+                      "%s: the prefill ran to its end", method[i]);
+                progress_hook = NULL;
+                interrupts = 0;
+            }
+            session_ready(&a);
+            CHECK(feed_message(&a, &turn[2]) == 0 && a.s->n_tok == 39, "%s: %d tokens", method[i],
+                  a.s->n_tok);
+            for (int t = 0; t < 3; t++) turn_free(turn[t]);
+            arrfree(a.turn);
+            session_done(a.s);
+        }
+        CHECK(!memcmp(logits[0], logits[1], m.c->V * sizeof(float)), "%s: other logits", method[i]);
+        free(logits[0]);
+        free(logits[1]);
+    }
+}
+#endif
