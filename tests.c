@@ -1494,30 +1494,6 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     }
 }
 
-TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does") {
-    enum { N = 20000 };
-    char err[512];
-    OWN_OPTIONS Options *o = options_of_program();
-    options_set(o, "ctx-size", "0", err);
-    Config *c = config_synthetic("L1,H1,G1,D128,C64,F64,V64");
-    Weights *w = weights_synthetic(c, 1);
-    Session *s = session_try(c, w, o, "pats", err);
-    CHECK(s, "%s", err);
-    int *ids = random_ids(N, c->V);
-    s->forward = fill_pass;
-    prefill(s, ids, N);
-    const KVHead *h = kv_head(s, 0, 0);
-    int begins = (uintptr_t)h->pk % (2 << 20) == 0 && (uintptr_t)h->pv % (2 << 20) == 0;
-    CHECK(h->pk_bytes > 2 << 20, "%zu packed bytes", h->pk_bytes);
-#ifdef __linux__
-    CHECK(begins, "keys at %p, values at %p", (void *)h->pk, (void *)h->pv);
-#endif
-    (void)begins;
-    arrfree(ids);
-    session_close(s);
-    weights_close(w, c);
-}
-
 TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of random cases, the rows "
                 "left are the same bits") {
     OWN_MODEL Tiny m = tiny_model(1, 2, 2, 8, 16, 16, 31, 6);
