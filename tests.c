@@ -3296,7 +3296,7 @@ static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
     int bad = 0, rows[4096];
     const char *method = x.headkv ? "headkv" : "dililazy";
-    snprintf(all, sizeof all, "%s %s-scores=%s", opt, method, path);
+    snprintf(all, sizeof all, "%s head-scores=%s", opt, path);
     x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
     OWN_BESIDE Beside b = run_beside(m, method, all, (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after }, p);
     Session *s = b.s;
