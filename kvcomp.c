@@ -4422,7 +4422,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel, packed_half
-//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, pats_unpack
+//   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, rows_unpack
 //
 // Options: --sink (16), --pats-schedule, -bmin, -bmax, -window, -tend, -format.
 

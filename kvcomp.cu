@@ -1604,8 +1604,8 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const
 //           blocks are on a multiprocessor, or four of two warps: one multiplies while the other waits. The parts
 //           of a copy, and __syncwarp where all lanes have arrived, move nothing that is computed; they keep the
 //           compiler from asking for more fragments at once than there are registers.
-//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 652
-//           other instructions, 2.5 a product, and along lines 132 and 439, 3.3 (sm_90, make cuda-check)
+//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 650
+//           other instructions, 2.5 a product, and along lines 132 and 455, 3.4 (sm_90, make cuda-check)
 //   Gain    a tile is 32 x 64 cells of a warp, so a cell is .45 instructions, where attend_kernel takes 16
 //
 // Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the work sees are
@@ -2103,16 +2103,18 @@ prefill_kernel(Attn a) {
 //   Tile    A format differs from another in how a tile becomes 16-bit numbers that ldmatrix can read:
 //
 //             f16, bf16    device memory --rows_ask--> slot                              it is what is multiplied
-//             q8_0         device memory --rows_ask--> slot --q8_unpack--> f16 integers  scales: see scales_fold
-//             q4           device memory --rows_ask--> slot --q4_unpack--> f16 integers  likewise; see q4_turn
-//             PATS         device memory --rows_ask--> slot --pats_unpack--> f16 numbers with fewer bits
+//             q8_0         device memory --rows_ask--> slot --rows_unpack--> f16 integers  scales: see scales_fold
+//             q4           device memory --rows_ask--> slot --rows_unpack--> f16 integers  likewise; see q4_turn
+//             PATS         device memory --rows_ask--> slot --rows_unpack--> f16 numbers with fewer bits
 //
 //           The next tile's keys are asked for when this one's slot is free, its values likewise, and the rows'
 //           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 N D to
 //           64 N D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait
 //           for memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows (make cuda-check)
-//   Gain    some 230 instructions for 16 x 8 cells are 1.8 a cell, where attend_kernel takes 16
+//   Bound   memory, for any number of query rows (make cuda-check); over q4 instructions, of which 16 rows take 801,
+//           as many as fit into .4 of the time that f16 rows take
+//   Gain    224 instructions for 16 x 8 cells over f16 rows are 1.8 a cell, where attend_kernel takes 16; over PATS's
+//           of 8 bits 3.3, q8_0 4.9, q4 6.3
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -2159,7 +2161,7 @@ template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared
 }
 
 // to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. A warp 32 of them.
-// In a tile of q4 dim i of 32 stands beside dim i + 16 (q4_unpack): in `to` if into is 1, else in `from`.
+// In a tile of q4 dim i of 32 stands beside dim i + 16 (halves_of_q4): in `to` if into is 1, else in `from`.
 static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
     int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
     for (int i = threadIdx.x >> 5; i < m * blocks; i += ATTN_WARPS) {
@@ -2272,87 +2274,6 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
 
 // ---- a slot becomes f16 numbers
 
-// PATS: to (16,ROW) = the tile in the slot (Sec. 3, fetch). off, bits: of row lane % 16. Mostly all rows of a tile have
-// one width.
-template <int D> static __device__ void pats_unpack(char *to, const char *slot, int off, int bits) {
-    typedef DecodeShape<DECODE_PATS, D, 1> Shape;
-    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
-    const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
-    to += row * Shape::ROW;
-    switch (bits) {
-    case 6:  unpack_width<6, D>(to, from, half);  break;
-    case 7:  unpack_width<7, D>(to, from, half);  break;
-    case 8:  unpack_width<8, D>(to, from, half);  break;
-    case 9:  unpack_width<9, D>(to, from, half);  break;
-    case 10: unpack_width<10, D>(to, from, half); break;
-    case 11: unpack_width<11, D>(to, from, half); break;
-    case 12: unpack_width<12, D>(to, from, half); break;
-    case 13: unpack_width<13, D>(to, from, half); break;
-    case 14: unpack_width<14, D>(to, from, half); break;
-    case 15: unpack_width<15, D>(to, from, half); break;
-    default: unpack_width<16, D>(to, from, half); break;
-    }
-}
-
-// q8_0: to (16,ROW) = the signed bytes of the tile in the slot; their scales stay apart. off: of row lane % 16. 128 is
-// added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts 1, so a byte there makes 1152
-// more than it should be. A lane takes half of each block. Rows begin on 4 bytes, and the bytes of every second block.
-template <int D> static __device__ void q8_unpack(char *to, const char *slot, int off) {
-    typedef DecodeShape<ROW_Q8, D, 1> Shape;
-    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
-    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 16);
-    to += row * Shape::ROW + half * 32;
-    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
-        const int at = b * Q8_BYTES + 2, shift = at % 4 * 8;
-        unsigned x[8];
-        KV_UNROLL() for (int i = 0; i < 4; i++) {
-            unsigned low = from[at / 4 + i], word = shift ? __funnelshift_r(low, from[at / 4 + i + 1], shift) : low;
-            word ^= 0x80808080;
-            x[2 * i] = halves_less(__byte_perm(word, 0x64646464, 0x4140), 0x64806480);
-            x[2 * i + 1] = halves_less(__byte_perm(word, 0x64646464, 0x4342), 0x64806480);
-        }
-        *(uint4 *)(to + b * 64) = { x[0], x[1], x[2], x[3] };
-        *(uint4 *)(to + b * 64 + 16) = { x[4], x[5], x[6], x[7] };
-    }
-}
-
-// q4: to (16,ROW) = 8 (2 u - 15) of every u of the tile in the slot (lib/kernels.h); scales stay apart. A lane takes
-// every second block. Its four planes, of a bit of every u, become four words of eight u: word k has u_k, u_k+4, ..
-//
-//     plane b         bit 31 .. 0:  bit b of u_31, u_30, .., u_0
-//     even, odd       2 bits each:  of two planes, of every second u
-//     word k          4 bits each:  u_28+k, u_24+k, .., u_k
-//
-// In a word u_i and u_i+16 are 16 bits apart, and become neighbours. An f16 number with u from bit 1 on is 16 u more
-// than 0x7000, which is 8192 and whose last bit counts 8.
-template <int D> static __device__ void q4_unpack(char *to, const char *slot, int off) {
-    typedef DecodeShape<ROW_Q4, D, 1> Shape;
-    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
-    const unsigned *from = (const unsigned *)(slot + row * Shape::STORED + off + half * 20);
-    to += row * Shape::ROW + half * 64;
-    KV_UNROLL() for (int i = 0; i < D / 64; i++) {
-        unsigned plane[5], even[2], odd[2], u[4];
-        KV_UNROLL() for (int b = 0; b < 5; b++) plane[b] = b < 4 || !half ? from[9 * i + b] : 0;
-        KV_UNROLL() for (int b = 0; b < 4; b++) plane[b] = __funnelshift_r(plane[b], plane[b + 1], half ? 0 : 16);
-        KV_UNROLL() for (int h = 0; h < 2; h++) {
-            even[h] = (plane[2 * h] & 0x55555555) | (plane[2 * h + 1] & 0x55555555) << 1;
-            odd[h] = (plane[2 * h] >> 1 & 0x55555555) | (plane[2 * h + 1] & 0xaaaaaaaa);
-        }
-        u[0] = (even[0] & 0x33333333) | (even[1] & 0x33333333) << 2;
-        u[1] = (odd[0] & 0x33333333) | (odd[1] & 0x33333333) << 2;
-        u[2] = (even[0] >> 2 & 0x33333333) | (even[1] & 0xcccccccc);
-        u[3] = (odd[0] >> 2 & 0x33333333) | (odd[1] & 0xcccccccc);
-        KV_UNROLL() for (int c = 0; c < 4; c++) {
-            unsigned x[4];
-            KV_UNROLL() for (int k = 0; k < 4; k++) {
-                unsigned bits = c ? u[k] >> (4 * c - 1) : u[k] << 1;
-                x[k] = halves_less((bits & 0x001e001e) | 0x70007000, 0x700f700f);
-            }
-            *(uint4 *)(to + i * 128 + c * 16) = { x[0], x[1], x[2], x[3] };
-        }
-    }
-}
-
 // scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
 template <int KIND, int D> static __device__ void block_scales(unsigned (*scale)[2], const char *slot, int off) {
     typedef DecodeShape<KIND, D, 1> Shape;
@@ -2366,13 +2287,18 @@ template <int KIND, int D> static __device__ void block_scales(unsigned (*scale)
     }
 }
 
-// to (16,ROW) = the tile in the slot as 16-bit numbers, and of blocks their scales. off, bits: of row lane % 16.
+// to (16,ROW) = the tile in the slot as f16 numbers (Sec. 3, fetch), and of blocks their scales. off, bits: of row
+// lane % 16, to which lane % 16 + 16 belongs, too.
 template <int KIND, int D>
 static __device__ void rows_unpack(char *to, unsigned (*scale)[2], const char *slot, int off, int bits) {
-    if (KIND == DECODE_PATS) pats_unpack<D>(to, slot, off, bits);
-    if (KIND == ROW_Q8) q8_unpack<D>(to, slot, off);
-    if (KIND == ROW_Q4) q4_unpack<D>(to, slot, off);
-    if (DecodeShape<KIND, D, 1>::SCALED) block_scales<KIND, D>(scale, slot, off);
+    typedef DecodeShape<KIND, D, 1> Shape;
+    int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    const char *from = slot + row * Shape::STORED + (Shape::ASKEW ? off : 0);
+    to += row * Shape::ROW;
+    if (KIND == DECODE_PATS) halves_of_elements<D>(to, from, half, bits);
+    if (KIND == ROW_Q8) halves_of_q8<D>(to, from, half);
+    if (KIND == ROW_Q4) halves_of_q4<D>(to, from, half);
+    if (Shape::SCALED) block_scales<KIND, D>(scale, slot, off);
     __syncwarp();
 }
 
@@ -5043,13 +4969,13 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (decode_kernel's pats_unpack in decode, else
+// On the device run: reading packed rows inside attention (decode_kernel's rows_unpack in decode, else
 // load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
 // kvcomp.c, guard and gaps included.
 // Map:
 //   Sec. 3, w -> repack_kernel
 //   Sec. 3, B -> packed_half, repack_kernel
-//   Sec. 3, fetch -> packed_half, pats_unpack
+//   Sec. 3, fetch -> packed_half, rows_unpack
 // On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
 // head, the policy, and the decision what is packed when (pats_commit).
 //

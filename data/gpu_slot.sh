@@ -5,8 +5,8 @@
 # in single kernels, and writes one text file: every prediction beside what was measured, and which ones missed.
 #
 # It needs make, a C compiler, nvcc with cuBLAS, stb_ds.h (CPATH=DIR where it lies in DIR/stb/), and nothing
-# else: no model, no network. ncu is used where it is installed. SHAPE, PROMPTS, DEPTHS and STEPS ("build
-# tests bench ncu") choose less of it; PREDICTIONS=FILE are others than those below, DEVICE another
+# else: no model, no network. ncu is used where it is installed. SHAPE, PROMPTS, DEPTHS, METHODS and STEPS
+# ("build tests bench ncu") choose less of it; PREDICTIONS=FILE are others than those below, DEVICE another
 # -d.
 #
 # A step that fails is written down, and the next one begins. Exit code 0: every test passed and every
@@ -15,7 +15,8 @@ cd "$(dirname "$0")/.." || exit 1
 REPORT=${1:-gpu-slot.txt}
 SHAPE=${SHAPE:-llama-3.1-8b}
 PROMPTS=${PROMPTS:-2048,8192}
-DEPTHS=${DEPTHS:-0,65536}
+DEPTHS=${DEPTHS:-0,8192,32768,65536}
+METHODS=${METHODS:-pats q8 q4 lychee quest loopserve-d snapkv}
 STEPS=${STEPS:-build tests bench ncu}
 KVCOMP=${KVCOMP:-./kvcomp}
 WORK=$(mktemp -d) || exit 1
@@ -26,7 +27,8 @@ BAD=0
 # key | least | most | what it is, and why. Shares are per cent of the copy rate that the same line measured,
 # so they hold for any card; what is in ms or us is for an H200 (copies 4.3 TB/s; 132 multiprocessors at
 # 1.98 GHz issue 1,045 G instructions of a warp a second). METHOD:TEST:N:FIELD is a line of --bench --json,
-# and FIELDs are its keys; ms: milliseconds a token.
+# and FIELDs are its keys; ms: milliseconds a token. TEST "rows" is what a step behind N rows takes more than one
+# behind none. rate: the per cent of the copy rate at which it reads what it reads more; time: per cent of that of full.
 #
 # The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth
 # 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164
@@ -44,7 +46,14 @@ full:tg:0:share         | 81 | 90  | 3.49 of 3.9 to 4.3 ms, above
 full:tg:0:ms            | 3.9 | 4.3 | the same in time
 full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.8 ms
 full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
-                                      80 % of it; 230 instructions for 8 KB are .23 ms of issue
+                                      80 % of it; 225 instructions for 8 KB are .23 ms of issue
+full:rows:32768:rate    | 64 | 95  | a goal: one sequence, level with FlashAttention-3 and FlashInfer
+full:rows:65536:rate    | 75 | 95  | a goal
+q8:tg:65536:ms          | 5.0 | 5.8 | depth 0, 4,565 MB of rows: 1.06 ms at the copy rate
+q8:rows:65536:time      | 45 | 99  | a goal: fewer bytes in less time than f16 rows
+q4:tg:65536:ms          | 4.7 | 5.5 | depth 0, 2,417 MB of rows: .56 ms at the copy rate, .80 by instructions
+q4:rows:65536:time      | 30 | 99  | a goal, as above
+pats:rows:65536:time    | 40 | 99  | a goal, as above
 lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15
                                       to 30 us; 199 launches
 quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read
@@ -119,13 +128,14 @@ bench() {
     tee -a "$WORK/lines" <"$WORK/out" >>"$REPORT"
 }
 
-last=${DEPTHS##*,}
 first=${PROMPTS%%,*}
 if wants bench; then
     title "bench"
     bench full "$PROMPTS" "$DEPTHS"
-    bench pats "$first" "${SHORT:-8192}" "--pats-bmax 8"
-    for method in lychee quest loopserve-d; do bench $method "$first" "$last"; done
+    for method in $METHODS; do
+        [ $method = pats ] && options="--pats-bmax 8" || options=
+        bench $method "$first" "$DEPTHS" "$options"
+    done
 fi
 
 # ---- predicted beside measured
@@ -147,6 +157,20 @@ measured() {
             print key "ms", (field("tok_s") > 0 ? 1000 / field("tok_s") : 0)
             print key "tera", products * field("tok_s") / 1000
             print key "read_gb_s", field("read_gb_s")
+            if (field("test") != "tg") next
+            m = field("method")
+            n = field("n")
+            bytes = field("kv_bytes_attended") + field("index_bytes")
+            ms = 1000 / field("tok_s")
+            if (!(m in ms_0)) {
+                ms_0[m] = ms
+                bytes_0[m] = bytes
+            }
+            more = ms - ms_0[m]
+            if (m == "full") full[n] = more
+            if (more <= 0) next
+            print m ":rows:" n ":rate", 100 * (bytes - bytes_0[m]) / (1e6 * more) / field("read_gb_s")
+            if (full[n] > 0) print m ":rows:" n ":time", 100 * more / full[n]
         }' "$WORK/lines"
 }
 

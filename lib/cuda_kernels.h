@@ -583,6 +583,80 @@ template <int W, int D> static __device__ void unpack_width(char *to, const char
     }
 }
 
+// The same for a width that is known when the kernel runs.
+template <int D> static __device__ void halves_of_elements(char *to, const char *from, int half, int bits) {
+    switch (bits) {
+    case 6:  unpack_width<6, D>(to, from, half);  break;
+    case 7:  unpack_width<7, D>(to, from, half);  break;
+    case 8:  unpack_width<8, D>(to, from, half);  break;
+    case 9:  unpack_width<9, D>(to, from, half);  break;
+    case 10: unpack_width<10, D>(to, from, half); break;
+    case 11: unpack_width<11, D>(to, from, half); break;
+    case 12: unpack_width<12, D>(to, from, half); break;
+    case 13: unpack_width<13, D>(to, from, half); break;
+    case 14: unpack_width<14, D>(to, from, half); break;
+    case 15: unpack_width<15, D>(to, from, half); break;
+    default: unpack_width<16, D>(to, from, half); break;
+    }
+}
+
+// ---- rows of blocks become f16 integers, whose scales stay apart
+// Rows lie in shared memory and begin on 4 bytes; `to` is for D f16 numbers, on 16 bytes. Two lanes, half 0 and 1,
+// have a row.
+
+// q8_0: the signed bytes. 128 is added to a byte, which makes it unsigned; 0x6400 is 1024 in f16, whose last bit counts
+// 1, so a byte there makes 1152 more than it should be. A lane takes half of each block. The bytes of every second
+// block begin on 4.
+template <int D> static __device__ void halves_of_q8(char *to, const char *row, int half) {
+    const unsigned *from = (const unsigned *)(row + half * 16);
+    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+        const int at = b * Q8_BYTES + 2, shift = at % 4 * 8;
+        unsigned x[8];
+        KV_UNROLL() for (int i = 0; i < 4; i++) {
+            unsigned low = from[at / 4 + i], word = shift ? __funnelshift_r(low, from[at / 4 + i + 1], shift) : low;
+            word ^= 0x80808080;
+            x[2 * i] = halves_less(__byte_perm(word, 0x64646464, 0x4140), 0x64806480);
+            x[2 * i + 1] = halves_less(__byte_perm(word, 0x64646464, 0x4342), 0x64806480);
+        }
+        *(uint4 *)(to + b * 64 + half * 32) = { x[0], x[1], x[2], x[3] };
+        *(uint4 *)(to + b * 64 + half * 32 + 16) = { x[4], x[5], x[6], x[7] };
+    }
+}
+
+// q4: 8 (2 u - 15) of every u (lib/kernels.h); beside u_i of a block stands u_i+16. A lane takes every second block.
+// Its four planes, of a bit of every u, become four words of eight u:
+//
+//     plane b         bit 31 .. 0:  bit b of u_31, u_30, .., u_0
+//     even, odd       2 bits each:  of two planes, of every second u
+//     u[k]            4 bits each:  u_28+k, u_24+k, .., u_k
+//
+// In a word u_i and u_i+16 are 16 bits apart, and become neighbours. An f16 number with u from bit 1 on is 16 u more
+// than 0x7000, which is 8192 and whose last bit counts 8.
+template <int D> static __device__ void halves_of_q4(char *to, const char *row, int half) {
+    const unsigned *from = (const unsigned *)(row + half * 20);
+    KV_UNROLL() for (int i = 0; i < D / 64; i++) {
+        unsigned plane[5], even[2], odd[2], u[4];
+        KV_UNROLL() for (int b = 0; b < 5; b++) plane[b] = b < 4 || !half ? from[9 * i + b] : 0;
+        KV_UNROLL() for (int b = 0; b < 4; b++) plane[b] = __funnelshift_r(plane[b], plane[b + 1], half ? 0 : 16);
+        KV_UNROLL() for (int h = 0; h < 2; h++) {
+            even[h] = (plane[2 * h] & 0x55555555) | (plane[2 * h + 1] & 0x55555555) << 1;
+            odd[h] = (plane[2 * h] >> 1 & 0x55555555) | (plane[2 * h + 1] & 0xaaaaaaaa);
+        }
+        u[0] = (even[0] & 0x33333333) | (even[1] & 0x33333333) << 2;
+        u[1] = (odd[0] & 0x33333333) | (odd[1] & 0x33333333) << 2;
+        u[2] = (even[0] >> 2 & 0x33333333) | (even[1] & 0xcccccccc);
+        u[3] = (odd[0] >> 2 & 0x33333333) | (odd[1] & 0xcccccccc);
+        KV_UNROLL() for (int c = 0; c < 4; c++) {
+            unsigned x[4];
+            KV_UNROLL() for (int k = 0; k < 4; k++) {
+                unsigned bits = c ? u[k] >> (4 * c - 1) : u[k] << 1;
+                x[k] = halves_less((bits & 0x001e001e) | 0x70007000, 0x700f700f);
+            }
+            *(uint4 *)(to + i * 128 + half * 64 + c * 16) = { x[0], x[1], x[2], x[3] };
+        }
+    }
+}
+
 // ---- dot products to the CPU's bit
 // Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
 // its lanes.
