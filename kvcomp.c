@@ -2036,8 +2036,8 @@ const Method window_method = {
 // Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs. arXiv 2401.06104.
 //
 // The smallest method that looks at a query. Whenever a layer holds more than B rows, those are dropped to which
-// the last query attends least, in its mean over all heads: after a prefill as many as are too many, after a decode step one.
-// All heads of a layer keep the same rows.
+// the last query attends least, in its mean over all heads: after a prefill as many as are too many, after a
+// decode step one. All heads of a layer keep the same rows.
 //
 //   a[r] = sum over heads h of softmax_r(q_h . k_r / sqrt(D)), q the last query;   keep the B rows with the largest a
 //
@@ -3668,7 +3668,7 @@ const Method quest_method = {
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
 //   Algorithm 2, line 6 -> by_weight
-//   Algorithm 2, lines 9 to 17 -> select_faithful, and with exact gains best_line, take_line, segment_best, take_one
+//   Algorithm 2, lines 9 to 17 -> select_faithful, best_line, take_line, segment_best, take_one
 //   Algorithm 3, lines 3, 6 -> loop_due
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
@@ -3924,8 +3924,8 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     return t;
 }
 
-// Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one line of the other kind crosses it:
-// the shared cell, if it was not covered before, leaves that line's residual.
+// Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one
+// line of the other kind crosses it: the shared cell, if it was not covered before, leaves that line's residual.
 static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id >= n, x = slash ? id - n : id;
     t->rec[0] += g[id];

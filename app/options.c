@@ -259,12 +259,9 @@ static const Retired retired[] = {
     { "pats-round",               "bits that are cut read as zeros" },
     { "lychee-gqa",               "the best query head of a group counts" },
     { "lychee-prune",             "--lychee-kg 0, the default, looks at every cluster" },
-    { "lychee-lazy",              "a cluster takes a new chunk in as the smallest ball does" },
     { "lychee-centroid",          "centres lie on the unit sphere" },
     { "lychee-pool",              "the key of a chunk is the mean of its keys" },
     { "lychee-bound",             "the key of a chunk stands for its tokens" },
-    { "lychee-tie",               "of equally good ends of a chunk the last one counts" },
-    { "lychee-guard",             "marks inside words end no chunk" },
     { "lychee-coarse-max",        "there are 64 coarse units at most" },
     { "lychee-stats",             "--trace writes down what every step scores and reads" },
 };
