@@ -84,7 +84,8 @@
 // Two more, turn and enter, are called by `prefill` (section 4) before the pass.
 
 // ---- RoPE: where a token stands, as a rotation of its queries and keys
-// cs (D): cosines of the D/2 angles of a position, then sines. Angle i is pos * freq_i in double (D5).
+// cs (D): cosines of the D/2 angles of a position, then sines. Angle i is pos * freq_i in double (D5); the
+// frequencies, scaled as the model wants them, are made in lib/checkpoint.c.
 static void rope_angles(const Weights *w, int D, int pos, float *cs) {
     for (int i = 0; i < D / 2; i++) {
         double a = pos * w->inv_freq64[i];
