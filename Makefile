@@ -36,7 +36,7 @@ all: kvcomp
 # stb_ds.h is the one library. CPATH may name the folder that holds stb/; its macros give warnings unless that is
 # taken for one of the system's.
 ifdef CPATH
-export C_INCLUDE_PATH := $(CPATH)
+export C_INCLUDE_PATH := $(CPATH)$(if $(C_INCLUDE_PATH),:$(C_INCLUDE_PATH))
 unexport CPATH
 endif
 

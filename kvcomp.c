@@ -6385,8 +6385,8 @@ const Method sonic_method = {
 // few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
 // through rows_move_cuda and gather_kernel.
 //
-// Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
-// --calibrate OUT.json.
+// Options: --budget (128, per query head), --obs-window (16), --kernel (7), --head-scores, --head-beta (1.351),
+// --dililazy-score; stage 1: --calibrate OUT.json, --calibrate-needles, -f.
 
 // The state of dililazy, and of headkv.
 typedef struct {
@@ -6693,9 +6693,9 @@ const Method dililazy_method = {
 //   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
 //     remainders, on ties to the lower head. The public code rounds each head for itself.
 //   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
-// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
-// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
-// --calibrate.
+// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit.
+// Options: --budget (128, per query head), --obs-window (8), --kernel (7), --head-scores, --head-beta (1.2),
+// --headkv-score; the scores are made by --calibrate.
 
 // cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
 // without any score shares evenly.

@@ -3039,6 +3039,21 @@ TEST(sonic_refusals,
     nexus_free(a);
 }
 
+TEST(sonic_mask, "the mask, cell by cell, of two finished messages and a turn: 1 is seen, * by the exact mask alone") {
+    static const char *const want[13] = { "1............", "11...........", "111..........", "1111.........",
+                                          "111111...**..", "111111...**..", "1...111......", "1...1111.....",
+                                          "1...11111....", "1...1111111..", "1...1111111..", "1...11...111.",
+                                          "1...11...1111" };
+    static const int kind[13] = { 0, 0, 0, 0, TOK_EXTRA, TOK_EXTRA, 1, 1, 1, TOK_EXTRA, TOK_EXTRA, 0, 0 };
+    static const int seg[13] = { -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2 };
+    for (int p = 0; p < 13; p++)
+        for (int q = 0; q < 13; q++) {
+            Token a = { 1, p, seg[p], kind[p] }, b = { 1, q, seg[q], kind[q] };
+            CHECK(kv_visible(VIS_SEGMENT, 0, &a, p, &b, q) == (want[p][q] == '1'), "row %d column %d", p, q);
+            CHECK(kv_visible(VIS_SEGMENT_EXACT, 0, &a, p, &b, q) == (want[p][q] != '.'), "exact, row %d column %d", p, q);
+        }
+}
+
 TEST(sonic_bounds, "what attention skips is never visible, and what it does not test always is: "
                    "2,000 random tiles of every rule, with positions that overlap under a window") {
     OWN_MODEL Tiny m = tiny_model(1, 4, 2, 8, 16, 16, 31, 3);

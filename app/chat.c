@@ -1762,9 +1762,10 @@ static double device_trial(const Options *like) {
 // Does the GPU fail the trial? Then why says how.
 static int trial_fails(const Options *like, char why[512]) {
     double e = device_trial(like);
+    if (e >= 0 && e < trial_tolerance) return 0;
     if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
-    else if (e >= trial_tolerance) snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
-    return e < 0 || e >= trial_tolerance;
+    else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
+    return 1;
 }
 
 // Is there a GPU that answers, holds the memory plan of --method, and passes the trial? Where one answers and
@@ -1788,8 +1789,7 @@ static int device_serves(const App *a) {
 }
 #endif
 
-// Makes cuda or cpu of -d auto. The plan is that of --method; other methods
-// of a comparison ask again. Then says whether the device leaves --exact without effect.
+// Makes cuda or cpu of -d auto. The plan is that of --method; other methods of a comparison ask again. Then says whether the device leaves --exact without effect.
 void choose_device(App *a) {
     char err[512];
     if (!strcmp(opt_str(a->o, "device"), "auto")) {

@@ -579,6 +579,7 @@ static int request_options(Options *o, const Json *j, char err[512]) {
     int n;
     if (json_get(j, "budget") && json_get(j, "ratio"))
         return fault(err, "'budget' and 'ratio' both say how much to keep");
+
     if (json_get(j, "budget")) (void)shdel(o->given, "ratio");          // the command line's
     if (json_get(j, "ratio")) options_set(o, "budget", "0", why);
     for (int i = 0; i < j->n; i++) {
@@ -595,6 +596,7 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         if (!request_has_option(o, name)) return fault(err, "unknown field '%.40s'", j->key[i]);
         if (request_option(o, name, &j->item[i], err)) return -1;
     }
+
     if (opt_int(o, "kernel") % 2 == 0) return fault(err, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (!json_get(j, "max_tokens")) return 0;
     if (read_whole(j, "max_tokens", 0, INT_MAX, &n, err)) return -1;
@@ -636,6 +638,7 @@ static int request_messages(App *a, const Json *list, char err[512]) {
     if (!a->tp) return fault(err, "'messages' want a chat template");
     Message *m = messages_read(a, list, &n, err);
     if (!m) return -1;
+
     int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->content, err) : 0;
     if (from) options_set(a->o, "system", m->content, why);
     *err = bad ? *err : 0;
@@ -675,6 +678,7 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
     if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
     if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
     if (request_fits(a, given->str, err)) return -1;
+
     char *text = NULL;
     int before = 0;
     if (prompt && !a->tp) {
@@ -684,6 +688,7 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
         bytes_put(&text, prompt->str, prompt->len);
     }
     bytes_put(&text, given->str, given->len);
+
     int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && opt_int(a->o, "parse-special"), NULL);
     for (int i = before; i < (int)arrlen(all); i++) arrput(b->given, all[i]);
     arrfree(all);
@@ -697,6 +702,7 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
     const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *ids = json_get(j, "ids");
     const Json *given = json_get(j, "continuation");
     if (!!prompt + !!messages + !!ids != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
+
     if (given && (json_get(j, "max_tokens") || json_get(j, "stop")))
         return fault(err, "'continuation' is a given reply: 'max_tokens' and 'stop' are for one that is made");
     if (prompt && request_prompt(a, prompt, err)) return -1;
@@ -726,6 +732,7 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     free(a->method);
     a->method = name;
     a->o = o;
+
     char *making = same ? written(a, write_making) : NULL;
     int bad = 0;
     if (making && !strcmp(making, b->making)) {
@@ -751,6 +758,7 @@ static int request_play(Batch *b, char err[512]) {
     for (int i = 0; i < (int)arrlen(a->turn); i++)
         if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
     if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
+
     int bad = replay(a, 1);
     if (bad < 0) return fault(err, "%s", a->s->err);
     if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
@@ -762,6 +770,7 @@ static int request_play(Batch *b, char err[512]) {
         if (end >= 0) b->size = (size_t)end;
         return 0;
     }
+
     b->greedy = 1;
     for (int i = 0; i < n; i++) {
         arrput(b->logp, a->logits[b->given[i]] - log_sum_exp(a->logits, a->c->V));
@@ -787,6 +796,7 @@ static void write_reply(const Batch *b, FILE *f) {
         json_pair(f, "finish", a->finish);
         return;
     }
+
     write_ids(f, b->given);
     fprintf(f, ",\"logprobs\":[");
     for (int i = 0; i < (int)arrlen(b->logp); i++) {
@@ -804,6 +814,7 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
     App *a = &b->app;
     double t0 = now();
     char why[256];
+
     const Json *method = json_get(j, "method");
     Options *o = options_copy(b->base->o);
     if (!opt_given(o, "temp")) options_set(o, "temp", "0", why);
@@ -816,6 +827,7 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
         options_free(o);
         return -1;
     }
+
     if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
     if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
     if (request_read(b, j, err) || request_play(b, err)) return -1;
@@ -921,6 +933,7 @@ static int batch(App *a) {
     long number = 0, requests = 0, failed = 0;
     Batch b;
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
+
     batch_open(&b, a);
     while ((n = batch_read(in, &line, &room)) >= 0) {
         number++;
@@ -934,6 +947,7 @@ static int batch(App *a) {
         requests++;
         failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
     }
+
     if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);

@@ -49,6 +49,7 @@ const Opt program_options[] = {
     { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
     { "plan",          'b', "0",
       "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
+
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
     { "file",          'p', "",
@@ -63,12 +64,14 @@ const Opt program_options[] = {
       "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
     { "session",       'p', "",
       "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
+
     // Sampling
     { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100 },
     { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
     { "top-p",         'f', "0.95", "1: off", 0, 1 },
     { "min-p",         'f', "0.05", "0: off", 0, 1 },
     { "seed",          'i', "-1",   "of the sampler, -1: from the clock" },
+
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
     { "budget",        'i', "0",
@@ -90,6 +93,7 @@ const Opt program_options[] = {
     { "paper",         'b', "0",
       "what the paper has and we do otherwise: loopserve: alpha .955, variant a; lychee: Eq. 2's bound as the score; "
       "sonic: the exact mask, the whole history in one pass every turn" },
+
     // Output
     { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
@@ -107,6 +111,7 @@ const Opt program_options[] = {
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "no-history",    'b', "0",
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
+
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of -f; "
@@ -131,6 +136,7 @@ const Opt program_options[] = {
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
     { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000 },
+
     // Other
     { "list-methods",  'b', "0",    "the methods, one name a line" },
     { "version",       'b', "0",    "print the version" },
@@ -196,10 +202,12 @@ static const Retired retired[] = {
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
+
     { "huge-pages",               "rows lie on the pages that the system gives" },
     { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
+
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
     { "loopserve-unit",           "single lines are chosen and read" },
     { "loopserve-max-tiles",      "--loopserve-max-cells" },
@@ -210,6 +218,7 @@ static const Retired retired[] = {
     { "loopserve-keep-answer-kv", "each answer is prefilled again" },
     { "keep-answer-kv",           "each answer is prefilled again" },
     { "minference-ratio",         "--minference-verticals and --minference-slashes" },
+
     { "calibrate-lengths",        "prompts have 2,048 tokens, or as many as the model can hold" },
     { "calibrate-depths",         "the needle stands at 33 depths, from 2 to 98 per cent" },
     { "calibrate-k",              "the ten largest keys of a row count, as in the published scores" },
@@ -221,6 +230,7 @@ static const Retired retired[] = {
     { "calibrate-haystack",       "-f" },
     { "calibrate-prompt",         "the chat template is the frame; --raw is the authors' prompt" },
     { "eval-prompts",             "LongBench is played by data/lm_eval_kvcomp.py" },
+
     { "bench-suite",              "run --bench once a method" },
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
@@ -235,13 +245,16 @@ static const Retired retired[] = {
     { "lychee-full-layers",       "--full-layers" },
     { "sonic-oneshot",            "--paper" },
     { "dililazy-gqa",             "every query head has rows of its own" },
+
     { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-untrained",          "--sonic-weights none" },
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "sonic-ratio",              "--ratio" },
+
     { "pats-policy",              "--pats-tend N is the paper's static schedule" },
     { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
+
     { "lychee-beta-coarse",       "--paper takes the bound for coarse units, too" },
     { "lychee-beta",              "--paper takes the bound of Eq. 2 (1); without it a score is q.mu (0)" },
     { "lychee-iters",             "k-means makes 10 iterations" },
@@ -250,6 +263,7 @@ static const Retired retired[] = {
     { "sonic-sink",               "--sink" },
     { "pats-sink",                "--sink" },
     { "lychee-sink",              "--sink" },
+
     { "a-shape-init",             "--shape-init" },
     { "a-shape-local",            "--shape-local" },
     { "tri-shape-init",           "--shape-init" },
@@ -272,6 +286,7 @@ void unknown_option(const char *reason, const char *name) {
     const char *best = NULL;
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
         if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is no option any more: %s", name, retired[i].instead);
+
     int distance = farthest_misspelling(name);
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
@@ -439,11 +454,13 @@ void say_without_effect(const Options *o) {
     static const char *const only_rendered[3] = { "chat-template", "system", "no-think" };
     char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
+
     int run = run_kind(o);
     int own_choice = *opt_str(o, "report") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
     if (run & RUN_TALKS && opt_real(o, "temp") <= 0) flags_add(greedy_text, o, only_drawn);
     if (run & RUN_REPLIES && opt_int(o, "raw")) flags_add(raw_text, o, only_rendered);
+
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
         int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
@@ -453,6 +470,7 @@ void say_without_effect(const Options *o) {
             flag_add(method_text, name);
         }
     }
+
     if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
     if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
     if (*raw_text) warn("without effect with --raw: %s", raw_text);

@@ -550,7 +550,7 @@ lychee() {
 }
 
 # ---------------------------------------------------------------------------------------------- SONIC
-# sonic_k K: a point of Fig. 4. 'sonic_k 16' alone is a part that takes seconds.
+# sonic_k K: a point of Fig. 4. 'sonic_k 16' alone is a part that takes half a minute.
 sonic_k() {
     run k$1 $K --eval $(of 300 1 facts coref) --eval-items 16 --csv --method sonic --sonic-k $1
     here "K $1: $(score k$1 sonic -), bytes held $(get k$1 sonic - stored %.3f)"

@@ -2,7 +2,7 @@
 """Turns LoopServe's own benchmark into items that `kvcomp --eval FILE` plays.
 
     hf download --repo-type dataset TreeAILab/Multi-turn_Long-context_Benchmark_for_LLMs --local-dir DIR
-    python3 data/loopserve_items.py DIR/.. >items.jsonl && ./kvcomp -m MODEL --eval items.jsonl --compare full,loopserve
+    python3 data/loopserve_items.py FILES >items.jsonl && ./kvcomp -m MODEL --eval items.jsonl --compare full,loopserve
 
 FILES are json, json lines or (with pyarrow) parquet. A row has `multi_turn`, a list of turns; a turn has its message as
 `prompt_back`, with the question behind the text, and may have others, prompt_NAME, with the question elsewhere: each
@@ -36,7 +36,7 @@ def rows_of(path):
 
 def answers_of(turn, field, where):
     names = [field] if field else ["answer", "answers", "output"]
-    value = next((turn[n] for n in names if turn.get(n) is not None), None)
+    value = next((turn[n] for n in names if turn.get(n)), None)
     if value is None:
         sys.exit(f"{where}: no {' or '.join(names)}; a turn has {', '.join(sorted(turn))}: which is the answer? --answer")
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]

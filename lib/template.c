@@ -53,6 +53,7 @@ typedef struct JinjaTable {     // the members of a list or a dict, and the argu
 
 static const JinjaValue undefined;
 
+// The values of a bool and of a number.
 static JinjaValue jinja_bool(int x) { return (JinjaValue){ .kind = J_BOOL, .i = x != 0 }; }
 static JinjaValue jinja_int(long x) { return (JinjaValue){ .kind = J_INT, .i = x }; }
 
@@ -68,10 +69,12 @@ static JinjaValue jinja_cut(JinjaValue v, size_t a, size_t b) {
     return v;
 }
 
+// Is the value this text?
 static int jinja_is(JinjaValue v, const char *text) {
     return v.kind == J_TEXT && v.n == strlen(text) && !memcmp(v.s, text, v.n);
 }
 
+// What `if` takes for true: as in Python, what is not empty, 0, none or undefined.
 static int jinja_truth(JinjaValue v) {
     if (v.kind == J_TEXT) return v.n > 0;
     if (v.kind == J_LIST || v.kind == J_DICT) return v.t->n > 0;
@@ -178,6 +181,19 @@ static int jinja_deeper(Jinja *j, int most, const char *what) {
 }
 
 // ---- Reading
+// A recursive descent: a function for every rule of the grammar, which reads what its rule describes, from j->p on,
+// and returns it as a part of the tree. It moves j->p behind what it has read. There is no list of tokens: a
+// function looks at the text itself (jinja_take). Errors need no way back: jinja_fail notes the first one and lets
+// the text end, so that every loop ends, too.
+//
+//     expression    a, or a if c else b                       jinja_expression
+//     binary        a or b, .., a * b: a level an operator    jinja_binary
+//     unary         -a                                        jinja_unary
+//     filters       a | name(b), a is name                    jinja_filters
+//     postfix       a.name, a[b], a[b:c], a.name(b)           jinja_postfix
+//     primary       'text', 12, name, f(a), [a, b], {a: b}    jinja_primary
+//     block         text, {{ a }}, {% tag %} ..               jinja_block
+
 // A new part of the tree, which lies at the place that is read.
 static JinjaNode *jinja_part(Jinja *j, int kind, JinjaNode *a, JinjaNode *b) {
     JinjaNode *x = arena_take(j->arena, sizeof *x);
@@ -186,6 +202,7 @@ static JinjaNode *jinja_part(Jinja *j, int kind, JinjaNode *a, JinjaNode *b) {
     return x;
 }
 
+// A part that is a value.
 static JinjaNode *jinja_constant(Jinja *j, JinjaValue v) {
     JinjaNode *x = jinja_part(j, P_VALUE, NULL, NULL);
     x->v = v;
@@ -195,8 +212,10 @@ static JinjaNode *jinja_constant(Jinja *j, JinjaValue v) {
 // Goes a bracket or a block further inside.
 static void jinja_nest(Jinja *j) { jinja_deeper(j, JINJA_NESTED, "brackets and blocks"); }
 
+// May the byte stand in a name?
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
 
+// Goes behind the white space that stands here.
 static void jinja_blanks(Jinja *j) {
     while (isspace((unsigned char)*j->p)) j->p++;
 }
@@ -645,6 +664,11 @@ static JinjaNode *jinja_block(Jinja *j, const char *stops) {
 }
 
 // ---- Running: memory and texts
+// The tree is walked: jinja_run runs the parts of a block one after the other and appends what they write to
+// j->out, jinja_eval computes an expression. Values live in the arena until the run is over, and are never changed,
+// but for the members of a namespace; so they are copied as structs. A message is text from outside, and a program
+// may be anybody's: every step and every byte is counted (jinja_spend), and what goes over the bounds ends the run.
+
 // Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
     j->bytes += n;
@@ -670,6 +694,7 @@ static void jinja_put(Jinja *j, JinjaValue v) {
 // Collecting a text: what is put between a begin and its end is a value, and no output.
 typedef struct { char *out; uint16_t *from; } JinjaOutput;
 
+// From here on the output begins anew. Returns what there was.
 static JinjaOutput jinja_begin(Jinja *j) {
     JinjaOutput old = { j->out, j->from };
     j->out = NULL;
@@ -677,6 +702,7 @@ static JinjaOutput jinja_begin(Jinja *j) {
     return old;
 }
 
+// What was put since then, as a text; the output is again what it was.
 static JinjaValue jinja_end(Jinja *j, JinjaOutput old) {
     JinjaValue v = jinja_own("", arrlenu(j->out));
     char *s = jinja_memory(j, v.n);
@@ -733,9 +759,10 @@ static void jinja_add(Jinja *j, JinjaValue table, JinjaValue key, JinjaValue v) 
     t->item[t->n++] = v;
 }
 
-// The same to a list, and to a dict by a name.
+// The same to a list.
 static void jinja_push(Jinja *j, JinjaValue list, JinjaValue v) { jinja_add(j, list, undefined, v); }
 
+// The same to a dict, by a name.
 static void jinja_enter(Jinja *j, JinjaValue dict, const char *key, JinjaValue v) {
     jinja_add(j, dict, jinja_string(key), v);
 }
@@ -1086,6 +1113,8 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
 }
 
 // ---- Running: variables and calls
+// One stack has the variables of all scopes, the newest on top. A loop and a macro begin a scope and cut the stack
+// back at their end. What a macro's caller has set lies in the middle, hidden.
 static JinjaValue jinja_eval(Jinja *j, const JinjaNode *x);
 static int jinja_run(Jinja *j, const JinjaNode *x);
 
@@ -1251,7 +1280,7 @@ static void jinja_loop_variables(Jinja *j, const JinjaNode *names, const JinjaTa
     jinja_set_variable(j, names->next->name, x.t->item[1]);
 }
 
-enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };
+enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };       // how a block has ended
 
 // Runs a loop. With a condition it goes over the members first that this lets in.
 static void jinja_run_for(Jinja *j, const JinjaNode *x) {
@@ -1324,6 +1353,8 @@ static int jinja_run(Jinja *j, const JinjaNode *x) {
 }
 
 // ==================================================================================================== RENDERING
+// A dialogue becomes text: the program runs over the messages.
+
 // Appends "\n</think>\n\n" and what has to stand before it, where a reply without thoughts is asked of a program
 // that writes thoughts and does not know enable_thinking.
 static void close_thought(Jinja *j) {
@@ -1374,6 +1405,7 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
         jinja_set_variable(j, j->tp->names[k], k < 8 ? known[k] : (JinjaValue){ .kind = J_FUNCTION });
 }
 
+// See template.h. What may be spent grows with the dialogue.
 char *template_render(const Template *tp, const Message *m, int n, int how, size_t *size, uint16_t **from,
                       char err[512]) {
     size_t all = 0;
@@ -1457,6 +1489,8 @@ static int reply_place(const Template *tp, const Message *m, int i, const char *
     return 1;
 }
 
+// See template.h. Replies that stand whole in the text get the ids that the model made; what lies between them is
+// encoded.
 int *template_ids(const Template *tp, const Message *m, int n, int how, char err[512]) {
     size_t size, p = 0, a, b;
     uint16_t *from;
@@ -1512,13 +1546,17 @@ static const NamedTemplate named_templates[] = {
     { "deepseek-r1", "<｜User｜> <｜Assistant｜>",
       "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
       "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
-      "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}" },
-    { "none", "", "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\\n' }}{% endif %}{% endfor %}" },
+      "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+      "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}" },
+    { "none", "",
+      "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\\n' }}{% endif %}{% endfor %}" },
 };
 enum { NAMED_TEMPLATES = sizeof named_templates / sizeof *named_templates };
 
+// Their names.
 const char *template_names(void) { return "chatml qwen3 llama3 llama2 mistral phi3 zephyr deepseek-r1 none"; }
 
+// See template.h.
 void template_free(Template *tp) {
     if (!tp) return;
     for (int i = 0; i < (int)arrlen(tp->names); i++) free(tp->names[i]);
@@ -1712,6 +1750,7 @@ static int template_needs(const NamedTemplate *named, const Tokenizer *t, char e
     return 0;
 }
 
+// See template.h. A program is read, and then tried on a short dialogue: what it cannot write is found now.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
     char why[512] = "", reason[512];
     const NamedTemplate *named = named_template(name);
@@ -1739,6 +1778,7 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     return NULL;
 }
 
+// See template.h. Both write the same short dialogue.
 int template_like(const Template *tp, const char *name) {
     const Message *m = short_dialogue + 1;
     char err[512];
@@ -1771,6 +1811,7 @@ static int template_stray_id(const Template *tp, const Config *c) {
     return stray;
 }
 
+// See template.h.
 int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
     int vocab = tokenizer_size(t) - 1;
     while (vocab >= c->V && (tokenizer_flags(t, vocab) & (TOKEN_MODEL | TOKEN_ADDED)) != TOKEN_MODEL) vocab--;

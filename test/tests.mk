@@ -118,7 +118,7 @@ race: tests_race tests_hard tests
 	KVCOMP_ORDERS=3 ./tests_hard cuda
 	KVCOMP_ORDERS=3 ./tests cuda
 
-ASAN = tests_asan tests_kernels_asan tests_lib_asan tests_app_asan
+ASAN = $(TESTS:=_asan)
 asan: kvcomp $(ASAN)
 	for t in $(ASAN); do ./$$t || exit 1; done
 
