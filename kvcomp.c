@@ -687,6 +687,9 @@ int kv_longest(const Session *s, int l) {
 // Rows belong to KV heads and views to query heads, but most methods choose one list for the R
 // query heads of a group (view_group). Attention compares the lists of neighbouring heads: those that
 // are the same share one reading of the rows (decode_groups).
+//
+// The rows of a list that many steps read can be copied side by side (view_near, section 3): is_near
+// says that the copy is valid. Whatever changes the list, or a key that it names, clears is_near.
 
 // Makes room for a list of n rows of query head h, so that no later step has to ask for memory.
 void view_room(Session *s, int l, int h, int n) {
@@ -704,6 +707,7 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n;
     w->tail = tail;
+    w->is_near = 0;
 }
 
 // All query heads of KV head g read idx (n) and the rows from tail on.
@@ -718,7 +722,7 @@ void view_all(Session *s) {
     if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
         View *w = &s->view[i];
-        w->n = w->tail = 0;
+        w->n = w->tail = w->is_near = 0;
     }
 }
 
@@ -852,7 +856,7 @@ void kv_truncate(Session *s, int n_tok) {
 // stored key has been.
 void kv_repos(Session *s, int l, int g, int row, int pos) {
     KVHead *h = kv_head(s, l, g);
-    int D = s->c->D, shift = pos - h->pos[row];
+    int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
     if (!shift) return;
 
     size_t mark = scratch_mark(s);
@@ -875,6 +879,7 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     }
     scratch_reset(s, mark);
     h->pos[row] = pos;
+    for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // a copy holds the old key
 }
 
 // ---- accounting: what the allocator holds
@@ -912,7 +917,7 @@ size_t kv_meta_bytes(const Session *s) {
         size_t a_row = 2 * sizeof(int) + (h->mass ? sizeof(float) : 0);
         n += (size_t)(h->packed + h->cap) * a_row + (size_t)h->n_reg * sizeof(Region);
     }
-    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int);
+    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int) + s->view[i].room;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
         if (p->m->bytes) n += p->m->bytes(s, p->ms);
@@ -1198,6 +1203,44 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
     }
 }
 
+// Single rows from anywhere come from memory at a fraction of its speed, however early they are asked
+// for. A list that stays for some steps pays for a copy of its rows, which those steps read in order.
+// Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
+static int copies_views(const Session *s) {
+    return !KV_DEV(s) && !s->packing;
+}
+
+// Makes room for the copy of a list of n rows of query head h, so that no later step has to ask for memory.
+void view_near_room(Session *s, int l, int h, int n) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = n * raw_row_bytes(s);
+    if (!copies_views(s) || bytes <= w->room) return;
+    w->room = bytes;
+    w->near = xrealloc(w->near, bytes);
+}
+
+// The keys (OF_K) or values (OF_V) of a list's copy.
+static char *near_rows(const Session *s, const View *w, int v) {
+    return w->near + (v == OF_V ? w->n * s->fk->row_bytes(s->c->D) : 0);
+}
+
+// Copies the rows that the list of query head h names side by side: its keys, then its values.
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_near_room(s, l, h, w->n);
+    for (int v = 0; v < 2; v++) {
+        size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+        char *to = near_rows(s, w, v);
+        for (int i = 0; i < w->n; i++, to += bytes) {
+            if (i % 16 == 0 && i + 16 < w->n) fetch_rows(s, hd, v, w->idx + i + 16, min_int(16, w->n - i - 16));
+            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
+        }
+    }
+    w->is_near = 1;
+}
+
 // The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
 // The rows this thread reads end at place `end` of the view. many 1: many queries read them, and so they become
 // f32 first, but for keys of q8_0, which have their own product (D89).
@@ -1208,6 +1251,12 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
     TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
     if (many && !(v == OF_K && t.dtype == ROWS_Q8)) t.dtype = DT_F32;
     int in_place = t.dtype != DT_F32 || f->unpack == f32_unpack;
+    if (w->is_near && a->p + a->n <= w->n) {                // a tile of the copy
+        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
+        if (in_place) t.x = from;
+        else f->unpack(buf, from, a->n, s->c->D);
+        return t;
+    }
     if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
     if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
     if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
@@ -1877,7 +1926,10 @@ void session_close(Session *s) {
     }
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_close(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) free(s->view[i].idx);
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        free(s->view[i].idx);
+        free(s->view[i].near);
+    }
     free(s->head);
     free(s->view);
     free(s->tok);
@@ -3657,7 +3709,8 @@ const Method quest_method = {
 //     they are not kept.
 //
 // No row is ever dropped, since any row may be chosen again later: the method saves reads, not
-// memory.
+// memory. On a CPU the chosen rows are even held twice, side by side until the next choice
+// (view_near).
 //
 // Map:
 //   Definition 1 -> loopserve_enter
@@ -4172,7 +4225,7 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
 // largest score, and every row behind the candidates. A head with at most B candidates reads every
 // row.
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int G = s->c->G, N = kv_longest(s, l);
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
     int most = min_int(x->budget, N);                    // rows of a list
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
 
@@ -4196,6 +4249,9 @@ static void loop_select(Session *s, LoopServe *x, int l) {
             top_k_rows(s, score, G, N, end, want, idx, most, found);     // line 5: arg max
             for (int g = 0; g < G; g++)                  // Algorithm 3, line 7: what decode reads
                 view_group(s, l, g, idx + (size_t)g * most, found[g], want[g] ? end[g] : 0);
+            // They are read until the next choice. The first head's copy serves its group (decode_groups).
+            #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * most * s->c->D))
+            for (int g = 0; g < G; g++) view_near(s, l, g * R);
         }
     }
     scratch_reset(s, mark);
@@ -4231,7 +4287,7 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
 // nothing.
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
     LoopServe *x = ms;
-    int H = s->c->H, L = s->c->L, n = min_int(T, x->obs);
+    int H = s->c->H, R = H / s->c->G, L = s->c->L, n = min_int(T, x->obs);
     if (s->decoding) return;
     if (l == L) {
         x->prompt_end = s->n_tok;
@@ -4240,8 +4296,10 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     }
     if (!x->decodes) return;
     for (int i = 0; l == L && i < L * H; i++) {
-        int rows = kv_head(s, i / H, i % H * s->c->G / H)->len;
-        if (layer_acts(s, i / H)) view_room(s, i / H, i % H, x->budget < rows ? x->budget : 0);
+        int rows = kv_head(s, i / H, i % H / R)->len, most = x->budget < rows ? x->budget : 0;
+        if (!layer_acts(s, i / H)) continue;
+        view_room(s, i / H, i % H, most);
+        if (i % R == 0) view_near_room(s, i / H, i % H, most);
     }
     if (l == L) return;
     x->ring_from = s->n_tok - n;
@@ -4328,7 +4386,7 @@ const Method loopserve_method = {
                "queries like best and this answer (saves reads only)",
     .limits  = "prefills each answer again at the next turn. Dense up to "
                "--loopserve-min-context rows and in short turns; the first --loopserve-first "
-               "tokens of an answer read every row",
+               "tokens of an answer read every row. On a CPU the chosen rows are held twice",
     .budget  = 1024,
     .uses    = "--sink 4, --paper",
     .opts    = loopserve_opts,
@@ -4367,7 +4425,7 @@ const Method loopserve_d_method = {
     .paper   = "LoopServe-D: its decode alone, arXiv 2507.13681",
     .keeps   = "keeps every row; decode reads the B rows the last queries like best and this "
                "answer (saves reads only)",
-    .limits  = "prefills each answer again at the next turn",
+    .limits  = "prefills each answer again at the next turn. On a CPU the chosen rows are held twice",
     .budget  = 1024,
     .opts    = loopserve_d_opts,
     .role    = ROLE_SELECT,

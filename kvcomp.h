@@ -68,6 +68,9 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
+    int  is_near;               // 1: near holds the listed rows side by side (view_near)
+    char *near;                 // (room bytes) n keys, then n values, as they are stored
+    size_t room;
 } View;
 
 typedef struct Format {         // how raw rows are stored: one Format for K, one for V
@@ -492,6 +495,12 @@ void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
 // room for a list of n rows
 void view_room(Session *s, int l, int h, int n);
+
+// room for the copy of a list of n rows
+void view_near_room(Session *s, int l, int h, int n);
+
+// copies the listed rows side by side, for the steps that read the same list
+void view_near(Session *s, int l, int h);
 
 // every view: every row
 void view_all(Session *s);

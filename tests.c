@@ -2407,6 +2407,74 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
     CHECK(reads(s, 2, 6, all), "every row again");
 }
 
+// Copies of listed rows: a device makes none.
+static size_t near_bytes(const Session *s) {
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) n += s->view[i].room;
+    return n;
+}
+
+TEST(views_near, "a list's rows copied side by side give the same bits as where they lie: storage "
+                 "formats, lists that end amid a tile, a head alone; a new list and a moved key "
+                 "end it; packed rows are not copied") {
+    static const char *const formats[] = { "ctk=f16 ctv=f16", "ctk=bf16 ctv=f32",
+                                           "ctk=q8_0 ctv=f16", "ctk=f32 ctv=q8_0" };
+    for (int c = 0; c < 40; c++) {
+        OWN_MODEL Tiny m = tiny_model(1, 4, 2, 24, 32, 32, 61, 90 + c);
+        OWN_SESSION Session *s = session_of(m, "full", formats[c % 4]);
+        int ids[300], list[300], n = 0, N = 300, tail = 200 + rnd_int(101);
+        int every = 1 + rnd_int(4);
+        float q[4 * 24], a[4 * 24], b[4 * 24];
+        draw_ids(ids, N, 61);
+        prefill(s, ids, N);
+        s->base = N - 1;
+        for (int i = 0; i < 96; i++) q[i] = rnd_normal();
+        for (int i = 0; i < tail; i++)
+            if (!rnd_int(every)) list[n++] = i;
+        if (!n) list[n++] = 3;
+        view_group(s, 0, 0, list, n, tail);
+        // Head 2 alone, and no rows behind the list; head 3 reads every row.
+        view_set(s, 0, 2, list, n, N);
+        attn_decode(s, 0, a, q);
+        size_t meta = kv_meta_bytes(s);
+        for (int h = 0; h < 3; h += 2) view_near(s, 0, h);
+        CHECK(kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near && !kv_view(s, 0, 3)->is_near, "near");
+        CHECK(kv_meta_bytes(s) == meta + 2 * n * (s->fk->row_bytes(24) + s->fv->row_bytes(24)),
+              "bytes");
+        size_t k_bytes = s->fk->row_bytes(24);
+        for (int i = 0; i < n; i++) {
+            const KVHead *h = kv_head(s, 0, 1);
+            CHECK(!memcmp(kv_view(s, 0, 2)->near + i * k_bytes, h->k + list[i] * k_bytes, k_bytes),
+                  "copy of key %d", i);
+        }
+        attn_decode(s, 0, b, q);
+        CHECK(!memcmp(a, b, sizeof a), "%s, %d rows of %d: other bits", formats[c % 4], n, tail);
+        memset(kv_view(s, 0, 0)->near, 0, k_bytes * n);  // and the copy is what is read
+        if (n >= 64) {
+            attn_decode(s, 0, b, q);
+            CHECK(memcmp(a, b, 2 * 24 * 4), "the copy is not read");
+        }
+        kv_repos(s, 0, 0, 5, 7);
+        CHECK(!kv_view(s, 0, 0)->is_near && kv_view(s, 0, 2)->is_near,
+              "after a key moved");
+        view_set(s, 0, 2, list, n, N);
+        CHECK(!kv_view(s, 0, 2)->is_near, "after a new list");
+        attn_decode(s, 0, b, q);
+        CHECK(!memcmp(a + 48, b + 48, 48 * 4), "read where they lie again");
+        view_near(s, 0, 2);
+        view_all(s);
+        CHECK(!kv_view(s, 0, 2)->is_near && kv_view(s, 0, 2)->room, "every row again");
+    }
+    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 32, 32, 61, 9);
+    OWN_SESSION Session *s = session_of(m, "pats", "ctk=f16 ctv=f16");
+    int ids[40], list[] = { 1, 2, 9 };
+    draw_ids(ids, 40, 61);
+    prefill(s, ids, 40);
+    view_group(s, 0, 0, list, 3, 30);
+    view_near(s, 0, 0);
+    CHECK(!kv_view(s, 0, 0)->is_near && !near_bytes(s), "packed rows");
+}
+
 // A second, longer turn in which the n-th allocation from now on fails -> the exit code; 0: it was not made.
 static int lychee_out_of_memory(Session *s, const int *ids, long n) {
     int rc;

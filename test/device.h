@@ -448,7 +448,8 @@ static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {
 static int device_differs(const Session *c, const Session *d) {
     int bad = 0;
     for (int i = 0; i < c->c->L * c->c->G; i++) bad += head_differs(c, &c->head[i], &d->head[i]);
-    return bad + (kv_bytes(c) != kv_bytes(d)) + (kv_meta_bytes(c) != kv_meta_bytes(d));
+    return bad + (kv_bytes(c) != kv_bytes(d)) +
+           (kv_meta_bytes(c) - near_bytes(c) != kv_meta_bytes(d)) + (near_bytes(d) != 0);
 }
 
 // How many heads hold other rows on the device.
@@ -1187,7 +1188,7 @@ static int sides_agree(Session *a, Session *b, const char *method, const char *t
               "%s %s: mass of head %d", method, text, i);
     }
     // A session of `out` has been used before, and its methods' rooms are as large as they were then.
-    CHECK(out || (kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) == kv_meta_bytes(b)),
+    CHECK(out || (kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) - near_bytes(a) == kv_meta_bytes(b) && !near_bytes(b)),
           "%s: bytes", method);
     // The bytes of a packed row are a mean, so the two sums may be rounded differently.
     CHECK(fabs(a->clk.bytes_attended - b->clk.bytes_attended) < 1 && a->clk.peak == b->clk.peak,

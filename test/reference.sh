@@ -60,7 +60,6 @@ device/*/loopserve-d*/totals.*.meta_bytes  every query head has a list of its ow
 device/*/loopserve[+/]*meta_bytes          every query head has a list of its own
 cpu/[!tsw]*/loopserve[+/]*meta_bytes       every query head has a list of its own
 cpu/we*/loopserve[+/]*meta_bytes           every query head has a list of its own
-cpu/short/loopserve?(-d|-d+q8)/*meta_bytes chosen rows are not copied
 cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
 */[!c]*/minference*/*                      a row reads the cells of its lines, not those of blocks of 64 rows; 60 diagonals are 60
