@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 // ==================================================================================================== EVALUATION
@@ -23,7 +24,7 @@
 // --compare plays the same items through several methods and --budgets, one row each, so that the
 // differences between rows are paired.
 //
-// Every dialogue is played twice.
+// Every dialogue is played twice, from the first answer on; what stands before it is the same in both passes.
 //   Free pass    The method answers, and its own answers are the history of the next turn; replies of a
 //                file that are given are fed as they are. Scores, bytes and seconds come from this pass.
 //   Forced pass  The right replies are fed token by token, to the method and to full attention
@@ -268,6 +269,7 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
             (void)arrpop(e->item);
             break;
         }
+        e->hash = hash_bytes(e->hash, p, (size_t)(end - p));
     }
     free(text);
     for (int i = old; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
@@ -307,6 +309,29 @@ static int *gold_ids(const App *a, const EvalTurn *t) {
     return ids;
 }
 
+// Feeds the right reply to a turn whose message has been read.
+static void play_reply(App *a, const EvalTurn *t) {
+    int *right = gold_ids(a, t);
+    for (int k = 0; k < (int)arrlen(right); k++) {
+        arrput(arrlast(a->turn).dec, right[k]);
+        feed_decode(a, right[k]);
+    }
+    arrfree(right);
+}
+
+// Both passes begin with the turns whose replies are given, and the message of the first one that is asked.
+// Returns that turn.
+static int play_given(App *a, const EvalItem *it) {
+    int i = 0;
+    play_start(a);
+    play_prefill(a, it->turn[0].user);
+    while (it->turn[i].given) {
+        play_reply(a, &it->turn[i]);
+        play_prefill(a, it->turn[++i].user);
+    }
+    return i;
+}
+
 // Adds what the session cost. Called once an item.
 static void note_cost(const Session *s, Score *sc) {
     sc->items++;
@@ -320,23 +345,21 @@ static void note_cost(const Session *s, Score *sc) {
     sc->n_decode += (double)s->clk.n_decode;
 }
 
-// The free pass: the method answers every turn. A reply may be as long as --n-predict, by default 64
-// tokens or twice the right reply, whichever is more.
-static void play_free(App *a, const EvalItem *it, Score *sc) {
+// The free pass: the method answers every turn from the turn `first` on, whose message has been read. A reply
+// may be as long as --n-predict, by default 64 tokens or twice the right reply, whichever is more.
+static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
     int limit = opt_int(a->o, "n-predict");             // negative: the default
-    play_start(a);
-    for (int i = 0; i < (int)arrlen(it->turn); i++) {
+    for (int i = first; i < (int)arrlen(it->turn); i++) {
         const EvalTurn *t = &it->turn[i];
         char *said = NULL;
         size_t n = 0;
-        int *right = gold_ids(a, t), most = max_int(2 * (int)arrlen(right), 64);
-        play_prefill(a, t->user);
-        for (int k = 0; t->given && k < (int)arrlen(right); k++) {
-            arrput(arrlast(a->turn).dec, right[k]);
-            feed_decode(a, right[k]);
+        if (i > first) play_prefill(a, t->user);
+        if (t->given) {
+            play_reply(a, t);
+            continue;
         }
+        int *right = gold_ids(a, t), most = max_int(2 * (int)arrlen(right), 64);
         arrfree(right);
-        if (t->given) continue;
         FILE *f = memory_stream(&said, &n);
         generate(a, limit < 0 ? most : limit, f);
         memory_stream_close(f);
@@ -358,25 +381,23 @@ static int in_answer(const EvalTurn *t, int from, int to) {
     return hit;
 }
 
-// The forced pass: the right replies are fed whatever the method would say. It is played twice an
-// item.
+// The forced pass: from the turn `first` on, whose message has been read, the right replies are fed whatever
+// the method would say.
 //   sc NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
 //            (stb_ds, V a row).
-//   sc       A method plays. Its logits are compared with the rows of *ref, and the NLL of every right
-//            answer goes to the answers that play_free appended to sc->answers.
-static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
+//   sc       A method plays. Its logits are compared with the rows of *ref, and an Answer with the NLL of
+//            the right one is appended to sc->answers a scored reply.
+static void play_forced(App *a, const EvalItem *it, int first, float **ref, Score *sc) {
     int V = a->c->V, turns = (int)arrlen(it->turn);
-    int answer = sc ? (int)arrlen(sc->answers) - scored_turns(it) : 0;      // the item's next answer
     size_t row = 0;                                                         // the next row of *ref
-    play_start(a);
-    for (int i = 0; i < turns; i++) {
+    for (int i = first; i < turns; i++) {
         const EvalTurn *t = &it->turn[i];
         int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
         double top1 = sc ? sc->top1 : 0;
         Decoder d = { .t = a->tok };
         char *text = NULL;
         double nll = 0;                                 // sum over the `counted` tokens of the answer
-        play_prefill(a, t->user);
+        if (i > first) play_prefill(a, t->user);
         for (int k = 0; k < n; k++) {
             int from = (int)arrlen(text);
             text = decode_token(&d, ids[k], text);
@@ -392,14 +413,57 @@ static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
             if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);
         }
         if (t->answers && sc) {
-            Answer *x = &sc->answers[answer++];
-            x->nll = counted ? nll / counted : 0;
-            x->predicted = n;
-            x->top1 = (int)(sc->top1 - top1);
+            Answer x = { .nll = counted ? nll / counted : 0, .predicted = n, .top1 = (int)(sc->top1 - top1) };
+            arrput(sc->answers, x);
         }
         arrfree(ids);
         arrfree(text);
     }
+}
+
+// The forced pass in a copy of this process, which holds the session as it is, whatever its method keeps: so
+// what both passes begin with is computed once. The copy writes its numbers to a file without a name, and
+// this process waits for it. 0; -1: nothing was played, because a copy has but one thread, no GPU, and would
+// write into the trace.
+static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **ref, Score *sc) {
+    if (n_threads() > 1 || KV_DEV(a->s) || a->trace) return -1;
+    FILE *f = tmpfile();
+    fflush(NULL);                           // else the copy would write once more what waits in buffers
+    pid_t copy = f ? fork() : -1;
+    if (!copy) {
+        play_forced(a, it, first, ref, sc);
+        fwrite(sc->answers, sizeof *sc->answers, arrlenu(sc->answers), f);
+        fwrite(sc->each, sizeof *sc->each, arrlenu(sc->each), f);
+        _exit(fflush(f) || ferror(f) ? EXIT_RUN : 0);
+    }
+    if (copy > 0) {
+        int status;
+        double d;
+        if (waitpid(copy, &status, 0) != copy || status) exit(WIFEXITED(status) ? WEXITSTATUS(status) : EXIT_RUN);
+        rewind(f);
+        size_t n = (size_t)scored_turns(it);
+        if (fread(arraddnptr(sc->answers, n), sizeof *sc->answers, n, f) != n)
+            die(EXIT_RUN, "--eval: cannot read a temporary file");
+        while (fread(&d, sizeof d, 1, f)) arrput(sc->each, d);
+    }
+    if (f) fclose(f);
+    return copy > 0 ? 0 : -1;
+}
+
+// Plays an item through a->s, both passes, into *sc, which is empty. ref: as play_forced has it.
+static void play_item(App *a, const EvalItem *it, float **ref, Score *sc) {
+    Score forced = { 0 };
+    int first = play_given(a, it), apart = play_forced_in_copy(a, it, first, ref, &forced);
+    play_free(a, it, first, sc);
+    if (apart) play_forced(a, it, play_given(a, it), ref, &forced);
+    for (int k = 0; k < (int)arrlen(sc->answers); k++) {
+        sc->answers[k].nll = forced.answers[k].nll;
+        sc->answers[k].predicted = forced.answers[k].predicted;
+        sc->answers[k].top1 = forced.answers[k].top1;
+    }
+    sc->each = forced.each;
+    forced.each = NULL;
+    score_free(&forced);
 }
 
 // ---- metrics: words
@@ -1114,29 +1178,6 @@ static void eval_file_close(EvalFile *x) {
 }
 
 // ---- answers on disk: the first line
-// The hash of everything in the items that is asked or scored.
-static uint64_t items_hash(const EvalSet *e) {
-    uint64_t h = 0;
-    for (int i = 0; i < (int)arrlen(e->item); i++) {
-        const EvalItem *it = &e->item[i];
-        const int numbers[] = {
-            it->number, it->length, it->metric, (int)arrlen(it->turn)
-        };
-        h = hash_bytes(h, numbers, sizeof numbers);
-        h = hash_bytes(h, it->task, strlen(it->task));
-        for (int j = 0; j < (int)arrlen(it->turn); j++) {
-            const EvalTurn *t = &it->turn[j];
-            const int places[] = { t->position, t->depth, (int)arrlen(t->answers), (int)arrlen(t->classes) };
-            h = hash_bytes(h, places, sizeof places);
-            h = hash_bytes(h, t->user, strlen(t->user));
-            if (t->reply) h = hash_bytes(h, t->reply, strlen(t->reply));
-            for (int k = 0; k < (int)arrlen(t->answers); k++) h = hash_bytes(h, t->answers[k], strlen(t->answers[k]));
-            for (int k = 0; k < (int)arrlen(t->classes); k++) h = hash_bytes(h, t->classes[k], strlen(t->classes[k]));
-        }
-    }
-    return h;
-}
-
 // Writes the given options that change an answer: the methods', and those of what is asked and said.
 static void write_eval_options(const App *a, FILE *f) {
     static const char *const asked[] = {
@@ -1161,7 +1202,7 @@ static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
     size_t n;
     FILE *f = memory_stream(&head, &n);
     fprintf(f, "{\"kvcomp\":\"answers 2\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
-    fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
+    fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)e->hash);
     fprintf(f, "\"rows\":\"");
     for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
     fprintf(f, "\",");
@@ -1509,9 +1550,8 @@ static void count_down(const char *parts, int done, int all, double t0) {
 
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
 // logits of full attention are held for one item only, and what else the machine does falls on all
-// rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
-// the file x already is not played again, and what is played goes there; NULL: there is none.
-static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
+// rows. What is in the file x already is not played again, and what is played goes there; NULL: there is none.
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, EvalFile *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
     int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
@@ -1523,13 +1563,12 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
         const EvalItem *it = &e->item[i];
         a->s = full.s;
         arrsetlen(ref, 0);
-        if (forced && !(x && item_is_there(x, i))) play_forced(a, it, &ref, NULL);
+        if (!x || !item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
         for (int r = 0; r < R; r++) {
             Score own = { 0 }, *one = x ? eval_cell(x, i, r) : &own;
             if (!one->items) {
                 a->s = open[r].s;
-                play_free(a, it, one);
-                if (forced) play_forced(a, it, &ref, one);
+                play_item(a, it, &ref, one);
                 session_reset(a->s);                    // gives its rows back: many sessions are open
                 if (x) write_item(x, it, i, r, one);
             }
@@ -1732,7 +1771,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     run.rows = rows;
     if (a->trace) trace_row(a, open);
     if (saves) eval_file_open(&x, a, &e, rows);
-    if (!ppl) play_items(a, &e, rows, open, 1, saves ? &x : NULL);
+    if (!ppl) play_items(a, &e, rows, open, saves ? &x : NULL);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
         if (ppl) eval_text(a, path, kld, &rows[r]);

@@ -25,6 +25,7 @@ typedef struct {
 
 typedef struct {
     EvalItem *item;             // stb_ds
+    uint64_t hash;              // of their lines: answers on disk belong to these items
     stbds_string_arena mem;     // every text of the items
 } EvalSet;
 
