@@ -4264,14 +4264,8 @@ static int loop_due(const Session *s, const LoopServe *x) {
     return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
 }
 
-// Method.steady: a step that chooses nothing launches the same kernels as the one before it. One that
-// chooses launches more, but its lists lie where those of the choice before lie. The first choice of an
-// answer is not steady, because it makes them.
-static int loopserve_steady(const Session *s, const void *ms) {
-    const LoopServe *x = ms;
-    if (!loop_due(s, x)) return STEADY;
-    return x->chosen ? STEADY_ONCE : UNSTEADY;
-}
+// Method.steady: a step that chooses nothing launches the same kernels as the one before it.
+static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
 // rows of layer l.
@@ -7083,11 +7077,10 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
     plan_room_cuda(p, "scales of inputs", block * f);
     p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
-    // Of packed, q8_0, q4 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
+    // Of packed, q8_0, q4 or mixed rows: those of a layer.
     int halves = s->fk == s->fv && !format_compresses(s->fk) && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
-    plan_room_cuda(p, "rows as f16 for tensor cores",
-                   halves || f32 ? 0 : min_size(4 * G * N * D, max_size((size_t)512 << 20, 4 * N * D)));
+    plan_room_cuda(p, "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D);
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room_cuda(p, "the best of the logits",

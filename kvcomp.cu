@@ -66,7 +66,7 @@ enum {
     ROOM_IDS,                   // (T) vocabulary ids of the pass
     ROOM_TOK,                   // (n_tok) a copy of Session.tok
     ROOM_PLAN,                  // works, items and lists of one call of attention
-    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for prefill_kernel
+    ROOM_PLAIN,                 // (G,2,N,D) rows of a layer as f16, for prefill_kernel
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
@@ -178,7 +178,7 @@ struct Device {                 // Session.dev
     unsigned settled;           // Session.changes after select hooks were last called in an ordinary
                                 // step: they have all the memory they need
     unsigned seen;              // Session.changes when what follows was made
-    int *first;                 // (L+1) works of the layers before
+    struct LayerWorks *works;   // (L)
     int grid;                   // items of a layer, at most
     Reader by;                  // the kernel that attends
     double read, more;          // bytes of rows that the last step read; by how many the next reads more
@@ -567,7 +567,7 @@ static void lists_tell(Session *s);
 static void lists_count(Session *s);
 static int step_free(const Session *s);
 static int step_settled(Session *s);
-static float *step_cuda(Session *s, int once);
+static float *step_cuda(Session *s);
 struct PickPlan;
 static size_t pick_carve(PickPlan *p, int V, int k, char *mem);
 static void best_logits_cuda(Session *s, const float *logits, int V, int k);
@@ -792,8 +792,7 @@ static void pass_cuda_poll(Session *s, int T) {
 // decode step that allows it goes "in one go" (section 4); any other pass, and every one that
 // an observer watches, is launched here, layer by layer and span by span.
 float *pass_cuda(Session *s, int T) {
-    int free = s->watched ? UNSTEADY : step_free(s);
-    if (free && step_settled(s)) return step_cuda(s, free == STEADY_ONCE);
+    if (!s->watched && step_free(s) && step_settled(s)) return step_cuda(s);
     const Config *c = s->c;
     size_t mark = scratch_mark(s);
     Pass r = pass_room(s, T);
@@ -810,7 +809,10 @@ float *pass_cuda(Session *s, int T) {
         }
     }
     lists_tell(s);
-    if (s->decoding) s->dev->settled = s->changes;
+    if (s->decoding) {
+        s->dev->settled = s->changes;
+        s->dev->read += s->dev->more;           // a step in one go behind this one reads what it appends
+    }
     commits(s, r.late ? 0 : c->L);
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
     logits_wait(s);
@@ -867,10 +869,6 @@ static __device__ const Region *region_of(const Region *reg, int n, int r) {
     return &reg[lo];
 }
 
-// Rows of PATS (section 10): one row by a warp, and one element.
-static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);
-static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
-
 // What a decode step in one go is told. The host writes it before the step, and nothing else changes
 // from one step to the next.
 struct Step {
@@ -880,7 +878,7 @@ struct Step {
     int len[];                  // (L,G) rows of every head
 };
 
-// The heads of layer l, as a kernel's argument.
+// The heads of layer l.
 static HeadRefs head_refs(const Session *s, int l) {
     HeadRefs r;
     memset(&r, 0, sizeof r);
@@ -890,6 +888,34 @@ static HeadRefs head_refs(const Session *s, int l) {
         r.at[g] = { h->k, h->v, x->src, x->mass, x->pack, h->packed, h->len };
     }
     return r;
+}
+
+// The rows of a layer: an argument of kernels, and what the arguments of others begin with. A row's key (v 0) and
+// its value (v 1) may be stored in two formats.
+struct LayerRows {
+    HeadRefs heads;
+    int H, G, R, D;             // query heads, KV heads, query heads of a KV head, head_dim
+    int kind_k, kind_v;         // ROW_* of raw rows
+    size_t bytes_k, bytes_v;    // of a raw row
+};
+
+static LayerRows layer_rows(const Session *s, int l) {
+    int H = s->c->H, G = s->c->G, D = s->c->D;
+    return { head_refs(s, l), H, G, H / G, D, row_kind(s->fk), row_kind(s->fv), s->fk->row_bytes(D),
+             s->fv->row_bytes(D) };
+}
+
+// Where raw row r of head h lies.
+static __device__ char *raw_row(const LayerRows &a, const HeadRef &h, int v, int r) {
+    ptrdiff_t i = r - h.packed;
+    return v ? h.v + i * (ptrdiff_t)a.bytes_v : h.k + i * (ptrdiff_t)a.bytes_k;
+}
+
+// Element d of row r of head h as f32, be the row raw or packed (section 10).
+static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
+static __device__ float row_value(const LayerRows &a, const HeadRef &h, int v, int r, int d) {
+    if (r < h.packed) return packed_value(h, v, r, d, a.D);
+    return row_get(raw_row(a, h, v, r), v ? a.kind_v : a.kind_k, d, a.D);
 }
 
 // ---- appending
@@ -902,9 +928,8 @@ static __device__ float turned(const float *x, const float *cs, int d, int D) {
     return d < half ? x[d] * cs[d] - x[d + half] * cs[half + d] : x[d] * cs[i] + x[i] * cs[half + i];
 }
 
-// What the rows of new tokens become; an argument of kernels.
-struct Heads {
-    HeadRefs heads;
+// What the rows of new tokens become; an argument of kernels. H is 0 for keys and values alone.
+struct Heads : LayerRows {
     float *q;                   // (n,H,D) turned in place
     const float *k, *v;         // (n,G,D) become row len + ahead + t of their head
     const float *cs;            // (n,D): see turned
@@ -913,8 +938,6 @@ struct Heads {
     float eps;
     const Step *step;           // where a decode step in one go finds its token's index and the lengths ...
     int head0;                  // ... those of this layer from here on. step NULL: the lengths are in heads
-    int H, G, D, kind_k, kind_v;
-    size_t bytes_k, bytes_v;    // of a row
     int ahead;                  // rows that launches before this one have appended, and len does not count
     int tok0;                   // index of token 0
     int *ticket;                // (H+2G) of qkv_kernel
@@ -932,19 +955,13 @@ static Heads heads_args(Session *s, int l, float *q, const float *k, const float
                         int t0) {
     Heads a;
     memset(&a, 0, sizeof a);
-    a.heads = head_refs(s, l);
+    (LayerRows &)a = layer_rows(s, l);
+    if (!q) a.H = 0;
     a.q = q;
     a.k = k;
     a.v = v;
     a.cs = cs;
     a.eps = s->c->eps;
-    a.H = q ? s->c->H : 0;
-    a.G = s->c->G;
-    a.D = s->c->D;
-    a.kind_k = row_kind(s->fk);
-    a.kind_v = row_kind(s->fv);
-    a.bytes_k = s->fk->row_bytes(a.D);
-    a.bytes_v = s->fv->row_bytes(a.D);
     a.tok0 = s->base + t0;
     if (q && s->decoding && s->dev->ring) {
         a.obs = s->dev->obs;
@@ -976,7 +993,7 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
     }
     const HeadRef &h = a.heads.at[g];
     int len = (a.step ? a.step->len[a.head0 + g] : h.len) + a.ahead + t, kind = v ? a.kind_v : a.kind_k;
-    char *row = v ? h.v + (size_t)(len - h.packed) * a.bytes_v : h.k + (size_t)(len - h.packed) * a.bytes_k;
+    char *row = raw_row(a, h, v, len);
     int whole = D + 31 - (D + 31) % 32;         // so that all lanes meet in row_put
     for (int d = lane; d < whole; d += 32) row_put(row, kind, d, D, d < D ? turned(x, cs, d, D) : 0);
     if (lane || v) return;
@@ -1257,11 +1274,10 @@ struct Work {                   // its list has n positions: p < n_idx is row id
     int head, per;              // its query heads are head .. head + per - 1
     int m0, m;                  // first pair; pairs
     int n;
-    int idx;                    // where its rows begin in Attn.idx
-    int n_idx, tail;
-    int low;                    // least position of its query tokens
     int tok0;                   // the token of pair 0, as an index into Session.tok
-    int first, items;           // its items
+    int idx = 0;                // where its rows begin in Attn.idx
+    int n_idx = 0, tail = 0;
+    int first = 0, items = 0;   // its items
 };
 struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
@@ -1283,8 +1299,7 @@ static __device__ int column_needed(const DeviceLines &x, int c, int first, int 
 static __device__ int cell_chosen(const DeviceLines &x, int r, int c);
 static const DeviceLines *lines_upload(Session *s, const Lines *lines);
 
-struct Attn {                   // argument of the kernels; pointers are device memory
-    HeadRefs heads;
+struct Attn : LayerRows {       // argument of the kernels; pointers are device memory
     const float *q;             // (n,H,D)
     const Token *tok;           // the session's tokens
     int tok0;                   // index of the first query's token
@@ -1292,11 +1307,8 @@ struct Attn {                   // argument of the kernels; pointers are device 
     const Item *item;
     const int *idx;             // rows of the works' lists
     float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
-    int kind_k, kind_v;         // ROW_*
     int rule, window;           // of the mask
     const DeviceLines *lines;   // (H) the lines of every query head (section 7); NULL: every row is read
-    int H, R, D;
-    size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     float power;                // scale log2(e): what makes a score a power of 2
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
@@ -1322,7 +1334,7 @@ static __device__ int listed_row(const Work &w, const int *idx, int p) {
 // ---- tiles in shared memory
 
 // The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every
-// query's sliding window, or none of its columns is needed. Called by all threads; what it writes is
+// query's sliding window (the first one's is the first), or none of its columns is needed. Called by all threads; what it writes is
 // complete after the next barrier.
 static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
                                  int *row, int *src, int *any) {
@@ -1331,32 +1343,25 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
     if (i < n) {
         row[i] = listed_row(w, a.idx, p + i);
         src[i] = h.src[row[i]];
-        see = !a.window || a.tok[src[i]].pos > w.low - a.window;
+        see = !a.window || a.rule != VIS_CAUSAL || a.tok[src[i]].pos > a.tok[query_token(w, 0)].pos - a.window;
         if (a.lines) see = see && column_needed(a.lines[w.head], row[i], w.m0, w.m0 + w.m);
     }
     see = __any_sync(ALL_LANES, see);
     if (!i) *any = see;
 }
 
-// to (n,stride) = rows row[0..n) of K (OF_K) or V (OF_V) as f32. A warp a row, a lane every 32nd
+// to (n,stride) = the keys (v 0) or the values (v 1) of rows row[0..n) as f32. A warp a row, a lane every 32nd
 // element.
 static __device__ void load_tile(float *to, int stride, const Attn &a, const HeadRef &h, int v,
                                  const int *row, int n) {
     int lane = threadIdx.x & 31, kind = v ? a.kind_v : a.kind_k;
     for (int j = threadIdx.x >> 5; j < n; j += ATTN_WARPS) {
-        if (row[j] < h.packed) {
-            load_packed(to + j * stride, h, v, row[j], a.D, lane);
-            continue;
-        }
-        const char *from = (v ? h.v : h.k) + (row[j] - h.packed) * (v ? a.bytes_v : a.bytes_k);
-        for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(from, kind, d, a.D);
+        const char *raw = raw_row(a, h, v, row[j]);
+        if (row[j] < h.packed)
+            for (int d = lane; d < a.D; d += 32) to[j * stride + d] = packed_value(h, v, row[j], d, a.D);
+        else
+            for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(raw, kind, d, a.D);
     }
-}
-
-// Whether a tile needs the mask: not when the rule is causality, and its last row (of token `last`)
-// is no later than the work's first query.
-static __device__ int tile_masked(const Attn &a, const Work &w, int last) {
-    return a.rule != VIS_CAUSAL || a.window || last > query_token(w, 0);
 }
 
 // ---- the items of a work become one
@@ -1493,11 +1498,11 @@ static __device__ void score_tile(const AttendShared &m, const Attn &a, const Wo
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, key = lane < n ? lane : 0;
     float score[QW];
     score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
-    int masked = tile_masked(a, w, m.src[n - 1]), src = m.src[key], c = m.row[key], needed = lane < n;
+    int src = m.src[key], c = m.row[key], needed = lane < n;
     if (a.lines) needed = needed && column_needed(a.lines[w.head], c, w.m0, w.m0 + w.m);
     for (int i = 0; i < QW; i++) {
-        int j = warp * QW + i, t = query_token(w, j), see = needed && j < w.m;
-        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+        int j = warp * QW + i, t = query_token(w, j);
+        int see = needed && j < w.m && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
         if (see && a.lines) see = cell_chosen(a.lines[w.head], w.m0 + j, c);
         m.score[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
     }
@@ -1594,7 +1599,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const
 //   Shared  q (BQ,P), keys (KT,P), vals (KT,P), 16-bit numbers; a row is P = DIM + 8 numbers long, so
 //           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
 //           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
-//           list, cols: which tiles there are; counts, work, facts
+//           list, cols: which tiles there are; counts, work, nexus
 //   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each fragment
 //           of K and V twice; with one, reading them from shared memory would take as long as multiplying them.
 //           More rows do not fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64.
@@ -1644,14 +1649,6 @@ template <int DIM, int LINES> struct TensorShape {
     };
 };
 
-// What the query rows of a work have in common, for tests of whole tiles.
-struct WorkFacts {
-    int first, last;            // tokens, as indices into Session.tok
-    int low, high;              // least and greatest position
-    int seg_low, seg_high;      // least and greatest message
-    int nexus;                  // 1: a token of SONIC's own is among them
-};
-
 struct RowState {               // the softmax of a query row so far
     float top, sum;             // its greatest score, not scaled; the sum of its probabilities
 };
@@ -1665,7 +1662,7 @@ struct TensorShared {
     int *list;                  // (TC_LIST) tiles: twice the first row, and 1 more when it needs its mask
     int *counts;                // (2,WARPS) what the warps add to a list
     Work *work;
-    WorkFacts *facts;
+    int *nexus;                 // 1: a token of SONIC's own is among the work's queries
 };
 
 // Carves the block's shared memory -> bytes.
@@ -1682,7 +1679,7 @@ template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, 
     m->list = carve<int>(&b, TC_LIST);
     m->counts = carve<int>(&b, 2 * Shape::WARPS);
     m->work = carve<Work>(&b, 1);
-    m->facts = carve<WorkFacts>(&b, 1);
+    m->nexus = carve<int>(&b, 1);
     return b.at;
 }
 
@@ -1701,56 +1698,34 @@ template <int DIM> static __device__ int lines_list(const TensorShared &m, const
 template <int DIM> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
                                                      const DeviceLines &x, const Work &w, const TileRef &tile);
 
-// facts = what the work's tokens have in common. Complete after the next barrier.
-static __device__ void work_facts(WorkFacts *facts, const Attn &a, const Work &w) {
-    if (threadIdx.x >= 32) return;
-    int first = query_token(w, 0), last = query_token(w, w.m - 1), nexus = 0;
-    int low = a.tok[first].pos, high = low, seg_low = a.tok[first].seg, seg_high = seg_low;
-    for (int i = first + (int)threadIdx.x; i <= last; i += 32) {
-        low = min_int(low, a.tok[i].pos);
-        high = max_int(high, a.tok[i].pos);
-        seg_low = min_int(seg_low, a.tok[i].seg);
-        seg_high = max_int(seg_high, a.tok[i].seg);
-        nexus |= a.tok[i].kind == TOK_EXTRA;
-    }
-    for (int d = 16; d; d >>= 1) {
-        low = min_int(low, __shfl_xor_sync(ALL_LANES, low, d));
-        high = max_int(high, __shfl_xor_sync(ALL_LANES, high, d));
-        seg_low = min_int(seg_low, __shfl_xor_sync(ALL_LANES, seg_low, d));
-        seg_high = max_int(seg_high, __shfl_xor_sync(ALL_LANES, seg_high, d));
-    }
-    nexus = __any_sync(ALL_LANES, nexus);
-    if (!threadIdx.x) *facts = { first, last, low, high, seg_low, seg_high, nexus };
-}
-
 // How a work sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
-// may; 2 each of them does. "Some may" is what is left when nothing is known (kv_visible).
-static __device__ int work_sees(const Attn &a, const WorkFacts &f, int src) {
-    const Token *b = &a.tok[src];
-    int some = src <= f.last, all = src <= f.first;
-    if (a.rule != VIS_CAUSAL) {
-        int own = b->kind == TOK_EXTRA, in_message = !own && b->seg >= 0;
-        some = some || (own && f.nexus);                                        // Eq. 5
-        all = all && !(own && f.nexus);
-        if (in_message) {                                                       // Eq. 4
-            some = some && f.seg_low <= b->seg && b->seg <= f.seg_high;
-            all = all && f.seg_low == b->seg && b->seg == f.seg_high;
-        }
+// may; 2 each of them does. "Some may" is what is left when nothing is known (kv_visible). The messages of a
+// pass's tokens ascend, and but for SONIC's, which may take positions twice, the positions do, so the first and the
+// last query say it all.
+static __device__ int work_sees(const TensorShared &m, const Attn &a, int src) {
+    int i = query_token(*m.work, 0), j = query_token(*m.work, m.work->m - 1);
+    const Token *key = &a.tok[src], *first = &a.tok[i], *last = &a.tok[j];
+    int some = src <= j, all = src <= i, own = key->kind == TOK_EXTRA;
+    if (a.rule != VIS_CAUSAL && own && *m.nexus) {                              // Eq. 5
+        some = 1;
+        all = 0;
     }
-    if (a.window) {
-        some = some && b->pos > f.low - a.window;
-        all = all && b->pos > f.high - a.window;
+    if (a.rule != VIS_CAUSAL && !own && key->seg >= 0) {                        // Eq. 4
+        some = some && first->seg <= key->seg && key->seg <= last->seg;
+        all = all && first->seg == last->seg;
     }
-    return all ? 2 : some;
+    if (a.window && a.rule == VIS_CAUSAL) some = some && key->pos > first->pos - a.window;
+    if (a.window) all = all && a.rule == VIS_CAUSAL && key->pos > last->pos - a.window;
+    return some ? 1 + all : 0;
 }
 
 // The tile of KT rows from row p on, as an element of the list, or -1 when no query of the work sees any
 // of its n rows. Called by a warp.
 template <int KT>
-static __device__ int tile_seen(const Attn &a, const HeadRef &h, const WorkFacts &f, int p, int n) {
+static __device__ int tile_seen(const TensorShared &m, const Attn &a, const HeadRef &h, int p, int n) {
     int some = 0, all = n >= KT;
     for (int i = threadIdx.x & 31; i < KT; i += 32) {
-        int sees = i < n ? work_sees(a, f, h.src[p + i]) : 0;
+        int sees = i < n ? work_sees(m, a, h.src[p + i]) : 0;
         some |= sees;
         all &= sees == 2;
     }
@@ -1765,16 +1740,15 @@ static __device__ int tile_seen(const Attn &a, const HeadRef &h, const WorkFacts
 // first and last row say it all.
 template <int KT>
 static __device__ int tiles_list(const TensorShared &m, const Attn &a, const HeadRef &h, int n, int *from) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, found = 0;
-    WorkFacts f = *m.facts;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, found = 0, first = query_token(*m.work, 0);
     while (found + ATTN_WARPS * 32 <= TC_LIST && *from < n) {
         int p0 = *from + warp * 32 * KT, mine = -1;
         if (a.rule == VIS_CAUSAL && !a.window) {
             int p = p0 + lane * KT, last = p + KT - 1;
-            if (p < n) mine = 2 * p + !(last < n && h.src[last] <= f.first);
+            if (p < n) mine = 2 * p + !(last < n && h.src[last] <= first);
         } else {
             KV_UNROLL(4) for (int i = 0; i < 32; i++) {
-                int p = p0 + i * KT, tile = p < n ? tile_seen<KT>(a, h, f, p, n - p) : -1;
+                int p = p0 + i * KT, tile = p < n ? tile_seen<KT>(m, a, h, p, n - p) : -1;
                 if (i == lane) mine = tile;
             }
         }
@@ -1794,13 +1768,12 @@ static __device__ int tiles_list(const TensorShared &m, const Attn &a, const Hea
 // see (BQ,KT/32): the warp's words of it. Its lanes look at a key each, for one query row after the other.
 template <int KT, int ROWS>
 static __device__ void tile_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const TileRef &tile) {
-    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, plain = a.rule == VIS_CAUSAL && !a.window;
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS;
     KV_UNROLL(1) for (int w = 0; w < KT / 32; w++) {
         int i = w * 32 + lane, src = h.src[tile.p + min_int(i, tile.n - 1)];
         KV_UNROLL(1) for (int r = row; r < row + ROWS; r++) {
-            int t = m.tok[r], sees = i < tile.n;
-            if (plain) sees = sees && src <= t;
-            else sees = sees && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+            int t = m.tok[r];
+            int sees = i < tile.n && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
             unsigned bits = __ballot_sync(ALL_LANES, sees);
             if (!lane) m.see[r * (KT / 32) + w] = bits;
         }
@@ -2004,7 +1977,10 @@ prefill_kernel(Attn a) {
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    if (!threadIdx.x) *m.work = a.work[gridDim.x - 1 - blockIdx.x];
+    if (!threadIdx.x) {
+        *m.work = a.work[gridDim.x - 1 - blockIdx.x];
+        *m.nexus = 0;
+    }
     __syncthreads();
     const Work &w = *m.work;
     const HeadRef &h = a.heads.at[w.g];
@@ -2014,10 +1990,11 @@ prefill_kernel(Attn a) {
     for (int i = threadIdx.x; i < 2 * KT * (DIM - a.D); i += blockDim.x)
         m.keys[i / (DIM - a.D) * P + a.D + i % (DIM - a.D)] = 0;
     if ((int)threadIdx.x < Shape::BQ) {
-        m.tok[threadIdx.x] = query_token(w, threadIdx.x);
+        int t = query_token(w, threadIdx.x);
+        m.tok[threadIdx.x] = t;
         m.state[threadIdx.x] = { SCORE_LOW, 0 };
+        if (!LINES && a.tok[t].kind == TOK_EXTRA) atomicMax(m.nexus, 1);
     }
-    if (!LINES) work_facts(m.facts, a, w);
     __syncthreads();
 
     // Where the lane's 16 bytes of a copy go, and where it names its rows for ldmatrix: of A, 16 rows,
@@ -2584,33 +2561,23 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
 //           queries come by, 32 at a time
 //   Warp    8 of the 32 queries
 //   Lane    one key
-//   Shared  q (32,D); kv (TILE,D+1): the keys; sums (ATTN_WARPS,33): each warp's, added in order of
-//           the warps; row, src, any
+//   Shared  that of attend_kernel for 32 query rows. kv: the keys; score: a row for each warp, its sums, which are added
+//           in order of the warps
 //   Bound   the loads of score_rows from shared memory
 
 struct ColumnPlan {
-    const Work *list;           // the work that each query head reads
+    const Work *list;           // (H) the work that each query head reads; NULL: every row of its KV head
     const int *t;               // (n_q) the queries: rows of q, and tokens from the work's tok0 on; NULL: all
     const float *stat;          // (n_q,H,2) or NULL
     int head0, n_q, N;
     float factor;
 };
 
-struct ColumnShared {
-    float *q, *kv, *sums;
-    int *row, *src, *any;
-};
-
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t column_carve(ColumnShared *m, char *mem, int D) {
-    Block b = { mem, 0 };
-    m->q = carve<float>(&b, 32 * D);
-    m->kv = carve<float>(&b, TILE * (D + 1));
-    m->sums = carve<float>(&b, ATTN_WARPS * 33);
-    m->row = carve<int>(&b, TILE);
-    m->src = carve<int>(&b, TILE);
-    m->any = carve<int>(&b, 4);
-    return b.at;
+// What query head `head` reads: see ColumnPlan.list.
+static __device__ Work column_work(const Attn &a, const Work *list, int head) {
+    int g = head / a.R;
+    if (list) return list[head];
+    return { g, head, 1, 0, 1, a.heads.at[g].len, a.tok0 };
 }
 
 // The query that is the i-th one.
@@ -2619,12 +2586,12 @@ static __device__ int column_query(const ColumnPlan &p, int i) { return p.t ? p.
 static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     KV_DYN_SHARED(char, mem);
     const int QW = 8;
-    ColumnShared m;
-    column_carve(&m, mem, a.D);
+    AttendShared m;
+    attend_carve<QW>(&m, mem, a.D);
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = c.head0 + blockIdx.y;
     int p = blockIdx.x * TILE;
     float score[QW], sum = 0;
-    Work w = c.list[head];
+    Work w = column_work(a, c.list, head);
     HeadRef h = a.heads.at[w.g];
     int n = min_int(w.n - p, TILE), key = lane < n ? lane : 0;
     if (n <= 0) return;                         // the same for the whole block
@@ -2653,11 +2620,12 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
             }
         }
     }
-    m.sums[warp * 33 + lane] = sum;
+    m.score[warp * (TILE + 1) + lane] = sum;
     __syncthreads();
     if (warp || lane >= n || !c.stat) return;
-    const float *of = m.sums + lane;
-    out[(size_t)head * c.N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * c.factor;
+    float all = 0;
+    for (int i = 0; i < ATTN_WARPS; i++) all += m.score[i * (TILE + 1) + lane];
+    out[(size_t)head * c.N + p + lane] = all * c.factor;
 }
 
 // ---- which kernel reads which rows, and why
@@ -2707,36 +2675,11 @@ static Reader reader_of(const Session *s, int n, int decode, int lines) {
 struct Plan {
     Reader by;
     Work *work;                 // scratch memory of the host
-    int n_work;
-    int *idx;                   // rows of the works' lists, scratch memory too
-    int n_idx;
-    const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
+    int n_work = 0;
+    int *idx = NULL;            // rows of the works' lists, scratch memory too
+    int n_idx = 0;
+    const int *lists = NULL;    // NULL, or device memory the works' lists lie in, instead of idx
 };
-static Plan plan_chosen(Session *s, int l);
-
-// An empty plan with room for n works.
-static Plan plan_new(Session *s, size_t n, Reader by) {
-    Plan p;
-    memset(&p, 0, sizeof p);
-    p.work = (Work *)scratch(s, n * sizeof(Work));
-    p.by = by;
-    return p;
-}
-
-// A work of pairs m0..m0+m-1 of `per` query heads from `head` on, which KV head g serves, over rows 0..n-1.
-// Query tokens count from tok0.
-static Work work_new(int g, int head, int per, int m0, int m, int n, int tok0) {
-    Work w;
-    memset(&w, 0, sizeof w);
-    w.g = g;
-    w.head = head;
-    w.per = per;
-    w.m0 = m0;
-    w.m = m;
-    w.n = n;
-    w.tok0 = tok0;
-    return w;
-}
 
 // Lists that a select hook chose on the device for layer l: (G,stride).
 static int *lists_of(const Session *s, int l) {
@@ -2759,35 +2702,25 @@ static int rows_until(const KVHead *h, int tok) {
     return lo;
 }
 
-// Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan, if
-// there is one. A work lists the rows up to its last query's. When the rule is not causal it lists all rows, and the
-// mask hides those that are not seen.
+// Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan. A work
+// lists the rows up to its last query's. When the rule is not causal it lists all rows, and the mask hides those that
+// are not seen.
 static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b) {
     int g = head / (s->c->H / s->c->G), m0 = b * p->by.BQ, m = min_int(n * per - m0, p->by.BQ);
-    if (m <= 0) return;
     const KVHead *h = kv_head(s, l, g);
-    int first = tok0 + m0 / per, last = tok0 + (m0 + m - 1) / per;
-    int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
-    Work w = work_new(g, head, per, m0, m, sees, tok0);
-    w.low = s->tok[first].pos;
-    for (int t = first; t <= last && layer_window(s, l); t++) w.low = min_int(w.low, s->tok[t].pos);
-    p->work[p->n_work++] = w;
+    int sees = s->rule == VIS_CAUSAL ? rows_until(h, tok0 + (m0 + m - 1) / per) : h->len;
+    p->work[p->n_work++] = { g, head, per, m0, m, sees, tok0 };
 }
 
-// The works of n tokens from tok0 on of the ng KV heads from g0 on: block by block, so that prefill_kernel, which
-// begins with the last one, begins with the longest lists. lines (H): of those query heads alone whose `dense` is
-// this; dense heads of one KV head share works, if all of them are dense, and others have works of their own. lines
-// NULL: all heads are dense.
-static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n, int g0, int ng) {
-    int R = s->c->H / s->c->G, all = blocks((size_t)n * R, by.BQ);
-    Plan p = plan_new(s, (size_t)ng * R * blocks(n, by.BQ), by);
+// The works of n tokens from tok0 on: block by block, so that prefill_kernel, which begins with the last one, begins
+// with the longest lists. All query heads of a KV head share works or, with lines (H), each has its own; then only
+// heads whose `dense` is this have any.
+static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n) {
+    int H = s->c->H, per = lines ? 1 : H / s->c->G, all = blocks((size_t)n * per, by.BQ);
+    Plan p = { by, (Work *)scratch(s, (size_t)(H / per) * all * sizeof(Work)) };
     for (int b = 0; b < all; b++)
-        for (int h = g0 * R; h < (g0 + ng) * R; h++) {
-            int of_group = 0;
-            for (int r = h - h % R; r < h - h % R + R; r++) of_group += !lines || lines[r].dense;
-            int per = dense && of_group == R ? R : 1, wanted = !lines || lines[h].dense == dense;
-            if (wanted && h % per == 0) work_add(s, l, &p, tok0, n, h, per, b);
-        }
+        for (int h = 0; h < H; h += per)
+            if (!lines || lines[h].dense == dense) work_add(s, l, &p, tok0, n, h, per, b);
     return p;
 }
 
@@ -2805,71 +2738,89 @@ static double row_bytes(const Session *s, const KVHead *h) {
     return (double)(h->cap * raw + 2 * h->pk_bytes) / (h->packed + h->cap);
 }
 
-// The works of a decode step: query heads of a KV head whose views are equal share one, up to BQ of
-// them.
+// The works of a decode step: query heads of a KV head whose views are equal share one, up to BQ of them. With KV_MASS
+// each has its own, because sums of columns are a query head's. Where the device has chosen the layer's lists, they
+// are their KV head's, and a work has all rows until read_list says which. What a row costs is noted then, because
+// lists may be older than the way in which the rows are stored.
 static Plan plan_decode(Session *s, int l) {
-    if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
-    int H = s->c->H, G = s->c->G, R = H / G, total = 0;
-    for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = plan_new(s, H, reader_of(s, 1, 1, 0));
+    Chosen *c = &s->dev->chosen;
+    int H = s->c->H, G = s->c->G, R = H / G, total = 0, kept = c->kept[l] != KEPT_NONE;
+    Plan p = { reader_of(s, 1, 1, 0), (Work *)scratch(s, H * sizeof(Work)) };
+    int most = s->wants & KV_MASS ? 1 : p.by.BQ;
+    if (kept) p.lists = lists_of(s, l);
+    for (int g = 0; g < G && kept; g++) c->row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
+    for (int h = 0; h < H && !kept; h++) total += kv_view(s, l, h)->n;
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     for (int h = 0, m; h < H; h += m) {
-        const View v = *kv_view(s, l, h);
+        View v = {};
+        if (!kept) v = *kv_view(s, l, h);
         m = 1;
-        while ((h + m) % R && m < p.by.BQ && same_as_before(s, l, h + m)) m++;
+        while ((h + m) % R && m < most && (kept || same_as_before(s, l, h + m))) m++;
         Work *w = &p.work[p.n_work++];
-        *w = work_new(h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
-        w->idx = p.n_idx;
+        *w = { h / R, h - h % R, R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base };
+        w->idx = kept ? h / R * c->stride + LIST_HEAD : p.n_idx;
         w->n_idx = v.n;
         w->tail = v.tail;
-        w->low = s->tok[s->base].pos;
         if (v.n) memcpy(p.idx + p.n_idx, v.idx, (size_t)v.n * sizeof(int));
         p.n_idx += v.n;
     }
     return p;
 }
 
+// ---- works and items, finished on the device
+
+struct LayerWorks {             // the works of a layer, and where their items go
+    Work *work;                 // (n_work)
+    Item *item;                 // (grid)
+    const int *lists;           // (G,stride) lists that the device has chosen, in which the works' rows lie; or NULL
+    const Step *step;           // what a decode step in one go is told; NULL: the host has told the works
+    int n_work, grid;
+    int head0;                  // the layer's first head among those of the step
+};
+
 // Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
 // empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says where the items of each work
 // begin.
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
+static __device__ void cut_items(const LayerWorks &a) {
     int lane = threadIdx.x, before = 0;
     unsigned long long total = 0;
-    for (int i = lane; i < n_work; i += 32) total += (unsigned)work[i].n;
+    for (int i = lane; i < a.n_work; i += 32) total += (unsigned)a.work[i].n;
     total = lanes_sum<32>(total);
     int chunk = (int)chunk_rows(total);
 
-    for (int i0 = 0; i0 < n_work; i0 += 32) {
-        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
+    for (int i0 = 0; i0 < a.n_work; i0 += 32) {
+        int i = i0 + lane, rows = i < a.n_work ? a.work[i].n : 0, n = (rows + chunk - 1) / chunk;
         int end = scan_warp(n);                 // items of this lane's work and of the lanes before
         int first = before + end - n;
-        if (i < n_work) {
-            work[i].first = first;
-            work[i].items = n;
+        if (i < a.n_work) {
+            a.work[i].first = first;
+            a.work[i].items = n;
         }
-        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
+        for (int c = 0; c < n; c++) a.item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
         before += __shfl_sync(ALL_LANES, end, 31);
     }
-    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
+    for (int i = before + lane; i < a.grid; i += 32) a.item[i] = { 0, 0, 0 };
 }
 
-// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
-// those of a layer, and w->idx is where the work's rows begin in them.
-static __device__ void read_list(Work *w, const int *lists) {
-    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
-    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
-}
-
-// The items of works and, where they read lists that were chosen on the device, their lengths: what
-// step_works_kernel does for a step in one go, but from the n that plan_chosen gave. One warp, a lane every
-// 32nd work.
-static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
-    for (int i = threadIdx.x; i < n_work && lists; i += 32) {
-        read_list(&work[i], lists);
-        work[i].n += work[i].n_idx - work[i].tail;
+// What only the device knows of works: the rows of its own lists, and the lengths of heads in a step in one go. Then
+// their items. One warp, a lane every 32nd work.
+static __device__ void layer_works(const LayerWorks &a) {
+    for (int i = threadIdx.x; i < a.n_work; i += 32) {
+        Work *w = &a.work[i];
+        int held = w->n;                        // as plan_decode says it of a work with a list
+        if (a.step) held = a.step->len[a.head0 + w->g] + 1;
+        if (a.step) w->tok0 = a.step->base;
+        if (a.lists) {
+            const int *list = a.lists + w->idx - LIST_HEAD;
+            w->n_idx = list[LIST_ROWS];
+            w->tail = list[LIST_TAIL];
+        }
+        if (a.step || a.lists) w->n = w->n_idx + held - w->tail;
     }
-    cut_items(work, n_work, item, grid);
+    cut_items(a);
 }
+
+static __global__ void items_kernel(LayerWorks a) { layer_works(a); }
 
 // ---- launching attention
 
@@ -2877,19 +2828,12 @@ static __global__ void items_kernel(Work *work, int n_work, Item *item, int grid
 static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, float *stat) {
     Attn a;
     memset(&a, 0, sizeof a);
-    a.heads = head_refs(s, l);
+    (LayerRows &)a = layer_rows(s, l);
     a.q = q;
     a.tok = (const Token *)s->dev->room[ROOM_TOK].p;
     a.tok0 = tok0;
-    a.kind_k = row_kind(s->fk);
-    a.kind_v = row_kind(s->fv);
     a.rule = s->rule;
     a.window = layer_window(s, l);
-    a.H = s->c->H;
-    a.R = s->c->H / s->c->G;
-    a.D = s->c->D;
-    a.bytes_k = s->fk->row_bytes(a.D);
-    a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     a.power = a.scale * LOG2_E;
     a.out = out;
@@ -2978,18 +2922,17 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
     int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
-    Work *work = (Work *)dev;
-    Item *item = (Item *)(dev + works + lists);
-    upload(work, p->work, works);
+    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), p->lists, NULL, p->n_work, n_items, 0 };
+    upload(dev, p->work, works);
     upload(dev + works, p->idx, lists);
-    a.work = work;
-    a.item = item;
+    a.work = w.work;
+    a.item = w.item;
     a.idx = p->lists ? p->lists : (int *)(dev + works);
     if (prefill) {
         works_run(a, p->n_work);
         return a;
     }
-    KV_LAUNCH(items_kernel, 1, 32, 0, work, p->n_work, item, n_items, p->lists);
+    KV_LAUNCH(items_kernel, 1, 32, 0, w);
     a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->by.BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
     items_run(a, p->by, n_items);
@@ -3002,48 +2945,27 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
 // fewer bits, so they stay what they are; q8_0, q4 and bf16 numbers are rounded to f16's 11 bits, as q is.
 // Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
 
-#ifdef KVCOMP_TEST
-static const size_t PLAIN_BYTES = 1 << 16;              // so that tests take several turns
-#else
-static const size_t PLAIN_BYTES = (size_t)512 << 20;    // of f16 rows at once, or one KV head's (plan_pass)
-#endif
-
-// Row r of KV head g0 + blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (ng,2,N,D). A warp a row.
-static __global__ void rows_as_f16_kernel(Attn a, int g0, int N, uint16_t *to) {
-    const HeadRef &h = a.heads.at[g0 + blockIdx.y];
-    int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z, kind = v ? a.kind_v : a.kind_k;
+// Row r of KV head blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (G,2,N,D). A warp a row.
+static __global__ void rows_as_f16_kernel(LayerRows a, int N, uint16_t *to) {
+    const HeadRef &h = a.heads.at[blockIdx.y];
+    int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z;
     if (r >= h.len) return;
-    ptrdiff_t bytes = v ? a.bytes_v : a.bytes_k;
-    const char *raw = (v ? h.v : h.k) + (r - h.packed) * bytes;
     to += ((size_t)(2 * blockIdx.y + v) * N + r) * a.D;
-    for (int d = threadIdx.x & 31; d < a.D; d += 32)
-        to[d] = half_put<DT_F16>(r < h.packed ? packed_value(h, v, r, d, a.D) : row_get(raw, kind, d, a.D));
+    for (int d = threadIdx.x & 31; d < a.D; d += 32) to[d] = half_put<DT_F16>(row_value(a, h, v, r, d));
 }
 
-// 1: every row of layer l is stored as a 16-bit number of one type.
-static int rows_are_halves(const Session *s, int l) {
-    int packed = 0;
-    for (int g = 0; g < s->c->G; g++) packed |= kv_head(s, l, g)->packed;
-    return s->fk == s->fv && row_kind(s->fk) < ROW_Q8 && !packed;
-}
-
-// KV heads of layer l that prefill_kernel is launched for at once.
-static int tensor_heads(const Session *s, int l) {
-    size_t head = (size_t)kv_longest(s, l) * s->c->D * 2 * sizeof(uint16_t) + 1;
-    if (rows_are_halves(s, l)) return s->c->G;
-    return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
-}
-
-// Brings the rows of the ng KV heads from g0 on to where prefill_kernel can read them.
-static void rows_as_f16(Session *s, int l, Attn &a, int g0, int ng) {
-    if (rows_are_halves(s, l)) return;
-    int N = max_int(kv_longest(s, l), 1);
+// Brings the rows of layer l, unless all of them are 16-bit numbers of one type, to where prefill_kernel can read
+// them. The memory for it is that of one layer's rows in f16.
+static void rows_as_f16(Session *s, int l, Attn &a) {
+    int N = max_int(kv_longest(s, l), 1), packed = 0;
+    for (int g = 0; g < a.G; g++) packed |= a.heads.at[g].packed;
+    if (a.kind_k == a.kind_v && a.kind_k < ROW_Q8 && !packed) return;
     size_t rows = (size_t)N * a.D;
-    uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
-    dim3 grid(blocks(N, ATTN_WARPS), ng, 2);
-    KV_LAUNCH(rows_as_f16_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
-    for (int g = 0; g < ng; g++) {
-        HeadRef *h = &a.heads.at[g0 + g];
+    uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * a.G * rows);
+    dim3 grid(blocks(N, ATTN_WARPS), a.G, 2);
+    KV_LAUNCH(rows_as_f16_kernel, grid, ATTN_WARPS * 32, 0, a, N, to);
+    for (int g = 0; g < a.G; g++) {
+        HeadRef *h = &a.heads.at[g];
         h->k = (char *)(to + 2 * g * rows);
         h->v = (char *)(to + (2 * g + 1) * rows);
         h->packed = 0;
@@ -3055,14 +2977,14 @@ static void rows_as_f16(Session *s, int l, Attn &a, int g0, int ng) {
 
 // Launches column_kernel for n query heads.
 static void column_launch(const Attn &a, const ColumnPlan &c, int n, float *out) {
-    ColumnShared m;
-    size_t smem = column_carve(&m, NULL, a.D);
+    AttendShared m;
+    size_t smem = attend_carve<8>(&m, NULL, a.D);
     dim3 grid(blocks(c.N, TILE), n);
     KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, c, out);
 }
 
-// Column sums (H,N) on the device, in ROOM_COL: head h reads list[h]. list (H), on the device, uses
-// the idx of a; the n_q queries count from its tok0 on.
+// Column sums (H,N) on the device, in ROOM_COL. list: see ColumnPlan; it uses the idx of a. The n_q queries count from
+// the tok0 of works on.
 static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q,
                           int N, float factor) {
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
@@ -3071,37 +2993,21 @@ static float *column_sums(Session *s, const Attn &a, const Work *list, const flo
     return col;
 }
 
-// A work for each query head, (H) on the device, in ROOM_LIST: every row of its KV head.
-static const Work *whole_lists(Session *s, int l, int tok0) {
-    int H = s->c->H, R = H / s->c->G;
-    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work)), *dev = room<Work>(s, ROOM_LIST, H);
-    for (int h = 0; h < H; h++) list[h] = work_new(h / R, h, 1, 0, 1, kv_head(s, l, h / R)->len, tok0);
-    upload(dev, list, (size_t)H * sizeof(Work));
-    return dev;
-}
-
 // KV_MASS: adds the column sums (H,N) of query head r of every group to the mass of the rows it
 // reads. A thread a position of the list, blockIdx.y the KV head. One launch a query head of the
 // group, so that no two threads add to one row.
-static __global__ void mass_kernel(HeadRefs heads, const Work *list, const int *idx,
-                                   const float *col, int N, int R, int r) {
-    int g = blockIdx.y, h = g * R + r, i = blockIdx.x * blockDim.x + threadIdx.x;
-    Work w = list[h];
-    if (i < w.n) heads.at[g].mass[listed_row(w, idx, i)] += col[(size_t)h * N + i];
+static __global__ void mass_kernel(Attn a, const Work *list, const float *col, int N, int r) {
+    int g = blockIdx.y, h = g * a.R + r, i = blockIdx.x * blockDim.x + threadIdx.x;
+    Work w = column_work(a, list, h);
+    if (i < w.n) a.heads.at[g].mass[listed_row(w, a.idx, i)] += col[(size_t)h * N + i];
 }
 
 // Adds the probabilities of n_q queries to the mass of the rows: one launch of column_kernel, R of
 // mass_kernel.
 static void add_mass(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N) {
     float *col = column_sums(s, a, list, stat, n_q, N, 1);
-    dim3 grid(blocks(N, 256), a.H / a.R);
-    for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a.heads, list, a.idx, col, N, a.R, r);
-}
-
-// list (H): the work each query head belongs to. One warp, a lane every 32nd work.
-static __global__ void head_works_kernel(const Work *work, int n_work, int R, Work *list) {
-    for (int i = threadIdx.x; i < n_work; i += 32)
-        for (int j = 0; j < work[i].m; j++) list[work[i].g * R + work[i].m0 + j] = work[i];
+    dim3 grid(blocks(N, 256), a.G);
+    for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a, list, col, N, r);
 }
 
 // The most rows that any head has memory for.
@@ -3111,12 +3017,10 @@ static int most_rows(const Session *s) {
     return n;
 }
 
-// KV_MASS of a decode step. N is what there is memory for, not what is held, so that the launches
-// stay the same from step to step.
-static void decode_mass(Session *s, const Attn &a, int n_work, const float *stat) {
-    Work *list = room<Work>(s, ROOM_LIST, a.H);
-    KV_LAUNCH(head_works_kernel, 1, 32, 0, a.work, n_work, a.R, list);
-    add_mass(s, a, list, stat, 1, most_rows(s));
+// KV_MASS of a decode step, whose plan has a work for each query head. N is what there is memory for, not what is
+// held, so that the launches stay the same from step to step.
+static void decode_mass(Session *s, const Attn &a) {
+    if (s->wants & KV_MASS) add_mass(s, a, a.work, a.stat, 1, most_rows(s));
 }
 
 // h->mass to the host, for hooks that read it.
@@ -3131,17 +3035,13 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 static float *attend_pass(Session *s, int l, const Lines *lines, float *out, const float *q, int tok0, int n) {
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    int G = s->c->G, tensor = reader_of(s, n, 0, 0).kernel == BY_PREFILL, step = tensor ? tensor_heads(s, l) : G;
     const DeviceLines *cells = lines ? lines_upload(s, lines) : NULL;
-    for (int g0 = 0; g0 < G; g0 += step) {
-        int ng = min_int(G - g0, step);
-        Attn a = attn_args(s, l, q, tok0, out, stat);
-        if (tensor) rows_as_f16(s, l, a, g0, ng);
-        for (int dense = 1; dense >= !lines; dense--) {
-            a.lines = dense ? NULL : cells;
-            Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n, g0, ng);
-            plan_run(s, a, &p);
-        }
+    Attn a = attn_args(s, l, q, tok0, out, stat);
+    if (reader_of(s, n, 0, 0).kernel == BY_PREFILL) rows_as_f16(s, l, a);
+    for (int dense = 1; dense >= !lines; dense--) {
+        a.lines = dense ? NULL : cells;
+        Plan p = plan_pass(s, l, reader_of(s, n, 0, !dense), lines, dense, tok0, n);
+        plan_run(s, a, &p);
     }
     scratch_reset(s, mark);
     return stat;
@@ -3154,7 +3054,7 @@ void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, in
     float *stat = attend_pass(s, l, NULL, out, q, tok0, n);
     if (s->wants & KV_MASS) {
         Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // column_kernel reads the rows as they are stored
-        add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
+        add_mass(s, a, NULL, stat, n, kv_longest(s, l));
     }
     scratch_reset(s, mark);
 }
@@ -3175,7 +3075,7 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
         const Work *w = &p.work[i];
         s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
     }
-    if (s->wants & KV_MASS) decode_mass(s, a, p.n_work, stat);
+    decode_mass(s, a);
     scratch_reset(s, mark);
 }
 
@@ -3194,9 +3094,9 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32 };
-    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w, 0, s->c->G);
+    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w);
     Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
-    float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
+    float *score = column_sums(s, a, NULL, stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
 }
@@ -3236,24 +3136,6 @@ static int *chosen_room(Session *s, int l, int stride) {
     c->kept[l] = KEPT;
     room_kept<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
     return lists_of(s, l);
-}
-
-// The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs
-// now, because lists may be older than the way in which the rows are stored.
-static Plan plan_chosen(Session *s, int l) {
-    int G = s->c->G, R = s->c->H / G, stride = s->dev->chosen.stride;
-    Reader by = reader_of(s, 1, 1, 0);
-    Plan p = plan_new(s, (size_t)G * blocks(R, by.BQ), by);
-    p.lists = lists_of(s, l);
-    for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
-    for (int g = 0; g < G; g++)
-        for (int m0 = 0; m0 < R; m0 += by.BQ) {
-            Work *w = &p.work[p.n_work++];
-            *w = work_new(g, g * R, R, m0, min_int(R - m0, by.BQ), kv_head(s, l, g)->len, s->base);
-            w->idx = g * stride + LIST_HEAD;
-            w->low = s->tok[s->base].pos;
-        }
-    return p;
 }
 
 // rows (n): rows of each list less its tail. A thread a list.
@@ -3343,27 +3225,20 @@ void views_drop_cuda(Session *s) {
 // their first weights, and then wait; attention waits at once, but its blocks have found their places, and
 // the product behind it asks for weights while attention is at work.
 //
-// A step may also go launch by launch once, while the graph stays for those behind it: one in which
-// LoopServe chooses again (STEADY_ONCE). Its hooks see the rows it has appended, as in an ordinary step.
-//
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
 // section 3), or one that launches nothing, as LoopServe's between two choices. They are called where
 // their launches are captured, and not when these are replayed. What memory they need, and whether they
 // choose at all, shows in an ordinary step. So one ordinary step comes after every change, and the step
 // after that one is captured.
 
-// What the hooks say of this pass together: whether it is a decode step that they let go in one go, and
-// whether what select launches is worth recording.
+// 1: this pass is a decode step that all hooks let go in one go.
 static int step_free(const Session *s) {
-    int free = STEADY;
-    if (!commits_late(s)) return UNSTEADY;
+    if (!commits_late(s)) return 0;
     for (int i = 0; i < s->n_part + s->n_observer; i++) {
         const Part *p = &s->part[i];
-        int says = p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select;
-        if (!says) return UNSTEADY;
-        if (says == STEADY_ONCE) free = STEADY_ONCE;
+        if (!(p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select)) return 0;
     }
-    return free;
+    return 1;
 }
 
 // 1: nothing has changed since select hooks were last called. Room for the step's new rows is made
@@ -3375,45 +3250,6 @@ static int step_settled(Session *s) {
     return !selects || s->changes == s->dev->settled;
 }
 
-// ---- works and items, made on the device
-
-struct StepWorks {              // the works of a layer
-    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
-    Work *work;                 // (n_work)
-    Item *item;                 // (grid)
-    int n_work, grid;
-    int head0;                  // the layer's first head among those of the step
-};
-
-// The works of a layer, from lengths that only the device knows, and their items. lists: see read_list; NULL: the
-// host has chosen. One warp, a lane every 32nd work.
-static __device__ void layer_works(const StepWorks &a, const int *lists) {
-    for (int i = threadIdx.x; i < a.n_work; i += 32) {
-        Work *w = &a.work[i];
-        if (lists) read_list(w, lists);
-        w->n = w->n_idx + a.step->len[a.head0 + w->g] + 1 - w->tail;
-        w->low = a.step->tok.pos;
-        w->tok0 = a.step->base;
-    }
-    cut_items(a.work, a.n_work, a.item, a.grid);
-}
-
-// Works and items of whole layers, whose lengths plan_decode would give on the host.
-//   Block   one warp, for layer blockIdx.x
-// a: those of layer 0; work l has first[l]..first[l+1]-1, first (L+1). kept (L): 1 where the device chose the lists,
-// views (L,G,stride). Launched for all layers at the start of a step. Where a layer's lists are chosen anew later in
-// the step, the selection makes its works anew. The block of layer 0 also stores the step's token.
-static __global__ void step_works_kernel(Token *tok, StepWorks a, const int *first, const int *kept, const int *views,
-                                         int stride, int G) {
-    int l = blockIdx.x;
-    if (!l && !threadIdx.x) tok[a.step->base] = a.step->tok;
-    a.work += first[l];
-    a.item += (size_t)l * a.grid;
-    a.n_work = first[l + 1] - first[l];
-    a.head0 = l * G;
-    layer_works(a, kept[l] ? views + (size_t)l * G * stride : NULL);
-}
-
 // ---- what a step needs on the device
 
 // Bytes of a Step with all its lengths.
@@ -3423,26 +3259,24 @@ static size_t step_bytes(const Session *s) {
 
 // ROOM_WORK, and the host's copy of it before it is uploaded.
 struct StepPlan {
-    Work *work;                 // (LH) room for as many works as there can be
-    int *first;                 // (L+1) works of the layers before
-    int *kept;                  // (L) 1: the device chose the layer's lists
-    int *idx;                   // rows of all other lists
+    LayerWorks *layer;          // (L)
+    Work *work;                 // (L,H) room for as many works as there can be
+    int *idx;                   // rows of the lists that the host chose
 };
 
 // Carves a StepPlan out of mem, for lists of n_idx rows together -> bytes.
 static size_t step_carve(StepPlan *p, const Session *s, char *mem, size_t n_idx) {
     Block b = { mem, 0 };
+    p->layer = carve<LayerWorks>(&b, s->c->L);
     p->work = carve<Work>(&b, (size_t)s->c->L * s->c->H);
-    p->first = carve<int>(&b, s->c->L + 1);
-    p->kept = carve<int>(&b, s->c->L);
     p->idx = carve<int>(&b, n_idx);
     return b.at;
 }
 
-// Puts the works of layer l into p, n of them and n_idx rows of lists after those of the layers
+// Puts the works of layer l into p, and their lists after the n_idx rows of those of the layers
 // before. Also notes what will be read, except of lists that are chosen on the device (lists_count
 // will know), and how many items there can be: those of the longest lists the heads' memory allows.
-static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx) {
+static void step_plan_layer(Session *s, int l, StepPlan *to, int *n_idx) {
     Device *d = s->dev;
     Plan p = plan_decode(s, l);
     int pairs = 0;
@@ -3459,30 +3293,35 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx)
     }
     d->grid = max_int(d->grid, most_items(pairs, p.n_work));
     d->by = p.by;
-    to->first[l] = *n;
-    to->kept[l] = d->chosen.kept[l] != KEPT_NONE;
-    memcpy(to->work + *n, p.work, (size_t)p.n_work * sizeof(Work));
+    to->layer[l].n_work = p.n_work;
+    memcpy(to->work + (size_t)l * s->c->H, p.work, (size_t)p.n_work * sizeof(Work));
     if (p.n_idx) memcpy(to->idx + *n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
-    *n += p.n_work;
     *n_idx += p.n_idx;
 }
 
-// The works of every layer, and their lists, to the device.
+// The works of every layer, and their lists, to the device, and room for their items and what these leave.
 static void step_plan(Session *s) {
     Device *d = s->dev;
-    int L = s->c->L, H = s->c->H, n = 0, n_idx = 0;
+    int L = s->c->L, H = s->c->H, n_idx = 0;
     size_t total = 1, mark = scratch_mark(s);
     for (int i = 0; i < L * H; i++) total += s->view[i].n;
-    StepPlan p;
+    StepPlan p, there;
     size_t bytes = step_carve(&p, s, NULL, total);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_WORK, bytes);
     step_carve(&p, s, host, total);
+    step_carve(&there, s, dev, total);
 
     d->grid = 1;
     d->read = d->more = 0;
-    for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n, &n_idx);
-    p.first[L] = n;
-    memcpy(d->first, p.first, (L + 1) * sizeof(int));
+    for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n_idx);
+    Item *item = room<Item>(s, ROOM_ITEM, (size_t)L * d->grid);
+    room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
+    for (int l = 0; l < L; l++) {
+        const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
+        p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, lists, (Step *)d->room[ROOM_STEP].p,
+                       p.layer[l].n_work, d->grid, l * s->c->G };
+    }
+    memcpy(d->works, p.layer, L * sizeof(LayerWorks));
     upload(dev, host, bytes);
     scratch_reset(s, mark);
 }
@@ -3498,14 +3337,9 @@ static Pass step_prepare(Session *s) {
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     arrivals(s, s->c->H + 2 * s->c->G);
     room<char>(s, ROOM_STEP, step_bytes(s));
-    if (s->wants & KV_MASS) {
-        room<Work>(s, ROOM_LIST, s->c->H);
-        room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
-    }
+    if (s->wants & KV_MASS) room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
     if (s->changes != d->seen || n_picks(s) != d->n_picks) {
         step_plan(s);
-        room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
-        room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
         d->replays = 0;
         d->seen = d->settled = s->changes;      // no hook had a part in these rooms
         d->n_picks = n_picks(s);
@@ -3520,42 +3354,40 @@ static Pass step_prepare(Session *s) {
 
 // ---- the step
 
-// The works of layer l, for a selection that is launched now.
-static StepWorks step_works(Session *s, int l) {
-    Device *d = s->dev;
-    StepPlan p;
-    StepWorks w;
-    memset(&w, 0, sizeof w);
-    if (!d->told) return w;
-    step_carve(&p, s, d->room[ROOM_WORK].p, 0);
-    w.step = d->told;
-    w.work = p.work + d->first[l];
-    w.item = (Item *)d->room[ROOM_ITEM].p + (size_t)l * d->grid;
-    w.n_work = d->first[l + 1] - d->first[l];
-    w.grid = d->grid;
-    w.head0 = l * s->c->G;
-    return w;
+// The works of all layers, at the start of a step. Where a layer's lists are chosen anew later in the step, the
+// selection makes its works anew. The block of layer 0 also stores the step's token.
+//   Block   one warp, for layer blockIdx.x
+static __global__ void step_works_kernel(const LayerWorks *of, Token *tok) {
+    LayerWorks a = of[blockIdx.x];
+    if (!blockIdx.x && !threadIdx.x) tok[a.step->base] = a.step->tok;
+    layer_works(a);
+}
+
+// The works of layer l, for a selection that is launched now; none outside of a step in one go.
+static LayerWorks step_works(const Session *s, int l) {
+    LayerWorks none = {};
+    return s->dev->told ? s->dev->works[l] : none;
 }
 
 // Attention of layer l in a step in one go. The layer's works are as step_works_kernel made them, or as
 // the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
-    StepWorks w = step_works(s, l);
+    const LayerWorks &w = d->works[l];
     float *stat = (float *)d->room[ROOM_STAT].p;
     Attn a = attn_args(s, l, r->q, 0, r->out, stat);
     a.work = w.work;
     a.item = w.item;
-    a.idx = d->chosen.kept[l] ? lists_of(s, l) : p->idx;
+    a.idx = w.lists ? w.lists : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
     a.ticket = (int *)d->room[ROOM_ARRIVED].p;
     items_run(a, d->by, d->grid);
-    if (s->wants & KV_MASS) decode_mass(s, a, w.n_work, stat);
+    decode_mass(s, a);
 }
 
-// All launches of a step: the same as in pass_cuda, but token and lengths come from Step. once 1: the
-// select hooks see the step's row in the books, which are otherwise written when all is launched.
-static void step_launches(Session *s, const Pass *r, int once) {
+// All launches of a step: the same as in pass_cuda, but token and lengths come from Step, and the books are written
+// when all is launched.
+static void step_launches(Session *s, const Pass *r) {
     Device *d = s->dev;
     const Config *c = s->c;
     Step *step = (Step *)d->room[ROOM_STEP].p;
@@ -3566,15 +3398,13 @@ static void step_launches(Session *s, const Pass *r, int once) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_works_kernel, c->L, 32, 0, tok, step_works(s, 0), p.first, p.kept,
-              (const int *)d->room[ROOM_VIEWS].p, d->chosen.stride, c->G);
+    KV_LAUNCH(step_works_kernel, c->L, 32, 0, p.layer, tok);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
         project(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0, 0);
-        if (once) kv_note(s, l, 0, 1);
         if (layer_acts(s, l))
             EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
         step_attend(s, l, r, &p);
@@ -3613,7 +3443,7 @@ static void step_capture(Session *s, const Pass *r) {
     cudaGraph_t g = NULL;
     if (cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
         kv_capture = CAPTURING;
-        step_launches(s, r, 0);
+        step_launches(s, r);
         int whole = kv_capture == CAPTURING;
         kv_capture = NO_CAPTURE;
         d->replays = cudaStreamEndCapture(kv_stream, &g) == cudaSuccess && whole && graph_becomes(d, g);
@@ -3626,20 +3456,17 @@ static void step_capture(Session *s, const Pass *r) {
 
 // A decode step in one go -> logits (V) on the host, or the best of them. The host does its books while
 // the device works; every list has one row more than in the step before.
-static float *step_cuda(Session *s, int once) {
+static float *step_cuda(Session *s) {
     Device *d = s->dev;
     size_t mark = scratch_mark(s);
     Pass r = step_prepare(s);
-    if (once) {
-        step_launches(s, &r, 1);
-        d->settled = s->changes;                // the hooks have all the memory they need
-    } else if (d->replays) {
+    if (d->replays) {
         KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
     } else {
-        step_launches(s, &r, 0);
+        step_launches(s, &r);
         if (!d->no_graph) step_capture(s, &r);
     }
-    for (int l = 0; l < s->c->L && !once; l++) kv_note(s, l, 0, 1);
+    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);
     d->read += d->more;
     s->clk.bytes_attended += d->read;
 
@@ -3823,7 +3650,7 @@ int device_open(Session *s) {
     KV_BLAS(blas_create(&d->blas));
     KV_BLAS(blas_set_stream(d->blas, kv_stream));
 
-    d->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
+    d->works = (LayerWorks *)xcalloc(s->c->L, sizeof(LayerWorks));
     d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
     KV_CUDA(cudaMallocHost((void **)&d->picks, sizeof *d->picks));
@@ -3864,7 +3691,7 @@ void device_close(Session *s) {
     free(d->held);
     free(d->chosen.kept);
     free(d->chosen.row_bytes);
-    free(d->first);
+    free(d->works);
     free(d);
     s->dev = NULL;
 }
@@ -3889,31 +3716,6 @@ void device_close(Session *s) {
 // adds heads in the CPU's order, and a top-k over integer keys. Where a comment below says "to the
 // bit", dot products go by 16 lanes with fused multiply-adds, as dot_f32 of lib/kernels does, and
 // the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
-
-// ---- what this section and the later ones share
-// The keys or the values of a layer, for kernels that read them one number at a time.
-struct LayerRows {
-    HeadRefs heads;             // (G) where the rows lie
-    int v;                      // 0: keys, 1: values
-    int kind, D;                // ROW_* of the raw rows; head_dim
-    int bytes;                  // of a raw row; four ints, so that the struct has no gap
-};
-
-// Number d of row r of head h as f32, be the row raw or packed.
-static __device__ float row_value(const LayerRows &a, const HeadRef &h, int r, int d) {
-    if (r < h.packed) return packed_value(h, a.v, r, d, a.D);
-    const char *raw = a.v ? h.v : h.k;
-    return row_get(raw + (size_t)(r - h.packed) * a.bytes, a.kind, d, a.D);
-}
-
-// The keys (OF_K) or the values (OF_V) of layer l.
-static LayerRows layer_rows(const Session *s, int l, int v) {
-    const Format *f = v ? s->fv : s->fk;
-    LayerRows a = { head_refs(s, l), v, row_kind(f), s->c->D, (int)f->row_bytes(s->c->D) };
-    return a;
-}
-static LayerRows keys_of(const Session *s, int l) { return layer_rows(s, l, 0); }
-static LayerRows values_of(const Session *s, int l) { return layer_rows(s, l, 1); }
 
 // ---- device memory of a method: its index, its ring, its sums
 // realloc: `have` bytes of old stay.
@@ -3982,7 +3784,7 @@ struct Seek {                   // what both kernels are told
     float *score;               // (G,cap)
     int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
     int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
-    StepWorks works;
+    LayerWorks works;
     int cap, stride;            // units there are room for; ints of a list
     int G, R, D;
     int shared;                 // 1: the scores of a list fit into shared memory
@@ -4012,9 +3814,9 @@ static __device__ const float *seek_scores(float *x, const float *score, int n) 
 }
 
 // The end of a list: the last of `all` lists of a layer makes its works. All threads of a block.
-static __device__ void seek_end(const StepWorks &w, const int *lists, int *arrived, int all, int *last) {
+static __device__ void seek_end(const LayerWorks &w, int *arrived, int all, int *last) {
     if (!w.step || !arrives_last(arrived, all, last) || threadIdx.x >= 32) return;
-    layer_works(w, lists);
+    layer_works(w);
 }
 
 // Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
@@ -4152,7 +3954,7 @@ static __global__ void expected_kernel(LayerRows a, const float *mu, const float
     int h = blockIdx.y, D = a.D, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
     HeadRef hd = a.heads.at[h / R];
     float *k = keys + half * D;
-    for (int d = threadIdx.x & 15; d < D; d += 16) k[d] = r < hd.len ? row_value(a, hd, r, d) : 0;
+    for (int d = threadIdx.x & 15; d < D; d += 16) k[d] = r < hd.len ? row_value(a, hd, 0, r, d) : 0;
     __syncwarp();
     double sum = __fmul_rn(dot_lanes(mu + (size_t)h * D, k, D), f_mu);
     for (int d = 0; d < D; d++)
@@ -4167,7 +3969,7 @@ static __global__ void squares_kernel(LayerRows a, int N, float *out) {
     int g = blockIdx.y, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
     HeadRef hd = a.heads.at[g];
     float *v = rows + half * a.D;
-    for (int d = threadIdx.x & 15; d < a.D; d += 16) v[d] = r < hd.len ? row_value(a, hd, r, d) : 0;
+    for (int d = threadIdx.x & 15; d < a.D; d += 16) v[d] = r < hd.len ? row_value(a, hd, 1, r, d) : 0;
     __syncwarp();
     float sum = dot_lanes(v, v, a.D);
     if (!(threadIdx.x & 15) && r < hd.len) out[(size_t)g * N + r] = sum;
@@ -4186,9 +3988,9 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
     upload(dev + n_mu, cov, n_cov * sizeof(float));
 
     dim3 queries(blocks(N, 8), H), heads(blocks(N, 8), G);
-    KV_LAUNCH(expected_kernel, queries, 128, smem, keys_of(s, l), dev, dev + n_mu, f_mu, f_cov,
+    KV_LAUNCH(expected_kernel, queries, 128, smem, layer_rows(s, l), dev, dev + n_mu, f_mu, f_cov,
               H / G, N, dev_z);
-    KV_LAUNCH(squares_kernel, heads, 128, smem, values_of(s, l), N, dev_z + n_z);
+    KV_LAUNCH(squares_kernel, heads, 128, smem, layer_rows(s, l), N, dev_z + n_z);
     download(z, dev_z, n_z * sizeof(float));
     download(squares, dev_z + n_z, n_sq * sizeof(float));
 }
@@ -4406,7 +4208,7 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const 
     Attn a = attn_args(s, l, q, s->base, NULL, NULL);
     upload(tokens, t, m * sizeof(int));
 
-    column_launch(a, { whole_lists(s, l, s->base), tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
+    column_launch(a, { NULL, tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
     scratch_reset(s, mark);
     return P;
@@ -4467,9 +4269,9 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 static __global__ void page_bounds_kernel(LayerRows a, int g, char *bound, int from, int dtype) {
     int page = from + blockIdx.x;
     for (int d = threadIdx.x; d < a.D; d += 32) {
-        float hi = row_value(a, a.heads.at[g], page * PAGE, d), lo = hi;
+        float hi = row_value(a, a.heads.at[g], 0, page * PAGE, d), lo = hi;
         for (int r = 1; r < PAGE; r++) {                         // Bounds
-            float k = row_value(a, a.heads.at[g], page * PAGE + r, d);
+            float k = row_value(a, a.heads.at[g], 0, page * PAGE + r, d);
             hi = k > hi ? k : hi;
             lo = k < lo ? k : lo;
         }
@@ -4480,7 +4282,7 @@ static __global__ void page_bounds_kernel(LayerRows a, int g, char *bound, int f
 
 // Pages from..to-1 of KV head g of layer l.
 void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
-    KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
+    KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, layer_rows(s, l), g, bound, from, dtype);
 }
 
 struct QuestSeek : Seek {       // argument of page_select_kernel
@@ -4564,7 +4366,7 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     }
     for (int i = threadIdx.x; i < k * PAGE; i += TOP_THREADS)
         list[LIST_HEAD + i] = best_of[i / PAGE] * PAGE + i % PAGE;
-    seek_end(a.works, a.lists, a.arrived, a.G, &last);
+    seek_end(a.works, a.arrived, a.G, &last);
 }
 
 // Launches page_select_kernel for bounds of type DT.
@@ -4670,7 +4472,7 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
         uint32_t key = top_key(x, n, [](int) { return 1; }, &left, &m);
         top_write(x, n, key, left, list + LIST_HEAD, &m);        // Algorithm 3, line 5: arg max
     }
-    seek_end(a.works, a.lists, a.arrived, gridDim.x, &last);
+    seek_end(a.works, a.arrived, gridDim.x, &last);
 }
 
 // Of every KV head the `budget` candidates with the largest score (G,N), which lies here, become
@@ -4970,7 +4772,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
 // On the device run: reading packed rows inside attention (decode_kernel's rows_unpack in decode, else
-// load_packed and packed_value), packing and packing again (repack_kernel). The bytes are those of
+// packed_value), packing and packing again (repack_kernel). The bytes are those of
 // kvcomp.c, guard and gaps included.
 // Map:
 //   Sec. 3, w -> repack_kernel
@@ -5004,15 +4806,6 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) {
     const Packed *p = h.pack;
     return half_get<DT_F16>(packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, r), p->rows64, r, d, D));
-}
-
-// to (D) = packed row r of head h, by one warp. Neighbouring lanes read neighbouring elements.
-// All of it goes through the cache, for a 32-bit word serves several lanes.
-static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
-    const Packed *p = h.pack;
-    const Region *g = region_of(p->reg, p->n_reg, r);
-    for (int d = lane; d < D; d += 32)
-        to[d] = half_get<DT_F16>(packed_half(v ? p->v : p->k, g, p->rows64, r, d, D));
 }
 
 // ---- packing
@@ -5209,8 +5002,8 @@ static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coa
 // key (D), shared = the normalised mean of the keys of rows r0 .. r0+n-1 of head h. One warp.
 static __device__ void chunk_key(const LayerRows &a, const HeadRef &h, int r0, int n, float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
-        float x = row_value(a, h, r0, d);
-        for (int i = 1; i < n; i++) x += row_value(a, h, r0 + i, d);
+        float x = row_value(a, h, 0, r0, d);
+        for (int i = 1; i < n; i++) x += row_value(a, h, 0, r0 + i, d);
         key[d] = x / (float)n;
     }
     normalise(key, a.D);
@@ -5363,7 +5156,7 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     float *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * D), *units = mu + (size_t)G * K * D;
 
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
-    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), start, keys);
+    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, layer_rows(s, l), start, keys);
     kmeans_device(s, t, 0, keys, M, K, mu);            // Algorithm 1, line 3
     if (P) kmeans_device(s, t, 1, mu, K, P, units);
     KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, start, M, D);
@@ -5455,7 +5248,7 @@ graft_kernel(Tree *trees, LayerRows a, const int *start, int from, int M) {
 // Chunks from .. M-1 join the trees of layer l.
 void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     const int *start = starts_upload(s, x);
-    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), start, from, x->M);
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), layer_rows(s, l), start, from, x->M);
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
@@ -5619,7 +5412,7 @@ cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
 
     take_rows(a, &t->fine, seek_scores(m.score, score, a.cap), a.lists + (size_t)g * a.stride, &top);
-    seek_end(a.works, a.lists, a.arrived, a.G, &last);
+    seek_end(a.works, a.arrived, a.G, &last);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,

@@ -101,7 +101,6 @@ enum {                          // Method.wants
 enum {                          // Method.steady
     UNSTEADY,                   // the step is launched with its hooks, layer by layer
     STEADY,                     // as the one before it
-    STEADY_ONCE,                // in one go, but with launches of its own
 };
 
 enum {                          // Method.role: what a method decides. Two parts of a "+" must not share a role
@@ -157,8 +156,7 @@ typedef struct Method {
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
     // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
     // it launched in the last step and commit will move no rows, so that the step can be replayed as it
-    // was recorded; STEADY_ONCE when select launches more, in this step alone, and leaves no memory or
-    // list in another place. UNSTEADY otherwise. NULL: STEADY without project and select, else UNSTEADY.
+    // was recorded, else UNSTEADY. NULL: STEADY without project and select, else UNSTEADY.
     int  (*steady) (const Session *s, const void *ms);
 
     size_t (*bytes) (const Session *s, const void *ms);             // metadata the part holds
