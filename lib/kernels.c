@@ -1166,6 +1166,7 @@ enum {
     ROW_BLOCK = 64,     // rows of W that a job takes
     SHORT_ROW = 512,    // columns of a row of W that needs no panels
     PANEL     = 4,      // rows of W that a decode step reads at a time
+    WIDE_T    = 32,     // rows of x from which on a job widens its rows of W to f32 once
 };
 
 int bf16_terms = 3;     // numbers of bf16 that make one of x: --bf16-terms
@@ -1294,7 +1295,8 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
 // A job is a block of T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes a panel before
 // the next one, so that W streams in order; meanwhile each call asks for its share of the next panel. Short
 // rows are one chunk, and in order anyway: the kernel gets all of them at once (a decode step of the shipped
-// model, of 192 columns, takes .7 of the time that panels take).
+// model, of 192 columns, takes .7 of the time that panels take). Where many rows of x meet the same 16-bit rows
+// of W, these are widened once for all of them (room), instead of in registers for every MR.
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     if (w->dtype == DT_Q8) {
         matmul_q8(y, ldy, x, ldx, w, T);
@@ -1305,7 +1307,9 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
         return;
     }
     int K = w->cols, panels = T <= 4 && K > SHORT_ROW, panel = panels ? PANEL : ROW_BLOCK;
-    size_t size = dtype_size(w->dtype);
+    int wide = T >= WIDE_T && w->dtype != DT_F32;
+    size_t size = dtype_size(w->dtype), block_size = (size_t)ROW_BLOCK * min_int(K, K_CHUNK);
+    float *room = wide ? product_room((size_t)n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
         for (int r0 = 0; r0 < w->rows; r0 += ROW_BLOCK)
@@ -1321,7 +1325,14 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                     };
                     block.next.p = row + (size_t)panel * (K + k) * size;
                     block.next.bytes = panels ? (size_t)panel * block.K * size : 0;
-                    simd.dots[w->dtype](&block);
+                    if (wide) {
+                        float *own = room + thread_id() * block_size;
+                        for (int i = 0; i < block.n; i++)
+                            to_f32(own + (size_t)i * block.K, block.w + i * block.ldw, w->dtype, (size_t)block.K);
+                        block.w = (const char *)own;
+                        block.ldw = (size_t)block.K * sizeof *own;
+                    }
+                    simd.dots[wide ? DT_F32 : w->dtype](&block);
                 }
 }
 
