@@ -651,22 +651,23 @@ static int double_order(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean score of n answers, those of a text
-// side by side. With base, the scores of another row for the same answers, it is the interval of
-// the difference of the two means.
-static void bootstrap(const Answer *x, const Answer *base, int n, double *lo, double *hi) {
+// The 2.5th (*lo) and the 97.5th percentile (*hi) of a mean over n answers, those of a text side by side.
+// With base, another row's for the same answers, it is the interval of the difference of the two means. The mean
+// is that of the scores, or with kld 1 of the KL divergences, of which a predicted token has one.
+static void bootstrap(const Answer *x, const Answer *base, int n, int kld, double *lo, double *hi) {
     double *sum = NULL, mean[RESAMPLES];
     int *count = NULL;
     uint64_t seed = 1;
 
-    // The sum and the number of the scores of every text
+    // The sum and the number for every text
     for (int i = 0; i < n; i++) {
         if (!i || x[i].item != x[i - 1].item) {
             arrput(sum, 0);
             arrput(count, 0);
         }
-        arrlast(sum) += x[i].score - (base ? base[i].score : 0);
-        arrlast(count)++;
+        double of_base = !base ? 0 : kld ? base[i].kld : base[i].score;
+        arrlast(sum) += (kld ? x[i].kld : x[i].score) - of_base;
+        arrlast(count) += kld ? x[i].predicted : 1;
     }
 
     // The means
@@ -731,16 +732,6 @@ static double mean_of(const Answer *x, size_t at) {
 
 static double mean_score(const Answer *x) { return mean_of(x, offsetof(Answer, score)); }
 
-// The 99th percentile of n numbers.
-static double percentile_99(const double *x, int n) {
-    double *sorted = xmalloc((size_t)n * sizeof *sorted);
-    memcpy(sorted, x, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, double_order);
-    double top = sorted[(n - 1) * 99 / 100];
-    free(sorted);
-    return top;
-}
-
 // ---- tables: the fields of a row
 // A row is a list of fields (stb_ds), which a table shows, CSV and JSON have in full.
 static void add_field(Field **c, int forms, const char *name, double x, const char *fmt, ...)
@@ -752,9 +743,8 @@ static void add_field(Field **c, int forms, const char *name, double x, const ch
     va_list ap;
     va_start(ap, fmt);
     snprintf(k.name, sizeof k.name, "%s", name);
-    for (char *p = k.name; *p; p++) {                   // the task name of a file must not break a table
+    for (char *p = k.name; *p; p++)                     // the task name of a file must not break a table
         if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';
-    }
     vsnprintf(k.text, sizeof k.text, fmt, ap);
     va_end(ap);
     arrput(*c, k);
@@ -773,6 +763,20 @@ static void add_bytes(Field **c, int forms, const char *name, double x) {
     add_field(c, forms, name, x, "%s", text);
 }
 
+// Appends the interval of a mean, or with base of a gap, as NAME_lo and NAME_hi; the table has one column for both.
+static void add_interval(Field **c, int where, const char *name, const Answer *x, const Answer *base, int kld) {
+    const char *form = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
+    char full_name[64];
+    double lo, hi;
+    bootstrap(x, base, (int)arrlen(x), kld, &lo, &hi);
+    if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
+    snprintf(full_name, sizeof full_name, "%.48s_lo", name);
+    add_field(c, IN_LISTS, full_name, lo, "%.3f", lo);
+    snprintf(full_name, sizeof full_name, "%.48s_hi", name);
+    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
+    else add_field(c, where, full_name, hi, form, lo, hi);
+}
+
 // How much of a mean score is printed, and where.
 enum {
     MEAN_HIDDEN,            // the mean alone, for CSV and JSON
@@ -782,22 +786,13 @@ enum {
 
 // Appends a mean score. With base, it is the gap between the means of x and base.
 static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base) {
-    const char *form = base ? "%+.3f" : "%.3f", *forms = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
-    const char *gap = base ? "_gap" : "";
-    double mean = mean_score(x) - (base ? mean_score(base) : 0), lo, hi;
+    double mean = mean_score(x) - (base ? mean_score(base) : 0);
     char full_name[64];
-    snprintf(full_name, sizeof full_name, "%.40s%s", name, gap);
-    add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN) ? EVERYWHERE : IN_LISTS, full_name, mean, form, mean);
+    int shown = detail >= (base ? ALL_SHOWN : MEAN_SHOWN);
+    snprintf(full_name, sizeof full_name, "%.40s%s", name, base ? "_gap" : "");
+    add_field(c, shown ? EVERYWHERE : IN_LISTS, full_name, mean, base ? "%+.3f" : "%.3f", mean);
     if (detail == MEAN_HIDDEN) return;
-
-    bootstrap(x, base, (int)arrlen(x), &lo, &hi);
-    if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
-    snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
-    add_field(c, IN_LISTS, full_name, lo, form, lo);
-    snprintf(full_name, sizeof full_name, "%.40s%s_hi", name, gap);
-    int where = detail == ALL_SHOWN ? EVERYWHERE : IN_LISTS;
-    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
-    else add_field(c, where, full_name, hi, forms, lo, hi);
+    add_interval(c, detail == ALL_SHOWN ? EVERYWHERE : IN_LISTS, full_name, x, base, 0);
 }
 
 // The row that the gaps of row s are measured from: that of the first method, the one with the same
@@ -827,9 +822,8 @@ static void add_score(Field **c, int detail, const char *name, const Score *s, c
 
 // Is answer i the first one of its task?
 static int first_of_task(const Answer *x, int i) {
-    for (int j = 0; j < i; j++) {
+    for (int j = 0; j < i; j++)
         if (!strcmp(x[i].task, x[j].task)) return 0;
-    }
     return 1;
 }
 
@@ -874,10 +868,14 @@ Field *row_fields(const Score *s, const EvalRun *run) {
     add_field(&c, IN_LISTS, "scored", (double)arrlen(s->answers), "%d", (int)arrlen(s->answers));
     if (s->answers) score_fields(&c, s, run);
     if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
-    if (s->each) {
+    if (s->each || s->answers) {
         add_field(&c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-        double top = percentile_99(s->each, (int)arrlen(s->each));
-        add_field(&c, run->ppl ? EVERYWHERE : IN_LISTS, "kld_p99", top, "%.3f", top);
+        if (s->answers) {
+            const Score *base = base_of(s, run);
+            add_interval(&c, IN_LISTS, "kld", s->answers, NULL, 1);
+            add_field(&c, IN_LISTS, "kld_gap", (s->kld - base->kld) / n, "%.4f", (s->kld - base->kld) / n);
+            add_interval(&c, IN_LISTS, "kld_gap", s->answers, base->answers, 1);
+        }
         add_field(&c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
     }
     add_field(&c, EVERYWHERE, "stored", stored, "%.1f %%", 100 * stored);
@@ -1040,9 +1038,8 @@ static void open_close(OpenRow *p) {
 
 // Does the budget matter to this session? A method that selects rows has one.
 static int has_budget(const Session *s) {
-    for (int i = 0; i < s->n_part; i++) {
+    for (int i = 0; i < s->n_part; i++)
         if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
-    }
     return 0;
 }
 
@@ -1141,14 +1138,16 @@ static int item_is_there(const EvalFile *x, int i) {
 
 // Adds what a row made of one item to the row.
 static void score_add(Score *sc, const Score *one) {
+    const double *kld = one->each;                      // the answers' tokens, one answer behind the other
     for (int i = 0; i < (int)arrlen(one->answers); i++) {
-        arrput(sc->answers, one->answers[i]);
-        sc->top1 += one->answers[i].top1;
-    }
-    for (int i = 0; i < (int)arrlen(one->each); i++) {
-        sc->kld += one->each[i];
-        arrput(sc->each, one->each[i]);
-        sc->predicted++;
+        Answer x = one->answers[i];
+        for (int k = 0; k < x.predicted; k++, kld++) {
+            x.kld += *kld;
+            sc->kld += *kld;
+        }
+        sc->top1 += x.top1;
+        sc->predicted += x.predicted;
+        arrput(sc->answers, x);
     }
     double peak = fmax(sc->peak, one->peak);
     for (int i = 0; i < COST_NUMBERS; i++)

@@ -39,6 +39,7 @@ typedef struct {
     double score;               // 0..1 by the task's own metric
     double exact, found, f1, rouge;   // by every other one
     double nll;                 // NLL of the right answer per token, in nats (forced pass)
+    double kld;                 // KL divergence from full attention, summed over its tokens
     int predicted;              // tokens of the right reply ...
     int top1;                   // ... and those of them where the best token is that of full attention
 } Answer;
@@ -49,7 +50,7 @@ typedef struct {
     int budget, items;
     double nll;                                 // ppl, kld: sum over predicted tokens
     double kld, top1;                           // sums over predicted tokens
-    double *each;                               // stb_ds: the KLD of every predicted token
+    double *each;               // stb_ds: the KLD of every predicted token, while an item is played
     long predicted;                             // predicted tokens
     double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
                                                 //   full attention would hold, those read a step

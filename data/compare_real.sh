@@ -21,16 +21,20 @@ OUT=build/real
 [ -f $M/model.safetensors ] || { echo "compare_real.sh: $M/model.safetensors is missing; make smollm2 fetches it" >&2; exit 1; }
 mkdir -p $OUT
 
-# Some items of needle, facts and turns, in turn, so that any part of a run has all three. Of the 12
-# needles and facts every second one is taken, for all depths; turns come as begin, middle, end of a text.
+# Some items of needle, facts and turns, in turn, so that a part of a run has all three. Of the 12 needles and
+# facts every second one is taken, for all depths; turns come as begin, middle and end of a text, side by side.
+# A digit of the task's own goes before a text's number: texts of two tasks are two.
 items() {
     many=6
+    own=0
     [ "$1" = 4k ] && many=3
     for task in needle facts turns; do
-        step=2
-        [ $task = turns ] && step=1
-        awk -v s=$step -v n="${ITEMS:-$many}" '(NR - 1) % s == 0 && k < n { k++; printf "%03d\t%s\n", k, $0 }' \
-            data/tasks/book-$task-"$1".jsonl
+        own=$((own + 1))
+        awk -v turns=$((own == 3)) -v own=$own -v n="${ITEMS:-$many}" '(turns || NR % 2) && k < n {
+            k++
+            sub(/"text": /, "&" own)
+            printf "%03d\t%s\n", turns ? 3 * int((k + 2) / 3) : k, $0
+        }' data/tasks/book-$task-"$1".jsonl
     done | sort -s -k 1,1 | cut -f 2-
 }
 

@@ -194,30 +194,39 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
         x[i].item = y[i].item = i;
         x[i].score = .25;
     }
-    bootstrap(x, NULL, 400, &lo, &hi);
+    bootstrap(x, NULL, 400, 0, &lo, &hi);
     CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
     x[0].score = 0;
     x[1].score = 1;
-    bootstrap(x, NULL, 2, &lo, &hi);
+    bootstrap(x, NULL, 2, 0, &lo, &hi);
     CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
     for (int i = 0; i < 400; i++) x[i].score = i % 2;
-    bootstrap(x, NULL, 400, &lo, &hi);
+    bootstrap(x, NULL, 400, 0, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01,
           "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
     double again[2];
-    bootstrap(x, NULL, 400, &again[0], &again[1]);
+    bootstrap(x, NULL, 400, 0, &again[0], &again[1]);
     CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
     for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
-    bootstrap(y, x, 400, &lo, &hi);
+    bootstrap(y, x, 400, 0, &lo, &hi);
     CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
     // Four answers of a text say the same: a hundred coins.
     for (int i = 0; i < 400; i++) {
         x[i].item = i / 4;
         x[i].score = i / 4 % 2;
     }
-    bootstrap(x, NULL, 400, &lo, &hi);
+    bootstrap(x, NULL, 400, 0, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025,
           "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
+    // A divergence is one of a token: the text of more tokens counts more.
+    x[0] = (Answer){ .item = 0, .kld = 3, .predicted = 1 };
+    x[1] = (Answer){ .item = 1, .kld = 1, .predicted = 3 };
+    y[0] = (Answer){ .item = 0, .kld = 1, .predicted = 1 };
+    y[1] = (Answer){ .item = 1, .kld = 4, .predicted = 3 };
+    bootstrap(x, NULL, 2, 1, &lo, &hi);
+    CHECK(near_to(lo, 1. / 3) && near_to(hi, 3), "divergences: %g..%g", lo, hi);
+    bootstrap(x, y, 2, 1, &lo, &hi);
+    CHECK(near_to(lo, -1) && near_to(hi, 2), "their gap: %g..%g", lo, hi);
 }
 
 TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
