@@ -2774,8 +2774,8 @@ struct LayerWorks {             // the works of a layer, and where their items g
     Item *item;                 // (grid)
     const int *lists;           // (G,stride) lists that the device has chosen, in which the works' rows lie; or NULL
     const Step *step;           // what a decode step in one go is told; NULL: the host has told the works
+    const int *len;             // (G) of the layer's heads, among those of the step
     int n_work, grid;
-    int head0;                  // the layer's first head among those of the step
 };
 
 // Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
@@ -2808,7 +2808,7 @@ static __device__ void layer_works(const LayerWorks &a) {
     for (int i = threadIdx.x; i < a.n_work; i += 32) {
         Work *w = &a.work[i];
         int held = w->n;                        // as plan_decode says it of a work with a list
-        if (a.step) held = a.step->len[a.head0 + w->g] + 1;
+        if (a.step) held = a.len[w->g] + 1;
         if (a.step) w->tok0 = a.step->base;
         if (a.lists) {
             const int *list = a.lists + w->idx - LIST_HEAD;
@@ -2922,7 +2922,7 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
     int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
-    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), p->lists, NULL, p->n_work, n_items, 0 };
+    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), p->lists, NULL, NULL, p->n_work, n_items };
     upload(dev, p->work, works);
     upload(dev + works, p->idx, lists);
     a.work = w.work;
@@ -3314,12 +3314,13 @@ static void step_plan(Session *s) {
     d->grid = 1;
     d->read = d->more = 0;
     for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n_idx);
+    const Step *step = (const Step *)d->room[ROOM_STEP].p;
     Item *item = room<Item>(s, ROOM_ITEM, (size_t)L * d->grid);
     room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
     for (int l = 0; l < L; l++) {
         const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-        p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, lists, (Step *)d->room[ROOM_STEP].p,
-                       p.layer[l].n_work, d->grid, l * s->c->G };
+        p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, lists, step, step->len + l * s->c->G,
+                       p.layer[l].n_work, d->grid };
     }
     memcpy(d->works, p.layer, L * sizeof(LayerWorks));
     upload(dev, host, bytes);
@@ -4338,7 +4339,7 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     QuestShared m;
     quest_carve(&m, mem, a);
     int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
-    int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
+    int n = a.works.step ? a.works.len[g] / PAGE : a.n;
     float *score = a.score + (size_t)g * a.cap, u = 0;
 
     for (int h0 = 0; p0 < n && h0 < a.R; h0 += DOT_QUERIES) {
