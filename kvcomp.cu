@@ -2702,25 +2702,21 @@ static int rows_until(const KVHead *h, int tok) {
     return lo;
 }
 
-// Adds block b of n tokens from tok0 on, BQ query rows of the `per` query heads from `head` on, to a plan. A work
-// lists the rows up to its last query's. When the rule is not causal it lists all rows, and the mask hides those that
-// are not seen.
-static void work_add(Session *s, int l, Plan *p, int tok0, int n, int head, int per, int b) {
-    int g = head / (s->c->H / s->c->G), m0 = b * p->by.BQ, m = min_int(n * per - m0, p->by.BQ);
-    const KVHead *h = kv_head(s, l, g);
-    int sees = s->rule == VIS_CAUSAL ? rows_until(h, tok0 + (m0 + m - 1) / per) : h->len;
-    p->work[p->n_work++] = { g, head, per, m0, m, sees, tok0 };
-}
-
 // The works of n tokens from tok0 on: block by block, so that prefill_kernel, which begins with the last one, begins
 // with the longest lists. All query heads of a KV head share works or, with lines (H), each has its own; then only
-// heads whose `dense` is this have any.
+// heads whose `dense` is this have any. A work lists the rows up to its last query's. When the rule is not causal it
+// lists all rows, and the mask hides those that are not seen.
 static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dense, int tok0, int n) {
-    int H = s->c->H, per = lines ? 1 : H / s->c->G, all = blocks((size_t)n * per, by.BQ);
+    int H = s->c->H, R = H / s->c->G, per = lines ? 1 : R, all = blocks((size_t)n * per, by.BQ);
     Plan p = { by, (Work *)scratch(s, (size_t)(H / per) * all * sizeof(Work)) };
     for (int b = 0; b < all; b++)
-        for (int h = 0; h < H; h += per)
-            if (!lines || lines[h].dense == dense) work_add(s, l, &p, tok0, n, h, per, b);
+        for (int head = 0; head < H; head += per) {
+            if (lines && lines[head].dense != dense) continue;
+            const KVHead *h = kv_head(s, l, head / R);
+            int m0 = b * by.BQ, m = min_int(n * per - m0, by.BQ);
+            int sees = s->rule == VIS_CAUSAL ? rows_until(h, tok0 + (m0 + m - 1) / per) : h->len;
+            p.work[p.n_work++] = { head / R, head, per, m0, m, sees, tok0 };
+        }
     return p;
 }
 
@@ -2772,10 +2768,11 @@ static Plan plan_decode(Session *s, int l) {
 struct LayerWorks {             // the works of a layer, and where their items go
     Work *work;                 // (n_work)
     Item *item;                 // (grid)
-    const int *lists;           // (G,stride) lists that the device has chosen, in which the works' rows lie; or NULL
+    const int *idx;             // rows of the works' lists
     const Step *step;           // what a decode step in one go is told; NULL: the host has told the works
-    const int *len;             // (G) of the layer's heads, among those of the step
     int n_work, grid;
+    int chosen;                 // 1: the device has chosen the lists, and idx are those of the layer, (G,stride)
+    int head0;                  // the layer's first head among those of the step
 };
 
 // Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
@@ -2808,14 +2805,14 @@ static __device__ void layer_works(const LayerWorks &a) {
     for (int i = threadIdx.x; i < a.n_work; i += 32) {
         Work *w = &a.work[i];
         int held = w->n;                        // as plan_decode says it of a work with a list
-        if (a.step) held = a.len[w->g] + 1;
+        if (a.step) held = a.step->len[a.head0 + w->g] + 1;
         if (a.step) w->tok0 = a.step->base;
-        if (a.lists) {
-            const int *list = a.lists + w->idx - LIST_HEAD;
+        if (a.chosen) {
+            const int *list = a.idx + w->idx - LIST_HEAD;
             w->n_idx = list[LIST_ROWS];
             w->tail = list[LIST_TAIL];
         }
-        if (a.step || a.lists) w->n = w->n_idx + held - w->tail;
+        if (a.step || a.chosen) w->n = w->n_idx + held - w->tail;
     }
     cut_items(a);
 }
@@ -2922,12 +2919,13 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
     int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
-    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), p->lists, NULL, NULL, p->n_work, n_items };
+    const int *idx = p->lists ? p->lists : (int *)(dev + works);
+    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), idx, NULL, p->n_work, n_items, p->lists != NULL, 0 };
     upload(dev, p->work, works);
     upload(dev + works, p->idx, lists);
     a.work = w.work;
     a.item = w.item;
-    a.idx = p->lists ? p->lists : (int *)(dev + works);
+    a.idx = w.idx;
     if (prefill) {
         works_run(a, p->n_work);
         return a;
@@ -3064,16 +3062,29 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
     attend_pass(s, l, lines, out, q, s->base, T);
 }
 
-// Attention of a decode step launched by itself: out, q (H,D) on the device. Rows of lists that
-// were chosen on the device are counted at the end of the pass (lists_count).
+// Attention of a decode step: out, q (H,D) on the device. In a step in one go the layer's works are as
+// step_works_kernel made them, or as the selection has just made them. Rows of lists that were chosen on the device are
+// counted at the end of the pass (lists_count).
 void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
+    Device *d = s->dev;
     size_t mark = scratch_mark(s);
-    Plan p = plan_decode(s, l);
-    float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
-    Attn a = plan_run(s, attn_args(s, l, q, s->base, out, stat), &p);
-    for (int i = 0; i < p.n_work && !p.lists; i++) {
-        const Work *w = &p.work[i];
-        s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
+    float *stat = d->told ? (float *)d->room[ROOM_STAT].p : room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
+    Attn a = attn_args(s, l, q, 0, out, stat);  // works say which token it is
+    if (d->told) {
+        const LayerWorks &w = d->works[l];
+        a.work = w.work;
+        a.item = w.item;
+        a.idx = w.idx;
+        a.part = (float *)d->room[ROOM_PART].p;
+        a.ticket = (int *)d->room[ROOM_ARRIVED].p;
+        items_run(a, d->by, d->grid);
+    } else {
+        Plan p = plan_decode(s, l);
+        a = plan_run(s, a, &p);
+        for (int i = 0; i < p.n_work && !p.lists; i++) {
+            const Work *w = &p.work[i];
+            s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
+        }
     }
     decode_mass(s, a);
     scratch_reset(s, mark);
@@ -3318,9 +3329,9 @@ static void step_plan(Session *s) {
     Item *item = room<Item>(s, ROOM_ITEM, (size_t)L * d->grid);
     room<float>(s, ROOM_PART, (size_t)d->grid * d->by.BQ * (s->c->D + 2));
     for (int l = 0; l < L; l++) {
-        const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-        p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, lists, step, step->len + l * s->c->G,
-                       p.layer[l].n_work, d->grid };
+        int chosen = d->chosen.kept[l] != KEPT_NONE;
+        p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, chosen ? lists_of(s, l) : there.idx,
+                       step, p.layer[l].n_work, d->grid, chosen, l * s->c->G };
     }
     memcpy(d->works, p.layer, L * sizeof(LayerWorks));
     upload(dev, host, bytes);
@@ -3370,22 +3381,6 @@ static LayerWorks step_works(const Session *s, int l) {
     return s->dev->told ? s->dev->works[l] : none;
 }
 
-// Attention of layer l in a step in one go. The layer's works are as step_works_kernel made them, or as
-// the selection has just made them.
-static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
-    Device *d = s->dev;
-    const LayerWorks &w = d->works[l];
-    float *stat = (float *)d->room[ROOM_STAT].p;
-    Attn a = attn_args(s, l, r->q, 0, r->out, stat);
-    a.work = w.work;
-    a.item = w.item;
-    a.idx = w.lists ? w.lists : p->idx;
-    a.part = (float *)d->room[ROOM_PART].p;
-    a.ticket = (int *)d->room[ROOM_ARRIVED].p;
-    items_run(a, d->by, d->grid);
-    decode_mass(s, a);
-}
-
 // All launches of a step: the same as in pass_cuda, but token and lengths come from Step, and the books are written
 // when all is launched.
 static void step_launches(Session *s, const Pass *r) {
@@ -3396,7 +3391,6 @@ static void step_launches(Session *s, const Pass *r) {
     const Tensor *embed = &s->w->embed;
     StepPlan p;
     step_carve(&p, s, d->room[ROOM_WORK].p, 0);
-
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
     KV_LAUNCH(step_works_kernel, c->L, 32, 0, p.layer, tok);
@@ -3408,7 +3402,7 @@ static void step_launches(Session *s, const Pass *r) {
         project(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0, 0);
         if (layer_acts(s, l))
             EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
-        step_attend(s, l, r, &p);
+        attn_decode_cuda(s, l, r->out, r->q);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
     logits_cuda(s, r->x);
@@ -4339,7 +4333,7 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     QuestShared m;
     quest_carve(&m, mem, a);
     int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
-    int n = a.works.step ? a.works.len[g] / PAGE : a.n;
+    int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
     float *score = a.score + (size_t)g * a.cap, u = 0;
 
     for (int h0 = 0; p0 < n && h0 < a.R; h0 += DOT_QUERIES) {
@@ -4922,17 +4916,12 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
 
 // The first `gone` raw rows are packed: the `left` rows behind them move up.
 void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
-    int D = s->c->D;
-    struct { char *p; size_t bytes; } part[] = {
-        { h->k, s->fk->row_bytes(D) },
-        { h->v, s->fv->row_bytes(D) },
-    };
-    if (!gone || !left) return;
-    for (auto &x : part) {                                       // the ranges may overlap
-        char *mid = room<char>(s, ROOM_MOVE, left * x.bytes);
-        device_copy(mid, x.p + gone * x.bytes, left * x.bytes);
-        device_copy(x.p, mid, left * x.bytes);
-    }
+    size_t mark = scratch_mark(s);
+    int *rows = (int *)scratch(s, (size_t)(left + 1) * sizeof(int));
+    for (int i = 0; i < left; i++) rows[i] = gone + i;
+    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), rows, left);
+    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), rows, left);
+    scratch_reset(s, mark);
 }
 
 // n bytes to the host, for methods that look at their device memory.
