@@ -8,9 +8,9 @@
 # Answers go to build/real as they come, so that the same command goes on where it stopped; what is
 # there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-?of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
-# METHODS names others, ITEMS another number of items of each task than 6 (4k: 3). An item costs a method
-# about 4.3, 9.5 and 25 seconds of one core at 1k, 2k and 4k (estimated from 18, 1 and 1 of them): 39 rows of
-# the three budgets are 5 core hours. Threads change no number but the seconds.
+# METHODS names others, ITEMS another number of items of each task than 6 (2k: 3, 4k: 2). An item costs a method
+# about 5, 11 and 30 seconds of a core of an Intel Xeon at 1k, 2k and 4k: 39 rows of the three budgets are four core
+# hours. Threads change no number but the seconds.
 set -e
 cd "$(dirname "$0")/.."
 M=models/smollm2-135m
@@ -25,9 +25,8 @@ mkdir -p $OUT
 # facts every second one is taken, for all depths; turns come as begin, middle and end of a text, side by side.
 # A digit of the task's own goes before a text's number: texts of two tasks are two.
 items() {
-    many=6
     own=0
-    [ "$1" = 4k ] && many=3
+    case $1 in 1k) many=6 ;; 2k) many=3 ;; *) many=2 ;; esac
     for task in needle facts turns; do
         own=$((own + 1))
         awk -v turns=$((own == 3)) -v own=$own -v n="${ITEMS:-$many}" '(turns || NR % 2) && k < n {
