@@ -439,7 +439,9 @@ static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **re
     if (copy > 0) {
         int status;
         double d;
-        if (waitpid(copy, &status, 0) != copy || status) exit(WIFEXITED(status) ? WEXITSTATUS(status) : EXIT_RUN);
+        if (waitpid(copy, &status, 0) != copy || WIFSIGNALED(status))
+            die(EXIT_RUN, "--eval: the copy of this process that plays the right replies was killed");
+        if (status) exit(WEXITSTATUS(status));              // it has said why
         rewind(f);
         size_t n = (size_t)scored_turns(it);
         if (fread(arraddnptr(sc->answers, n), sizeof *sc->answers, n, f) != n)
@@ -1018,7 +1020,6 @@ static void print_end(Table *t) {
 }
 
 // ---- the modes: the rows of a run
-
 // Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
 const char *list_word(const char *list, int k, char out[160]) {
     for (; k; k--) {
@@ -1533,7 +1534,6 @@ static int merge_rows(EvalFile *x, Score **rows) {
 }
 
 // ---- the modes: dialogues
-
 // Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, when it
 // takes long, a line at every tenth of its parts.
 static void count_down(const char *parts, int done, int all, double t0) {
