@@ -4265,7 +4265,7 @@ static int loop_due(const Session *s, const LoopServe *x) {
 }
 
 // Method.steady: a step that chooses nothing launches the same kernels as the one before it.
-static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
+static int loopserve_steady(const Session *s, const void *ms) { return loop_due(s, ms) ? UNSTEADY : STEADY; }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
 // rows of layer l.

@@ -1333,9 +1333,9 @@ static __device__ int listed_row(const Work &w, const int *idx, int p) {
 
 // ---- tiles in shared memory
 
-// The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every
-// query's sliding window (the first one's is the first), or none of its columns is needed. Called by all threads; what it writes is
-// complete after the next barrier.
+// The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every query's sliding
+// window (the first query's begins first), or none of its columns is needed. Called by all threads; what it
+// writes is complete after the next barrier.
 static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
                                  int *row, int *src, int *any) {
     if (threadIdx.x >= TILE) return;

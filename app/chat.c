@@ -1789,7 +1789,8 @@ static int device_serves(const App *a) {
 }
 #endif
 
-// Makes cuda or cpu of -d auto. The plan is that of --method; other methods of a comparison ask again. Then says whether the device leaves --exact without effect.
+// Makes cuda or cpu of -d auto. The plan is that of --method; other methods of a comparison ask again. Then says
+// whether the device leaves --exact without effect.
 void choose_device(App *a) {
     char err[512];
     if (!strcmp(opt_str(a->o, "device"), "auto")) {

@@ -49,7 +49,6 @@ enum {
 static const char *eval_metrics[METRICS] = { "f1", "choice", "rouge", "found", "exact" };
 
 // ---- item sets and turns
-
 // Frees the turns of an item; its texts belong to the set.
 static void item_free(EvalItem *it) {
     for (int j = 0; j < (int)arrlen(it->turn); j++) {
@@ -93,7 +92,6 @@ static char *set_text(EvalSet *e, const char *text, size_t n) {
 }
 
 // ---- lists of texts
-
 // Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
 void put_part(char **text, const char *sep, const char *part) {
     if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
@@ -309,13 +307,16 @@ static int *gold_ids(const App *a, const EvalTurn *t) {
     return ids;
 }
 
+// Feeds a token of a right reply, which becomes the record's.
+static void feed_right(App *a, int id) {
+    arrput(arrlast(a->turn).dec, id);
+    feed_decode(a, id);
+}
+
 // Feeds the right reply to a turn whose message has been read.
 static void play_reply(App *a, const EvalTurn *t) {
     int *right = gold_ids(a, t);
-    for (int k = 0; k < (int)arrlen(right); k++) {
-        arrput(arrlast(a->turn).dec, right[k]);
-        feed_decode(a, right[k]);
-    }
+    for (int k = 0; k < (int)arrlen(right); k++) feed_right(a, right[k]);
     arrfree(right);
 }
 
@@ -410,7 +411,7 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Scor
                 }
             }
             // Nothing is asked behind the last token of the dialogue.
-            if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);
+            if (i < turns - 1 || k < n - 1) feed_right(a, ids[k]);
         }
         if (t->answers && sc) {
             Answer x = { .nll = counted ? nll / counted : 0, .predicted = n, .top1 = (int)(sc->top1 - top1) };
@@ -514,7 +515,6 @@ static double class_accuracy(const char *said, const char *gold, char **classes)
 }
 
 // ---- metrics: Rouge-L
-
 // Fills table (n+1,m+1): entry [i][j] is the length of the longest common subsequence of the first
 // i words of a and the first j words of b. Malloc'd.
 static int *lcs_table(char **a, int n, char **b, int m) {
@@ -541,7 +541,6 @@ static double rouge_l(const char *said, const char *gold) {
 }
 
 // ---- metrics: the score of a reply
-
 // The score of a reply against one right answer.
 static double score_by(int metric, const char *said, const char *gold, char **classes) {
     switch (metric) {
@@ -875,7 +874,8 @@ Field *row_fields(const Score *s, const EvalRun *run) {
         if (s->answers) {
             const Score *base = base_of(s, run);
             add_interval(&c, IN_LISTS, "kld", s->answers, NULL, 1);
-            add_field(&c, IN_LISTS, "kld_gap", (s->kld - base->kld) / n, "%.4f", (s->kld - base->kld) / n);
+            double gap = (s->kld - base->kld) / n;
+            add_field(&c, IN_LISTS, "kld_gap", gap, "%.4f", gap);
             add_interval(&c, IN_LISTS, "kld_gap", s->answers, base->answers, 1);
         }
         add_field(&c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);

@@ -171,9 +171,12 @@ enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
 // A name that is none is taken for a slip of the finger where it is near to one of ours or of another program
 // (farthest_misspelling in lib/base.h).
 
-// Takes into *best the option of the list that is nearer to name than *distance.
-static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
-    for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
+// Takes into *best the option, ours or another program's, that is nearer to name than *distance.
+static void nearer_option(const char *name, const char **best, int *distance) {
+    for (const Opt *o = program_options; o->name; o++) nearer_name(name, o->name, best, distance);
+    EACH_METHOD(m)
+        for (const Opt *o = (*m)->opts; o && o->name; o++) nearer_name(name, o->name, best, distance);
+    for (int i = 0; i < FOREIGN_OPTIONS; i++) nearer_name(name, foreign_options[i].theirs, best, distance);
 }
 
 // ---- options that are gone: what to use instead
@@ -202,12 +205,10 @@ static const Retired retired[] = {
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
-
     { "huge-pages",               "rows lie on the pages that the system gives" },
     { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
-
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
     { "loopserve-unit",           "single lines are chosen and read" },
     { "loopserve-max-tiles",      "--loopserve-max-cells" },
@@ -218,7 +219,6 @@ static const Retired retired[] = {
     { "loopserve-keep-answer-kv", "each answer is prefilled again" },
     { "keep-answer-kv",           "each answer is prefilled again" },
     { "minference-ratio",         "--minference-verticals and --minference-slashes" },
-
     { "calibrate-lengths",        "prompts have 2,048 tokens, or as many as the model can hold" },
     { "calibrate-depths",         "the needle stands at 33 depths, from 2 to 98 per cent" },
     { "calibrate-k",              "the ten largest keys of a row count, as in the published scores" },
@@ -230,7 +230,6 @@ static const Retired retired[] = {
     { "calibrate-haystack",       "-f" },
     { "calibrate-prompt",         "the chat template is the frame; --raw is the authors' prompt" },
     { "eval-prompts",             "LongBench is played by data/lm_eval_kvcomp.py" },
-
     { "bench-suite",              "run --bench once a method" },
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
@@ -241,34 +240,18 @@ static const Retired retired[] = {
     { "headkv-scores",            "--head-scores" },
     { "dililazy-beta",            "--head-beta" },
     { "headkv-beta",              "--head-beta" },
-    { "quest-full-layers",        "--full-layers" },
-    { "lychee-full-layers",       "--full-layers" },
     { "sonic-oneshot",            "--paper" },
     { "dililazy-gqa",             "every query head has rows of its own" },
-
     { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-untrained",          "--sonic-weights none" },
     { "sonic-force",              "an adapter belongs to the weights it was trained on" },
     { "sonic-seed",               "untrained embeddings are drawn from one seed" },
-    { "sonic-ratio",              "--ratio" },
-
     { "pats-policy",              "--pats-tend N is the paper's static schedule" },
     { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
-
     { "lychee-beta-coarse",       "--paper takes the bound for coarse units, too" },
     { "lychee-beta",              "--paper takes the bound of Eq. 2 (1); without it a score is q.mu (0)" },
     { "lychee-iters",             "k-means makes 10 iterations" },
     { "lychee-chunks-per-cluster", "a cluster has 2 chunks on average, as in the paper" },
-    { "loopserve-sink",           "--sink" },
-    { "sonic-sink",               "--sink" },
-    { "pats-sink",                "--sink" },
-    { "lychee-sink",              "--sink" },
-
-    { "a-shape-init",             "--shape-init" },
-    { "a-shape-local",            "--shape-local" },
-    { "tri-shape-init",           "--shape-init" },
-    { "tri-shape-local",          "--shape-local" },
-    { "tri-shape-last",           "--shape-last" },
     { "gqa-agg",                  "the scores of a group's query heads become their mean" },
     { "pats-round",               "bits that are cut read as zeros" },
     { "lychee-gqa",               "the best query head of a group counts" },
@@ -287,10 +270,11 @@ void unknown_option(const char *reason, const char *name) {
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
         if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is no option any more: %s", name, retired[i].instead);
 
-    int distance = farthest_misspelling(name);
-    nearer_option(program_options, name, &best, &distance);
-    EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
-    for (int i = 0; i < FOREIGN_OPTIONS; i++) nearer_name(name, foreign_options[i].theirs, &best, &distance);
+    // A word of another program; or methods had an option each, and one serves them now: --lychee-sink is --sink.
+    int distance = 1;                                   // the same word
+    for (const char *p = name; p; p = strchr(p + 1, '-')) nearer_option(p + (*p == '-'), &best, &distance);
+    if (!best) distance = farthest_misspelling(name);
+    nearer_option(name, &best, &distance);
     for (int i = 0; i < FOREIGN_OPTIONS; i++)
         if (best == foreign_options[i].theirs)
             die(EXIT_USAGE, "%s (did you mean %s?)", reason, foreign_options[i].ours);
@@ -454,7 +438,6 @@ void say_without_effect(const Options *o) {
     static const char *const only_rendered[3] = { "chat-template", "system", "no-think" };
     char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
-
     int run = run_kind(o);
     int own_choice = *opt_str(o, "report") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named

@@ -1292,6 +1292,9 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
     }
 }
 
+// Numbers of the rows of W, of K columns, that a thread widens at a time.
+static size_t wide_row_block(size_t K) { return ROW_BLOCK * min_size(K, K_CHUNK); }
+
 // A job is a block of T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes a panel before
 // the next one, so that W streams in order; meanwhile each call asks for its share of the next panel. Short
 // rows are one chunk, and in order anyway: the kernel gets all of them at once (a decode step of the shipped
@@ -1308,8 +1311,8 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
     }
     int K = w->cols, panels = T <= 4 && K > SHORT_ROW, panel = panels ? PANEL : ROW_BLOCK;
     int wide = T >= WIDE_T && w->dtype != DT_F32;
-    size_t size = dtype_size(w->dtype), block_size = (size_t)ROW_BLOCK * min_int(K, K_CHUNK);
-    float *room = wide ? product_room((size_t)n_threads() * block_size * sizeof *room) : NULL;
+    size_t size = dtype_size(w->dtype), block_size = wide_row_block(K);
+    float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
         for (int r0 = 0; r0 < w->rows; r0 += ROW_BLOCK)
@@ -1342,10 +1345,11 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
 
 int terms_matter(int terms) { return terms <= simd.terms; }
 
-// Whole numbers, terms and sums, or numbers that are rounded.
+// Whole numbers, terms and sums, or numbers that are rounded; else rows of W as f32.
 size_t product_bytes(int dtype, size_t T, size_t n) {
     if (dtype == DT_Q8) return T * n * 9 / 4;
-    return dtype == DT_BF16 && terms_matter(bf16_terms) ? simd.product_room(T, n) : 0;
+    if (dtype == DT_BF16 && terms_matter(bf16_terms)) return simd.product_room(T, n);
+    return T >= WIDE_T && dtype != DT_F32 ? n_threads() * wide_row_block(n) * sizeof(float) : 0;
 }
 
 // ---- the products of attention for a tile of queries and rows

@@ -665,9 +665,8 @@ static JinjaNode *jinja_block(Jinja *j, const char *stops) {
 
 // ---- Running: memory and texts
 // The tree is walked: jinja_run runs the parts of a block one after the other and appends what they write to
-// j->out, jinja_eval computes an expression. Values live in the arena until the run is over, and are never changed,
-// but for the members of a namespace; so they are copied as structs. A message is text from outside, and a program
-// may be anybody's: every step and every byte is counted (jinja_spend), and what goes over the bounds ends the run.
+// j->out, jinja_eval computes an expression. Values live in the arena until the run is over, and only the members of
+// a namespace ever change. A program may be anybody's: what it does and writes is counted and bounded (jinja_spend).
 
 // Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
@@ -1353,8 +1352,6 @@ static int jinja_run(Jinja *j, const JinjaNode *x) {
 }
 
 // ==================================================================================================== RENDERING
-// A dialogue becomes text: the program runs over the messages.
-
 // Appends "\n</think>\n\n" and what has to stand before it, where a reply without thoughts is asked of a program
 // that writes thoughts and does not know enable_thinking.
 static void close_thought(Jinja *j) {
@@ -1553,10 +1550,8 @@ static const NamedTemplate named_templates[] = {
 };
 enum { NAMED_TEMPLATES = sizeof named_templates / sizeof *named_templates };
 
-// Their names.
 const char *template_names(void) { return "chatml qwen3 llama3 llama2 mistral phi3 zephyr deepseek-r1 none"; }
 
-// See template.h.
 void template_free(Template *tp) {
     if (!tp) return;
     for (int i = 0; i < (int)arrlen(tp->names); i++) free(tp->names[i]);
@@ -1811,7 +1806,6 @@ static int template_stray_id(const Template *tp, const Config *c) {
     return stray;
 }
 
-// See template.h.
 int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
     int vocab = tokenizer_size(t) - 1;
     while (vocab >= c->V && (tokenizer_flags(t, vocab) & (TOKEN_MODEL | TOKEN_ADDED)) != TOKEN_MODEL) vocab--;
