@@ -52,36 +52,23 @@ static int logits_needed(const Options *o) {
     return k <= MAX_BEST ? k : 0;
 }
 
-// --top-k: the k largest of x (V), the best first, in scratch memory. k <= 0: all of them. *n: how
-// many they are.
-static Cand *best_candidates(Session *s, const float *x, int V, int k, int *n) {
-    int *idx = scratch(s, (size_t)V * sizeof *idx);
-    if (k <= 0 || k > V) k = V;
-    *n = top_k(x, V, k, idx);
-    Cand *c = scratch(s, (size_t)*n * sizeof *c);
-    for (int i = 0; i < *n; i++) c[i] = (Cand){ x[idx[i]], idx[i] };
+// The candidates of a draw, the best first, in scratch memory; *n: how many they are. With --temp 0 it is the best
+// one alone, else those that --top-k leaves. A device has picked them already, as many as logits_needed says.
+static Cand *sampled_candidates(App *a, int *n) {
+    Session *s = a->s;
+    int V = a->c->V, k = opt_real(a->o, "temp") > 0 ? opt_int(a->o, "top-k") : 1;
+    Cand *c;
+    if (s->picked) {
+        *n = s->picked->n;
+        c = scratch(s, (size_t)*n * sizeof *c);
+        memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
+    } else {
+        int *idx = scratch(s, (size_t)V * sizeof *idx);
+        *n = top_k(a->logits, V, k > 0 ? k : V, idx);
+        c = scratch(s, (size_t)*n * sizeof *c);
+        for (int i = 0; i < *n; i++) c[i] = (Cand){ a->logits[idx[i]], idx[i] };
+    }
     qsort(c, *n, sizeof *c, cand_order);
-    return c;
-}
-
-// The same of the logits that a device has picked, which are as many as logits_needed says.
-static Cand *picked_candidates(Session *s, int *n) {
-    *n = s->picked->n;
-    Cand *c = scratch(s, (size_t)*n * sizeof *c);
-    memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
-    qsort(c, *n, sizeof *c, cand_order);
-    return c;
-}
-
-// The same of all logits of the App. With --temp 0 it is the best one alone.
-static Cand *row_candidates(App *a, int *n) {
-    int V = a->c->V;
-    const float *x = a->logits;
-    if (opt_real(a->o, "temp") > 0) return best_candidates(a->s, x, V, opt_int(a->o, "top-k"), n);
-    Cand *c = scratch(a->s, sizeof *c);
-    int id = argmax(x, V);
-    *c = (Cand){ x[id], id };
-    *n = 1;
     return c;
 }
 
@@ -120,7 +107,7 @@ int sample(App *a) {
     double temp = opt_real(a->o, "temp");
     size_t mark = scratch_mark(a->s);
     int n;
-    const Cand *c = a->s->picked ? picked_candidates(a->s, &n) : row_candidates(a, &n);
+    const Cand *c = sampled_candidates(a, &n);
     int id = c->id;
     if (temp > 0) {
         n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
@@ -760,54 +747,36 @@ static void rows_range(const Session *s, int *lo, int *hi) {
     }
 }
 
-// Has a part done anything to the cache yet? One that drops rows: is a row missing? One that chooses
-// what is read: are there more rows than it may read? One that packs: is a row packed? The others
-// work from the first token on.
-static int part_has_begun(const Session *s, const Method *m) {
-    int lo, hi, packed = 0;
-    rows_range(s, &lo, &hi);
-    if (m->evicts) return lo < tokens_said(s);
-    if (m->role & ROLE_SELECT) return hi > budget_now(s);
-    if (strcmp(m->name, "pats")) return 1;
-    for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
-    return packed;
-}
-
-// Has any part begun? 1 for full attention, which has nothing to begin.
-static int has_begun(const Session *s) {
-    int begun = 0;
-    for (int i = 0; i < s->n_part; i++) begun |= part_has_begun(s, s->part[i].m);
-    return begun;
-}
-
 // The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
-// a head", and why none of those is gone that a method drops.
+// a head", and why none of those is gone that a method drops, or none packed.
 void rows_in_words(const Session *s, char out[96]) {
-    int lo, hi, n = tokens_said(s), evicts = session_evicts(s);
+    int lo, hi, n = tokens_said(s), packs = 0, packed = 0;
     int limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;         // rows a head; 0: there is none
     rows_range(s, &lo, &hi);
-    if (!has_begun(s) && limit && hi <= limit)
-        snprintf(out, 96, "all %d rows a head: the budget is %d", hi, limit);
-    else if (!has_begun(s) && limit)
-        snprintf(out, 96, "%d rows a head: those over %d are dropped when you send the next message", hi, limit);
-    else if (!has_begun(s) && evicts)
-        snprintf(out, 96, "%d rows a head: some are dropped when you send the next message", hi);
-    else if (!has_begun(s))
-        snprintf(out, 96, "%d rows a head, none packed yet", hi);
-    else if (lo == n && hi == n)
-        snprintf(out, 96, "all %d rows a head", n);
-    else if (lo == hi)
-        snprintf(out, 96, "%d of %d rows a head", lo, n);
-    else
+    for (int i = 0; i < s->n_part; i++) packs |= !strcmp(s->part[i].m->name, "pats");
+    for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
+    if (lo < hi)
         snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
+    else if (lo != n)
+        snprintf(out, 96, "%d of %d rows a head", lo, n);
+    else if (limit && n <= limit)
+        snprintf(out, 96, "all %d rows a head: the budget is %d", n, limit);
+    else if (limit && session_evicts(s))
+        snprintf(out, 96, "%d rows a head: those over %d are dropped when you send the next message", n, limit);
+    else if (session_evicts(s))
+        snprintf(out, 96, "%d rows a head: some are dropped when you send the next message", n);
+    else if (packs && !packed)
+        snprintf(out, 96, "%d rows a head, none packed yet", n);
+    else
+        snprintf(out, 96, "all %d rows a head", n);
 }
 
 // The budget that every head is over, because rows of the last reply came behind the last choice of a method
 // that drops rows when a prefill ends; 0: none is.
 static int budget_exceeded(const Session *s) {
-    int lo, hi, limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;
+    int lo, hi, limit = uses_budget(s) && s->ratio < 0 && session_evicts(s) ? s->budget : 0;
     rows_range(s, &lo, &hi);
-    return limit && has_begun(s) && lo > limit && !saves_reads_only(s) ? limit : 0;
+    return limit && lo > limit && lo < tokens_said(s) ? limit : 0;
 }
 
 // The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds; what is held, and how much
@@ -850,47 +819,19 @@ static void print_stats(const App *a, FILE *f) {
 // ---- --ids FILE: teacher forcing (D3)
 // Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
 
-// Reads the id that *p begins with into *id and moves *p behind it. 0, or -1 with err.
-static int id_parse(const char **p, int V, int *id, char err[256]) {
-    char *end;
-    errno = 0;
-    long value = strtol(*p, &end, 10);
-    if (end == *p) {
-        snprintf(err, 256, "'%.12s' is no id", *p);
-        return -1;
+// Appends the ids of the text [p,end) to *ids (stb_ds). 0, or -1 with err.
+static int ids_parse(const char *p, const char *end, int V, int **ids, char err[512]) {
+    while (!is_blank(p, end)) {
+        char *next;
+        p += strspn(p, " \t\r\v\f");
+        errno = 0;
+        long id = strtol(p, &next, 10);
+        if (next == p) return fault(err, "'%.12s' is no id", p);
+        if (errno || id < 0 || id >= V) return fault(err, "id %ld is outside the vocabulary of %d", id, V);
+        arrput(*ids, (int)id);
+        p = next;
     }
-    if (errno || value < 0 || value >= V) {
-        snprintf(err, 256, "id %ld is outside the vocabulary of %d", value, V);
-        return -1;
-    }
-    *id = (int)value;
-    *p = end;
     return 0;
-}
-
-// Appends the ids of the text [p,end) to the turn. 0, or -1 with err; the turn may then hold some
-// ids.
-static int ids_parse(const char *p, const char *end, int V, Turn *t, char err[256]) {
-    int decoding = 0, id;
-    while (p < end) {
-        if (isspace((unsigned char)*p)) {
-            p++;
-        } else if (*p == '|') {
-            if (decoding) {
-                snprintf(err, 256, "a second '|'");
-                return -1;
-            }
-            decoding = 1;
-            p++;
-        } else {
-            if (id_parse(&p, V, &id, err)) return -1;
-            if (decoding) arrput(t->dec, id);
-            else arrput(t->pre, id);
-        }
-    }
-    if (arrlen(t->pre)) return 0;
-    snprintf(err, 256, "a turn needs ids to prefill before '|'");
-    return -1;
 }
 
 // Is there nothing but white space in [p,end)?
@@ -902,24 +843,24 @@ int is_blank(const char *p, const char *end) {
 // The turns of a file, as a record; blank lines are skipped. Exit 2 with the line when there is
 // something else in it.
 static Turn *ids_read(const char *path, int V) {
-    char err[256];
+    char err[512];
     size_t n;
     char *text = read_plain_text(path, &n, err);
     if (!text) die(EXIT_USAGE, "--ids %s", err);
     Turn *turns = NULL;
-    const char *end = text + n, *line_end;
-    int number = 1;
-    for (const char *line = text; line < end; line = line_end + 1, number++) {
-        line_end = line;
-        while (line_end < end && *line_end != '\n') line_end++;
-        if (is_blank(line, line_end)) continue;
+    int number = 1, bad = 0;
+    for (const char *line = text, *end; line < text + n && !bad; line = end + 1, number++) {
+        end = line + strcspn(line, "\n");
+        if (is_blank(line, end)) continue;
         Turn t = { 0 };
-        int bad = ids_parse(line, line_end, V, &t, err);
-        if (bad) free(text);
-        if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
+        const char *bar = memchr(line, '|', (size_t)(end - line));
+        bad = ids_parse(line, bar ? bar : end, V, &t.pre, err);
+        if (!bad && bar) bad = ids_parse(bar + 1, end, V, &t.dec, err);
+        if (!bad && !t.pre) bad = fault(err, "a turn needs ids to prefill before '|'");
         arrput(turns, t);
     }
     free(text);
+    if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number - 1, err);
     if (!turns) die(EXIT_USAGE, "--ids %s: no turn in the file", path);
     return turns;
 }
@@ -1086,10 +1027,10 @@ static void write_said(const App *a, const Turn *t, FILE *f) {
     free(text);
 }
 
-// Writes the whole file.
-static void session_write(App *a, FILE *f) {
+// Writes the whole file of a model whose fingerprint is known.
+static void session_write(const App *a, FILE *f) {
     char *made = written(a, write_making);
-    fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)a->fingerprint);
     json_escape(f, made, strlen(made));
     fprintf(f, "}\n");
     free(made);
@@ -1123,6 +1064,7 @@ static int session_save(App *a, const char *path, int lock, char err[512]) {
     Saving x;
     int fd = -1;
     if (session_free(a, path, err) || save_begin(&x, path, err)) return -1;
+    (void)app_fingerprint(a);
     session_write(a, x.f);
     if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
     if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);       // a new file: nobody else has it
@@ -1133,29 +1075,29 @@ static int session_save(App *a, const char *path, int lock, char err[512]) {
     if (!lock) return 0;
     if (a->log) close(a->log);
     a->log = max_int(fd, 0);
-    a->logged = 2 * (int)arrlen(a->turn);
     return 0;
 }
 
-// Appends a line to --session's file and brings it to the disk: the message t, or the reply to it. 0, or
-// -1 with err, and then no part of it stays.
-static int session_append(App *a, const Turn *t, int answer, char err[512]) {
-    struct stat st;
-    char *line = NULL;
-    size_t n;
-    FILE *f = memory_stream(&line, &n);
-    if (answer) write_said(a, t, f);
-    else write_asked(t, f);
-    memory_stream_close(f);
-    int bad = fstat(a->log, &st) != 0;
-    errno = bad ? errno : ENOSPC;
-    ssize_t done = bad ? 0 : write(a->log, line, n);
-    bad |= done != (ssize_t)n || (fsync(a->log) && errno != EINVAL);
-    if (bad) fault(err, "%.400s: %s; the old file stays", opt_str(a->o, "session"), strerror(errno));
-    if (bad && done > 0) (void)!ftruncate(a->log, st.st_size);
-    free(line);
-    a->logged = bad ? -1 : a->logged + 1;
-    return bad ? -1 : 0;
+// --session FILE: saves the dialogue in it, if it has changed. A whole file takes the place of the old one, so
+// none is ever cut short. 0, or -1: it could not be saved, and err says why.
+static int session_catch_up(App *a, char err[512]) {
+    if (!a->log) return 0;
+    (void)app_fingerprint(a);
+    char *text = written(a, session_write);
+    uint64_t hash = hash_bytes(1, text, strlen(text));
+    free(text);
+    if (hash == a->logged) return 0;
+    saving_turn = 1;
+    int bad = session_save(a, opt_str(a->o, "session"), 1, err);
+    saving_turn = 0;
+    a->logged = bad ? 0 : hash;
+    return bad;
+}
+
+// The same, and a line on stderr says why not.
+static void session_keep(App *a) {
+    char err[512];
+    if (session_catch_up(a, err)) warn("--session %s", err);
 }
 
 // Opens --session's file, new or old, and locks it, so that two chats do not overwrite each other. 0, or
@@ -1187,7 +1129,7 @@ typedef struct {            // a session file being read
     Turn *turn;             // stb_ds array
     char *made;             // what it was made with, malloc'd
     char *pending;          // malloc'd, or NULL
-    int torn;               // its last line: 1: was not whole and is left out, 2: lacks its line break
+    int torn;               // 1: its last line was not whole and is left out
 } SessionFile;
 
 static void session_file_free(SessionFile *x) {
@@ -1278,7 +1220,7 @@ static int session_lines(App *a, SessionFile *x, const char *text, size_t n, cha
         int last = !end;
         if (last) end = text + n;
         Json *j = json_parse(p, (size_t)(end - p), why);
-        if (last) x->torn = j ? 2 : 1;
+        x->torn = last && !j;
         if (number == 1) bad = session_header(a, x, j, err);
         else if (j) bad = session_line(a, x, j, why);
         else bad = last ? 0 : -1;
@@ -1304,14 +1246,12 @@ int record_overflows(const App *a, const Turn *turns) {
     return n > ctx_limit(a);
 }
 
-// Says what is not as it was when the session was saved, a line each. 1: something is not.
-static int session_differs(const App *a, const SessionFile *x) {
+// Says what is not as it was when the session was saved, a line each.
+static void session_differs(const App *a, const SessionFile *x) {
     char *own = written(a, write_making);
-    int other = strcmp(own, x->made) != 0;
-    if (x->torn == 1 && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
-    if (other && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
+    if (x->torn && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
+    if (strcmp(own, x->made) && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
     free(own);
-    return x->torn || other;
 }
 
 // The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App has
@@ -1350,11 +1290,8 @@ static int session_read(App *a, const char *path, char err[512]) {
     if (!text) return fault(err, "%s", why);
     int bad = session_lines(a, &x, text, n, err);
     free(text);
-    if (!bad) {
-        int differs = session_differs(a, &x);
-        bad = session_take(a, &x, err);
-        a->logged = differs || a->pending ? -1 : 2 * (int)arrlen(a->turn);
-    }
+    if (!bad) session_differs(a, &x);
+    if (!bad) bad = session_take(a, &x, err);
     session_file_free(&x);
     return bad;
 }
@@ -1975,24 +1912,6 @@ static void chat_reply(App *a, FILE *out) {
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
 
-// --session FILE: appends what it has not yet of the dialogue, or, where the dialogue is another one, saves
-// it anew. 0, or -1: it could not be saved, and err says why.
-static int session_catch_up(App *a, char err[512]) {
-    int bad = 0, all = 2 * (int)arrlen(a->turn);
-    if (!a->log) return 0;
-    saving_turn = 1;
-    if (a->logged < 0) bad = session_save(a, opt_str(a->o, "session"), 1, err);
-    while (!bad && a->logged < all) bad = session_append(a, &a->turn[a->logged / 2], a->logged % 2, err);
-    saving_turn = 0;
-    return bad;
-}
-
-// The same, and a line on stderr says why not.
-static void session_keep(App *a) {
-    char err[512];
-    if (session_catch_up(a, err)) warn("--session %s", err);
-}
-
 // Notes the message whose reply is being made; NULL: none is.
 static void pending_set(App *a, const char *text) {
     char *copy = text ? copy_text(text) : NULL;
@@ -2027,22 +1946,15 @@ int chat_turn(App *a, const char *text, FILE *out) {
         if (*err) warn("%s", err);
         return *err ? -1 : 0;
     }
-    int rewrites = t.back;
-    // The message is saved before its reply, so that whatever ends the program costs the reply only. One
-    // without a reply that the file ends with goes.
+    int rewrites = t.back, replied = 0;
     turn_begin();
-    if (a->pending) a->logged = -1;
-    pending_set(a, NULL);
-    session_keep(a);
     pending_set(a, text);
-    if (a->log && a->logged >= 0 && session_append(a, &t, 0, err)) warn("--session %s", err);
-    int replied = 0;
+    session_keep(a);                    // before the reply: whatever ends the program costs the reply only
     Turn *before = rewrites ? turns_copy(a->turn) : NULL;
     if (rewrites && !a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
              "taken back and read anew", rewrites);
     a->rewrote |= rewrites > 0;
-    if (rewrites) a->logged = -1;               // the file holds earlier turns as they were
     if (session_take_back(a, &t) || feed_message(a, &t)) {
         turn_free(t);
         if (before) {                       // the record is what it was, and the session is made from it
@@ -2051,7 +1963,6 @@ int chat_turn(App *a, const char *text, FILE *out) {
             before = NULL;
             a->stale = 1;
         }
-        a->logged = -1;
         if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
     } else {
         arrput(a->turn, t);
@@ -2081,7 +1992,6 @@ static void chat_regen(App *a, FILE *out) {
     arrfree(reply);
     turn_begin();
     chat_reply(a, out);
-    a->logged = -1;
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
 }
 
@@ -2173,7 +2083,6 @@ static int chat_method(App *a, const char *spec) {
     template_differs(a);
     double t0 = now();
     a->stale = 1;                               // the new session has no rows yet
-    a->logged = -1;                             // the file's first line names another method
     if (session_ready(a)) return 0;             // the next message tries again
     confirm_replay(a, t0);
     return 0;
@@ -2206,7 +2115,6 @@ int chat_clear(App *a) {
     record_clear(a);
     pending_set(a, NULL);
     a->closed = a->stale = 0;
-    a->logged = -1;
     return 0;
 }
 
@@ -2746,7 +2654,6 @@ static void command_load(App *a, const char *arg) {
         warn("%s", err);
         return;
     }
-    a->logged = -1;                             // --session's file holds another one
     confirm_replay(a, t0);
 }
 
@@ -2840,7 +2747,6 @@ void session_begin(App *a) {
     if (!*path) return;
     if (session_lock(a, path, err)) die(EXIT_RUN, "--session %s", err);
     if (fstat(a->log, &st)) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
-    a->logged = -1;
     if (st.st_size && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
     if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }

@@ -34,7 +34,7 @@ typedef struct {
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
     int log;                // the descriptor of --session's file, locked; 0: there is none
-    int logged;             // messages of the record that the file holds; -1: it holds another dialogue
+    uint64_t logged;        // a hash of what the file holds; 0: not known
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
