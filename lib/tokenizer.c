@@ -3,11 +3,11 @@
 //     text -> added tokens of the raw text are cut out          cut_added, encode_segment
 //          -> the normalizer rewrites what lies between them    normalize
 //          -> added tokens of the normalized text are cut out   cut_added, encode_piece
-//          -> the pre-tokenizer cuts the rest into words        split, by patterns: find
+//          -> the pre-tokenizer cuts the rest into words        split, by patterns: match_all
 //          -> BPE merges the characters of each word into ids   word_bpe
 //
-// No step is quadratic in the length of a text: a pattern tries nothing twice, and BPE keeps its candidate
-// merges in a heap, so a megabyte without a blank is fine.
+// No step is quadratic in the length of a text: a pattern looks at each character once, and BPE keeps its
+// candidate merges in a heap, so a megabyte without a blank is fine.
 #define _GNU_SOURCE
 #include "tokenizer.h"
 #include "../data/unicode.h"    // unicode_category, unicode_punctuation, unicode_combining, unicode_decomposition
@@ -81,24 +81,25 @@ typedef struct {                // a step of the normalizer
 } NormStep;
 
 // A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed character.
-enum { BROKEN = 0x110000 };
+enum { BROKEN = 0x110000, NO_CHAR = BROKEN + 256 };
 
 typedef struct {                // a set of characters
-    uint32_t bit[BROKEN / 32];  // one bit a code point
+    uint32_t bit[BROKEN / 32 + 1];      // one bit a code point; the last one is that of NO_CHAR, and 0
 } CharSet;
 
 typedef struct {                // an instruction of a pattern; see "Patterns" below
     int op;                     // OP_*
-    int x;                      // the number of a set, or how far another instruction lies behind this one
+    int set;                    // of OP_SET and OP_STRICT: the number of its set
+    int x;                      // how far another instruction lies behind this one; 0: there is none
     int lazy;                   // of OP_SPLIT: 1: the other way comes first
-    int ahead;                  // 1: it lies in a lookahead
-    int memo;                   // its number among the choices
+    int first, second;          // once it is linked: the instructions that it asks, by their numbers
+    int number;                 // 1 + its number once it is linked, or 0
 } Inst;
 
 typedef struct {                // a step of the pre-tokenizer
     int bytes;                  // 1: words are written in the byte alphabet from here on, else:
-    Inst *code;                 // the pattern that words are cut by (stb array)
-    int n_memo;                 // bits a place in the text needs for its choices
+    Inst *code;                 // the pattern that words are cut by, linked (stb array)
+    int start;                  // the instruction that it begins with
     int behavior;               // CUT_*
     int invert;                 // 1: what the pattern matches and what lies between change places
 } Step;
@@ -315,7 +316,7 @@ static uint32_t category_bits(const char *name, size_t n) {
 }
 
 static int set_has(const CharSet *set, uint32_t c) {
-    if (c >= BROKEN) c = 0xfffd;
+    if (c >= BROKEN) c = c == NO_CHAR ? BROKEN : 0xfffd;
     return set->bit[c >> 5] >> (c & 31) & 1;
 }
 
@@ -376,11 +377,9 @@ static void set_shorthand(CharSet *set, int letter, int in_set) {
 // quantifiers ? * + {m,n}, greedy, lazy (*?) and, of one character, possessive (*+). It becomes a list of instructions.
 // Blocks of them may be moved and copied, because a jump says how far it goes.
 enum {
-    OP_SET,                     // one character of set x
-    OP_LOOP,                    // any number of characters of set x, as many as go
-    OP_POSSESSIVE,              // the same, and never fewer
-    OP_MAYBE,                   // one character of set x if it is there, and never without it then
-    OP_SPLIT,                   // goes on behind it, else x further; lazy: the other way about
+    OP_SET,                     // one character of a set
+    OP_SPLIT,                   // goes on behind it, or if that leads to no match x further
+    OP_STRICT,                  // the same, but x further only where no character of the set stands
     OP_JUMP,                    // goes on x further
     OP_LINE_START, OP_LINE_END, // ^ $
     OP_AHEAD, OP_NOT_AHEAD,     // what follows up to its OP_MATCH must match here, or must not; goes on x further
@@ -406,9 +405,10 @@ static int regex_fail(RegexReader *r, const char *at, const char *what) {
                  (int)(r->p - at), at, (int)(at - r->start), r->start);
 }
 
-static void regex_emit(RegexReader *r, int op, int x) {
+static Inst *regex_emit(RegexReader *r, int op, int x) {
     Inst in = { .op = op, .x = x };
     arrput(r->code, in);
+    return &arrlast(r->code);
 }
 
 // Adds the instruction for one character of r->set, or with `others` of what is not in it. The set joins those of
@@ -423,7 +423,7 @@ static void regex_emit_set(RegexReader *r, int others) {
         *copy = *r->set;
         arrput(*all, copy);
     }
-    regex_emit(r, OP_SET, x);
+    regex_emit(r, OP_SET, 0)->set = x;
 }
 
 // Adds the characters from first to last to r->set, and inside (?i:..) the other forms of each. There only ASCII and
@@ -552,7 +552,7 @@ static int regex_counts(RegexReader *r, int *least, int *most) {
 // Repeats the block of instructions from `from` on. at: where the quantifier stands; width: the least number of
 // characters that the block takes; mode: '?' lazy, '+' possessive, or 0. Returns 0, or -1.
 static int regex_repeat(RegexReader *r, int from, const char *at, int width, int least, int most, int mode) {
-    int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET, set = r->code[from].x;
+    int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET;
     int copies = most == ANY_NUMBER ? least + 1 : most;
     if (mode == '+' && !one) return regex_fail(r, at, "a possessive quantifier of more than one character");
     if (most == ANY_NUMBER && !width) return regex_fail(r, at, "repeating a group that may be empty");
@@ -562,23 +562,14 @@ static int regex_repeat(RegexReader *r, int from, const char *at, int width, int
     memcpy(block, r->code + from, (size_t)n * sizeof *block);
     arrsetlen(r->code, from);
     for (int k = 0; k < copies; k++) {
-        int optional = k >= least;
-        if (optional && one && most == ANY_NUMBER && mode != '?') {
-            regex_emit(r, mode == '+' ? OP_POSSESSIVE : OP_LOOP, set);
-            continue;
-        }
-        if (optional && mode == '+') {
-            regex_emit(r, OP_MAYBE, set);
-            continue;
-        }
-
-        // Without one copy all later ones are left out, too.
-        if (optional) {
-            regex_emit(r, OP_SPLIT, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
-            arrlast(r->code).lazy = mode == '?';
+        if (k >= least) {       // without one copy all later ones are left out, too
+            int op = mode == '+' ? OP_STRICT : OP_SPLIT;
+            Inst *split = regex_emit(r, op, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
+            split->set = one ? block->set : 0;
+            split->lazy = mode == '?';
         }
         if (n) memcpy(arraddnptr(r->code, n), block, (size_t)n * sizeof *block);
-        if (optional && most == ANY_NUMBER) regex_emit(r, OP_JUMP, -(n + 1));
+        if (most == ANY_NUMBER && k == least) regex_emit(r, OP_JUMP, -(n + 1));
     }
     free(block);
     return 0;
@@ -702,6 +693,20 @@ static int regex_alternatives(RegexReader *r) {
     return min_int(width, others);
 }
 
+// Puts instruction pc of what has been read into step->code, behind those that it asks at the same place in a text.
+// They never ask back, because what repeats takes a character. Returns its number there.
+static int regex_link(Step *step, Inst *code, int pc) {
+    Inst *in = &code[pc];
+    int here = in->op != OP_SET && in->op != OP_MATCH;
+    if (in->op == OP_JUMP) return regex_link(step, code, pc + in->x);
+    if (in->number) return in->number - 1;
+    if (here) in->first = regex_link(step, code, pc + (in->lazy ? in->x : 1));
+    if (in->x) in->second = regex_link(step, code, pc + (in->lazy ? 1 : in->x));
+    arrput(step->code, *in);
+    in->number = (int)arrlen(step->code);
+    return in->number - 1;
+}
+
 // Reads a whole pattern into step. Returns 0, or -1 with the reason in err.
 static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err[512]) {
     RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
@@ -717,188 +722,77 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
     regex_emit(&r, OP_MATCH, 0);
     free(r.set);
     free(r.other);
-    step->code = r.code;
-
-    // Choices get their bits: one, and in a lookahead two.
-    int end = 0;                // of the lookaheads begun so far
-    for (int i = 0; i < (int)arrlen(r.code) && !bad; i++) {
-        Inst *in = &r.code[i];
-        if (in->op == OP_AHEAD || in->op == OP_NOT_AHEAD) end = max_int(end, i + in->x);
-        in->ahead = i < end;
-        if (in->op != OP_LOOP && in->op != OP_POSSESSIVE && in->op != OP_SPLIT) continue;
-        in->memo = step->n_memo;
-        step->n_memo += 1 + in->ahead;
+    for (int pc = 0; !bad && pc < (int)arrlen(r.code); pc++) {
+        int k = regex_link(step, r.code, pc);
+        if (r.code[pc].op != OP_SET) continue;
+        int next = regex_link(step, r.code, pc + 1);
+        step->code[k].first = next;
     }
+    step->start = bad ? 0 : regex_link(step, r.code, 0);
+    arrfree(r.code);
     return bad ? -1 : 0;
 }
 
 // ---- Patterns: matching
-// Matching goes back to the newest choice whenever it gets stuck, so that the first alternative that leads to a match
-// wins. What fails once fails always, for the rest of the match depends on the instruction and the place alone: every
-// choice that failed at a place is noted in a bit and never tried there again. In lookaheads, where it does not matter
-// how far a match goes, a second bit notes that a choice leads to one. So the time is linear in the length of the
-// text, times the length of the pattern.
-#define NOWHERE SIZE_MAX
-
-typedef struct {                // a choice that may be made otherwise
-    int pc;                     // its instruction
-    int second;                 // of OP_SPLIT: 1: its second way is being tried
-    size_t low, at;             // its place; of a loop the least and the present end of the run
-} Choice;
+// The first alternative that leads to a match wins. Whether one does, and where the match ends, depends on the
+// instruction and the place alone. So the text is read once, from its end to its beginning: at every place it is
+// computed for every instruction where a match of this and the following ones ends, from what is known one
+// character further. The time is that of the length of the text, times the length of the pattern.
+enum { NOWHERE = -1 };
 
 typedef struct {                // a text that a pattern is looked for in
-    CharSet **set;
-    const Step *step;
-    const char *s;
-    size_t n;
-    Choice *choice;             // stb array; the newest last
-    unsigned char *memo;        // stb array of bits, n_memo for every place in the text
+    int *here;                  // stb array: where the match from every instruction on ends; NOWHERE
+    int *next;                  // stb array: the same, one character further
+    int *end;                   // stb array: where the match that begins at a place of the text ends; NOWHERE
 } Matcher;
 
-// Begins with a text.
-static void match_begin(Matcher *m, const char *s, size_t n) {
-    size_t bytes = (size_t)m->step->n_memo * (n + 1) / 8 + 1;
-    m->s = s;
-    m->n = n;
-    arrsetlen(m->memo, bytes);
-    memset(m->memo, 0, bytes);
-}
-
-// The bit of a choice at a place. good: the one of success, else the one of failure.
-static int memo_get(const Matcher *m, int pc, size_t at, int good) {
-    size_t bit = at * (size_t)m->step->n_memo + (size_t)(m->step->code[pc].memo + good);
-    return m->memo[bit >> 3] >> (bit & 7) & 1;
-}
-
-static void memo_set(Matcher *m, int pc, size_t at, int good) {
-    size_t bit = at * (size_t)m->step->n_memo + (size_t)(m->step->code[pc].memo + good);
-    m->memo[bit >> 3] |= (unsigned char)(1 << (bit & 7));
-}
-
-// Is there a character of set x at `at`? Its length goes to *len.
-static int match_char(const Matcher *m, int x, size_t at, int *len) {
-    return at < m->n && set_has(m->set[x], char_code(m->s + at, m->n - at, len));
-}
-
-// Goes back to the newest choice above `base` that has another way, and takes it. Returns 0 when none has.
-static int match_back(Matcher *m, size_t base, int *pc, size_t *at) {
-    while (arrlenu(m->choice) > base) {
-        Choice *c = &arrlast(m->choice);
-        const Inst *in = &m->step->code[c->pc];
-        *pc = c->pc + 1;
-        if (in->op == OP_SPLIT && !c->second) {
-            c->second = 1;
-            *at = c->at;
-            if (!in->lazy) *pc = c->pc + in->x;
-            return 1;
-        }
-
-        // It fails here. A loop may do with one character less.
-        memo_set(m, c->pc, c->at, 0);
-        if (in->op == OP_SPLIT || c->at == c->low) {
-            (void)arrpop(m->choice);
-            continue;
-        }
-        c->at = last_char(m->s, c->low, c->at);
-        *at = c->at;
-        if (in->op == OP_LOOP) return 1;
-    }
-    return 0;
-}
-
-// Begins the loop at pc: takes as many characters as go, up to a place where the rest is known. Returns the place it
-// comes to; NOWHERE when it fails.
-static size_t match_loop(Matcher *m, int pc, size_t at) {
-    const Inst *in = &m->step->code[pc];
-    size_t end = at;
-    int len, fails;
-    for (;; end += (size_t)len) {
-        fails = memo_get(m, pc, end, 0);
-        if (fails || (in->ahead && memo_get(m, pc, end, 1))) break;
-        if (!match_char(m, in->x, end, &len)) break;
-    }
-    if (fails && (in->op == OP_POSSESSIVE || end == at)) return NOWHERE;
-    if (fails) end = last_char(m->s, at, end);
-    arrput(m->choice, ((Choice){ .pc = pc, .low = at, .at = end }));
-    return end;
-}
-
-// A lookahead has matched: so will all its choices made since `base`, at their places.
-static void match_note(Matcher *m, size_t base) {
-    for (size_t i = base; i < arrlenu(m->choice); i++) {
-        const Choice *c = &m->choice[i];
-        size_t at = m->step->code[c->pc].op == OP_SPLIT ? c->at : c->low;
-        int len;
-        for (; at < c->at; at += (size_t)len) {
-            memo_set(m, c->pc, at, 1);
-            char_code(m->s + at, m->n - at, &len);
-        }
-        memo_set(m, c->pc, c->at, 1);
-    }
-}
-
-// The end of the match at `at` of the instructions from pc on; NOWHERE: there is none. In a lookahead the end says
-// no more than that there is one.
-static size_t match_from(Matcher *m, int pc, size_t at) {
-    const Inst *code = m->step->code;
-    const size_t base = arrlenu(m->choice);
-    for (;;) {
-        const Inst *in = &code[pc];
-        int ok = 1, len = 0, loop = in->op == OP_LOOP || in->op == OP_POSSESSIVE;
-        if (loop) {
-            size_t end = match_loop(m, pc, at);
-            ok = end != NOWHERE;
-            if (ok) at = end;
-        }
-        int known = ok && in->ahead && (loop || in->op == OP_SPLIT) && memo_get(m, pc, at, 1);
-        if (known || in->op == OP_MATCH) {
-            if (in->ahead) match_note(m, base);
-            arrsetlen(m->choice, base);
-            return at;
-        }
-        pc++;
+// Computes m->here at the place `at` of n bytes, from m->next.
+static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s, int n, int at) {
+    int *here = m->here, size = (int)arrlen(step->code), len, end = NOWHERE;
+    uint32_t c = at < n ? char_code(s + at, (size_t)(n - at), &len) : NO_CHAR;
+    for (int k = 0; k < size; k++) {
+        const Inst *in = &step->code[k];
         switch (in->op) {
         case OP_SET:
-            ok = match_char(m, in->x, at, &len);
-            at += (size_t)len;
-            break;
-        case OP_MAYBE:
-            if (match_char(m, in->x, at, &len)) at += (size_t)len;
+            end = set_has(set[in->set], c) ? m->next[in->first] : NOWHERE;
             break;
         case OP_SPLIT:
-            ok = !memo_get(m, pc - 1, at, 0);
-            if (ok) arrput(m->choice, ((Choice){ .pc = pc - 1, .at = at }));
-            if (in->lazy) pc += in->x - 1;
+            end = here[in->first] != NOWHERE ? here[in->first] : here[in->second];
+            break;
+        case OP_STRICT:
+            end = set_has(set[in->set], c) ? here[in->first] : here[in->second];
             break;
         case OP_LINE_START:
-            ok = at == 0 || (m->s[at - 1] == '\n' && at < m->n);
+            end = at == 0 || (s[at - 1] == '\n' && at < n) ? here[in->first] : NOWHERE;
             break;
         case OP_LINE_END:
-            ok = at == m->n || m->s[at] == '\n';
+            end = at == n || c == '\n' ? here[in->first] : NOWHERE;
             break;
         case OP_AHEAD:
         case OP_NOT_AHEAD:
-            ok = (match_from(m, pc, at) != NOWHERE) == (in->op == OP_AHEAD);
-            pc += in->x - 1;
+            end = (here[in->first] != NOWHERE) == (in->op == OP_AHEAD) ? here[in->second] : NOWHERE;
             break;
-        case OP_JUMP:
-            pc += in->x - 1;
+        case OP_MATCH:
+            end = at;
         }
-        if (!ok && !match_back(m, base, &pc, &at)) return NOWHERE;
+        here[k] = end;
     }
 }
 
-// Finds the first match at or behind `from`: [*start, *end). Returns 0 when there is none.
-static int find(Matcher *m, size_t from, size_t *start, size_t *end) {
-    for (size_t at = from; at <= m->n; ) {
-        *start = at;
-        *end = match_from(m, 0, at);
-        if (*end != NOWHERE) return 1;
-        int len = 1;
-        if (at < m->n) char_code(m->s + at, m->n - at, &len);
-        at += (size_t)len;
+// Finds all matches of a step's pattern in n bytes: fills m->end.
+static void match_all(Matcher *m, CharSet **set, const Step *step, const char *s, size_t n) {
+    arrsetlen(m->here, arrlen(step->code));
+    arrsetlen(m->next, arrlen(step->code));
+    arrsetlen(m->end, n + 1);
+    for (size_t i = 0; i <= n; i++) m->end[i] = NOWHERE;
+    for (size_t at = n;; at = last_char(s, 0, at)) {
+        match_at(m, set, step, s, (int)n, (int)at);
+        m->end[at] = m->here[step->start];
+        if (!at) return;
+        int *row = m->here;
+        m->here = m->next;
+        m->next = row;
     }
-    return 0;
 }
 
 // ---- Normalisation
@@ -1275,22 +1169,18 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
 
     Matcher *m = &e->match[step];
     Word word = { .hit = -1 };
-    size_t from = 0, start, end;
-    m->set = t->set;
-    m->step = &t->step[step];
-    match_begin(m, s, n);
-    while (find(m, from, &start, &end)) {
-        if (end == start && word.hit == (1 ^ m->step->invert) && end == word.end) {
-            // An empty match right behind a match does not count.
-            int len;
-            if (end == n) break;
-            char_code(s + end, n - end, &len);
-            from = end + (size_t)len;
+    const int matched = 1 ^ t->step[step].invert;       // what word_part notes of a match
+    match_all(m, t->set, &t->step[step], s, n);
+    for (size_t at = 0; at <= n;) {
+        size_t end = (size_t)m->end[at];
+        int again = end == at && end == word.end && word.hit == matched;    // an empty match right behind a match
+        if (m->end[at] == NOWHERE || again) {
+            at++;
             continue;
         }
-        if (start > word.end) word_part(e, s, &word, start, 0, step);
+        if (at > word.end) word_part(e, s, &word, at, 0, step);
         word_part(e, s, &word, end, 1, step);
-        from = end;
+        at = end;
     }
     if (n > word.end) word_part(e, s, &word, n, 0, step);
     word_done(e, s, &word, step);
@@ -1392,8 +1282,9 @@ static int *encode(const Tokenizer *t, const char *text, size_t n, int special, 
     arrfree(e.sym);
     arrfree(e.heap);
     for (int i = 0; i < MAX_STEPS; i++) {
-        arrfree(e.match[i].choice);
-        arrfree(e.match[i].memo);
+        arrfree(e.match[i].here);
+        arrfree(e.match[i].next);
+        arrfree(e.match[i].end);
     }
     return e.ids;
 }
