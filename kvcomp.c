@@ -5868,12 +5868,9 @@ static int sonic_tensor(Session *s, SafeFile *f, Tensor *t, int l, const char *w
 
     const SafeTensor *x = safetensors_find(f, name), *first = safetensors_find(f, "nexus.embed.base");
     if (!x) return refuse(s, "sonic: %.200s: %s is missing", f->path, name);
-    if (!safe_has_shape(x, rows, cols)) {
-        char found[200], want[64];
-        safe_shape_texts(x, rows, cols, found, want);
-        return refuse(s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name, found,
-                      want);
-    }
+    char why[256];
+    if (!safe_has_shape(x, rows, cols, why))
+        return refuse(s, "sonic: %s: %s (adapter made for another model?)", name, why);
     if (x->dtype < 0) return refuse(s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
     if (x->dtype != first->dtype)
         return refuse(s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,

@@ -893,7 +893,7 @@ static FILE *dump_open(Saving *x, const char *path) {
 static void dump_close(Saving *x, FILE *f, const char *path) {
     char err[512];
     int saved = x->f != NULL;
-    if (saved && save_keep(x, 1, err)) die(EXIT_RUN, "--dump-logits %s", err);
+    if (saved && save_keep(x, err)) die(EXIT_RUN, "--dump-logits %s", err);
     if (!f || saved) return;
     int bad = f == stdout ? fflush(f) : fclose(f);
     if (bad) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
@@ -1068,7 +1068,7 @@ static int session_save(App *a, const char *path, int lock, char err[512]) {
     session_write(a, x.f);
     if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
     if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);       // a new file: nobody else has it
-    if (save_keep(&x, 1, err)) {
+    if (save_keep(&x, err)) {
         if (fd >= 0) close(fd);
         return -1;
     }
@@ -1620,8 +1620,7 @@ void open_config(App *a) {
 // Opens the weights of that config, or makes random ones.
 void open_weights(App *a) {
     if (*opt_str(a->o, "synthetic")) {
-        size_t bytes = parameters_of(a->c) * dtype_size(DT_BF16);
-        tell_memory(a, (double)(a->c->as_q8 ? q8_weights_bytes(a->c) : bytes), 1);
+        tell_memory(a, (double)weights_bytes(a->c), 1);
         a->w = weights_synthetic(a->c, 1);
         return;
     }

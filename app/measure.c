@@ -2245,7 +2245,7 @@ static int calibrate_plan(const Config *c, const Weights *w, const Tokenizer *t,
     int accepted = calibrate_runs(c, w, t, o, p, &r);
     if (accepted) scores_write(out.f, c, p, &r, accepted);
     else save_drop(&out);
-    if (accepted && save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (accepted && save_keep(&out, err)) die(EXIT_RUN, "--calibrate: %s", err);
     free(r.score);
     free(r.sum);
     free(r.mass);

@@ -703,7 +703,7 @@ void report_write(App *a, const EvalRun *run) {
     fputs("}", r.f);
     memory_stream_close(r.f);
     page_write(out.f, json);
-    if (save_keep(&out, 1, err)) die(EXIT_RUN, "--report %s", err);
+    if (save_keep(&out, err)) die(EXIT_RUN, "--report %s", err);
     if (!quiet) tell("report: %s", path);
     turns_free(r.script);
     turns_free(r.asked);

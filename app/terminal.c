@@ -278,7 +278,7 @@ static int history_save(const char *path, const char *text, size_t n, char err[5
     if (save_begin(&x, path, err)) return -1;
     fchmod(fileno(x.f), 0600);
     fwrite(text, 1, n, x.f);
-    return save_keep(&x, 1, err);
+    return save_keep(&x, err);
 }
 
 // Reads the history from its file, if there is one. A file that is none, or cannot be read, is left

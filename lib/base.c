@@ -216,10 +216,10 @@ void memory_stream_close(FILE *f) {
     if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
 }
 
-// A stream for writing to an open file. NULL, and errno is ENOMEM when there is no memory for it.
+// A stream for writing to an open file, and for reading it again. NULL, and errno is ENOMEM when there is no memory for it.
 FILE *descriptor_stream(int fd) {
     errno = ENOMEM;
-    return NO_ALLOCATION ? NULL : fdopen(fd, "wb");
+    return NO_ALLOCATION ? NULL : fdopen(fd, "w+b");
 }
 
 // The exit code of a file that could not be opened: no memory for its stream is no memory.
@@ -494,8 +494,9 @@ int temp_files_remove(void) {
 }
 
 // The reason in errno as words; a device, FIFO or socket has none of its own, but ENXIO where open() found
-// a socket.
+// a socket. Nor has a stream that failed earlier.
 const char *save_reason(void) {
+    if (!errno) return "not everything could be written (is the disk full?)";
     return errno == EINVAL || errno == ENXIO ? "is no regular file" : strerror(errno);
 }
 
@@ -574,36 +575,20 @@ void save_drop(Saving *x) {
     save_free(x);
 }
 
-// Brings a file in the making to the disk. 0, or -1 with errno. Some file systems cannot do it on
-// demand (EINVAL), which is no failure.
-static int save_sync(FILE *f) {
+// Ends the saving of a file: brought to the disk, it takes its place. 0, or -1 with err, and then the old one
+// stays. Some file systems cannot bring a file to the disk on demand (EINVAL), which is no failure.
+int save_keep(Saving *x, char err[512]) {
     errno = 0;
-    if (ferror(f) || fflush(f)) return -1;
-    return fsync(fileno(f)) && errno != EINVAL ? -1 : 0;
-}
-
-// Ends the saving of n files that belong together: none takes its place before all are on the disk.
-// 0, or -1 with err, and then the old ones stay.
-int save_keep(Saving *x, int n, char err[512]) {
-    int bad = -1;                                       // the file that failed
-    for (int i = 0; i < n && bad < 0; i++)
-        if (save_sync(x[i].f)) bad = i;
-    for (int i = 0; i < n && bad < 0; i++)
-        if (rename(x[i].temp, x[i].path)) bad = i;
-    if (bad >= 0) {
-        const char *why = errno ? strerror(errno) : "not everything could be written (is the disk full?)";
-        snprintf(err, 512, "%.380s: %s%s", x[bad].path, why, x[bad].old ? "; the old file stays" : "");
+    int bad = ferror(x->f) || fflush(x->f) || (fsync(fileno(x->f)) && errno != EINVAL);
+    if (bad || rename(x->temp, x->path)) {
+        snprintf(err, 512, "%.380s: %s%s", x->path, save_reason(), x->old ? "; the old file stays" : "");
+        save_drop(x);
+        return -1;
     }
-    for (int i = 0; i < n; i++) {
-        if (bad >= 0) {
-            save_drop(&x[i]);
-            continue;
-        }
-        fclose(x[i].f);
-        folder_sync(x[i].path);
-        save_free(&x[i]);
-    }
-    return bad >= 0 ? -1 : 0;
+    fclose(x->f);
+    folder_sync(x->path);
+    save_free(x);
+    return 0;
 }
 
 // Can a file be saved there? 0, or -1 with err. Asked before hours of work.

@@ -157,7 +157,7 @@ int path_descriptor(const char *path);  // of /dev/stdin, /dev/fd/N; -1: another
 // Opens a regular file for reading, and describes it in *st -> the descriptor; -1, and the reason without
 // the path in err.
 int open_input(const char *path, struct stat *st, char err[256]);
-FILE *descriptor_stream(int fd);        // for writing; NULL, and errno
+FILE *descriptor_stream(int fd);        // for writing, and reading again; NULL, and errno
 int open_failure(void);                 // the exit code of a file that could not be opened
 
 // The whole file, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL, with the reason in
@@ -177,10 +177,10 @@ typedef struct {
 } Saving;
 int  save_begin(Saving *x, const char *path, char err[512]);   // 0, or -1 when nothing can be saved there
 int  save_begin_open(Saving *x, const char *path, char err[512]);      // a new one gets the umask's permissions
-int  save_keep (Saving *x, int n, char err[512]);              // n files take their places together: 0, or -1
+int  save_keep (Saving *x, char err[512]);                     // the file takes its place: 0, or -1
 void save_drop (Saving *x);                                    // gives it up; one never begun is left alone
 int  save_check(const char *path, char err[512]);              // can a file be saved there? 0, or -1
-const char *save_reason(void);                                 // errno as words
+const char *save_reason(void);                                 // errno as words; 0: a disk that may be full
 int  temp_files_remove(void);                                  // what a signal handler may call -> how many
 enum { TEMP_FILES = 8 };
 extern const char *volatile temp_files[TEMP_FILES];            // files in the making; NULL: none

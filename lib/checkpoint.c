@@ -4,6 +4,7 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -42,68 +43,25 @@ static const struct { const char *name; int bits, dtype; } safe_types[] = {
     { NULL, 0, 0 },
 };
 
-// ---- a file that shrinks while it is mapped
-// Reading a page of the mapping that the file has no more, or that its disk cannot give, raises
-// SIGBUS in the thread that reads: a download that starts again, or an editor, can do that to a
-// running chat. There is nothing to go on with, so the program ends, with its line and the
-// terminal's own settings.
-static SafeFile *mapped_files;
-
-// Writes the line about the file f to stderr, by calls that a signal handler may make.
-static void lost_page_line(const SafeFile *f) {
-    const char *part[] = { "kvcomp: ", f->path, ": cannot be read any more: the file has become shorter while it "
-                           "was in use, or its disk fails\n" };
-    char line[2000];
-    size_t n = 0;
-    for (int i = 0; i < 3; i++) {
-        size_t k = min_size(strlen(part[i]), sizeof line / 3);
-        memcpy(line + n, part[i], k);
-        n += k;
-    }
-
-    // The path may hold control characters: the name of a shard stands in a file.
-    for (size_t i = 0; i + 1 < n; i++) {
-        unsigned char c = (unsigned char)line[i], next = (unsigned char)line[i + 1];
-        if (c < ' ' || c == 127 || (c == 0xc2 && next < 0xa0)) line[i] = '?';
-    }
-    ssize_t written = write(2, line, n);
-    (void)written;
-}
-
-// SIGBUS. The first of the threads that read a lost page speaks, the others wait for the end. A
-// SIGBUS from anywhere else ends the program as it would without this.
+// SIGBUS. Reading a page of a mapping that its file has no more, or that its disk cannot give, raises it in
+// the thread that reads: a download that starts again, or an editor, can do that to a running chat. There is
+// nothing to go on with, so the program ends, with its line and the terminal's own settings. The first thread
+// speaks, the others wait for the end. A SIGBUS that somebody sent ends the program as it would without this.
 static void on_lost_page(int sig, siginfo_t *info, void *context) {
+    static const char line[] = "kvcomp: the model's files cannot be read any more: one has become shorter while it "
+                               "was in use, or its disk fails\n";
     static int told;
-    const char *at = info->si_addr;
-    const SafeFile *f = mapped_files;
     (void)context;
-    while (f && (at < f->map || at >= f->map + f->size)) f = f->next;
-    if (!f || info->si_code <= 0) {             // SI_USER and the like: somebody sent it
+    if (info->si_code <= 0) {                   // SI_USER and the like
         signal(sig, SIG_DFL);
         raise(sig);
         return;
     }
-    if (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) {
-        for (;;) pause();
-    }
+    while (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) pause();
     if (before_leaving) before_leaving(1);
-    lost_page_line(f);
+    ssize_t written = write(2, line, sizeof line - 1);
+    (void)written;
     _exit(EXIT_MODEL);
-}
-
-// Puts f, which is mapped, into the list that on_lost_page looks through.
-static void watch_mapping(SafeFile *f) {
-    struct sigaction sa = { .sa_sigaction = on_lost_page, .sa_flags = SA_SIGINFO };
-    f->next = mapped_files;
-    mapped_files = f;
-    sigaction(SIGBUS, &sa, NULL);
-}
-
-// Takes f out of the list.
-static void unwatch_mapping(const SafeFile *f) {
-    SafeFile **at = &mapped_files;
-    while (*at && *at != f) at = &(*at)->next;
-    if (*at) *at = f->next;
 }
 
 // Gives everything back; NULL is allowed.
@@ -111,7 +69,6 @@ void safetensors_close(SafeFile *f) {
     if (!f) return;
     for (size_t i = 0; i < arrlenu(f->copy); i++) free(f->copy[i]);
     arrfree(f->copy);
-    unwatch_mapping(f);
     if (f->map) munmap(f->map, f->size);
     json_free(f->header);
     free(f->tensor);
@@ -124,34 +81,12 @@ static int safe_by_name(const void *a, const void *b) {
     return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name);
 }
 
-// Orders pointers to tensors by the place of their data. An empty tensor stands before the one that
-// starts where it lies.
+// Orders tensors by the place of their data. An empty tensor stands before the one that starts where it lies.
 static int safe_by_place(const void *a, const void *b) {
-    const SafeTensor *x = *(SafeTensor *const *)a, *y = *(SafeTensor *const *)b;
+    const SafeTensor *x = a, *y = b;
     uintptr_t p = (uintptr_t)x->data, q = (uintptr_t)y->data;
     if (p != q) return p > q ? 1 : -1;
     return (x->bytes > y->bytes) - (x->bytes < y->bytes);
-}
-
-// Reads the dimensions of t, whose elements have `width` bits, and sets *bits to the size of the
-// whole tensor. Returns 0, or -1 with err set.
-static int safe_shape(SafeTensor *t, const Json *shape, int width, uint64_t *bits, char err[512]) {
-    uint64_t count = 1;
-    if (shape->n > SAFE_DIMS)
-        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", t->name, SAFE_DIMS,
-                     shape->n);
-    t->n_dim = shape->n;
-    for (int i = 0; i < shape->n; i++) {
-        const Json *d = &shape->item[i];
-        if (d->type != JSON_NUMBER || !d->is_int || d->i < 0)
-            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", t->name, i);
-        t->dim[i] = d->i;
-        if (__builtin_mul_overflow(count, (uint64_t)d->i, &count))
-            return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
-    }
-    if (__builtin_mul_overflow(count, (uint64_t)width, bits))
-        return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
-    return 0;
 }
 
 // Reads one header entry v into t. `data` is where the file's data begin, and they have `size`
@@ -161,8 +96,8 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
     const Json *type = json_get(v, "dtype");
     const Json *shape = json_get(v, "shape");
     const Json *place = json_get(v, "data_offsets");
-    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place
-        || place->type != JSON_ARRAY || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
+    if (!json_is(type, JSON_STRING) || !json_is(shape, JSON_ARRAY) || !json_is(place, JSON_ARRAY)
+        || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
         return fault(err, "tensor %.200s: expected a dtype, a shape and two data_offsets", name);
 
     int k = 0;
@@ -171,9 +106,21 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
         return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
     *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype };
 
+    // The dimensions
+    uint64_t bits = (uint64_t)safe_types[k].bits;
+    if (shape->n > SAFE_DIMS)
+        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", name, SAFE_DIMS, shape->n);
+    t->n_dim = shape->n;
+    for (int i = 0; i < shape->n; i++) {
+        const Json *d = &shape->item[i];
+        if (d->type != JSON_NUMBER || !d->is_int || d->i < 0)
+            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", name, i);
+        t->dim[i] = d->i;
+        if (__builtin_mul_overflow(bits, (uint64_t)d->i, &bits))
+            return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
+    }
+
     // The place of the data must lie in the file and have the size that the shape needs.
-    uint64_t bits = 0;
-    if (safe_shape(t, shape, safe_types[k].bits, &bits, err)) return -1;
     int64_t begin = place->item[0].i, end = place->item[1].i;
     if (begin < 0 || end < begin || (uint64_t)end > size)
         return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data "
@@ -196,27 +143,20 @@ static int safe_metadata(const Json *v, char err[512]) {
     return 0;
 }
 
-// Do the tensors lie side by side from `data` to the end of the file? Returns 0, or -1 with err
-// set.
+// Do the tensors, which are in the order of their place, lie side by side from `data` to the end of the file,
+// each beginning where the one before it ends? Returns 0, or -1 with err set.
 static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
-    SafeTensor **order = xmalloc((size_t)f->n * sizeof *order);
-    for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
-    qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
-
-    // In the order of place each begins where the one before it ends, and the last one ends with the file.
     const char *end = data;
-    int bad = 0;
-    for (int i = 0; i <= f->n && !bad; i++) {
-        const char *at = i < f->n ? order[i]->data : f->map + f->size;
-        if (at < end)
-            bad = fault(err, "tensors %.200s and %.200s overlap", order[i - 1]->name, order[i]->name);
+    for (int i = 0; i <= f->n; i++) {
+        const SafeTensor *t = &f->tensor[i];
+        const char *at = i < f->n ? t->data : f->map + f->size;
+        if (at < end) return fault(err, "tensors %.200s and %.200s overlap", t[-1].name, t->name);
         if (at > end)
-            bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
-                        "are wrong", (long long)(at - end));
-        if (i < f->n) end = at + order[i]->bytes;
+            return fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
+                         "are wrong", (long long)(at - end));
+        if (i < f->n) end = at + t->bytes;
     }
-    free(order);
-    return bad;
+    return 0;
 }
 
 // Reads the header, `len` bytes behind the u64, into f->tensor. Returns 0, or -1 with err set.
@@ -239,16 +179,19 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {
         if (bad) return -1;
     }
 
+    qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_place);
+    int bad_layout = safe_layout(f, data, err);
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
     for (int i = 1; i < f->n; i++) {
         if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
             return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
     }
-    return safe_layout(f, data, err);
+    return bad_layout;
 }
 
-// Maps the file f->path: sets f->map and f->size. Returns 0, or -1 with err set.
-static int safe_map(SafeFile *f, char err[512]) {
+// Maps the file f->path and reads its header. Returns 0, or -1 with err set.
+static int safe_read(SafeFile *f, char err[512]) {
+    struct sigaction lost = { .sa_sigaction = on_lost_page, .sa_flags = SA_SIGINFO };
     struct stat st;
     char reason[256];
     int fd = open_input(f->path, &st, reason);
@@ -267,16 +210,10 @@ static int safe_map(SafeFile *f, char err[512]) {
         die(EXIT_MEMORY, "out of memory: %s, %zu bytes, could not be mapped", f->path, f->size);
     if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
     f->map = p;
-    watch_mapping(f);
-    return 0;
-}
+    sigaction(SIGBUS, &lost, NULL);
 
-// Maps the file f->path and reads its header. Returns 0, or -1 with err set.
-static int safe_read(SafeFile *f, char err[512]) {
-    if (safe_map(f, err)) return -1;
     uint64_t len = 0;           // little endian in the file
     for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
-
     if (!memcmp(f->map, "version ", 8))
         return fault(err, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
     if (len > SAFE_HEADER)
@@ -320,22 +257,16 @@ const char *safetensors_meta(const SafeFile *f, const char *key) {
     return v ? v->str : NULL;
 }
 
-// Has t the shape (rows,cols)? rows 0 asks for a vector (cols).
-int safe_has_shape(const SafeTensor *t, int rows, int cols) {
+// Has t the shape (rows,cols)? rows 0 asks for a vector (cols). Where it has not, `why` is a complaint that has both.
+int safe_has_shape(const SafeTensor *t, int rows, int cols, char why[256]) {
+    int n = snprintf(why, 256, "found shape (");
+    for (int i = 0; i < t->n_dim; i++)
+        n += snprintf(why + n, 256 - (size_t)n, "%s%lld", i ? "," : "", (long long)t->dim[i]);
+    n += snprintf(why + n, 256 - (size_t)n, "), expected (");
+    if (rows) n += snprintf(why + n, 256 - (size_t)n, "%d,", rows);
+    snprintf(why + n, 256 - (size_t)n, "%d)", cols);
     if (!rows) return t->n_dim == 1 && t->dim[0] == cols;
     return t->n_dim == 2 && t->dim[0] == rows && t->dim[1] == cols;
-}
-
-// The two shapes of a complaint, as "2,3": the one that t has, and the one that safe_has_shape
-// asked for.
-void safe_shape_texts(const SafeTensor *t, int rows, int cols, char found[200],
-                             char want[64]) {
-    int n = 0;
-    found[0] = 0;
-    for (int i = 0; i < t->n_dim; i++)
-        n += snprintf(found + n, 200 - (size_t)n, "%s%lld", i ? "," : "", (long long)t->dim[i]);
-    if (rows) snprintf(want, 64, "%d,%d", rows, cols);
-    else snprintf(want, 64, "%d", cols);
 }
 
 // ---- writing a safetensors file
@@ -360,76 +291,55 @@ void safe_write_meta(SafeWriter *w, const char *key, const char *text) {
 // The metadata are complete.
 void safe_write_meta_end(SafeWriter *w) { fputc('}', w->header); }
 
-// Ends the program: what was to be written has not been.
-static void safe_write_failed(const SafeWriter *w) {
-    die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path,
-        errno ? strerror(errno) : "not everything could be written (is the disk full?)");
-}
-
 // One tensor x: elements of `size` bytes, and the shape dim (dims). The name needs no escapes.
 void safe_write(SafeWriter *w, const char *name, const char *type, size_t size, const void *x,
                        const int *dim, int dims) {
     size_t bytes = size;
-    int n = fprintf(w->header, ",\n\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, type);
+    fprintf(w->header, ",\n\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, type);
     for (int i = 0; i < dims; i++) {
         bytes *= (size_t)dim[i];
-        n += fprintf(w->header, "%s%d", i ? "," : "", dim[i]);
+        fprintf(w->header, "%s%d", i ? "," : "", dim[i]);
     }
-    n += fprintf(w->header, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)w->data,
-                 (unsigned long long)(w->data + bytes));
-    w->named += (size_t)max_int(n, 0);
+    fprintf(w->header, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)w->data,
+            (unsigned long long)(w->data + bytes));
     w->data += bytes;
-    if (w->named > SAFE_HEADER - (1 << 20))
+    if (ftello(w->header) > SAFE_HEADER - (1 << 20))
         die(EXIT_RUN, "%s %.300s: more names than the header of a safetensors file may hold (%d MiB)",
             w->option, w->file.path, SAFE_HEADER >> 20);
     errno = 0;
-    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes) safe_write_failed(w);
+    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes)
+        die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path, save_reason());
 }
 
-// Reads or writes all n bytes of buf at a place of a file. 0, or -1 with errno.
-static int file_block(int fd, char *buf, size_t n, uint64_t at, int writes) {
-    for (size_t done = 0; done < n; ) {
-        ssize_t k = writes ? pwrite(fd, buf + done, n - done, (off_t)(at + done))
-                           : pread(fd, buf + done, n - done, (off_t)(at + done));
-        if (k < 0 && errno == EINTR) continue;
-        if (k <= 0) return -1;
-        done += (size_t)k;
-    }
-    return 0;
-}
-
-// Moves the first n bytes of a file up by `by` bytes, the last block first. 0, or -1 with errno.
-static int file_shift(int fd, uint64_t n, size_t by) {
+// Moves the first n bytes of a file up by `by` bytes, the last block first. A failure stays in ferror(f).
+static void file_shift(FILE *f, uint64_t n, size_t by) {
     const size_t most = (size_t)1 << 20;
     char *buf = xmalloc(most);
-    int bad = 0;
-    while (n && !bad) {
+    while (n && !ferror(f)) {
         size_t k = n < most ? (size_t)n : most;
         n -= k;
-        bad = file_block(fd, buf, k, n, 0) || file_block(fd, buf, k, n + by, 1);
+        fseeko(f, (off_t)n, SEEK_SET);
+        k = fread(buf, 1, k, f);
+        fseeko(f, (off_t)(n + by), SEEK_SET);
+        fwrite(buf, 1, k, f);
     }
     free(buf);
-    return bad;
 }
 
 // Ends the file: it takes its place. The header is filled up with blanks, so that the data lie at a
 // multiple of 8 bytes.
 void safe_write_end(SafeWriter *w) {
     char err[512];
+    FILE *f = w->file.f;
     fprintf(w->header, "}%7s", "");
     memory_stream_close(w->header);
-    uint64_t n = w->size / 8 * 8;
-    char *front = xmalloc(8 + (size_t)n);
-    for (int i = 0; i < 8; i++) front[i] = (char)(n >> 8 * i);
-    memcpy(front + 8, w->text, (size_t)n);
-
-    errno = 0;
-    int fd = fileno(w->file.f), bad = fflush(w->file.f);
-    if (bad || file_shift(fd, w->data, 8 + (size_t)n) || file_block(fd, front, 8 + (size_t)n, 0, 1))
-        safe_write_failed(w);
-    free(front);
+    size_t n = w->size / 8 * 8;
+    file_shift(f, w->data, 8 + n);
+    rewind(f);
+    for (int i = 0; i < 8; i++) fputc((int)(n >> 8 * i & 255), f);
+    fwrite(w->text, 1, n, f);
     free(w->text);
-    if (save_keep(&w->file, 1, err)) die(EXIT_RUN, "%s %s", w->option, err);
+    if (save_keep(&w->file, err)) die(EXIT_RUN, "%s %s", w->option, err);
 }
 
 // Gives the file up.
@@ -488,49 +398,46 @@ static const Json *config_key(const Json *o, const char *key) {
     return v && v->type != JSON_NULL ? v : NULL;
 }
 
-// The whole number under a key, from lo to hi; def when the key is absent. def need not lie in the
-// range.
-static int config_int(ConfigReader *r, const Json *o, const char *key, int def, int lo, int hi) {
+// The number under a key, from lo to hi; def when the key is absent. def need not lie in the range.
+static double config_number(ConfigReader *r, const Json *o, const char *key, double def, double lo, double hi,
+                            int whole) {
     const Json *v = config_key(o, key);
     char buf[64];
     if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
     if (!v) return def;
-    if (v->type == JSON_NUMBER && v->is_int && v->i >= lo && v->i <= hi) return (int)v->i;
-    config_fail(r, "%s: expected a whole number from %d to %d, found %s", key, lo, hi,
+    if (v->type == JSON_NUMBER && v->num >= lo && v->num <= hi && (v->is_int || !whole)) return v->num;
+    config_fail(r, "%s: expected a %snumber from %.10g to %.10g, found %s", key, whole ? "whole " : "", lo, hi,
                 json_show(v, buf));
     return def;
 }
 
-// The number under a key, from lo to hi; def when the key is absent. def need not lie in the range.
-static double config_real(ConfigReader *r, const Json *o, const char *key, double def, double lo,
-                          double hi) {
+static int config_int(ConfigReader *r, const Json *o, const char *key, int def, int lo, int hi) {
+    return (int)config_number(r, o, key, def, lo, hi, 1);
+}
+
+static double config_real(ConfigReader *r, const Json *o, const char *key, double def, double lo, double hi) {
+    return config_number(r, o, key, def, lo, hi, 0);
+}
+
+// The value under a key, which is to be of a type, JSON_*; NULL when it is absent, or not, with a complaint.
+static const Json *config_typed(ConfigReader *r, const Json *o, const char *key, int type, const char *what) {
     const Json *v = config_key(o, key);
     char buf[64];
-    if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
-    if (!v) return def;
-    if (v->type == JSON_NUMBER && v->num >= lo && v->num <= hi) return v->num;
-    config_fail(r, "%s: expected a number from %g to %g, found %s", key, lo, hi, json_show(v, buf));
-    return def;
+    if (!v || v->type == type) return v;
+    config_fail(r, "%s: expected %s, found %s", key, what, json_show(v, buf));
+    return NULL;
 }
 
 // The bool under a key, as 0 or 1; def when the key is absent.
 static int config_flag(ConfigReader *r, const Json *o, const char *key, int def) {
-    const Json *v = config_key(o, key);
-    char buf[64];
-    if (!v) return def;
-    if (v->type == JSON_BOOL) return (int)v->i;
-    config_fail(r, "%s: expected true or false, found %s", key, json_show(v, buf));
-    return def;
+    const Json *v = config_typed(r, o, key, JSON_BOOL, "true or false");
+    return v ? (int)v->i : def;
 }
 
 // The string under a key; def when the key is absent.
 static const char *config_str(ConfigReader *r, const Json *o, const char *key, const char *def) {
-    const Json *v = config_key(o, key);
-    char buf[64];
-    if (!v) return def;
-    if (v->type == JSON_STRING) return v->str;
-    config_fail(r, "%s: expected a string, found %s", key, json_show(v, buf));
-    return def;
+    const Json *v = config_typed(r, o, key, JSON_STRING, "a string");
+    return v ? v->str : def;
 }
 
 // Is `arch` the class of a family, "LlamaForCausalLM", or the same without its output matrix,
@@ -655,6 +562,18 @@ static int family_default(const Config *c, int llama, int mistral, int qwen) {
     return !strncmp(c->model_type, "qwen", 4) ? qwen : llama;
 }
 
+// Can heads of these numbers and sizes be computed? 0, or -1 with err set.
+static int config_heads(const Config *c, char err[512]) {
+    if (c->H % c->G)
+        return fault(err, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
+    if (c->H / c->G > MAX_R)
+        return fault(err, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a KV head",
+                     c->H, c->G, MAX_R);
+    if (c->D % 2 || c->D > 1024)
+        return fault(err, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
+    return 0;
+}
+
 // Reads the sizes of the model. c->dtype is what the file says; weights_load replaces it by what
 // most tensors have.
 static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
@@ -683,13 +602,8 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
                         "head_dim", c->C, c->H);
         c->D = c->C / c->H;
     }
-    if (c->H % c->G)
-        config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
-    if (c->H / c->G > MAX_R)
-        config_fail(r, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a "
-                    "KV head", c->H, c->G, MAX_R);
-    if (c->D % 2 || c->D < 2 || c->D > 1024)
-        config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
+    char why[512];
+    if (config_heads(c, why)) config_fail(r, "%s", why);
 
     const char *key = config_key(o, "dtype") ? "dtype" : "torch_dtype";
     const char *dtype = config_str(r, o, key, "bfloat16");
@@ -737,39 +651,15 @@ static void config_window(ConfigReader *r, Config *c, const Json *o) {
     }
 }
 
-// Do a and b hold the same numbers and strings under the same keys? Every key is looked for among all
-// of b's, so that objects of very many keys, which RoPE does not have, count as different.
-static int json_same(const Json *a, const Json *b) {
-    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len) return 0;
-    if (a->type == JSON_OBJECT && a->n > 1000) return 0;
-    if (a->len && memcmp(a->str, b->str, a->len)) return 0;
-    for (int i = 0; i < a->n; i++) {
-        const Json *y = a->type == JSON_OBJECT ? json_get(b, a->key[i]) : &b->item[i];
-        if (!y || !json_same(&a->item[i], y)) return 0;
-    }
-    return 1;
-}
-
 // The object with the parameters of RoPE, or NULL: rope_scaling in old files, rope_parameters in
-// new ones. The new one may hold one object per layer type; they must be the same.
+// new ones. The new one may hold one object per layer type, which is supported where there is one type.
 static const Json *config_rope_object(ConfigReader *r, const Json *o) {
-    const char *key = "rope_scaling";
-    const Json *p = config_key(o, key);
-    char buf[64];
-    if (!p || (p->type == JSON_OBJECT && !p->n)) {
-        key = "rope_parameters";
-        p = config_key(o, key);
-    }
-    if (p && p->type != JSON_OBJECT)
-        config_fail(r, "%s: expected an object, found %s", key, json_show(p, buf));
-
+    const Json *p = config_typed(r, o, "rope_scaling", JSON_OBJECT, "an object");
+    if (!p || !p->n) p = config_typed(r, o, "rope_parameters", JSON_OBJECT, "an object");
     const Json *full = config_key(p, "full_attention");
-    const Json *sliding = config_key(p, "sliding_attention");
-    if (!full) return p;
-    if (sliding && !json_same(full, sliding))
-        config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not "
-                    "supported");
-    return full;
+    if (config_key(p, "sliding_attention"))
+        config_fail(r, "rope_parameters: full_attention and sliding_attention that may differ are not supported");
+    return full ? full : p;
 }
 
 // Reads what the scaling c->rope_type needs from the object p.
@@ -794,14 +684,6 @@ static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
     }
 }
 
-// What RoPE's scaling has where nothing is said.
-static void config_rope_defaults(Config *c) {
-    c->low_freq = 1;
-    c->high_freq = 4;
-    c->beta_fast = 32;
-    c->beta_slow = 1;
-}
-
 // Reads the kind of RoPE (D5). Old files have rope_theta and rope_scaling{type|rope_type, ..}, new
 // ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
 // ignoring it gives fluent nonsense after a few thousand tokens.
@@ -823,7 +705,6 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
 
     // The positions of training may stand in either object; the outer one wins.
     c->factor = 1;
-    config_rope_defaults(c);
     c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
     c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
 
@@ -858,36 +739,31 @@ static void config_eos(ConfigReader *r, Config *c, const Json *o) {
     }
 }
 
-// Says what a file of another format is and what to do about it. NULL: the name tells of no such
-// file.
-static const char *foreign_file(const char *name) {
-    size_t n = strlen(name);
-    if (!strncmp(name, "pytorch_model", 13))
-        return "pickled weights, which are not read: in Python, "
-               "AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) writes safetensors";
-    if (!strncmp(name, "consolidated.", 13))
-        return "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging "
-               "Face files, config.json and model*.safetensors";
-    if (n > 5 && !strcmp(name + n - 5, ".gguf"))
-        return "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
-    return NULL;
-}
+// Weights of other formats by the names of their files, and what to do about them.
+static const struct { const char *pattern, *why; } foreign_weights[] = {
+    { "pytorch_model*", "pickled weights, which are not read: in Python, "
+                        "AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) writes safetensors" },
+    { "consolidated.*", "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the "
+                        "Hugging Face files, config.json and model*.safetensors" },
+    { "?*.gguf",        "a GGUF file, which is not read: fetch the Hugging Face folder it was made from" },
+};
 
-// Looks in a folder for weights of another format: 1 and a complaint in err when it finds some,
-// else 0. readdir has no order; the complaint is about the first name of the alphabet.
+// Looks in a folder for such weights: 1 and a complaint in err when it finds some, else 0. The complaint is
+// about the first name of the alphabet.
 static int foreign_files(const char *dir, char err[512]) {
-    DIR *d = opendir(dir);
-    struct dirent *e;
-    char found[256] = "";
-    if (!d) return 0;
-    while ((e = readdir(d)) != NULL) {
-        if (foreign_file(e->d_name) && (!found[0] || strcmp(e->d_name, found) < 0))
-            snprintf(found, sizeof found, "%s", e->d_name);
+    struct dirent **entry = NULL;
+    int n = scandir(dir, &entry, NULL, alphasort), found = 0;
+    for (int i = 0; i < n; i++) {
+        const char *name = entry[i]->d_name;
+        for (int k = 0; k < 3 && !found; k++) {
+            if (fnmatch(foreign_weights[k].pattern, name, 0)) continue;
+            found = 1;
+            fault(err, "%.200s: only %.100s: %s", dir, name, foreign_weights[k].why);
+        }
+        free(entry[i]);
     }
-    closedir(d);
-    if (!found[0]) return 0;
-    snprintf(err, 512, "%.200s: only %.100s: %s", dir, found, foreign_file(found));
-    return 1;
+    free(entry);
+    return found;
 }
 
 // What -m takes, for complaints.
@@ -896,31 +772,27 @@ static const char *const expected_folder = "a Hugging Face folder (config.json, 
 // Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
 // is absent and not needed.
 static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
-    char path[1400], why[256];
+    char path[1400], why[256], *text = NULL;
     size_t n;
     struct stat st;
     err[0] = 0;
     snprintf(path, sizeof path, "%s/%s", dir, name);
-    if (!needed && !file_exists(path)) return NULL;
+    int there = file_exists(path);
+    if (!there && !needed) return NULL;
 
     // The folder itself first, then weights that another format would need, then the file. A name with
     // a blank or without a slash may be a question that lacks its -p.
     if (stat(dir, &st)) {
         int question = strchr(dir, ' ') || !strchr(dir, '/');
         fault(err, "%.300s: no such folder%s", dir, question ? " (-p TEXT asks one question)" : "");
-        return NULL;
-    }
-    if (!S_ISDIR(st.st_mode)) {
+    } else if (!S_ISDIR(st.st_mode)) {
         fault(err, "%.300s: expected %s, found a file", dir, expected_folder);
-        return NULL;
+    } else if (there || !foreign_files(dir, err)) {
+        text = read_bounded(path, MOST_CONFIG, &n, why);
+        if (!text && there) fault(err, "%s", why);
+        else if (!text) fault(err, "%s; expected %s", why, expected_folder);
     }
-    if (!file_exists(path) && foreign_files(dir, err)) return NULL;
-    char *text = read_bounded(path, MOST_CONFIG, &n, why);
-    if (!text) {
-        if (file_exists(path)) fault(err, "%s", why);
-        else fault(err, "%s; expected %s", why, expected_folder);
-        return NULL;
-    }
+    if (!text) return NULL;
 
     Json *j = json_parse(text, n, why);
     free(text);
@@ -988,10 +860,10 @@ Config *config_load(const char *dir) {
 static const struct { const char *name; Config c; } synthetic_shapes[] = {
     { "llama-3.2-1b", { .model_type = "llama", .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192,
                         .V = 128256, .tied = 1, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
-                        .factor = 32 } },
+                        .factor = 32, .low_freq = 1, .high_freq = 4 } },
     { "llama-3.1-8b", { .model_type = "llama", .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336,
                         .V = 128256, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
-                        .factor = 8 } },
+                        .factor = 8, .low_freq = 1, .high_freq = 4 } },
     { "qwen3-4b",     { .model_type = "qwen3", .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728,
                         .V = 151936, .tied = 1, .qk_norm = 1, .eps = 1e-6f, .theta = 1e6,
                         .factor = 1 } },
@@ -1034,7 +906,6 @@ Config *config_synthetic(const char *shape) {
     int k = 0;
     while (k < N_SHAPES && strcmp(shape, synthetic_shapes[k].name)) k++;
     Config c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
-    config_rope_defaults(&c);
     c.max_pos = 131072;
     c.orig_pos = 8192;
     c.bos = -1;
@@ -1045,18 +916,15 @@ Config *config_synthetic(const char *shape) {
     if (k == N_SHAPES && synthetic_sizes(&c, shape))
         die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such "
             "as L16,H32,G8,D64,C2048,F8192,V128256", shape);
-    if (c.H % c.G) die(EXIT_USAGE, "shape \"%.60s\": H %d is no multiple of G %d", shape, c.H, c.G);
-    if (c.H / c.G > MAX_R)
-        die(EXIT_USAGE, "shape \"%.60s\": H %d, G %d: expected at most %d query heads a KV head", shape,
-            c.H, c.G, MAX_R);
-    if (c.D % 2) die(EXIT_USAGE, "shape \"%.60s\": D %d is odd (RoPE turns pairs)", shape, c.D);
+    char why[512];
+    if (config_heads(&c, why)) die(EXIT_USAGE, "shape \"%.60s\": %s", shape, why);
     Config *out = xmalloc(sizeof *out);
     *out = c;
     return out;
 }
 
 // ---- weights
-// One table names every tensor of a layer, its sizes and when it must be there. Loading, making and
+// One table names every tensor, its sizes and when it must be there. Loading, making, counting and
 // printing walk it.
 enum {
     TENSOR_NEEDED,              // every model has it
@@ -1065,8 +933,10 @@ enum {
     TENSOR_QK_NORM,             // needed by a model with QK-norm, not looked for elsewhere
 };
 
-// rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector.
-static const struct { const char *name; size_t at; char rows, cols; int when; } layer_tensors[] = {
+// rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector. What stands between
+// the embedding and the last norm is a layer's. The output matrix is there if it is not tied.
+static const struct { const char *name; size_t at; char rows, cols; int when; } tensors[] = {
+    { "model.embed_tokens.weight",       offsetof(Weights, embed),   'V', 'C', TENSOR_NEEDED },
     { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', TENSOR_NEEDED },
     { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
     { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', TENSOR_NEEDED },
@@ -1085,15 +955,12 @@ static const struct { const char *name; size_t at; char rows, cols; int when; } 
     { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_OPTIONAL },
     { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', TENSOR_NEEDED },
     { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_OPTIONAL },
+    { "model.norm.weight",               offsetof(Weights, norm),    '1', 'C', TENSOR_NEEDED },
+    { "lm_head.weight",                  offsetof(Weights, head),    'V', 'C', TENSOR_NEEDED },
 };
-enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof *layer_tensors };
+enum { N_LINES = sizeof tensors / sizeof *tensors, N_OF_LAYER = N_LINES - 3 };
 
 const char *const dtype_names[] = { "F32", "F16", "BF16", "Q8_0" };      // by DT_*
-
-// The tensor of a layer that line i of the table names.
-static Tensor *layer_tensor(Layer *ly, int i) {
-    return (Tensor *)((char *)ly + layer_tensors[i].at);
-}
 
 // The size that a letter of the table stands for.
 static int config_size(const Config *c, char letter) {
@@ -1108,24 +975,32 @@ static int config_size(const Config *c, char letter) {
     }
 }
 
-// Rows of the tensor in line i of the table.
-static int tensor_rows(const Config *c, int i) {
-    return config_size(c, layer_tensors[i].rows);
-}
+typedef struct {                // one tensor of a model, and how far a walk has come
+    int next;                   // tensors before the next one
+    int line, layer;            // its line of the table, and its layer; -1: none
+    char name[80];              // as files have it
+    Tensor *t;                  // where it belongs; nowhere, when the walk has no weights
+    int matrix, rows, cols;     // matrix 0: a vector, of one row
+    int needed;                 // 1: this model must have it
+} Place;
 
-// Its columns.
-static int tensor_cols(const Config *c, int i) {
-    return config_size(c, layer_tensors[i].cols);
-}
+// Goes on to the next tensor: for (Place p = {0}; tensor_next(c, w, &p); ). Returns 0 when there is none.
+static int tensor_next(const Config *c, const Weights *w, Place *p) {
+    int n = p->next++, of_layers = c->L * N_OF_LAYER, inner = n > 0 && n <= of_layers;
+    if (n > of_layers + (c->tied ? 1 : 2)) return 0;
+    p->layer = inner ? (n - 1) / N_OF_LAYER : -1;
+    p->line = inner ? 1 + (n - 1) % N_OF_LAYER : n ? n - of_layers + N_OF_LAYER : 0;
+    p->matrix = tensors[p->line].rows != '1';
+    p->rows = config_size(c, tensors[p->line].rows);
+    p->cols = config_size(c, tensors[p->line].cols);
 
-// Must this model have it?
-static int tensor_needed(const Config *c, int i) {
-    switch (layer_tensors[i].when) {
-    case TENSOR_NEEDED:  return 1;
-    case TENSOR_QWEN2:   return !strcmp(c->model_type, "qwen2");
-    case TENSOR_QK_NORM: return c->qk_norm;
-    default:             return 0;
-    }
+    int when = tensors[p->line].when;
+    p->needed = when == TENSOR_NEEDED || (when == TENSOR_QK_NORM && c->qk_norm)
+             || (when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
+    if (inner) snprintf(p->name, sizeof p->name, "model.layers.%d.%s", p->layer, tensors[p->line].name);
+    else snprintf(p->name, sizeof p->name, "%s", tensors[p->line].name);
+    if (w) p->t = (Tensor *)((inner ? (char *)&w->layer[p->layer] : (char *)w) + tensors[p->line].at);
+    return 1;
 }
 
 // Bytes of a tensor's data.
@@ -1193,6 +1068,8 @@ static void rope_frequencies(const Config *c, double *f, float *scale) {
 }
 
 // ---- loading
+static size_t round_up_64(size_t n) { return (n + 63) / 64 * 64; }
+
 // Weights with their RoPE frequencies and no tensors yet.
 static Weights *weights_new(const Config *c) {
     Weights *w = xcalloc(1, sizeof *w);
@@ -1213,7 +1090,6 @@ void weights_close(Weights *w, Config *c) {
         arrfree(wf->file);
         json_free(wf->index);
         if (wf->block) munmap(wf->block, wf->block_bytes);
-        if (wf->q8) munmap(wf->q8, wf->q8_bytes);
         free(wf);
         free((void *)w->inv_freq64);
         free(w->layer);
@@ -1222,32 +1098,25 @@ void weights_close(Weights *w, Config *c) {
     config_free(c);
 }
 
-// Opens dir/name, unless it is open already. The name of a shard comes from a file, so only a plain
-// name in that folder is opened. Returns 0, or -1 with err set.
-static int weights_open_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
+// The open file dir/name, which is opened if it is not. The name of a shard comes from a file, so only a plain
+// name in that folder is opened. Returns NULL with err set when that cannot be.
+static SafeFile *weights_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
     char path[1400], why[512];
-    if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
-        return fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", "
-                     "expected a name in the same folder", dir, name);
     snprintf(path, sizeof path, "%s/%s", dir, name);
     for (size_t i = 0; i < arrlenu(wf->file); i++) {
-        if (!strcmp(wf->file[i]->path, path)) return 0;
+        if (!strcmp(wf->file[i]->path, path)) return wf->file[i];
     }
-    if (arrlenu(wf->file) == 4096)
-        return fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
-    SafeFile *f = safetensors_open(path, why);
-    if (!f) return fault(err, "%.200s/%.100s: %.200s", dir, name, why);
-    arrput(wf->file, f);
-    return 0;
-}
-
-// The open file dir/name, or NULL.
-static SafeFile *weights_file_of(const WeightFiles *wf, const char *dir, const char *name) {
-    size_t n = strlen(dir);
-    for (size_t i = 0; i < arrlenu(wf->file); i++) {
-        if (!strcmp(wf->file[i]->path + n + 1, name)) return wf->file[i];
-    }
-    return NULL;
+    SafeFile *f = NULL;
+    if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
+        fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in "
+              "the same folder", dir, name);
+    else if (arrlenu(wf->file) == 4096)
+        fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
+    else if (!(f = safetensors_open(path, why)))
+        fault(err, "%.200s/%.100s: %.200s", dir, name, why);
+    else
+        arrput(wf->file, f);
+    return f;
 }
 
 // Opens the files of a folder: those that model.safetensors.index.json names or, without it,
@@ -1261,7 +1130,7 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     if (!wf->index) {
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
-        return weights_open_file(wf, dir, "model.safetensors", err);
+        return weights_file(wf, dir, "model.safetensors", err) ? 0 : -1;
     }
 
     // weight_map: name of a tensor -> name of its file
@@ -1273,7 +1142,7 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
         if (v->type != JSON_STRING)
             return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name",
                          dir, map->key[i]);
-        if (weights_open_file(wf, dir, v->str, err)) return -1;
+        if (!weights_file(wf, dir, v->str, err)) return -1;
     }
     return 0;
 }
@@ -1308,7 +1177,7 @@ static int weights_find(WeightFiles *wf, const Config *c, const char *name, Safe
     const Json *place = json_get(json_get(wf->index, "weight_map"), name);
     *t = NULL;
     if (place) {
-        *t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
+        *t = safetensors_find(weights_file(wf, c->dir, place->str, err), name);
         if (!*t)
             return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says "
                          "it is", c->dir, name, place->str);
@@ -1318,42 +1187,34 @@ static int weights_find(WeightFiles *wf, const Config *c, const char *name, Safe
     return 0;
 }
 
-// Finds the tensor of that name, checks its dtype and its shape (rows,cols) or, with rows 0,
-// (cols), and sets *out. Returns 0, or -1 with err set. A tensor that is absent and not needed
-// leaves out->data NULL and is no error. Checkpoints that were saved without their output matrix
-// have names without "model." at the front.
-static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, int rows,
-                        int cols, Tensor *out, char err[512]) {
+// Finds the tensor p, checks its dtype and its shape and sets *p->t. Returns 0, or -1 with err set. A tensor that
+// is absent and not needed leaves p->t->data NULL and is no error. Checkpoints that were saved without their
+// output matrix have names without "model." at the front.
+static int weights_take(WeightFiles *wf, const Config *c, const Place *p, char err[512]) {
     SafeTensor *t;
-    if (weights_find(wf, c, name, &t, err)) return -1;
-    if (!t && !strncmp(name, "model.", 6) && weights_find(wf, c, name + 6, &t, err)) return -1;
-    if (!t) return needed ? weights_missing(wf, c, name, err) : 0;
+    char why[256];
+    if (weights_find(wf, c, p->name, &t, err)) return -1;
+    if (!t && !strncmp(p->name, "model.", 6) && weights_find(wf, c, p->name + 6, &t, err)) return -1;
+    if (!t) return p->needed ? weights_missing(wf, c, p->name, err) : 0;
 
-    if (t->dtype == DT_QUANTIZED)
-        return fault(err, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take "
-                     "the unquantized model", c->dir, name, t->type);
     if (t->dtype < 0)
-        return fault(err, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type);
-    if (!safe_has_shape(t, rows, cols)) {
-        char found[200], want[64];
-        safe_shape_texts(t, rows, cols, found, want);
-        return fault(err, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json",
-                     c->dir, name, found, want);
-    }
-    *out = (Tensor){ t->data, t->dtype, max_int(rows, 1), cols };
+        return fault(err, "%.200s: %stensor %s is %s, expected F32, F16 or BF16%s", c->dir,
+                     t->dtype == DT_QUANTIZED ? "quantized checkpoint: " : "", p->name, t->type,
+                     t->dtype == DT_QUANTIZED ? "; take the unquantized model" : "");
+    if (!safe_has_shape(t, p->matrix ? p->rows : 0, p->cols, why))
+        return fault(err, "%.110s: tensor %.100s: %.250s from config.json", c->dir, p->name, why);
+    *p->t = (Tensor){ t->data, t->dtype, p->rows, p->cols };
     return 0;
 }
 
-// Why a model with this config has no use for the tensor in line i of the table; NULL: it has.
-// Qwen2's q, k and v have biases whatever config.json says.
-static const char *bias_denied(const Config *c, int i) {
-    const char *name = layer_tensors[i].name;
+// Why a model with this config has no use for the tensor p; NULL: it has. Qwen2's q, k and v have biases
+// whatever config.json says.
+static const char *bias_denied(const Config *c, const Place *p) {
     int llama = !strcmp(c->model_type, "llama"), qwen3 = !strcmp(c->model_type, "qwen3");
-    if (!strstr(name, ".bias") || tensor_needed(c, i)) return NULL;
-    if (strncmp(name, "mlp.", 4) && (llama || qwen3))
-        return c->attention_bias ? NULL : "attention_bias is false in config.json";
-    if (!strncmp(name, "mlp.", 4) && llama)
-        return c->mlp_bias ? NULL : "mlp_bias is false in config.json";
+    int mlp = strstr(p->name, ".mlp.") != NULL;
+    if (!strstr(p->name, ".bias") || p->needed) return NULL;
+    if (!mlp && (llama || qwen3)) return c->attention_bias ? NULL : "attention_bias is false in config.json";
+    if (mlp && llama) return c->mlp_bias ? NULL : "mlp_bias is false in config.json";
     return "its family has no such bias";
 }
 
@@ -1368,13 +1229,13 @@ static int tensor_is_zero(const Tensor *t) {
 
 // A bias that config.json denies: transformers leaves it out, the code it was trained with did not.
 // One of zeros changes nothing and is left out; any other is refused. Returns 0, or -1 with err set.
-static int weights_bias(const Config *c, const char *name, int i, Tensor *t, char err[512]) {
-    const char *why = t->data ? bias_denied(c, i) : NULL;
+static int weights_bias(const Config *c, const Place *p, char err[512]) {
+    const char *why = p->t->data ? bias_denied(c, p) : NULL;
     if (!why) return 0;
-    if (!tensor_is_zero(t))
+    if (!tensor_is_zero(p->t))
         return fault(err, "%.200s: tensor %s is not zero, but %s: transformers would compute without it, the "
-                     "model was made with it", c->dir, name, why);
-    *t = (Tensor){ 0 };
+                     "model was made with it", c->dir, p->name, why);
+    *p->t = (Tensor){ 0 };
     return 0;
 }
 
@@ -1393,70 +1254,72 @@ static int tensor_same(const Tensor *a, const Tensor *b) {
     return same;
 }
 
-// A memory map of n bytes for weights. Exit 4 when there is no memory.
-static void *weights_map(Weights *w, size_t n, const char *what) {
-    void *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-        weights_close(w, NULL);
-        die(EXIT_MEMORY, "out of memory: %zu bytes of %s could not be had", n, what);
-    }
-    return p;
+// Bytes that the tensor p takes when it is made: as DT_Q8, if that is what matrices become, or in numbers of dtype.
+static size_t made_bytes(const Config *c, const Place *p, int dtype) {
+    if (c->as_q8 && p->matrix) return q8_tensor_bytes(p->rows, p->cols);
+    return (size_t)p->rows * (size_t)p->cols * dtype_size(dtype);
 }
 
-// Bytes of all matrices of c as DT_Q8.
-size_t q8_weights_bytes(const Config *c) {
-    size_t n = q8_tensor_bytes(c->V, c->C) * (c->tied ? 1 : 2);
-    for (int i = 0; i < N_LAYER_TENSORS; i++)
-        if (tensor_needed(c, i) && layer_tensors[i].rows != '1')
-            n += (size_t)c->L * q8_tensor_bytes(tensor_rows(c, i), tensor_cols(c, i));
+// Bytes of all weights of c, which need not be there.
+size_t weights_bytes(const Config *c) {
+    size_t n = 0;
+    for (Place p = {0}; tensor_next(c, NULL, &p); )
+        if (p.needed) n += made_bytes(c, &p, c->dtype);
     return n;
 }
 
-// The memory for them.
-static void q8_map(Weights *w, const Config *c) {
+// Maps one block for all tensors that are made: matrices as DT_Q8, or all of them in bf16. Exit 4 when there is
+// no memory.
+static void weights_block(Weights *w, const Config *c, int vectors, const char *what) {
     WeightFiles *wf = w->files;
-    wf->q8_bytes = q8_weights_bytes(c);
-    wf->q8 = weights_map(w, wf->q8_bytes, "weights in 8 bits");
-    ask_huge_pages(wf->q8, wf->q8_bytes);
+    for (Place p = {0}; tensor_next(c, NULL, &p); )
+        if (p.needed && (p.matrix || vectors)) wf->block_bytes += round_up_64(made_bytes(c, &p, DT_BF16));
+    void *block = mmap(NULL, wf->block_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (block == MAP_FAILED) {
+        size_t n = wf->block_bytes;
+        weights_close(w, NULL);
+        die(EXIT_MEMORY, "out of memory: %zu bytes of %s could not be had", n, what);
+    }
+    wf->block = block;
+    ask_huge_pages(block, wf->block_bytes);
 }
 
-// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory. Exit 3 with
-// the tensor's name when a weight is too large for that.
-static void q8_take(Weights *w, const Config *c, Tensor *t, const char *name) {
+// The next bytes of that block.
+static char *block_take(Weights *w, size_t bytes) {
     WeightFiles *wf = w->files;
-    char *to = wf->q8 + wf->q8_used;
+    char *p = wf->block + wf->block_used;
+    wf->block_used += round_up_64(bytes);
+    return p;
+}
+
+// The matrix p becomes DT_Q8 in that block. The pages it was read from may leave memory. Exit 3 with the tensor's
+// name when a weight is too large for that.
+static void q8_take(Weights *w, const Config *c, const Place *p) {
+    Tensor *t = p->t;
+    char *to = block_take(w, made_bytes(c, p, t->dtype));
     size_t page = page_bytes();
     size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
     float top = q8_store(to, t);
     if (top > Q8_MOST) {
         weights_close(w, NULL);
-        die(EXIT_MODEL, "%.300s: tensor '%s' has a weight of %.4g, --weights q8_0 holds up to %.4g", c->dir, name, top,
-            Q8_MOST);
+        die(EXIT_MODEL, "%.300s: tensor '%s' has a weight of %.4g, --weights q8_0 holds up to %.4g", c->dir, p->name,
+            top, Q8_MOST);
     }
     if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
     *t = (Tensor){ to, DT_Q8, t->rows, t->cols };
-    wf->q8_used += tensor_bytes(t);
 }
 
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
     WeightFiles *wf = w->files;
-    char name[200];
-    q8_map(w, c);
+    weights_block(w, c, 0, "weights in 8 bits");
     wf->known[0] = w->embed;
     wf->known[1] = w->layer[0].wq;
-    progress_tell("loading", 0);
-    q8_take(w, c, &w->embed, "model.embed_tokens.weight");
-    for (int l = 0; l < c->L; l++) {
-        progress_tell("loading", (l + 1.0) / (c->L + 2));
-        for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            if (layer_tensors[i].rows == '1') continue;
-            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
-            q8_take(w, c, layer_tensor(&w->layer[l], i), name);
-        }
+    for (Place p = {0}; tensor_next(c, w, &p); ) {
+        if (p.line == 0 || p.line == 1) progress_tell("loading", (p.layer + 1.0) / (c->L + 2));
+        if (p.matrix) q8_take(w, c, &p);
     }
     if (c->tied) w->head = w->embed;
-    else q8_take(w, c, &w->head, "lm_head.weight");
     progress_tell("loading", 1);
 }
 
@@ -1465,42 +1328,26 @@ static void q8_weights(Weights *w, const Config *c) {
 // tied output an lm_head may stand if it is the embedding once more (D7).
 static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
-    char name[200];
     if (weights_open(wf, c->dir, err)) return -1;
-    if (weights_take(wf, c, "model.embed_tokens.weight", 1, c->V, c->C, &w->embed, err)) return -1;
-    for (int l = 0; l < c->L; l++) {
-        for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            if (layer_tensors[i].when == TENSOR_QK_NORM && !c->qk_norm) continue;
-            int rows = layer_tensors[i].rows == '1' ? 0 : tensor_rows(c, i), cols = tensor_cols(c, i);
-            Tensor *t = layer_tensor(&w->layer[l], i);
-            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
-            if (weights_take(wf, c, name, tensor_needed(c, i), rows, cols, t, err)) return -1;
-            if (weights_bias(c, name, i, t, err)) return -1;
-        }
+    for (Place p = {0}; tensor_next(c, w, &p); ) {
+        if (tensors[p.line].when == TENSOR_QK_NORM && !c->qk_norm) continue;
+        if (weights_take(wf, c, &p, err) || weights_bias(c, &p, err)) return -1;
     }
-    if (weights_take(wf, c, "model.norm.weight", 1, 0, c->C, &w->norm, err)) return -1;
-    if (weights_take(wf, c, "lm_head.weight", !c->tied, c->V, c->C, &w->head, err)) return -1;
-    if (c->tied) {
-        if (w->head.data && !tensor_same(&w->head, &w->embed))
-            return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
-                         "and differs (with tie_word_embeddings false it is used)", c->dir);
-        w->head = w->embed;
-    }
+    if (!c->tied) return 0;
+    Place head = { .name = "lm_head.weight", .t = &w->head, .matrix = 1, .rows = c->V, .cols = c->C };
+    if (weights_take(wf, c, &head, err)) return -1;
+    if (w->head.data && !tensor_same(&w->head, &w->embed))
+        return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
+                     "and differs (with tie_word_embeddings false it is used)", c->dir);
+    w->head = w->embed;
     return 0;
 }
 
 // Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
 static void weights_count(Weights *w, Config *c) {
     size_t by[4] = { 0 };       // bytes by DT_*
-    by[w->embed.dtype] += tensor_bytes(&w->embed);
-    by[w->norm.dtype] += tensor_bytes(&w->norm);
-    if (w->head.data != w->embed.data) by[w->head.dtype] += tensor_bytes(&w->head);
-    for (int l = 0; l < c->L; l++) {
-        for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            const Tensor *t = layer_tensor(&w->layer[l], i);
-            if (t->data) by[t->dtype] += tensor_bytes(t);
-        }
-    }
+    for (Place p = {0}; tensor_next(c, w, &p); )
+        if (p.t->data) by[p.t->dtype] += tensor_bytes(p.t);
     w->bytes = by[0] + by[1] + by[2] + by[3];
     if (by[DT_Q8]) c->dtype = DT_Q8;
     else if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
@@ -1563,21 +1410,14 @@ static void random_bf16(uint16_t *p, size_t n, double std, uint64_t seed) {
     }
 }
 
-// Bytes that a made tensor takes: bf16, rounded up to 64.
-static size_t synthetic_bytes(int rows, int cols) {
-    return ((size_t)rows * (size_t)cols * 2 + 63) & ~(size_t)63;
-}
-
-// Makes a tensor at *next, which moves behind it. std 0 asks for all ones. Each row has a seed of
-// its own, so the number of threads does not change the bits.
-static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, uint64_t seed) {
+// Makes t at `to`. std 0 asks for all ones. Each row has a seed of its own, so the number of threads does not
+// change the bits.
+static void make_tensor(Tensor *t, void *to, int rows, int cols, double std, uint64_t seed) {
     const uint16_t one = 0x3f80;
-    uint16_t *p = (uint16_t *)*next;
-    *t = (Tensor){ p, DT_BF16, rows, cols };
-    *next += synthetic_bytes(rows, cols);
+    *t = (Tensor){ to, DT_BF16, rows, cols };
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < rows; r++) {
-        uint16_t *row = p + (size_t)r * (size_t)cols;
+        uint16_t *row = (uint16_t *)to + (size_t)r * (size_t)cols;
         if (std > 0) {
             random_bf16(row, (size_t)cols, std, mix64(seed ^ mix64((uint64_t)r + 1)));
         } else {
@@ -1586,53 +1426,10 @@ static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, 
     }
 }
 
-// Makes a matrix as make_tensor does. Of one that becomes DT_Q8 the next one takes the place.
-static void make_matrix(Weights *w, const Config *c, Tensor *t, char **next, int rows, int cols, double std,
-                        uint64_t seed) {
-    char *at = *next;
-    make_tensor(t, next, rows, cols, std, seed);
-    if (!c->as_q8) return;
-    q8_take(w, c, t, "made from a seed");
-    *next = at;
-}
-
-// Maps one block for all tensors of c, or for vectors and the largest matrix if matrices become
-// DT_Q8. Exit 4 when there is no memory.
-static void synthetic_block(Weights *w, const Config *c) {
-    WeightFiles *wf = w->files;
-    // The embedding, the output matrix if it is not tied, the last norm, and what the layers hold
-    size_t most = synthetic_bytes(c->V, c->C), vectors = synthetic_bytes(1, c->C);
-    size_t total = most * (c->tied ? 1 : 2) + vectors;
-    for (int i = 0; i < N_LAYER_TENSORS; i++) {
-        if (!tensor_needed(c, i)) continue;
-        size_t bytes = synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
-        total += c->L * bytes;
-        if (layer_tensors[i].rows == '1') vectors += c->L * bytes;
-        else most = max_size(most, bytes);
-    }
-    if (c->as_q8) {
-        q8_map(w, c);
-        total = vectors + most;
-    }
-
-    wf->block = weights_map(w, total, "synthetic weights (a smaller shape needs less)");
-    wf->block_bytes = total;
-    ask_huge_pages(wf->block, total);
-}
-
 // The bytes of c's weights and nothing else: no tensor has data. For a plan.
 Weights *weights_planned(const Config *c) {
     Weights *w = weights_new(c);
-    size_t numbers = (size_t)c->V * c->C * (c->tied ? 1 : 2) + c->C;
-    size_t vectors = c->C;
-    for (int i = 0; i < N_LAYER_TENSORS; i++) {
-        if (!tensor_needed(c, i)) continue;
-        size_t n = (size_t)c->L * tensor_rows(c, i) * tensor_cols(c, i);
-        numbers += n;
-        if (layer_tensors[i].rows == '1') vectors += n;
-    }
-    w->bytes = numbers * dtype_size(c->dtype);
-    if (c->as_q8) w->bytes = q8_weights_bytes(c) + vectors * dtype_size(c->dtype);
+    w->bytes = weights_bytes(c);
     return w;
 }
 
@@ -1641,62 +1438,50 @@ Weights *weights_planned(const Config *c) {
 // the embedding, so that depth changes nothing. Sets c->dtype.
 Weights *weights_synthetic(Config *c, uint64_t seed) {
     Weights *w = weights_new(c);
-    synthetic_block(w, c);
-    char *next = ((WeightFiles *)w->files)->block;
+    weights_block(w, c, 1, "synthetic weights (a smaller shape needs less)");
 
     // The last norm gives x (C) the length sqrt(C), so its products with rows of deviation std have
-    // the deviation 2.5.
+    // the deviation 2.5. A layer's matrix keeps the size of its input. The two that write into the residual
+    // stream, those with C rows, bring it down to the embedding's. Norms are all ones.
     double std = 2.5 / sqrt(c->C);
-    make_matrix(w, c, &w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
-    for (int l = 0; l < c->L; l++) {
-        for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            if (!tensor_needed(c, i)) continue;
-            int rows = tensor_rows(c, i), cols = tensor_cols(c, i);
-            // A matrix keeps the size of its input. The two that write into the residual stream,
-            // those with C rows, bring it down to the embedding's. Norms are all ones.
-            double spread = (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
-            if (strstr(layer_tensors[i].name, "norm")) spread = 0;
-            uint64_t own = mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16));
-            Tensor *t = layer_tensor(&w->layer[l], i);
-            if (layer_tensors[i].rows == '1') make_tensor(t, &next, rows, cols, spread, own);
-            else make_matrix(w, c, t, &next, rows, cols, spread, own);
-        }
+    for (Place p = {0}; tensor_next(c, w, &p); ) {
+        if (!p.needed) continue;
+        double spread = p.layer < 0 ? std : (tensors[p.line].rows == 'C' ? std : 1) / sqrt(p.cols);
+        uint64_t number = p.layer < 0 ? 1 + (p.line > 0) : mix64((uint64_t)p.layer * 64 + (uint64_t)p.line + 15);
+        if (strstr(p.name, "norm")) spread = 0;
+        size_t bytes = (size_t)p.rows * (size_t)p.cols * dtype_size(DT_BF16);
+        int becomes_q8 = c->as_q8 && p.matrix;
+        void *to = becomes_q8 ? xmalloc(bytes) : block_take(w, bytes);
+        make_tensor(p.t, to, p.rows, p.cols, spread, mix64(seed ^ number));
+        if (!becomes_q8) continue;
+        q8_take(w, c, &p);
+        free(to);
     }
-
-    make_tensor(&w->norm, &next, 1, c->C, 0, 0);
-    w->head = w->embed;
-    if (!c->tied) make_matrix(w, c, &w->head, &next, c->V, c->C, std, mix64(seed ^ 2));
+    if (c->tied) w->head = w->embed;
     weights_count(w, c);
     return w;
 }
 
 // ---- --inspect
-// Prints one line about a tensor that stands in `times` layers, in different dtypes if `mixed`;
-// none if it is absent.
-static void inspect_tensor(FILE *f, const char *name, const Tensor *t, int mixed, int times) {
+// Prints one line about the tensor in a line of the table, over all layers; none if it is absent.
+static void inspect_tensor(FILE *f, const Config *c, const Weights *w, int line) {
+    int times = 0, mixed = 0;   // layers that have it, and do their dtypes differ?
+    const Tensor *first = NULL;
     char shape[40];
-    if (!t->data) return;
-    if (t->rows == 1) snprintf(shape, sizeof shape, "%d", t->cols);
-    else snprintf(shape, sizeof shape, "%d x %d", t->rows, t->cols);
-    fprintf(f, "  %-46s %-5s ", name, mixed ? "mixed" : dtype_names[t->dtype]);
+    for (Place p = {0}; tensor_next(c, w, &p); ) {
+        if (p.line != line || !p.t->data) continue;
+        if (!first) first = p.t;
+        times++;
+        mixed |= p.t->dtype != first->dtype;
+    }
+    if (!first) return;
+    int of_layer = line > 0 && line <= N_OF_LAYER;
+    if (first->rows == 1) snprintf(shape, sizeof shape, "%d", first->cols);
+    else snprintf(shape, sizeof shape, "%d x %d", first->rows, first->cols);
+    fprintf(f, "  %s%-*s %-5s ", of_layer ? "model.layers.*." : "", of_layer ? 31 : 46, tensors[line].name,
+            mixed ? "mixed" : dtype_names[first->dtype]);
     if (times > 1) fprintf(f, "%-16s in %d layers\n", shape, times);
     else fprintf(f, "%s\n", shape);
-}
-
-// Prints one line about the tensor in line i of the table, over all layers.
-static void inspect_layers(FILE *f, const Config *c, const Weights *w, int i) {
-    char name[200];
-    int times = 0, mixed = 0;
-    const Tensor *first = NULL;
-    for (int l = 0; l < c->L; l++) {
-        const Tensor *t = layer_tensor(&w->layer[l], i);
-        if (!t->data) continue;
-        if (!first) first = t;
-        times++;
-        mixed |= t->dtype != first->dtype;
-    }
-    snprintf(name, sizeof name, "model.layers.*.%s", layer_tensors[i].name);
-    if (first) inspect_tensor(f, name, first, mixed, times);
 }
 
 // Prints the config.
@@ -1723,10 +1508,7 @@ static void inspect_config(FILE *f, const Config *c) {
 void inspect(const Config *c, const Weights *w, FILE *f) {
     inspect_config(f, c);
     fprintf(f, "tensors\n");
-    inspect_tensor(f, "model.embed_tokens.weight", &w->embed, 0, 1);
-    for (int i = 0; i < N_LAYER_TENSORS; i++) inspect_layers(f, c, w, i);
-    inspect_tensor(f, "model.norm.weight", &w->norm, 0, 1);
-    if (!c->tied) inspect_tensor(f, "lm_head.weight", &w->head, 0, 1);
+    for (int line = 0; line < N_LINES; line++) inspect_tensor(f, c, w, line);
 
     size_t token = (size_t)c->L * (size_t)c->G * (size_t)c->D * 2;
     fprintf(f, "weights    %zu bytes, mostly %s\n", w->bytes, dtype_names[c->dtype]);
@@ -1742,7 +1524,6 @@ int ids_with_rows(const Config *c, const int *ids, int n) {
 
 // The name of a DT_* constant.
 const char *dtype_name(int dt) {
-    if (dt == DT_F32) return "f32";
-    if (dt == DT_Q8) return "q8_0";
-    return dt == DT_F16 ? "f16" : "bf16";
+    static const char *const names[] = { "f32", "f16", "bf16", "q8_0" };
+    return names[dt];
 }

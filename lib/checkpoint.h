@@ -16,16 +16,13 @@ enum { MAX_R = 64 };            // query heads a KV head may have: a tile of att
 
 typedef struct SafeFile SafeFile;       // a mapped safetensors file, see below
 
-// What Weights.files points to: the mapped files of a checkpoint, or one block of weights made from
-// a seed.
+// What Weights.files points to: the mapped files of a checkpoint, and what is not used as it lies there.
 typedef struct {
     SafeFile **file;            // stb_ds array
     Json *index;                // model.safetensors.index.json; NULL: the folder has none
-    void *block;
-    size_t block_bytes;
+    char *block;                // tensors made from a seed, and matrices as DT_Q8 (--weights q8_0)
+    size_t block_bytes, block_used;
     Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
-    char *q8;                   // matrices as DT_Q8 (--weights q8_0); NULL: they stay as they are
-    size_t q8_bytes, q8_used;
 } WeightFiles;
 
 typedef struct {                // sizes and constants of one checkpoint, all read from its config.json
@@ -87,7 +84,7 @@ Weights *weights_synthetic(Config *c, uint64_t seed);   // random bf16 weights; 
 Weights *weights_planned(const Config *c);              // their bytes and nothing else: no tensor has data
 void     weights_close(Weights *w, Config *c);          // either may be NULL
 size_t   tensor_bytes(const Tensor *t);
-size_t   q8_weights_bytes(const Config *c);             // of all matrices as DT_Q8
+size_t   weights_bytes(const Config *c);                // of all tensors, which need not be there
 void     weights_known(const Weights *w, Tensor known[2]);      // embedding and layer 0's q_proj, as the file has them
 void     inspect(const Config *c, const Weights *w, FILE *f);   // what --inspect prints
 const char *dtype_name(int dt);
@@ -118,15 +115,13 @@ struct SafeFile {
     SafeTensor *tensor;         // (n) sorted by name
     int n;
     void **copy;                // stb_ds array: copies of tensors that lie at odd addresses
-    struct SafeFile *next;      // in the list of mapped files
 };
 
 SafeFile   *safetensors_open (const char *path, char err[512]);        // NULL, and the reason without the path
 void        safetensors_close(SafeFile *f);                            // NULL is allowed
 SafeTensor *safetensors_find (SafeFile *f, const char *name);          // NULL: there is none
 const char *safetensors_meta (const SafeFile *f, const char *key);     // a string of __metadata__, or NULL
-int  safe_has_shape  (const SafeTensor *t, int rows, int cols);        // rows 0: a vector (cols)
-void safe_shape_texts(const SafeTensor *t, int rows, int cols, char found[200], char want[64]);  // both, as "2,3"
+int  safe_has_shape(const SafeTensor *t, int rows, int cols, char why[256]);   // rows 0: a vector (cols). 1 or 0
 
 // ---- safetensors, written: tensors as they come, the header when all are there. Exit 1 when something cannot
 // be written
@@ -136,7 +131,6 @@ typedef struct {
     FILE *header;               // the JSON in the making
     char *text;                 // what it has become once it is closed, and its bytes
     size_t size;
-    size_t named;               // bytes of the JSON so far
     uint64_t data;              // bytes of tensors so far
 } SafeWriter;
 

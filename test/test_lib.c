@@ -883,6 +883,8 @@ TEST(rope_scaling, "frequencies at the ends and in the middle of llama3, linear 
     c->theta = 1e6;
     c->D = 128;
     c->orig_pos = 32768;
+    c->beta_fast = 32;
+    c->beta_slow = 1;
     rope_frequencies(c, f, &scale);
     CHECK(fabs(scale - (0.1 * log(4) + 1)) < 1e-6, "%g", scale);
     CHECK(fabs(f[23] / pow(1e6, -46.0 / 128) - 1) < 1e-12 &&
