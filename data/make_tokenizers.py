@@ -1620,11 +1620,11 @@ REFUSED = [
     ("line 1: a text without its closing quote", "{{ 'abc }}"),
     ("line 1: a comment without its end", "{# abc"),
     ("line 1: the escape \\q", "{{ 'a\\q' }}"),
-    ("line 1: more than 60 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
-    ("line 1: more than 60 brackets", "{{ " + "not " * 100 + "1 }}"),
-    ("line 1: more than 60 brackets", "{% if 1 %}" * 100),
-    ("line 1: more than 250 parts", "{{ 1" + "+1" * 1000 + " }}"),
-    ("line 1: more than 250 parts", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
+    ("line 1: more than 90 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
+    ("line 1: more than 90 brackets", "{{ " + "not " * 100 + "1 }}"),
+    ("line 1: more than 90 brackets", "{% if 1 %}" * 100),
+    ("writes the words of a message nowhere", "{{ 1" + "+1" * 1000 + " }}"),
+    ("line 1: more than 90 brackets", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
 ]
 
 # what: the tokenizer that its program is run with; the others have "marks"

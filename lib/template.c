@@ -8,22 +8,22 @@
 
 // ==================================================================================================== THE LANGUAGE
 // What follows runs the part of Jinja that chat templates use: {{ }}, if, for, set, macro, break, continue,
-// the operators, and the functions, methods, filters and tests named below. A program is read once, into a
-// tree. What it may not hold is refused then; what it may not do is refused when it does it, with the line.
-// Line breaks and indentation around tags go as transformers asks for (trim_blocks, lstrip_blocks).
+// the operators, and the functions, methods, filters and tests named below. A program is run as it is read: there is
+// no tree. What shall not be done now - a branch not taken, what follows a break - is read all the same, and nothing
+// comes of it (Jinja.skip). The body of a loop is read once for each turn, that of a macro once for each call. So a
+// program that has run once has been read whole, and what is no Jinja in it has been found. What it may not do is
+// refused when it does it, with the line. Line breaks and indentation around tags go as transformers asks for
+// (trim_blocks, lstrip_blocks).
 //
 // Every byte of a text knows where it comes from: from the program, or from which message. Cutting, joining
 // and replacing keep that, so that it is known of every byte of the output.
 enum {                          // bounds, far above what a real program takes
     JINJA_SOURCE = 1 << 20,     // bytes of a program
-    JINJA_PARTS  = 200000,      // parts of its tree
-    JINJA_NAMES  = 1000,        // different names in it
-    JINJA_NESTED = 60,          // brackets and blocks inside one another
-    JINJA_DEPTH  = 250,         // parts inside one another, those of called macros included
-    JINJA_STEPS  = 1000000,     // parts computed, and variables passed over in search of one; and for each
-    JINJA_STEPS_MESSAGE = 20000,        // message so many more
-    JINJA_BYTES  = 32 << 20,    // of values made and texts looked through; for each message, and for each
-    JINJA_BYTES_MESSAGE = 100000,       // byte of one, so many more
+    JINJA_NESTED = 90,          // brackets, blocks and calls of macros inside one another
+    JINJA_STEPS  = 1000000,     // operands read, members made, and variables passed over in search of one; and for
+    JINJA_STEPS_MESSAGE = 20000,        // each message so many more
+    JINJA_BYTES  = 32 << 20,    // of the program read, of values made and of texts looked through; for each message,
+    JINJA_BYTES_MESSAGE = 100000,       // and for each byte of one, so many more
     JINJA_BYTES_BYTE = 200,
     JINJA_NUMBER = 1000000000   // the largest number
 };
@@ -37,18 +37,18 @@ static const char *const jinja_kinds[] = {
 typedef struct {
     int kind;                   // J_*
     long i;                     // a bool or a number
-    const char *s;              // a text, without a NUL
+    const char *s;              // a text, without a NUL; of a macro where its arguments stand in the program
     const uint16_t *from;       // (n) where its bytes come from, as in template_render; NULL: the program
     size_t n;                   // its bytes
     struct JinjaTable *t;       // a list or a dict; several values may share it
-    const struct JinjaNode *macro;
 } JinjaValue;
 
-typedef struct JinjaTable {     // the members of a list or a dict, and the arguments of a call
+typedef struct JinjaTable {     // the members of a list or a dict, the arguments of a call, the variables of a scope
     size_t n, room;             // members; how many there is room for
     JinjaValue *item;           // (n)
     JinjaValue *key;            // (n) of a dict, texts; of a list, and of arguments without a name, undefined
-    int space;                  // 1: a namespace, the only table that {% set %} changes
+    int space;                  // 1: a namespace, the only table of a program that {% set %} changes
+    struct JinjaTable *outer;   // of a scope: the one around it; NULL: there is none
 } JinjaTable;
 
 static const JinjaValue undefined;
@@ -69,10 +69,18 @@ static JinjaValue jinja_cut(JinjaValue v, size_t a, size_t b) {
     return v;
 }
 
-// Is the value this text?
-static int jinja_is(JinjaValue v, const char *text) {
-    return v.kind == J_TEXT && v.n == strlen(text) && !memcmp(v.s, text, v.n);
+// The place of a text in "a|b"; -1.
+static int jinja_place(JinjaValue v, const char *words) {
+    for (int place = 0;; place++) {
+        size_t n = strcspn(words, "|");
+        if (v.kind == J_TEXT && v.n == n && !memcmp(v.s, words, n)) return place;
+        if (!words[n]) return -1;
+        words += n + 1;
+    }
 }
+
+// Is the value this text, or one of "a|b"?
+static int jinja_is(JinjaValue v, const char *words) { return jinja_place(v, words) >= 0; }
 
 // What `if` takes for true: as in Python, what is not empty, 0, none or undefined.
 static int jinja_truth(JinjaValue v) {
@@ -81,82 +89,24 @@ static int jinja_truth(JinjaValue v) {
     return v.kind >= J_FUNCTION || v.i != 0;
 }
 
-// ---- The tree
-enum {                          // parts of an expression: what a, b, c and d are
-    P_VALUE,                    // a constant
-    P_NAME,                     // a variable
-    P_LIST, P_DICT,             // a: the members, in `next`; of a dict in turn key and value
-    P_INDEX,                    // a[b], and a.name, whose b is the constant 'name'
-    P_SLICE,                    // a[b:c:d], each of these may be NULL
-    P_CALL,                     // name(args); the arguments are b, in `next`
-    P_FILTER,                   // a | name(args), and as a method, op 1, a.name(args)
-    P_TEST,                     // a is name args; op 1: `is not`
-    P_NOT,                      // of a
-    P_BINARY,                   // a OP b
-    P_IF,                       // b if a else c
-    P_NAMED,                    // name=a, an argument
-    // Parts that are run
-    P_TEXT,                     // writes a constant text
-    P_PRINT,                    // writes a
-    P_BRANCH,                   // if a is true, or NULL: runs b; else the branch c
-    P_FOR,                      // for a (one or two names) in b if c: runs d; a's own a: what follows `else`
-    P_SET,                      // the variable a, or the member a, becomes b; b NULL: what c writes
-    P_DEFINE,                   // the macro `name`: arguments a, defaults in their b; runs d
-    P_BREAK, P_CONTINUE
-};
-
-// The operators between two values, with how tightly they bind; `not` stands between `and` and the comparisons.
-// One that begins like another stands before it.
-enum { OP_OR, OP_AND, OP_EQUAL, OP_UNEQUAL, OP_LESS_EQUAL, OP_MORE_EQUAL, OP_LESS, OP_MORE, OP_IN, OP_NOT_IN,
-       OP_PLUS, OP_MINUS, OP_JOIN, OP_TIMES, OP_WHOLE, OP_REST, OPERATORS };
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT, LEVELS };
-static const struct { const char *name; int level; } jinja_operators[OPERATORS] = {
-    { "or", LEVEL_OR }, { "and", LEVEL_AND },
-    { "==", LEVEL_COMPARISON }, { "!=", LEVEL_COMPARISON }, { "<=", LEVEL_COMPARISON }, { ">=", LEVEL_COMPARISON },
-    { "<", LEVEL_COMPARISON }, { ">", LEVEL_COMPARISON }, { "in", LEVEL_COMPARISON }, { "not in", LEVEL_COMPARISON },
-    { "+", LEVEL_SUM }, { "-", LEVEL_SUM }, { "~", LEVEL_JOIN },
-    { "*", LEVEL_PRODUCT }, { "//", LEVEL_PRODUCT }, { "%", LEVEL_PRODUCT },
-};
-
-typedef struct JinjaNode {
-    int kind;                   // P_*
-    int op;                     // OP_*, or as P_* says
-    const char *name;           // of a variable, call, filter, test, argument; see jinja_intern
-    const char *at;             // its place in the source
-    JinjaValue v;               // a constant
-    struct JinjaNode *a, *b, *c, *d;
-    struct JinjaNode *next;     // the next one of a list
-} JinjaNode;
-
-// ---- A program that is read, or runs
+// ---- A program that runs
 typedef struct {
-    const char *name;           // see jinja_intern
-    JinjaValue v;
-} JinjaVariable;
-
-typedef struct {
-    const char *source;         // the program
-    const char *p;              // the place that is read or run
-    Arena *arena;               // takes the tree, or the values
-    int depth;                  // how many parts the present one lies in
+    const Template *tp;
+    const char *p;              // the place that is read
+    Arena *arena;               // takes the values
+    int skip;                   // above 0: what is read is not done
+    int ended;                  // RUN_*
+    int depth;                  // how many brackets, blocks and calls the present place lies in
     int failed;                 // 1: err is set, nothing is left to read, and everything returns
     char *err;                  // (512) the first reason, with its line
-
-    // Of one that is read
-    char **names;               // stb array: see jinja_intern
-    int parts;                  // parts of the tree so far
-    const char *tag;            // the name of the tag that ended the last block
-
-    // Of one that runs
-    const Template *tp;
-    JinjaVariable *var;         // stb array; the variables of an inner scope stand behind, and hide
-    int scope;                  // where the innermost scope begins in var
-    int hidden, globals;        // var[globals..hidden) are of a macro's caller, which it does not see
+    JinjaTable *globals, *scope;        // the variables of the program, and of the innermost scope
     char *out;                  // stb array: the output
     uint16_t *from;             // stb array: where its bytes come from
     size_t bytes, most_bytes;   // taken so far, and at most
     size_t steps, most_steps;
 } Jinja;
+
+enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };       // how a turn of a loop has ended; but for RUN_ON the rest is skipped
 
 // Stops the program: the line and the reason go to err. Returns an undefined value.
 KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
@@ -167,24 +117,472 @@ KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
     va_start(ap, fmt);
     vsnprintf(why, sizeof why, fmt, ap);
     va_end(ap);
-    for (const char *s = j->source; s < j->p; s++) line += *s == '\n';
+    for (const char *s = j->tp->source; s < j->p; s++) line += *s == '\n';
     fault(j->err, "line %d: %s", line, why);
     j->failed = 1;
+    j->skip++;
     j->p = "";
     return undefined;
 }
 
-// Goes a part further inside. More than `most` of them stop the program. Returns 1 when it goes on.
-static int jinja_deeper(Jinja *j, int most, const char *what) {
-    if (++j->depth > most) jinja_fail(j, "more than %d %s", most, what);
+// A name, as %.*s shows it.
+#define NAMED(v) (int)min_size((v).n, 40), (v).s
+
+// Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
+static int jinja_spend(Jinja *j, size_t n) {
+    j->bytes += n;
+    j->steps++;
+    if (j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
     return !j->failed;
 }
 
-// ---- Reading
+// n bytes that last as long as the program runs, or NULL.
+static void *jinja_memory(Jinja *j, size_t n) {
+    return jinja_spend(j, min_size(n, j->most_bytes) + 64) ? arena_take(j->arena, n) : NULL;
+}
+
+// ---- The output
+// Appends a text to the output.
+static void jinja_put(Jinja *j, JinjaValue v) {
+    if (j->skip || !v.n || !jinja_spend(j, 3 * v.n)) return;
+    memcpy(arraddnptr(j->out, v.n), v.s, v.n);
+    uint16_t *from = arraddnptr(j->from, v.n);
+    if (v.from) memcpy(from, v.from, v.n * sizeof *from);
+    else memset(from, 0, v.n * sizeof *from);
+}
+
+// Takes what the output has from `at` on out of it again -> this text, which is a value.
+static JinjaValue jinja_collect(Jinja *j, size_t at) {
+    JinjaValue v = jinja_own("", arrlenu(j->out) - at);
+    char *s = jinja_memory(j, v.n);
+    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
+    if (!s || !from || !v.n) return jinja_string("");
+    v.s = memcpy(s, j->out + at, v.n);
+    v.from = memcpy(from, j->from + at, v.n * sizeof *from);
+    arrsetlen(j->out, at);
+    arrsetlen(j->from, at);
+    return v;
+}
+
+// The text that {{ v }} writes and that ~ joins.
+static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
+    if (v.kind == J_TEXT) return v;
+    if (v.kind == J_UNDEFINED) return jinja_string("");
+    if (v.kind == J_NONE) return jinja_string("None");
+    if (v.kind == J_BOOL) return jinja_string(v.i ? "True" : "False");
+    if (v.kind != J_INT) return jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
+    char *number = jinja_memory(j, 32);
+    if (number) snprintf(number, 32, "%ld", v.i);
+    return number ? jinja_string(number) : v;
+}
+
+// ---- Lists and dicts
+// An empty list or dict.
+static JinjaValue jinja_table(Jinja *j, int kind) {
+    JinjaTable *t = jinja_memory(j, sizeof *t);
+    if (t) *t = (JinjaTable){ 0 };
+    return (JinjaValue){ .kind = t ? kind : J_UNDEFINED, .t = t };
+}
+
+// Appends a member with its key.
+static void jinja_add(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
+    if (!t || !jinja_spend(j, 0)) return;
+    if (t->n == t->room) {
+        size_t room = max_size(2 * t->room, 4);
+        JinjaValue *item = jinja_memory(j, room * sizeof *item);
+        JinjaValue *keys = jinja_memory(j, room * sizeof *keys);
+        if (!item || !keys) return;
+        if (t->n) memcpy(item, t->item, t->n * sizeof *item);
+        if (t->n) memcpy(keys, t->key, t->n * sizeof *keys);
+        t->item = item;
+        t->key = keys;
+        t->room = room;
+    }
+    t->key[t->n] = key;
+    t->item[t->n++] = v;
+}
+
+// The same to a list, and to a dict by a name.
+static void jinja_push(Jinja *j, JinjaValue list, JinjaValue v) { jinja_add(j, list.t, undefined, v); }
+static void jinja_enter(Jinja *j, JinjaTable *t, const char *key, JinjaValue v) { jinja_add(j, t, jinja_string(key), v); }
+
+// a == b. Two tables are equal when they are the same one: messages are only compared with themselves.
+static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
+    int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
+    if (numbers) return a.i == b.i;
+    if (a.kind != b.kind) return 0;
+    if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
+    return a.t == b.t && a.s == b.s;
+}
+
+// The member of a table that has this key; NULL: none.
+static JinjaValue *jinja_find(Jinja *j, JinjaTable *t, JinjaValue key) {
+    j->steps += t->n / 8;
+    for (size_t i = t->n; i-- > 0;)
+        if (jinja_equal(j, t->key[i], key)) return &t->item[i];
+    return NULL;
+}
+
+// Gives it a value.
+static void jinja_store(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
+    JinjaValue *old = jinja_find(j, t, key);
+    if (old) *old = v;
+    else jinja_add(j, t, key, v);
+}
+
+// The variable of this name in the innermost scope that has one; undefined when none has.
+static JinjaValue jinja_variable(Jinja *j, JinjaValue name) {
+    JinjaValue *v = NULL;
+    for (JinjaTable *t = j->scope; t && !v && !j->skip; t = t->outer) v = jinja_find(j, t, name);
+    return v ? *v : undefined;
+}
+
+// What a loop goes over: the members of a list, the names of a dict, the characters of a text. A stray byte is a
+// character.
+static JinjaValue jinja_list(Jinja *j, JinjaValue v) {
+    if (v.kind == J_LIST) return v;
+    JinjaValue list = jinja_table(j, J_LIST);
+    if (v.kind > J_DICT || (v.kind && v.kind < J_TEXT)) jinja_fail(j, "a loop over %s", jinja_kinds[v.kind]);
+    for (size_t i = 0; v.kind == J_DICT && i < v.t->n; i++) jinja_push(j, list, v.t->key[i]);
+    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n && !j->failed; i += n) {
+        n = (size_t)max_int(utf8_length(v.s + i, v.n - i), 1);
+        jinja_push(j, list, jinja_cut(v, i, i + n));
+    }
+    return j->failed ? undefined : list;
+}
+
+// a[b] and a.name
+static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
+    if (j->skip) return undefined;
+    if (a.kind == J_UNDEFINED) return jinja_fail(j, "a member of %s", jinja_kinds[a.kind]);
+    if (a.kind == J_DICT) {
+        JinjaValue *found = jinja_find(j, a.t, b);
+        return found ? *found : undefined;
+    }
+    if (b.kind != J_INT || (a.kind != J_LIST && a.kind != J_TEXT)) return undefined;
+    JinjaValue list = jinja_list(j, a);
+    if (j->failed) return list;
+    long i = b.i + (b.i < 0 ? (long)list.t->n : 0);
+    return i >= 0 && i < (long)list.t->n ? list.t->item[i] : undefined;
+}
+
+// Is a in b?
+static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
+    if (b.kind == J_TEXT && a.kind == J_TEXT)
+        return jinja_spend(j, b.n) && (!a.n || memmem(b.s, b.n, a.s, a.n));
+    if (b.kind == J_DICT) return jinja_find(j, b.t, a) != NULL;
+    if (b.kind != J_LIST && b.kind != J_UNDEFINED)
+        jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
+    for (size_t i = 0; b.kind == J_LIST && i < b.t->n && jinja_spend(j, 0); i++)
+        if (jinja_equal(j, a, b.t->item[i])) return 1;
+    return 0;
+}
+
+// The members of a list as one text, with `between` between two of them.
+static JinjaValue jinja_join(Jinja *j, JinjaValue list, JinjaValue between) {
+    size_t at = arrlenu(j->out);
+    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
+        if (i) jinja_put(j, between);
+        jinja_put(j, jinja_written(j, list.t->item[i]));
+    }
+    return jinja_collect(j, at);
+}
+
+// The parts of a text between the texts `by`, at most `most` cuts; any number if that is negative.
+static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) {
+    JinjaValue list = jinja_table(j, J_LIST);
+    const char *at;
+    if (!by.n) jinja_fail(j, "an empty text between the parts");
+    while (!j->failed && most-- && (at = memmem(v.s, v.n, by.s, by.n)) != NULL) {
+        size_t n = (size_t)(at - v.s);
+        jinja_push(j, list, jinja_cut(v, 0, n));
+        v = jinja_cut(v, n + by.n, v.n);
+        jinja_spend(j, n);
+    }
+    jinja_push(j, list, v);
+    return list;
+}
+
+// v[from:to:by] as Python has it, of a list or of the characters of a text. given: from, to, by.
+static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3]) {
+    if (j->skip) return undefined;
+    for (int k = 0; k < 3; k++) {
+        int kind = given[k].kind;
+        if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
+    }
+    if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
+    JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
+    if (j->failed) return undefined;
+
+    // Where it begins, and before which member it ends, moved into the list.
+    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1;
+    if (!step) return jinja_fail(j, "a part in steps of 0");
+    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
+    long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
+    for (int k = 0; k < 2; k++) {
+        if (given[k].kind != J_INT) continue;
+        long x = given[k].i + (given[k].i < 0 ? n : 0);
+        edge[k] = x < low ? low : x > high ? high : x;
+    }
+    for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
+        jinja_push(j, list, all.t->item[i]);
+    return v.kind == J_TEXT ? jinja_join(j, list, undefined) : list;
+}
+
+// ---- Filters and tests
+// Bytes of the white space that Python strips and that a text ends with (back 1) or begins with; 0: it does not.
+static size_t jinja_space(JinjaValue v, int back) {
+    int c = back ? v.s[v.n - 1] : *v.s, len = 0;
+    if (c >= 0x1c && c <= 0x1f) return 1;
+    if (back) return space_before(v.s, 0, v.n);
+    return is_space(v.s, v.n, &len) ? (size_t)len : 0;
+}
+
+// A text without the characters of `chars` (no text: white space) at its left end, its right end.
+static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int right) {
+    for (int back = 0; back < 2; back++) {
+        while ((back ? right : left) && v.n) {
+            size_t m;
+            if (chars.kind == J_TEXT) m = memchr(chars.s, back ? v.s[v.n - 1] : *v.s, chars.n) != NULL;
+            else m = jinja_space(v, back);
+            if (!m) break;
+            v = back ? jinja_cut(v, 0, v.n - m) : jinja_cut(v, m, v.n);
+        }
+    }
+    return v;
+}
+
+// upper, lower, capitalize, title
+static JinjaValue jinja_case(Jinja *j, JinjaValue v, JinjaValue name) {
+    char *s = jinja_memory(j, v.n + 1);
+    int start = 1;                                          // does a word begin here?
+    for (size_t i = 0; s && i < v.n; i++) {
+        int c = (unsigned char)v.s[i], up = *name.s == 'u' || (*name.s != 'l' && start);
+        if (c > 127) return jinja_fail(j, "%.*s of letters beyond ASCII", NAMED(name));
+        s[i] = (char)(up ? toupper(c) : tolower(c));
+        start = *name.s == 't' && !isalpha(c);
+    }
+    if (s) v.s = s;
+    return v;
+}
+
+// Argument k of a call, or the one of this name; NULL when it is not given.
+static const JinjaValue *jinja_given(JinjaValue args, size_t k, JinjaValue name) {
+    for (size_t i = 0; args.t && i < args.t->n; i++) {
+        JinjaValue key = args.t->key[i];
+        if (key.kind && key.n == name.n && !memcmp(key.s, name.s, key.n)) return &args.t->item[i];
+    }
+    return args.t && k < args.t->n && !args.t->key[k].kind ? &args.t->item[k] : NULL;
+}
+
+// The same; undefined when it is not given.
+static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
+    const JinjaValue *v = jinja_given(args, k, jinja_string(name));
+    return v ? *v : undefined;
+}
+
+// v is name args; k: the argument that stands behind the name
+static int jinja_test(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args, size_t k) {
+    enum { TEXT = 1 << J_TEXT, LIST = 1 << J_LIST, DICT = 1 << J_DICT, UNDEFINED = 1 << J_UNDEFINED };
+    static const struct { const char *name; int kinds; } tests[] = {
+        { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
+        { "string", TEXT }, { "mapping", DICT }, { "iterable|sequence", TEXT | LIST | DICT | UNDEFINED },
+        { "boolean", 1 << J_BOOL }, { "integer", 1 << J_INT }, { "number", 1 << J_INT | 1 << J_BOOL },
+        { "callable", 1 << J_FUNCTION | 1 << J_MACRO },
+    };
+    if (j->skip) return 0;
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
+        if (jinja_is(name, tests[i].name)) return tests[i].kinds >> v.kind & 1;
+
+    JinjaValue x = jinja_arg(args, k, "other");
+    if (jinja_is(name, "true|false")) return v.kind == J_BOOL && v.i == (*name.s == 't');
+    if (jinja_is(name, "equalto|eq|==")) return jinja_equal(j, v, x);
+    if (jinja_is(name, "ne|!=")) return !jinja_equal(j, v, x);
+    if (jinja_is(name, "in")) return jinja_in(j, v, x);
+    if (v.kind == J_INT && jinja_is(name, "odd|even")) return (v.i & 1) == (*name.s == 'o');
+    if (v.kind == J_INT && x.kind == J_INT && x.i && jinja_is(name, "divisibleby")) return v.i % x.i == 0;
+    jinja_fail(j, "the test %.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    return 0;
+}
+
+// select, reject (by: 0) and selectattr, rejectattr (by: 1, the first argument is a member): the members of a
+// list that pass a test, or do not.
+static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaValue args, size_t by, int want) {
+    JinjaValue chosen = jinja_table(j, J_LIST), test = jinja_arg(args, by, "");
+    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
+        JinjaValue x = by ? jinja_item(j, list.t->item[i], jinja_arg(args, 0, "")) : list.t->item[i];
+        int yes = test.kind ? jinja_test(j, x, test, args, by + 1) : jinja_truth(x);
+        if (yes == want) jinja_push(j, chosen, list.t->item[i]);
+    }
+    return chosen;
+}
+
+// The pairs of key and value of a dict.
+static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
+    JinjaValue pairs = jinja_table(j, J_LIST);
+    for (size_t i = 0; i < dict.t->n && !j->failed; i++) {
+        JinjaValue pair = jinja_table(j, J_LIST);
+        jinja_push(j, pair, dict.t->key[i]);
+        jinja_push(j, pair, dict.t->item[i]);
+        jinja_push(j, pairs, pair);
+    }
+    return pairs;
+}
+
+// Filters of texts: trim, replace, split ..
+static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
+    jinja_spend(j, v.n);
+    if (jinja_is(name, "trim|strip|lstrip|rstrip"))
+        return jinja_strip(v, x, *name.s != 'r', *name.s != 'l');
+    if (jinja_is(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
+    if (jinja_is(name, "safe")) return v;
+    if (jinja_is(name, "length|count")) {
+        long chars = 0;
+        for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
+        return jinja_int(chars);
+    }
+    if (x.kind == J_TEXT && jinja_is(name, "startswith|endswith")) {
+        const char *at = v.s + (*name.s == 'e' && v.n > x.n ? v.n - x.n : 0);
+        return jinja_bool(v.n >= x.n && (!x.n || !memcmp(at, x.s, x.n)));
+    }
+    if (x.kind == J_TEXT && jinja_is(name, "split"))
+        return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
+    if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_is(name, "replace"))
+        return jinja_join(j, jinja_split(j, v, x, -1), y);
+    return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+}
+
+// Filters of lists and dicts, and what goes over the characters of a text.
+static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "d"), list = jinja_list(j, v);
+    if (j->failed) return undefined;
+    size_t n = list.t->n;
+    if (jinja_is(name, "length|count")) return jinja_int((long)n);
+    if (jinja_is(name, "list|keys")) return list;
+    if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
+    if (jinja_is(name, "join")) return jinja_join(j, list, x);
+    if (jinja_is(name, "reverse")) return jinja_slice(j, v, (JinjaValue[]){ undefined, undefined, jinja_int(-1) });
+    if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
+    if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
+    if (v.kind == J_DICT && jinja_is(name, "items")) return jinja_items(j, v);
+    if (v.kind == J_DICT && jinja_is(name, "get")) {
+        JinjaValue found = jinja_item(j, v, x);
+        const JinjaValue *other = jinja_given(args, 1, jinja_string("default"));
+        if (found.kind) return found;
+        return other ? *other : (JinjaValue){ .kind = J_NONE };
+    }
+    return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+}
+
+// The methods v.name(args) and the filters v | name(args)
+static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
+    if (j->skip || !jinja_spend(j, 0)) return undefined;
+    if (jinja_is(name, "default|d")) {
+        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean")));
+        return stays ? v : jinja_arg(args, 0, "default_value");
+    }
+    if (jinja_is(name, "string")) return jinja_written(j, v);
+    if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
+    if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    if (v.kind != J_TEXT || jinja_is(name, "list|first|last|reverse|select|reject|join"))
+        return jinja_apply_table(j, v, name, args);
+    return jinja_apply_text(j, v, name, args);
+}
+
+// ---- Functions and operators
+// Today, as the text `format` says. Its time is midnight.
+static JinjaValue jinja_date(Jinja *j, JinjaValue format) {
+    char how[64], *date = jinja_memory(j, 256);
+    snprintf(how, sizeof how, "%.*s", (int)min_size(format.n, 63), format.s);
+    if (!date || format.n > 63 || !strftime(date, 256, how, &j->tp->today))
+        return jinja_fail(j, "the date as this text");
+    return jinja_string(date);
+}
+
+// The functions.
+static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
+    if (x.kind == J_TEXT && jinja_is(name, "raise_exception"))
+        return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
+    if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) return jinja_date(j, x);
+    if (x.kind == J_INT && jinja_is(name, "range")) {
+        JinjaValue list = jinja_table(j, J_LIST);
+        long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
+        for (long i = from; i < to && !j->failed; i++) jinja_push(j, list, jinja_int(i));
+        return list;
+    }
+    if (!jinja_is(name, "namespace|dict")) return jinja_fail(j, "the function %.*s", NAMED(name));
+    JinjaValue dict = jinja_table(j, J_DICT);
+    if (dict.t) dict.t->space = *name.s == 'n';
+    for (size_t i = 0; args.t && i < args.t->n; i++) jinja_add(j, dict.t, args.t->key[i], args.t->item[i]);
+    return dict;
+}
+
+// The operators between two values, with how tightly they bind; `not` stands between `and` and the comparisons.
+// One that begins like another stands before it.
+enum { OP_OR, OP_AND, OP_EQUAL, OP_UNEQUAL, OP_LESS_EQUAL, OP_MORE_EQUAL, OP_LESS, OP_MORE, OP_IN, OP_NOT_IN,
+       OP_PLUS, OP_MINUS, OP_JOIN, OP_TIMES, OP_WHOLE, OP_REST, OPERATORS };
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT };
+static const struct { const char *name; int level; } jinja_operators[OPERATORS] = {
+    { "or", LEVEL_OR }, { "and", LEVEL_AND },
+    { "==", LEVEL_COMPARISON }, { "!=", LEVEL_COMPARISON }, { "<=", LEVEL_COMPARISON }, { ">=", LEVEL_COMPARISON },
+    { "<", LEVEL_COMPARISON }, { ">", LEVEL_COMPARISON }, { "in", LEVEL_COMPARISON }, { "not in", LEVEL_COMPARISON },
+    { "+", LEVEL_SUM }, { "-", LEVEL_SUM }, { "~", LEVEL_JOIN },
+    { "*", LEVEL_PRODUCT }, { "//", LEVEL_PRODUCT }, { "%", LEVEL_PRODUCT },
+};
+
+// a OP b of two numbers
+static JinjaValue jinja_arithmetic(Jinja *j, long a, int op, long b) {
+    int divides = op == OP_WHOLE || op == OP_REST;
+    if (divides && b <= 0) return jinja_fail(j, "%ld %s %ld", a, jinja_operators[op].name, b);
+    long n = 0, rest = divides ? (a % b + b) % b : 0;       // as Python has it, never negative
+    switch (op) {
+    case OP_LESS:       return jinja_bool(a < b);
+    case OP_LESS_EQUAL: return jinja_bool(a <= b);
+    case OP_MORE:       return jinja_bool(a > b);
+    case OP_MORE_EQUAL: return jinja_bool(a >= b);
+    case OP_PLUS:       n = a + b; break;
+    case OP_MINUS:      n = a - b; break;
+    case OP_TIMES:      n = a * b; break;
+    case OP_WHOLE:      n = (a - rest) / b; break;
+    case OP_REST:       n = rest; break;
+    }
+    return labs(n) > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
+}
+
+// a OP b
+static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
+    if (j->skip) return undefined;
+    if (op == OP_EQUAL || op == OP_UNEQUAL) return jinja_bool(jinja_equal(j, a, b) == (op == OP_EQUAL));
+    if (op == OP_IN || op == OP_NOT_IN) return jinja_bool(jinja_in(j, a, b) == (op == OP_IN));
+    if (op == OP_JOIN) {
+        a = jinja_written(j, a);
+        b = jinja_written(j, b);
+    }
+    if ((op == OP_PLUS || op == OP_JOIN) && a.kind == J_TEXT && b.kind == J_TEXT) {
+        if (!a.n || !b.n) return a.n ? a : b;
+        size_t at = arrlenu(j->out);
+        jinja_put(j, a);
+        jinja_put(j, b);
+        return jinja_collect(j, at);
+    }
+    if (op == OP_PLUS && a.kind == J_LIST && b.kind == J_LIST) {
+        JinjaValue list = jinja_table(j, J_LIST);
+        for (size_t i = 0; i < a.t->n && !j->failed; i++) jinja_push(j, list, a.t->item[i]);
+        for (size_t i = 0; i < b.t->n && !j->failed; i++) jinja_push(j, list, b.t->item[i]);
+        return list;
+    }
+    if ((a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT))
+        return jinja_arithmetic(j, a.i, op, b.i);
+    return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_operators[op].name, jinja_kinds[b.kind]);
+}
+
+// ---- Reading: words
 // A recursive descent: a function for every rule of the grammar, which reads what its rule describes, from j->p on,
-// and returns it as a part of the tree. It moves j->p behind what it has read. There is no list of tokens: a
-// function looks at the text itself (jinja_take). Errors need no way back: jinja_fail notes the first one and lets
-// the text end, so that every loop ends, too.
+// and returns its value. It moves j->p behind what it has read. There is no list of tokens: a function looks at the
+// text itself (jinja_take). Errors need no way back: jinja_fail notes the first one and lets the text end, so that
+// every loop ends, too.
 //
 //     expression    a, or a if c else b                       jinja_expression
 //     binary        a or b, .., a * b: a level an operator    jinja_binary
@@ -194,23 +592,16 @@ static int jinja_deeper(Jinja *j, int most, const char *what) {
 //     primary       'text', 12, name, f(a), [a, b], {a: b}    jinja_primary
 //     block         text, {{ a }}, {% tag %} ..               jinja_block
 
-// A new part of the tree, which lies at the place that is read.
-static JinjaNode *jinja_part(Jinja *j, int kind, JinjaNode *a, JinjaNode *b) {
-    JinjaNode *x = arena_take(j->arena, sizeof *x);
-    if (++j->parts > JINJA_PARTS) jinja_fail(j, "the program has more than %d parts", JINJA_PARTS);
-    *x = (JinjaNode){ .kind = kind, .at = j->p, .a = a, .b = b };
-    return x;
+// Goes on reading at p, which has been read before or was passed over.
+static void jinja_go(Jinja *j, const char *p) {
+    if (!j->failed) j->p = p;
 }
 
-// A part that is a value.
-static JinjaNode *jinja_constant(Jinja *j, JinjaValue v) {
-    JinjaNode *x = jinja_part(j, P_VALUE, NULL, NULL);
-    x->v = v;
-    return x;
+// Goes a bracket, a block or a call further inside.
+static void jinja_nest(Jinja *j) {
+    if (++j->depth > JINJA_NESTED)
+        jinja_fail(j, "more than %d brackets, blocks and calls inside one another", JINJA_NESTED);
 }
-
-// Goes a bracket or a block further inside.
-static void jinja_nest(Jinja *j) { jinja_deeper(j, JINJA_NESTED, "brackets and blocks"); }
 
 // May the byte stand in a name?
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
@@ -240,32 +631,18 @@ static void jinja_want(Jinja *j, const char *what) {
     if (!jinja_take(j, what)) jinja_fail(j, "expected '%s', found '%.12s'", what, j->p);
 }
 
-// The one copy of a name in the stb array *names, so that names are equal when their addresses are.
-static const char *jinja_intern(char ***names, const char *s, size_t n) {
-    for (int i = 0; i < (int)arrlen(*names); i++)
-        if (!strncmp((*names)[i], s, n) && !(*names)[i][n]) return (*names)[i];
-    arrput(*names, copy_bytes(s, n));
-    return arrlast(*names);
-}
-
 // Reads a name; "" when none stands here.
-static const char *jinja_maybe_name(Jinja *j) {
+static JinjaValue jinja_maybe_name(Jinja *j) {
     jinja_blanks(j);
     const char *from = j->p;
-    if (isdigit((unsigned char)*from)) return "";
-    while (jinja_name_byte((unsigned char)*j->p)) j->p++;
-    if (j->p == from) return "";
-    if (arrlen(j->names) >= JINJA_NAMES) {
-        jinja_fail(j, "the program has more than %d names", JINJA_NAMES);
-        return "";
-    }
-    return jinja_intern(&j->names, from, (size_t)(j->p - from));
+    while (!isdigit((unsigned char)*from) && jinja_name_byte((unsigned char)*j->p)) j->p++;
+    return jinja_own(from, (size_t)(j->p - from));
 }
 
 // Reads a name, or refuses what stands here instead. what: "a name", "a value".
-static const char *jinja_name(Jinja *j, const char *what) {
-    const char *name = jinja_maybe_name(j);
-    if (!*name) jinja_fail(j, "expected %s, found '%.12s'", what, j->p);
+static JinjaValue jinja_name(Jinja *j, const char *what) {
+    JinjaValue name = jinja_maybe_name(j);
+    if (!name.n) jinja_fail(j, "expected %s, found '%.12s'", what, j->p);
     return name;
 }
 
@@ -284,13 +661,13 @@ static void jinja_close(Jinja *j, const char *end) {
     else if (*end != '}' && !none && *j->p == '\n') j->p++;
 }
 
-// ---- Reading expressions
-static JinjaNode *jinja_expression(Jinja *j);
+// ---- Reading: expressions
+static JinjaValue jinja_expression(Jinja *j);
+static void jinja_body(Jinja *j, const char *end);
 
 // Reads the texts in quotes that stand here; neighbours are one text.
-static JinjaNode *jinja_quoted(Jinja *j) {
+static JinjaValue jinja_quoted(Jinja *j) {
     static const char code[] = "ntr\\'\"", means[] = "\n\t\r\\'\"";
-    JinjaNode *x = jinja_part(j, P_VALUE, NULL, NULL);
     char *text = NULL;
     while (!j->failed && (*j->p == '\'' || *j->p == '"')) {
         char quote = *j->p++;
@@ -309,302 +686,378 @@ static JinjaNode *jinja_quoted(Jinja *j) {
         jinja_blanks(j);
     }
     size_t n = arrlenu(text);
-    x->v = jinja_own(memcpy(arena_take(j->arena, n + 1), text ? text : "", n), n);
+    char *copy = j->skip ? NULL : jinja_memory(j, n + 1);
+    JinjaValue v = copy ? jinja_own(memcpy(copy, text ? text : "", n), n) : undefined;
     arrfree(text);
-    return x;
+    return v;
 }
 
 // Reads the digits that stand here.
-static JinjaNode *jinja_number(Jinja *j) {
-    JinjaNode *x = jinja_constant(j, jinja_int(0));
-    for (; isdigit((unsigned char)*j->p); j->p++) {
-        x->v.i = 10 * x->v.i + *j->p - '0';
-        if (x->v.i <= JINJA_NUMBER) continue;
-        jinja_fail(j, "a number above %d", JINJA_NUMBER);
-        break;
-    }
-    return x;
+static JinjaValue jinja_number(Jinja *j) {
+    long n = 0;
+    for (; isdigit((unsigned char)*j->p) && n <= JINJA_NUMBER; j->p++) n = 10 * n + *j->p - '0';
+    return n > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
 }
 
-// Reads what stands between brackets up to `end`: values, for a call also name=value, for a dict key:value.
-static JinjaNode *jinja_members(Jinja *j, const char *end) {
-    JinjaNode *first = NULL, **last = &first;
+// Reads what stands between brackets up to `end` as a list or, up to }, a dict: values, for a call also name=value,
+// for a dict key:value.
+static JinjaValue jinja_members(Jinja *j, const char *end) {
+    JinjaValue table = j->skip ? undefined : jinja_table(j, *end == '}' ? J_DICT : J_LIST);
     while (!j->failed && !jinja_take(j, end)) {
-        const char *from = j->p, *key = *end == ')' ? jinja_maybe_name(j) : "";
-        int named = *key && jinja_take(j, "=");
-        if (!named && !j->failed) j->p = from;
-        *last = jinja_expression(j);
-        if (j->failed) break;
-        if (named) {
-            *last = jinja_part(j, P_NAMED, *last, NULL);
-            (*last)->name = key;
+        const char *from = j->p;
+        JinjaValue key = jinja_maybe_name(j), v;
+        if (*end != ')' || !key.n || !jinja_take(j, "=")) {
+            jinja_go(j, from);
+            key = undefined;
         }
-        last = &(*last)->next;
-
+        v = jinja_expression(j);
         if (*end == '}') {
+            key = v;
             jinja_want(j, ":");
-            *last = jinja_expression(j);
-            last = &(*last)->next;
+            v = jinja_expression(j);
         }
+        jinja_add(j, table.t, key, v);
         if (!jinja_take(j, ",") && *j->p != *end) jinja_want(j, end);
     }
-    return first;
+    return table;
 }
 
-// Brackets around a value, or around the members of a list that cannot be changed.
-static JinjaNode *jinja_brackets(Jinja *j) {
-    JinjaNode *x = jinja_expression(j);
-    if (!jinja_take(j, ",")) {
-        jinja_want(j, ")");
-        return x;
+// Reads the arguments (a, b=value) of a macro and gives each its value in the innermost scope.
+static void jinja_parameters(Jinja *j, JinjaValue args) {
+    jinja_want(j, "(");
+    for (size_t k = 0; !j->failed && !jinja_take(j, ")"); k++) {
+        JinjaValue name = jinja_name(j, "a name"), v = undefined;
+        const JinjaValue *given = jinja_given(args, k, name);
+        j->skip += given != NULL;
+        if (jinja_take(j, "=")) v = jinja_expression(j);
+        j->skip -= given != NULL;
+        if (!j->skip) jinja_store(j, j->scope, name, given ? *given : v);
+        if (!jinja_take(j, ",") && *j->p != ')') jinja_want(j, ")");
     }
-    x->next = jinja_members(j, ")");
-    return jinja_part(j, P_LIST, x, NULL);
 }
 
-// A literal, a variable, a call of a function, a list, a dict or brackets.
-static JinjaNode *jinja_primary(Jinja *j) {
-    static const struct { const char *name; JinjaValue v; } constants[] = {
-        { "true", { .kind = J_BOOL, .i = 1 } }, { "false", { .kind = J_BOOL } }, { "none", { .kind = J_NONE } },
-        { "True", { .kind = J_BOOL, .i = 1 } }, { "False", { .kind = J_BOOL } }, { "None", { .kind = J_NONE } },
-    };
+// From here on variables are set in a new scope inside `outer`. Returns 0 when the program is to end.
+static int jinja_scope(Jinja *j, JinjaTable *outer) {
+    JinjaTable *t = jinja_table(j, J_DICT).t;
+    if (!t) return 0;
+    t->outer = outer;
+    j->scope = t;
+    return 1;
+}
+
+// What a macro writes, which is read once more for that. It sees its arguments and the program's variables, not those
+// of who calls it.
+static JinjaValue jinja_call_macro(Jinja *j, JinjaValue macro, JinjaValue args) {
+    const char *behind = j->p;
+    JinjaTable *caller = j->scope;
+    size_t at = arrlenu(j->out);
+    jinja_nest(j);
+    if (jinja_scope(j, j->globals)) {
+        jinja_go(j, macro.s);
+        jinja_parameters(j, args);
+        jinja_body(j, "endmacro");
+    }
+    j->depth--;
+    j->scope = caller;
+    jinja_go(j, behind);
+    return jinja_collect(j, at);
+}
+
+// A literal, a variable, a call of a function or a macro, a list, a dict or brackets.
+static JinjaValue jinja_primary(Jinja *j) {
     jinja_blanks(j);
     if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
     if (isdigit((unsigned char)*j->p)) return jinja_number(j);
-    if (jinja_take(j, "(")) return jinja_brackets(j);
-    if (jinja_take(j, "[")) return jinja_part(j, P_LIST, jinja_members(j, "]"), NULL);
-    if (jinja_take(j, "{")) return jinja_part(j, P_DICT, jinja_members(j, "}"), NULL);
-
-    JinjaNode *x = jinja_part(j, P_NAME, NULL, NULL);
-    x->name = jinja_name(j, "a value");
-    for (size_t k = 0; k < sizeof constants / sizeof *constants; k++)
-        if (!strcmp(x->name, constants[k].name)) return jinja_constant(j, constants[k].v);
-    if (jinja_take(j, "(")) {
-        x->kind = P_CALL;
-        x->b = jinja_members(j, ")");
+    if (jinja_take(j, "[")) return jinja_members(j, "]");
+    if (jinja_take(j, "{")) return jinja_members(j, "}");
+    if (jinja_take(j, "(")) {                               // around one value, or a list
+        JinjaValue list = jinja_members(j, ")");
+        return list.t && list.t->n == 1 ? list.t->item[0] : list;
     }
-    return x;
+
+    JinjaValue name = jinja_name(j, "a value");
+    if (jinja_is(name, "true|True|false|False")) return jinja_bool(name.s[0] == 't' || name.s[0] == 'T');
+    if (jinja_is(name, "none|None")) return (JinjaValue){ .kind = J_NONE };
+    if (!jinja_take(j, "(")) return jinja_variable(j, name);
+    JinjaValue args = jinja_members(j, ")"), v = jinja_variable(j, name);
+    if (j->skip) return undefined;
+    return v.kind == J_MACRO ? jinja_call_macro(j, v, args) : jinja_function(j, name, args);
 }
 
-// Reads what stands behind '[': an index b, or a slice b:c:d, of which any may be left out.
-static JinjaNode *jinja_index(Jinja *j, JinjaNode *of) {
-    JinjaNode *x = jinja_part(j, P_INDEX, of, NULL), **place[] = { &x->b, &x->c, &x->d };
-    for (int k = 0; k < 3; k++) {
+// Reads what stands behind `of[`: an index b, or a slice b:c:d, of which any may be left out.
+static JinjaValue jinja_index(Jinja *j, JinjaValue of) {
+    JinjaValue part[3] = { 0 };
+    for (int k = 0; !j->failed; k++) {
         jinja_blanks(j);
         int left_out = (k < 2 && *j->p == ':') || (k > 0 && *j->p == ']');
-        if (!left_out) *place[k] = jinja_expression(j);
-        if (j->failed || jinja_take(j, "]")) break;
-        x->kind = P_SLICE;
+        if (!left_out) part[k] = jinja_expression(j);
+        if (jinja_take(j, "]")) return k ? jinja_slice(j, of, part) : jinja_item(j, of, part[0]);
         jinja_want(j, k < 2 ? ":" : "]");
     }
-    return x;
+    return undefined;
 }
 
-// A value and the members, methods and indices that hang on it.
-static JinjaNode *jinja_postfix(Jinja *j, JinjaNode *x) {
+// What becomes of a value by the members, methods and indices that hang on it.
+static JinjaValue jinja_postfix(Jinja *j, JinjaValue v) {
     while (!j->failed) {
         if (jinja_take(j, "[")) {
-            x = jinja_index(j, x);
+            v = jinja_index(j, v);
             continue;
         }
         if (!jinja_take(j, ".")) break;
-        x = jinja_part(j, P_INDEX, x, NULL);
-        const char *name = jinja_name(j, "a name");
-        if (jinja_take(j, "(")) {
-            x->kind = P_FILTER;
-            x->op = 1;
-            x->name = name;
-            x->b = jinja_members(j, ")");
-        } else {
-            x->b = jinja_constant(j, jinja_string(name));
+        JinjaValue name = jinja_name(j, "a name");
+        if (!jinja_take(j, "(")) {
+            v = jinja_item(j, v, name);
+            continue;
         }
+        JinjaValue args = jinja_members(j, ")");
+        if (!v.kind && !j->skip) jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[0]);
+        v = jinja_apply(j, v, name, args);
     }
-    return x;
+    return v;
 }
 
-// The filters and tests behind a value. A test may have one argument without brackets.
-static JinjaNode *jinja_filters(Jinja *j, JinjaNode *x) {
-    static const char *const follows[] = { "and", "or", "else", "if", "is", "not", "in" };
+// The same by the filters and tests behind it. A test may have one literal as its argument without brackets.
+static JinjaValue jinja_filters(Jinja *j, JinjaValue v) {
     while (!j->failed) {
         int filter = jinja_take(j, "|");
         if (!filter && !jinja_take(j, "is")) break;
-        x = jinja_part(j, filter ? P_FILTER : P_TEST, x, NULL);
-        x->op = !filter && jinja_take(j, "not");
-        x->name = jinja_name(j, "a name");
+        int want = filter || !jinja_take(j, "not");
+        JinjaValue name = jinja_name(j, "a name"), args = undefined;
         jinja_blanks(j);
-
-        int value = jinja_name_byte((unsigned char)*j->p) || (*j->p && strchr("'\"[", *j->p));
-        for (size_t k = 0; k < sizeof follows / sizeof *follows; k++) {
-            const char *from = j->p;
-            if (jinja_take(j, follows[k])) value = 0;
-            j->p = from;
+        if (jinja_take(j, "(")) {
+            args = jinja_members(j, ")");
+        } else if (!filter && *j->p && strchr("'\"[0123456789", *j->p)) {
+            args = j->skip ? undefined : jinja_table(j, J_LIST);
+            jinja_push(j, args, jinja_primary(j));
         }
-        if (jinja_take(j, "(")) x->b = jinja_members(j, ")");
-        else if (!filter && value) x->b = jinja_postfix(j, jinja_primary(j));
+        v = filter ? jinja_apply(j, v, name, args) : jinja_bool(jinja_test(j, v, name, args, 0) == want);
     }
-    return x;
+    return v;
 }
 
 // A value with its sign, if it has one. A sign binds tighter than a filter.
-static JinjaNode *jinja_unary(Jinja *j, int with_filters) {
-    JinjaNode *x;
-    jinja_nest(j);
+static JinjaValue jinja_unary(Jinja *j, int with_filters) {
+    JinjaValue v;
     if (jinja_take(j, "-")) {
-        x = jinja_constant(j, jinja_int(0));
-        x = jinja_part(j, P_BINARY, x, jinja_unary(j, 0));
-        x->op = OP_MINUS;
+        jinja_nest(j);
+        v = jinja_compute(j, jinja_int(0), OP_MINUS, jinja_unary(j, 0));
+        j->depth--;
     } else {
-        x = jinja_primary(j);
+        v = jinja_primary(j);
     }
-    j->depth--;
-    x = jinja_postfix(j, x);
-    return with_filters ? jinja_filters(j, x) : x;
+    v = jinja_postfix(j, v);
+    return with_filters ? jinja_filters(j, v) : v;
 }
 
-// The operator of this level that stands here, or -1.
+// Reads the operator that stands here, if it binds at `level` or tighter; -1: none does.
 static int jinja_operator(Jinja *j, int level) {
+    jinja_blanks(j);
     const char *from = j->p;
-    if (level == LEVEL_COMPARISON && jinja_take(j, "not")) {        // any blanks may stand in `not in`
-        if (jinja_take(j, "in")) return OP_NOT_IN;
-        j->p = from;
+    if (jinja_take(j, "not")) {                             // any blanks may stand in `not in`
+        if (level <= LEVEL_COMPARISON && jinja_take(j, "in")) return OP_NOT_IN;
+        jinja_go(j, from);
+        return -1;
     }
     for (int op = 0; op < OPERATORS; op++)
-        if (jinja_operators[op].level == level && jinja_take(j, jinja_operators[op].name)) return op;
+        if (jinja_operators[op].level >= level && jinja_take(j, jinja_operators[op].name)) return op;
     return -1;
 }
 
 // An expression of the operators that bind at `level` or tighter. a < b < c is a < b and b < c.
-static JinjaNode *jinja_binary(Jinja *j, int level) {
-    JinjaNode *x, *left = NULL;
-    int op;
-    if (level == LEVELS) return jinja_unary(j, 1);
-    if (level == LEVEL_NOT && jinja_take(j, "not")) {
+static JinjaValue jinja_binary(Jinja *j, int level) {
+    const char *from = j->p;
+    JinjaValue v, left;
+    int op, chain = 0;          // 1: a comparison has been read, whose right side is `left`
+    if (level <= LEVEL_NOT && jinja_take(j, "not")) {
         jinja_nest(j);
-        x = jinja_binary(j, LEVEL_NOT);
+        v = jinja_bool(!jinja_truth(jinja_binary(j, LEVEL_NOT)));
         j->depth--;
-        return jinja_part(j, P_NOT, x, NULL);
+    } else {
+        v = jinja_unary(j, 1);
     }
-    x = jinja_binary(j, level + 1);
+    left = v;
     while (!j->failed && (op = jinja_operator(j, level)) >= 0) {
-        JinjaNode *right = jinja_binary(j, level + 1);
-        JinjaNode *whole = jinja_part(j, P_BINARY, left ? left : x, right);
-        whole->op = op;
-        x = left ? jinja_part(j, P_BINARY, x, whole) : whole;
-        if (left) x->op = OP_AND;
-        if (level == LEVEL_COMPARISON) left = right;
+        int binds = jinja_operators[op].level, compares = binds == LEVEL_COMPARISON;
+        int known = jinja_truth(v) ? op == OP_OR : op == OP_AND || (chain && compares);
+        j->skip += known;
+        JinjaValue right = jinja_binary(j, binds + 1);
+        if (!known) v = op == OP_OR || op == OP_AND ? right : jinja_compute(j, compares ? left : v, op, right);
+        j->skip -= known;
+        chain = compares;
+        left = compares ? right : v;
     }
-    return x;
+    if (!j->failed) jinja_spend(j, (size_t)(j->p - from));
+    return v;
 }
 
-// a, or `a if c else b`
-static JinjaNode *jinja_expression(Jinja *j) {
+// a, or `a if c else b`. Whether a counts is known behind it: it is passed over first, and then read again.
+static JinjaValue jinja_expression(Jinja *j) {
+    const char *from = j->p, *behind;
+    JinjaValue v = undefined, other = undefined;
+    int yes = 1;
     jinja_nest(j);
-    JinjaNode *x = jinja_binary(j, LEVEL_OR);
-    while (!j->failed && jinja_take(j, "if")) {
-        x = jinja_part(j, P_IF, jinja_binary(j, LEVEL_OR), x);
-        if (jinja_take(j, "else")) x->c = jinja_expression(j);
+    j->skip++;
+    jinja_binary(j, LEVEL_OR);
+    j->skip--;
+    if (jinja_take(j, "if")) {
+        yes = jinja_truth(jinja_binary(j, LEVEL_OR));
+        j->skip += yes;
+        if (jinja_take(j, "else")) other = jinja_expression(j);
+        j->skip -= yes;
+    }
+    behind = j->p;
+    if (yes && !j->skip) {
+        jinja_go(j, from);
+        v = jinja_binary(j, LEVEL_OR);
+        jinja_go(j, behind);
     }
     j->depth--;
-    return x;
+    return yes ? v : other;
 }
 
-// ---- Reading tags
+// ---- Reading: tags
 // These read a tag whose name is read, and what belongs to it up to its end.
-static JinjaNode *jinja_block(Jinja *j, const char *stops);
+static JinjaValue jinja_block(Jinja *j, const char *stops);
 
-// Reads a block that ends with the tag `end` alone, and this tag.
-static JinjaNode *jinja_body(Jinja *j, const char *end) {
+// Reads a block that ends with the tag `end` alone, and this tag, from the end of the tag before it on.
+static void jinja_body(Jinja *j, const char *end) {
     jinja_close(j, "%}");
-    JinjaNode *x = jinja_block(j, end);
+    jinja_block(j, end);
     jinja_close(j, "%}");
-    return x;
 }
 
 // {% if %} .. {% elif %} .. {% else %} .. {% endif %}
-static JinjaNode *jinja_if(Jinja *j) {
-    JinjaNode *first = NULL, **last = &first;
-    do {
-        JinjaNode *x = *last = jinja_part(j, P_BRANCH, NULL, NULL);
-        if (x == first || strcmp(j->tag, "else")) x->a = jinja_expression(j);
+static void jinja_if(Jinja *j) {
+    int done = 0;               // 1: a branch has been run
+    JinjaValue tag = jinja_string("if");
+    while (!j->failed && !jinja_is(tag, "endif")) {
+        int yes = 1;
+        j->skip += done;
+        if (!jinja_is(tag, "else")) yes = jinja_truth(jinja_expression(j));
         jinja_close(j, "%}");
-        x->b = jinja_block(j, "endif|elif|else");
-        last = &x->c;
-    } while (!j->failed && strcmp(j->tag, "endif"));
+        j->skip += !yes;
+        tag = jinja_block(j, "endif|elif|else");
+        j->skip -= !yes + done;
+        done |= yes;
+    }
     jinja_close(j, "%}");
-    return first;
 }
 
-// A variable that is set.
-static JinjaNode *jinja_target(Jinja *j) {
-    JinjaNode *x = jinja_part(j, P_NAME, NULL, NULL);
-    x->name = jinja_name(j, "a name");
-    return x;
+// Begins turn i of a loop over a list: a new scope with its variables.
+static void jinja_turn(Jinja *j, const JinjaValue name[2], JinjaTable *outer, const JinjaTable *t, size_t i) {
+    JinjaValue loop = jinja_table(j, J_DICT), x = t->item[i];
+    if (!jinja_scope(j, outer)) return;
+    jinja_enter(j, loop.t, "index", jinja_int((long)i + 1));
+    jinja_enter(j, loop.t, "index0", jinja_int((long)i));
+    jinja_enter(j, loop.t, "revindex", jinja_int((long)(t->n - i)));
+    jinja_enter(j, loop.t, "revindex0", jinja_int((long)(t->n - i) - 1));
+    jinja_enter(j, loop.t, "first", jinja_bool(!i));
+    jinja_enter(j, loop.t, "last", jinja_bool(i == t->n - 1));
+    jinja_enter(j, loop.t, "length", jinja_int((long)t->n));
+    jinja_enter(j, loop.t, "previtem", i ? t->item[i - 1] : undefined);
+    jinja_enter(j, loop.t, "nextitem", i < t->n - 1 ? t->item[i + 1] : undefined);
+    jinja_enter(j, j->scope, "loop", loop);
+    int pair = name[1].n > 0;
+    if (pair && (x.kind != J_LIST || x.t->n != 2)) jinja_fail(j, "a loop with two names over %s", jinja_kinds[x.kind]);
+    for (int k = 0; k <= pair && !j->failed; k++) jinja_store(j, j->scope, name[k], pair ? x.t->item[k] : x);
 }
 
-// {% for a in list if c %} .. {% else %} .. {% endfor %}
-static JinjaNode *jinja_for(Jinja *j) {
-    JinjaNode *x = jinja_part(j, P_FOR, jinja_target(j), NULL);
-    if (jinja_take(j, ",")) x->a->next = jinja_target(j);
+// {% for a in list if c %} .. {% else %} .. {% endfor %}. Condition and body are passed over first.
+static void jinja_for(Jinja *j) {
+    JinjaTable *outer = j->scope;
+    JinjaValue name[2] = { jinja_name(j, "a name") };
+    if (jinja_take(j, ",")) name[1] = jinja_name(j, "a name");
     jinja_want(j, "in");
-    x->b = jinja_binary(j, LEVEL_OR);
-    if (jinja_take(j, "if")) x->c = jinja_binary(j, LEVEL_OR);
+    JinjaValue list = jinja_binary(j, LEVEL_OR), all = list;
+    if (!j->skip) list = all = jinja_list(j, list);
+    if (jinja_take(j, "if")) {
+        const char *condition = j->p;
+        j->skip++;
+        jinja_binary(j, LEVEL_OR);
+        j->skip--;
+        if (!j->skip) list = jinja_table(j, J_LIST);
+        for (size_t i = 0; !j->skip && i < all.t->n; i++) {
+            jinja_turn(j, name, outer, all.t, i);
+            jinja_go(j, condition);
+            if (jinja_truth(jinja_binary(j, LEVEL_OR))) jinja_push(j, list, all.t->item[i]);
+        }
+    }
     jinja_close(j, "%}");
-    x->d = jinja_block(j, "endfor|else");
-    if (!j->failed && !strcmp(j->tag, "else")) x->a->a = jinja_body(j, "endfor");
-    else jinja_close(j, "%}");
-    return x;
+
+    const char *body = j->p;
+    j->skip++;
+    JinjaValue tag = jinja_block(j, "endfor|else");
+    j->skip--;
+    const char *behind = j->p;
+    size_t turns = list.t && !j->skip ? list.t->n : 0;
+    for (size_t i = 0; i < turns && !j->failed; i++) {
+        jinja_turn(j, name, outer, list.t, i);
+        jinja_go(j, body);
+        jinja_block(j, "endfor|else");
+        int ended = j->ended;
+        j->skip -= ended != RUN_ON;
+        j->ended = RUN_ON;
+        if (ended == RUN_BREAK) break;
+    }
+    j->scope = outer;
+    jinja_go(j, behind);
+    if (!jinja_is(tag, "else")) {
+        jinja_close(j, "%}");
+        return;
+    }
+    j->skip += turns > 0;
+    jinja_body(j, "endfor");
+    j->skip -= turns > 0;
 }
 
 // {% set a = value %}, {% set space.a = value %}, {% set a %} text {% endset %}
-static JinjaNode *jinja_set(Jinja *j) {
-    JinjaNode *x = jinja_part(j, P_SET, jinja_target(j), NULL);
-    if (jinja_take(j, ".")) {
-        x->a = jinja_part(j, P_INDEX, x->a, NULL);
-        x->a->name = jinja_name(j, "a name");
-    }
+static void jinja_set(Jinja *j) {
+    JinjaValue name = jinja_name(j, "a name"), member = undefined, v;
+    if (jinja_take(j, ".")) member = jinja_name(j, "a name");
     if (jinja_take(j, "=")) {
-        x->b = jinja_expression(j);
+        v = jinja_expression(j);
         jinja_close(j, "%}");
     } else {
-        x->c = jinja_body(j, "endset");
+        size_t at = arrlenu(j->out);
+        jinja_body(j, "endset");
+        v = jinja_collect(j, at);
     }
-    return x;
+    if (j->skip) return;
+    JinjaValue space = member.n ? jinja_variable(j, name) : undefined;
+    if (!member.n) jinja_store(j, j->scope, name, v);
+    else if (space.kind == J_DICT && space.t->space) jinja_store(j, space.t, member, v);
+    else jinja_fail(j, "%.*s is no namespace", NAMED(name));
 }
 
 // {% macro name(a, b=value) %} .. {% endmacro %}
-static JinjaNode *jinja_macro(Jinja *j) {
-    JinjaNode *x = jinja_part(j, P_DEFINE, NULL, NULL), **last = &x->a;
-    x->name = jinja_name(j, "a name");
-    jinja_want(j, "(");
-    while (!j->failed && !jinja_take(j, ")")) {
-        *last = jinja_target(j);
-        if (jinja_take(j, "=")) (*last)->b = jinja_expression(j);
-        last = &(*last)->next;
-        if (!jinja_take(j, ",") && *j->p != ')') jinja_want(j, ")");
-    }
-    x->d = jinja_body(j, "endmacro");
-    return x;
+static void jinja_macro(Jinja *j) {
+    JinjaValue name = jinja_name(j, "a name");
+    if (!j->skip) jinja_store(j, j->scope, name, (JinjaValue){ .kind = J_MACRO, .s = j->p });
+    j->skip++;
+    jinja_parameters(j, undefined);
+    jinja_body(j, "endmacro");
+    j->skip--;
 }
 
-// Reads a tag whose name is read; NULL when it leaves nothing to run.
-static JinjaNode *jinja_tag(Jinja *j, const char *name) {
-    JinjaNode *x = NULL;
-    switch (word_place("if|for|set|macro|break|continue|generation|endgeneration", name)) {
-    case 0:  return jinja_if(j);
-    case 1:  return jinja_for(j);
-    case 2:  return jinja_set(j);
-    case 3:  return jinja_macro(j);
-    case 4:  x = jinja_part(j, P_BREAK, NULL, NULL); break;
-    case 5:  x = jinja_part(j, P_CONTINUE, NULL, NULL); break;
-    case -1: jinja_fail(j, "the tag %.40s", name);
-    }
+// Reads a tag whose name is read.
+static void jinja_tag(Jinja *j, JinjaValue name) {
+    int tag = jinja_place(name, "if|for|set|macro|break|continue|generation|endgeneration");
+    if (tag == 0) jinja_if(j);
+    if (tag == 1) jinja_for(j);
+    if (tag == 2) jinja_set(j);
+    if (tag == 3) jinja_macro(j);
+    if (tag < 0) jinja_fail(j, "the tag %.*s", NAMED(name));
+    if (tag < 4) return;
     jinja_close(j, "%}");
-    return x;
+    if (tag > 5 || j->skip) return;
+    j->ended = tag == 4 ? RUN_BREAK : RUN_CONTINUE;
+    j->skip++;
 }
 
-// Reads the text up to the next tag. White space before the tag goes: all of it before a '-', and the
+// Writes the text up to the next tag. White space before the tag goes: all of it before a '-', and the
 // indentation of a line that begins with {% or {#.
-static JinjaNode *jinja_plain(Jinja *j) {
+static void jinja_plain(Jinja *j) {
     const char *from = j->p, *tag = from;
     while (*tag && (tag[0] != '{' || !tag[1] || !strchr("{%#", tag[1]))) tag++;
     const char *to = tag;
@@ -612,31 +1065,32 @@ static JinjaNode *jinja_plain(Jinja *j) {
         while (to > from && isspace((unsigned char)to[-1])) to--;
     } else if (*tag && tag[1] != '{' && tag[2] != '+') {
         while (to > from && (to[-1] == ' ' || to[-1] == '\t')) to--;
-        if (to > j->source && to[-1] != '\n') to = tag;
+        if (to > j->tp->source && to[-1] != '\n') to = tag;
     }
-    JinjaNode *x = jinja_part(j, P_TEXT, NULL, NULL);
-    x->v = jinja_own(from, (size_t)(to - from));
-    if (!j->failed) j->p = tag;
-    return x;
+    jinja_spend(j, (size_t)(tag - from));
+    jinja_put(j, jinja_own(from, (size_t)(to - from)));
+    jinja_go(j, tag);
 }
 
 // Reads a comment, whose {# is read.
 static void jinja_comment(Jinja *j) {
     const char *end = strstr(j->p, "#}");
-    if (!end) jinja_fail(j, "a comment without its end");
-    else j->p = end - (end > j->p && strchr("+-", end[-1]));
+    if (!end) {
+        jinja_fail(j, "a comment without its end");
+        return;
+    }
+    jinja_spend(j, (size_t)(end - j->p));
+    jinja_go(j, end - (end > j->p && strchr("+-", end[-1])));
     jinja_close(j, "#}");
 }
 
-// Reads up to a tag that is one of `stops`, "a|b", and leaves its name in j->tag; what stands behind the name is
-// not read. stops "": up to the end of the program. The parts are in `next` of the first one, a text.
-static JinjaNode *jinja_block(Jinja *j, const char *stops) {
-    JinjaNode *first = NULL, **last = &first;
+// Runs up to a tag that is one of `stops`, "a|b", and returns its name; what stands behind the name is not read.
+// stops "": up to the end of the program.
+static JinjaValue jinja_block(Jinja *j, const char *stops) {
+    JinjaValue tag = undefined;
     jinja_nest(j);
-    j->tag = "";
     while (!j->failed) {
-        *last = jinja_plain(j);
-        last = &(*last)->next;
+        jinja_plain(j);
         if (!*j->p) {
             if (*stops) jinja_fail(j, "the program ends before %.*s", (int)strcspn(stops, "|"), stops);
             break;
@@ -646,709 +1100,16 @@ static JinjaNode *jinja_block(Jinja *j, const char *stops) {
         if (kind == '#') {
             jinja_comment(j);
         } else if (kind == '{') {
-            *last = jinja_part(j, P_PRINT, NULL, NULL);
-            (*last)->a = jinja_expression(j);
+            jinja_put(j, jinja_written(j, jinja_expression(j)));
             jinja_close(j, "}}");
         } else {
-            const char *name = jinja_maybe_name(j);
-            if (*name && *stops && word_place(stops, name) >= 0) {
-                j->tag = name;
-                break;
-            }
-            *last = jinja_tag(j, name);
-        }
-        if (*last) last = &(*last)->next;
-    }
-    j->depth--;
-    return first;
-}
-
-// ---- Running: memory and texts
-// The tree is walked: jinja_run runs the parts of a block one after the other and appends what they write to
-// j->out, jinja_eval computes an expression. Values live in the arena until the run is over, and only the members of
-// a namespace ever change. A program may be anybody's: what it does and writes is counted and bounded (jinja_spend).
-
-// Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
-static int jinja_spend(Jinja *j, size_t n) {
-    j->bytes += n;
-    j->steps++;
-    if (j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
-    return !j->failed;
-}
-
-// n bytes that last as long as the program runs, or NULL.
-static void *jinja_memory(Jinja *j, size_t n) {
-    return jinja_spend(j, min_size(n, j->most_bytes) + 64) ? arena_take(j->arena, n) : NULL;
-}
-
-// Appends a text to the output.
-static void jinja_put(Jinja *j, JinjaValue v) {
-    if (!v.n || !jinja_spend(j, 3 * v.n)) return;
-    memcpy(arraddnptr(j->out, v.n), v.s, v.n);
-    uint16_t *from = arraddnptr(j->from, v.n);
-    if (v.from) memcpy(from, v.from, v.n * sizeof *from);
-    else memset(from, 0, v.n * sizeof *from);
-}
-
-// Collecting a text: what is put between a begin and its end is a value, and no output.
-typedef struct { char *out; uint16_t *from; } JinjaOutput;
-
-// From here on the output begins anew. Returns what there was.
-static JinjaOutput jinja_begin(Jinja *j) {
-    JinjaOutput old = { j->out, j->from };
-    j->out = NULL;
-    j->from = NULL;
-    return old;
-}
-
-// What was put since then, as a text; the output is again what it was.
-static JinjaValue jinja_end(Jinja *j, JinjaOutput old) {
-    JinjaValue v = jinja_own("", arrlenu(j->out));
-    char *s = jinja_memory(j, v.n);
-    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
-    if (s && from && v.n) {
-        v.s = memcpy(s, j->out, v.n);
-        v.from = memcpy(from, j->from, v.n * sizeof *from);
-    } else {
-        v.n = 0;
-    }
-    arrfree(j->out);
-    arrfree(j->from);
-    j->out = old.out;
-    j->from = old.from;
-    return v;
-}
-
-// The text that {{ v }} writes and that ~ joins.
-static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
-    if (v.kind == J_TEXT) return v;
-    if (v.kind == J_UNDEFINED) return jinja_string("");
-    if (v.kind == J_NONE) return jinja_string("None");
-    if (v.kind == J_BOOL) return jinja_string(v.i ? "True" : "False");
-    if (v.kind != J_INT) return jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
-    char *number = jinja_memory(j, 32);
-    if (number) snprintf(number, 32, "%ld", v.i);
-    return number ? jinja_string(number) : v;
-}
-
-// ---- Running: lists and dicts
-// An empty list or dict.
-static JinjaValue jinja_table(Jinja *j, int kind) {
-    JinjaTable *t = jinja_memory(j, sizeof *t);
-    if (t) *t = (JinjaTable){ 0 };
-    return (JinjaValue){ .kind = t ? kind : J_UNDEFINED, .t = t };
-}
-
-// Appends a member with its key.
-static void jinja_add(Jinja *j, JinjaValue table, JinjaValue key, JinjaValue v) {
-    JinjaTable *t = table.t;
-    if (!t || !jinja_spend(j, 0)) return;
-    if (t->n == t->room) {
-        size_t room = max_size(2 * t->room, 4);
-        JinjaValue *item = jinja_memory(j, room * sizeof *item);
-        JinjaValue *keys = jinja_memory(j, room * sizeof *keys);
-        if (!item || !keys) return;
-        if (t->n) memcpy(item, t->item, t->n * sizeof *item);
-        if (t->n) memcpy(keys, t->key, t->n * sizeof *keys);
-        t->item = item;
-        t->key = keys;
-        t->room = room;
-    }
-    t->key[t->n] = key;
-    t->item[t->n++] = v;
-}
-
-// The same to a list.
-static void jinja_push(Jinja *j, JinjaValue list, JinjaValue v) { jinja_add(j, list, undefined, v); }
-
-// The same to a dict, by a name.
-static void jinja_enter(Jinja *j, JinjaValue dict, const char *key, JinjaValue v) {
-    jinja_add(j, dict, jinja_string(key), v);
-}
-
-// a == b. Two tables are equal when they are the same one: messages are only compared with themselves.
-static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
-    int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
-    if (numbers) return a.i == b.i;
-    if (a.kind != b.kind || !jinja_spend(j, 0)) return 0;
-    if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
-    return a.t == b.t && a.macro == b.macro;
-}
-
-// The member of a dict; undefined when there is none.
-static JinjaValue jinja_member(Jinja *j, JinjaValue v, JinjaValue key) {
-    if (v.kind == J_UNDEFINED) return jinja_fail(j, "a member of %s", jinja_kinds[v.kind]);
-    for (size_t i = v.kind == J_DICT ? v.t->n : 0; i-- > 0;)
-        if (jinja_equal(j, v.t->key[i], key)) return v.t->item[i];
-    return undefined;
-}
-
-// What a loop goes over: the members of a list, the names of a dict, the characters of a text. A stray byte is a
-// character.
-static JinjaValue jinja_list(Jinja *j, JinjaValue v) {
-    if (v.kind == J_LIST) return v;
-    JinjaValue list = jinja_table(j, J_LIST);
-    if (v.kind > J_DICT || (v.kind && v.kind < J_TEXT)) jinja_fail(j, "a loop over %s", jinja_kinds[v.kind]);
-    for (size_t i = 0; v.kind == J_DICT && i < v.t->n; i++) jinja_push(j, list, v.t->key[i]);
-    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n && !j->failed; i += n) {
-        n = (size_t)max_int(utf8_length(v.s + i, v.n - i), 1);
-        jinja_push(j, list, jinja_cut(v, i, i + n));
-    }
-    return j->failed ? undefined : list;
-}
-
-// a[b] and a.name
-static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
-    if (b.kind != J_INT || (a.kind != J_LIST && a.kind != J_TEXT)) return jinja_member(j, a, b);
-    JinjaValue list = jinja_list(j, a);
-    if (j->failed) return list;
-    long i = b.i + (b.i < 0 ? (long)list.t->n : 0);
-    return i >= 0 && i < (long)list.t->n ? list.t->item[i] : undefined;
-}
-
-// Is a in b?
-static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
-    if (b.kind == J_TEXT && a.kind == J_TEXT)
-        return jinja_spend(j, b.n) && (!a.n || memmem(b.s, b.n, a.s, a.n));
-    if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
-        jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
-    for (size_t i = 0; b.t && i < b.t->n; i++)
-        if (jinja_equal(j, a, b.kind == J_DICT ? b.t->key[i] : b.t->item[i])) return 1;
-    return 0;
-}
-
-// The members of a list as one text, with `between` between two of them.
-static JinjaValue jinja_join(Jinja *j, JinjaValue list, JinjaValue between) {
-    JinjaOutput old = jinja_begin(j);
-    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
-        if (i) jinja_put(j, between);
-        jinja_put(j, jinja_written(j, list.t->item[i]));
-    }
-    return jinja_end(j, old);
-}
-
-// The parts of a text between the texts `by`, at most `most` cuts; any number if that is negative.
-static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) {
-    JinjaValue list = jinja_table(j, J_LIST);
-    const char *at;
-    if (!by.n) jinja_fail(j, "an empty text between the parts");
-    while (!j->failed && most-- && (at = memmem(v.s, v.n, by.s, by.n)) != NULL) {
-        size_t n = (size_t)(at - v.s);
-        jinja_push(j, list, jinja_cut(v, 0, n));
-        v = jinja_cut(v, n + by.n, v.n);
-        jinja_spend(j, n);
-    }
-    jinja_push(j, list, v);
-    return list;
-}
-
-// v[from:to:by] as Python has it, of a list or of the characters of a text.
-static JinjaValue jinja_slice(Jinja *j, JinjaValue v, JinjaValue from, JinjaValue to, JinjaValue by) {
-    const JinjaValue given[] = { from, to, by };
-    for (int k = 0; k < 3; k++) {
-        int kind = given[k].kind;
-        if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
-    }
-    if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
-    JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
-    if (j->failed) return undefined;
-
-    // Where it begins, and before which member it ends, moved into the list.
-    long n = (long)all.t->n, step = by.kind == J_INT ? by.i : 1;
-    if (!step) return jinja_fail(j, "a part in steps of 0");
-    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
-    long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
-    for (int k = 0; k < 2; k++) {
-        if (given[k].kind != J_INT) continue;
-        long x = given[k].i + (given[k].i < 0 ? n : 0);
-        edge[k] = x < low ? low : x > high ? high : x;
-    }
-    for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
-        jinja_push(j, list, all.t->item[i]);
-    return v.kind == J_TEXT ? jinja_join(j, list, undefined) : list;
-}
-
-// ---- Running: filters and tests
-// Bytes of the white space that Python strips and that a text ends with (back 1) or begins with; 0: it does not.
-static size_t jinja_space(JinjaValue v, int back) {
-    int c = back ? v.s[v.n - 1] : *v.s, len = 0;
-    if (c >= 0x1c && c <= 0x1f) return 1;
-    if (back) return space_before(v.s, 0, v.n);
-    return is_space(v.s, v.n, &len) ? (size_t)len : 0;
-}
-
-// A text without the characters of `chars` (no text: white space) at its left end, its right end.
-static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int right) {
-    for (int back = 0; back < 2; back++) {
-        while ((back ? right : left) && v.n) {
-            size_t m;
-            if (chars.kind == J_TEXT) m = memchr(chars.s, back ? v.s[v.n - 1] : *v.s, chars.n) != NULL;
-            else m = jinja_space(v, back);
-            if (!m) break;
-            v = back ? jinja_cut(v, 0, v.n - m) : jinja_cut(v, m, v.n);
-        }
-    }
-    return v;
-}
-
-// upper, lower, capitalize, title
-static JinjaValue jinja_case(Jinja *j, JinjaValue v, const char *name) {
-    char *s = jinja_memory(j, v.n + 1);
-    int start = 1;                                          // does a word begin here?
-    for (size_t i = 0; s && i < v.n; i++) {
-        int c = (unsigned char)v.s[i], up = *name == 'u' || (*name != 'l' && start);
-        if (c > 127) return jinja_fail(j, "%s of letters beyond ASCII", name);
-        s[i] = (char)(up ? toupper(c) : tolower(c));
-        start = *name == 't' && !isalpha(c);
-    }
-    if (s) v.s = s;
-    return v;
-}
-
-// Argument k of a call, or the one of this name; NULL when it is not given.
-static const JinjaValue *jinja_given(JinjaValue args, size_t k, const char *name) {
-    for (size_t i = 0; args.t && i < args.t->n; i++)
-        if (jinja_is(args.t->key[i], name)) return &args.t->item[i];
-    return args.t && k < args.t->n && !args.t->key[k].kind ? &args.t->item[k] : NULL;
-}
-
-// The same; undefined when it is not given.
-static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
-    const JinjaValue *v = jinja_given(args, k, name);
-    return v ? *v : undefined;
-}
-
-// Is the name one of "a|b"?
-static int jinja_one_of(const char *name, const char *words) { return word_place(words, name) >= 0; }
-
-// v is name args; k: the argument that stands behind the name
-static int jinja_test(Jinja *j, JinjaValue v, const char *name, JinjaValue args, size_t k) {
-    enum { TEXT = 1 << J_TEXT, LIST = 1 << J_LIST, DICT = 1 << J_DICT, UNDEFINED = 1 << J_UNDEFINED };
-    static const struct { const char *name; int kinds; } tests[] = {
-        { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
-        { "string", TEXT }, { "mapping", DICT }, { "iterable", TEXT | LIST | DICT | UNDEFINED },
-        { "sequence", TEXT | LIST | DICT | UNDEFINED }, { "boolean", 1 << J_BOOL }, { "integer", 1 << J_INT },
-        { "number", 1 << J_INT | 1 << J_BOOL }, { "callable", 1 << J_FUNCTION | 1 << J_MACRO },
-    };
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
-        if (!strcmp(name, tests[i].name)) return tests[i].kinds >> v.kind & 1;
-
-    JinjaValue x = jinja_arg(args, k, "other");
-    if (jinja_one_of(name, "true|false")) return v.kind == J_BOOL && v.i == (*name == 't');
-    if (jinja_one_of(name, "equalto|eq|==")) return jinja_equal(j, v, x);
-    if (jinja_one_of(name, "ne|!=")) return !jinja_equal(j, v, x);
-    if (jinja_one_of(name, "in")) return jinja_in(j, v, x);
-    if (v.kind == J_INT && jinja_one_of(name, "odd|even")) return (v.i & 1) == (*name == 'o');
-    if (v.kind == J_INT && x.kind == J_INT && x.i && jinja_one_of(name, "divisibleby")) return v.i % x.i == 0;
-    jinja_fail(j, "the test %.40s of %s", name, jinja_kinds[v.kind]);
-    return 0;
-}
-
-// select, reject (by: 0) and selectattr, rejectattr (by: 1, the first argument is a member): the members of a
-// list that pass a test, or do not.
-static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaValue args, size_t by, int want) {
-    JinjaValue chosen = jinja_table(j, J_LIST), test = jinja_arg(args, by, "");
-    char name[48] = "";
-    if (test.kind == J_TEXT) snprintf(name, sizeof name, "%.*s", (int)min_size(test.n, 40), test.s);
-    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
-        JinjaValue x = by ? jinja_member(j, list.t->item[i], jinja_arg(args, 0, "")) : list.t->item[i];
-        int yes = test.kind ? jinja_test(j, x, name, args, by + 1) : jinja_truth(x);
-        if (yes == want) jinja_push(j, chosen, list.t->item[i]);
-    }
-    return chosen;
-}
-
-// The pairs of key and value of a dict.
-static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
-    JinjaValue pairs = jinja_table(j, J_LIST);
-    for (size_t i = 0; i < dict.t->n && !j->failed; i++) {
-        JinjaValue pair = jinja_table(j, J_LIST);
-        jinja_push(j, pair, dict.t->key[i]);
-        jinja_push(j, pair, dict.t->item[i]);
-        jinja_push(j, pairs, pair);
-    }
-    return pairs;
-}
-
-// Filters of texts: trim, replace, split ..
-static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
-    jinja_spend(j, v.n);
-    if (jinja_one_of(name, "trim|strip|lstrip|rstrip"))
-        return jinja_strip(v, x, *name != 'r', *name != 'l');
-    if (jinja_one_of(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
-    if (jinja_one_of(name, "safe")) return v;
-    if (jinja_one_of(name, "int")) {
-        char number[24];
-        snprintf(number, sizeof number, "%.*s", (int)min_size(v.n, 9), v.s);
-        return jinja_int(strtol(number, NULL, 10));
-    }
-    if (jinja_one_of(name, "length|count")) {
-        long chars = 0;
-        for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
-        return jinja_int(chars);
-    }
-    if (x.kind == J_TEXT && jinja_one_of(name, "startswith|endswith")) {
-        const char *at = v.s + (*name == 'e' && v.n > x.n ? v.n - x.n : 0);
-        return jinja_bool(v.n >= x.n && (!x.n || !memcmp(at, x.s, x.n)));
-    }
-    if (x.kind == J_TEXT && jinja_one_of(name, "split"))
-        return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
-    if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_one_of(name, "replace"))
-        return jinja_join(j, jinja_split(j, v, x, -1), y);
-    return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
-}
-
-// Filters of lists and dicts, and what goes over the characters of a text.
-static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, "d"), list = jinja_list(j, v);
-    if (j->failed) return undefined;
-    size_t n = list.t->n;
-    if (jinja_one_of(name, "length|count")) return jinja_int((long)n);
-    if (jinja_one_of(name, "list|keys")) return list;
-    if (jinja_one_of(name, "first|last")) return n ? list.t->item[*name == 'f' ? 0 : n - 1] : undefined;
-    if (jinja_one_of(name, "join")) return jinja_join(j, list, x);
-    if (jinja_one_of(name, "reverse")) return jinja_slice(j, v, undefined, undefined, jinja_int(-1));
-    if (jinja_one_of(name, "select|reject")) return jinja_select(j, list, args, 0, *name == 's');
-    if (jinja_one_of(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name == 's');
-    if (v.kind == J_DICT && jinja_one_of(name, "items")) return jinja_items(j, v);
-    if (v.kind == J_DICT && jinja_one_of(name, "get")) {
-        JinjaValue found = jinja_member(j, v, x);
-        const JinjaValue *other = jinja_given(args, 1, "default");
-        if (found.kind) return found;
-        return other ? *other : (JinjaValue){ .kind = J_NONE };
-    }
-    return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
-}
-
-// The methods v.name(args) and the filters v | name(args)
-static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, JinjaValue args) {
-    if (!jinja_spend(j, 0)) return v;
-    if (jinja_one_of(name, "default|d")) {
-        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean")));
-        return stays ? v : jinja_arg(args, 0, "default_value");
-    }
-    if (jinja_one_of(name, "string")) return jinja_written(j, v);
-    if (v.kind == J_INT && jinja_one_of(name, "int")) return v;
-    if (v.kind == J_UNDEFINED && jinja_one_of(name, "trim")) return jinja_string("");
-    if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.40s of %s", name, jinja_kinds[v.kind]);
-    if (v.kind != J_TEXT || jinja_one_of(name, "list|first|last|reverse|select|reject|join"))
-        return jinja_apply_table(j, v, name, args);
-    return jinja_apply_text(j, v, name, args);
-}
-
-// ---- Running: functions and operators
-// Today, as the text `format` says. Its time is midnight.
-static JinjaValue jinja_date(Jinja *j, JinjaValue format) {
-    char how[64], *date = jinja_memory(j, 256);
-    snprintf(how, sizeof how, "%.*s", (int)min_size(format.n, 63), format.s);
-    if (!date || format.n > 63 || !strftime(date, 256, how, &j->tp->today))
-        return jinja_fail(j, "the date as this text");
-    return jinja_string(date);
-}
-
-// The functions.
-static JinjaValue jinja_function(Jinja *j, const char *name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
-    if (x.kind == J_TEXT && jinja_one_of(name, "raise_exception"))
-        return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
-    if (x.kind == J_TEXT && jinja_one_of(name, "strftime_now")) return jinja_date(j, x);
-    if (x.kind == J_INT && jinja_one_of(name, "range")) {
-        JinjaValue list = jinja_table(j, J_LIST);
-        long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
-        for (long i = from; i < to && !j->failed; i++) jinja_push(j, list, jinja_int(i));
-        return list;
-    }
-    if (!jinja_one_of(name, "namespace|dict")) return jinja_fail(j, "the function %.40s", name);
-    JinjaValue dict = jinja_table(j, J_DICT);
-    if (dict.t) dict.t->space = *name == 'n';
-    for (size_t i = 0; args.t && i < args.t->n; i++) jinja_add(j, dict, args.t->key[i], args.t->item[i]);
-    return dict;
-}
-
-// a OP b of two numbers
-static JinjaValue jinja_arithmetic(Jinja *j, long a, int op, long b) {
-    int divides = op == OP_WHOLE || op == OP_REST;
-    if (divides && b <= 0) return jinja_fail(j, "%ld %s %ld", a, jinja_operators[op].name, b);
-    long n = 0, rest = divides ? (a % b + b) % b : 0;       // as Python has it, never negative
-    switch (op) {
-    case OP_LESS:       return jinja_bool(a < b);
-    case OP_LESS_EQUAL: return jinja_bool(a <= b);
-    case OP_MORE:       return jinja_bool(a > b);
-    case OP_MORE_EQUAL: return jinja_bool(a >= b);
-    case OP_PLUS:       n = a + b; break;
-    case OP_MINUS:      n = a - b; break;
-    case OP_TIMES:      n = a * b; break;
-    case OP_WHOLE:      n = (a - rest) / b; break;
-    case OP_REST:       n = rest; break;
-    }
-    return labs(n) > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
-}
-
-// a OP b
-static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
-    if (op == OP_EQUAL || op == OP_UNEQUAL) return jinja_bool(jinja_equal(j, a, b) == (op == OP_EQUAL));
-    if (op == OP_IN || op == OP_NOT_IN) return jinja_bool(jinja_in(j, a, b) == (op == OP_IN));
-    if (op == OP_JOIN) {
-        a = jinja_written(j, a);
-        b = jinja_written(j, b);
-    }
-    if ((op == OP_PLUS || op == OP_JOIN) && a.kind == J_TEXT && b.kind == J_TEXT) {
-        if (!a.n || !b.n) return a.n ? a : b;
-        JinjaOutput old = jinja_begin(j);
-        jinja_put(j, a);
-        jinja_put(j, b);
-        return jinja_end(j, old);
-    }
-    if (op == OP_PLUS && a.kind == J_LIST && b.kind == J_LIST) {
-        JinjaValue list = jinja_table(j, J_LIST);
-        for (size_t i = 0; i < a.t->n && !j->failed; i++) jinja_push(j, list, a.t->item[i]);
-        for (size_t i = 0; i < b.t->n && !j->failed; i++) jinja_push(j, list, b.t->item[i]);
-        return list;
-    }
-    if ((a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT))
-        return jinja_arithmetic(j, a.i, op, b.i);
-    return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_operators[op].name, jinja_kinds[b.kind]);
-}
-
-// ---- Running: variables and calls
-// One stack has the variables of all scopes, the newest on top. A loop and a macro begin a scope and cut the stack
-// back at their end. What a macro's caller has set lies in the middle, hidden.
-static JinjaValue jinja_eval(Jinja *j, const JinjaNode *x);
-static int jinja_run(Jinja *j, const JinjaNode *x);
-
-// The newest variable of this name that can be seen; NULL: there is none.
-static JinjaValue *jinja_variable(Jinja *j, const char *name) {
-    for (int i = (int)arrlen(j->var) - 1; i >= 0; i--) {
-        if (i == j->hidden - 1) i = j->globals - 1;
-        if (i < 0) break;
-        if (j->var[i].name == name) return &j->var[i].v;
-        if (i % 8 == 0) j->steps++;
-    }
-    return NULL;
-}
-
-// Gives a variable of the innermost scope a value.
-static void jinja_set_variable(Jinja *j, const char *name, JinjaValue v) {
-    for (int i = j->scope; i < (int)arrlen(j->var); i++) {
-        if (j->var[i].name != name) continue;
-        j->var[i].v = v;
-        return;
-    }
-    j->steps += arrlenu(j->var) / 8;
-    arrput(j->var, ((JinjaVariable){ name, v }));
-}
-
-// The arguments of a call.
-static JinjaValue jinja_args(Jinja *j, const JinjaNode *list) {
-    JinjaValue args = undefined;
-    if (list) args = jinja_table(j, J_LIST);
-    for (const JinjaNode *x = list; x && !j->failed; x = x->next) {
-        int named = x->kind == P_NAMED;
-        jinja_add(j, args, named ? jinja_string(x->name) : undefined, jinja_eval(j, named ? x->a : x));
-    }
-    return args;
-}
-
-// What the parts of a block write, as a text.
-static JinjaValue jinja_run_collected(Jinja *j, const JinjaNode *x) {
-    JinjaOutput old = jinja_begin(j);
-    jinja_run(j, x);
-    return jinja_end(j, old);
-}
-
-// What a macro writes. It sees its arguments and the program's variables, not those of who calls it.
-static JinjaValue jinja_call_macro(Jinja *j, const JinjaNode *m, JinjaValue args) {
-    int top = (int)arrlen(j->var), scope = j->scope, hidden = j->hidden, globals = j->globals;
-    size_t k = 0;
-    if (!hidden) j->globals = scope ? globals : top;
-    j->hidden = j->scope = top;
-    for (const JinjaNode *x = m->a; x && !j->failed; x = x->next, k++) {
-        const JinjaValue *given = jinja_given(args, k, x->name);
-        jinja_set_variable(j, x->name, given ? *given : x->b ? jinja_eval(j, x->b) : undefined);
-    }
-    JinjaValue text = jinja_run_collected(j, m->d);
-    arrsetlen(j->var, top);
-    j->scope = scope;
-    j->hidden = hidden;
-    j->globals = globals;
-    return text;
-}
-
-// name(args): a macro, or one of the functions.
-static JinjaValue jinja_call(Jinja *j, const JinjaNode *x) {
-    JinjaValue *f = jinja_variable(j, x->name);
-    const JinjaNode *macro = f && f->kind == J_MACRO ? f->macro : NULL;
-    JinjaValue args = jinja_args(j, x->b);
-    j->p = x->at;
-    if (j->failed) return undefined;
-    return macro ? jinja_call_macro(j, macro, args) : jinja_function(j, x->name, args);
-}
-
-// ---- Running: the tree
-// A list of the values of the parts from x on, or a dict of the keys and values that they are in turn.
-static JinjaValue jinja_eval_members(Jinja *j, const JinjaNode *x, int kind) {
-    JinjaValue table = jinja_table(j, kind), key = undefined;
-    for (; x && !j->failed; x = x->next) {
-        if (kind == J_DICT) {
-            key = jinja_eval(j, x);
-            x = x->next;
-            if (!x) break;
-        }
-        jinja_add(j, table, key, jinja_eval(j, x));
-    }
-    return table;
-}
-
-// Computes a part of an expression.
-static JinjaValue jinja_eval_part(Jinja *j, const JinjaNode *x) {
-    JinjaValue *found, part[4] = { 0 };
-    const JinjaNode *of[] = { x->a, x->b, x->c, x->d };
-    switch (x->kind) {
-    case P_VALUE: return x->v;
-    case P_NAME:
-        found = jinja_variable(j, x->name);
-        return found ? *found : undefined;
-    case P_LIST:  return jinja_eval_members(j, x->a, J_LIST);
-    case P_DICT:  return jinja_eval_members(j, x->a, J_DICT);
-    case P_CALL:  return jinja_call(j, x);
-    }
-
-    // What needs not all of its parts
-    part[0] = jinja_eval(j, x->a);
-    int yes = jinja_truth(part[0]), shortcut = x->op == OP_AND || x->op == OP_OR;
-    if (j->failed) return undefined;
-    j->p = x->at;
-    switch (x->kind) {
-    case P_NOT: return jinja_bool(!yes);
-    case P_IF:
-        x = yes ? x->b : x->c;
-        return x ? jinja_eval(j, x) : undefined;
-    case P_TEST:
-        return jinja_bool(jinja_test(j, part[0], x->name, jinja_args(j, x->b), 0) != x->op);
-    case P_FILTER:
-        if (x->op && !part[0].kind) return jinja_fail(j, "%.40s of %s", x->name, jinja_kinds[0]);
-        return jinja_apply(j, part[0], x->name, jinja_args(j, x->b));
-    case P_BINARY:
-        if (!shortcut) break;
-        return yes == (x->op == OP_AND) ? jinja_eval(j, x->b) : part[0];
-    }
-
-    // And what needs all of them
-    for (int k = 1; k < 4; k++)
-        if (of[k]) part[k] = jinja_eval(j, of[k]);
-    j->p = x->at;
-    if (j->failed) return undefined;
-    if (x->kind == P_BINARY) return jinja_compute(j, part[0], x->op, part[1]);
-    if (x->kind == P_INDEX) return jinja_item(j, part[0], part[1]);
-    return jinja_slice(j, part[0], part[1], part[2], part[3]);
-}
-
-// Computes an expression. Returns an undefined value when the program has failed.
-static JinjaValue jinja_eval(Jinja *j, const JinjaNode *x) {
-    if (!jinja_spend(j, 0)) return undefined;
-    j->p = x->at;
-    JinjaValue v = undefined;
-    if (jinja_deeper(j, JINJA_DEPTH, "parts inside one another")) v = jinja_eval_part(j, x);
-    j->depth--;
-    return j->failed ? undefined : v;
-}
-
-// The variables of one turn of a loop.
-static void jinja_loop_variables(Jinja *j, const JinjaNode *names, const JinjaTable *t, size_t i) {
-    JinjaValue loop = jinja_table(j, J_DICT), x = t->item[i];
-    jinja_enter(j, loop, "index", jinja_int((long)i + 1));
-    jinja_enter(j, loop, "index0", jinja_int((long)i));
-    jinja_enter(j, loop, "revindex", jinja_int((long)(t->n - i)));
-    jinja_enter(j, loop, "revindex0", jinja_int((long)(t->n - i) - 1));
-    jinja_enter(j, loop, "first", jinja_bool(!i));
-    jinja_enter(j, loop, "last", jinja_bool(i == t->n - 1));
-    jinja_enter(j, loop, "length", jinja_int((long)t->n));
-    jinja_enter(j, loop, "previtem", i ? t->item[i - 1] : undefined);
-    jinja_enter(j, loop, "nextitem", i < t->n - 1 ? t->item[i + 1] : undefined);
-    jinja_set_variable(j, j->tp->names[0], loop);
-    if (!names->next) {
-        jinja_set_variable(j, names->name, x);
-        return;
-    }
-    if (x.kind != J_LIST || x.t->n != 2) {
-        jinja_fail(j, "a loop with two names over %s", jinja_kinds[x.kind]);
-        return;
-    }
-    jinja_set_variable(j, names->name, x.t->item[0]);
-    jinja_set_variable(j, names->next->name, x.t->item[1]);
-}
-
-enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };       // how a block has ended
-
-// Runs a loop. With a condition it goes over the members first that this lets in.
-static void jinja_run_for(Jinja *j, const JinjaNode *x) {
-    JinjaValue all = jinja_list(j, jinja_eval(j, x->b)), list = x->c ? jinja_table(j, J_LIST) : all;
-    int scope = j->scope, top = (int)arrlen(j->var), how = RUN_ON;
-    if (!scope && !j->hidden) j->globals = top;
-    j->scope = top;
-    for (size_t i = 0; x->c && !j->failed && i < all.t->n; i++) {
-        jinja_loop_variables(j, x->a, all.t, i);
-        if (jinja_truth(jinja_eval(j, x->c))) jinja_push(j, list, all.t->item[i]);
-        arrsetlen(j->var, top);
-    }
-    for (size_t i = 0; how != RUN_BREAK && !j->failed && i < list.t->n; i++) {
-        jinja_loop_variables(j, x->a, list.t, i);
-        how = jinja_run(j, x->d);
-        arrsetlen(j->var, top);
-    }
-    if (!j->failed && !list.t->n) jinja_run(j, x->a->a);
-    arrsetlen(j->var, top);
-    j->scope = scope;
-}
-
-// Gives a variable, or a member of a namespace, its value.
-static void jinja_run_set(Jinja *j, const JinjaNode *x) {
-    JinjaValue v = x->b ? jinja_eval(j, x->b) : jinja_run_collected(j, x->c);
-    if (j->failed) return;
-    if (x->a->kind == P_NAME) {
-        jinja_set_variable(j, x->a->name, v);
-        return;
-    }
-    JinjaValue space = jinja_eval(j, x->a->a);
-    if (space.kind != J_DICT || !space.t->space) {
-        jinja_fail(j, "%.40s is no namespace", x->a->a->name);
-        return;
-    }
-    for (size_t i = 0; i < space.t->n; i++) {
-        if (!jinja_is(space.t->key[i], x->a->name)) continue;
-        space.t->item[i] = v;
-        return;
-    }
-    jinja_enter(j, space, x->a->name, v);
-}
-
-// Runs the parts of a block. RUN_BREAK and RUN_CONTINUE: the loop around it ends, or goes on.
-static int jinja_run(Jinja *j, const JinjaNode *x) {
-    int how = RUN_ON;
-    jinja_deeper(j, JINJA_DEPTH, "parts inside one another");
-    for (; x && how == RUN_ON && jinja_spend(j, 0); x = x->next) {
-        const JinjaNode *branch = x;
-        j->p = x->at;
-        switch (x->kind) {
-        case P_TEXT:     jinja_put(j, x->v); break;
-        case P_PRINT:    jinja_put(j, jinja_written(j, jinja_eval(j, x->a))); break;
-        case P_FOR:      jinja_run_for(j, x); break;
-        case P_SET:      jinja_run_set(j, x); break;
-        case P_BREAK:    how = RUN_BREAK; break;
-        case P_CONTINUE: how = RUN_CONTINUE; break;
-        case P_DEFINE:
-            jinja_set_variable(j, x->name, (JinjaValue){ .kind = J_MACRO, .macro = x });
-            break;
-        case P_BRANCH:
-            while (branch && branch->a && !jinja_truth(jinja_eval(j, branch->a)) && !j->failed)
-                branch = branch->c;
-            if (branch && !j->failed) how = jinja_run(j, branch->b);
-            break;
+            tag = jinja_maybe_name(j);
+            if (*stops && jinja_is(tag, stops)) break;
+            jinja_tag(j, tag);
         }
     }
     j->depth--;
-    return how;
+    return tag;
 }
 
 // ==================================================================================================== RENDERING
@@ -1371,35 +1132,26 @@ static JinjaValue message_value(Jinja *j, const char *text, int number) {
     return v;
 }
 
-// The variables that a program finds, in the order in which template_parse enters their names.
-static const char *const known_names[] = {
-    "loop", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "enable_thinking",
-    "raise_exception", "strftime_now", "namespace", "range", "dict",
-};
-enum { KNOWN_NAMES = sizeof known_names / sizeof *known_names };
-
-// Gives them their values.
+// Gives the program its variables.
 static void set_variables(Jinja *j, const Message *m, int n, int how) {
-    const JinjaValue none = { .kind = J_NONE };
+    static const char *const functions[] = { "raise_exception", "strftime_now", "namespace", "range", "dict" };
     JinjaValue messages = jinja_table(j, J_LIST);
     for (int i = 0; i < n && !j->failed; i++) {
         JinjaValue message = jinja_table(j, J_DICT);
-        jinja_enter(j, message, "role", jinja_string(m[i].role));
-        jinja_enter(j, message, "content", message_value(j, m[i].content, i));
+        jinja_enter(j, message.t, "role", jinja_string(m[i].role));
+        jinja_enter(j, message.t, "content", message_value(j, m[i].content, i));
         jinja_push(j, messages, message);
     }
-    const JinjaValue known[KNOWN_NAMES] = {
-        undefined,
-        messages,
-        none,
-        none,
-        jinja_bool(how & RENDER_PROMPT),
-        j->tp->bos ? jinja_string(j->tp->bos) : undefined,
-        j->tp->eos ? jinja_string(j->tp->eos) : undefined,
-        how & RENDER_NO_THINK ? jinja_bool(0) : undefined,
-    };
-    for (int k = 1; k < KNOWN_NAMES; k++)
-        jinja_set_variable(j, j->tp->names[k], k < 8 ? known[k] : (JinjaValue){ .kind = J_FUNCTION });
+    jinja_scope(j, NULL);
+    j->globals = j->scope;
+    jinja_enter(j, j->globals, "messages", messages);
+    jinja_enter(j, j->globals, "tools", (JinjaValue){ .kind = J_NONE });
+    jinja_enter(j, j->globals, "documents", (JinjaValue){ .kind = J_NONE });
+    jinja_enter(j, j->globals, "add_generation_prompt", jinja_bool(how & RENDER_PROMPT));
+    if (j->tp->bos) jinja_enter(j, j->globals, "bos_token", jinja_string(j->tp->bos));
+    if (j->tp->eos) jinja_enter(j, j->globals, "eos_token", jinja_string(j->tp->eos));
+    if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
+    for (int k = 0; k < 5; k++) jinja_enter(j, j->globals, functions[k], (JinjaValue){ .kind = J_FUNCTION });
 }
 
 // See template.h. What may be spent grows with the dialogue.
@@ -1407,11 +1159,11 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
                       char err[512]) {
     size_t all = 0;
     for (int i = 0; i < n; i++) all += strlen(m[i].content);
-    Jinja j = { .tp = tp, .source = tp->source, .p = tp->source, .arena = arena_new(), .err = err,
+    Jinja j = { .tp = tp, .p = tp->source, .arena = arena_new(), .err = err,
                 .most_bytes = JINJA_BYTES + JINJA_BYTES_MESSAGE * (size_t)n + JINJA_BYTES_BYTE * all,
                 .most_steps = JINJA_STEPS + JINJA_STEPS_MESSAGE * (size_t)n };
     set_variables(&j, m, n, how);
-    jinja_run(&j, tp->program);
+    jinja_block(&j, "");
     int all_of_it = RENDER_NO_THINK | RENDER_PROMPT;
     if ((how & all_of_it) == all_of_it) close_thought(&j);
 
@@ -1424,7 +1176,6 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
     }
     arrfree(j.out);
     arrfree(j.from);
-    arrfree(j.var);
     arena_free(j.arena);
     return text;
 }
@@ -1554,10 +1305,7 @@ const char *template_names(void) { return "chatml qwen3 llama3 llama2 mistral ph
 
 void template_free(Template *tp) {
     if (!tp) return;
-    for (int i = 0; i < (int)arrlen(tp->names); i++) free(tp->names[i]);
-    arrfree(tp->names);
     arrfree(tp->stop);
-    arena_free(tp->arena);
     free(tp->no_system);
     free(tp->name);
     free(tp->source);
@@ -1601,11 +1349,10 @@ static char *folder_program(const char *dir, char err[512]) {
     return program;
 }
 
-// Reads the program into the tree. 0, or -1 and err.
-static int template_parse(Template *tp, const char *program, char err[512]) {
+// Takes a copy of the program. 0, or -1 and err.
+static int template_take(Template *tp, const char *program, char err[512]) {
     size_t n = strlen(program), bytes = 0;
     if (n > JINJA_SOURCE) return fault(err, "%zu bytes, at most %d are read", n, JINJA_SOURCE);
-    tp->arena = arena_new();
     tp->source = xcalloc(n + 1, 1);
     for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
         if (*s == '\r' && s[1] == '\n') s++;
@@ -1613,16 +1360,7 @@ static int template_parse(Template *tp, const char *program, char err[512]) {
     }
     bytes -= bytes && tp->source[bytes - 1] == '\n';        // ... and drops the last one
     tp->source[bytes] = 0;
-    for (int k = 0; k < KNOWN_NAMES; k++)
-        jinja_intern(&tp->names, known_names[k], strlen(known_names[k]));
-    Jinja j = {
-        .source = tp->source, .p = tp->source,
-        .arena = tp->arena, .names = tp->names,
-        .err = err,
-    };
-    tp->program = jinja_block(&j, "");
-    tp->names = j.names;
-    return -j.failed;
+    return 0;
 }
 
 // The text of a token, malloc'd; NULL: the tokenizer has none (-1).
@@ -1745,7 +1483,7 @@ static int template_needs(const NamedTemplate *named, const Tokenizer *t, char e
     return 0;
 }
 
-// See template.h. A program is read, and then tried on a short dialogue: what it cannot write is found now.
+// See template.h. A program is tried on a short dialogue: what it cannot write is found now.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
     char why[512] = "", reason[512];
     const NamedTemplate *named = named_template(name);
@@ -1762,7 +1500,7 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     int bad = (!named && !program) || template_date(&tp->today, why);
     if (!bad && named) bad = template_needs(named, t, why);
     if (!bad) {
-        bad = template_parse(tp, named ? named->source : program, reason) || template_stops(tp, reason)
+        bad = template_take(tp, named ? named->source : program, reason) || template_stops(tp, reason)
               || template_system(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }

@@ -36,9 +36,6 @@ typedef struct {
     const Tokenizer *t;
     char *bos, *eos;            // the texts of these tokens; NULL: the tokenizer has none
     char *source;               // the program, line breaks as \n
-    struct Arena *arena;        // where its tree lies
-    struct JinjaNode *program;
-    char **names;               // stb array: the names in it
     struct tm today;            // midnight of the day, for strftime_now
 } Template;
 
