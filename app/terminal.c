@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
+#include <wchar.h>
 #include <stb/stb_ds.h>
 #ifdef KVCOMP_READLINE
 #include <readline/history.h>
@@ -229,12 +230,10 @@ void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 #ifdef KVCOMP_READLINE
 // A file with a line for each message, as a JSON string, so that one of several lines is one line.
 // Messages are appended one write each: chats side by side leave each other's lines alone, and a
-// program that is killed has lost nothing. When a chat begins, a file that has grown long is cut to
-// its newest lines, and then saved as every file is.
+// program that is killed has lost nothing. When a chat begins, a file that has grown long is saved
+// anew with its newest messages.
 enum {
-    HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
-    HISTORY_BYTES = 1 << 20,
-    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay until the file is cut
+    HISTORY_LINES = 1000,           // so many of the newest are there; a file of twice as many is cut
     HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
     MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
 };
@@ -260,25 +259,19 @@ static void history_give_up(const char *why) {
     history_file = NULL;
 }
 
-// The newest lines of a text (n): where those begin that are read.
-static char *newest_lines(char *text, size_t n) {
-    char *first = text + n, *end = first;
-    for (int lines = 0; first > text && lines < HISTORY_LINES; lines++) {
-        char *p = first - 1;
-        while (p > text && p[-1] != '\n') p--;
-        if (end - p > HISTORY_BYTES) break;
-        first = p;
-    }
-    return first;
+// Writes the line of a message.
+static void history_line(FILE *f, const char *text) {
+    json_escape(f, text, strlen(text));
+    fputc('\n', f);
 }
 
-// Saves a text as the file, for its owner alone. 0, or -1 with err.
-static int history_save(const char *path, const char *text, size_t n, char err[512]) {
+// Saves the messages that readline has as the file.
+static void history_cut(void) {
+    char err[512];
     Saving x;
-    if (save_begin(&x, path, err)) return -1;
-    fchmod(fileno(x.f), 0600);
-    fwrite(text, 1, n, x.f);
-    return save_keep(&x, err);
+    int bad = save_begin(&x, history_file, err);
+    for (int i = 0; i < history_length && !bad; i++) history_line(x.f, history_get(history_base + i)->line);
+    if (bad || save_keep(&x, err)) history_give_up(err);
 }
 
 // Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
@@ -286,6 +279,7 @@ static int history_save(const char *path, const char *text, size_t n, char err[5
 static void history_read(void) {
     char err[512];
     size_t n;
+    int lines = 0;
     history_file = history_path();
     if (!history_file || !file_exists(history_file)) return;
     char *text = read_bounded(history_file, MOST_HISTORY, &n, err);
@@ -293,20 +287,18 @@ static void history_read(void) {
         history_give_up(err);
         return;
     }
-    char *first = newest_lines(text, n), *last = text + n, *end;
-    for (char *p = first; p < last; p = end + 1) {
-        end = memchr(p, '\n', (size_t)(last - p));
-        if (!end) end = last;
+    stifle_history(HISTORY_LINES);
+    for (char *p = text, *end; p < text + n; p = end + 1, lines++) {
+        end = p + strcspn(p, "\n");
         Json *j = json_parse(p, (size_t)(end - p), err);
         if (j && j->type == JSON_STRING && *j->str) add_history(j->str);
         json_free(j);
     }
-    int cut = first - text > HISTORY_OLD;
-    if (cut && history_save(history_file, first, (size_t)(last - first), err)) history_give_up(err);
     free(text);
+    if (lines > 2 * HISTORY_LINES) history_cut();
 }
 
-// Appends a line (n bytes) to the file, which is for its owner alone. 0, or -1 with err.
+// Appends a line (n bytes) to the file, which is made for its owner alone. 0, or -1 with err.
 static int history_append(const char *path, const char *line, size_t n, char err[512]) {
     struct stat st;
     char *target = copy_text(path);
@@ -323,7 +315,6 @@ static int history_append(const char *path, const char *line, size_t n, char err
         bad = 1;
         errno = EINVAL;
     }
-    if (!bad) bad = fchmod(fd, 0600);
     errno = bad ? errno : ENOSPC;
     ssize_t done = bad ? 0 : write(fd, line, n);
     if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
@@ -341,21 +332,18 @@ static void history_keep(const char *text) {
     char err[512], *line = NULL;
     size_t size;
     FILE *f = memory_stream(&line, &size);
-    json_escape(f, text, strlen(text));
-    fputc('\n', f);
+    history_line(f, text);
     memory_stream_close(f);
     if (history_append(history_file, line, size, err)) history_give_up(err);
     free(line);
 }
 
 // ---- lines edited by readline
-// Readline is called back for every byte that has come, so that the program waits itself, for bytes and
-// for signals: these are let through only where it waits, and readline catches none.
+// Readline asks for one byte after the other, and the program waits for them itself: signals are let through
+// only there, and readline catches none.
 static struct termios terminal_quiet;       // the settings while a reply is made
 static NameAt *name_at;             // what Tab completes
 static int name_from;               // where in the line the word to be completed begins
-static char *line_got;              // the line that was sent (malloc'd); NULL: the end of the input
-static int line_over;
 static sigset_t signals_before;     // those let through while it waits
 
 // Waits until there is a byte, or the end of the input. 0: a signal came first.
@@ -366,21 +354,18 @@ static int byte_comes(void) {
     return pselect(1, &f, NULL, NULL, NULL, &signals_before) >= 0 || errno != EINTR;
 }
 
-// Readline's next byte. Within a key or a paste it waits here, and Ctrl-C ends even a paste whose end
-// never comes.
+// Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C ends
+// the line, and first the key or the paste whose end it waits for.
 static int byte_read(FILE *f) {
     unsigned char c;
     (void)f;
-    while (!byte_comes())
-        if (interrupted) return EOF;
+    while (!interrupted && !byte_comes()) {
+        if (resized) rl_resize_terminal();
+        if (resumed) rl_forced_update_display();
+        resized = resumed = 0;
+    }
+    if (interrupted) return RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
     return read(0, &c, 1) == 1 ? c : EOF;
-}
-
-// A line was sent, or the input has ended.
-static void line_taken(char *line) {
-    line_got = line;
-    line_over = 1;
-    rl_callback_handler_remove();
 }
 
 // Readline takes the terminal. It shows keys only on one that shows them. At the prompt Ctrl-C drops what
@@ -476,42 +461,30 @@ static int terminal_take(void) {
 // Appends an edited line to the stb_ds array. Returns READ_*.
 static int read_edited(char **out) {
     static const int answered[] = { SIGINT, SIGTSTP, SIGCONT, SIGWINCH };
-    char prompt[64];
+    char prompt[64], *line;
     sigset_t held;
-    int given_up = 0;
     const char *color = in_color(stdout, COLOR_USER);
     sigemptyset(&held);
     for (int i = 0; i < 4; i++) sigaddset(&held, answered[i]);
     sigprocmask(SIG_BLOCK, &held, &signals_before);
     editing = 1;
-    line_over = interrupted = resized = resumed = 0;
-    line_got = NULL;
     // What stands between \001 and \002 takes no column.
     snprintf(prompt, sizeof prompt, *color ? "\001%s\002> \001%s\002" : "> ", color, COLOR_OFF);
-    rl_reset_screen_size();
-    rl_callback_handler_install(prompt, line_taken);
-    while (!line_over && !given_up) {
-        if (byte_comes()) rl_callback_read_char();
-        if (line_over) break;
-        if (resized) rl_resize_terminal();
-        if (resumed) rl_forced_update_display();
-        resized = resumed = 0;
-        if (!interrupted) continue;
-        // Ctrl-C: an empty line is given up, behind another one an empty one begins.
-        given_up = !rl_end;
-        interrupted = 0;
-        rl_callback_sigcleanup();
-        rl_callback_handler_remove();
+    do {
+        interrupted = resized = resumed = 0;
+        rl_reset_screen_size();
+        line = readline(prompt);
+        if (!interrupted) break;
+        free(line);
+        line = NULL;
         fputs("\r\n", stdout);
         fflush(stdout);
-        if (!given_up) rl_callback_handler_install(prompt, line_taken);
-    }
+    } while (rl_end);               // Ctrl-C: an empty line is given up, behind another one an empty one begins
     editing = 0;
     sigprocmask(SIG_SETMASK, &signals_before, NULL);
-    if (given_up) return READ_INTERRUPTED;
-    if (!line_got) return READ_END;
-    bytes_put(out, line_got, strlen(line_got));
-    free(line_got);
+    if (!line) return interrupted ? READ_INTERRUPTED : READ_END;
+    bytes_put(out, line, strlen(line));
+    free(line);
     return READ_DONE;
 }
 
@@ -634,33 +607,8 @@ int read_message(char **out) {
 }
 
 // ---- columns
-// Is b a byte inside a UTF-8 character, not its first?
-static int inside_char(char b) { return (b & 0xc0) == 0x80; }
-
-// Code points [from,to) that take no column.
-static const struct { unsigned from, to; } narrow_chars[] = {
-    { 0x300,  0x370  },     // combining marks
-    { 0x200d, 0x200e },     // the joiner of emoji
-    { 0xfe00, 0xfe10 },     // variation selectors
-};
-
-// Code points [from,to) that take two columns.
-static const struct { unsigned from, to; } wide_chars[] = {
-    { 0x1100,  0x1160 },    // Hangul letters
-    { 0x2e80,  0xa4d0 },    // Chinese, Japanese, Yi
-    { 0xac00,  0xd7a4 },    // Hangul syllables
-    { 0xf900,  0xfb00 },    // compatibility ideographs
-    { 0xff00,  0xff61 },    // fullwidth forms
-    { 0x1f300, UINT_MAX },  // emoji, and the ideographs beyond
-};
-
-// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
-unsigned code_point(const char *s, int n) {
-    unsigned c = (unsigned char)s[0];
-    if (n == 2) return (c & 31) << 6 | (s[1] & 63);
-    if (n == 3) return (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63);
-    return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
-}
+// The bytes of the character that the n > 0 bytes at s begin with; one that is no UTF-8 stands alone.
+static int char_bytes(const char *s, size_t n) { return max_int(utf8_length(s, n), 1); }
 
 // Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
 // no UTF-8 are not: a blank stands for them.
@@ -670,40 +618,40 @@ static int is_drawn(const char *s, int n) {
         && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
 }
 
-// The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
-// combining marks.
+// The columns that one character of n bytes takes, as the C library has it: 2 for East Asian wide ranges and
+// emoji, 0 for combining marks.
 static int char_width(const char *s, int n) {
-    if ((unsigned char)s[0] < 0x80 || !is_drawn(s, n)) return 1;
-    unsigned c = code_point(s, n);
-    for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
-        if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
-    for (size_t i = 0; i < sizeof wide_chars / sizeof *wide_chars; i++)
-        if (c >= wide_chars[i].from && c < wide_chars[i].to) return 2;
-    return 1;
+    static const char *locale;
+    mbstate_t state = { 0 };
+    wchar_t c;
+    if (n == 1 || !is_drawn(s, n)) return 1;
+    if (!locale) locale = setlocale(LC_CTYPE, "C.UTF-8");
+    if (mbrtowc(&c, s, (size_t)n, &state) != (size_t)n) return 1;
+    int width = wcwidth(c);
+    return width < 0 ? 1 : width;
 }
 
 // Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
 // it is shorter. Line breaks and control characters become blanks.
 void print_cut(FILE *f, const char *text, int width) {
-    int at = 0, cut = 0, n = (int)strlen(text);
-    int columns = 0;
-    for (int i = 0; i < n; i++) columns += !inside_char(text[i]);       // at least; wide ones take two
-    for (int next; at < n && !cut; at = next) {
-        next = at + 1;
-        while (next < n && inside_char(text[next])) next++;
-        int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
-        cut = w > room;
-        if (cut) break;
-        if (is_drawn(text + at, next - at)) fwrite(text + at, 1, (size_t)(next - at), f);
+    size_t n = strlen(text);
+    int all = 0, used = 0;
+    for (size_t i = 0; i < n; i += (size_t)char_bytes(text + i, n - i))
+        all += char_width(text + i, char_bytes(text + i, n - i));
+    int cut = all > width, room = cut ? width - 2 : width;
+    for (size_t i = 0; i < n; ) {
+        int bytes = char_bytes(text + i, n - i), columns = char_width(text + i, bytes);
+        if (used + columns > room) break;
+        if (is_drawn(text + i, bytes)) fwrite(text + i, 1, (size_t)bytes, f);
         else fputc(' ', f);
-        width -= w;
-        columns--;
+        used += columns;
+        i += (size_t)bytes;
     }
-    if (at < n && width >= 2) {
+    if (cut && width >= 2) {
         fputs("..", f);
-        width -= 2;
+        used += 2;
     }
-    fprintf(f, "%*s", width, "");
+    fprintf(f, "%*s", width - used, "");
 }
 
 // Writes text as one line of at most `width` columns.
@@ -775,7 +723,7 @@ void wrap_text(Wrap *w, char **text, int last) {
     size_t n = arrlenu(*text);
     if (!w->cols) return;
     for (size_t i = 0, k; i < n; i += k) {
-        k = (size_t)max_int(utf8_length(*text + i, n - i), 1);
+        k = (size_t)char_bytes(*text + i, n - i);
         wrap_char(w, *text + i, (int)k, &out);
     }
     if (last || w->x + w->blanks + w->width + LONG_WORD <= w->cols) wrap_word(w, &out);

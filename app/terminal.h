@@ -60,7 +60,6 @@ void messages_end(void);
 
 // ---- columns
 int screen_columns(void);                       // the width of the screen; 80 when the terminal does not say
-unsigned code_point(const char *s, int n);      // of a character of n >= 2 bytes; of broken UTF-8 some number
 
 // Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
 // it is shorter. Line breaks and control characters become blanks.
