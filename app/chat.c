@@ -796,26 +796,6 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
             rows, over, saves_reads_only(s) ? " | saves reads, not memory" : "", filled, in_color(stderr, COLOR_OFF));
 }
 
-// /stats: three lines of the session.
-static void print_stats(const App *a, FILE *f) {
-    const Session *s = a->s;
-    const Clock *k = &s->clk;
-    char held[32], full[32], meta[32], peak[32], read[32];
-    human_bytes((double)kv_bytes(s), held);
-    human_bytes((double)kv_bytes_full(s), full);
-    human_bytes((double)kv_meta_bytes(s), meta);
-    human_bytes((double)k->peak, peak);
-    human_bytes(bytes_a_step(s), read);
-    fprintf(f, "method %s, %d tokens seen in %d turns, most rows in a head %d\n",
-            a->method, s->n_tok, s->turn, rows_held(a));
-    fprintf(f, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n",
-            held, full, meta, peak, read);
-    fprintf(f, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; ",
-            k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
-    fprintf(f, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
-            k->attend, k->select, k->commit, k->index);
-}
-
 // ---- --ids FILE: teacher forcing (D3)
 // Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
 
@@ -1974,26 +1954,6 @@ int chat_turn(App *a, const char *text, FILE *out) {
     return 0;
 }
 
-// Makes the last reply again: everything up to its first token is replayed, and new random numbers
-// go on from there. When the method does not open again, the reply stays.
-static void chat_regen(App *a, FILE *out) {
-    if (!arrlen(a->turn)) {
-        fprintf(stderr, "nothing to make again\n");
-        return;
-    }
-    int *reply = arrlast(a->turn).dec;
-    arrlast(a->turn).dec = NULL;
-    if (replay(a, 0)) {
-        arrlast(a->turn).dec = reply;
-        warn("the reply stays: %s", a->s->err);
-        return;
-    }
-    arrfree(reply);
-    turn_begin();
-    chat_reply(a, out);
-    turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
-}
-
 // Says on stderr what a switch has done, unless --quiet.
 KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
     char text[LINE_ROOM];
@@ -2085,23 +2045,6 @@ static int chat_method(App *a, const char *spec) {
     if (session_ready(a)) return 0;             // the next message tries again
     confirm_replay(a, t0);
     return 0;
-}
-
-// Opens the method again with another budget. --budget takes the place of --ratio if that was
-// given. When the value or the method refuses, the options are as they were.
-static void chat_budget(App *a, const char *value) {
-    char err[256], *old = copy_text(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio"), picked = a->picked;
-    int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
-    if (bad) warn("%s", err);
-    if (ratio) (void)shdel(a->o->given, "ratio");
-    a->picked = 0;                              // it is the user's now
-    if (bad || chat_method(a, a->method)) {
-        options_set(a->o, "budget", old, err);
-        a->picked = picked;
-        if (ratio) shput(a->o->given, "ratio", 1);
-    }
-    free(old);
 }
 
 // Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
@@ -2427,7 +2370,7 @@ static int compare_budget(const App *a) {
 }
 
 // /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
-static void chat_compare(App *a, const char *question) {
+static void command_compare(App *a, const char *question) {
     char err[512];
     Turn t = render_turn(a, question, err);
     if (!*err) (void)message_known(a, &t, err);
@@ -2456,38 +2399,27 @@ static void chat_compare(App *a, const char *question) {
 }
 
 // ---- commands. arg is what stands behind the name, "" when nothing does
-static const char *chat_help =
-    "/help            this list (so does /?)\n"
-    "/method NAME     another method; the dialogue is played into it again, with a\n"
-    "                 budget picked for it where you gave none\n"
-    "/budget N        another budget of rows a head, likewise\n"
-    "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
-    "/demo            a scripted dialogue through several methods, side by side\n"
-    "/stats           bytes, rows, speed, the method's own numbers\n"
-    "/show            the dialogue, coloured by how many heads still hold a word\n"
-    "/clear           forget the dialogue\n"
-    "/regen           make the last reply again\n"
-    "/system TEXT     another system message, with a new dialogue\n"
-    "/read FILE       a file's text as your message\n"
-    "/save FILE       keep the dialogue\n"
-    "/load FILE       go on with a kept one\n"
-    "/quit            leave (so do /bye and Ctrl-D); Ctrl-C stops a reply\n"
-    "/method, /budget and /system alone say what is in use.\n"
-    "Tab completes commands, methods and files; arrows up and down and Ctrl-R bring\n"
-    "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
-    "The line after a reply: tokens read and written and the speed of writing; bytes\n"
-    "of keys and values (KV) held, of what full attention would hold; rows that each\n"
-    "head holds, of the tokens so far; the share of -c, the most it may hold.\n";
 
-static void command_help(App *a, const char *arg) {
-    (void)a;
-    (void)arg;
-    fputs(chat_help, stderr);
-}
-
+// /stats: three lines of the session.
 static void command_stats(App *a, const char *arg) {
     (void)arg;
-    if (!session_ready(a)) print_stats(a, stderr);
+    if (session_ready(a)) return;
+    const Session *s = a->s;
+    const Clock *k = &s->clk;
+    char held[32], full[32], meta[32], peak[32], read[32];
+    human_bytes((double)kv_bytes(s), held);
+    human_bytes((double)kv_bytes_full(s), full);
+    human_bytes((double)kv_meta_bytes(s), meta);
+    human_bytes((double)k->peak, peak);
+    human_bytes(bytes_a_step(s), read);
+    fprintf(stderr, "method %s, %d tokens seen in %d turns, most rows in a head %d\n",
+            a->method, s->n_tok, s->turn, rows_held(a));
+    fprintf(stderr, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n",
+            held, full, meta, peak, read);
+    fprintf(stderr, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; ",
+            k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
+    fprintf(stderr, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
+            k->attend, k->select, k->commit, k->index);
 }
 
 // ---- /show: the dialogue, each word in a colour that says how many heads still hold its row
@@ -2580,9 +2512,25 @@ static void command_clear(App *a, const char *arg) {
     confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
 }
 
+// Makes the last reply again: everything up to its first token is replayed, and new random numbers
+// go on from there. When the method does not open again, the reply stays.
 static void command_regen(App *a, const char *arg) {
     (void)arg;
-    chat_regen(a, stdout);
+    if (!arrlen(a->turn)) {
+        fprintf(stderr, "nothing to make again\n");
+        return;
+    }
+    int *reply = arrlast(a->turn).dec;
+    arrlast(a->turn).dec = NULL;
+    if (replay(a, 0)) {
+        arrlast(a->turn).dec = reply;
+        warn("the reply stays: %s", a->s->err);
+        return;
+    }
+    arrfree(reply);
+    turn_begin();
+    chat_reply(a, stdout);
+    turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
 }
 
 // Without a name: prints the one in use, and all names.
@@ -2602,9 +2550,26 @@ static void command_method(App *a, const char *arg) {
     arrfree(names);
 }
 
+// Opens the method again with another budget. --budget takes the place of --ratio if that was
+// given. When the value or the method refuses, the options are as they were.
+static void budget_take(App *a, const char *value) {
+    char err[256], *old = copy_text(opt_str(a->o, "budget"));
+    int ratio = opt_given(a->o, "ratio"), picked = a->picked;
+    int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
+    if (bad) warn("%s", err);
+    if (ratio) (void)shdel(a->o->given, "ratio");
+    a->picked = 0;                              // it is the user's now
+    if (bad || chat_method(a, a->method)) {
+        options_set(a->o, "budget", old, err);
+        a->picked = picked;
+        if (ratio) shput(a->o->given, "ratio", 1);
+    }
+    free(old);
+}
+
 // Without a number: prints the one in use. A method that has no budget says so.
 static void command_budget(App *a, const char *arg) {
-    if (*arg) chat_budget(a, arg);
+    if (*arg) budget_take(a, arg);
     else fprintf(stderr, "%d\n", a->s->budget);
     if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
 }
@@ -2649,16 +2614,8 @@ static void command_save(App *a, const char *arg) {
 static void command_load(App *a, const char *arg) {
     char err[512];
     double t0 = now();
-    if (session_read(a, arg, err)) {
-        warn("%s", err);
-        return;
-    }
-    confirm_replay(a, t0);
-}
-
-static void command_compare(App *a, const char *arg) {
-    if (*arg) chat_compare(a, arg);
-    else fprintf(stderr, "/compare wants a question\n");
+    if (session_read(a, arg, err)) warn("%s", err);
+    else confirm_replay(a, t0);
 }
 
 static void command_demo(App *a, const char *arg) {
@@ -2666,55 +2623,68 @@ static void command_demo(App *a, const char *arg) {
     demo(a);
 }
 
-// A new command is a function above, a line here, and a line of chat_help. One without a function
-// leaves.
-enum { ARG_TEXT, ARG_FILE, ARG_METHOD };
+static void command_help(App *a, const char *arg);
 
-static const struct {
+// A new command is a function above and an entry here, from which /help and Tab have it. One without a
+// function leaves, one without a help text is another's second name.
+static const struct Command {
     const char *name;
+    const char *arg;        // what stands behind the name in /help
+    const char *help;
     void (*run)(App *a, const char *arg);
-    int wants;              // what Tab completes behind it; a file must be named
+    const char *needs;      // what must stand behind it: "a file", whose names Tab completes, or something else; or NULL
 } commands[] = {
-    { "/help",    command_help,    ARG_TEXT },
-    { "/?",       command_help,    ARG_TEXT },
-    { "/stats",   command_stats,   ARG_TEXT },
-    { "/show",    command_show,    ARG_TEXT },
-    { "/clear",   command_clear,   ARG_TEXT },
-    { "/regen",   command_regen,   ARG_TEXT },
-    { "/method",  command_method,  ARG_METHOD },
-    { "/budget",  command_budget,  ARG_TEXT },
-    { "/system",  command_system,  ARG_TEXT },
-    { "/read",    command_read,    ARG_FILE },
-    { "/compare", command_compare, ARG_TEXT },
-    { "/demo",    command_demo,    ARG_TEXT },
-    { "/save",    command_save,    ARG_FILE },
-    { "/load",    command_load,    ARG_FILE },
-    { "/quit",    NULL,            ARG_TEXT },
-    { "/exit",    NULL,            ARG_TEXT },
-    { "/bye",     NULL,            ARG_TEXT },
+    { "/help",    "",       "this list (so does /?)", command_help, NULL },
+    { "/method",  " NAME",  "another method; the dialogue is played into it again, with a budget picked for it "
+                            "where you gave none", command_method, NULL },
+    { "/budget",  " N",     "another budget of rows a head, likewise", command_budget, NULL },
+    { "/compare", " TEXT",  "what several methods reply to it; the dialogue stays as it is", command_compare,
+                            "a question" },
+    { "/demo",    "",       "a scripted dialogue through several methods, side by side", command_demo, NULL },
+    { "/stats",   "",       "bytes, rows, speed, the method's own numbers", command_stats, NULL },
+    { "/show",    "",       "the dialogue, coloured by how many heads still hold a word", command_show, NULL },
+    { "/clear",   "",       "forget the dialogue", command_clear, NULL },
+    { "/regen",   "",       "make the last reply again", command_regen, NULL },
+    { "/system",  " TEXT",  "another system message, with a new dialogue", command_system, NULL },
+    { "/read",    " FILE",  "a file's text as your message", command_read, "a file" },
+    { "/save",    " FILE",  "keep the dialogue", command_save, "a file" },
+    { "/load",    " FILE",  "go on with a kept one", command_load, "a file" },
+    { "/quit",    "",       "leave (so do /bye and Ctrl-D); Ctrl-C stops a reply", NULL, NULL },
+    { "/?",       "",       NULL, command_help, NULL },
+    { "/exit",    "",       NULL, NULL, NULL },
+    { "/bye",     "",       NULL, NULL, NULL },
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
-// The command whose name is nearest to what was typed, or NULL when nothing is near.
-static const char *nearest_command(const char *typed) {
-    const char *best = NULL;
-    int distance = min_int(3, (int)strlen(typed) - 1);      // the / is right, so it says nothing
-    for (int i = 0; i < N_COMMANDS; i++) nearer_name(typed, commands[i].name, &best, &distance);
-    return best;
+static void command_help(App *a, const char *arg) {
+    (void)a;
+    (void)arg;
+    for (const struct Command *c = commands; c->help; c++) {
+        fprintf(stderr, "%s%-*s ", c->name, 16 - (int)strlen(c->name), c->arg);
+        print_wrapped(stderr, c->help, 17, screen_columns());
+    }
+    fputs("/method, /budget and /system alone say what is in use.\n"
+          "Tab completes commands, methods and files; arrows up and down and Ctrl-R bring\n"
+          "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
+          "The line after a reply: tokens read and written and the speed of writing; bytes\n"
+          "of keys and values (KV) held, of what full attention would hold; rows that each\n"
+          "head holds, of the tokens so far; the share of -c, the most it may hold.\n", stderr);
 }
 
 // Runs a line that begins with /, which is cut into name and argument. 1: the chat is over.
 static int chat_command(App *a, char *line) {
     char *arg = line + strcspn(line, " \t\n");
     while (isspace((unsigned char)*arg)) *arg++ = 0;
-    for (int i = 0; i < N_COMMANDS; i++) {
-        if (strcmp(line, commands[i].name)) continue;
-        if (!commands[i].run) return 1;
-        if (commands[i].wants == ARG_FILE && !*arg) fprintf(stderr, "%s wants a file\n", line);
-        else commands[i].run(a, arg);
+    const char *near = NULL;
+    int distance = min_int(3, (int)strlen(line) - 1);       // the / is right, so it says nothing
+    for (const struct Command *c = commands; c < commands + N_COMMANDS; c++) {
+        nearer_name(line, c->name, &near, &distance);
+        if (strcmp(line, c->name)) continue;
+        if (!c->run) return 1;
+        if (c->needs && !*arg) fprintf(stderr, "%s wants %s\n", line, c->needs);
+        else c->run(a, arg);
         return 0;
     }
-    const char *near = nearest_command(line);
     if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
     else tell("no command %s; /help lists them", line);
     return 0;
@@ -2723,13 +2693,14 @@ static int chat_command(App *a, char *line) {
 // ---- completion
 // NameAt of a chat: commands, behind /method the names of methods, behind /read, /save and /load paths.
 static const char *chat_name(const char *line, int from, int i, int *paths) {
-    int wants = ARG_TEXT, n = (int)strcspn(line, " ");
+    int n = (int)strcspn(line, " ");
+    *paths = 0;
     if (*line != '/') return NULL;
     if (!from) return i < N_COMMANDS ? commands[i].name : NULL;
     for (int k = 0; k < N_COMMANDS; k++)
-        if (!strncmp(line, commands[k].name, (size_t)n) && !commands[k].name[n]) wants = commands[k].wants;
-    *paths = wants == ARG_FILE;
-    if (wants != ARG_METHOD) return NULL;
+        if (!strncmp(line, commands[k].name, (size_t)n) && !commands[k].name[n])
+            *paths = commands[k].needs && !strcmp(commands[k].needs, "a file");
+    if (strncmp(line, "/method ", 8)) return NULL;
     EACH_METHOD(m) {
         if (!i--) return (*m)->name;
     }
