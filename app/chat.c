@@ -142,17 +142,37 @@ int *ids_append(int *to, const int *ids, int n) {
     return to;
 }
 
+// A copy of a turn, of its reply as far as it is ids the first n_dec of them.
+Turn turn_copy(const Turn *from, int n_dec) {
+    Turn t = *from;
+    t.pre = ids_append(NULL, from->pre, (int)arrlen(from->pre));
+    t.dec = ids_append(NULL, from->dec, n_dec);
+    t.user = from->user ? copy_text(from->user) : NULL;
+    t.reply = from->reply ? copy_text(from->reply) : NULL;
+    return t;
+}
+
 Turn *turns_copy(const Turn *turns) {
     Turn *copy = NULL;
-    for (int i = 0; i < (int)arrlen(turns); i++) {
-        Turn t = turns[i];
-        t.pre = ids_append(NULL, turns[i].pre, (int)arrlen(turns[i].pre));
-        t.dec = ids_append(NULL, turns[i].dec, (int)arrlen(turns[i].dec));
-        t.user = turns[i].user ? copy_text(turns[i].user) : NULL;
-        t.reply = turns[i].reply ? copy_text(turns[i].reply) : NULL;
-        arrput(copy, t);
-    }
+    for (int i = 0; i < (int)arrlen(turns); i++) arrput(copy, turn_copy(&turns[i], (int)arrlen(turns[i].dec)));
     return copy;
+}
+
+// All ids of a record, as they are fed (stb_ds array).
+int *record_ids(const Turn *turns) {
+    int *ids = NULL;
+    for (int i = 0; i < (int)arrlen(turns); i++) {
+        ids = ids_append(ids, turns[i].pre, (int)arrlen(turns[i].pre));
+        ids = ids_append(ids, turns[i].dec, (int)arrlen(turns[i].dec));
+    }
+    return ids;
+}
+
+// How many those are.
+static int record_tokens(const Turn *turns) {
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(turns); i++) n += (int)arrlen(turns[i].pre) + (int)arrlen(turns[i].dec);
+    return n;
 }
 
 // Forgets all turns; the session keeps its rows until it is reset.
@@ -269,11 +289,7 @@ Turn render_turn(const App *a, const char *text, char err[512]) {
     int how = RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
             | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
     Message *m = record_messages(a, text);
-    int n = (int)arrlen(m), *fed = NULL;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        fed = ids_append(fed, a->turn[i].pre, (int)arrlen(a->turn[i].pre));
-        fed = ids_append(fed, a->turn[i].dec, (int)arrlen(a->turn[i].dec));
-    }
+    int n = (int)arrlen(m), *fed = record_ids(a->turn);
 
     // First as transformers has it, all of it encoded at once; else with the replies' own ids.
     Message *plain = NULL;
@@ -431,13 +447,9 @@ int session_ready(App *a) {
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
 // -1 with err.
 int record_fits(const Session *s, const Turn *turns, char err[512]) {
-    long n = 0;
-    for (int i = 0; i < (int)arrlen(turns); i++)
-        n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec) + s->pos_extra;
+    long n = record_tokens(turns) + (long)arrlen(turns) * s->pos_extra;
     if (!s->pos_end || n <= s->pos_end) return 0;
-    snprintf(err, 512, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d",
-             n, s->pos_end);
-    return -1;
+    return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n, s->pos_end);
 }
 
 // ---- generating a reply
@@ -478,7 +490,7 @@ int make_room(const App *a, int n) {
 
 // Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
 // --ignore-eos.
-int is_stop(const App *a, int id) {
+static int is_stop(const App *a, int id) {
     if (opt_int(a->o, "ignore-eos")) return 0;
     for (int i = 0; i < a->c->n_eos; i++)
         if (a->c->eos[i] == id) return 1;
@@ -506,7 +518,7 @@ static int wrap_columns(FILE *out) {
 
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
 // stderr says so.
-int reply_has_room(const App *a) {
+static int reply_has_room(const App *a) {
     if (!make_room(a, 1)) {
         fputc('\n', stderr);
         warn("the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)",
@@ -519,6 +531,16 @@ int reply_has_room(const App *a) {
         return 0;
     }
     return 1;
+}
+
+// The next id of a reply; -1: it is over, and a->finish says why. What is shown is also fed, counted and
+// recorded, so there must be room for it.
+int reply_next(App *a) {
+    int id = sample(a);
+    if (is_stop(a, id)) a->finish = "stop";
+    else if (!reply_has_room(a)) a->finish = "context";
+    else return id;
+    return -1;
 }
 
 // Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
@@ -549,10 +571,8 @@ int generate(App *a, int n, FILE *out) {
     a->s->picks = logits_needed(a->o);
     a->finish = reply_ends(made, n);
     while (!a->finish) {
-        int id = sample(a);
-        if (is_stop(a, id)) a->finish = "stop";
-        else if (!reply_has_room(a)) a->finish = "context";     // what is shown is also fed, counted and recorded
-        if (a->finish) break;
+        int id = reply_next(a);
+        if (id < 0) break;
         text = decode_token(&d, id, text);
         if (a->stop) bytes_put(&said, text, arrlenu(text));
         wrap_text(&w, &text, 0);
@@ -646,20 +666,31 @@ void json_options(const App *a, FILE *f) {
     fprintf(f, "}");
 }
 
+// A list of n numbers.
+static void json_list(FILE *f, const int *x, int n) {
+    fputc('[', f);
+    for (int i = 0; i < n; i++) fprintf(f, "%s%d", i ? "," : "", x[i]);
+    fputc(']', f);
+}
+
+// "ids":[..]
+void write_ids(FILE *f, const int *ids) {
+    fprintf(f, "\"ids\":");
+    json_list(f, ids, (int)arrlen(ids));
+}
+
 // ,"rows": [layer][KV head] = the source tokens of the rows held.
 void json_rows(const Session *s, FILE *f) {
     fprintf(f, ",\"rows\":[");
     for (int l = 0; l < s->c->L; l++) {
         fputs(l ? ",[" : "[", f);
         for (int g = 0; g < s->c->G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            fputs(g ? ",[" : "[", f);
-            for (int r = 0; r < h->len; r++) fprintf(f, "%s%d", r ? "," : "", h->src[r]);
-            fputs("]", f);
+            if (g) fputc(',', f);
+            json_list(f, kv_head(s, l, g)->src, kv_head(s, l, g)->len);
         }
-        fputs("]", f);
+        fputc(']', f);
     }
-    fprintf(f, "]");
+    fputc(']', f);
 }
 
 // ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
@@ -670,13 +701,13 @@ void json_views(const Session *s, FILE *f) {
         fputs(l ? ",[" : "[", f);
         for (int h = 0; h < s->c->H; h++) {
             const View w = *kv_view(s, l, h);
-            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : "", w.tail);
-            for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
-            fputs("]}", f);
+            fprintf(f, "%s{\"tail\":%d,\"idx\":", h ? "," : "", w.tail);
+            json_list(f, w.idx, w.n);
+            fputc('}', f);
         }
-        fputs("]", f);
+        fputc(']', f);
     }
-    fprintf(f, "]");
+    fputc(']', f);
 }
 
 // Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
@@ -981,17 +1012,16 @@ char *written(const App *a, void (*write)(const App *a, FILE *f)) {
     return text;
 }
 
-// "ids":[..]
-void write_ids(FILE *f, const int *ids) {
-    fprintf(f, "\"ids\":[");
-    for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
-    fprintf(f, "]");
+// Begins the line of a message.
+static void write_message(FILE *f, const char *role, const char *text) {
+    fprintf(f, "{\"role\":\"%s\",\"content\":", role);
+    json_escape(f, text, strlen(text));
 }
 
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
-    fprintf(f, "{\"role\":\"user\",");
-    json_pair(f, "content", t->user ? t->user : "");
+    write_message(f, "user", t->user ? t->user : "");
+    fputc(',', f);
     write_ids(f, t->pre);
     fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
@@ -999,8 +1029,7 @@ static void write_asked(const Turn *t, FILE *f) {
 // Writes the line of its reply.
 static void write_said(const App *a, const Turn *t, FILE *f) {
     char *text = reply_text(a, t);
-    fprintf(f, "{\"role\":\"assistant\",\"content\":");
-    json_escape(f, text, strlen(text));
+    write_message(f, "assistant", text);
     fputc(',', f);
     write_ids(f, t->dec);
     fprintf(f, "}\n");
@@ -1015,9 +1044,7 @@ static void session_write(const App *a, FILE *f) {
     fprintf(f, "}\n");
     free(made);
     if (a->tp && opt_given(a->o, "system")) {
-        const char *text = opt_str(a->o, "system");
-        fprintf(f, "{\"role\":\"system\",\"content\":");
-        json_escape(f, text, strlen(text));
+        write_message(f, "system", opt_str(a->o, "system"));
         fprintf(f, "}\n");
     }
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
@@ -1219,11 +1246,9 @@ static int session_lines(App *a, SessionFile *x, const char *text, size_t n, cha
 // Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
 // method that drops no row and adds none can be asked beforehand.
 int record_overflows(const App *a, const Turn *turns) {
-    long n = 0;
-    for (int i = 0; i < (int)arrlen(turns); i++) n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec);
     for (int i = 0; i < a->s->n_part; i++)
         if (a->s->part[i].m->evicts || a->s->part[i].m->enter) return 0;
-    return n > ctx_limit(a);
+    return record_tokens(turns) > ctx_limit(a);
 }
 
 // Says what is not as it was when the session was saved, a line each.
@@ -1849,17 +1874,17 @@ void words_free(char **w) {
 // Without a terminal every input line is a turn.
 
 // ---- a turn of the chat
-// Has the model a row for every id of a message? 0, or -1 with err.
-static int message_known(const App *a, const Turn *t, char err[512]) {
-    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
-    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
+// Has the model a row for each of these ids? 0, or -1 with err.
+int ids_known(const Config *c, const int *ids, char err[512]) {
+    int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
+    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
 }
 
 // The next message as a turn, which the model knows and which fits. 0; or -1, with err, which is empty where there is
 // nothing to feed.
 static int message_turn(const App *a, const char *text, Turn *t, char err[512]) {
     *t = render_turn(a, text, err);
-    int n = max_int((int)arrlen(t->pre) - t->back, 0), bad = *err || !arrlen(t->pre) || message_known(a, t, err);
+    int n = max_int((int)arrlen(t->pre) - t->back, 0), bad = *err || !arrlen(t->pre) || ids_known(a->c, t->pre, err);
     if (!bad && !make_room(a, n))
         bad = fault(err, "%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)", n,
                     rows_held(a), ctx_limit(a));
@@ -1983,13 +2008,6 @@ static void confirm_replay(const App *a, double t0) {
     else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
 }
 
-// The tokens of the dialogue.
-static int dialogue_tokens(const App *a) {
-    int n = 0;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) n += (int)arrlen(a->turn[i].pre) + (int)arrlen(a->turn[i].dec);
-    return n;
-}
-
 // Sets the budget that the chat picks for a dialogue; 0: none, so that a method has its own.
 static void budget_pick(App *a, int budget) {
     char text[16], err[256];
@@ -2004,7 +2022,7 @@ static void budget_pick(App *a, int budget) {
 // half, or three quarters: the first that the method takes. NULL: it is refused, and err says why.
 static Session *session_for_dialogue(App *a, const char *spec, char err[512]) {
     char why[512];
-    int n = dialogue_tokens(a), users = opt_given(a->o, "budget") && !a->picked;
+    int n = record_tokens(a->turn), users = opt_given(a->o, "budget") && !a->picked;
     if (users || opt_given(a->o, "ratio")) return session_try(a->c, a->w, a->o, spec, err);
     budget_pick(a, 0);
     Session *s = session_try(a->c, a->w, a->o, spec, err);
@@ -2363,22 +2381,17 @@ int demo(App *a) {
 }
 
 // ---- /compare
-// The budget of /compare when none is given: a quarter of the dialogue, so that there is something to
-// lose.
-static int compare_budget(const App *a) {
-    return max_int(dialogue_tokens(a) / 4, 32);
-}
-
-// /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
+// /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is. Without a
+// --budget it is a quarter of the dialogue, so that there is something to lose.
 static void command_compare(App *a, const char *question) {
     char err[512];
     Turn t = render_turn(a, question, err);
-    if (!*err) (void)message_known(a, &t, err);
+    if (!*err) (void)ids_known(a->c, t.pre, err);
     turn_free(t);
     if (*err) warn("%s", err);
     if (*err) return;
 
-    Options *o = sides_options(a, compare_budget(a));
+    Options *o = sides_options(a, max_int(record_tokens(a->turn) / 4, 32));
     int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");
     Side *x = sides_open(a, o);
     const char *first = NULL;

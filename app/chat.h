@@ -100,6 +100,12 @@ void record_take_back(App *a, Turn *t);
 // The same for the session, which is then made from the record unless its rows can simply be cut.
 int session_take_back(App *a, Turn *t);
 
+// A copy of a turn, of its reply as far as it is ids the first n_dec of them.
+Turn turn_copy(const Turn *from, int n_dec);
+
+// All ids of a record, as they are fed (stb_ds array).
+int *record_ids(const Turn *turns);
+
 // A copy of the record (stb_ds array), for turns_free.
 Turn *turns_copy(const Turn *turns);
 void turns_free(Turn *turns);
@@ -125,13 +131,9 @@ int ctx_limit(const App *a);
 // The same, when a method that drops rows may do so now.
 int make_room(const App *a, int n);
 
-// Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
-// --ignore-eos.
-int is_stop(const App *a, int id);
-
-// May a reply go on by one token? It needs a row and a position; when there is none, a line on
-// stderr says so.
-int reply_has_room(const App *a);
+// The next id of a reply; -1: it is over, and a->finish says why. What is shown is also fed, counted and
+// recorded, so there must be room for it.
+int reply_next(App *a);
 
 // Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
 int stop_place(const char **stop, const char *text, size_t n);
@@ -243,6 +245,9 @@ int *ids_append(int *to, const int *ids, int n);
 char *reply_text(const App *a, const Turn *t);
 
 // ---- a turn of the chat
+// Has the model a row for each of these ids (stb_ds array)? 0, or -1 with err.
+int ids_known(const Config *c, const int *ids, char err[512]);
+
 // Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the template
 // or the method refuses it, it names a token without a row, or it does not fit.
 int message_feed(App *a, const char *text, char err[512]);

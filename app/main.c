@@ -716,12 +716,6 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
     return given ? request_continuation(b, prompt, given, err) : request_stops(a, json_get(j, "stop"), err);
 }
 
-// Has the model a row for all these ids? 0, or -1 with err.
-static int request_known(const Config *c, const int *ids, char err[512]) {
-    int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
-    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
-}
-
 // A session for the request: the last one, if it was made with the same, or a new one. o becomes the
 // App's. 0, or -1 with err.
 static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
@@ -756,8 +750,8 @@ static int request_play(Batch *b, char err[512]) {
     App *a = &b->app;
     int n = (int)arrlen(b->given), most = opt_int(a->o, "n-predict");
     for (int i = 0; i < (int)arrlen(a->turn); i++)
-        if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
-    if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
+        if (ids_known(a->c, a->turn[i].pre, err) || ids_known(a->c, a->turn[i].dec, err)) return -1;
+    if (ids_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
 
     int bad = replay(a, 1);
     if (bad < 0) return fault(err, "%s", a->s->err);

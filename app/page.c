@@ -342,12 +342,7 @@ static const Method map_probe = { .name = "map", .state = sizeof(MapProbe), .wat
 // and what it traced.
 static void write_lines(const App *a, const Turn *turns, const Options *o, int l, int h, FILE *f) {
     char err[512];
-    int *ids = NULL;
-    for (int k = 0; k < (int)arrlen(turns); k++) {
-        ids = ids_append(ids, turns[k].pre, (int)arrlen(turns[k].pre));
-        ids = ids_append(ids, turns[k].dec, (int)arrlen(turns[k].dec));
-    }
-    int n = min_int((int)arrlen(ids), MAP_TOKS);
+    int *ids = record_ids(turns), n = min_int((int)arrlen(ids), MAP_TOKS);
     Session *s = n ? session_try(a->c, a->w, o, "loopserve", err) : NULL;
     fprintf(f, "{\"tokens\":%d,\"side\":%d,\"maps\":{", s ? n : 0, min_int(n, MAP_SIDE));
     Latest *latest = NULL;
@@ -392,37 +387,37 @@ static int shown_say(Shown *x, const char *text) {
     return 0;
 }
 
+// Decodes the next id of the reply.
+static void shown_decode(Shown *x, int id) {
+    App *a = &x->side.app;
+    double before = a->s->clk.bytes_attended;
+    arrput(arrlast(a->turn).dec, id);
+    feed_decode(a, id);
+    x->read = a->s->clk.bytes_attended - before;
+}
+
 // One step of a reply of at most n tokens, as generate does it: appends what came to *text (stb_ds) and
 // says whether the reply goes on.
 static int shown_step(Shown *x, int n, char **text) {
-    App *a = &x->side.app;
-    double before = a->s->clk.bytes_attended;
-    int id = x->made < n ? sample(a) : -1;
-    if (id < 0 || is_stop(a, id) || !reply_has_room(a)) {
-        *text = decode_flush(&x->reply, *text);
-        return 0;
-    }
-    *text = decode_token(&x->reply, id, *text);
-    arrput(arrlast(a->turn).dec, id);
-    feed_decode(a, id);
+    int id = x->made < n ? reply_next(&x->side.app) : -1;
+    *text = id < 0 ? decode_flush(&x->reply, *text) : decode_token(&x->reply, id, *text);
+    if (id < 0) return 0;
+    shown_decode(x, id);
     x->made++;
-    x->read = a->s->clk.bytes_attended - before;
     return 1;
 }
 
-// Do the turns `now` go on where `had` ends?
+// Do the turns `now` go on where `had` ends? Then they are as many or more, prefill the same, and begin with
+// the same ids.
 static int goes_on(const Turn *had, const Turn *now) {
-    int n = (int)arrlen(had);
-    if (n > (int)arrlen(now)) return 0;
-    for (int k = 0; k < n; k++) {
-        const Turn *a = &had[k], *b = &now[k];
-        size_t pre = arrlenu(a->pre), dec = arrlenu(a->dec);
-        if (pre != arrlenu(b->pre) || dec > arrlenu(b->dec)) return 0;
-        if (k < n - 1 && dec != arrlenu(b->dec)) return 0;
-        if (memcmp(a->pre, b->pre, pre * sizeof *a->pre)) return 0;
-        if (dec && memcmp(a->dec, b->dec, dec * sizeof *a->dec)) return 0;
-    }
-    return 1;
+    int n = (int)arrlen(had), same = n <= (int)arrlen(now);
+    for (int k = 0; k < n && same; k++) same = arrlen(had[k].pre) == arrlen(now[k].pre);
+    for (int k = 0; k + 1 < n && same; k++) same = arrlen(had[k].dec) == arrlen(now[k].dec);
+    int *before = record_ids(had), *after = record_ids(now);
+    for (int i = 0; i < (int)arrlen(before) && same; i++) same = i < (int)arrlen(after) && before[i] == after[i];
+    arrfree(before);
+    arrfree(after);
+    return same;
 }
 
 // Why these turns do not fit into a side's session; "" when they do.
@@ -440,21 +435,11 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
     else turns_fit(a, now, err);
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {
         if (k == (int)arrlen(a->turn)) {
-            Turn t = now[k];
-            t.pre = ids_append(NULL, now[k].pre, (int)arrlen(now[k].pre));
-            t.dec = NULL;
-            t.user = now[k].user ? copy_text(now[k].user) : NULL;
-            t.reply = now[k].reply ? copy_text(now[k].reply) : NULL;
-            arrput(a->turn, t);
-            feed_prefill(a, &t);
+            arrput(a->turn, turn_copy(&now[k], 0));
+            feed_prefill(a, &a->turn[k]);
             reply_begin(x);
         }
-        for (int j = (int)arrlen(a->turn[k].dec); j < (int)arrlen(now[k].dec); j++) {
-            double before = a->s->clk.bytes_attended;
-            arrput(a->turn[k].dec, now[k].dec[j]);
-            feed_decode(a, now[k].dec[j]);
-            x->read = a->s->clk.bytes_attended - before;
-        }
+        for (int j = (int)arrlen(a->turn[k].dec); j < (int)arrlen(now[k].dec); j++) shown_decode(x, now[k].dec[j]);
     }
 }
 
