@@ -152,9 +152,8 @@ static size_t rows_bytes_full(const Session *s) {
     return (size_t)s->c->L * s->c->G * (size_t)tokens_said(s) * row;
 }
 
-// Bytes, rows and speed, and the values of the method's options; rows 1: also every row held and every
-// view, as --json-rows has them.
-static void write_facts(const Shown *x, int rows, FILE *f) {
+// Bytes, rows and speed, and the values of the method's options.
+static void write_facts(const Shown *x, FILE *f) {
     const App *a = &x->side.app;
     const Session *s = a->s;
     char words[96];
@@ -170,13 +169,7 @@ static void write_facts(const Shown *x, int rows, FILE *f) {
         for (const Opt *o = s->part[i].m->opts; o && o->name; o++) json_pair(f, o->name, opt_str(a->o, o->name));
     fprintf(f, "\"budget\":\"%d\"},", s->budget);
     fprintf(f, "\"rows_bytes\":%zu,\"rows_full\":%zu,", rows_bytes(s), rows_bytes_full(s));
-    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"turns\":%d,\"made\":%d,", x->read, s->n_tok, s->turn, x->made);
-    fprintf(f, "\"budgeted\":%d", uses_budget(s));
-    if (rows) {
-        json_rows(s, f);
-        json_views(s, f);
-    }
-    fputs("}", f);
+    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"budgeted\":%d}", x->read, s->n_tok, uses_budget(s));
 }
 
 // The tokens from number `from` on, which is 0 or the end of what the last call gave: [text, TOK_*,
@@ -199,8 +192,9 @@ static void write_tokens(Shown *x, int from, FILE *f) {
 
 // For each of the n_tok tokens, in (L*G + L*H + 7) / 8 bytes: bit l*G + g says that this KV head holds
 // a row of it, bit L*G + l*H + h that this query head read one in the last step. (stb_ds)
-static unsigned char *masks_of(const Session *s, unsigned char *mask) {
+static unsigned char *masks_of(const Session *s) {
     int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8;
+    unsigned char *mask = NULL;
     int *rows = xmalloc(((size_t)s->n_tok + 1) * sizeof *rows);
     arrsetlen(mask, (size_t)s->n_tok * wide + 1);
     memset(mask, 0, arrlenu(mask));
@@ -215,6 +209,19 @@ static unsigned char *masks_of(const Session *s, unsigned char *mask) {
         }
     free(rows);
     return mask;
+}
+
+// The state of a side: its facts, its tokens from number `from` on, and the masks of all of them.
+static void write_state(Shown *x, int from, FILE *f) {
+    fprintf(f, "{\"from\":%d,\"facts\":", from);
+    write_facts(x, f);
+    fputs(",\"tokens\":", f);
+    write_tokens(x, from, f);
+    unsigned char *mask = masks_of(x->side.app.s);
+    fputs(",\"mask\":", f);
+    json_base64(f, mask, arrlenu(mask) - 1);
+    fputc('}', f);
+    arrfree(mask);
 }
 
 // ---- traces
@@ -451,35 +458,6 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
 
 // ---- what was measured
-// The answers of a row to needles at one depth, in per cent, of texts of one length in tokens.
-typedef struct {
-    int length, depth, n;
-    double sum;                 // of their scores
-} Needles;
-
-// The next of 64, 96, 128, 192, 256, .. : texts of about one length go together.
-static int round_length(int n) {
-    int step = 32;
-    while (2 * n > 7 * step) step *= 2;
-    return 2 * n < 5 * step ? 2 * step : 3 * step;
-}
-
-// The needles of a row by rising length and depth (stb_ds).
-static Needles *needles_of(const Answer *x) {
-    Needles *all = NULL;
-    for (int i = 0; i < (int)arrlen(x); i++) {
-        if (x[i].depth < 0 || x[i].length <= 0) continue;
-        Needles one = { .length = round_length(x[i].length), .depth = (x[i].depth + 5) / 10 * 10 };
-        int k = 0;
-        while (k < (int)arrlen(all) && (all[k].length < one.length ||
-                                        (all[k].length == one.length && all[k].depth < one.depth))) k++;
-        if (k == (int)arrlen(all) || all[k].length != one.length || all[k].depth != one.depth) arrins(all, k, one);
-        all[k].n++;
-        all[k].sum += x[i].score;
-    }
-    return all;
-}
-
 // Texts as a JSON list.
 static void write_texts(FILE *f, const char **text /* stb_ds */) {
     fputc('[', f);
@@ -490,13 +468,13 @@ static void write_texts(FILE *f, const char **text /* stb_ds */) {
     fputc(']', f);
 }
 
-// The rows as JSON, each with its cells as --eval prints them, the heads in front, and with its needles: [tokens,
-// depth, answers, mean score].
+// The rows as JSON, each with its cells as --eval prints them, the heads in front, and with its answers to needles:
+// [tokens of the text, depth in per cent, score].
 static void write_rows(FILE *f, const EvalRun *run) {
     fputs("[", f);
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
         Field *c = row_fields(&run->rows[i], run);
-        Needles *x = needles_of(run->rows[i].answers);
+        const Answer *x = run->rows[i].answers;
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
         print_json_row(c, run->a, f);
         for (int heads = 1; heads >= 0; heads--) {
@@ -506,10 +484,9 @@ static void write_rows(FILE *f, const EvalRun *run) {
             arrfree(cell);
         }
         fputs(",\"needles\":[", f);
-        for (int k = 0; k < (int)arrlen(x); k++)
-            fprintf(f, "%s[%d,%d,%d,%.6g]", k ? "," : "", x[k].length, x[k].depth, x[k].n, x[k].sum / x[k].n);
+        for (int k = 0, n = 0; k < (int)arrlen(x); k++)
+            if (x[k].depth >= 0) fprintf(f, "%s[%d,%d,%.6g]", n++ ? "," : "", x[k].length, x[k].depth, x[k].score);
         fputs("]}", f);
-        arrfree(x);
         arrfree(c);
     }
     fputs("],", f);
@@ -591,15 +568,9 @@ static void play_run(Report *r, const char *method) {
         shown_close(&x);
         return;
     }
-    fputs("\"state\":{\"from\":0,\"facts\":", f);
-    write_facts(&x, 0, f);
-    fputs(",\"tokens\":", f);
-    write_tokens(&x, 0, f);
-    unsigned char *mask = masks_of(a->s, NULL);
-    fputs(",\"mask\":", f);
-    json_base64(f, mask, arrlenu(mask) - 1);
-    arrfree(mask);
-    fputs("},\"trace\":", f);
+    fputs("\"state\":", f);
+    write_state(&x, 0, f);
+    fputs(",\"trace\":", f);
     write_trace(x.latest, f);
     fputc(',', f);
     for (int i = 0; i < (int)arrlen(arrlast(a->turn).dec); i++)
@@ -865,23 +836,20 @@ WEB const char *web_follow(int i, int of) {
     return web_end(f);
 }
 
-// Its tokens from number `from` on.
-WEB const char *web_tokens(int i, int from) {
+// The state of side i, with its tokens from number `from` on.
+WEB const char *web_state(int i, int from) {
     FILE *f = web_begin();
-    write_tokens(&web_side[i], from, f);
+    write_state(&web_side[i], from, f);
     return web_end(f);
 }
 
-// Which heads hold and read each of them (masks_of).
-WEB const unsigned char *web_masks(int i) {
-    static unsigned char *mask;
-    return mask = masks_of(web_side[i].side.app.s, mask);
-}
-
-// Bytes, rows and speed of side i; rows 1: every row, too.
-WEB const char *web_facts(int i, int rows) {
+// Every row that it holds and every view, as --json-rows has them, for comparisons with the program.
+WEB const char *web_rows(int i) {
     FILE *f = web_begin();
-    write_facts(&web_side[i], rows, f);
+    fprintf(f, "{\"side\":%d", i);
+    json_rows(web_side[i].side.app.s, f);
+    json_views(web_side[i].side.app.s, f);
+    fputc('}', f);
     return web_end(f);
 }
 
