@@ -181,7 +181,7 @@ static void nearer_option(const char *name, const char **best, int *distance) {
 
 // ---- options that are gone: what to use instead
 // A script of last year's ends with 2 and one line that says how to write it now. A line here may go when nobody
-// can have the option in a script any more.
+// can have the option in a script any more. What a method decides by itself now has no line: its help says it.
 typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
@@ -205,27 +205,12 @@ static const Retired retired[] = {
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
-    { "huge-pages",               "rows lie on the pages that the system gives" },
     { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
-    { "loopserve-unit",           "single lines are chosen and read" },
     { "loopserve-max-tiles",      "--loopserve-max-cells" },
-    { "loopserve-holdout",        "odd samples validate from --loopserve-samples 32 on" },
-    { "loopserve-seed",           "the sampled rows depend on turn and layer" },
-    { "loopserve-sel",            "a KV head has one set of rows" },
-    { "loopserve-gen",            "this answer's tokens are read on top of --budget" },
-    { "loopserve-keep-answer-kv", "each answer is prefilled again" },
-    { "keep-answer-kv",           "each answer is prefilled again" },
     { "minference-ratio",         "--minference-verticals and --minference-slashes" },
-    { "calibrate-lengths",        "prompts have 2,048 tokens, or as many as the model can hold" },
-    { "calibrate-depths",         "the needle stands at 33 depths, from 2 to 98 per cent" },
-    { "calibrate-k",              "the ten largest keys of a row count, as in the published scores" },
-    { "calibrate-score",          "attention counts, as in the paper's tables" },
-    { "calibrate-accept",         "a run counts when its answer has half of the words" },
-    { "calibrate-predict",        "an answer has 32 tokens at most" },
-    { "calibrate-boundary",       "the needle is hidden between two sentences" },
     { "calibrate-prefix",         "the chat template is the frame; --raw is the authors' prompt" },
     { "calibrate-haystack",       "-f" },
     { "calibrate-prompt",         "the chat template is the frame; --raw is the authors' prompt" },
@@ -233,33 +218,15 @@ static const Retired retired[] = {
     { "bench-suite",              "run --bench once a method" },
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
-    { "adakv-share",              "heads compete by their scores, as in the authors' program" },
-    { "dililazy-eps",             "a layer's least share is .01, as in the paper" },
-    { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
     { "dililazy-scores",          "--head-scores" },
     { "headkv-scores",            "--head-scores" },
     { "dililazy-beta",            "--head-beta" },
     { "headkv-beta",              "--head-beta" },
     { "sonic-oneshot",            "--paper" },
-    { "dililazy-gqa",             "every query head has rows of its own" },
-    { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-untrained",          "--sonic-weights none" },
-    { "sonic-force",              "an adapter belongs to the weights it was trained on" },
-    { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "pats-policy",              "--pats-tend N is the paper's static schedule" },
-    { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
     { "lychee-beta-coarse",       "--paper takes the bound for coarse units, too" },
     { "lychee-beta",              "--paper takes the bound of Eq. 2 (1); without it a score is q.mu (0)" },
-    { "lychee-iters",             "k-means makes 10 iterations" },
-    { "lychee-chunks-per-cluster", "a cluster has 2 chunks on average, as in the paper" },
-    { "gqa-agg",                  "the scores of a group's query heads become their mean" },
-    { "pats-round",               "bits that are cut read as zeros" },
-    { "lychee-gqa",               "the best query head of a group counts" },
-    { "lychee-prune",             "--lychee-kg 0, the default, looks at every cluster" },
-    { "lychee-centroid",          "centres lie on the unit sphere" },
-    { "lychee-pool",              "the key of a chunk is the mean of its keys" },
-    { "lychee-bound",             "the key of a chunk stands for its tokens" },
-    { "lychee-coarse-max",        "there are 64 coarse units at most" },
     { "lychee-stats",             "--trace writes down what every step scores and reads" },
 };
 
@@ -278,8 +245,10 @@ void unknown_option(const char *reason, const char *name) {
     for (int i = 0; i < FOREIGN_OPTIONS; i++)
         if (best == foreign_options[i].theirs)
             die(EXIT_USAGE, "%s (did you mean %s?)", reason, foreign_options[i].ours);
+    const Method *m = method_find(name, strcspn(name, "-"));
+    if (best && m) die(EXIT_USAGE, "%s (did you mean --%s? kvcomp --help %s lists its options)", reason, best, m->name);
     if (best) die(EXIT_USAGE, "%s (did you mean --%s?)", reason, best);
-    die(EXIT_USAGE, "%s (kvcomp --help lists them)", reason);
+    die(EXIT_USAGE, "%s (kvcomp --help%s%s lists them)", reason, m ? " " : "", m ? m->name : "");
 }
 
 // ---- options without effect
@@ -296,13 +265,15 @@ enum {                      // what a run does, one bit each
     RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
 };
 
-// The flag that makes a run what it is, by its bit.
-static const struct { int run; const char *flag; } run_flags[] = {
-    { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
-    { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
-    { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
-    { RUN_PLAN,    "--plan" },        { RUN_MERGE,   "--eval-merge" },
-    { RUN_BATCH,   "--batch" },
+// The option that makes a run what it is, and how a line names it. The first of those that are set decides.
+static const struct { int run; const char *name, *flag; } run_flags[] = {
+    { RUN_MERGE,     "eval-merge",  "--eval-merge" },   { RUN_BENCH,   "bench",   "--bench" },
+    { RUN_TOKENS,    "dump-tokens", "--dump-tokens" },  { RUN_PLAN,    "plan",    "--plan" },
+    { RUN_INSPECT,   "inspect",     "--inspect" },      { RUN_CALIBRATE, "calibrate", "--calibrate" },
+    { RUN_IDS,       "ids",         "--ids" },          { RUN_BATCH,   "batch",   "--batch" },
+    { RUN_EVAL,      "eval",        "--eval" },         { RUN_EVAL,    "compare", "--eval" },
+    { RUN_REPORT,    "report",      "--report" },       { RUN_DEMO,    "demo",    "--demo" },
+    { RUN_PROMPT,    "file",        "-p or -f" },       { RUN_PROMPT,  "prompt",  "-p or -f" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -351,20 +322,13 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "repeat",         RUN_BENCH },
 };
 
-// What the run does: one RUN_* bit, in the order in which run_options and run_app decide.
+// What the run does: one RUN_* bit.
 static int run_kind(const Options *o) {
-    if (*opt_str(o, "eval-merge")) return RUN_MERGE;
-    if (opt_int(o, "bench")) return RUN_BENCH;
-    if (opt_int(o, "dump-tokens")) return RUN_TOKENS;
-    if (opt_int(o, "plan")) return RUN_PLAN;
-    if (opt_int(o, "inspect")) return RUN_INSPECT;
-    if (*opt_str(o, "calibrate")) return RUN_CALIBRATE;
-    if (*opt_str(o, "ids")) return RUN_IDS;
-    if (*opt_str(o, "batch")) return RUN_BATCH;
-    if (evaluates(o)) return RUN_EVAL;
-    if (*opt_str(o, "report")) return RUN_REPORT;
-    if (opt_int(o, "demo")) return RUN_DEMO;
-    return opt_given(o, "prompt") || *opt_str(o, "file") ? RUN_PROMPT : RUN_CHAT;
+    for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
+        const char *value = opt_str(o, run_flags[i].name);
+        if (*value && strcmp(value, "0")) return run_flags[i].run;
+    }
+    return opt_given(o, "prompt") ? RUN_PROMPT : RUN_CHAT;
 }
 
 // Does method m look at the option? The options of several methods stand in the program's table:
@@ -406,12 +370,6 @@ static void flag_add(char text[512], const char *name) {
     if (n + strlen(name) + 5 < 512) snprintf(text + n, 512 - n, "%s--%s", n ? ", " : "", name);
 }
 
-// The same for those of three options that are given.
-static void flags_add(char text[512], const Options *o, const char *const names[3]) {
-    for (int i = 0; i < 3; i++)
-        if (opt_given(o, names[i])) flag_add(text, names[i]);
-}
-
 // The flag of a run, "a chat" when there is none.
 static const char *run_flag(int run) {
     for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
@@ -434,21 +392,19 @@ static int run_looks_at(const char *name, int run) {
 // evaluation does anyway, so --temp 0 there is no mistake. The report, the demonstration
 // and the lines of a batch name their own methods.
 void say_without_effect(const Options *o) {
-    static const char *const only_drawn[3] = { "top-k", "top-p", "min-p" };
-    static const char *const only_rendered[3] = { "chat-template", "system", "no-think" };
     char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
     int run = run_kind(o);
     int own_choice = *opt_str(o, "report") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
-    if (run & RUN_TALKS && opt_real(o, "temp") <= 0) flags_add(greedy_text, o, only_drawn);
-    if (run & RUN_REPLIES && opt_int(o, "raw")) flags_add(raw_text, o, only_rendered);
-
+    int greedy = run & RUN_TALKS && opt_real(o, "temp") <= 0, raw = run & RUN_REPLIES && opt_int(o, "raw");
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
-        int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
+        int zero = !strcmp(name, "temp") && opt_real(o, name) == 0;
+        if (greedy && word_place("top-k|top-p|min-p", name) >= 0) flag_add(greedy_text, name);
+        if (raw && word_place("chat-template|system|no-think", name) >= 0) flag_add(raw_text, name);
         if (!run_looks_at(name, run)) {
-            if (!greedy) flag_add(run_text, name);
+            if (!zero) flag_add(run_text, name);
         } else if (asked && is_of_methods(name) && !methods_look_at(methods, name)) {
             flag_add(method_text, name);
         }
