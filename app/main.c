@@ -15,9 +15,9 @@
 //
 // Everything that can be refused is refused before anything slow begins. stdout has the asked-for result alone.
 
-// ---- --plan: every allocation of a run, printed
+// ---- --inspect and --plan: what a dialogue takes
 // The lines of one memory and their sum. extra: bytes that the runtime itself takes.
-static void plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+static void print_lines(const MemoryPlan *p, int host, size_t extra, FILE *f) {
     size_t sum = extra;
     fprintf(f, "%s\n", host ? "host" : "device");
     for (int i = 0; i < p->n_line; i++) {
@@ -29,25 +29,39 @@ static void plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f
     fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
 }
 
-// The lines become those of a run on the CPU.
-static void plan_for_cpu(MemoryPlan *p) {
-    p->n_line = 0;
-    plan_line(p, "weights, matrices in 8 bits", p->weights, 1);
-    plan_line(p, "rows", p->kv, 1);
-    plan_line(p, "method", p->parts, 1);
-    plan_line(p, "rooms of a pass", p->pass_cpu, 1);
+// The sums of a run on the CPU.
+static void print_sums(const MemoryPlan *p, FILE *f) {
+    fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p->weights * 1e-9, (double)p->kv * 1e-9);
+    fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p->parts * 1e-9, (double)p->pass_cpu * 1e-9);
+    fprintf(f, "%.3f GB with -d cpu", (double)(p->weights + p->kv + p->parts + p->pass_cpu) * 1e-9);
+    if (memory_free() >= 0) fprintf(f, "; %.3f GB free here", 1e-9 * memory_free());
+    fputc('\n', f);
 }
 
-// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on the
-// CPU, in sums).
-static void plan_print(const Session *s, const char *method, FILE *f) {
-    MemoryPlan p = memory_plan(s);
-    int cpu = s->c->as_q8;
-    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d %s: at most\n", p.ctx,
-            s->batch, method, s->fk->name, s->fv->name, cpu ? "cpu" : "cuda");
-    if (cpu) plan_for_cpu(&p);
-    else plan_print_part(&p, 0, DEVICE_OWN, f);
-    plan_print_part(&p, 1, 0, f);
+// Prints what a dialogue of -c tokens takes at most: on the CPU in sums, on a GPU every allocation, by memory. A
+// session on the CPU is asked, which has opened its parts and holds no rows. 0, or -1 with err.
+static int print_memory(const App *a, const char *device, FILE *f, char err[512]) {
+    char own[8], why[256];
+    const char *method = opt_str(a->o, "method");
+    snprintf(own, sizeof own, "%s", opt_str(a->o, "device"));
+    options_set(a->o, "device", "cpu", why);
+    Session *s = session_try(a->c, a->w, a->o, method, err);
+    if (s) {
+        s->batch = batch_rows(a->o, device);
+        const MemoryPlan p = memory_plan(s);
+        fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
+        if (!strcmp(device, "cpu")) {
+            print_sums(&p, f);
+        } else {
+            fprintf(f, "at most, with -b %d and -d %s\n", s->batch, device);
+            print_lines(&p, 0, DEVICE_OWN, f);
+            print_lines(&p, 1, 0, f);
+        }
+    }
+    int bad = !s;
+    session_close(s);
+    options_set(a->o, "device", own, why);
+    return bad ? -1 : 0;
 }
 
 // ==================================================================================================== COMMAND LINE
@@ -367,40 +381,6 @@ static void check_options(const Options *o) {
 }
 
 // ---- what is asked beside the model's text
-// The line of one device: what its passes take, and all together.
-static void print_memory_of(const Session *s, const char *method, const char *device, FILE *f) {
-    const MemoryPlan p = memory_plan(s);
-    size_t pass = strcmp(device, "cpu") ? p.pass : p.pass_cpu;
-    fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
-    fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
-    fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)pass * 1e-9);
-    fprintf(f, "%.3f GB with -d %s", (double)(p.weights + p.kv + p.parts + pass) * 1e-9, device);
-    if (pass == p.pass_cpu && memory_free() >= 0) fprintf(f, "; %.3f GB free here", 1e-9 * memory_free());
-    fputc('\n', f);
-}
-
-// --inspect: the bytes that a dialogue would take, on the CPU and, if this program was built
-// for one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
-static void print_memory(const App *a, FILE *f) {
-    char err[512], device[8];
-    const char *method = opt_str(a->o, "method");
-    snprintf(device, sizeof device, "%s", opt_str(a->o, "device"));
-    options_set(a->o, "device", "cpu", err);
-    Session *s = session_try(a->c, a->w, a->o, method, err);
-    if (s) {
-        s->batch = batch_rows(a->o, "cpu");
-        print_memory_of(s, method, "cpu", f);
-#ifdef KVCOMP_CUDA
-        s->batch = batch_rows(a->o, "cuda");
-        if (!a->c->as_q8) print_memory_of(s, method, "cuda", f);
-#endif
-        session_close(s);
-    } else {
-        fprintf(f, "memory     not known: %s\n", err);
-    }
-    options_set(a->o, "device", device, err);
-}
-
 // Prints ids on one line and frees them.
 static void print_ids(int *ids) {
     for (int i = 0; i < (int)arrlen(ids); i++) printf("%s%d", i ? " " : "", ids[i]);
@@ -450,40 +430,12 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     return ids;
 }
 
-// A session file (n bytes) as one line of a dialogue file, malloc'd: its messages up to the last one of the
-// user. NULL: the file is none. *size: its length.
-static char *dialogue_of_session(const char *text, size_t n, size_t *size) {
-    static const char begin[] = "{\"session\":", reply[] = "{\"role\":\"assistant\"";
-    char *line = NULL;
-    const char *end, *last = NULL;              // a reply, until a message comes behind it
-    size_t last_size = 0;
-    int any = 0;
-    if (n < sizeof begin || strncmp(text, begin, sizeof begin - 1)) return NULL;
-    FILE *f = memory_stream(&line, size);
-    fprintf(f, "{\"messages\":[");
-    for (const char *p = text; (end = memchr(p, '\n', (size_t)(text + n - p))); p = end + 1) {
-        if (p == text) continue;
-        if (last) fprintf(f, ",%.*s", (int)last_size, last);
-        int is_reply = !strncmp(p, reply, sizeof reply - 1);
-        last = is_reply ? p : NULL;
-        last_size = (size_t)(end - p);
-        if (!is_reply) fprintf(f, "%s%.*s", any++ ? "," : "", (int)last_size, p);
-    }
-    fprintf(f, "]}");
-    memory_stream_close(f);
-    return line;
-}
-
-// --dump-tokens --batch: the ids of every dialogue of a file, one line each; of a session those of its
-// last prefill.
+// --dump-tokens --batch: the ids of every dialogue of a file, one line each.
 static void dump_dialogues(const App *a, const char *path) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--batch %s", err);
-    char *messages = dialogue_of_session(text, n, &n);
-    if (messages) free(text);
-    if (messages) text = messages;
     int line = 1;
     for (char *p = text, *end; p < text + n; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(text + n - p));
@@ -721,13 +673,12 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
 static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
     App *a = &b->app;
     Options *old = a->o;
-    int same = a->s && !strcmp(a->method, method);
     char *name = copy_text(method);
     free(a->method);
     a->method = name;
     a->o = o;
 
-    char *making = same ? written(a, write_making) : NULL;
+    char *making = a->s ? written(a, write_making) : NULL;
     int bad = 0;
     if (making && !strcmp(making, b->making)) {
         a->s->opt = o;
@@ -1004,18 +955,23 @@ static int run_mode(App *a, const char *text) {
     return chat(a);
 }
 
-// --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights
-// are shapes. Returns the exit code.
-static int plan_run(App *a) {
-    const char *method = opt_str(a->o, "method");
+// --plan: the weights are shapes. Returns the exit code.
+static int plan(App *a) {
     char err[512];
-    options_set(a->o, "device", "cpu", err);
     if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
     a->w = weights_planned(a->c);
-    Session *s = session_open(a->c, a->w, a->o, method);
-    s->batch = batch_rows(a->o, a->c->as_q8 ? "cpu" : "cuda");
-    plan_print(s, method, stdout);
-    session_close(s);
+    if (print_memory(a, a->c->as_q8 ? "cpu" : "cuda", stdout, err)) die(EXIT_USAGE, "%s", err);
+    return 0;
+}
+
+// --inspect: also on a GPU, if this program was built for one. Returns the exit code.
+static int inspect_model(const App *a) {
+    char err[512];
+    inspect(a->c, a->w, stdout);
+    if (print_memory(a, "cpu", stdout, err)) printf("memory     not known: %s\n", err);
+#ifdef KVCOMP_CUDA
+    else if (!a->c->as_q8) (void)print_memory(a, "cuda", stdout, err);
+#endif
     return 0;
 }
 
@@ -1026,15 +982,11 @@ static int run_app(App *a, const char *text) {
     if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
     // Tokenizer and template before the weights: reading those may take minutes.
     open_config(a);
-    if (opt_int(o, "plan")) return plan_run(a);
+    if (opt_int(o, "plan")) return plan(a);
     if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
     open_weights(a);
     choose_device(a);
-    if (opt_int(o, "inspect")) {
-        inspect(a->c, a->w, stdout);
-        print_memory(a, stdout);
-        return 0;
-    }
+    if (opt_int(o, "inspect")) return inspect_model(a);
     if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, a->tp, o);
     open_session(a);
     trace_open(a);
