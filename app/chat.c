@@ -226,53 +226,50 @@ static Message *record_messages(const App *a, const char *text) {
     return m;
 }
 
+// How many ids `all` begins with alike as the dialogue of n messages does.
+static int begins_like(const App *a, const int *all, const Message *m, int n, int how) {
+    char err[512];
+    int *ids = template_ids(a->tp, m, n, how, err), same = same_beginning(all, ids);
+    arrfree(ids);
+    return same;
+}
+
 // The parts of a new turn t, whose dialogue is `all`: what a dialogue that lacks something has not.
 //   n_head: what is not there when no reply is opened; or, when that is nothing, what follows the words
 //   n_foot: what is there without the new message
 //   n_sys:  what is there with the system message alone; without one, what another system text has not
 static void turn_parts(const App *a, Turn *t, const Message *m, const int *all, int how) {
     char err[512];
-    int n = (int)arrlen(m), *less = template_ids(a->tp, m, n, how & ~RENDER_PROMPT, err);
-    int total = (int)arrlen(all), fed = total - (int)arrlen(t->pre), system = !strcmp(m->role, "system");
-    t->n_head = total - same_beginning(all, less);
-    arrfree(less);
-
-    // The same dialogue with other words at its end
+    int n = (int)arrlen(m), total = (int)arrlen(all), fed = total - (int)arrlen(t->pre), closed = how & ~RENDER_PROMPT;
     const char *words = m[n - 1].content;
-    Message other[3] = { m[0], m[n - 1] };
-    if (!t->n_head) {
+    t->n_head = total - begins_like(a, all, m, n, closed);
+    if (!t->n_head) {                       // the same dialogue with other words at its end
         Message *changed = NULL;
         memcpy(arraddnptr(changed, n), m, (size_t)n * sizeof *m);
         changed[n - 1].content = *words && words[strlen(words) - 1] == 'a' ? "b" : "a";
-        less = template_ids(a->tp, changed, n, how, err);
-        t->n_head = same_end(all, less);
-        arrfree(less);
+        int *other = template_ids(a->tp, changed, n, how, err);
+        t->n_head = same_end(all, other);
+        arrfree(other);
         arrfree(changed);
     }
     t->n_head = min_int(t->n_head, (int)arrlen(t->pre));
+
     if (arrlen(a->turn)) {
-        less = template_ids(a->tp, m, n - 1, how & ~RENDER_PROMPT, err);
-        t->n_foot = max_int(same_beginning(all, less) - fed, 0);
-        arrfree(less);
-        return;
-    }
-    if (!system && a->tp->no_system) {
+        t->n_foot = max_int(begins_like(a, all, m, n - 1, closed) - fed, 0);
+    } else if (!strcmp(m->role, "system")) {
+        Message other[2] = { m[0], m[1] };
+        other[1].content = *words == 'a' ? "b" : "a";
+        t->n_sys = begins_like(a, all, m, 1, closed);
+        if (t->n_sys <= 1) t->n_sys = begins_like(a, all, other, 2, how);       // it stands inside the first message
+    } else {
         t->n_sys = all[0] == tokenizer_bos(a->tok);
-        return;
+        if (a->tp->no_system) return;
+        Message other[2] = { { .role = "system", .content = "kvcomp" }, m[0] };
+        int *both = template_ids(a->tp, other, 2, how, err);
+        int own = (int)arrlen(both) - begins_like(a, both, other, 1, closed);   // ids of the message, in both dialogues
+        if (own <= total && same_end(all, both) >= own) t->n_sys = total - own;
+        arrfree(both);
     }
-    if (!system) other[0] = (Message){ .role = "system", .content = "kvcomp" };
-    int *alone = template_ids(a->tp, other, 1, how & ~RENDER_PROMPT, err);
-    int *both = system ? NULL : template_ids(a->tp, other, 2, how, err);
-    t->n_sys = same_beginning(system ? all : both, alone);
-    int own = (int)arrlen(both) - t->n_sys;             // ids of the first message, in both dialogues
-    if (!system) t->n_sys = own <= total && same_end(all, both) >= own ? total - own : all[0] == tokenizer_bos(a->tok);
-    arrfree(alone);
-    arrfree(both);
-    if (!system || t->n_sys > 1) return;
-    other[1].content = *words == 'a' ? "b" : "a";       // a system text inside the first message
-    less = template_ids(a->tp, other, 2, how, err);
-    t->n_sys = same_beginning(all, less);
-    arrfree(less);
 }
 
 // The turn without a template.
@@ -1572,29 +1569,6 @@ static void tell_memory(const App *a, double weights, int synthetic) {
     else if (weights >= 1e9 && isatty(2)) warn("%s", text);
 }
 
-// Touches every page of a mapped tensor.
-static void load_pages(const Tensor *t) {
-    const volatile unsigned char *p = t->data;
-    size_t bytes = tensor_bytes(t), page = page_bytes();
-    for (size_t i = 0; i < bytes; i += page) (void)p[i];
-}
-
-// A mapped file is read when it is first touched. With somebody watching, that happens here, with a
-// progress line, and not as a silence before the first token.
-static void load_weights(const Config *c, const Weights *w) {
-    if (quiet || !isatty(2) || c->as_q8) return;
-    progress("loading", 0);
-    load_pages(&w->embed);
-    for (int l = 0; l < c->L; l++) {
-        const Layer *y = &w->layer[l];
-        const Tensor *t[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
-        progress("loading", (l + 1.0) / (c->L + 2));
-        for (int i = 0; i < 7; i++) load_pages(t[i]);
-    }
-    load_pages(&w->head);
-    progress("loading", 1);
-}
-
 // The numbers in a model's matrices.
 size_t parameters_of(const Config *c) {
     size_t C = c->C, F = c->F, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
@@ -1631,7 +1605,6 @@ void open_weights(App *a) {
     }
     a->w = weights_load(a->c);
     tell_memory(a, (double)a->w->bytes, 0);
-    load_weights(a->c, a->w);
 }
 
 // Both.
