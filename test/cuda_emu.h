@@ -67,7 +67,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -84,8 +83,9 @@
 #define EMU_TSAN(x)
 #endif
 
-// Functions of the emulator itself, whose accesses are nobody's race.
+// Functions of the emulator itself, whose accesses are nobody's race; and those that others of it inline.
 #define EMU_QUIET __attribute__((no_sanitize("thread"), noinline))
+#define EMU_INLINE __attribute__((no_sanitize("thread"), always_inline)) inline
 
 // ------------------------------------------------------------------------ the language
 #define __global__
@@ -119,9 +119,8 @@ enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
 
 // A thread of a block. Its fiber lives as long as the program and runs block after block.
 struct EmuThread {
-    ucontext_t ctx;                   // its start and its stack; under TSan where it waits
-    jmp_buf at;                       // otherwise where it waits
-    int made;                         // 1: ctx is filled in
+    void *at[5];                      // where it waits (but under TSan)
+    int made;                         // 1: its emu_ctx is filled in
     int begun;                        // 1: the fiber has run before, and waits
     dim3 tid;                         // threadIdx
     int state;                        // EMU_READY and so forth: why it waits
@@ -129,16 +128,21 @@ struct EmuThread {
     unsigned mask;                    // the lanes of the warp operation it waits in
     unsigned lane;                    // its own lane
     uint64_t in;                      // what it brings to a warp operation
-    uint64_t got[32];                 // what the lanes of its mask brought
     int waited;                       // 1: all earlier kernels have ended, for it
     void *tsan;                       // the fiber, as TSan knows it
 };
+
+static ucontext_t emu_ctx[1024];      // of each thread its start and its stack; under TSan where it waits
+
+// What the lanes of each warp brought to their last operation. All that have met run before others of their
+// warp are let go on (emu_block), so each has read it by then.
+static uint64_t emu_brought[32][32];
 
 struct Emu {
     EmuThread *t;                     // (1024) threads
     int n;                            // those of the block
     ucontext_t sched;                 // where the scheduler waits, under TSan
-    jmp_buf back;                     // and otherwise
+    void *back[5];                    // and otherwise
     void *tsan;                       // the scheduler's fiber
     EmuThread *cur;                   // the thread that runs
     dim3 grid;
@@ -209,16 +213,20 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 } while (0)
 
 // ------------------------------------------------------------------------ threads meet here
-// From a fiber to the scheduler and back. swapcontext makes a system call, so it is left to TSan, which
-// cannot follow longjmp.
+// From a fiber to the scheduler and back, by the compiler's own setjmp, which keeps little more than the stack
+// pointer. swapcontext makes a system call, so it is left to TSan, which cannot follow jumps.
+
+// Jumps to where `at` was set. A function of its own that the compiler does not look into (noipa): it would take
+// registers for unchanged that another fiber has used meanwhile.
+EMU_QUIET __attribute__((noipa)) static void emu_jump(void **at) { __builtin_longjmp(at, 1); }
 
 // Fiber t, which runs, hands over to the scheduler. Returns when the scheduler enters it again.
 EMU_QUIET static void emu_leave(EmuThread *t) {
 #if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(emu.tsan, 1);                    // 1: no happens-before edge
-    swapcontext(&t->ctx, &emu.sched);
+    swapcontext(&emu_ctx[t - emu.t], &emu.sched);
 #else
-    if (!_setjmp(t->at)) _longjmp(emu.back, 1);
+    if (!__builtin_setjmp(t->at)) emu_jump(emu.back);
 #endif
 }
 
@@ -226,12 +234,12 @@ EMU_QUIET static void emu_leave(EmuThread *t) {
 EMU_QUIET static void emu_enter(EmuThread *t) {
 #if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(t->tsan, 1);
-    swapcontext(&emu.sched, &t->ctx);
+    swapcontext(&emu.sched, &emu_ctx[t - emu.t]);
 #else
-    if (_setjmp(emu.back)) return;
-    if (t->begun) _longjmp(t->at, 1);
+    if (__builtin_setjmp(emu.back)) return;
+    if (t->begun) emu_jump(t->at);
     t->begun = 1;
-    setcontext(&t->ctx);
+    setcontext(&emu_ctx[t - emu.t]);
 #endif
 }
 
@@ -244,6 +252,9 @@ EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
     emu.switches++;
     emu_leave(t);
 }
+
+// What the lanes of the running thread's mask brought to the operation that it has come from.
+EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu.t) / 32]; }
 
 // TSan learns what a meeting orders from an address: what came before a release of it comes before what
 // follows an acquire. Of a block that is &emu.block, of a warp its first thread.
@@ -268,7 +279,7 @@ template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int 
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
     if (!(mask >> src & 1))
         emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
-    memcpy(&v, &t->got[src], sizeof v);
+    memcpy(&v, &emu_got()[src], sizeof v);
     return v;
 }
 
@@ -278,8 +289,9 @@ EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     t->in = !!pred;
     emu_wait(EMU_WARP, line, mask);
     unsigned r = 0;
+    const uint64_t *got = emu_got();
     for (int i = 0; i < 32; i++)
-        if (mask >> i & 1 && t->got[i]) r |= 1u << i;
+        if (mask >> i & 1 && got[i]) r |= 1u << i;
     return r;
 }
 
@@ -426,12 +438,13 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     emu_reads(row, 16);
     t->in = (uint64_t)(uintptr_t)row;
     emu_wait(EMU_WARP, line, 0xffffffffu);
+    const uint64_t *got = emu_got();
     for (int m = 0; m < 4; m++) {
         unsigned e[2];
         for (int i = 0; i < 2; i++) {
             int major = (int)t->lane / 4;
             int minor = (int)t->lane % 4 * 2 + i;
-            const uint16_t *from = (const uint16_t *)(uintptr_t)t->got[m * 8 + (trans ? minor : major)];
+            const uint16_t *from = (const uint16_t *)(uintptr_t)got[m * 8 + (trans ? minor : major)];
             e[i] = from[trans ? major : minor];
         }
         r[m] = e[0] | e[1] << 16;
@@ -533,17 +546,18 @@ EMU_QUIET static void emu_entry(void) {
 
 // Makes t's fiber, on the stack that emu_init gave it.
 EMU_QUIET static void emu_make(EmuThread *t) {
-    stack_t room = t->ctx.uc_stack;
-    getcontext(&t->ctx);
-    t->ctx.uc_stack = room;
-    t->ctx.uc_link = NULL;
-    makecontext(&t->ctx, emu_entry, 0);
+    ucontext_t *ctx = &emu_ctx[t - emu.t];
+    stack_t room = ctx->uc_stack;
+    getcontext(ctx);
+    ctx->uc_stack = room;
+    ctx->uc_link = NULL;
+    makecontext(ctx, emu_entry, 0);
     EMU_TSAN(t->tsan = __tsan_create_fiber(0));
     t->made = 1;
 }
 
-// Warp operations that all lanes of their mask have come to are done: each lane gets what the others brought
-// and is ready. *moved = 1 if there was one. Ends the program where lanes can never meet.
+// Warp operations that all lanes of their mask have come to are done: what they brought can be read, and
+// each is ready. *moved = 1 if there was one. Ends the program where lanes can never meet.
 EMU_QUIET static void emu_release_warps(int *moved) {
     for (int i = 0; i < emu.n; i++) {
         EmuThread *t = &emu.t[i];
@@ -564,12 +578,10 @@ EMU_QUIET static void emu_release_warps(int *moved) {
                         t->lane, t->line, j, w[j].line);
         }
         if (!ready) continue;
-        uint64_t in[32];
-        for (int j = 0; j < 32; j++) in[j] = t->mask >> j & 1 ? w[j].in : 0;
         unsigned m = t->mask;                               // t's own turns ready below
         for (int j = 0; j < 32; j++)
             if (m >> j & 1) {
-                memcpy(w[j].got, in, sizeof in);
+                emu_brought[i / 32][j] = w[j].in;
                 w[j].state = EMU_READY;
             }
         *moved = 1;
@@ -623,13 +635,13 @@ EMU_QUIET static void emu_block(void) {
         unsigned start = 0, back = emu.seed == 1;
         if (emu.seed > 1) {
             emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull;
-            start = emu.rng >> 33;
+            start = (emu.rng >> 33) % emu.n;
             back = emu.rng >> 32 & 1;
         }
-        for (int k = 0; k < emu.n; k++) {
-            int i = (k + start) % emu.n;
-            if (back) i = emu.n - 1 - i;
-            EmuThread *t = &emu.t[i];
+        for (int k = 0, next = (int)start; k < emu.n; k++) {
+            int i = next;
+            next = next + 1 < emu.n ? next + 1 : 0;
+            EmuThread *t = &emu.t[back ? emu.n - 1 - i : i];
             if (t->state != EMU_READY) continue;
             emu.cur = t;
             moved = 1;
@@ -735,7 +747,7 @@ EMU_QUIET static void emu_log_forget(const char *p, size_t n) {
 }
 
 // The arrivals of a block of the running launch.
-EMU_QUIET static EmuArrival *emu_arrival(uint32_t block) {
+EMU_INLINE static EmuArrival *emu_arrival(uint32_t block) {
     EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
     if (a->launch != emu.launch) *a = { emu.launch, 0, 0, 0, 0 };
     return a;
@@ -749,14 +761,14 @@ EMU_QUIET static int emu_before(const EmuTouch *t) {
 
 // Is this touch by another block of this launch, of some of these bytes, and in no order with the running
 // block's?
-EMU_QUIET static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
+EMU_INLINE static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
     return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes
         && !(t->atomic && atomic) && !emu_before(t);
 }
 
 // Writes down the running block's touch. Only one is remembered: of two blocks at the same bytes that neither
 // met the other, those bytes; else the last one.
-EMU_QUIET static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
+EMU_INLINE static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
     if (t->launch != emu.launch) *t = { emu.launch, emu.n_block, emu_clock, 0, (unsigned char)atomic, 0 };
     int same = t->block == emu.n_block && !t->many, meet = !same && t->bytes & bytes;
     t->many = (unsigned char)meet;
@@ -773,7 +785,7 @@ enum { EMU_STATIC = 1 << 18 };
 static unsigned char emu_written[EMU_STATIC + (128 << 10)];
 
 // The place of n bytes at p in emu_written; NULL: they are not shared memory.
-EMU_QUIET static unsigned char *emu_shared_at(const char *p, size_t n) {
+EMU_INLINE static unsigned char *emu_shared_at(const char *p, size_t n) {
     if (__start_emu_shared && p >= __start_emu_shared && p + n <= __stop_emu_shared)
         return emu_written + (p - __start_emu_shared);
     return p >= emu.dyn && p + n <= emu.dyn + emu.dyn_bytes ? emu_written + EMU_STATIC + (p - emu.dyn) : NULL;
@@ -785,28 +797,24 @@ EMU_QUIET static void emu_forget_shared(void) {
     memset(emu_written + EMU_STATIC, 0, emu.dyn_bytes);
 }
 
-EMU_QUIET static void emu_wrote(const void *p, size_t n) {
+EMU_INLINE static void emu_wrote(const void *p, size_t n) {
     unsigned char *at = emu_shared_at((const char *)p, n);
-    for (size_t i = 0; i < n && at; i++) at[i] = 1;
+    if (at) memset(at, 1, n);
 }
 
-EMU_QUIET static void emu_reads(const void *p, size_t n) {
+EMU_INLINE static void emu_reads(const void *p, size_t n) {
     const unsigned char *at = emu_shared_at((const char *)p, n);
-    size_t each = n > 8 ? n : n > 4 ? 4 : n;
-    for (size_t i = 0; i < n && at && emu.kernel; i += each) {
-        int some = 0;
-        for (size_t j = i; j < i + each && j < n; j++) some |= at[j];
-        if (!some) emu_die("reads shared memory that nobody has written");
-    }
+    if (!at || !emu.kernel) return;
+    uint64_t word = 0;
+    if (n <= 8) memcpy(&word, at, n);
+    int none = n > 8 ? !memchr(at, 1, n) : !(uint32_t)word || (n > 4 && !(word >> 32));
+    if (none) emu_die("reads shared memory that nobody has written");
 }
 
-// The running block reads or writes n bytes at p, of the device's memory or shared ones. Ends
-// the program if another block of this launch touches them, or if it is too early to touch them.
-EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) {
+// The running block reads or writes n bytes of the device's memory at p. Ends the program if another block of
+// this launch touches them, or if it is too early to touch them.
+EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int atomic) {
     size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
-    if (at >= EMU_ARENA && write) emu_wrote(p, n);
-    else if (at >= EMU_ARENA) emu_reads(p, n);
-    if (at >= EMU_ARENA || !emu.kernel) return;
     for (size_t w = at / 4; w * 4 < end; w++) {
         unsigned bytes = 15;
         if (w * 4 < at) bytes &= 15u << (at - w * 4);
@@ -830,6 +838,14 @@ EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) 
         if (write) emu_note(&x->write, bytes, atomic);
         else emu_note(&x->read, bytes, atomic);
     }
+}
+
+// The same of any memory.
+EMU_INLINE static void emu_touch(const void *p, size_t n, int write, int atomic) {
+    int device = (size_t)((const char *)p - emu.arena) < EMU_ARENA;
+    if (!device && write) emu_wrote(p, n);
+    else if (!device) emu_reads(p, n);
+    else if (emu.kernel) emu_touch_device(p, n, write, atomic);
 }
 
 // An atomic of the running block, of n bytes at p.
@@ -908,8 +924,8 @@ static void emu_init(void) {
         char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         mprotect(s, EMU_PAGE, PROT_NONE);
-        emu.t[i].ctx.uc_stack.ss_sp = s;
-        emu.t[i].ctx.uc_stack.ss_size = 64 << 10;
+        emu_ctx[i].uc_stack.ss_sp = s;
+        emu_ctx[i].uc_stack.ss_size = (64 << 10) - i % 32 * 512;    // so that caches hold the ends of all
     }
     static char alt[16384];           // a stack for emu_fault: the thread's own may have run over
     stack_t st = {};
