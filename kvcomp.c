@@ -1890,7 +1890,6 @@ int batch_rows(const Options *o, const char *device) {
 // not fit.
 Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method,
                      char err[512]) {
-    if (out_of_range(o, NULL, err)) return NULL;
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
     s->fk = format_find(opt_str(o, "ctk"));

@@ -2541,7 +2541,7 @@ static void command_method(App *a, const char *arg) {
 static void budget_take(App *a, const char *value) {
     char err[256], *old = copy_text(opt_str(a->o, "budget"));
     int ratio = opt_given(a->o, "ratio"), picked = a->picked;
-    int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
+    int bad = options_set(a->o, "budget", value, err);
     if (bad) warn("%s", err);
     if (ratio) (void)shdel(a->o->given, "ratio");
     a->picked = 0;                              // it is the user's now

@@ -345,15 +345,13 @@ KV_PRINTF(2, 3) static void wrong_if(int wrong, const char *fmt, ...) {
     die(EXIT_USAGE, "%s", text);
 }
 
-// Ranges, and options that do not go together: exit 2.
+// Options that do not go together: exit 2.
 static void check_options(const Options *o) {
-    char err[256];
     int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
     int asks = !*opt_str(o, "eval");              // -f is then no prompt
     int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
     int merge = *opt_str(o, "eval-merge") != 0;
-    wrong_if(out_of_range(o, NULL, err), "%s", err);
     wrong_if(opt_int(o, "kernel") % 2 == 0, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"),
              "--budget and --ratio both say how much to keep; give one");
@@ -521,7 +519,7 @@ static int request_option(Options *o, const char *name, const Json *v, char err[
         snprintf(number, sizeof number, "%lld", (long long)v->i);
     else if (v->type == JSON_NUMBER) snprintf(number, sizeof number, "%.17g", v->num);
     else return fault(err, "'%.40s' is neither a number nor a text", name);
-    if (options_set(o, name, text, why) || out_of_range(o, name, why)) return fault(err, "%s", why);
+    if (options_set(o, name, text, why)) return fault(err, "%s", why);
     return 0;
 }
 

@@ -1057,8 +1057,7 @@ static Score *open_rows(const App *a, OpenRow **open) {
             OpenRow p = { .o = options_copy(a->o) };
             Score sc = { 0 };
             if (opt_given(a->o, "budgets")) {
-                int bad = options_set(p.o, "budget", budget, err) || out_of_range(p.o, "budget", err);
-                if (bad) die(EXIT_USAGE, "--budgets: %s", err);
+                if (options_set(p.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
             }
             p.s = session_open(a->c, a->w, p.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);

@@ -766,7 +766,7 @@ static Options *web_options(const char *lines, char err[256]) {
     for (char *line = strtok_r(text, "\n", &rest); line && !bad; line = strtok_r(NULL, "\n", &rest)) {
         char *value = strchr(line, '=');
         if (value) *value++ = 0;
-        bad = options_set(o, line, value ? value : "1", err) || out_of_range(o, line, err);
+        bad = options_set(o, line, value ? value : "1", err);
     }
     free(text);
     if (!bad) return o;

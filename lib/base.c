@@ -73,44 +73,21 @@ const char *in_color(FILE *f, const char *sequence) {
     return on ? sequence : "";
 }
 
-// Line breaks in a text, which may quote a file, become blanks.
-static void one_line(char *text) {
-    for (; *text; text++) {
-        if (*text == '\n' || *text == '\r') *text = ' ';
+// Writes who and a text as one line on stderr, in a colour: control characters of the text, which may quote a
+// file, are shown, and its line breaks become blanks.
+void say(const char *color, const char *who, const char *fmt, ...) {
+    char line[LINE_ROOM];
+    size_t n = (size_t)snprintf(line, sizeof line, "%s", who);
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(line + n, sizeof line - n, fmt, ap);
+    va_end(ap);
+    for (char *p = line; *p; p++) {
+        if (*p == '\n' || *p == '\r') *p = ' ';
     }
-}
-
-// Writes who and a text, whose control characters are shown, as one line on stderr, in a colour.
-static void say_line(const char *color, const char *who, const char *text) {
-    char line[LINE_ROOM + 16];
-    int n = snprintf(line, sizeof line, "%s%s", who, text);
     fputs(in_color(stderr, color), stderr);
-    show(stderr, line, (size_t)n);
+    show(stderr, line, strlen(line));
     fprintf(stderr, "%s\n", in_color(stderr, *color ? COLOR_OFF : ""));
-}
-
-// The same with a text in the making.
-static void say_format(const char *color, const char *who, const char *fmt, va_list ap) {
-    char text[LINE_ROOM];
-    vsnprintf(text, sizeof text, fmt, ap);
-    one_line(text);
-    say_line(color, who, text);
-}
-
-// One line on stderr that begins with the program's name.
-void warn(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    say_format(COLOR_WARNING, "kvcomp: ", fmt, ap);
-    va_end(ap);
-}
-
-// One line on stderr as it is.
-void tell(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    say_format("", "", fmt, ap);
-    va_end(ap);
 }
 
 // Writes one line into err. Returns -1.
@@ -141,10 +118,9 @@ void die(int code, const char *fmt, ...) {
     va_start(ap, fmt);
     vsnprintf(die_text, sizeof die_text, fmt, ap);
     va_end(ap);
-    one_line(die_text);
     if (die_jump) longjmp(*die_jump, code);
     fflush(stdout);
-    say_line(COLOR_ERROR, "kvcomp: ", die_text);
+    say(COLOR_ERROR, "kvcomp: ", "%s", die_text);
     exit(code);
 }
 
@@ -348,29 +324,6 @@ int open_input(const char *path, struct stat *st, char err[256]) {
     return -1;
 }
 
-// Opens what read_bounded reads: a regular file, or a copy of a descriptor that was handed over.
-static int open_or_copy(const char *path, struct stat *st, char err[256]) {
-    int handed = path_descriptor(path);
-    if (handed < 0) return open_input(path, st, err);
-    int fd = fcntl(handed, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0 || fstat(fd, st)) {
-        snprintf(err, 256, "%s", strerror(errno));
-        if (fd >= 0) close(fd);
-        return -1;
-    }
-    // The program may have read the file before it started itself again (spin_shortly).
-    if (S_ISREG(st->st_mode)) lseek(fd, 0, SEEK_SET);
-    return fd;
-}
-
-// Reads up to n bytes, as read does, and again after a signal.
-static ssize_t read_some(int fd, char *to, size_t n) {
-    ssize_t got;
-    do got = read(fd, to, n);
-    while (got < 0 && errno == EINTR);
-    return got;
-}
-
 // Reads a descriptor to its end into *buf (malloc'd), with a 0 byte behind it. Returns the number of
 // bytes; -1 when reading fails; most + 1 or more when there are more than `most`.
 static ssize_t read_all(int fd, size_t most, char **buf) {
@@ -381,9 +334,9 @@ static ssize_t read_all(int fd, size_t most, char **buf) {
             cap = 2 * cap + READ_BLOCK + 1;
             *buf = xrealloc(*buf, cap);
         }
-        got = read_some(fd, *buf + n, READ_BLOCK);
-        if (got < 0) return -1;
-        n += (size_t)got;
+        got = read(fd, *buf + n, READ_BLOCK);
+        if (got < 0 && errno != EINTR) return -1;
+        if (got > 0) n += (size_t)got;
     } while (got && n <= most);
     (*buf)[n] = 0;
     return (ssize_t)n;
@@ -392,14 +345,17 @@ static ssize_t read_all(int fd, size_t most, char **buf) {
 // The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
 // with the reason in err, when it cannot be read or has more than `most` bytes.
 char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
-    struct stat st;
+    struct stat st = { 0 };
     char why[256], *buf = NULL;
-    int fd = open_or_copy(path, &st, why);
+    int handed = path_descriptor(path);
+    int fd = handed < 0 ? open_input(path, &st, why) : fcntl(handed, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) {
-        snprintf(err, 256, "%.190s: %.60s", path, why);
+        snprintf(err, 256, "%.190s: %.60s", path, handed < 0 ? why : strerror(errno));
         return NULL;
     }
-    ssize_t n = S_ISREG(st.st_mode) && st.st_size > (off_t)most ? st.st_size : read_all(fd, most, &buf);
+    // The program may have read a file that was handed over before it started itself again (spin_shortly).
+    if (handed >= 0) lseek(fd, 0, SEEK_SET);
+    ssize_t n = st.st_size > (off_t)most ? st.st_size : read_all(fd, most, &buf);
     int failed = errno;
     close(fd);
     if (n >= 0 && (size_t)n <= most) {
@@ -437,29 +393,22 @@ int file_exists(const char *path) {
 // ---- a hash
 enum { HASH_SUMS = 8, HASH_STEP = 64 };     // words that are taken together, and their bytes
 
-// Takes the words at p into the sums.
-static inline void hash_step(uint64_t *sum, const char *p) {
-    uint64_t word[HASH_SUMS];
-    memcpy(word, p, HASH_STEP);
-    for (int i = 0; i < HASH_SUMS; i++) {
-        sum[i] = (sum[i] ^ word[i]) * 0x9e3779b97f4a7c15ull;
-        sum[i] = sum[i] << 31 | sum[i] >> 33;
-    }
-}
-
-// Goes on with the 64-bit hash h over n bytes. It finds damage and tells models apart; it does not
-// stop anybody who wants two texts with the same hash. The sums do not wait for each other, so that
-// memory sets the pace.
+// Goes on with the 64-bit hash h over n bytes, in steps of which the last one is filled up with zeros. It finds
+// damage and tells models apart; it does not stop anybody who wants two texts with the same hash. The sums do
+// not wait for each other, so that memory sets the pace.
 uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
     uint64_t sum[HASH_SUMS];
-    const char *p = data;
-    char rest[HASH_STEP] = { 0 };
-    size_t left = n;
     for (int i = 0; i < HASH_SUMS; i++) sum[i] = mix64(h + (uint64_t)i);
-    for (; left >= HASH_STEP; p += HASH_STEP, left -= HASH_STEP) hash_step(sum, p);
-    if (left) memcpy(rest, p, left);
-    hash_step(sum, rest);
-
+    for (size_t at = 0; at <= n; at += HASH_STEP) {
+        uint64_t word[HASH_SUMS] = { 0 };
+        const char *p = (const char *)data + at;
+        if (n - at >= HASH_STEP) memcpy(word, p, HASH_STEP);
+        else memcpy(word, p, n - at);
+        for (int i = 0; i < HASH_SUMS; i++) {
+            sum[i] = (sum[i] ^ word[i]) * 0x9e3779b97f4a7c15ull;
+            sum[i] = sum[i] << 31 | sum[i] >> 33;
+        }
+    }
     h = mix64(n);
     for (int i = 0; i < HASH_SUMS; i++) h = mix64(h ^ sum[i]);
     return h;
@@ -615,15 +564,6 @@ int thread_id(void) {
     return omp_get_thread_num();
 #else
     return 0;
-#endif
-}
-
-// How many threads this region has.
-int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
 #endif
 }
 
@@ -804,42 +744,23 @@ void options_free(Options *o) {
 
 // ---- setting a value
 
-// 1: v is a whole number that an int holds.
-static int is_whole(const char *v) {
-    char *end;
-    errno = 0;
-    long n = strtol(v, &end, 10);
-    return *v && !*end && !errno && n >= INT_MIN && n <= INT_MAX;
-}
-
-// 1: v is a finite number.
-static int is_real(const char *v) {
-    char *end;
-    double x = strtod(v, &end);
-    return *v && !*end && isfinite(x);
-}
-
 // May option t have the value v? 0, or -1 with the reason in err.
 static int opt_check(const Opt *t, const char *v, char err[256]) {
     const char *wants = NULL, *words = "";
-    switch (t->kind) {
-    case 'i':
-        if (!is_whole(v)) wants = "wants a whole number";
-        break;
-    case 'f':
-        if (!is_real(v)) wants = "wants a number";
-        break;
-    case 'b':
-        if (strcmp(v, "0") && strcmp(v, "1")) wants = "is a flag and takes no value";
-        break;
-    case 'c':
+    int whole = t->kind == 'i', number = whole || t->kind == 'f';
+    char *end;
+    double x = number ? strtod(v, &end) : 0;
+    if (number && (!*v || *end || !isfinite(x))) wants = "wants a number";
+    if (whole && (wants || v[strspn(v, "+-0123456789")] || fabs(x) > INT_MAX)) wants = "wants a whole number";
+    if (t->kind == 'b' && strcmp(v, "0") && strcmp(v, "1")) wants = "is a flag and takes no value";
+    if (t->kind == 'c' && word_place(t->def, v) < 0) {
+        wants = "wants one of ";
         words = t->def;
-        if (word_place(words, v) < 0) wants = "wants one of ";
-        break;
     }
-    if (!wants) return 0;                               // a text may be anything
-    snprintf(err, 256, "--%s %s%s, found '%.60s'", t->name, wants, words, v);
-    return -1;
+    if (wants) snprintf(err, 256, "--%s %s%s, found '%.60s'", t->name, wants, words, v);
+    int outside = !wants && t->lo < t->hi && (x < t->lo || x > t->hi);
+    if (outside) snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", t->name, x, t->lo, t->hi);
+    return wants || outside ? -1 : 0;                   // a text may be anything
 }
 
 // Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
@@ -857,23 +778,10 @@ int options_set(Options *o, const char *name, const char *value, char err[256]) 
     return 0;
 }
 
-// 1, with the reason in err, when the option called `name` lies outside its range; when name is
-// NULL, when any option does.
-int out_of_range(const Options *o, const char *name, char err[256]) {
-    for (int i = 0; i < (int)arrlen(o->table); i++)
-        for (const Opt *t = o->table[i]; t->name; t++) {
-            double x = t->lo < t->hi ? opt_real(o, t->name) : 0;
-            if (t->lo == t->hi || (name && strcmp(name, t->name)) || (x >= t->lo && x <= t->hi)) continue;
-            snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", t->name, x, t->lo, t->hi);
-            return 1;
-        }
-    return 0;
-}
-
 // ---- reading a value
 
 // The value as text. A name that no table has is a mistake of the program: exit 1.
-static const char *opt_value(const Options *o, const char *name) {
+const char *opt_str(const Options *o, const char *name) {
     Options *w = (Options *)o;                  // a search of stb_ds notes its place inside the map
     if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
     return shget(w->map, name);
@@ -881,21 +789,17 @@ static const char *opt_value(const Options *o, const char *name) {
 
 // 1: the user has set it.
 int opt_given(const Options *o, const char *name) {
-    Options *w = (Options *)o;                  // as in opt_value
+    Options *w = (Options *)o;                  // as in opt_str
     return shgeti(w->given, name) >= 0;
 }
 
 // A whole number, or a flag as 0 or 1.
 int opt_int(const Options *o, const char *name) {
-    return atoi(opt_value(o, name));
+    return atoi(opt_str(o, name));
 }
 
 double opt_real(const Options *o, const char *name) {
-    return strtod(opt_value(o, name), NULL);
-}
-
-const char *opt_str(const Options *o, const char *name) {
-    return opt_value(o, name);
+    return strtod(opt_str(o, name), NULL);
 }
 
 // The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
@@ -905,27 +809,17 @@ int opt_choice(const Options *o, const char *name, const char *words) {
 }
 
 // ---- lists of numbers
-typedef struct {                // from, from + step, .. up to `to`
-    long from, to, step;
-} Numbers;
-
-// Is x among the numbers of the first n parts?
-static int numbers_have(const Numbers *part, int n, long x) {
-    for (int i = 0; i < n; i++)
-        if (x >= part[i].from && x <= part[i].to && (x - part[i].from) % part[i].step == 0) return 1;
-    return 0;
-}
-
 // Reads "2048" or "2:98:3" (from, to, step) at *p, which moves behind it and a comma. Returns 0, or -1 when
 // the text is anything else, a number lies outside [lo,hi], or nothing follows the comma.
-static int numbers_part(Numbers *x, const char **p, long lo, long hi) {
+static int numbers_part(long part[3], const char **p, long lo, long hi) {
     int n;
-    *x = (Numbers){ .step = 1 };
-    if (sscanf(*p, "%ld%n", &x->from, &n) != 1) return -1;
+    if (sscanf(*p, "%ld%n", &part[0], &n) != 1) return -1;
     *p += n;
-    x->to = x->from;
-    if (sscanf(*p, ":%ld:%ld%n", &x->to, &x->step, &n) == 2) *p += n;
-    if (x->from < lo || x->to > hi || x->to < x->from || x->step < 1) return -1;
+    part[1] = part[0];
+    part[2] = 1;
+    if (sscanf(*p, ":%ld:%ld%n", &part[1], &part[2], &n) == 2) *p += n;
+    if (part[0] < lo || part[1] > hi || part[1] < part[0] || part[2] < 1) return -1;
+    if (part[2] > part[1]) part[2] = part[1] + 1;       // as good, and the next number stays small
     if (!**p) return 0;
     return *(*p)++ == ',' && **p ? 0 : -1;
 }
@@ -933,21 +827,18 @@ static int numbers_part(Numbers *x, const char **p, long lo, long hi) {
 // The numbers of a text such as "2048", "512,1024", "2:98:3" or a mix of them, each once, in its order
 // (stb_ds). Exit 2 when it is anything else; `name` is the option to blame.
 int *number_list(const char *name, const char *text, long lo, long hi) {
-    Numbers *part = NULL;
+    char *listed = xcalloc((size_t)(hi - lo + 1), 1);   // 1: this one is in the list
     const char *p = text;
     int *list = NULL, bad = !*p;
     while (*p && !bad) {
-        Numbers x;
-        bad = numbers_part(&x, &p, lo, hi);
-        arrput(part, x);
+        long part[3];
+        bad = numbers_part(part, &p, lo, hi);
+        for (long x = part[0]; !bad && x <= part[1]; x += part[2]) {
+            if (!listed[x - lo]) arrput(list, (int)x);
+            listed[x - lo] = 1;
+        }
     }
-    for (int i = 0; i < (int)arrlen(part) && !bad; i++) {
-        long step = part[i].step, to = part[i].to;
-        if (step > to) step = to + 1;                   // as good, and x + step stays small
-        for (long x = part[i].from; x <= to; x += step)
-            if (!numbers_have(part, i, x)) arrput(list, (int)x);
-    }
-    arrfree(part);
+    free(listed);
     if (bad)
         die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
     return list;
@@ -968,60 +859,33 @@ Options *options_copy(const Options *o) {
 // ==================================================================================================== JSON
 // A strict reader of JSON (RFC 8259) for config.json, tokenizer.json, safetensors headers and score
 // files, and a writer of JSON strings. A text is copied once; strings are unescaped in place inside
-// that copy. Nodes wait on a stack until their array or object closes, and then move side by side
-// into the memory of the document. The root owns everything: json_free(root) gives all of it back.
+// that copy. The root owns everything: json_free(root) gives all of it back.
 
 enum { JSON_DEPTH = 64 };       // most arrays and objects inside one another
-
-// A value whose array or object is still open.
-typedef struct {
-    Json value;
-    char *key;                  // NULL inside an array
-} JsonSlot;
 
 // A parsed text. The root is the first field, because json_free casts the root's address back to
 // the document.
 typedef struct {
     Json root;
     char *text;                 // the copy that all strings point into
-    char **block;               // stb_ds array: memory of the nodes
 } JsonDoc;
 
 typedef struct {
-    JsonDoc *doc;
-    char *p;                    // reading position in doc->text
-    char *end;                  // end of the text, where a NUL stands
+    char *text, *end;           // the copy, and its end, where a NUL stands
+    char *p;                    // reading position
     char *err;                  // (256) receives the complaint
-    JsonSlot *stack;            // stb_ds array: values whose container is still open
-    char *mem;                  // free part of the newest block ...
-    size_t left;                // ... and its bytes
     int depth;                  // containers open
 } JsonReader;
 
 // Writes "byte N: expected .., found .." about the place `at` into r->err. Returns -1.
 static int json_fail(JsonReader *r, const char *at, const char *what) {
-    size_t byte = (size_t)(at - r->doc->text);
+    size_t byte = (size_t)(at - r->text);
     int c = at < r->end ? (unsigned char)*at : 0;
 
     if (at >= r->end) snprintf(r->err, 256, "byte %zu: %s, found the end of the text", byte, what);
     else if (c > 32 && c < 127) snprintf(r->err, 256, "byte %zu: %s, found '%c'", byte, what, c);
     else snprintf(r->err, 256, "byte %zu: %s, found byte %d", byte, what, c);
     return -1;
-}
-
-// n bytes for nodes, n a multiple of 8; NULL when n is 0. Blocks double from 1 KB up to 1 MB.
-static void *json_alloc(JsonReader *r, size_t n) {
-    if (!n) return NULL;
-    if (n > r->left) {
-        int doublings = min_int((int)arrlen(r->doc->block), 10);
-        r->left = max_size(n, (size_t)1024 << doublings);
-        r->mem = xmalloc(r->left);
-        arrput(r->doc->block, r->mem);
-    }
-    void *p = r->mem;
-    r->mem += n;
-    r->left -= n;
-    return p;
 }
 
 // Skips white space.
@@ -1127,55 +991,43 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
 }
 
 // ---- numbers
-// Skips decimal digits.
-static char *json_digits(char *p) {
-    while (isdigit((unsigned char)*p)) p++;
-    return p;
+// Skips the decimal digits at *p, of which there must be one. Returns 0, or -1 with r->err set.
+static int json_digits(JsonReader *r, char **p, const char *what) {
+    if (!isdigit((unsigned char)**p)) return json_fail(r, *p, what);
+    while (isdigit((unsigned char)**p)) (*p)++;
+    return 0;
 }
 
 // Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
 // no value at all.
 static int json_number(JsonReader *r, Json *v) {
     char *p = r->p;
-    int negative = *p == '-', whole = 1, fits = 1;
-    uint64_t u = 0;
-
-    // The whole part. -2^63 counts as too large for an int64: no file needs it.
-    if (negative) p++;
+    int negative = *p == '-', whole = 1;
+    p += negative;
     char *digits = p;
-    if (!isdigit((unsigned char)*p))
-        return json_fail(r, p, negative ? "expected a digit after '-'" : "expected a value");
-    for (; isdigit((unsigned char)*p); p++) {
-        unsigned d = (unsigned)(*p - '0');
-        fits &= u <= ((uint64_t)INT64_MAX - d) / 10;
-        u = u * 10 + d;
-    }
+    if (json_digits(r, &p, negative ? "expected a digit after '-'" : "expected a value")) return -1;
     if (*digits == '0' && p - digits > 1) return json_fail(r, digits, "expected no leading zero");
 
     // Fraction and exponent
     if (*p == '.') {
         whole = 0;
         p++;
-        if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit after '.'");
-        p = json_digits(p);
+        if (json_digits(r, &p, "expected a digit after '.'")) return -1;
     }
     if (*p == 'e' || *p == 'E') {
         whole = 0;
         p++;
         if (*p == '+' || *p == '-') p++;
-        if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit in the exponent");
-        p = json_digits(p);
+        if (json_digits(r, &p, "expected a digit in the exponent")) return -1;
     }
 
-    // The value. The grammar above is narrower than strtod's, so strtod stops at p too.
+    // The value. The grammar above is narrower than strtod's and strtoll's, so they stop at p too.
     v->type = JSON_NUMBER;
-    v->is_int = whole && fits;
-    if (v->is_int) {
-        v->i = negative ? -(int64_t)u : (int64_t)u;
-        v->num = (double)v->i;
-    } else {
-        v->num = strtod(r->p, NULL);
-    }
+    v->num = strtod(r->p, NULL);
+    errno = 0;
+    if (whole) v->i = strtoll(r->p, NULL, 10);
+    v->is_int = whole && !errno;
+    if (!v->is_int) v->i = 0;
     if (!isfinite(v->num)) return json_fail(r, r->p, "expected a number a double can hold");
     r->p = p;
     return 0;
@@ -1196,38 +1048,23 @@ static int json_key(JsonReader *r, char **key) {
     return 0;
 }
 
-// Moves the values above stack height `base` into v, an array or object that has just closed.
-static int json_close(JsonReader *r, Json *v, int object, size_t base) {
-    size_t n = arrlenu(r->stack) - base;
-    if (n > INT_MAX) return json_fail(r, r->p - 1, "expected fewer than 2^31 values");
-    v->type = object ? JSON_OBJECT : JSON_ARRAY;
-    v->n = (int)n;
-    v->item = json_alloc(r, n * sizeof(Json));
-    v->key = object ? json_alloc(r, n * sizeof(char *)) : NULL;
-    for (size_t i = 0; i < n; i++) {
-        v->item[i] = r->stack[base + i].value;
-        if (object) v->key[i] = r->stack[base + i].key;
-    }
-    arrsetlen(r->stack, base);
-    return 0;
-}
-
 // Reads the array or object whose '[' or '{' r->p stands on. Returns 0, or -1 with r->err set.
 static int json_container(JsonReader *r, Json *v) {
     int object = *r->p == '{';
     char close = object ? '}' : ']';
-    size_t base = arrlenu(r->stack);
-
-    r->depth++;
-    if (r->depth > JSON_DEPTH)
-        return json_fail(r, r->p, "expected at most 64 nested arrays and objects");
+    v->type = object ? JSON_OBJECT : JSON_ARRAY;
+    if (++r->depth > JSON_DEPTH) return json_fail(r, r->p, "expected at most 64 nested arrays and objects");
     r->p++;
     json_space(r);
     while (*r->p != close) {
-        JsonSlot slot = { .key = NULL };
-        if (object && json_key(r, &slot.key)) return -1;
-        if (json_value(r, &slot.value)) return -1;
-        arrput(r->stack, slot);
+        if (v->n == INT_MAX) return json_fail(r, r->p, "expected fewer than 2^31 values");
+        if (object) {
+            char *key;
+            if (json_key(r, &key)) return -1;
+            arrput(v->key, key);
+        }
+        arrput(v->item, (Json){ .type = JSON_NULL });
+        if (json_value(r, &v->item[v->n++])) return -1;
         json_space(r);
         if (*r->p == close) break;
         if (*r->p != ',')
@@ -1238,7 +1075,7 @@ static int json_container(JsonReader *r, Json *v) {
     }
     r->p++;
     r->depth--;
-    return json_close(r, v, object, base);
+    return 0;
 }
 
 // Reads one of the words null, true and false. Returns 0, or -1 with r->err set when another word
@@ -1253,9 +1090,8 @@ static int json_word(JsonReader *r, Json *v, const char *word, int type, int val
     return 0;
 }
 
-// Reads the value that r->p stands on into *v. Returns 0, or -1 with r->err set.
+// Reads the value that r->p stands on into *v, which is null. Returns 0, or -1 with r->err set.
 static int json_value(JsonReader *r, Json *v) {
-    *v = (Json){ .type = JSON_NULL };
     switch (*r->p) {
     case '{':
     case '[': return json_container(r, v);
@@ -1269,12 +1105,18 @@ static int json_value(JsonReader *r, Json *v) {
     }
 }
 
+// Gives back what v and all below it own.
+static void json_free_items(Json *v) {
+    for (int i = 0; i < v->n; i++) json_free_items(&v->item[i]);
+    arrfree(v->item);
+    arrfree(v->key);
+}
+
 // Gives back the document whose root is j; NULL is allowed.
 void json_free(Json *j) {
     JsonDoc *d = (JsonDoc *)j;
     if (!d) return;
-    for (size_t i = 0; i < arrlenu(d->block); i++) free(d->block[i]);
-    arrfree(d->block);
+    json_free_items(j);
     free(d->text);
     free(d);
 }
@@ -1283,18 +1125,14 @@ void json_free(Json *j) {
 // text is malformed.
 Json *json_parse(const char *text, size_t n, char err[256]) {
     JsonDoc *d = xcalloc(1, sizeof *d);
-    d->text = xmalloc(n + 1);
-    memcpy(d->text, text, n);
-    d->text[n] = 0;
-
-    JsonReader r = { .doc = d, .p = d->text, .end = d->text + n, .err = err };
+    d->text = copy_bytes(text, n);
+    JsonReader r = { .text = d->text, .end = d->text + n, .p = d->text, .err = err };
     json_space(&r);
     int bad = json_value(&r, &d->root);
     if (!bad) {
         json_space(&r);
         if (r.p < r.end) bad = json_fail(&r, r.p, "expected nothing more");
     }
-    arrfree(r.stack);
     if (!bad) return &d->root;
     json_free(&d->root);
     return NULL;
@@ -1312,31 +1150,22 @@ const Json *json_get(const Json *obj, const char *key) {
 }
 
 // ---- UTF-8 and the writer
-// The length that a UTF-8 character has by its first byte, 1 to 4; 0 when no character begins with
-// that byte.
-static int utf8_lead_length(unsigned char lead) {
-    if (lead < 0x80) return 1;
-    if (lead < 0xc2) return 0;  // a continuation byte, or the overlong form of an ASCII character
-    if (lead < 0xe0) return 2;
-    if (lead < 0xf0) return 3;
-    if (lead < 0xf5) return 4;
-    return 0;
-}
-
 // The length of the well-formed character that the n bytes at s begin with; 0 when they begin with
 // none.
 int utf8_length(const char *s, size_t n) {
+    static const unsigned least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // the first character of a length
     const unsigned char *p = (const unsigned char *)s;
-    int k = n ? utf8_lead_length(p[0]) : 0;
+    int k = 1;
+    if (!n || (p[0] >= 0x80 && p[0] < 0xc0) || p[0] >= 0xf8) return 0;
+    if (p[0] >= 0xc0) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
     if ((size_t)k > n) return 0;
+    unsigned c = k > 1 ? p[0] & (0x7f >> k) : p[0];
     for (int i = 1; i < k; i++) {
         if ((p[i] & 0xc0) != 0x80) return 0;
+        c = c << 6 | (p[i] & 63);
     }
-    if (k == 3 && p[0] == 0xe0 && p[1] < 0xa0) return 0;        // overlong
-    if (k == 3 && p[0] == 0xed && p[1] >= 0xa0) return 0;       // a surrogate
-    if (k == 4 && p[0] == 0xf0 && p[1] < 0x90) return 0;        // overlong
-    if (k == 4 && p[0] == 0xf4 && p[1] >= 0x90) return 0;       // beyond U+10FFFF
-    return k;
+    int none = c < least[k] || (c >= 0xd800 && c < 0xe000) || c > 0x10ffff;     // overlong, a surrogate, beyond
+    return none ? 0 : k;
 }
 
 // Does any text in v hold a 0 byte ("\\u0000")? Where texts are used as C strings, what stands behind

@@ -70,8 +70,9 @@ double now(void);                       // seconds of a clock that only goes for
 
 // ---- the end of the program, and what is said on stderr
 void die (int code, const char *fmt, ...) KV_PRINTF(2, 3);     // one line, then exit(code). Never returns
-void warn(const char *fmt, ...) KV_PRINTF(1, 2);               // one line that begins with the program's name
-void tell(const char *fmt, ...) KV_PRINTF(1, 2);               // one line as it is
+void say (const char *color, const char *who, const char *fmt, ...) KV_PRINTF(3, 4);
+#define warn(...) say(COLOR_WARNING, "kvcomp: ", __VA_ARGS__)   // one line that begins with the program's name
+#define tell(...) say("", "", __VA_ARGS__)                      // one line as it is
 int  fault(char err[512], const char *fmt, ...) KV_PRINTF(2, 3);       // one line into err -> -1
 
 extern void (*before_leaving)(int say); // puts right what a program that ends must; NULL: nothing
@@ -135,7 +136,6 @@ void   arena_reset(Arena *a, size_t mark);      // ... and fall back to it
 // ---- threads: OpenMP's numbers, or those of one thread without it
 int  n_threads(void);                   // how many a parallel region gets
 int  thread_id(void);                   // this one's number in its region
-int  team_size(void);                   // how many this region has
 int  worth_threads(size_t multiply_adds);       // is that worth the microseconds that starting a team costs?
 void threads_use(int n, size_t parameters);     // n, or with 0 what suits a model of so many parameters
 
@@ -208,7 +208,6 @@ Options *options_like(const Options *o);                // the same options, at 
 Options *options_copy(const Options *o);                // and with what the user has set
 void     options_free(Options *o);
 int      options_set(Options *o, const char *name, const char *value, char err[256]);  // 0, or -1
-int      out_of_range(const Options *o, const char *name, char err[256]);  // 1: this one is (NULL: some one)
 
 int         opt_given (const Options *o, const char *name);     // 1: set by the user
 int         opt_int   (const Options *o, const char *name);     // flags too: 0 or 1

@@ -50,12 +50,12 @@ static Tiny table_model_of(int L, int H, int G, int D, unsigned windows) {
 
 static Tiny table_model(int L, int H, int G, unsigned windows) { return table_model_of(L, H, G, 16, windows); }
 
-// Sets "name=value" where there is such an option.
-static void table_set(Options *o, const char *word) {
-    char name[80], err[256];
+// Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in err.
+static int table_set(Options *o, const char *word, char err[512]) {
+    char name[80];
     const char *value = strchr(word, '=');
     snprintf(name, sizeof name, "%.*s", (int)(value - word), word);
-    options_set(o, name, value + 1, err);
+    return options_set(o, name, value + 1, err);
 }
 
 // Does some part of "a+b" decide how rows are stored?
@@ -75,15 +75,16 @@ static Session *table_open(Tiny m, const char *spec, int small, const char *more
     char words[512];
     Options *o = options_of_program();
     for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "sonic-weights")); i++)
-        table_set(o, table_small[i]);
-    if (!small) table_set(o, "sonic-weights=none");
+        table_set(o, table_small[i], err);
+    if (!small) table_set(o, "sonic-weights=none", err);
     if (!stores(spec)) {
-        table_set(o, "ctk=f32");
-        table_set(o, "ctv=f32");
+        table_set(o, "ctk=f32", err);
+        table_set(o, "ctv=f32", err);
     }
     snprintf(words, sizeof words, "%s", more);
-    for (char *w = strtok(words, " "); w; w = strtok(NULL, " ")) table_set(o, w);
-    Session *s = session_try(m.c, m.w, o, spec, err);
+    int bad = 0;
+    for (char *w = strtok(words, " "); w && !bad; w = strtok(NULL, " ")) bad = table_set(o, w, err);
+    Session *s = bad ? NULL : session_try(m.c, m.w, o, spec, err);
     if (!s) options_free(o);
     return s;
 }
