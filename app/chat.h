@@ -74,276 +74,119 @@ enum {
 };
 
 // ---- sampling
-// The index of the largest of x (n); the first of equal ones.
-int argmax(const float *x, int n);
-
-// The next id, drawn from the last logits as the sampling options say. --temp 0 takes the largest
-// logit and leaves the random numbers alone.
-int sample(App *a);
+int argmax(const float *x, int n);                      // the index of the largest of x (n); the first of equal ones
+int sample(App *a);                                     // the next id, drawn from the last logits as the options say
 
 // ---- the record
-// Frees ids and texts of one turn.
-void turn_free(Turn t);
-
-// Forgets all turns; the session keeps its rows until it is reset.
-void record_clear(App *a);
+void  turn_free(Turn t);                                // its ids and texts
+Turn  turn_copy(const Turn *from, int n_dec);           // with the first n_dec ids of its reply
+Turn *turns_copy(const Turn *turns);                    // of a record, for turns_free
+void  turns_free(Turn *turns);
+void  record_clear(App *a);                             // forgets all turns; the session keeps its rows
+int  *record_ids(const Turn *turns);                    // all ids, as they are fed (stb_ds array)
+int  *ids_append(int *to, const int *ids, int n);       // appends to an stb_ds array, and returns it
+char *reply_text(const App *a, const Turn *t);          // of its reply, malloc'd
 
 // The turn that the next message of the record prefills: text as the chat template renders it
 // behind the turns so far, or, without a template, the plain text, with BOS in front of the first
 // turn where the tokenizer adds one. Where the template refuses it the turn has no ids, and err says why.
 Turn render_turn(const App *a, const char *text, char err[512]);
 
-// The template writes the last `back` ids of the record otherwise, now that t follows: they leave the
-// record, whose texts stay. What stands there now is in t.
+// The template writes the last `back` ids of the record otherwise, now that t follows: they leave the record, whose
+// texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with a line).
 void record_take_back(App *a, Turn *t);
+int  session_take_back(App *a, Turn *t);
 
-// The same for the session, which is then made from the record unless its rows can simply be cut.
-int session_take_back(App *a, Turn *t);
+void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
+void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
+int  replay(App *a, int within);                        // the record once more: 0; -1: a->s->err; 1: -c is too small
+int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
-// A copy of a turn, of its reply as far as it is ids the first n_dec of them.
-Turn turn_copy(const Turn *from, int n_dec);
-
-// All ids of a record, as they are fed (stb_ds array).
-int *record_ids(const Turn *turns);
-
-// A copy of the record (stb_ds array), for turns_free.
-Turn *turns_copy(const Turn *turns);
-void turns_free(Turn *turns);
-
-// One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
-void feed_prefill(App *a, const Turn *t);
-
-// One decode step; its logits stay in the App, or the best of them in the session.
-void feed_decode(App *a, int id);
-
-// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
-// open again, and a line on stderr says why.
-int session_ready(App *a);
-
-// Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
-// -1 with err.
+// Do these turns, fed from an empty cache, fit into the method's positions (0, or -1 with err)? Do they need more
+// rows than -c allows, as far as that can be said beforehand?
 int record_fits(const Session *s, const Turn *turns, char err[512]);
+int record_overflows(const App *a, const Turn *turns);
 
 // ---- generating a reply
-// The most rows a head may hold: -c, or with -c 0 the model's own limit.
-int ctx_limit(const App *a);
-
-// The same, when a method that drops rows may do so now.
-int make_room(const App *a, int n);
-
-// The next id of a reply; -1: it is over, and a->finish says why. What is shown is also fed, counted and
-// recorded, so there must be room for it.
-int reply_next(App *a);
-
-// Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
-int stop_place(const char **stop, const char *text, size_t n);
+int ctx_limit(const App *a);                            // the most rows a head may hold: -c, or the model's own limit
+int make_room(const App *a, int n);                     // is there room for n rows more, if need be by dropping rows?
+int reply_next(App *a);                                 // its next id; -1: it is over, and a->finish says why
+int stop_place(const char **stop, const char *text, size_t n);         // where the first of the texts begins; -1
 
 // Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
-// Ctrl-C, and writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn;
-// the stop id is neither fed nor recorded, a stop text is both. Returns the number of tokens made.
+// Ctrl-C, and writes the text to out as whole UTF-8 characters. Returns the number of tokens made.
 int generate(App *a, int n, FILE *out);
 
 // ---- results
-// n per second; 0 before any time has passed.
-double rate(long n, double seconds);
+double rate(long n, double seconds);                    // n per second; 0 before any time has passed
+double bytes_a_step(const Session *s);                  // of rows that attention reads in a decode step, the mean
+void human_bytes(double n, char out[32]);               // "840 B", "1.2 MB", "120 MB"
+int  uses_budget(const Session *s);                     // does any part of the method choose rows by --budget?
+int  tokens_said(const Session *s);                     // tokens of the dialogue, without a method's own
+void rows_in_words(const Session *s, char out[96]);     // "73 of 336 rows a head", and the like
 
-// Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
-// the first.
-double bytes_a_step(const Session *s);
+void json_real(FILE *f, double x, int digits);          // a number without an exponent; null when x is none
+void json_pair(FILE *f, const char *key, const char *text);            // "key":"text",
+void json_options(const App *a, FILE *f);               // "options":{..}, those that the user set
+void json_rows(const Session *s, FILE *f);              // ,"rows": [layer][KV head] = tokens of the rows held
+void json_views(const Session *s, FILE *f);             // ,"views": [layer][query head] = what the last step read
+void json_speed(const App *a, FILE *f);                 // tokens, tokens a second, time to the first logits
+void json_bytes(const Session *s, FILE *f);             // what the cache and the rooms of passes hold and read
+void write_ids(FILE *f, const int *ids);                // "ids":[..]
+void print_json(const App *a, FILE *f);                 // the whole run as one object on one line
 
-// n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
-void human_bytes(double n, char out[32]);
-
-// ---- results as JSON (--json)
-// x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
-void json_real(FILE *f, double x, int digits);
-
-// "key":"text", with the comma behind it.
-void json_pair(FILE *f, const char *key, const char *text);
-
-// The options that the user set, as one object.
-void json_options(const App *a, FILE *f);
-
-// "ids":[..]
-void write_ids(FILE *f, const int *ids);
-
-// ,"rows": [layer][KV head] = the source tokens of the rows held.
-void json_rows(const Session *s, FILE *f);
-
-// ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
-// row from tail on. An empty idx with tail 0 is every row.
-void json_views(const Session *s, FILE *f);
-
-// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
-void json_speed(const App *a, FILE *f);
-
-// Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
-// views, held at most; and of the rooms of passes in the host's memory.
-void json_bytes(const Session *s, FILE *f);
-
-// The whole run as one object on one line.
-void print_json(const App *a, FILE *f);
-
-// ---- results for people
-// Does any part of the method choose rows by --budget?
-int uses_budget(const Session *s);
-
-// The tokens of the dialogue that a session has seen, without a method's own.
-int tokens_said(const Session *s);
-
-// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
-// a head", and why none of those is gone that a method drops.
-void rows_in_words(const Session *s, char out[96]);
-
-// ---- --ids FILE
-// Is there nothing but white space in [p,end)?
-int is_blank(const char *p, const char *end);
-
-// Feeds the file's turns to the session, and writes the logits of every prefill and decode to
-// --dump-logits.
-int run_ids(App *a);
-
-// ---- --trace FILE
-// Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
-// exit 2 when the layers are wrong.
-void trace_open(App *a);
-
-// Ends it, if there is one. keep 0: the run has failed, and its trace goes.
-void trace_close(App *a, int keep);
+// ---- --ids FILE, --trace FILE
+int  is_blank(const char *p, const char *end);          // is there nothing but white space in [p,end)?
+int  run_ids(App *a);                                   // feeds the file's turns; writes logits to --dump-logits
+void trace_open(App *a);                                // if it is given; exit 1 or 2 when it cannot be
+void trace_close(App *a, int keep);                     // keep 0: the run has failed, and its trace goes
 
 // ---- sessions on disk
-// The fingerprint of the App's model, worked out when it is first asked for.
-uint64_t app_fingerprint(App *a);
-
-// Writes " --NAME VALUE", the value in quotes, if it is given and not the default.
-void write_option(const App *a, const Options *plain, const char *name, FILE *f);
-
-// Writes the method, and the options besides the model that decide which bits a session computes,
-// as they stand on a command line: those of its parts, the shared ones, those of the template.
-void write_making(const App *a, FILE *f);
-
-// What `write` writes of the App, malloc'd.
-char *written(const App *a, void (*write)(const App *a, FILE *f));
-
-// ---- reading them
-// Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
-// method that drops no row and adds none can be asked beforehand.
-int record_overflows(const App *a, const Turn *turns);
-
-// Feeds the record once more, from an empty cache. 0; -1 when the method does not open again, with the reason in
-// a->s->err, and then the session is as it was. within 1: also 1, in the middle of it, when -c does not allow so many
-// rows.
-int replay(App *a, int within);
-
-// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
-int ids_of_json(const Json *list, int V, int **ids, char why[128]);
-
-// Appends n ids to an stb_ds array, and returns it.
-int *ids_append(int *to, const int *ids, int n);
-
-// The text of a reply, malloc'd.
-char *reply_text(const App *a, const Turn *t);
+uint64_t app_fingerprint(App *a);                       // of the model
+void  write_option(const App *a, const Options *plain, const char *name, FILE *f);     // " --NAME "VALUE"", if changed
+void  write_making(const App *a, FILE *f);              // the method, and the options that decide a session's bits
+char *written(const App *a, void (*write)(const App *a, FILE *f));     // what `write` writes, malloc'd
+int   ids_of_json(const Json *list, int V, int **ids, char why[128]);  // appends ids below V: 0, or -1 with why
+void  session_begin(App *a);                            // --session FILE: locks it, and goes on with what is in it
+void  session_end(App *a);                              // keeps the dialogue in it, for the last time
 
 // ---- a turn of the chat
-// Has the model a row for each of these ids (stb_ds array)? 0, or -1 with err.
-int ids_known(const Config *c, const int *ids, char err[512]);
+int  ids_known(const Config *c, const int *ids, char err[512]);        // has the model a row for each? 0, or -1
+int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writes the reply: 0, or -1 with a line
+int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
+void pending_tell(const App *a, int offer);             // that a message got no reply; offer 1: arrow up has it
+int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 
-// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the template
-// or the method refuses it, it names a token without a row, or it does not fit.
+// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the
+// template or the method refuses it, it names a token without a row, or it does not fit.
 int message_feed(App *a, const char *text, char err[512]);
 
-// Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
-// that the model does not have, and nothing was fed.
-int chat_turn(App *a, const char *text, FILE *out);
-
-// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
-// dialogue stays.
-int chat_clear(App *a);
-
 // ---- several methods side by side
-// Opens a side. Model, tokenizer, template and options are a's; method is what plays.
+// A side borrows model, tokenizer and template of a; method is what plays, with the options o.
 void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why);
-
-// Closes it. The model and what else it borrowed stay.
 void side_close(Side *x);
-
-// ---- the demonstration
-// --demo and /demo. Returns the exit code.
-int demo(App *a);
-
-// ---- the chat
-// --session FILE: locks it, and goes on with the dialogue in it, if there is one. A file that cannot be
-// saved is found now, not when there is something to save.
-void session_begin(App *a);
-
-// --session FILE: keeps the dialogue in it, for the last time.
-void session_end(App *a);
-
-// Says that a message got no reply before its chat ended. offer 1: arrow up brings it back.
-void pending_tell(const App *a, int offer);
-
-// The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
-int chat(App *a);
+int  demo(App *a);                                      // --demo and /demo. Returns the exit code
 
 // ---- metrics
-// The words of a text: an stb_ds array of malloc'd strings, for words_free.
-char **words_of(const char *text, int how);
+char **words_of(const char *text, int how);             // stb_ds array of malloc'd words, for words_free
+void   words_free(char **w);
+int    holds_answer(const char *said, const char *gold, int whole);    // as whole words; whole 1: and nothing else?
 
-// Frees a list that words_of made.
-void words_free(char **w);
-
-// Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
-int holds_answer(const char *said, const char *gold, int whole);
-
-// ---- opening the model
-// A file or folder that comes with the program: beside it, else in the working directory. Returns path.
+// ---- opening
 enum { PROGRAM_PATH = 1200 };
-const char *beside_program(const char *name, char path[PROGRAM_PATH]);
-
-// The shipped model.
-void default_model(Options *o);
-
-// ---- where a model lies
-// -m and --tokenizer by the folders they stand for. A path that is too long stays as it is, for
-// config_load to refuse.
-void find_models(Options *o);
-
-// ---- the memory of this machine
-// Bytes that may still be used: what the system has available, or what is left of the limit of a
-// container, whichever is less. -1: not known.
-double memory_free(void);
-
-// The numbers in a model's matrices.
-size_t parameters_of(const Config *c);
-
-// Reads the config: of --model, of the shipped model, or of the shape of --synthetic.
-void open_config(App *a);
-
-// Opens the weights of that config, or makes random ones.
-void open_weights(App *a);
-
-// Both.
-void open_model(App *a);
-
-// ---- choosing the device of -d auto
-// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
-// of a comparison ask again. Then says whether the device leaves --exact without effect.
-void choose_device(App *a);
-
-// -d cuda in a program that has no GPU half: exit 1.
-void check_device(const Options *o);
-
-// ---- opening the rest, and closing
-// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
-// that names ids the model does not have, ends the program; without it a line on stderr says that
-// there is none. (--dump-tokens has no model.)
-void open_tokenizer(App *a, int needed);
-
-// Opens the session of --method and seeds the sampler.
-void open_session(App *a);
-
-// Closes whatever was opened.
-void app_close(App *a);
+const char *beside_program(const char *name, char path[PROGRAM_PATH]); // a file that comes with the program
+void   default_model(Options *o);                       // --model becomes the shipped one
+void   find_models(Options *o);                         // --model and --tokenizer become the folders they stand for
+double memory_free(void);                               // bytes that may still be used; -1: not known
+size_t parameters_of(const Config *c);                  // the numbers in a model's matrices
+void   check_device(const Options *o);                  // exit 1 for -d cuda in a program without a GPU half
+void   open_config(App *a);                             // of --model, of the shipped model, or of --synthetic
+void   open_weights(App *a);                            // of that config
+void   open_model(App *a);                              // both
+void   choose_device(App *a);                           // makes cuda or cpu of -d auto
+void   open_tokenizer(App *a, int needed);              // and the template; needed 0: a line says there is none
+void   open_session(App *a);                            // of --method, and seeds the sampler
+void   app_close(App *a);                               // whatever was opened
 
 extern int arg_count;                           // the command line, for a report's source
 extern char **args;

@@ -19,18 +19,10 @@ extern int quiet;                               // --quiet: errors only on stder
 void progress(const char *what, double share);
 
 // ---- signals
-// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
-// the write fails and is told.
-void watch_signals(void);
-
-// From here on Ctrl-C stops a reply.
-void watch_keyboard(void);
-
-// Ctrl-C on an empty prompt: twice within a second leaves.
-void interrupt_at_prompt(void);
-
-// Ends the program by the signal.
-void leave(int sig);
+void watch_signals(void);                       // from the start of the program on
+void watch_keyboard(void);                      // from here on Ctrl-C stops a reply
+void interrupt_at_prompt(void);                 // Ctrl-C on an empty prompt: twice within a second leaves
+void leave(int sig);                            // ends the program by the signal
 
 // ---- messages
 enum {                      // how reading a message ends
@@ -52,25 +44,14 @@ int messages_begin(int keep_history, NameAt *names);
 // gives up the lines before it, too.
 int read_message(char **out);
 
-// Lets arrow up bring this message back; it is not kept in the file.
-void message_offer(const char *text);
-
-// Gives the terminal back.
-void messages_end(void);
+void message_offer(const char *text);           // arrow up brings it back; it is not kept in the file
+void messages_end(void);                        // gives the terminal back
 
 // ---- columns
 int screen_columns(void);                       // the width of the screen; 80 when the terminal does not say
-
-// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
-// it is shorter. Line breaks and control characters become blanks.
-void print_cut(FILE *f, const char *text, int width);
-
-// Writes text as one line of at most `width` columns.
-void print_short(FILE *f, const char *text, int width);
-
-// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
-// the first is begun already.
-void print_wrapped(FILE *f, const char *text, int indent, int cols);
+void print_cut(FILE *f, const char *text, int width);                   // in exactly so many columns
+void print_short(FILE *f, const char *text, int width);                 // as one line of at most so many columns
+void print_wrapped(FILE *f, const char *text, int indent, int cols);    // in lines; the first is begun already
 
 // A reply comes in pieces that end anywhere, so near the end of a line its last word waits until it is
 // known to be whole.
