@@ -1778,20 +1778,31 @@ void open_session(App *a) {
     a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;
 }
 
+// An App with a record and options of its own (o, which it takes), and no session yet. The rest it borrows.
+App app_beside(const App *a, Options *o) {
+    App b = { .o = o, .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
+    b.logits = xcalloc(a->c->V, sizeof(float));
+    return b;
+}
+
+// Closes what is its own.
+void app_beside_close(App *a) {
+    turns_free(a->turn);
+    session_close(a->s);
+    options_free(a->o);
+    free(a->method);
+    free(a->logits);
+    free(a->pending);
+}
+
 // Closes whatever was opened.
 void app_close(App *a) {
-    record_clear(a);
-    arrfree(a->turn);
-    session_close(a->s);
+    app_beside_close(a);
     template_free(a->tp);
     lychee_text(NULL);                                      // its texts go with the tokenizer
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
-    options_free(a->o);
     if (a->log) close(a->log);
-    free(a->method);
-    free(a->logits);
-    free(a->pending);
 }
 
 int arg_count;           // the command line, for Report.source
@@ -1952,22 +1963,12 @@ int chat_turn(App *a, const char *text, FILE *out) {
     return 0;
 }
 
-// Says on stderr what a switch has done, unless --quiet.
-KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
-    char text[LINE_ROOM];
-    va_list ap;
-    if (quiet) return;
-    va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
-    va_end(ap);
-    tell("%s", text);
-}
-
 // What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
 // 336 rows a head". Rows over the budget are those of the last reply, which came behind the last choice.
 static void confirm_replay(const App *a, double t0) {
     char rows[96], budget[96] = "", why[96] = "";
     const Session *s = a->s;
+    if (quiet) return;
     int limit = budget_exceeded(s);
     const char *pick = a->picked ? " (picked for this dialogue; /budget N takes another)" : "";
     if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
@@ -1977,8 +1978,8 @@ static void confirm_replay(const App *a, double t0) {
         snprintf(why, sizeof why, " (saves reads, not memory)");
     else if (limit)
         snprintf(why, sizeof why, " (over %d: the last reply's, dropped when you send the next message)", limit);
-    if (!s->n_tok) confirm("%s%s: the dialogue is empty", a->method, budget);
-    else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
+    if (!s->n_tok) tell("%s%s: the dialogue is empty", a->method, budget);
+    else tell("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
 }
 
 // Sets the budget that the chat picks for a dialogue; 0: none, so that a method has its own.
@@ -2074,9 +2075,8 @@ enum { N_SIDES = sizeof side_methods / sizeof *side_methods };
 // Opens a side. Model, tokenizer, template and options are a's; method is what plays.
 void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
     *x = (Side){ .why = why };
-    x->app = (App){ .o = options_copy(o), .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
+    x->app = app_beside(a, options_copy(o));
     x->app.method = copy_text(method);
-    x->app.logits = xcalloc(a->c->V, sizeof(float));
     x->app.s = session_try(a->c, a->w, x->app.o, method, x->refused);
     int budget = x->app.s && uses_budget(x->app.s) ? x->app.s->budget : 0;
     if (budget) snprintf(x->label, sizeof x->label, "%.20s %d", method, budget);
@@ -2085,12 +2085,7 @@ void side_open(Side *x, const App *a, const Options *o, const char *method, cons
 
 // Closes it. The model and what else it borrowed stay.
 void side_close(Side *x) {
-    record_clear(&x->app);
-    arrfree(x->app.turn);
-    if (x->app.s) session_close(x->app.s);
-    options_free(x->app.o);
-    free(x->app.method);
-    free(x->app.logits);
+    app_beside_close(&x->app);
     free(x->reply);
 }
 
@@ -2494,8 +2489,7 @@ static void command_show(App *a, const char *arg) {
 static void command_clear(App *a, const char *arg) {
     (void)arg;
     int n = (int)arrlen(a->turn);
-    if (chat_clear(a)) return;
-    confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
+    if (!chat_clear(a) && !quiet) tell("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
 }
 
 // Makes the last reply again: everything up to its first token is replayed, and new random numbers
@@ -2576,7 +2570,7 @@ static void command_system(App *a, const char *arg) {
     }
     if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
     if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
-    confirm("another system message; the dialogue is empty");
+    if (!quiet) tell("another system message; the dialogue is empty");
 }
 
 static void command_read(App *a, const char *arg) {
@@ -2594,7 +2588,7 @@ static void command_read(App *a, const char *arg) {
 static void command_save(App *a, const char *arg) {
     char err[512];
     if (session_save(a, arg, 0, err)) warn("%s", err);
-    else confirm("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
+    else if (!quiet) tell("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
 }
 
 static void command_load(App *a, const char *arg) {

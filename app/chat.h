@@ -187,6 +187,8 @@ void   choose_device(App *a);                           // makes cuda or cpu of 
 void   open_tokenizer(App *a, int needed);              // and the template; needed 0: a line says there is none
 void   open_session(App *a);                            // of --method, and seeds the sampler
 void   app_close(App *a);                               // whatever was opened
+App    app_beside(const App *a, Options *o);            // borrows model and texts; o, record and session are its own
+void   app_beside_close(App *a);
 
 extern int arg_count;                           // the command line, for a report's source
 extern char **args;

@@ -323,17 +323,6 @@ static void parse_env(Options *o) {
     }
 }
 
-// --trace goes with runs that play one method: exit 2.
-static void check_trace(const Options *o) {
-    int replies = *opt_str(o, "ids") || opt_given(o, "prompt") || *opt_str(o, "file") || evaluates(o);
-    if (*opt_str(o, "trace") && (!replies || opt_int(o, "bench")))
-        die(EXIT_USAGE, "--trace goes with --ids, -p, -f or --eval");
-    if (*opt_str(o, "trace") && *opt_str(o, "compare"))
-        die(EXIT_USAGE, "--trace goes with one method, not with --compare");
-    if (*opt_str(o, "trace-layers") && !*opt_str(o, "trace"))
-        die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
-}
-
 // Ends the program (exit 2) with what is wrong on the command line, if it is.
 KV_PRINTF(2, 3) static void wrong_if(int wrong, const char *fmt, ...) {
     char text[512];
@@ -351,7 +340,7 @@ static void check_options(const Options *o) {
     int asks = !*opt_str(o, "eval");              // -f is then no prompt
     int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
-    int merge = *opt_str(o, "eval-merge") != 0;
+    int merge = *opt_str(o, "eval-merge") != 0, trace = *opt_str(o, "trace") != 0;
     wrong_if(opt_int(o, "kernel") % 2 == 0, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"),
              "--budget and --ratio both say how much to keep; give one");
@@ -360,7 +349,10 @@ static void check_options(const Options *o) {
     wrong_if(!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"),
              "--dump-logits - and --json both write to standard output; give a file");
     wrong_if(opt_int(o, "json") && opt_int(o, "csv"), "--json and --csv both say how to print; give one");
-    check_trace(o);
+    wrong_if(trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench),
+             "--trace goes with --ids, -p, -f or --eval");
+    wrong_if(trace && *opt_str(o, "compare"), "--trace goes with one method, not with --compare");
+    wrong_if(!trace && *opt_str(o, "trace-layers"), "--trace-layers goes with --trace FILE");
     wrong_if(*opt_str(o, "budgets") && !eval && !report, "--budgets goes with --compare, --eval or --report");
     wrong_if(opt_int(o, "csv") && !eval && !bench && !merge, "--csv goes with --eval or --bench");
     wrong_if(shard_parse(opt_str(o, "eval-shard"), &first, &step),
@@ -823,24 +815,6 @@ static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f
     return bad ? -1 : 0;
 }
 
-// A batch that borrows what the App has.
-static void batch_open(Batch *b, const App *a) {
-    *b = (Batch){ .base = a };
-    b->app = (App){ .c = a->c, .w = a->w, .tok = a->tok, .rng = a->rng };
-    b->app.logits = xcalloc(a->c->V, sizeof(float));
-}
-
-// Gives back what is the batch's own.
-static void batch_close(Batch *b) {
-    request_end(b);
-    arrfree(b->app.turn);
-    session_close(b->app.s);
-    options_free(b->app.o);
-    free(b->app.method);
-    free(b->app.logits);
-    free(b->making);
-}
-
 // Reads a line of --batch into *line (malloc'd, *room bytes), with its newline. Returns its bytes; -1 at
 // the end of the file; MOST_REQUEST + 1 when it has more, and then the rest is still to be read.
 static ssize_t batch_read(FILE *in, char **line, size_t *room) {
@@ -874,10 +848,9 @@ static int batch(App *a) {
     size_t room = 0;
     ssize_t n;
     long number = 0, requests = 0, failed = 0;
-    Batch b;
+    Batch b = { .base = a, .app = app_beside(a, NULL) };
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
 
-    batch_open(&b, a);
     while ((n = batch_read(in, &line, &room)) >= 0) {
         number++;
         if (n > MOST_REQUEST && line[n - 1] != '\n') {
@@ -895,7 +868,8 @@ static int batch(App *a) {
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
     free(line);
-    batch_close(&b);
+    app_beside_close(&b.app);
+    free(b.making);
     return failed ? EXIT_RUN : 0;
 }
 
