@@ -564,7 +564,6 @@ int generate(App *a, int n, FILE *out) {
     Decoder d = { .t = a->tok, .skip_special = 1 };
     Wrap w = { .cols = wrap_columns(out) };
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
-    a->closed = 0;
     a->s->picks = logits_needed(a->o);
     a->finish = reply_ends(made, n);
     while (!a->finish) {
@@ -1260,10 +1259,8 @@ static void session_differs(const App *a, const SessionFile *x) {
 // its own record and rows again.
 static int session_take(App *a, SessionFile *x, char err[512]) {
     Turn *own = a->turn;
-    int closed = a->closed;
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
-    a->closed = 0;
     int bad = replay(a, 1);
     if (bad > 0) {
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
@@ -1272,7 +1269,6 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (bad < 0) snprintf(err, 512, "%s", a->s->err);
     if (bad) {
         a->turn = own;
-        a->closed = closed;
         if (bad > 0 && replay(a, 0)) a->stale = 1;       // session_ready tries again
         return -1;
     }
@@ -2048,7 +2044,7 @@ int chat_clear(App *a) {
     }
     record_clear(a);
     pending_set(a, NULL);
-    a->closed = a->stale = 0;
+    a->stale = 0;
     return 0;
 }
 
@@ -2128,7 +2124,6 @@ static int side_turn(Side *x, const char *text, int n) {
 // Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
 static int side_replay(Side *x, const App *a) {
     x->app.turn = turns_copy(a->turn);
-    x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
     if (!replay(&x->app, 0)) return 0;
     snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);

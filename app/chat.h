@@ -28,7 +28,6 @@ typedef struct {
     Turn *turn;             // the record (stb_ds array)
     float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
-    int closed;             // 1: the reply's end-of-turn id is already in the cache
     int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's

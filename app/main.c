@@ -784,7 +784,6 @@ static void request_end(Batch *b) {
     arrfree(b->logp);
     free(b->text);
     b->text = NULL;
-    b->app.closed = 0;
 }
 
 // Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.

@@ -282,7 +282,6 @@ static void note_logits(const float *ref, const float *y, int V, Score *sc);
 static void play_start(App *a) {
     record_clear(a);
     session_reset(a->s);
-    a->closed = 0;
     interrupts = 0;
 }
 

@@ -377,7 +377,6 @@ static void shown_close(Shown *x) {
 
 // A new reply begins.
 static void reply_begin(Shown *x) {
-    x->side.app.closed = 0;
     x->made = 0;
     x->read = 0;
     x->reply = (Decoder){ .t = x->side.app.tok, .skip_special = 1 };
@@ -794,7 +793,6 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         reply_begin(&now);
         now.made = x->made;
         now.side.app.turn = x->side.app.turn;
-        now.side.app.closed = x->side.app.closed;
         now.side.app.stale = 1;
         x->side.app.turn = NULL;
         shown_close(x);
