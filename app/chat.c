@@ -356,21 +356,26 @@ static int holds_rows_only(const Session *s) {
     return 1;
 }
 
-// Undoes a prefill that was given up in the middle, after which the session had n_tok tokens and
-// this clock. Where it cannot be undone exactly the session is emptied, and made again from the
-// record when it is needed.
+// The session forgets all but its first n_tok tokens. Where that cannot be done exactly it is emptied, and made
+// again from the record when it is needed.
+static void session_cut(App *a, int n_tok) {
+    if (holds_rows_only(a->s)) {
+        kv_truncate(a->s, n_tok);
+    } else {
+        (void)session_try_reset(a->s);  // if that fails now, session_ready tries again and says why
+        a->stale = 1;
+    }
+}
+
+// Undoes a prefill that was given up in the middle, before which the session had n_tok tokens and this clock.
 static void undo_prefill(App *a, int n_tok, const Clock *clk) {
     Session *s = a->s;
     free(s->coming);
     s->coming = NULL;
-    if (holds_rows_only(s)) {
-        kv_truncate(s, n_tok);
-        s->clk = *clk;
-        s->n_sys = s->n_foot = s->n_head = 0;
-    } else {
-        (void)session_try_reset(s);     // if that fails now, session_ready tries again and says why
-        a->stale = 1;
-    }
+    session_cut(a, n_tok);
+    if (a->stale) return;
+    s->clk = *clk;
+    s->n_sys = s->n_foot = s->n_head = 0;
 }
 
 // The prefill of a new turn, which Ctrl-C and signals can end within a layer. 0, or -1: it was
@@ -419,26 +424,20 @@ int replay(App *a, int within) {
     return 0;
 }
 
-// 0, or -1: the method does not open again, and a line on stderr says why.
-int session_take_back(App *a, Turn *t) {
-    int n = t->back;
-    if (!n) return 0;
-    record_take_back(a, t);
-    if (!a->stale && holds_rows_only(a->s)) {
-        kv_truncate(a->s, a->s->n_tok - n);
-        return 0;
-    }
-    if (!replay(a, 0)) return 0;
-    warn("%s", a->s->err);
-    return -1;
-}
-
-// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
+// Makes the session from the record if it was emptied (session_cut). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a) {
     if (!a->stale || !replay(a, 0)) return 0;
     warn("%s", a->s->err);
     return -1;
+}
+
+// The last `back` ids of the record go, and those of the session. 0, or -1, as session_ready.
+int session_take_back(App *a, Turn *t) {
+    int n = t->back;
+    record_take_back(a, t);
+    if (n && !a->stale) session_cut(a, a->s->n_tok - n);
+    return session_ready(a);
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
@@ -2433,12 +2432,6 @@ static void count_holders(const Session *s, int *holders) {
         }
 }
 
-// Writes the bytes that wait in *text (stb_ds) and empties it.
-static void show_waiting(char **text) {
-    show(stdout, *text, arrlenu(*text));
-    arrsetlen(*text, 0);
-}
-
 // The words of the dialogue so far. Control tokens have none, and begin a line. A character may be several
 // tokens, whose bytes wait for each other; it has the shade of the first one.
 static void command_show(App *a, const char *arg) {
@@ -2454,7 +2447,7 @@ static void command_show(App *a, const char *arg) {
         int n, id = s->tok[t].id;                               // below 0: no token of the text
         const char *text = text_of(id, &n);
         if (id >= 0 && token_text.ctx && token_text.special(token_text.ctx, id)) {
-            show_waiting(&waiting);
+            write_text(&waiting, stdout);
             if (column) fputc('\n', stdout);
             column = 0;
             continue;
@@ -2462,14 +2455,14 @@ static void command_show(App *a, const char *arg) {
         if (!n || (n == 1 && *text == '\n' && !column)) continue;     // no empty lines behind control tokens
         int next = shade_of(holders[t], all), begins = (*text & 0xc0) != 0x80;      // a character does
         if (begins) {
-            show_waiting(&waiting);
+            write_text(&waiting, stdout);
             shade_begin(stdout, shade, next);
             shade = next;
         }
         memcpy(arraddnptr(waiting, n), text, (size_t)n);
         column = text[n - 1] != '\n';
     }
-    show_waiting(&waiting);
+    write_text(&waiting, stdout);
     arrfree(waiting);
     if (shade >= 0) fputs(in_color(stdout, COLOR_OFF), stdout);
     if (column) fputc('\n', stdout);

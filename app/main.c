@@ -253,13 +253,17 @@ static int parse_files(Options *o, const char *name, const char *first, int argc
     return n + 1;
 }
 
-// The option that begins at argv[i]. Returns how many arguments it takes: 1, or 2 with its value
-// behind it.
-static int parse_arg(Options *o, int argc, char **argv, int i) {
+// Does an argument that begins no value name a folder?
+static int is_folder(const char *arg) { return arg[0] != '-' || !arg[1]; }
+
+// The option that begins at argv[i], or a folder, which is the model; *known: which option it is. Returns how many
+// arguments it takes: 1, or 2 with its value behind it.
+static int parse_arg(Options *o, int argc, char **argv, int i, const Opt **known) {
     char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
     char unknown[96];
     const char *value = eq ? eq + 1 : NULL;
-    if (arg[0] != '-' || !arg[1]) {
+    *known = opt_find(o, "model");
+    if (is_folder(arg)) {
         parse_one(o, "model", arg);
         return 1;
     }
@@ -267,10 +271,10 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     const char *name = long_of(flag);
     snprintf(unknown, sizeof unknown, "unknown option %s", flag);
     if (!name) unknown_option(unknown, flag + 1);
+    *known = opt_find(o, name);
     if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
         return parse_files(o, name, value, argc, argv, i + 1);
-    const Opt *known = opt_find(o, name);
-    if (value || !known || known->kind == 'b') {
+    if (value || !*known || (*known)->kind == 'b') {
         parse_one(o, name, value ? value : "1");
         return 1;
     }
@@ -279,23 +283,15 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     return 2;
 }
 
-// Does an argument that begins an option, or is a folder, name the model? 2: as a folder without a
-// flag, 1: by -m or --model.
-static int names_model(const char *arg) {
-    char flag[64];
-    if (arg[0] != '-' || !arg[1]) return 2;
-    snprintf(flag, sizeof flag, "%.*s", (int)strcspn(arg, "="), arg);
-    const char *name = long_of(flag);
-    return name && !strcmp(name, "model");
-}
-
 // The whole command line. A later option takes the place of an earlier one, but a folder that
 // stands beside another model is a mistake, often a blank in a path.
 static void parse_args(Options *o, int argc, char **argv) {
     char first[64] = "";
-    int before = 0;
+    int before = 0;                                 // how the last model was named: 2: as a folder, 1: by -m
     for (int i = 1; i < argc; ) {
-        int how = names_model(argv[i]), used = parse_arg(o, argc, argv, i);
+        const Opt *option;
+        int used = parse_arg(o, argc, argv, i, &option);
+        int how = strcmp(option->name, "model") ? 0 : 1 + is_folder(argv[i]);
         if (how && before && how + before > 2)
             die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one (-p TEXT asks one question)",
                 first, opt_str(o, "model"));
@@ -485,21 +481,14 @@ typedef struct {
 } Batch;
 
 // The fields of a request that are no options.
-static const char *const request_fields[] = {
-    "id", "prompt", "messages", "ids", "continuation", "max_tokens", "stop", "method",
-};
+static const char request_fields[] = "id|prompt|messages|ids|continuation|max_tokens|stop|method";
 
 // May a request have this option? Those of the methods, and those of what is asked and said. Who asks
 // may not name files: the error about one that does not fit tells what is in it.
 static int request_has_option(const Options *o, const char *name) {
-    static const char *const asked[] = {
-        "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
-        "seed",
-    };
-    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
-        if (!strcmp(asked[i], name)) return 1;
+    static const char asked[] = "ctk|ctv|raw|system|parse-special|no-think|ignore-eos|temp|top-k|top-p|min-p|seed";
     const Opt *known = opt_find(o, name);
-    return known && known->kind != 'p' && is_of_methods(name);
+    return word_place(asked, name) >= 0 || (known && known->kind != 'p' && is_of_methods(name));
 }
 
 // Sets the option called name to a value of JSON. 0, or -1 with err.
@@ -525,10 +514,8 @@ static int request_options(Options *o, const Json *j, char err[512]) {
     if (json_get(j, "budget")) (void)shdel(o->given, "ratio");          // the command line's
     if (json_get(j, "ratio")) options_set(o, "budget", "0", why);
     for (int i = 0; i < j->n; i++) {
-        size_t own = 0;
         char name[64];
-        while (own < sizeof request_fields / sizeof *request_fields && strcmp(request_fields[own], j->key[i])) own++;
-        if (own < sizeof request_fields / sizeof *request_fields) continue;
+        if (word_place(request_fields, j->key[i]) >= 0) continue;
         snprintf(name, sizeof name, "%s", j->key[i]);
         for (char *p = name; *p; p++)
             if (*p == '_') *p = '-';
