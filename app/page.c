@@ -516,40 +516,33 @@ static Options *report_options(const App *a) {
     return o;
 }
 
-// The rest of a reply, of at most 32 tokens, in *text (stb_ds, ends in NUL).
-static void speak(Shown *x, char **text) {
-    while (shown_step(x, 32, text));
-    arrput(*text, 0);
+// Makes the rest of a reply, of at most 32 tokens.
+static void speak(Shown *x) {
+    char *text = NULL;
+    while (shown_step(x, 32, &text));
+    arrfree(text);
 }
 
 // Full attention's dialogue becomes the script. 0, or -1: a message does not fit.
 static int write_script(Report *r, Shown *x) {
-    char *text = NULL;
     for (int i = 0; i < N_DEMO_LINES; i++) {
         if (shown_say(x, demo_lines[i].user)) return -1;
-        arrsetlen(text, 0);
-        speak(x, &text);
+        speak(x);
     }
     r->script = turns_copy(x->side.app.turn);
     r->asked = turns_copy(r->script);
-    int **dec = &arrlast(r->asked).dec, n = (int)arrlen(*dec);
-    Decoder d = { .t = r->a->tok, .skip_special = 1 };
-    arrsetlen(text, 0);
-    for (int i = 0; i < n; i++) {               // the reply ends before the token that begins the answer
-        text = decode_token(&d, (*dec)[i], text);
-        arrput(text, 0);
-        for (const char *p = text; *p; p++)
-            if (*p == last_answer()[0] && i < (int)arrlen(*dec)) arrsetlen(*dec, i);
-        (void)arrpop(text);
+    Turn *last = &arrlast(r->asked);
+    for (int i = 0, n; i < (int)arrlen(last->dec); i++) {       // it ends before the token that begins the answer
+        const char *text = tokenizer_bytes(r->a->tok, last->dec[i], &n);
+        if (memchr(text, last_answer()[0], (size_t)n)) arrsetlen(last->dec, i);
     }
-    arrfree(text);
     return 0;
 }
 
 // Plays the dialogue through one method. A method that does not fit has only its reason.
 static void play_run(Report *r, const char *method) {
     Shown x = { 0 };
-    char err[512] = "", *said = NULL;
+    char err[512] = "";
     side_open(&x.side, r->a, r->o, method, NULL);
     App *a = &x.side.app;
     FILE *f = r->f;
@@ -572,12 +565,11 @@ static void play_run(Report *r, const char *method) {
     fputs(",\"trace\":", f);
     write_trace(x.latest, f);
     fputc(',', f);
-    for (int i = 0; i < (int)arrlen(arrlast(a->turn).dec); i++)
-        said = decode_token(&x.reply, arrlast(a->turn).dec[i], said);
-    speak(&x, &said);
+    speak(&x);
+    char *said = reply_text(a, &arrlast(a->turn));
     json_pair(f, "said", said);
     fprintf(f, "\"right\":%d}", strstr(said, last_answer()) != NULL);
-    arrfree(said);
+    free(said);
     shown_close(&x);
 }
 
