@@ -96,8 +96,7 @@ int screen_columns(void) {
 
 static volatile sig_atomic_t editing;       // 1: readline has the terminal
 static volatile sig_atomic_t interrupted;   // 1: Ctrl-C came meanwhile
-static volatile sig_atomic_t resized;       // 1: the screen has another size
-static volatile sig_atomic_t resumed;       // 1: after a stop, the line is drawn anew
+static volatile sig_atomic_t redraw;        // 1: after a stop, or on a screen of another size, the line is drawn anew
 
 // What is to be put right before the program ends: the terminal, a progress line, files in the
 // making, of which a word is said if `say` is set.
@@ -142,43 +141,26 @@ static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
     sigaction(sig, &sa, NULL);
 }
 
-// Takes the terminal back, if the chat had it, after a stop.
-static void terminal_resume(void) {
+// SIGTSTP: the program stops, with the terminal's own settings, and goes on here, at once if nobody could let it go
+// on. SIGCONT, which may come behind a SIGSTOP that cannot be caught. SIGWINCH: the screen has another size.
+static void on_screen(int sig) {
+    int before = errno;
+    if (sig == SIGTSTP) {
+        if (terminal_held) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+        signal_default(sig);
+        signal_watch(sig, on_screen, 1);
+    }
     if (terminal_held) terminal_set(&terminal_given, PASTE_MARKS_ON);
-    resumed = 1;
-}
-
-// SIGTSTP: the program stops, with the terminal's own settings.
-static void on_stop(int sig) {
-    int before = errno;
-    if (terminal_held) terminal_set(&terminal_before, PASTE_MARKS_OFF);
-    signal_default(sig);                    // it goes on here, at once if nobody could let it go on
-    signal_watch(sig, on_stop, 1);
-    terminal_resume();
+    redraw = 1;
     errno = before;
-}
-
-// SIGCONT: SIGSTOP, which cannot be caught, comes before it as well.
-static void on_continue(int sig) {
-    int before = errno;
-    (void)sig;
-    terminal_resume();
-    errno = before;
-}
-
-static void on_resize(int sig) {
-    (void)sig;
-    resized = 1;
 }
 
 // From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
 // the write fails and is told.
 void watch_signals(void) {
-    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE };
-    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
-    signal_watch(SIGTSTP, on_stop, 0);
-    signal_watch(SIGCONT, on_continue, 0);
-    signal_watch(SIGWINCH, on_resize, 0);
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE }, screen[] = { SIGTSTP, SIGCONT, SIGWINCH };
+    for (int i = 0; i < 5; i++) signal_watch(ends[i], on_leave, 0);
+    for (int i = 0; i < 3; i++) signal_watch(screen[i], on_screen, 0);
     signal(SIGXFSZ, SIG_IGN);
     before_leaving = leave_tidy;
     atexit(leave_quietly);
@@ -360,9 +342,11 @@ static int byte_read(FILE *f) {
     unsigned char c;
     (void)f;
     while (!interrupted && !byte_comes()) {
-        if (resized) rl_resize_terminal();
-        if (resumed) rl_forced_update_display();
-        resized = resumed = 0;
+        if (redraw) {
+            rl_resize_terminal();
+            rl_forced_update_display();
+        }
+        redraw = 0;
     }
     if (interrupted) return RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
     return read(0, &c, 1) == 1 ? c : EOF;
@@ -471,7 +455,7 @@ static int read_edited(char **out) {
     // What stands between \001 and \002 takes no column.
     snprintf(prompt, sizeof prompt, *color ? "\001%s\002> \001%s\002" : "> ", color, COLOR_OFF);
     do {
-        interrupted = resized = resumed = 0;
+        interrupted = redraw = 0;
         rl_reset_screen_size();
         line = readline(prompt);
         if (!interrupted) break;
