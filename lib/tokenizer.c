@@ -10,49 +10,22 @@
 // candidate merges in a heap, so a megabyte without a blank is fine.
 #define _GNU_SOURCE
 #include "tokenizer.h"
-#include "../data/unicode.h"    // unicode_category, unicode_punctuation, unicode_combining, unicode_decomposition
+#include "../data/unicode.h"    // the tables unicode_*
 #include <ctype.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <stb/stb_ds.h>
+#define typeof __typeof__        // the maps of stb_ds.h ask for it, and C11 has none
 
-// ---- Maps from 64-bit keys to non-negative values
-typedef struct {
+typedef struct {                // an entry of a hash map (stb_ds)
     uint64_t key;
-    int64_t value;              // -1: the slot is empty
+    int64_t value;
 } Entry;
 
-typedef struct {
-    Entry *slot;                // (cap) a key stands at its hash, or in a slot behind it
-    size_t cap;                 // a power of two, or 0
-    size_t n;                   // slots in use, at most half of cap
-} Map;
-
-// The slot that holds key, or the empty one where it would stand. cap is not 0.
-static Entry *map_slot(const Map *m, uint64_t key) {
-    size_t i = mix64(key) & (m->cap - 1);
-    while (m->slot[i].value >= 0 && m->slot[i].key != key) i = (i + 1) & (m->cap - 1);
-    return &m->slot[i];
-}
-
-// The value of key, or -1 when the key is absent.
-static int64_t map_get(const Map *m, uint64_t key) { return m->cap ? map_slot(m, key)->value : -1; }
-
-// Gives key the value, in place of one it has already. A map that is half full gets twice the slots first.
-static void map_put(Map *m, uint64_t key, int64_t value) {
-    if (2 * (m->n + 1) > m->cap) {
-        Map old = *m;
-        *m = (Map){ .cap = old.cap ? 2 * old.cap : 64 };
-        m->slot = xmalloc(m->cap * sizeof(Entry));
-        for (size_t i = 0; i < m->cap; i++) m->slot[i].value = -1;
-        for (size_t i = 0; i < old.cap; i++) {
-            if (old.slot[i].value >= 0) map_put(m, old.slot[i].key, old.slot[i].value);
-        }
-        free(old.slot);
-    }
-    Entry *slot = map_slot(m, key);
-    if (slot->value < 0) m->n++;
-    *slot = (Entry){ key, value };
+// The value of key, or -1 when the key is absent. It changes nothing in the map: any number of threads may ask.
+static int64_t map_get(Entry *map, uint64_t key) {
+    ptrdiff_t i = -1;
+    return map && hmgeti_ts(map, key, i) >= 0 ? map[i].value : -1;
 }
 
 // ---- What a tokenizer is made of
@@ -93,12 +66,13 @@ typedef struct {                // an instruction of a pattern; see "Patterns" b
     int x;                      // how far another instruction lies behind this one; 0: there is none
     int lazy;                   // of OP_SPLIT: 1: the other way comes first
     int first, second;          // once it is linked: the instructions that it asks, by their numbers
-    int number;                 // 1 + its number once it is linked, or 0
+    int number;                 // 1 + its number once it is linked; 0 before, -1 meanwhile
 } Inst;
 
 typedef struct {                // a step of the pre-tokenizer
     int bytes;                  // 1: words are written in the byte alphabet from here on, else:
-    Inst *code;                 // the pattern that words are cut by, linked (stb array)
+    Inst *code;                 // the pattern that words are cut by, linked (stb array): its n_sets OP_SET, the others
+    int n_sets;
     int start;                  // the instruction that it begins with
     int behavior;               // CUT_*
     int invert;                 // 1: what the pattern matches and what lies between change places
@@ -112,6 +86,18 @@ enum {                          // what becomes of a match
     CUT_CONTIGUOUS              // it makes one word with matches beside it
 };
 
+enum {                          // where an added token is looked for
+    ADDED_RAW,                  // in the text as it is given
+    ADDED_NORMALIZED,           // in the normalized text, as the normalizer writes the token
+    ADDED_GUARDED,              // in what a template writes: guarded tokens once more
+    ADDED_KINDS
+};
+
+typedef struct {
+    int id, kind;               // ADDED_*
+    char *text;                 // what is looked for (stb array)
+} Added;
+
 enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
     META_NONE,                  // there is no Metaspace
     META_NEVER,                 // no
@@ -124,14 +110,11 @@ struct Tokenizer {
     Piece *piece;               // (tokenizer_size) by id
     char *chars;                // every text, NUL-terminated, and every decoded form
     int most;                   // the greatest id that a file of its size may name
-    Map by_text;             // hash of a text, or, where that is taken, a number behind it -> id
-    Map merges;              // left << 32 | right -> rank << 32 | result
+    Entry *by_text;             // hash of a text, or, where that is taken, a number behind it -> id
+    Entry *merges;              // left << 32 | right -> rank << 32 | result
 
-    // Added tokens: matched on the raw text [0], or on the normalized text [1]. In a trie node 0 is the root,
-    // node << 9 | byte leads to a node, and node << 9 | 256 to an id.
-    int *added;                 // their ids
-    Map trie[2];
-    unsigned char starts[2][256];   // 1: some added token begins with the byte
+    Added *added;               // added tokens, as they are looked for
+    unsigned char starts[ADDED_KINDS][256];     // 1: one of the kind begins with the byte
 
     // Encoding
     NormStep *norm;             // at most MAX_STEPS
@@ -165,7 +148,7 @@ static uint64_t text_hash(const char *s, size_t n) {
 
 int text_id(const Tokenizer *t, const char *s, size_t n) {
     for (uint64_t h = text_hash(s, n); ; h++) {
-        int id = (int)map_get(&t->by_text, h);
+        int id = (int)map_get(t->by_text, h);
         const Piece *p = id < 0 ? NULL : &t->piece[id];
         if (!p || ((size_t)p->n_text == n && !memcmp(t->chars + p->text, s, n))) return id;
     }
@@ -194,18 +177,25 @@ const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) {
+// The longest added token of a kind that the n >= 1 bytes at s begin with, and its length in *len; -1 and 0.
+static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, size_t *len) {
     int best = -1;
     *len = 0;
-    for (int i = 0; i < (int)arrlen(t->added); i++) {
-        const Piece *p = &t->piece[t->added[i]];
-        const char *text = t->chars + p->text;
-        if (!(p->flags & TOKEN_GUARDED) || p->n_text <= *len || (size_t)p->n_text > n) continue;
-        if (*s != *text || memcmp(s, text, (size_t)p->n_text)) continue;
-        best = t->added[i];
-        *len = p->n_text;
+    for (int i = 0; t->starts[kind][(unsigned char)*s] && i < (int)arrlen(t->added); i++) {
+        const Added *a = &t->added[i];
+        size_t size = arrlenu(a->text);
+        if (a->kind != kind || size <= *len || size > n || memcmp(s, a->text, size)) continue;
+        best = a->id;
+        *len = size;
     }
     return best;
+}
+
+int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) {
+    size_t size = 0;
+    int id = n ? added_here(t, ADDED_GUARDED, s, n, &size) : -1;
+    *len = (int)size;
+    return id;
 }
 
 // The name of id, *len bytes, if only a text encoded with parse_special may name it; NULL: any text may.
@@ -294,10 +284,9 @@ static uint32_t byte_char(int b) {
 // The byte that character c of the byte alphabet stands for, or -1 when c is not of the alphabet.
 static int char_byte(uint32_t c) {
     if (c < 256) return byte_printable((int)c) ? (int)c : -1;
-    int nth = (int)c - 256;                     // of the bytes that are not printable:
-    if (c < 256 + 33) return nth;               // 0 to 32,
-    if (c < 256 + 67) return nth - 33 + 127;    // 127 to 160,
-    return c == 256 + 67 ? 173 : -1;            // and 173
+    int b = 0;
+    while (b < 256 && byte_char(b) != c) b++;
+    return b < 256 ? b : -1;
 }
 
 // ---- Patterns: sets of characters
@@ -375,7 +364,8 @@ static void set_shorthand(CharSet *set, int letter, int in_set) {
 // [a-z\p{L}] and [^..], the shorthands \s \S \d \D \w \W and \p{..} \P{..} with general categories, a dot, the
 // anchors ^ and $ of a line, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the
 // quantifiers ? * + {m,n}, greedy, lazy (*?) and, of one character, possessive (*+). It becomes a list of instructions.
-// Blocks of them may be moved and copied, because a jump says how far it goes.
+// Blocks of them may be moved and copied, because a jump says how far it goes. regex_fail notes the first complaint
+// and lets the pattern end there, so that nobody has to look whether something failed before.
 enum {
     OP_SET,                     // one character of a set
     OP_SPLIT,                   // goes on behind it, or if that leads to no match x further
@@ -386,7 +376,7 @@ enum {
     OP_MATCH                    // the end
 };
 enum { ANY_NUMBER = INT_MAX, MAX_COUNT = 255, MAX_DEPTH = 20 };
-enum { A_SET = BROKEN };        // what regex_escape and regex_member return for more than one character
+enum { A_SET = BROKEN };        // what regex_escape returns for more than one character
 
 typedef struct {
     Tokenizer *t;               // its `set` grows
@@ -394,20 +384,31 @@ typedef struct {
     const char *start, *p;      // the pattern, NUL-terminated; where the reader stands
     CharSet *set, *other;       // sets in the making
     int fold;                   // 1: inside (?i:..)
-    int last;                   // inside (?i:..), the letter before this place in small; 0: there is none
     int depth;                  // groups open
-    char *err;                  // (512) receives the complaint
+    int failed;                 // 1: the complaint is in err
+    char *err;                  // (512)
 } RegexReader;
 
-// Refuses what stands between `at` and the reader's place. Returns -1.
-static int regex_fail(RegexReader *r, const char *at, const char *what) {
-    return fault(r->err, "pre_tokenizer Split: %s is not supported: '%.*s' at byte %d of the pattern '%.300s'", what,
-                 (int)(r->p - at), at, (int)(at - r->start), r->start);
+// Refuses what stands between `at` and the reader's place.
+static void regex_fail(RegexReader *r, const char *at, const char *what) {
+    if (r->failed) return;
+    fault(r->err, "pre_tokenizer Split: %s is not supported: '%.*s' at byte %d of the pattern '%.300s'", what,
+          (int)(r->p - at), at, (int)(at - r->start), r->start);
+    r->failed = 1;
+    r->p = r->start + strlen(r->start);
+}
+
+// Goes behind the next character -> its code; 0 at the end, where it stays.
+static int regex_next(RegexReader *r) {
+    int len = 0, c = *r->p ? (int)char_code(r->p, strlen(r->p), &len) : 0;
+    r->p += len;
+    return c;
 }
 
 static Inst *regex_emit(RegexReader *r, int op, int x) {
     Inst in = { .op = op, .x = x };
     arrput(r->code, in);
+    if (arrlen(r->code) > MAX_CODE) regex_fail(r, r->p, "so large a pattern");
     return &arrlast(r->code);
 }
 
@@ -423,140 +424,146 @@ static void regex_emit_set(RegexReader *r, int others) {
         *copy = *r->set;
         arrput(*all, copy);
     }
+    if (n > MAX_SETS) regex_fail(r, r->p, "so large a pattern");
     regex_emit(r, OP_SET, 0)->set = x;
 }
 
 // Adds the characters from first to last to r->set, and inside (?i:..) the other forms of each. There only ASCII and
 // general punctuation are known to have no more forms than these.
-static int regex_add(RegexReader *r, const char *at, uint32_t first, uint32_t last) {
+static void regex_add(RegexReader *r, const char *at, uint32_t first, uint32_t last) {
     set_range(r->set, first, last);
-    if (!r->fold || (first >= 0x2000 && last < 0x2070)) return 0;
-    if (last >= 128) return regex_fail(r, at, "a letter beyond ASCII inside (?i:..)");
-    for (uint32_t c = first; c <= last; c++) {
+    if (!r->fold || (first >= 0x2000 && last < 0x2070)) return;
+    if (last >= 128) regex_fail(r, at, "a letter beyond ASCII inside (?i:..)");
+    for (uint32_t c = first; c <= last && c < 128; c++) {
         if (!isalpha((int)c)) continue;
         set_range(r->set, c ^ 32, c ^ 32);
         if ((c | 32) == 's') set_range(r->set, 0x17f, 0x17f);           // the long s
         if ((c | 32) == 'k') set_range(r->set, 0x212a, 0x212a);         // the sign of kelvin
     }
-    return 0;
 }
 
 // What stands in \p{..} for the characters that the pre-tokenizer step Punctuation cuts at, which are no category.
 #define PUNCTUATION "Punctuation of the step"
 
 // Reads {Lu}, {^Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
-static int regex_property(RegexReader *r, const char *at) {
+static void regex_property(RegexReader *r, const char *at) {
     int others = at[1] == 'P';
     const char *name = r->p + 1, *end = *r->p == '{' ? strchr(r->p, '}') : NULL;
-    if (!end) return regex_fail(r, at, "a property without {..}");
+    if (!end) {
+        regex_fail(r, at, "a property without {..}");
+        return;
+    }
     r->p = end + 1;
     if (*name == '^') {
         others = !others;
         name++;
     }
-    uint32_t bits = category_bits(name, (size_t)(end - name));
     int step = !strncmp(name, PUNCTUATION, strlen(PUNCTUATION));
-    if (step) bits = category_bits("P", 1);
-    if (!bits) return regex_fail(r, at, "this property");
-    if (r->fold) return regex_fail(r, at, "a property inside (?i:..)");
+    uint32_t bits = step ? category_bits("P", 1) : category_bits(name, (size_t)(end - name));
+    if (!bits) regex_fail(r, at, "this property");
+    if (r->fold) regex_fail(r, at, "a property inside (?i:..)");
     memset(r->other, 0, sizeof *r->other);
     set_categories(r->other, bits);
     for (size_t i = 0; step && i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2) {
         for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++) set_flip(r->other, c);
     }
     set_join(r->set, r->other, others);
-    return A_SET;
 }
 
-// Reads the escape whose backslash r->p stands on -> the character that it is, or A_SET when it has been added to
-// r->set, or -1. in_set: 1: it stands in [..].
-static int regex_escape(RegexReader *r, int in_set) {
-    const char *at = r->p++;
-    int len = 0, c = *r->p ? (int)char_code(r->p, strlen(r->p), &len) : 0;
-    r->p += len;
+// Reads an escape, whose backslash stands at `at` and is read -> the character that it is, or A_SET when it has been
+// added to r->set. in_set: 1: it stands in [..].
+static int regex_escape(RegexReader *r, const char *at, int in_set) {
+    int c = regex_next(r);
     switch (c) {
     case 'n': return '\n';
     case 'r': return '\r';
     case 't': return '\t';
     case 'f': return '\f';
-    case 'p':
-    case 'P': return regex_property(r, at);
-    case 's': case 'd': case 'w':
-    case 'S': case 'D': case 'W':
+    case 'p': case 'P':
+        regex_property(r, at);
+        return A_SET;
+    case 's': case 'd': case 'w': case 'S': case 'D': case 'W':
         memset(r->other, 0, sizeof *r->other);
         set_shorthand(r->other, c | 32, in_set);
         set_join(r->set, r->other, isupper(c));
         return A_SET;
     }
-    return c == ' ' || (c < 128 && ispunct(c)) ? c : regex_fail(r, at, "this escape");
+    if (c != ' ' && (c > 127 || !ispunct(c))) regex_fail(r, at, "this escape");
+    return c;
 }
 
 // Reads one member of a set [..] -> as regex_escape.
-static int regex_member(RegexReader *r, int first) {
+static int regex_member(RegexReader *r) {
     const char *at = r->p;
-    int len = 1;
-    if (*at == '\\') return regex_escape(r, 1);
-    uint32_t c = *at ? char_code(at, strlen(at), &len) : 0;
-    r->p += len;
-    if (!c) {
-        r->p--;
-        return regex_fail(r, at, "a set without an end");
-    }
-    if (c == '[' || (c == '&' && *r->p == '&')) return regex_fail(r, at, "a set inside a set");
-    if (c == '-' && !first && *r->p != ']') return regex_fail(r, at, "this range");
-    return (int)c;
+    int c = regex_next(r);
+    if (c == '\\') return regex_escape(r, at, 1);
+    if (!c) regex_fail(r, at, "a set without an end");
+    if (c == '[' || (c == '&' && *r->p == '&')) regex_fail(r, at, "a set inside a set");
+    if (c == '-' && at[-1] != '[' && at[-1] != '^' && *r->p != ']') regex_fail(r, at, "this range");
+    return c;
 }
 
-// Reads a set [..], adds its instruction and returns 1; or -1.
-static int regex_set(RegexReader *r) {
-    const char *open = r->p++;
-    int negative = *r->p == '^', first = 1;
-    r->p += negative;
-    if (*r->p == ']') return regex_fail(r, open, "a set without members");
-    memset(r->set, 0, sizeof *r->set);
-    for (; *r->p != ']'; first = 0) {
+// Reads a set, whose bracket at `open` is read, and adds its instruction.
+static void regex_set(RegexReader *r, const char *open) {
+    int others = *r->p == '^';
+    r->p += others;
+    if (*r->p == ']') regex_fail(r, open, "a set without members");
+    while (!r->failed && *r->p != ']') {
         const char *at = r->p;
-        int low = regex_member(r, first), high = low;
-        if (low < 0) return -1;
+        int low = regex_member(r), high = low;
         if (r->p[0] == '-' && r->p[1] && r->p[1] != ']') {
             r->p++;
-            high = regex_member(r, 0);
-            if (high < 0) return -1;
-            if (low == A_SET || high == A_SET || high < low || *at == '-')
-                return regex_fail(r, at, "this range");
+            high = regex_member(r);
+            if (low == A_SET || high == A_SET || high < low || *at == '-') regex_fail(r, at, "this range");
         }
-        if (low != A_SET && regex_add(r, at, (uint32_t)low, (uint32_t)high)) return -1;
+        if (low != A_SET) regex_add(r, at, (uint32_t)low, (uint32_t)high);
     }
-    r->p++;
-    r->last = 0;
-    regex_emit_set(r, negative);
-    return 1;
+    if (!r->failed) r->p++;
+    regex_emit_set(r, others);
 }
 
-// Reads {m}, {m,n}, {m,} or {,n}. Returns 0, or -1.
-static int regex_counts(RegexReader *r, int *least, int *most) {
+// Reads what takes one character or is an anchor, and adds its instruction.
+static void regex_char(RegexReader *r) {
     const char *at = r->p;
-    size_t n = strspn(at + 1, "0123456789,");
-    const char *end = at + 1 + n, *comma = memchr(at, ',', n + 1);
-    int once = !comma || !memchr(comma + 1, ',', (size_t)(end - comma - 1));
-    int known = *end == '}' && n > (comma != NULL) && n < 9 && once;
-    r->p = end + (*end == '}');
-    *least = known ? atoi(at + 1) : 0;
-    *most = *least;
-    if (known && comma) *most = comma[1] == '}' ? ANY_NUMBER : atoi(comma + 1);
-    if (!known || *most < *least || *least > MAX_COUNT || (*most > MAX_COUNT && *most != ANY_NUMBER))
-        return regex_fail(r, at, "this count");
-    return 0;
+    int c = regex_next(r), dot = c == '.';
+    memset(r->set, 0, sizeof *r->set);
+    if (c == '^' || c == '$') {
+        regex_emit(r, c == '^' ? OP_LINE_START : OP_LINE_END, 0);
+        return;
+    }
+    if (c == '[') {
+        regex_set(r, at);
+        return;
+    }
+    if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing");
+    if (c == '\\') c = regex_escape(r, at, 0);
+    if (dot) c = '\n';
+    if (c != A_SET && !r->failed) regex_add(r, at, (uint32_t)c, (uint32_t)c);
+    regex_emit_set(r, dot);
 }
 
-// Repeats the block of instructions from `from` on. at: where the quantifier stands; width: the least number of
-// characters that the block takes; mode: '?' lazy, '+' possessive, or 0. Returns 0, or -1.
-static int regex_repeat(RegexReader *r, int from, const char *at, int width, int least, int most, int mode) {
+// Reads {m}, {m,n}, {m,} or {,n}.
+static void regex_counts(RegexReader *r, int *least, int *most) {
+    const char *at = r->p;
+    int size = 2 + (int)strspn(at + 1, "0123456789,"), n = 0;
+    *least = 0;
+    *most = ANY_NUMBER;
+    if (sscanf(at, "{%3d}%n", least, &n) == 1 && n) *most = *least;
+    else if (!n && sscanf(at, "{%3d,%3d}%n", least, most, &n) < 2 && sscanf(at, "{%3d,}%n", least, &n) < 1)
+        sscanf(at, "{,%3d}%n", most, &n);
+    r->p += strnlen(at, (size_t)size);
+    if (n != size || *most < *least || *least > MAX_COUNT || (*most > MAX_COUNT && *most != ANY_NUMBER))
+        regex_fail(r, at, "this count");
+}
+
+// Repeats the block of instructions from `from` on. at: where the quantifier stands; mode: '?' lazy, '+' possessive,
+// or 0.
+static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most, int mode) {
     int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET;
     int copies = most == ANY_NUMBER ? least + 1 : most;
-    if (mode == '+' && !one) return regex_fail(r, at, "a possessive quantifier of more than one character");
-    if (most == ANY_NUMBER && !width) return regex_fail(r, at, "repeating a group that may be empty");
-    if (from + copies * (n + 2) > MAX_CODE) return regex_fail(r, at, "so large a pattern");
+    if (mode == '+' && !one) regex_fail(r, at, "a possessive quantifier of more than one character");
+    if (from + copies * (n + 2) > MAX_CODE) regex_fail(r, at, "so large a pattern");
+    if (r->failed) return;
 
     Inst *block = xmalloc((size_t)n * sizeof *block);
     memcpy(block, r->code + from, (size_t)n * sizeof *block);
@@ -572,136 +579,90 @@ static int regex_repeat(RegexReader *r, int from, const char *at, int width, int
         if (most == ANY_NUMBER && k == least) regex_emit(r, OP_JUMP, -(n + 1));
     }
     free(block);
-    return 0;
 }
 
-// Reads the quantifier, if there is one, of the block of instructions from `from` on, which takes at least `width`
-// characters. Returns how many it takes now, or -1.
-static int regex_quantifier(RegexReader *r, int from, int width) {
+// Reads the quantifier, if there is one, of the block of instructions from `from` on.
+static void regex_quantifier(RegexReader *r, int from) {
     const char *at = r->p;
     int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, mode = 0, counted = *at == '{';
-    if (!*at || !strchr("?*+{", *at)) return width;
-    if (counted && regex_counts(r, &least, &most)) return -1;
-    if (!counted) r->p++;
+    if (!*at || !strchr("?*+{", *at)) return;
+    if (counted) regex_counts(r, &least, &most);
+    else r->p++;
 
     // Behind {m,n} a + repeats once more. Of {m} there is no lazy form.
     if (*r->p == '?' || (*r->p == '+' && !counted)) mode = *r->p++;
-    if (counted && mode == '?' && least == most) return regex_fail(r, at, "a lazy count without a choice");
-    if (!counted && *r->p && strchr("?*+{", *r->p)) {
-        r->p++;
-        return regex_fail(r, at, "a quantifier of a quantifier");
-    }
-    r->last = 0;
-    if (regex_repeat(r, from, at, width, least, most, mode)) return -1;
-    width = min_int(width * least, INT_MAX / (MAX_COUNT + 1));
-    return counted ? regex_quantifier(r, from, width) : width;
+    if (counted && mode == '?' && least == most) regex_fail(r, at, "a lazy count without a choice");
+    regex_repeat(r, from, at, least, most, mode);
+    if (counted) regex_quantifier(r, from);
 }
 
-static int regex_alternatives(RegexReader *r);
+static void regex_alternatives(RegexReader *r);
 
-// Reads the group whose bracket r->p stands on -> the least number of characters it takes, or -1.
-static int regex_group(RegexReader *r) {
-    const char *open = r->p;
-    int fold = r->fold, look = -1, width;
-    r->p++;
-    if (++r->depth > MAX_DEPTH) return regex_fail(r, open, "so deep a group");
-    if (*r->p == '?') {
-        if (!strncmp(r->p, "?i:", 3)) r->fold = 1;
-        else if (!strncmp(r->p, "?=", 2) || !strncmp(r->p, "?!", 2)) look = (int)arrlen(r->code);
-        else if (strncmp(r->p, "?:", 2)) {
-            r->p += strcspn(r->p, ":=!)>");
-            return regex_fail(r, open, "this kind of group");
-        }
-        if (look >= 0) regex_emit(r, r->p[1] == '=' ? OP_AHEAD : OP_NOT_AHEAD, 0);
-        r->p += r->p[1] == 'i' ? 3 : 2;
+// Reads the group whose bracket r->p stands on. One letter may stand for two of some pairs inside (?i:..): a sharp s,
+// a ligature.
+static void regex_group(RegexReader *r) {
+    static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
+    const char *open = r->p++;
+    int fold = r->fold, look = -1;
+    if (++r->depth > MAX_DEPTH) regex_fail(r, open, "so deep a group");
+    if (!strncmp(r->p, "?i:", 3)) {
+        r->fold = 1;
+        r->p += 3;
+    } else if (!strncmp(r->p, "?=", 2) || !strncmp(r->p, "?!", 2)) {
+        look = (int)arrlen(r->code);
+        regex_emit(r, r->p[1] == '=' ? OP_AHEAD : OP_NOT_AHEAD, 0);
+        r->p += 2;
+    } else if (!strncmp(r->p, "?:", 2)) {
+        r->p += 2;
+    } else if (*r->p == '?') {
+        r->p += strcspn(r->p, ":=!)>");
+        regex_fail(r, open, "this kind of group");
     }
-    r->last = 0;
-    width = regex_alternatives(r);
-    r->last = 0;
+    regex_alternatives(r);
+    if (*r->p != ')') regex_fail(r, open, "a group without an end");
+    for (const char *s = open; r->fold && s + 1 < r->p; s++) {
+        for (int i = 0; i < 5; i++) {
+            if (!strncasecmp(s, pairs[i], 2))
+                regex_fail(r, open, "a pair of letters that one letter may stand for inside (?i:..)");
+        }
+    }
+    r->p += !r->failed;
     r->depth--;
     r->fold = fold;
-    if (width < 0) return -1;
-    if (*r->p != ')') return regex_fail(r, open, "a group without an end");
-    r->p++;
-    if (look < 0) return width;
+    if (look < 0) return;
     regex_emit(r, OP_MATCH, 0);
     r->code[look].x = (int)arrlen(r->code) - look;
-    return 0;
-}
-
-// Reads a character, a dot or an anchor and adds its instruction -> how many characters it takes, or -1. One letter
-// may stand for two of these inside (?i:..): a sharp s, a ligature.
-static int regex_char(RegexReader *r) {
-    static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
-    const char *at = r->p;
-    int len = 1, c = A_SET, before = r->last;
-    memset(r->set, 0, sizeof *r->set);
-    r->last = 0;
-    if (*at == '\\') {
-        c = regex_escape(r, 0);
-        if (c < 0) return -1;
-    } else {
-        if (*at != '.') c = (int)char_code(at, strlen(at), &len);
-        r->p += len;
-    }
-    if (*at == '^' || *at == '$') {
-        regex_emit(r, *at == '^' ? OP_LINE_START : OP_LINE_END, 0);
-        return 0;
-    }
-    if (strchr("*+?{", *at)) return regex_fail(r, at, "a quantifier of nothing");
-    if (*at == '.') set_range(r->set, '\n', '\n');
-    if (c != A_SET && regex_add(r, at, (uint32_t)c, (uint32_t)c)) return -1;
-    if (r->fold && c < 128 && isalpha(c)) r->last = c | 32;
-    for (int i = 0; before && i < 5; i++) {
-        if (before == pairs[i][0] && r->last == pairs[i][1])
-            return regex_fail(r, at - 1, "a pair of letters that one letter may stand for inside (?i:..)");
-    }
-    regex_emit_set(r, *at == '.');
-    return 1;
-}
-
-// Reads what stands side by side, up to | or ) or the end -> the least number of characters it takes, or -1.
-static int regex_sequence(RegexReader *r) {
-    int width = 0;
-    while (*r->p && *r->p != '|' && *r->p != ')') {
-        int from = (int)arrlen(r->code), wide;
-        if (*r->p == '(') wide = regex_group(r);
-        else if (*r->p == '[') wide = regex_set(r);
-        else wide = regex_char(r);
-        if (wide >= 0) wide = regex_quantifier(r, from, wide);
-        if (wide < 0) return -1;
-        if (arrlen(r->code) > MAX_CODE || arrlen(r->t->set) > MAX_SETS)
-            return regex_fail(r, r->p, "so large a pattern");
-        width = min_int(width + wide, INT_MAX / (MAX_COUNT + 1));
-    }
-    return width;
 }
 
 // Reads alternatives, the first one first: a split, the first, a jump over the others, and the others.
-static int regex_alternatives(RegexReader *r) {
-    int from = (int)arrlen(r->code), width = regex_sequence(r);
-    if (width < 0 || *r->p != '|') return width;
-    Inst split = { .op = OP_SPLIT, .x = (int)arrlen(r->code) - from + 2 };
-    arrins(r->code, from, split);
+static void regex_alternatives(RegexReader *r) {
+    int start = (int)arrlen(r->code);
+    while (*r->p && *r->p != '|' && *r->p != ')') {
+        int from = (int)arrlen(r->code);
+        if (*r->p == '(') regex_group(r);
+        else regex_char(r);
+        regex_quantifier(r, from);
+    }
+    if (*r->p != '|') return;
+    Inst split = { .op = OP_SPLIT, .x = (int)arrlen(r->code) - start + 2 };
+    arrins(r->code, start, split);
     regex_emit(r, OP_JUMP, 0);
     int jump = (int)arrlen(r->code) - 1;
-    r->p++;
-    r->last = 0;
-    int others = regex_alternatives(r);
-    if (others < 0) return -1;
+    r->p += !r->failed;
+    regex_alternatives(r);
     r->code[jump].x = (int)arrlen(r->code) - jump;
-    return min_int(width, others);
 }
 
 // Puts instruction pc of what has been read into step->code, behind those that it asks at the same place in a text.
-// They never ask back, because what repeats takes a character. Returns its number there.
-static int regex_link(Step *step, Inst *code, int pc) {
-    Inst *in = &code[pc];
-    int here = in->op != OP_SET && in->op != OP_MATCH;
-    if (in->op == OP_JUMP) return regex_link(step, code, pc + in->x);
-    if (in->number) return in->number - 1;
-    if (here) in->first = regex_link(step, code, pc + (in->lazy ? in->x : 1));
-    if (in->x) in->second = regex_link(step, code, pc + (in->lazy ? 1 : in->x));
+// Returns its number there. One that asks itself repeats what may take no character.
+static int regex_link(RegexReader *r, Step *step, int pc) {
+    Inst *in = &r->code[pc];
+    if (in->op == OP_JUMP) return regex_link(r, step, pc + in->x);
+    if (in->number < 0) regex_fail(r, r->start, "repeating a group that may be empty");
+    if (in->number || r->failed) return in->number - 1;
+    in->number = -1;
+    if (in->op != OP_MATCH) in->first = regex_link(r, step, pc + (in->lazy ? in->x : 1));
+    if (in->x) in->second = regex_link(r, step, pc + (in->lazy ? 1 : in->x));
     arrput(step->code, *in);
     in->number = (int)arrlen(step->code);
     return in->number - 1;
@@ -714,23 +675,27 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
         return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
     r.set = xmalloc(sizeof *r.set);
     r.other = xmalloc(sizeof *r.other);
-    int bad = regex_alternatives(&r) < 0;
-    if (!bad && *r.p) {
+    regex_alternatives(&r);
+    if (*r.p) {
         const char *at = r.p++;
-        bad = regex_fail(&r, at, "a bracket that closes nothing");
+        regex_fail(&r, at, "a bracket that closes nothing");
     }
     regex_emit(&r, OP_MATCH, 0);
+    for (int pc = 0; pc < (int)arrlen(r.code); pc++) {
+        if (r.code[pc].op != OP_SET) continue;
+        arrput(step->code, r.code[pc]);
+        r.code[pc].number = ++step->n_sets;
+    }
+    step->start = r.failed ? 0 : regex_link(&r, step, 0);
+    for (int pc = 0; pc < (int)arrlen(r.code) && !r.failed; pc++) {
+        if (r.code[pc].op != OP_SET) continue;
+        int next = regex_link(&r, step, pc + 1);
+        step->code[r.code[pc].number - 1].first = next;
+    }
     free(r.set);
     free(r.other);
-    for (int pc = 0; !bad && pc < (int)arrlen(r.code); pc++) {
-        int k = regex_link(step, r.code, pc);
-        if (r.code[pc].op != OP_SET) continue;
-        int next = regex_link(step, r.code, pc + 1);
-        step->code[k].first = next;
-    }
-    step->start = bad ? 0 : regex_link(step, r.code, 0);
     arrfree(r.code);
-    return bad ? -1 : 0;
+    return -r.failed;
 }
 
 // ---- Patterns: matching
@@ -749,13 +714,11 @@ typedef struct {                // a text that a pattern is looked for in
 // Computes m->here at the place `at` of n bytes, from m->next.
 static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s, int n, int at) {
     int *here = m->here, size = (int)arrlen(step->code), len, end = NOWHERE;
+    const Inst *in = step->code;
     uint32_t c = at < n ? char_code(s + at, (size_t)(n - at), &len) : NO_CHAR;
-    for (int k = 0; k < size; k++) {
-        const Inst *in = &step->code[k];
+    for (int k = 0; k < step->n_sets; k++, in++) here[k] = set_has(set[in->set], c) ? m->next[in->first] : NOWHERE;
+    for (int k = step->n_sets; k < size; k++, in++) {
         switch (in->op) {
-        case OP_SET:
-            end = set_has(set[in->set], c) ? m->next[in->first] : NOWHERE;
-            break;
         case OP_SPLIT:
             end = here[in->first] != NOWHERE ? here[in->first] : here[in->second];
             break;
@@ -810,8 +773,8 @@ enum {
 };
 
 static unsigned char *nfc_ccc;  // (BROKEN) the canonical combining class of every code point; NULL: not loaded yet
-static Map nfc_parts;           // code point -> index into unicode_decomposition
-static Map nfc_pairs;           // first part << 32 | second part -> the composed code point
+static Entry *nfc_parts;        // code point -> index into unicode_decomposition
+static Entry *nfc_pairs;        // first part << 32 | second part -> the composed code point
 
 // Unpacks the tables at the first call, when a tokenizer that needs them is loaded.
 static void nfc_load(void) {
@@ -829,8 +792,8 @@ static void nfc_load(void) {
         i++;
         for (; c < end; c++, i += 2) {
             int composes = d[i + 1] && !(d[i] >> 31);
-            map_put(&nfc_parts, c, (int64_t)i);
-            if (composes) map_put(&nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
+            hmput(nfc_parts, c, (int64_t)i);
+            if (composes) hmput(nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
         }
     }
 }
@@ -847,7 +810,7 @@ static void nfc_decompose(uint32_t **out, uint32_t c) {
         if (s % N_HANGUL_T) arrput(*out, HANGUL_T + s % N_HANGUL_T);
         return;
     }
-    int64_t at = c < 0xc0 ? -1 : map_get(&nfc_parts, c);    // U+00C0 is the first that decomposes
+    int64_t at = c < 0xc0 ? -1 : map_get(nfc_parts, c);    // U+00C0 is the first that decomposes
     if (at < 0) {
         arrput(*out, c);
         return;
@@ -862,30 +825,28 @@ static int64_t nfc_compose(uint32_t a, uint32_t b) {
     uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
     if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
     if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
-    return map_get(&nfc_pairs, (uint64_t)a << 32 | b);
+    return map_get(nfc_pairs, (uint64_t)a << 32 | b);
 }
 
-// Sorts n marks by their combining class: a counting sort, which is stable and linear.
-static void nfc_sort(uint32_t *code, size_t n) {
-    size_t start[257] = { 0 };
-    uint32_t *old = xmalloc(n * sizeof *old);
-    memcpy(old, code, n * sizeof *old);
-    for (size_t i = 0; i < n; i++) start[code_ccc(old[i]) + 1]++;
-    for (int k = 0; k < 256; k++) start[k + 1] += start[k];
-    for (size_t i = 0; i < n; i++) code[start[code_ccc(old[i])]++] = old[i];
-    free(old);
+// Orders marks by their combining class and, where that is equal, by their place. x, y: class << 56 | place << 24 | code.
+static int mark_order(const void *x, const void *y) {
+    uint64_t a = *(const uint64_t *)x, b = *(const uint64_t *)y;
+    return (a > b) - (a < b);
 }
 
 // Puts every run of marks among the n codes into canonical order.
 static void nfc_order(uint32_t *code, size_t n) {
-    size_t from = 0, to;
-    for (; from < n; from = to) {
-        int sorted = 1;
-        for (to = from + 1; to < n && code_ccc(code[from]) && code_ccc(code[to]); to++) {
-            sorted &= code_ccc(code[to - 1]) <= code_ccc(code[to]);
+    uint64_t *mark = NULL;
+    for (size_t from = 0, to; from < n; from = to) {
+        arrsetlen(mark, 0);
+        for (to = from; to < n && code_ccc(code[to]); to++) {
+            arrput(mark, (uint64_t)code_ccc(code[to]) << 56 | (uint64_t)(to - from) << 24 | code[to]);
         }
-        if (!sorted) nfc_sort(code + from, to - from);
+        if (to > from + 1) qsort(mark, to - from, sizeof *mark, mark_order);
+        for (size_t i = from; i < to; i++) code[i] = mark[i - from] & 0xffffff;
+        to += to == from;       // a starter
     }
+    arrfree(mark);
 }
 
 // Composes n codes in place and returns how many are left. A code joins the last starter unless a
@@ -1035,7 +996,7 @@ static void pair_offer(Encoder *e, int i) {
     Symbol *s = &e->sym[i];
     s->rank = NO_RANK;
     if (s->next < 0) return;
-    int64_t merge = map_get(&e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
+    int64_t merge = map_get(e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
     if (merge < 0) return;
     int into = (int)(merge & INT_MAX);
     if (!bpe_may_make(e, into)) return;
@@ -1203,34 +1164,18 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
     split(e, s, n, 0);
 }
 
-// The longest added token that begins at s[i], with its end in *end; or -1, with *end untouched.
-static int added_here(const Tokenizer *t, int which, const char *s, size_t n, size_t i, size_t *end) {
-    int64_t node = 0, hit = -1;
-    if (!t->starts[which][(unsigned char)s[i]]) return -1;
-    for (; i < n; i++) {
-        node = map_get(&t->trie[which], (uint64_t)node << 9 | (unsigned char)s[i]);
-        if (node < 0) break;
-        int64_t leaf = map_get(&t->trie[which], (uint64_t)node << 9 | 256);
-        if (leaf < 0) continue;
-        hit = leaf;
-        *end = i + 1;
-    }
-    return (int)hit;
-}
-
 // The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
 // Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
 static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start,
                       size_t *end) {
-    for (size_t i = from, stop; i < n; i = stop) {
-        stop = i + 1;
-        int id = added_here(e->t, which, s, n, i, &stop);
+    for (size_t i = from, size; i < n; i += max_size(size, 1)) {
+        int id = added_here(e->t, which, s + i, n - i, &size);
         if (id < 0) continue;
         int flags = e->t->piece[id].flags;
         if (flags & TOKEN_GUARDED && !e->special) continue;         // here its characters are plain text
 
         *start = i;
-        *end = stop;
+        *end = i + size;
         while (flags & PIECE_LSTRIP) {
             size_t blank = space_before(s, from, *start);
             if (!blank) break;
@@ -1243,8 +1188,7 @@ static int added_next(const Encoder *e, int which, const char *s, size_t n, size
     return -1;
 }
 
-// Cuts the added tokens out of s[0,n), those of the raw text (which 0) or of the normalized text
-// (which 1). Appends their ids, and calls encode_rest for every text between them.
+// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls encode_rest for every text between them.
 static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
                       void (*encode_rest)(Encoder *e, const char *s, size_t n, int at_start)) {
     size_t from = 0, start, end;
@@ -1267,7 +1211,7 @@ static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
         s = e->text;
         n = arrlenu(e->text);
     }
-    cut_added(e, 1, s, n, at_start, encode_piece);
+    cut_added(e, ADDED_NORMALIZED, s, n, at_start, encode_piece);
 }
 
 // encode_at, with what is to become of each word.
@@ -1275,7 +1219,7 @@ static int *encode(const Tokenizer *t, const char *text, size_t n, int special, 
                    void (*word)(Encoder *e, const char *s, size_t n)) {
     if (n > INT_MAX / 8) die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
     Encoder e = { .t = t, .special = special, .word = word, .ids = ids };
-    cut_added(&e, 0, text, n, at_start, encode_segment);
+    cut_added(&e, ADDED_RAW, text, n, at_start, encode_segment);
     arrfree(e.text);
     arrfree(e.spare);
     arrfree(e.mapped);
@@ -1382,13 +1326,12 @@ void tokenizer_free(Tokenizer *t) {
     arrfree(t->step);
     arrfree(t->set);
     arrfree(t->norm);
+    for (int i = 0; i < (int)arrlen(t->added); i++) arrfree(t->added[i].text);
     arrfree(t->added);
     arrfree(t->piece);
     arrfree(t->chars);
-    free(t->by_text.slot);
-    free(t->merges.slot);
-    free(t->trie[0].slot);
-    free(t->trie[1].slot);
+    hmfree(t->by_text);
+    hmfree(t->merges);
     free(t);
 }
 
@@ -1425,29 +1368,20 @@ static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flag
     bytes_put(&t->chars, s, n);
     arrput(t->chars, 0);
     uint64_t slot = text_hash(s, n);
-    while (map_get(&t->by_text, slot) >= 0) slot++;
-    map_put(&t->by_text, slot, id);
+    while (map_get(t->by_text, slot) >= 0) slot++;
+    hmput(t->by_text, slot, id);
     return 0;
 }
 
-// Puts an added token into the trie of its kind. A normalized one goes in as the normalizer writes it.
-static void trie_add(Tokenizer *t, int id, int normalized) {
+// Has an added token looked for.
+static void added_put(Tokenizer *t, int id, int kind) {
     const Piece *p = &t->piece[id];
-    char *text = NULL, *spare = NULL;
-    bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
-    if (normalized) normalize(t, &text, &spare);
-
-    int64_t node = 0;
-    for (size_t i = 0; i < arrlenu(text); i++) {
-        uint64_t key = (uint64_t)node << 9 | (unsigned char)text[i];
-        node = map_get(&t->trie[normalized], key);
-        if (node >= 0) continue;
-        node = (int64_t)t->trie[normalized].n + 1;
-        map_put(&t->trie[normalized], key, node);
-    }
-    map_put(&t->trie[normalized], (uint64_t)node << 9 | 256, id);
-    t->starts[normalized][(unsigned char)text[0]] = 1;
-    arrfree(text);
+    Added a = { .id = id, .kind = kind };
+    char *spare = NULL;
+    bytes_put(&a.text, t->chars + p->text, (size_t)p->n_text);
+    if (kind == ADDED_NORMALIZED) normalize(t, &a.text, &spare);
+    arrput(t->added, a);
+    t->starts[kind][(unsigned char)*a.text] = 1;
     arrfree(spare);
 }
 
@@ -1671,7 +1605,7 @@ static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char e
             return fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
                          shown(to[i] - from[i]), *both + from[i]);
     }
-    map_put(&t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
+    hmput(t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
     return 0;
 }
 
@@ -1733,8 +1667,8 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
         if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
         if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
         if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
-        arrput(t->added, (int)id->i);
-        trie_add(t, (int)id->i, normalized);
+        added_put(t, (int)id->i, normalized ? ADDED_NORMALIZED : ADDED_RAW);
+        if (flags & TOKEN_GUARDED) added_put(t, (int)id->i, ADDED_GUARDED);
     }
     return 0;
 }

@@ -252,7 +252,7 @@ TEST(tokenizer_refuses_patterns, "a construct that the matcher does not know is 
         { "a{", "this count" },
         { "a{3,2}", "this count" },
         { "a{1000}", "this count" },
-        { "a**", "a quantifier of a quantifier" },
+        { "a**", "a quantifier of nothing" },
         { "a{2}?", "a lazy count without a choice" },
         { "(ab)++", "a possessive quantifier of more than one character" },
         { "(a*)*", "repeating a group that may be empty" },
