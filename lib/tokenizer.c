@@ -1335,9 +1335,6 @@ void tokenizer_free(Tokenizer *t) {
     free(t);
 }
 
-// How many of a piece's n bytes a message shows.
-static int shown(size_t n) { return (int)min_size(n, 100); }
-
 // Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
 // added token may stand in the BPE vocabulary too.
 static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
@@ -1346,16 +1343,16 @@ static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flag
     if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (n > MAX_PIECE)
-        return fault(err, "token '%.*s..' has %zu bytes: expected at most %d", shown(n), s, n, MAX_PIECE);
+        return fault(err, "token '%.100s..' has %zu bytes: expected at most %d", s, n, MAX_PIECE);
     if (id < 0 || id > t->most)
-        return fault(err, "token '%.*s' has id %lld: expected 0..%d", shown(n), s, (long long)id, t->most);
+        return fault(err, "token '%.100s' has id %lld: expected 0..%d", s, (long long)id, t->most);
     if (has >= 0 && has != id)
-        return fault(err, "token '%.*s' has two ids, %d and %lld", shown(n), s, has, (long long)id);
+        return fault(err, "token '%.100s' has two ids, %d and %lld", s, has, (long long)id);
     if ((size_t)id < size && t->piece[id].flags && has != id)
-        return fault(err, "id %lld belongs to two tokens, '%.100s' and '%.*s'", (long long)id,
-                     t->chars + t->piece[id].text, shown(n), s);
+        return fault(err, "id %lld belongs to two tokens, '%.100s' and '%.100s'", (long long)id,
+                     t->chars + t->piece[id].text, s);
     if (has == id) {
-        if (t->piece[id].flags & flags) return fault(err, "token '%.*s' is listed twice", shown(n), s);
+        if (t->piece[id].flags & flags) return fault(err, "token '%.100s' is listed twice", s);
         t->piece[id].flags |= flags;
         return 0;
     }
@@ -1385,17 +1382,6 @@ static void added_put(Tokenizer *t, int id, int kind) {
     arrfree(spare);
 }
 
-// The byte that the piece <0xNN> of the BPE vocabulary stands for; -1: the piece is another.
-static int piece_byte(const Tokenizer *t, int id) {
-    const Piece *p = &t->piece[id];
-    const char *s = t->chars + p->text;
-    unsigned byte;
-    char name[8];
-    if (!(p->flags & TOKEN_MODEL) || p->n_text != 6 || sscanf(s, "<0x%2X>", &byte) != 1) return -1;
-    snprintf(name, sizeof name, "<0x%02X>", byte & 255);
-    return strcmp(name, s) ? -1 : (int)byte;
-}
-
 // Appends the bytes that a text stands for in the byte alphabet. Returns 0, with *out empty, when a character is not
 // of the alphabet.
 static int bytes_of_alphabet(const char *text, char **out) {
@@ -1416,7 +1402,6 @@ static void decode_table(Tokenizer *t) {
     char *text = NULL, *out = NULL;
     for (int id = 0; id < tokenizer_size(t); id++) {
         Piece *p = &t->piece[id];
-        int byte = t->dec_bytes ? piece_byte(t, id) : -1;
         arrsetlen(text, 0);
         arrsetlen(out, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
@@ -1425,15 +1410,20 @@ static void decode_table(Tokenizer *t) {
 
         // A piece with a character outside the byte alphabet stands for itself.
         int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED);
-        if (byte >= 0) {
-            arrput(out, (char)byte);
-        } else if (!alphabet || !bytes_of_alphabet(text, &out)) {
+        if (!alphabet || !bytes_of_alphabet(text, &out)) {
             bytes_put(&out, text, arrlenu(text));
             if (t->dec_space) replace_all(&out, &text, BLANK_MARK, " ");
         }
         p->bytes = arrlenu(t->chars);
         p->n_bytes = (int)arrlen(out);
         bytes_put(&t->chars, out, arrlenu(out));
+    }
+    for (int b = 0; b < 256 && t->dec_bytes; b++) {
+        if (t->byte_id[b] < 0) continue;
+        Piece *p = &t->piece[t->byte_id[b]];
+        p->bytes = arrlenu(t->chars);
+        p->n_bytes = 1;
+        arrput(t->chars, (char)b);
     }
     arrfree(text);
     arrfree(out);
@@ -1571,42 +1561,44 @@ static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
             return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
         if (piece_add(t, id->i, text, strlen(text), TOKEN_MODEL, err)) return -1;
     }
-    for (int id = 0; id < tokenizer_size(t); id++) {
-        int byte = piece_byte(t, id);
-        if (byte >= 0) t->byte_id[byte] = id;
+    for (int b = 0; b < 256; b++) {
+        char name[8];
+        snprintf(name, sizeof name, "<0x%02X>", b);
+        t->byte_id[b] = text_id(t, name, 6);
     }
     return 0;
 }
 
-// One member of model.merges: "left right", or ["left", "right"]. *both is an stb array to work in.
-static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char err[512]) {
-    const Json *a = m->type == JSON_ARRAY && m->n == 2 ? &m->item[0] : NULL, *b = a ? &m->item[1] : NULL;
-    size_t n_left = 0;
-    arrsetlen(*both, 0);
-    if (json_is(a, JSON_STRING) && json_is(b, JSON_STRING)) {
-        n_left = a->len;
-        bytes_put(both, a->str, a->len);
-        bytes_put(both, b->str, b->len);
+// One member of model.merges: "left right", or ["left", "right"].
+static int load_merge(Tokenizer *t, const Json *m, int rank, char err[512]) {
+    const Json *pair = m->type == JSON_ARRAY && m->n == 2 ? m->item : NULL;
+    const char *gap = m->type == JSON_STRING ? memchr(m->str, ' ', m->len) : NULL;
+    char *text = NULL;          // both sides, one behind the other
+    size_t left = 0;            // bytes of the first
+    if (pair && pair[0].type == JSON_STRING && pair[1].type == JSON_STRING) {
+        left = pair[0].len;
+        bytes_put(&text, pair[0].str, left);
+        bytes_put(&text, pair[1].str, pair[1].len);
+    } else if (gap && !strchr(gap + 1, ' ')) {
+        left = (size_t)(gap - m->str);
+        bytes_put(&text, m->str, left);
+        bytes_put(&text, gap + 1, m->len - left - 1);
     } else {
-        const char *gap = m->type == JSON_STRING ? memchr(m->str, ' ', m->len) : NULL;
-        if (!gap || strchr(gap + 1, ' '))
-            return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
-        n_left = (size_t)(gap - m->str);
-        bytes_put(both, m->str, n_left);
-        bytes_put(both, gap + 1, m->len - n_left - 1);
+        return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
     }
 
-    size_t n = arrlenu(*both), from[] = { 0, n_left, 0 }, to[] = { n_left, n, n };
-    int id[3];
-    if (!n_left || n_left == n) return fault(err, "model.merges[%d] has an empty side", rank);
-    for (int i = 0; i < 3; i++) {
-        id[i] = model_id(t, *both + from[i], to[i] - from[i]);
+    size_t n = arrlenu(text), from[] = { 0, left, 0 }, to[] = { left, n, n };
+    int id[3], bad = 0;
+    if (!left || left == n) bad = fault(err, "model.merges[%d] has an empty side", rank);
+    for (int i = 0; i < 3 && !bad; i++) {
+        id[i] = model_id(t, text + from[i], to[i] - from[i]);
         if (id[i] < 0)
-            return fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
-                         shown(to[i] - from[i]), *both + from[i]);
+            bad = fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
+                        (int)min_size(to[i] - from[i], 100), text + from[i]);
     }
-    hmput(t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
-    return 0;
+    if (!bad) hmput(t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
+    arrfree(text);
+    return bad;
 }
 
 // "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
@@ -1627,13 +1619,11 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     t->byte_fallback = flag(m, "byte_fallback", 0, err);
     t->fuse_unk = flag(m, "fuse_unk", 0, err);
 
-    char *both = NULL;
     if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
     if (!json_is(merges, JSON_ARRAY) || !merges->n)
         return fault(err, "model.merges: expected a list with merges");
     int bad = 0;
-    for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, &both, err);
-    arrfree(both);
+    for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, err);
     if (bad || json_none(unk)) return bad;
     t->unk = unk->type == JSON_STRING ? model_id(t, unk->str, unk->len) : -1;
     return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
@@ -1741,8 +1731,6 @@ static int load_members(Tokenizer *t, const Json *j, char err[512]) {
 }
 
 // ---- Loading: a file and its folder
-#define SENTENCEPIECE "a SentencePiece model is not read: use the tokenizer.json of the same model"
-
 Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     char why[256];
     Json *j = json_parse(json, n, why);
@@ -1757,7 +1745,6 @@ Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     Tokenizer *t = xcalloc(1, sizeof *t);
     t->unk = t->bos = t->eos = -1;
     t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
-    for (int b = 0; b < 256; b++) t->byte_id[b] = -1;
     int bad = load_members(t, j, err);
     json_free(j);
     if (!bad) return t;
@@ -1789,25 +1776,13 @@ static int load_config(Tokenizer *t, const char *path, char err[512]) {
     return *err ? -1 : 0;
 }
 
-// Why there is no tokenizer.json in a folder.
-static void say_missing(const char *dir, char err[512]) {
-    char model[1300];
-    snprintf(model, sizeof model, "%s/tokenizer.model", dir);
-    if (file_exists(model)) fault(err, "%.300s: %s", model, SENTENCEPIECE);
-    else fault(err, "%.400s: no tokenizer.json here", dir);
-}
-
-// Reads a file tokenizer.json. A SentencePiece model begins with the tag of its first piece, which is a newline. So
-// may a JSON text, but its first visible character is '{'. NULL and err.
+// Reads a file tokenizer.json. NULL and err.
 static Tokenizer *load_file(const char *file, char err[512]) {
     char why[512];
     size_t n;
-    Tokenizer *t = NULL;
     char *text = read_bounded(file, MOST_TOKENIZER, &n, err);
     if (!text) return NULL;
-    int model = text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{';
-    if (model) fault(why, SENTENCEPIECE);
-    else t = tokenizer_parse(text, n, why);
+    Tokenizer *t = tokenizer_parse(text, n, why);
     free(text);
     if (!t) fault(err, "%.200s: %.300s", file, why);
     return t;
@@ -1823,7 +1798,7 @@ Tokenizer *tokenizer_load(const char *path, char err[512]) {
     int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
     snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
     if (folder && !file_exists(file)) {
-        say_missing(path, err);
+        fault(err, "%.300s: no tokenizer.json here (a SentencePiece model, tokenizer.model, is not read)", path);
         return NULL;
     }
     Tokenizer *t = load_file(file, err);
