@@ -139,11 +139,12 @@ struct Tokenizer {
     int add_bos;                // 1: the model was trained with BOS before every text
 };
 
-// The hash of a text (Fowler, Noll and Vo).
+// The hash of a text (Fowler, Noll and Vo). Some bits are 0: stb_ds.h shifts bytes of a key as ints, which may
+// overflow where bit 31 or 63 is set, and the numbers behind a hash need room.
 static uint64_t text_hash(const char *s, size_t n) {
     uint64_t h = 0xcbf29ce484222325ull;
     for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3ull;
-    return h;
+    return h & 0x7fffffff7fffff00ull;
 }
 
 int text_id(const Tokenizer *t, const char *s, size_t n) {
@@ -428,13 +429,10 @@ static void regex_emit_set(RegexReader *r, int others) {
     regex_emit(r, OP_SET, 0)->set = x;
 }
 
-// Adds the characters from first to last to r->set, and inside (?i:..) the other forms of each. There only ASCII and
-// general punctuation are known to have no more forms than these.
-static void regex_add(RegexReader *r, const char *at, uint32_t first, uint32_t last) {
+// Adds the characters from first to last to r->set, and inside (?i:..) the other forms of the letters of ASCII.
+static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
     set_range(r->set, first, last);
-    if (!r->fold || (first >= 0x2000 && last < 0x2070)) return;
-    if (last >= 128) regex_fail(r, at, "a letter beyond ASCII inside (?i:..)");
-    for (uint32_t c = first; c <= last && c < 128; c++) {
+    for (uint32_t c = first; r->fold && c <= last && c < 128; c++) {
         if (!isalpha((int)c)) continue;
         set_range(r->set, c ^ 32, c ^ 32);
         if ((c | 32) == 's') set_range(r->set, 0x17f, 0x17f);           // the long s
@@ -461,7 +459,6 @@ static void regex_property(RegexReader *r, const char *at) {
     int step = !strncmp(name, PUNCTUATION, strlen(PUNCTUATION));
     uint32_t bits = step ? category_bits("P", 1) : category_bits(name, (size_t)(end - name));
     if (!bits) regex_fail(r, at, "this property");
-    if (r->fold) regex_fail(r, at, "a property inside (?i:..)");
     memset(r->other, 0, sizeof *r->other);
     set_categories(r->other, bits);
     for (size_t i = 0; step && i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2) {
@@ -516,7 +513,7 @@ static void regex_set(RegexReader *r, const char *open) {
             high = regex_member(r);
             if (low == A_SET || high == A_SET || high < low || *at == '-') regex_fail(r, at, "this range");
         }
-        if (low != A_SET) regex_add(r, at, (uint32_t)low, (uint32_t)high);
+        if (low != A_SET) regex_add(r, (uint32_t)low, (uint32_t)high);
     }
     if (!r->failed) r->p++;
     regex_emit_set(r, others);
@@ -538,7 +535,7 @@ static void regex_char(RegexReader *r) {
     if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing");
     if (c == '\\') c = regex_escape(r, at, 0);
     if (dot) c = '\n';
-    if (c != A_SET && !r->failed) regex_add(r, at, (uint32_t)c, (uint32_t)c);
+    if (c != A_SET && !r->failed) regex_add(r, (uint32_t)c, (uint32_t)c);
     regex_emit_set(r, dot);
 }
 
@@ -596,12 +593,21 @@ static void regex_quantifier(RegexReader *r, int from) {
     if (counted) regex_quantifier(r, from);
 }
 
+// Refuses what (?i:..) from `open` to the reader's place holds beside ASCII without escapes, of which it is known what
+// forms it has; and pairs of letters that one letter may stand for, a sharp s or a ligature.
+static void regex_folds(RegexReader *r, const char *open) {
+    static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
+    for (const char *s = open; s < r->p; s++) {
+        if (*s == '\\' || (unsigned char)*s > 127) regex_fail(r, s, "this inside (?i:..)");
+        for (int i = 0; i < 5; i++)
+            if (!strncasecmp(s, pairs[i], 2)) regex_fail(r, s, "a pair of letters inside (?i:..)");
+    }
+}
+
 static void regex_alternatives(RegexReader *r);
 
-// Reads the group whose bracket r->p stands on. One letter may stand for two of some pairs inside (?i:..): a sharp s,
-// a ligature.
+// Reads the group whose bracket r->p stands on.
 static void regex_group(RegexReader *r) {
-    static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
     const char *open = r->p++;
     int fold = r->fold, look = -1;
     if (++r->depth > MAX_DEPTH) regex_fail(r, open, "so deep a group");
@@ -620,12 +626,7 @@ static void regex_group(RegexReader *r) {
     }
     regex_alternatives(r);
     if (*r->p != ')') regex_fail(r, open, "a group without an end");
-    for (const char *s = open; r->fold && s + 1 < r->p; s++) {
-        for (int i = 0; i < 5; i++) {
-            if (!strncasecmp(s, pairs[i], 2))
-                regex_fail(r, open, "a pair of letters that one letter may stand for inside (?i:..)");
-        }
-    }
+    if (r->fold) regex_folds(r, open);
     r->p += !r->failed;
     r->depth--;
     r->fold = fold;
