@@ -1049,23 +1049,30 @@ static void session_write(const App *a, FILE *f) {
     if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
 }
 
-// Does another chat go on with this file, which then must not be replaced? -1 with err; 0: it is free.
-static int session_free(const App *a, const char *path, char err[512]) {
+// Is the open file the one at this path?
+static int is_file(int fd, const char *path) {
     struct stat own, there;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    int mine = fd >= 0 && a->log && !fstat(a->log, &own) && !fstat(fd, &there) && own.st_ino == there.st_ino
-            && own.st_dev == there.st_dev;
-    int held = fd >= 0 && !mine && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
-    if (fd >= 0) close(fd);
-    return held ? fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path) : 0;
+    return !fstat(fd, &own) && !stat(path, &there) && own.st_ino == there.st_ino && own.st_dev == there.st_dev;
 }
 
-// Saves the dialogue as a file. lock 1: it is --session's, and stays open and locked. 0, or -1 with err,
-// and then the old file stays.
+// Locks an open file, so that two chats do not overwrite each other. 0, or -1 with err: another chat has it. Some
+// file systems know no locks (another errno). A file that is saved anew is another file.
+static int session_flock(int fd, const char *path, char err[512]) {
+    if (!(flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) && is_file(fd, path)) return 0;
+    return fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path);
+}
+
+// Saves the dialogue as a file, which must be no other chat's. lock 1, or --session's file: it stays open and
+// locked. 0, or -1 with err, and then the old file stays.
 static int session_save(App *a, const char *path, int lock, char err[512]) {
     Saving x;
-    int fd = -1;
-    if (session_free(a, path, err) || save_begin(&x, path, err)) return -1;
+    int own = a->log && is_file(a->log, path);
+    int fd = own ? -1 : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int used = fd >= 0 && session_flock(fd, path, err);
+    if (fd >= 0) close(fd);
+    if (used || save_begin(&x, path, err)) return -1;
+    lock |= own;
+    fd = -1;
     (void)app_fingerprint(a);
     session_write(a, x.f);
     if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
@@ -1102,24 +1109,17 @@ static void session_keep(App *a) {
     if (session_catch_up(a, err)) warn("--session %s", err);
 }
 
-// Opens --session's file, new or old, and locks it, so that two chats do not overwrite each other. 0, or
-// -1 with err.
+// Opens --session's file, new or old, and locks it. 0, or -1 with err.
 static int session_lock(App *a, const char *path, char err[512]) {
-    struct stat own, now_there;
-    int fd = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &own);
-    if (!bad && !S_ISREG(own.st_mode)) {
+    struct stat st;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {
         errno = EINVAL;
         bad = 1;
     }
-    if (bad) {
-        fault(err, "%.400s: %s", path, save_reason());
-    } else {
-        // Some file systems know no locks (another errno). A file that is saved anew is another file.
-        bad = flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
-        bad |= stat(path, &now_there) || own.st_ino != now_there.st_ino || own.st_dev != now_there.st_dev;
-        if (bad) fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path);
-    }
+    if (bad) fault(err, "%.400s: %s", path, save_reason());
+    if (!bad) bad = session_flock(fd, path, err);
     if (!bad) a->log = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if (fd >= 0) close(fd);
     return bad ? -1 : 0;
