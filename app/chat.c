@@ -1470,33 +1470,23 @@ static const char *last_part(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-// Does text end so?
-static int ends_in(const char *text, const char *end) {
-    size_t n = strlen(text), m = strlen(end);
-    return n >= m && !strcmp(text + n - m, end);
-}
-
 // The folder that a path or name given by -m stands for. A path that is none of the above stays as
-// it is, and whoever opens it says what is wrong.
-static void model_folder(const char *given, char out[PATH_ROOM]) {
-    char path[PATH_ROOM], found[PATH_ROOM], inner[PATH_ROOM + 16];
+// it is, and whoever opens it says what is wrong; so does, with files 1, that of a file.
+static void model_folder(const char *given, int files, char out[PATH_ROOM]) {
+    char path[PATH_ROOM], found[PATH_ROOM], repo[PATH_ROOM + 16];
     struct stat st;
     size_t n = strlen(given);
     while (n > 1 && given[n - 1] == '/') n--;
     snprintf(path, sizeof path, "%.*s", (int)min_size(n, PATH_ROOM - 1), given);
-    snprintf(inner, sizeof inner, "%s/snapshots", path);
     snprintf(out, PATH_ROOM, "%s", path);
     if (stat(path, &st)) {
         if (is_hub_name(path)) hub_find(path, out);
-    } else if (!S_ISDIR(st.st_mode)) {
-        if (!ends_in(path, ".safetensors") && !ends_in(path, "config.json") && !ends_in(path, ".index.json")) return;
+    } else if (S_ISREG(st.st_mode) && !files) {
         size_t folder = (size_t)(last_part(path) - path);
         snprintf(out, PATH_ROOM, "%.*s", folder ? (int)max_size(folder - 1, 1) : 1, folder ? path : ".");
-    } else if (!holds_config(path) && file_exists(inner)) {
-        if (!hub_snapshot(path, found)) strcpy(out, found);
-    } else if (!strcmp(last_part(path), "snapshots")) {
-        snprintf(inner, sizeof inner, "%s/..", path);
-        if (!hub_snapshot(inner, found)) strcpy(out, found);
+    } else if (S_ISDIR(st.st_mode) && !holds_config(path)) {
+        snprintf(repo, sizeof repo, "%s%s", path, strcmp(last_part(path), "snapshots") ? "" : "/..");
+        if (!hub_snapshot(repo, found)) strcpy(out, found);
     }
 }
 
@@ -1508,7 +1498,7 @@ void find_models(Options *o) {
     for (int i = 0; i < 2; i++) {
         const char *given = opt_str(o, names[i]);
         if (!*given || strlen(given) >= PATH_ROOM) continue;
-        model_folder(given, folder);
+        model_folder(given, i, folder);
         if (strcmp(folder, given)) options_set(o, names[i], folder, err);
     }
 }
