@@ -219,8 +219,7 @@ static Message *record_messages(const App *a, const char *text) {
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         arrput(m, ((Message){ .role = "user", .content = t->user ? t->user : "" }));
-        arrput(m, ((Message){ .role = "assistant", .content = reply_text(a, t), .ids = t->dec,
-                              .n_ids = t->reply ? 0 : (int)arrlen(t->dec) }));
+        arrput(m, ((Message){ .role = "assistant", .content = reply_text(a, t), .ids = t->reply ? NULL : t->dec }));
     }
     arrput(m, ((Message){ .role = "user", .content = text }));
     return m;
@@ -289,24 +288,19 @@ Turn render_turn(const App *a, const char *text, char err[512]) {
     int n = (int)arrlen(m), *fed = record_ids(a->turn);
 
     // First as transformers has it, all of it encoded at once; else with the replies' own ids.
-    Message *plain = NULL;
-    memcpy(arraddnptr(plain, n), m, (size_t)n * sizeof *m);
-    for (int i = 0; i < n; i++) plain[i].n_ids = 0;
-    int *all = template_ids(a->tp, plain, n, how, err), same = same_beginning(all, fed);
-    const Message *used = plain;
-    if (all && same < (int)arrlen(fed)) {
+    int *all = NULL, same = -1;
+    for (int own = 0; own < 2 && same < (int)arrlen(fed) && !*err; own++) {
+        for (int i = 0; i < n; i++) m[i].n_ids = own ? (int)arrlen(m[i].ids) : 0;
         arrfree(all);
         all = template_ids(a->tp, m, n, how, err);
         same = same_beginning(all, fed);
-        used = m;
     }
     Turn t = { .user = copy_text(text), .back = (int)arrlen(fed) - same };
     t.pre = ids_append(NULL, all + same, (int)arrlen(all) - same);
-    if (arrlen(t.pre)) turn_parts(a, &t, used, all, how);
+    if (arrlen(t.pre)) turn_parts(a, &t, m, all, how);
     else if (all) fault(err, "the chat template writes nothing for this message");
     for (int i = 0; i < n; i++)
         if (!strcmp(m[i].role, "assistant")) free((char *)m[i].content);
-    arrfree(plain);
     arrfree(m);
     arrfree(fed);
     arrfree(all);

@@ -668,29 +668,28 @@ static int evaluates_quickly(const App *a) {
     return parameters_of(a->c) <= (size_t)MILLIONS * 1000000 && ctx_limit(a) >= DEFAULT_TOKENS;
 }
 
-// The methods of the demonstration that fit the model and the options, for --compare.
-static void default_methods(const App *a, char text[2048]) {
+// The methods of the demonstration that fit the model and the options, for --compare (stb_ds array).
+static char *default_methods(const App *a) {
     const char *list = opt_given(a->o, "method") ? opt_str(a->o, "method") : page_methods;
-    char name[160], err[512];
-    snprintf(text, 2048, "full");
+    char name[160], err[512], *text = NULL;
+    put_part(&text, ",", "full");
     for (int i = 0; list_word(list, i, name); i++) {
         Session *s = strcmp(name, "full") ? session_try(a->c, a->w, a->o, name, err) : NULL;
-        size_t n = strlen(text);
-        if (s && s->pos_end && s->pos_end < DEFAULT_TOKENS) {
-            if (!quiet)
-                warn("%s is left out of the default evaluation: its items take %d positions, this method goes to "
-                     "max_position_embeddings %d", name, DEFAULT_TOKENS, s->pos_end);
-        } else if (s) {
-            snprintf(text + n, 2048 - n, ",%s", name);
-        }
+        int fits = s && (!s->pos_end || s->pos_end >= DEFAULT_TOKENS);
+        if (fits) put_part(&text, ",", name);
+        else if (s && !quiet)
+            warn("%s is left out of the default evaluation: its items take %d positions, this method goes to "
+                 "max_position_embeddings %d", name, DEFAULT_TOKENS, s->pos_end);
         session_close(s);
     }
+    arrput(text, 0);
+    return text;
 }
 
 // --report without --eval: evaluates a little where that takes seconds, then writes the page. Returns 0.
 int report(App *a) {
     EvalRun none = { .a = a };
-    char err[256], text[2048];
+    char err[256], budget[16];
     if (!evaluates_quickly(a)) {
         if (!quiet)
             warn("no scores in the report: give --eval; unasked, only models of up to 20 million parameters with "
@@ -699,11 +698,12 @@ int report(App *a) {
         return 0;
     }
     options_set(a->o, "eval", "needle-short", err);
-    snprintf(text, sizeof text, "%d", BUDGET);
+    snprintf(budget, sizeof budget, "%d", BUDGET);
     if (!opt_given(a->o, "budgets") && !opt_given(a->o, "budget") && !opt_given(a->o, "ratio"))
-        options_set(a->o, "budgets", text, err);
-    default_methods(a, text);
-    options_set(a->o, "compare", text, err);
+        options_set(a->o, "budgets", budget, err);
+    char *names = default_methods(a);
+    options_set(a->o, "compare", names, err);
+    arrfree(names);
     return evaluate(a, report_write);
 }
 
