@@ -138,29 +138,24 @@ typedef struct { I32 p[PARTS]; } Ints;
 // reg_scale     x 2^k, where k holds whole numbers
 // reg_words     WIDTH unsigned numbers of 16 bits at p
 // reg_bytes     WIDTH signed bytes at p;  reg_pairs: 2 WIDTH of them, as 16 bits
-// reg_from_f16, reg_to_f16     WIDTH numbers of f16; no x is past 65504, and of a NaN all bits but the first of
-//               its mantissa are 0
+// reg_from_f16  WIDTH numbers of f16
 // reg_madd      sum + the products of a and b, of two neighbours each
-// reg_bits      bit i is that of lane i, which is 0 or -1
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 #define MM(op) _mm512_##op
 #define MM_HALF __m256i
 #define MM_INTS __m512i
 #define reg_scale(x, k) ((F32)_mm512_scalef_ps((__m512)(x), (__m512)(k)))
-#define reg_bits(x) ((uint32_t)_mm512_test_epi32_mask((__m512i)(x), (__m512i)(x)))
 #define MM_QUARTER(p) _mm_loadu_si128((const void *)(p))
 #else
 #define MM(op) _mm256_##op
 #define MM_HALF __m128i
 #define MM_INTS __m256i
-#define reg_bits(x) ((uint32_t)_mm256_movemask_ps((__m256)(x)))
 #define MM_QUARTER(p) _mm_loadl_epi64((const void *)(p))
 #endif
 INLINE F32 reg_fma(F32 x, F32 y, F32 z) { return MM(fmadd_ps)(x, y, z); }
 INLINE F32 reg_max(F32 x, F32 y) { return MM(max_ps)(x, y); }
 INLINE F32 reg_from_f16(Half h) { return MM(cvtph_ps)((MM_HALF)h); }
-INLINE Half reg_to_f16(F32 x) { return (Half)MM(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE I32 reg_bytes(const void *p) { return (I32)MM(cvtepi8_epi32)(MM_QUARTER(p)); }
 
 INLINE I32 reg_words(const void *p) {
@@ -200,24 +195,13 @@ INLINE I32 reg_bytes(const void *p) {
     return (I32){ b[0], b[1], b[2], b[3] };
 }
 
-INLINE uint32_t reg_bits(I32 x) {
-    x &= (I32){ 1, 2, 4, 8 };
-    return (uint32_t)(x[0] | x[1] | x[2] | x[3]);
-}
-
 INLINE F32 reg_max(F32 x, F32 y) {
-#if defined(__SSE2__)
-    return _mm_max_ps(x, y);
-#else
     I32 mask = (I32)(x > y);
     return (F32)((mask & (I32)x) | (~mask & (I32)y));
-#endif
 }
 
 INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
-#if defined(__SSE2__)
-    return sum + (I32)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
     int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
     return sum + (I32)vpaddq_s32(low, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
@@ -228,7 +212,6 @@ INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #if defined(__aarch64__)
 INLINE F32 reg_fma(F32 x, F32 y, F32 z) { return (F32)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
 INLINE F32 reg_from_f16(Half h) { return (F32)vcvt_f32_f16((float16x4_t)h); }
-INLINE Half reg_to_f16(F32 x) { return (Half)vcvt_f16_f32((float32x4_t)x); }
 #else
 // Rounded after the product and after the sum.
 INLINE F32 reg_fma(F32 x, F32 y, F32 z) { return x * y + z; }
@@ -243,9 +226,6 @@ INLINE F32 reg_from_f16(Half h) {
     return (F32)((I32)f | (special & 0x7f800000) | sign);
 }
 
-INLINE Half reg_to_f16(F32 x) {
-    return (Half){ f32_to_f16(x[0]), f32_to_f16(x[1]), f32_to_f16(x[2]), f32_to_f16(x[3]) };
-}
 #endif
 #endif
 
@@ -482,37 +462,6 @@ INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, floa
     return most / most_t + vec_fold(odd);
 }
 
-#if defined(__AVX512VNNI__)
-// vpdpbusd sums four products of an unsigned byte and a signed one, so the 16 bits of t are two bytes, t = 256 upper +
-// lower, both signed, and the key's are u + 128: sums start at -128 times those of t. For each half of a block (16
-// columns) the upper bytes of the four rows stand before the lower ones.
-INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
-    for (int b = 0; b < n / Q8_BLOCK; b++, t += Q8_BLOCK) {
-        signed char *bytes = (signed char *)to->t[b * (Q8_BLOCK / 8)];
-        int32_t *start = to->start[b] + 4 * i;
-        for (int j = 0; j < 4; j++) start[j] = 0;
-        for (int c = 0; c < Q8_BLOCK; c++) {
-            signed char *at = bytes + c / 16 * 128 + 16 * i + c % 16;
-            at[0] = (signed char)((t[c] + 128) >> 8);
-            at[64] = (signed char)(t[c] - 256 * at[0]);
-            start[c % 16 / 4] -= 128 * t[c];
-        }
-    }
-}
-
-// The sums of block b by the 32 bytes at u. The four lanes of quarter i add up to row i's sum.
-INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
-    const char *t = (const char *)q->t[b * (Q8_BLOCK / 8)];
-    __m512i upper = _mm512_setzero_si512(), lower = _mm512_loadu_si512(q->start[b]);
-    UNROLL for (int half = 0; half < 2; half++, t += 128) {
-        __m512i key = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(u + 16 * half)));
-        key = _mm512_xor_si512(key, _mm512_set1_epi8(-128));                    // u + 128
-        upper = _mm512_dpbusd_epi32(upper, key, _mm512_loadu_si512(t));
-        lower = _mm512_dpbusd_epi32(lower, key, _mm512_loadu_si512(t + 64));
-    }
-    return (Ints){ { (I32)_mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower) } };
-}
-#else
 INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
     for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
 }
@@ -545,7 +494,6 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     }
     return sum;
 }
-#endif
 
 // Kernels.integers. Missing rows repeat the last one.
 static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
@@ -833,23 +781,6 @@ static int count_at_least(const float *x, int n, uint32_t key) {
     return count;
 }
 
-// Kernels.list_from. Each pass of the inner loop takes the lowest bit of a register's answers.
-static int list_at_least(const float *x, int i, int n, uint32_t key, int *idx) {
-    int count = 0;
-    for (; i + WIDTH <= n; i += WIDTH) {
-        F32 v;
-        memcpy(&v, x + i, sizeof v);
-        I32 bits = (I32)(v + (F32){0});
-        U32 order = (U32)bits ^ ((U32)(bits >> 31) | 0x80000000u);      // order_key
-        for (uint32_t left = reg_bits((I32)(order >= key)); left; left &= left - 1)
-            idx[count++] = i + __builtin_ctz(left);
-    }
-    for (; i < n; i++) {
-        if (order_key(x[i]) >= key) idx[count++] = i;
-    }
-    return count;
-}
-
 // ---- from and to f32
 
 // dst (n) = src (n), which is of dtype.
@@ -864,35 +795,17 @@ static void widen_f32(float *dst, const void *src, size_t n)  { widen_row(dst, s
 static void widen_f16(float *dst, const void *src, size_t n)  { widen_row(dst, src, DT_F16, n); }
 static void widen_bf16(float *dst, const void *src, size_t n) { widen_row(dst, src, DT_BF16, n); }
 
-// Kernels.narrow_f16, as f32_to_f16. Instructions give infinity past 65504 and keep bits of a NaN, so the
-// lanes are clamped first, and a NaN is replaced by the quiet one of its sign.
-static void narrow_row(uint16_t *dst, const float *src, size_t n) {
-    const F32 least = -65504 - (F32){0};
-    size_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) {
-        F32 x;
-        memcpy(&x, src + i, sizeof x);
-        I32 nan = (I32)(x != x), quiet = (I32)(((U32)(I32)x & 0x80000000u) | 0x7fc00000u);
-        x = -reg_max(-reg_max(x, least), least);
-        Half h = reg_to_f16((F32)((nan & quiet) | (~nan & (I32)x)));
-        memcpy(dst + i, &h, sizeof h);
-    }
-    for (; i < n; i++) dst[i] = f32_to_f16(src[i]);
-}
-
 // Kernels.unpack_q8. A row is blocks of Q8_BLOCK columns, the last one perhaps shorter: an f16 scale, then a
 // byte a column.
 static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
     for (int r = 0; r < n; r++) {
         for (int col = 0; col < D; col += Q8_BLOCK) {
-            int m = min_int(D - col, Q8_BLOCK), i = 0;
+            int m = min_int(D - col, Q8_BLOCK);
             uint16_t d;
             memcpy(&d, src, sizeof d);
             float scale = f16_to_f32(d);
             const signed char *q = (const signed char *)src + sizeof d;
-            for (; i + LANES <= m; i += LANES)
-                vec_store(dst + i, vec_mul(vec_load_bytes(q + i), vec_all(scale)), LANES);
-            for (; i < m; i++) dst[i] = scale * q[i];
+            for (int i = 0; i < m; i++) dst[i] = scale * q[i];
             src += sizeof d + m;
             dst += m;
         }
@@ -1088,7 +1001,6 @@ const Kernels PASTE(kernels_, SET) = {
     .mix             = { mix_f32, mix_f16, mix_bf16 },
     .mix_q8          = mix_q8,
     .widen           = { widen_f32, widen_f16, widen_bf16 },
-    .narrow_f16      = narrow_row,
     .unpack_q8       = unpack_q8_rows,
     .unpack_q4       = unpack_q4_blocks,
     .unpack          = unpack_row,
@@ -1097,7 +1009,6 @@ const Kernels PASTE(kernels_, SET) = {
     .swiglu          = swiglu_row,
     .max             = largest_of,
     .count_from      = count_at_least,
-    .list_from       = list_at_least,
 };
 
 #if defined(BASE)
@@ -1201,34 +1112,23 @@ size_t q8_tensor_bytes(int rows, int cols) {
     return ((size_t)rows + LANES - 1) / LANES * q8_blocks(cols) * Q8_PANEL;
 }
 
-// The scale of a block of n numbers, whose bits go to *d: its largest size, *top, is 127 of it. A NaN where
-// some x is none, or is infinite.
-static float q8_scale(uint16_t *d, float *top, const float *x, int n) {
+// One block of n numbers: bytes q of the scale d, of which the largest number is 127. d is a NaN where some x is
+// none, or is infinite. Returns the size of the largest number; 0 if that is infinite.
+static float q8_block_of(uint16_t *d, signed char *q, const float *x, int n) {
+    float top = 0;
     int bad = 0;
-    *top = 0;
     for (int i = 0; i < n; i++) {
-        *top = fmaxf(*top, fabsf(x[i]));
+        top = fmaxf(top, fabsf(x[i]));
         bad |= !isfinite(x[i]);
     }
-    *d = f32_to_f16(bad ? NAN : *top / 127);
-    return f16_to_f32(*d);
-}
-
-// x as a byte. The scale was rounded, so x may be past 127 of it.
-static signed char q8_byte(float x, float scale) {
-    float q = scale > 0 ? rintf(x / scale) : 0;
-    if (q > 127) q = 127;
-    if (q < -127) q = -127;
-    return (signed char)q;
-}
-
-// Row r of a block (16 rows) at p = the n numbers x. Returns the size of the largest number; 0 if that is
-// infinite.
-static float q8_block_put(char *p, int r, const float *x, int n) {
-    uint16_t d;
-    float top, scale = q8_scale(&d, &top, x, n);
-    memcpy(p + 2 * r, &d, sizeof d);
-    for (int i = 0; i < n; i++) p[q8_place(r, i)] = (char)q8_byte(x[i], scale);
+    *d = f32_to_f16(bad ? NAN : top / 127);
+    float scale = f16_to_f32(*d);
+    for (int i = 0; i < n; i++) {
+        float u = scale > 0 ? rintf(x[i] / scale) : 0;
+        if (u > 127) u = 127;               // the scale was rounded, so x may be past 127 of it
+        if (u < -127) u = -127;
+        q[i] = (signed char)u;
+    }
     return isfinite(top) ? top : 0;
 }
 
@@ -1244,9 +1144,13 @@ float q8_store(char *to, const Tensor *w) {
             for (int c = 0; c < w->cols; c += Q8_BLOCK) {
                 int n = min_int(Q8_BLOCK, w->cols - c);
                 float x[Q8_BLOCK];
+                signed char q[Q8_BLOCK];
+                uint16_t d;
                 to_f32(x, (const char *)w->data + ((size_t)r * w->cols + c) * size, w->dtype, n);
+                top = fmaxf(top, q8_block_of(&d, q, x, n));
                 char *block = to + (p * blocks + c / Q8_BLOCK) * Q8_PANEL;
-                top = fmaxf(top, q8_block_put(block, r % LANES, x, n));
+                memcpy(block + r % LANES * 2, &d, sizeof d);
+                for (int i = 0; i < n; i++) block[q8_place(r % LANES, i)] = (char)q[i];
             }
     return top;
 }
@@ -1424,9 +1328,8 @@ void q8_pack(char *o, const float *x, int D) {
     for (int b = 0; b < D; b += Q8_BLOCK) {
         int n = min_int(Q8_BLOCK, D - b);
         uint16_t d;
-        float top, scale = q8_scale(&d, &top, x + b, n);
+        q8_block_of(&d, (signed char *)o + 2, x + b, n);
         memcpy(o, &d, 2);
-        for (int i = 0; i < n; i++) ((signed char *)o)[2 + i] = q8_byte(x[b + i], scale);
         o += 2 + n;
     }
 }
@@ -1500,13 +1403,9 @@ void q4_unpack(float *x, const char *o, int n, int D) {
 
 void from_f32(void *dst, const float *src, int dtype, size_t n) {
     uint16_t *h = dst;
-    if (dtype == DT_F32) {
-        memcpy(dst, src, n * sizeof(float));
-    } else if (dtype == DT_F16) {
-        simd.narrow_f16(h, src, n);
-    } else {
-        for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
-    }
+    if (dtype == DT_F32) memcpy(dst, src, n * sizeof(float));
+    else if (dtype == DT_F16) for (size_t i = 0; i < n; i++) h[i] = f32_to_f16(src[i]);
+    else for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
 }
 
 void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w) { simd.unpack(h, p, n, w); }
@@ -1554,6 +1453,15 @@ void swiglu(float *g, const float *u, size_t n) {
 // ---- the k largest
 void (*top_k_chosen)(const float *x, int n, const int *idx, int k);
 
+// idx = the places from i to n - 1 with keys of at least `key` -> how many.
+static int list_from(const float *x, int i, int n, uint32_t key, int *idx) {
+    int count = 0;
+    for (; i < n; i++) {
+        if (order_key(x[i]) >= key) idx[count++] = i;
+    }
+    return count;
+}
+
 // The k-th largest key (order_key) is found bit by bit, the highest first: a bit is set if k keys are at least
 // as large with it. Each bit takes one pass over the values, as vectors. The search ends early when exactly k
 // keys are left.
@@ -1578,8 +1486,8 @@ int top_k(const float *x, int n, int k, int *idx) {
     if (from != take) {
         for (last = 0; above < take; last++) above += order_key(x[last]) == key;
     }
-    int count = simd.list_from(x, 0, last, key, idx);
-    if (count < take) count += simd.list_from(x, last, n, key + 1, idx + count);
+    int count = list_from(x, 0, last, key, idx);
+    if (count < take) count += list_from(x, last, n, key + 1, idx + count);
     if (top_k_chosen) top_k_chosen(x, n, idx, count);
     return count;
 }

@@ -201,7 +201,6 @@ enum {
 
 struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor t
     int16_t t[Q8_COLS / 8][4][8];               // 8 columns of every row, then the next 8
-    int32_t start[Q8_COLS / Q8_BLOCK][LANES];   // sets with vpdpbusd have t by bytes, and where sums start
     float factor[LANES];                        // lane 4i + j: of row i
 };
 
@@ -251,7 +250,6 @@ typedef struct {
     void (*mix[3])(const Mix *a);
     void (*mix_q8)(const Mix *a);
     void (*widen[3])(float *dst, const void *src, size_t n);
-    void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void (*unpack_q8)(float *dst, const char *src, int n, int D);
     void (*unpack_q4)(float *dst, const char *src, size_t n);   // n whole blocks
     void (*unpack)(uint16_t *h, const unsigned char *p, int n, int w);
@@ -260,7 +258,6 @@ typedef struct {
     void (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
     int (*count_from)(const float *x, int n, uint32_t key);                     // keys (order_key) of at least `key`
-    int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);     // places from i to n-1
 
     // Instructions for matrices (kernels_x86.c), for weights of bf16: a product by numbers of bf16, and the
     // bytes of room that it takes. terms: the most for which it is used; 0: the set has none.
