@@ -17,8 +17,7 @@
 // ==================================================================================================== CHECKPOINTS
 // From a folder of Hugging Face files to a Config and Weights. All of it reads files that others
 // wrote, so every number is checked before it is used, and a file that cannot be used is refused
-// with one line that names the key or the tensor. Tensors are read where their file is mapped; only
-// one that lies at an odd address is copied.
+// with one line that names the key or the tensor. Tensors are read where their file is mapped.
 //   config_load       config.json and generation_config.json -> Config
 //   weights_load      model.safetensors, or the shards of model.safetensors.index.json -> Weights
 //   config_synthetic, weights_synthetic: both from a shape and a seed, without a checkpoint
@@ -67,8 +66,6 @@ static void on_lost_page(int sig, siginfo_t *info, void *context) {
 // Gives everything back; NULL is allowed.
 void safetensors_close(SafeFile *f) {
     if (!f) return;
-    for (size_t i = 0; i < arrlenu(f->copy); i++) free(f->copy[i]);
-    arrfree(f->copy);
     if (f->map) munmap(f->map, f->size);
     json_free(f->header);
     free(f->tensor);
@@ -234,20 +231,11 @@ SafeFile *safetensors_open(const char *path, char err[512]) {
     return NULL;
 }
 
-// The tensor of that name, or NULL when there is none. The format allows data at any address, C
-// does not: a tensor at an address that does not fit its dtype is copied to one that does.
+// The tensor of that name, or NULL when there is none. The format allows data at any address.
 SafeTensor *safetensors_find(SafeFile *f, const char *name) {
     SafeTensor key = { .name = name }, *t = NULL;
     if (f->n) t = bsearch(&key, f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
-    if (!t) return NULL;
-
-    if (!t->used && t->dtype >= 0 && (uintptr_t)t->data % dtype_size(t->dtype)) {
-        void *p = xmalloc(t->bytes);
-        memcpy(p, t->data, t->bytes);
-        t->data = p;
-        arrput(f->copy, p);
-    }
-    t->used = 1;
+    if (t) t->used = 1;
     return t;
 }
 
@@ -291,6 +279,11 @@ void safe_write_meta(SafeWriter *w, const char *key, const char *text) {
 // The metadata are complete.
 void safe_write_meta_end(SafeWriter *w) { fputc('}', w->header); }
 
+// Ends the program: what was to be written has not been.
+static void safe_write_failed(const SafeWriter *w) {
+    die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path, save_reason());
+}
+
 // One tensor x: elements of `size` bytes, and the shape dim (dims). The name needs no escapes.
 void safe_write(SafeWriter *w, const char *name, const char *type, size_t size, const void *x,
                        const int *dim, int dims) {
@@ -307,23 +300,23 @@ void safe_write(SafeWriter *w, const char *name, const char *type, size_t size, 
         die(EXIT_RUN, "%s %.300s: more names than the header of a safetensors file may hold (%d MiB)",
             w->option, w->file.path, SAFE_HEADER >> 20);
     errno = 0;
-    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes)
-        die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path, save_reason());
+    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes) safe_write_failed(w);
 }
 
-// Moves the first n bytes of a file up by `by` bytes, the last block first. A failure stays in ferror(f).
-static void file_shift(FILE *f, uint64_t n, size_t by) {
+// Moves the first n bytes of a file up by `by` bytes, the last block first, and goes to its beginning. 0, or -1
+// with errno.
+static int file_shift(FILE *f, uint64_t n, size_t by) {
     const size_t most = (size_t)1 << 20;
     char *buf = xmalloc(most);
-    while (n && !ferror(f)) {
+    int bad = 0;
+    while (n && !bad) {
         size_t k = n < most ? (size_t)n : most;
         n -= k;
-        fseeko(f, (off_t)n, SEEK_SET);
-        k = fread(buf, 1, k, f);
-        fseeko(f, (off_t)(n + by), SEEK_SET);
-        fwrite(buf, 1, k, f);
+        bad = fseeko(f, (off_t)n, SEEK_SET) || fread(buf, 1, k, f) != k
+           || fseeko(f, (off_t)(n + by), SEEK_SET) || fwrite(buf, 1, k, f) != k;
     }
     free(buf);
+    return bad || fseeko(f, 0, SEEK_SET) ? -1 : 0;
 }
 
 // Ends the file: it takes its place. The header is filled up with blanks, so that the data lie at a
@@ -334,8 +327,8 @@ void safe_write_end(SafeWriter *w) {
     fprintf(w->header, "}%7s", "");
     memory_stream_close(w->header);
     size_t n = w->size / 8 * 8;
-    file_shift(f, w->data, 8 + n);
-    rewind(f);
+    errno = 0;
+    if (file_shift(f, w->data, 8 + n)) safe_write_failed(w);
     for (int i = 0; i < 8; i++) fputc((int)(n >> 8 * i & 255), f);
     fwrite(w->text, 1, n, f);
     free(w->text);
@@ -447,16 +440,6 @@ static int family_class(const char *arch, const char *family) {
     return !strcmp(arch, family) || (!strncmp(arch, family, n) && !strcmp(arch + n, "Model"));
 }
 
-// The index in families[] of a model_type, or of an architecture when the model_type is ""; the end
-// mark's if unknown.
-static int family_find(const char *type, const char *arch) {
-    int k = 0;
-    for (; families[k].type; k++) {
-        if (*type ? !strcmp(type, families[k].type) : family_class(arch, families[k].arch)) break;
-    }
-    return k;
-}
-
 // Reads the family of the model into c->model_type. Refuses unknown families, quantized checkpoints
 // and MLPs without SiLU.
 static void config_family(ConfigReader *r, Config *c, const Json *o) {
@@ -467,18 +450,17 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
     else if (list)
         config_fail(r, "architectures: expected a list of names");
 
-    // Gemma-3 is refused with a reason of its own: it differs in more than a name.
-    if (!strncmp(type, "gemma3", 6) || !strncmp(arch, "Gemma3", 6))
-        config_fail(r, "Gemma-3 is not supported (its norms, GeGLU and second RoPE base are not written); "
-                    FAMILIES);
     if (!*type && !*arch)
         config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
-    int k = family_find(type, arch);
-    if (!families[k].type || (*arch && !family_class(arch, families[k].arch)))
-        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type,
-                    arch);
-    else
+
+    // One of the two may be missing
+    int k = 0;
+    while (families[k].type && ((*type && strcmp(type, families[k].type))
+                                || (*arch && !family_class(arch, families[k].arch)))) k++;
+    if (families[k].type)
         snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
+    else
+        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type, arch);
 
     if (config_key(o, "quantization_config") || config_key(o, "compression_config")) {
         const char *how = config_str(r, config_key(o, "quantization_config"), "quant_method", "?");
@@ -875,29 +857,19 @@ enum { N_SHAPES = sizeof synthetic_shapes / sizeof *synthetic_shapes };
 // Reads sizes such as "L16,H32" into c; a size that is not named stays. Returns 0, or -1 when the
 // text is malformed or a size is out of range.
 static int synthetic_sizes(Config *c, const char *text) {
-    const struct { char letter; int *at, max; } size[] = {
-        { 'L', &c->L, 1024 },
-        { 'H', &c->H, 1024 },
-        { 'G', &c->G, 1024 },
-        { 'D', &c->D, 1024 },
-        { 'C', &c->C, 1 << 18 },
-        { 'F', &c->F, 1 << 20 },
-        { 'V', &c->V, 1 << 22 },
-    };
-    const size_t sizes = sizeof size / sizeof *size;
-
-    // p stands on a letter, or on the text's end where a letter should stand.
-    for (const char *p = text; ; p++) {
-        size_t i = 0;
-        while (i < sizes && size[i].letter != *p) i++;
-        if (i == sizes || !isdigit((unsigned char)p[1])) return -1;
-        char *end;
-        long v = strtol(p + 1, &end, 10);
-        if (v < 1 || v > size[i].max || (*end && *end != ',')) return -1;
-        *size[i].at = (int)v;
-        if (!*end) return 0;
-        p = end;                // the comma
-    }
+    static const char letters[] = "LHGDCFV";
+    static const int most[] = { 1024, 1024, 1024, 1024, 1 << 18, 1 << 20, 1 << 22 };
+    int *size[] = { &c->L, &c->H, &c->G, &c->D, &c->C, &c->F, &c->V };
+    const char *p = text, *at;
+    int n;
+    do {
+        at = *p ? strchr(letters, *p++) : NULL;
+        if (!at || !isdigit((unsigned char)*p)) return -1;
+        int *to = size[at - letters];
+        if (sscanf(p, "%9d%n", to, &n) != 1 || *to < 1 || *to > most[at - letters]) return -1;
+        p += n;
+    } while (*p++ == ',');
+    return p[-1] ? -1 : 0;
 }
 
 // A config for runs that measure speed: a known name, or sizes that replace those of llama-3.2-1b.
@@ -1243,11 +1215,10 @@ static int weights_bias(const Config *c, const Place *p, char err[512]) {
 static int tensor_same(const Tensor *a, const Tensor *b) {
     size_t cols = (size_t)a->cols;
     int same = 1;
-    if (a->dtype == b->dtype) return !memcmp(a->data, b->data, tensor_bytes(a));
     float *x = xmalloc(2 * cols * sizeof *x), *y = x + cols;
-    for (size_t r = 0; r < (size_t)a->rows && same; r++) {
-        to_f32(x, (const char *)a->data + r * cols * dtype_size(a->dtype), a->dtype, cols);
-        to_f32(y, (const char *)b->data + r * cols * dtype_size(b->dtype), b->dtype, cols);
+    for (int r = 0; r < a->rows && same; r++) {
+        tensor_row(x, a, r);
+        tensor_row(y, b, r);
         same = !memcmp(x, y, cols * sizeof *x);
     }
     free(x);

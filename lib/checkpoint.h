@@ -103,7 +103,7 @@ typedef struct {
     int n_dim;
     int used;                   // 1: safetensors_find has returned it
     int64_t dim[SAFE_DIMS];
-    const void *data;           // aligned for its dtype once safetensors_find has returned it
+    const void *data;           // at any address
     size_t bytes;
 } SafeTensor;
 
@@ -114,7 +114,6 @@ struct SafeFile {
     Json *header;               // owns the names
     SafeTensor *tensor;         // (n) sorted by name
     int n;
-    void **copy;                // stb_ds array: copies of tensors that lie at odd addresses
 };
 
 SafeFile   *safetensors_open (const char *path, char err[512]);        // NULL, and the reason without the path
