@@ -3730,17 +3730,18 @@ const Method quest_method = {
 // Options: --sink (4), --loopserve-alpha, -samples, -min-context, -max-cells, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
 
-typedef struct {                // a line in a heap or in a sorted list
-    double key;                 // what lines are ordered by: weight, or gain / length
-    int id;                     // variant b: the vertical id < n, or the slash id - n;
-                                // variant a, where each kind has its list: the line's number
+typedef struct {                // variant a: a line in the sorted list of its kind
+    double key;                 // its weight
+    int id;                     // its number
 } LineItem;
 
 typedef struct {                // working memory of one thread; a head holds at most N rows
     float *P;                   // (m,N) softmax rows
-    double *g;                  // (2N) residuals of the lines on the selecting samples
+    double *g;                  // (2N) variant b: residuals on the selecting samples, of slashes, then of verticals,
+    double *gain;               // (2N) the same per length,
+    double *best;               // (2N/GAIN_BLOCK + 1) and the largest of them, block by block
     float *top;                 // (2N) variant a: w^max, the largest cell of every line
-    LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
+    LineItem *item;             // (2N) variant a: two sorted lists of N
     int *R;                     // (m) sampled rows
 } LoopRoom;
 
@@ -3872,66 +3873,36 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
     return failed;
 }
 
-// ---- variant b: the line with the largest residual per length, by a heap
-// Every line has its residual per length as it was at some earlier moment for a key. Residuals only
-// fall, so a key is an upper bound: a top entry that stays the first after its key is renewed is
-// the best line there is.
+// ---- variant b: exact residuals
+// The residual of a line is what it would add to the attention that the chosen lines recover. Line `id` is slash id,
+// or vertical id - n: of equal lines the one with the smaller id is chosen.
 
 static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
+enum { GAIN_BLOCK = 64 };                                // lines whose largest gain is remembered
 
-// The order of the greedy choice: larger keys first; of equal keys slashes before verticals, then
-// the smaller number.
-static int item_before(LineItem a, LineItem b, int n) {
-    int slash_a = a.id >= n, slash_b = b.id >= n;
-    if (a.key != b.key) return a.key > b.key;
-    if (slash_a != slash_b) return slash_a;
-    return a.id < b.id;
+// What lines are ordered by: the residual g of line `id` per length; 0: it gains nothing.
+static double line_gain(const LineSample *p, double g, int id) {
+    return g > LEAST_GAIN ? g / (double)line_len(id % p->n, p->p0, p->n) : 0;
 }
 
-// Moves entry i of the heap h (n_heap) down to its place.
-static void heap_down(LineItem *h, int n_heap, int i, int n) {
-    for (int child = 2 * i + 1; child < n_heap; child = 2 * i + 1) {
-        if (child + 1 < n_heap && item_before(h[child + 1], h[child], n)) child++;
-        if (!item_before(h[child], h[i], n)) return;
-        LineItem x = h[i];
-        h[i] = h[child];
-        h[child] = x;
-        i = child;
-    }
-}
-
-// The key of line `id`, g (2n): its residual per length.
-static double line_gain(const LineSample *p, const double *g, int id) {
-    return g[id] / (double)line_len(id % p->n, p->p0, p->n);
-}
-
-// Makes a heap (2n) of the lines that gain something. Returns how many they are.
-static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
-    int n_heap = 0;
-    for (int id = 0; id < 2 * p->n; id++)
-        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_gain(p, g, id), id };
-    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(heap, n_heap, i, p->n);
-    return n_heap;
-}
-
-// Algorithm 2, line 12, with exact gains: takes the line with the largest residual per length out of the
-// heap and returns its id, or -1 when no line is left that gains something.
-static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap) {
-    while (*n_heap > 0) {
-        int id = heap[0].id, gains = g[id] > LEAST_GAIN;
-        if (gains) {
-            heap[0].key = line_gain(p, g, id);
-            heap_down(heap, *n_heap, 0, p->n);
-            if (heap[0].id != id) continue;              // another line's bound is larger
+// Algorithm 2, line 12, with exact gains: the line with the largest of the gains (n2); -1: none gains anything. Gains
+// only fall, so the largest of a block as it was at some earlier moment, top (n2 / GAIN_BLOCK, rounded up), is never
+// too small: if the block with the largest one still has it, the best line is there.
+static int best_line(const double *gain, double *top, int n2) {
+    for (;;) {
+        int block = 0, best = -1;
+        for (int i = 1; i * GAIN_BLOCK < n2; i++)
+            if (top[i] > top[block]) block = i;
+        double now = 0;
+        for (int id = block * GAIN_BLOCK; id < min_int((block + 1) * GAIN_BLOCK, n2); id++) {
+            if (gain[id] <= now) continue;
+            now = gain[id];
+            best = id;
         }
-        heap[0] = heap[--*n_heap];
-        heap_down(heap, *n_heap, 0, p->n);
-        if (gains) return id;
+        if (now == top[block]) return best;
+        top[block] = now;
     }
-    return -1;
 }
-
-// ---- variant b: exact residuals
 
 typedef struct {                // attention of the sampled rows: [0] selecting, [1] validating ones
     double rec[2];              // in the cells of the chosen lines
@@ -3950,7 +3921,7 @@ static double sum_lanes32(double *x) {
     return x[0];
 }
 
-// The attention that every line would add to the kept lines, into g (2n): verticals, then slashes;
+// The attention that every line would add to the kept lines, into g (2n): slashes, then verticals;
 // selecting samples only. Even samples select; with 32 samples or more the odd ones validate.
 // Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
 // GPU can add in the same order.
@@ -3967,8 +3938,8 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
             tot[c % 32] += x;
             if (c < u->sink || o < u->local) rec[c % 32] += x;
             else if (!half) {
-                g[c] += x;                               // Algorithm 2, line 5, less the kept lines
-                g[n + o] += x;
+                g[n + c] += x;                           // Algorithm 2, line 5, less the kept lines
+                g[o] += x;
             }
         }
         t.rec[half] += sum_lanes32(rec);
@@ -3979,16 +3950,19 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
 
 // Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one
 // line of the other kind crosses it: the shared cell, if it was not covered before, leaves that line's residual.
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
-    int n = p->n, slash = id >= n, x = slash ? id - n : id;
-    t->rec[0] += g[id];
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, int id, Tally *t) {
+    int n = p->n, slash = id < n, x = slash ? id : id - n;
+    t->rec[0] += w->g[id];
+    w->gain[id] = 0;
     bit_set(slash ? a->s : a->v, x);
     for (int i = 0; i < p->m; i++) {
         int other = p->R[i] - x;
         if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
         double cell = p->P[(size_t)i * n + (slash ? other : x)];
+        int crossing = slash ? n + other : other;
         if (u->holdout & i) t->rec[1] += cell;
-        else g[slash ? other : n + other] -= cell;
+        else w->g[crossing] -= cell;
+        w->gain[crossing] = line_gain(p, w->g[crossing], crossing);
     }
 }
 
@@ -4002,12 +3976,13 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
     double cells = cells_of(a, a->v) + cells_of(a, a->s);
     Tally t = residuals(p, u, w->g);
-    int n_heap = line_heap(p, w->g, w->item);
+    for (int id = 0; id < 2 * p->n; id++) w->gain[id] = line_gain(p, w->g[id], id);
+    for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) w->best[i] = INFINITY;
 
     while (!tally_done(&t, u->alpha) && !failed) {       // Eq. 1: the constraint
-        int id = best_line(p, w->g, w->item, &n_heap);
+        int id = best_line(w->gain, w->best, 2 * p->n);
         if (id < 0) break;
-        take_line(p, u, a, w->g, id, &t);
+        take_line(p, u, a, w, id, &t);
         cells += (double)line_len(id % p->n, p->p0, p->n);       // Eq. 1: the cost so far
         failed = cells > u->max_cells * all;
     }
@@ -4036,6 +4011,8 @@ static LoopRoom *loop_rooms(Session *s, int m, int N) {
     for (int i = 0; i < threads; i++) {
         w[i].P = scratch(s, m * n * sizeof(float));
         w[i].g = scratch(s, 2 * n * sizeof(double));
+        w[i].gain = scratch(s, 2 * n * sizeof(double));
+        w[i].best = scratch(s, (2 * n / GAIN_BLOCK + 1) * sizeof(double));
         w[i].top = scratch(s, 2 * n * sizeof(float));
         w[i].item = scratch(s, 2 * n * sizeof(LineItem));
         w[i].R = scratch(s, m * sizeof(int));

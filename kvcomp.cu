@@ -4560,11 +4560,11 @@ static __device__ void tell_found(const Picks &a, int failed, const double *rec,
     a.found[2] = share;
 }
 
-// ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
+// ---- single lines (select_exact of kvcomp.c): one after the other
 // Lines are verticals, ids 0..n-1, and slashes, ids n..2n-1. Gains only ever fall, so the best line
 // of every SEG lines, once known, stays an upper bound. The segment with the best bound is looked
 // at again; if its best line is still that one, it is the best of all.
-// The one to take first: item_before of kvcomp.c. Larger key; slashes; the lower number.
+// The one to take first: best_line of kvcomp.c. Larger key; slashes; the lower number.
 static __device__ BestLine better(BestLine a, BestLine b, int n) {
     if (a.key != b.key) return a.key > b.key ? a : b;
     if ((a.id >= n) != (b.id >= n)) return a.id >= n ? a : b;

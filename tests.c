@@ -690,7 +690,8 @@ static Chosen choose(const Brute *b, int kind) {
         .a = { .n = n, .p0 = b->p0, .v = xcalloc(1, bit_bytes(n)), .s = xcalloc(1, bit_bytes(n)) },
         .P = xmalloc((size_t)b->m * n * sizeof(float))
     };
-    x.w = (LoopRoom){ .g = xmalloc(2 * n * sizeof(double)),
+    x.w = (LoopRoom){ .g = xmalloc(2 * n * sizeof(double)), .gain = xmalloc(2 * n * sizeof(double)),
+                      .best = xmalloc((2 * n / GAIN_BLOCK + 1) * sizeof(double)),
                       .top = xmalloc(2 * n * sizeof(float)),
                       .item = xmalloc(2 * n * sizeof(LineItem)) };
     for (int i = 0; i < b->m * n; i++) x.P[i] = (float)b->P[i];
@@ -706,6 +707,8 @@ static void chosen_free(Chosen *x) {
     free(x->a.s);
     free(x->P);
     free(x->w.g);
+    free(x->w.gain);
+    free(x->w.best);
     free(x->w.top);
     free(x->w.item);
 }
@@ -776,7 +779,7 @@ TEST(loopserve_rows,
     }
 }
 
-TEST(loopserve_greedy, "the heap is the exact greedy, ties included; alpha of both halves is "
+TEST(loopserve_greedy, "the choice is the exact greedy, ties included; alpha of both halves is "
                        "recovered or the head is dense") {
     rnd_seed(21);
     int dense = 0;
