@@ -527,14 +527,13 @@ void messages_end(void) { terminal_restore(); }
 static const char quotes[] = "\"\"\"";
 enum { QUOTES = 3 };
 
-static int quotes_begin(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
+static int is_quoted(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
 
-static int quotes_end(const char *s, int n) {
-    return n >= 2 * QUOTES && !memcmp(s + n - QUOTES, quotes, QUOTES);
+// Does the message wait for more lines: for the """ at its end, or behind a \ at the end of a line?
+static int message_goes_on(const char *s, int n) {
+    if (is_quoted(s, n)) return n < 2 * QUOTES || memcmp(s + n - QUOTES, quotes, QUOTES);
+    return n && s[n - 1] == '\\';
 }
-
-// Does the text wait for more lines?
-static int quotes_open(const char *s, int n) { return quotes_begin(s, n) && !quotes_end(s, n); }
 
 // Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
 // when there is none.
@@ -549,23 +548,11 @@ static int read_plain(char **out) {
     return any || c == '\n' ? READ_DONE : READ_END;
 }
 
-// Is more of this message to be read? The mark that says so becomes a line break.
-static int message_goes_on(char **text) {
-    int n = (int)arrlen(*text);
-    if (quotes_begin(*text, n)) {
-        if (quotes_open(*text, n)) arrput(*text, '\n');
-        return quotes_open(*text, n);
-    }
-    if (!n || arrlast(*text) != '\\') return 0;
-    arrlast(*text) = '\n';
-    return 1;
-}
-
 // Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
 // when there are none.
 static int message_unquote(char *text) {
-    int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
-    if (!quotes_begin(text, n)) return READ_DONE;
+    int n = (int)strlen(text), from = QUOTES, to = message_goes_on(text, n) ? n : n - QUOTES;
+    if (!is_quoted(text, n)) return READ_DONE;
     if (from < to && text[from] == '\n') from++;
     if (from < to && text[to - 1] == '\n') to--;
     memmove(text, text + from, (size_t)(to - from));
@@ -579,7 +566,9 @@ int read_message(char **out) {
     while (more) {
         r = edited ? read_edited(out) : read_plain(out);
         if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
-        more = r == READ_DONE && message_goes_on(out);
+        more = r == READ_DONE && message_goes_on(*out, (int)arrlen(*out));
+        if (more && !is_quoted(*out, (int)arrlen(*out))) (void)arrpop(*out);
+        if (more) arrput(*out, '\n');
     }
     if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
         warn("the message holds a 0 byte: expected a text; it is not sent");
