@@ -634,26 +634,6 @@ void print_short(FILE *f, const char *text, int width) {
     fflush(f);
 }
 
-// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
-// the first is begun already.
-void print_wrapped(FILE *f, const char *text, int indent, int cols) {
-    int x = indent;
-    while (*text) {
-        int n = (int)strcspn(text, " ");
-        if (x > indent && x + 1 + n > cols) {
-            fprintf(f, "\n%*s", indent, "");
-            x = indent;
-        } else if (x > indent) {
-            fputc(' ', f);
-            x++;
-        }
-        fwrite(text, 1, (size_t)n, f);
-        x += n;
-        text += n + (text[n] == ' ');
-    }
-    fputc('\n', f);
-}
-
 // ---- replies break between words
 // Far from the end of its line a word does not wait. One of more columns than this may be cut there.
 enum { LONG_WORD = 20 };
@@ -704,3 +684,18 @@ void wrap_text(Wrap *w, char **text, int last) {
     *text = out;
 }
 
+// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
+// the first is begun already.
+void print_wrapped(FILE *f, const char *text, int indent, int cols) {
+    Wrap w = { .cols = max_int(cols - indent, 1) };
+    char *out = NULL;
+    bytes_put(&out, text, strlen(text));
+    wrap_text(&w, &out, 1);
+    for (int i = 0; i < (int)arrlen(out); i++) {
+        fputc(out[i], f);
+        if (out[i] == '\n') fprintf(f, "%*s", indent, "");
+    }
+    fputc('\n', f);
+    arrfree(out);
+    arrfree(w.word);
+}
