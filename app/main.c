@@ -3,7 +3,6 @@
 #include "main.h"
 #include <errno.h>
 #include <limits.h>
-#include <stdarg.h>
 #include <stdlib.h>
 
 // main at the end of this file does what the command line asks for. Reading order, from there:
@@ -319,17 +318,6 @@ static void parse_env(Options *o) {
     }
 }
 
-// Ends the program (exit 2) with what is wrong on the command line, if it is.
-KV_PRINTF(2, 3) static void wrong_if(int wrong, const char *fmt, ...) {
-    char text[512];
-    va_list ap;
-    if (!wrong) return;
-    va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
-    va_end(ap);
-    die(EXIT_USAGE, "%s", text);
-}
-
 // Options that do not go together: exit 2.
 static void check_options(const Options *o) {
     int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
@@ -337,33 +325,38 @@ static void check_options(const Options *o) {
     int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
     int merge = *opt_str(o, "eval-merge") != 0, trace = *opt_str(o, "trace") != 0;
-    wrong_if(opt_int(o, "kernel") % 2 == 0, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
-    wrong_if(opt_given(o, "budget") && opt_given(o, "ratio"),
-             "--budget and --ratio both say how much to keep; give one");
-    wrong_if(opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one");
-    wrong_if(*opt_str(o, "dump-logits") && !ids, "--dump-logits goes with --ids FILE");
-    wrong_if(!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"),
-             "--dump-logits - and --json both write to standard output; give a file");
-    wrong_if(opt_int(o, "json") && opt_int(o, "csv"), "--json and --csv both say how to print; give one");
-    wrong_if(trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench),
-             "--trace goes with --ids, -p, -f or --eval");
-    wrong_if(trace && *opt_str(o, "compare"), "--trace goes with one method, not with --compare");
-    wrong_if(!trace && *opt_str(o, "trace-layers"), "--trace-layers goes with --trace FILE");
-    wrong_if(*opt_str(o, "budgets") && !eval && !report, "--budgets goes with --compare, --eval or --report");
-    wrong_if(opt_int(o, "csv") && !eval && !bench && !merge, "--csv goes with --eval or --bench");
-    wrong_if(shard_parse(opt_str(o, "eval-shard"), &first, &step),
-             "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
-    wrong_if(opt_int(o, "json-rows") && !opt_int(o, "json"), "--json-rows goes with --json");
-    wrong_if(*opt_str(o, "compare") && !*opt_str(o, "eval") && text,
-             "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare QUESTION asks "
-             "several methods");
-    wrong_if(report && (ids || text || bench), "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
-    wrong_if(merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo),
-             "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
-    wrong_if(batch && (ids || eval || bench || text || report || demo),
-             "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
-    wrong_if(demo && (ids || eval || bench || text || report),
-             "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
+    if (opt_int(o, "kernel") % 2 == 0)
+        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (opt_given(o, "budget") && opt_given(o, "ratio"))
+        die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
+    if (opt_given(o, "prompt") && opt_given(o, "file"))
+        die(EXIT_USAGE, "-p and -f both say what to answer; give one");
+    if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    if (!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"))
+        die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
+    if (opt_int(o, "json") && opt_int(o, "csv"))
+        die(EXIT_USAGE, "--json and --csv both say how to print; give one");
+    if (trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench))
+        die(EXIT_USAGE, "--trace goes with --ids, -p, -f or --eval");
+    if (trace && *opt_str(o, "compare")) die(EXIT_USAGE, "--trace goes with one method, not with --compare");
+    if (!trace && *opt_str(o, "trace-layers")) die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
+    if (*opt_str(o, "budgets") && !eval && !report)
+        die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
+    if (opt_int(o, "csv") && !eval && !bench && !merge) die(EXIT_USAGE, "--csv goes with --eval or --bench");
+    if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
+        die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
+    if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
+    if (*opt_str(o, "compare") && !*opt_str(o, "eval") && text)
+        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare QUESTION "
+            "asks several methods");
+    if (report && (ids || text || bench))
+        die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
+    if (merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo))
+        die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
+    if (batch && (ids || eval || bench || text || report || demo))
+        die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
+    if (demo && (ids || eval || bench || text || report))
+        die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
 }
 
 // ---- what is asked beside the model's text
