@@ -438,7 +438,8 @@ int session_take_back(App *a, Turn *t) {
 int record_fits(const Session *s, const Turn *turns, char err[512]) {
     long n = record_tokens(turns) + (long)arrlen(turns) * s->pos_extra;
     if (!s->pos_end || n <= s->pos_end) return 0;
-    return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n, s->pos_end);
+    return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n,
+                 s->pos_end);
 }
 
 // ---- generating a reply
@@ -2583,7 +2584,7 @@ static const struct Command {
     const char *arg;        // what stands behind the name in /help
     const char *help;
     void (*run)(App *a, const char *arg);
-    const char *needs;      // what must stand behind it: "a file", whose names Tab completes, or something else; or NULL
+    const char *needs;      // what must stand behind it: NULL: nothing; "a file": Tab completes its name
 } commands[] = {
     { "/help",    "",       "this list (so does /?)", command_help, NULL },
     { "/method",  " NAME",  "another method; the dialogue is played into it again, with a budget picked for it "

@@ -347,8 +347,8 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "compare") && !*opt_str(o, "eval") && text)
-        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare QUESTION "
-            "asks several methods");
+        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare "
+            "QUESTION asks several methods");
     if (report && (ids || text || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
     if (merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo))
