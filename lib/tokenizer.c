@@ -893,39 +893,31 @@ static void nfc(char **text) {
     arrfree(code);
 }
 
-// Replaces every `from` in the stb array *text by `to`. The result is built in *spare, and the two
-// arrays change places.
-static void replace_all(char **text, char **spare, const char *from, const char *to) {
-    size_t n = arrlenu(*text), n_from = strlen(from), n_to = strlen(to), i = 0;
-    arrsetlen(*spare, 0);
-    while (i < n) {
-        if (n - i >= n_from && !memcmp(*text + i, from, n_from)) {
-            bytes_put(spare, to, n_to);
-            i += n_from;
-        } else {
-            arrput(*spare, (*text)[i]);
-            i++;
-        }
+// Replaces every `from` in the stb array *text by `to`.
+static void replace_all(char **text, const char *from, const char *to) {
+    size_t n = arrlenu(*text), n_from = strlen(from);
+    char *built = NULL;
+    for (size_t i = 0; i < n;) {
+        int here = n - i >= n_from && !memcmp(*text + i, from, n_from);
+        bytes_put(&built, here ? to : *text + i, here ? strlen(to) : 1);
+        i += here ? n_from : 1;
     }
-    char *built = *spare;
-    *spare = *text;
+    arrfree(*text);
     *text = built;
 }
 
 // Puts s before the stb array *text.
 static void prepend(char **text, const char *s) {
-    size_t n = arrlenu(*text), k = strlen(s);
-    arrsetlen(*text, n + k);
-    memmove(*text + k, *text, n);
-    memcpy(*text, s, k);
+    arrinsn(*text, 0, strlen(s));
+    memcpy(*text, s, strlen(s));
 }
 
 // Runs the normalizer over *text, an stb array that is not empty.
-static void normalize(const Tokenizer *t, char **text, char **spare) {
+static void normalize(const Tokenizer *t, char **text) {
     for (int i = 0; i < (int)arrlen(t->norm); i++) {
         const NormStep *step = &t->norm[i];
         if (step->nfc) nfc(text);
-        else if (*step->from) replace_all(text, spare, step->from, step->to);
+        else if (*step->from) replace_all(text, step->from, step->to);
         else prepend(text, step->to);
     }
 }
@@ -947,9 +939,8 @@ typedef struct Encoder {        // everything one call of encode_at works with
     const Tokenizer *t;
     int special;                // 1: the text may name guarded tokens
     void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
-    int *ids;                   // what comes out (this and the next five are stb arrays)
+    int *ids;                   // what comes out (this and the next four are stb arrays)
     char *text;                 // the segment after the normalizer
-    char *spare;                // what replace_all writes into
     char *mapped;               // the segment after Metaspace, or a word in the byte alphabet
     Symbol *sym;                // the word's symbols
     uint64_t *heap;             // rank << 32 | index of the left symbol
@@ -1013,16 +1004,13 @@ static void symbol_put(Encoder *e, int id) {
     arrput(e->sym, s);
 }
 
-// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0, with nothing
-// appended, when the model has no byte fallback or a byte has no piece.
+// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0 when the model has no byte
+// fallback or a byte has no piece: then it appends nothing.
 static int symbols_of_bytes(Encoder *e, const char *s, int n) {
-    const int *byte_id = e->t->byte_id;
-    if (!e->t->byte_fallback) return 0;
-    for (int i = 0; i < n; i++) {
-        if (byte_id[(unsigned char)s[i]] < 0) return 0;
-    }
-    for (int i = 0; i < n; i++) symbol_put(e, byte_id[(unsigned char)s[i]]);
-    return 1;
+    int known = e->t->byte_fallback;
+    for (int i = 0; i < n; i++) known = known && e->t->byte_id[(unsigned char)s[i]] >= 0;
+    for (int i = 0; i < n && known; i++) symbol_put(e, e->t->byte_id[(unsigned char)s[i]]);
+    return known;
 }
 
 // Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes
@@ -1155,7 +1143,7 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
     if (t->meta != META_NONE) {
         arrsetlen(e->mapped, 0);
         bytes_put(&e->mapped, s, n);
-        replace_all(&e->mapped, &e->spare, " ", BLANK_MARK);
+        replace_all(&e->mapped, " ", BLANK_MARK);
         int marked = arrlen(e->mapped) >= 3 && !memcmp(e->mapped, BLANK_MARK, 3);
         int wanted = t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start);
         if (wanted && !marked) prepend(&e->mapped, BLANK_MARK);
@@ -1208,7 +1196,7 @@ static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
     if (arrlen(e->t->norm)) {
         arrsetlen(e->text, 0);
         bytes_put(&e->text, s, n);
-        normalize(e->t, &e->text, &e->spare);
+        normalize(e->t, &e->text);
         s = e->text;
         n = arrlenu(e->text);
     }
@@ -1222,7 +1210,6 @@ static int *encode(const Tokenizer *t, const char *text, size_t n, int special, 
     Encoder e = { .t = t, .special = special, .word = word, .ids = ids };
     cut_added(&e, ADDED_RAW, text, n, at_start, encode_segment);
     arrfree(e.text);
-    arrfree(e.spare);
     arrfree(e.mapped);
     arrfree(e.sym);
     arrfree(e.heap);
@@ -1375,27 +1362,20 @@ static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flag
 static void added_put(Tokenizer *t, int id, int kind) {
     const Piece *p = &t->piece[id];
     Added a = { .id = id, .kind = kind };
-    char *spare = NULL;
     bytes_put(&a.text, t->chars + p->text, (size_t)p->n_text);
-    if (kind == ADDED_NORMALIZED) normalize(t, &a.text, &spare);
+    if (kind == ADDED_NORMALIZED) normalize(t, &a.text);
     arrput(t->added, a);
     t->starts[kind][(unsigned char)*a.text] = 1;
-    arrfree(spare);
 }
 
-// Appends the bytes that a text stands for in the byte alphabet. Returns 0, with *out empty, when a character is not
-// of the alphabet.
+// Appends the bytes that a text stands for in the byte alphabet. Returns 0 when a character is not of the alphabet.
 static int bytes_of_alphabet(const char *text, char **out) {
-    int len;
-    for (size_t i = 0, n = arrlenu(text); i < n; i += (size_t)len) {
-        int b = char_byte(char_code(text + i, n - i, &len));
-        if (b < 0) {
-            arrsetlen(*out, 0);
-            return 0;
-        }
+    int len, b = 0;
+    for (size_t i = 0, n = arrlenu(text); i < n && b >= 0; i += (size_t)len) {
+        b = char_byte(char_code(text + i, n - i, &len));
         arrput(*out, (char)b);
     }
-    return 1;
+    return b >= 0;
 }
 
 // Makes the decoded form of every piece, from the flags dec_*.
@@ -1406,14 +1386,14 @@ static void decode_table(Tokenizer *t) {
         arrsetlen(text, 0);
         arrsetlen(out, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
-        if (p->flags & PIECE_NORMALIZED) normalize(t, &text, &out);
-        arrsetlen(out, 0);
+        if (p->flags & PIECE_NORMALIZED) normalize(t, &text);
 
         // A piece with a character outside the byte alphabet stands for itself.
         int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED);
         if (!alphabet || !bytes_of_alphabet(text, &out)) {
+            arrsetlen(out, 0);
             bytes_put(&out, text, arrlenu(text));
-            if (t->dec_space) replace_all(&out, &text, BLANK_MARK, " ");
+            if (t->dec_space) replace_all(&out, BLANK_MARK, " ");
         }
         p->bytes = arrlenu(t->chars);
         p->n_bytes = (int)arrlen(out);
@@ -1459,20 +1439,19 @@ static int each(Tokenizer *t, const Json *obj, const char *key, char err[512],
 
 // A step of "normalizer": NFC, Prepend, or Replace of a text.
 static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
-    const char *type = json_text(n, "type");
-    int nfc = !strcmp(type, "NFC"), replaces = !strcmp(type, "Replace");
-    const char *from = replaces ? json_text(json_get(n, "pattern"), "String") : "";
-    const char *to = json_text(n, replaces ? "content" : "prepend");
-    NormStep step = { .nfc = nfc };
-    if (!nfc && !replaces && strcmp(type, "Prepend")) return refuse_type(err, "a normalizer", n);
-    int fits = strlen(from) < sizeof step.from && *to && strlen(to) < sizeof step.to;
-    if (!nfc && (!fits || (*from != 0) != replaces))
+    const char *type = json_text(n, "type"), *from = json_text(json_get(n, "pattern"), "String");
+    int kind = word_place("NFC|Prepend|Replace", type);
+    const char *to = json_text(n, kind == 1 ? "prepend" : "content");
+    NormStep step = { .nfc = kind == 0 };
+    if (kind < 0) return refuse_type(err, "a normalizer", n);
+    if (kind == 1) from = "";
+    if (kind && ((kind == 2 && !*from) || !*to || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to))
         return fault(err, "normalizer %s: only short texts are supported", type);
     if (arrlen(t->norm) == MAX_STEPS)
         return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
-    if (nfc) nfc_load();
-    if (!nfc) snprintf(step.from, sizeof step.from, "%s", from);
-    if (!nfc) snprintf(step.to, sizeof step.to, "%s", to);
+    if (kind == 0) nfc_load();
+    snprintf(step.from, sizeof step.from, "%s", kind ? from : "");
+    snprintf(step.to, sizeof step.to, "%s", kind ? to : "");
     arrput(t->norm, step);
     return 0;
 }
