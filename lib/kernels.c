@@ -55,7 +55,7 @@ enum {
     MR = 4,             // rows of x in a tile of dots, of o in a tile of mix
     NR = 4,             // rows of w in a tile of dots
     N1 = 16,            // the same with one row of x
-    NV = 4,             // vectors of columns in a tile of mix or of softmax_columns
+    NV = 4,             // vectors of columns in a tile of mix
     M8 = 8,             // rows of x in a tile of dots8
 };
 #elif defined(__AVX2__)
@@ -705,46 +705,31 @@ static void exp_row(float *x, float max, size_t n, float *sum) {
     *sum += vec_fold(total);
 }
 
-// Kernels.softmax_columns for `vectors` vectors of columns, each of `width` columns; rows of x are m elements
-// apart. Several vectors stand side by side so that a row is read from end to end and no exponential waits for
-// another.
-INLINE void softmax_strip(float *x, int n, size_t m, float *max, float *sum, int vectors, int width) {
-    Vec top[NV], shift[NV], total[NV];
-
+// Kernels.softmax_columns for a vector of columns, of which `width` are there; rows of x are m elements apart.
+INLINE void softmax_strip(float *x, int n, size_t m, float *max, float *sum, int width) {
     // the maximum of each column, from the one of earlier rows on
-    UNROLL for (int c = 0; c < vectors; c++) top[c] = vec_load(max + c * LANES, DT_F32, width);
-    for (int j = 0; j < n; j++) {
-        UNROLL for (int c = 0; c < vectors; c++)
-            top[c] = vec_max(vec_load(x + j * m + c * LANES, DT_F32, width), top[c]);
-    }
+    Vec top = vec_load(max, DT_F32, width);
+    for (int j = 0; j < n; j++) top = vec_max(vec_load(x + j * m, DT_F32, width), top);
+
     // what was summed up under the old maximum, as it is under the new one
-    UNROLL for (int c = 0; c < vectors; c++) {
-        shift[c] = vec_negative(top[c]);
-        Vec factor = vec_exp2(vec_add(vec_load(max + c * LANES, DT_F32, width), shift[c]));
-        total[c] = vec_mul(vec_load(sum + c * LANES, DT_F32, width), factor);
-    }
+    Vec shift = vec_negative(top), factor = vec_exp2(vec_add(vec_load(max, DT_F32, width), shift));
+    Vec total = vec_mul(vec_load(sum, DT_F32, width), factor);
+
     // the powers, and their sum
     for (int j = 0; j < n; j++) {
-        UNROLL for (int c = 0; c < vectors; c++) {
-            float *at = x + j * m + c * LANES;
-            Vec e = vec_exp2(vec_add(vec_load(at, DT_F32, width), shift[c]));
-            vec_store(at, e, width);
-            total[c] = vec_add(total[c], e);
-        }
+        Vec e = vec_exp2(vec_add(vec_load(x + j * m, DT_F32, width), shift));
+        vec_store(x + j * m, e, width);
+        total = vec_add(total, e);
     }
-    UNROLL for (int c = 0; c < vectors; c++) {
-        vec_store(max + c * LANES, top[c], width);
-        vec_store(sum + c * LANES, total[c], width);
-    }
+    vec_store(max, top, width);
+    vec_store(sum, total, width);
 }
 
-// Kernels.softmax_columns: strips of NV vectors, then of one, then what is left of one.
+// Kernels.softmax_columns: strips of one vector, then what is left of one.
 static void softmax_tile(float *x, int n, int m, float *max, float *sum) {
     int c = 0;
-    for (; c + NV * LANES <= m; c += NV * LANES)
-        softmax_strip(x + c, n, (size_t)m, max + c, sum + c, NV, LANES);
-    for (; c + LANES <= m; c += LANES) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, 1, LANES);
-    if (c < m) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, 1, m - c);
+    for (; c + LANES <= m; c += LANES) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, LANES);
+    if (c < m) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, m - c);
 }
 
 // g (n) = g / (1 + e^-g) * u for at most one vector. Below -150, e^150 is an infinity.
