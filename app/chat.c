@@ -295,7 +295,7 @@ Turn render_turn(const App *a, const char *text, char err[512]) {
         same = same_beginning(all, fed);
     }
     Turn t = { .user = copy_text(text), .back = (int)arrlen(fed) - same };
-    t.pre = ids_append(NULL, all + same, (int)arrlen(all) - same);
+    if (all) t.pre = ids_append(NULL, all + same, (int)arrlen(all) - same);
     if (arrlen(t.pre)) turn_parts(a, &t, m, all, how);
     else if (all) fault(err, "the chat template writes nothing for this message");
     for (int i = 0; i < n; i++)
@@ -1040,7 +1040,8 @@ static void session_write(const App *a, FILE *f) {
         write_asked(&a->turn[i], f);
         write_said(a, &a->turn[i], f);
     }
-    if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
+    if (a->asked) write_asked(a->asked, f);
+    else if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
 }
 
 // Is the open file the one at this path?
@@ -1081,19 +1082,36 @@ static int session_save(App *a, const char *path, int lock, char err[512]) {
     return 0;
 }
 
-// --session FILE: saves the dialogue in it, if it has changed. A whole file takes the place of the old one, so
-// none is ever cut short. 0, or -1: it could not be saved, and err says why.
+// Appends text (n) to --session's file, behind what it holds, and brings it to the disk. 0, or -1 with err, and then
+// no part of it stays.
+static int session_append(App *a, const char *text, size_t n, char err[512]) {
+    errno = ENOSPC;                     // where only a part of it finds room
+    int bad = pwrite(a->log, text, n, (off_t)a->logged) != (ssize_t)n || (fsync(a->log) && errno != EINVAL);
+    if (!bad) return 0;
+    fault(err, "%.400s: %s; the old file stays", opt_str(a->o, "session"), strerror(errno));
+    (void)!ftruncate(a->log, (off_t)a->logged);
+    return -1;
+}
+
+// --session FILE: saves the dialogue in it, if it has changed. Where it has gone on, as it mostly has, the new lines
+// are appended; else, or where the file is not as it was left, a whole file takes its place. 0, or -1: it could not be
+// saved, and err says why.
 static int session_catch_up(App *a, char err[512]) {
+    struct stat st;
+    const char *path = opt_str(a->o, "session");
     if (!a->log) return 0;
     (void)app_fingerprint(a);
     char *text = written(a, session_write);
-    uint64_t hash = hash_bytes(1, text, strlen(text));
-    free(text);
-    if (hash == a->logged) return 0;
+    size_t n = strlen(text), had = a->logged;
+    int same = had && had <= n && hash_bytes(1, text, had) == a->logged_hash, bad = 0;
+    same = same && is_file(a->log, path) && !fstat(a->log, &st) && st.st_size == (off_t)had;
     saving_turn = 1;
-    int bad = session_save(a, opt_str(a->o, "session"), 1, err);
+    if (!same) bad = session_save(a, path, 1, err);
+    else if (n > had) bad = session_append(a, text + had, n - had, err);
     saving_turn = 0;
-    a->logged = bad ? 0 : hash;
+    a->logged = bad ? 0 : n;
+    a->logged_hash = hash_bytes(1, text, n);
+    free(text);
     return bad;
 }
 
@@ -1916,7 +1934,9 @@ int chat_turn(App *a, const char *text, FILE *out) {
     int rewrites = t.back, replied = 0;
     turn_begin();
     pending_set(a, text);
+    a->asked = &t;
     session_keep(a);                    // before the reply: whatever ends the program costs the reply only
+    a->asked = NULL;
     Turn *before = rewrites ? turns_copy(a->turn) : NULL;
     if (rewrites && !a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "

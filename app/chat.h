@@ -32,8 +32,10 @@ typedef struct {
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
+    const Turn *asked;      // its turn, where it is known
     int log;                // the descriptor of --session's file, locked; 0: there is none
-    uint64_t logged;        // a hash of what the file holds; 0: not known
+    size_t logged;          // bytes that --session's file holds; 0: not known
+    uint64_t logged_hash;   // and their hash
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
