@@ -154,6 +154,7 @@ static size_t rows_bytes_full(const Session *s) {
 
 // Bytes, rows and speed, and the values of the method's options.
 static void write_facts(const Shown *x, FILE *f) {
+    static const char *const shared[] = { "sink", "full-layers", "paper" };     // options of several methods
     const App *a = &x->side.app;
     const Session *s = a->s;
     char words[96];
@@ -167,9 +168,11 @@ static void write_facts(const Shown *x, FILE *f) {
     fputs("\"options\":{", f);
     for (int i = 0; i < s->n_part; i++)
         for (const Opt *o = s->part[i].m->opts; o && o->name; o++) json_pair(f, o->name, opt_str(a->o, o->name));
+    for (int i = 0; i < 3; i++) json_pair(f, shared[i], opt_str(a->o, shared[i]));
     fprintf(f, "\"budget\":\"%d\"},", s->budget);
     fprintf(f, "\"rows_bytes\":%zu,\"rows_full\":%zu,", rows_bytes(s), rows_bytes_full(s));
-    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"budgeted\":%d}", x->read, s->n_tok, uses_budget(s));
+    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"turns\":%d,\"made\":%d,", x->read, s->n_tok, s->turn, x->made);
+    fprintf(f, "\"budgeted\":%d}", uses_budget(s));
 }
 
 // The tokens from number `from` on, which is 0 or the end of what the last call gave: [text, TOK_*,
