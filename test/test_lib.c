@@ -285,7 +285,8 @@ static int try_write(SafeWriter *w, const char *path) {
 
 TEST(safetensors_full_disk, "a file whose data, or whose header before them, find no room ends with exit code 1, and what "
                             "was there stays") {
-    static SafeWriter w;
+    static SafeWriter w[4];             // what a failed one has is kept where leaks are looked for
+    int tries = 0;
     const char *path = tmp_path("full.safetensors");
     struct rlimit was, few;
     char err[512];
@@ -295,7 +296,7 @@ TEST(safetensors_full_disk, "a file whose data, or whose header before them, fin
     for (rlim_t room = 4096; room <= 8192 + 64; room += 2048 + 16) {
         few = (struct rlimit){ room, was.rlim_max };
         setrlimit(RLIMIT_FSIZE, &few);
-        int code = try_write(&w, path);
+        int code = try_write(&w[tries++], path);
         setrlimit(RLIMIT_FSIZE, &was);
         CHECK(code == EXIT_RUN && strstr(die_text, "full.safetensors: File too large"), "%d bytes: %d %s", (int)room, code,
               die_text);
@@ -303,7 +304,7 @@ TEST(safetensors_full_disk, "a file whose data, or whose header before them, fin
         CHECK(!safetensors_open(path, err) && strstr(err, "at least 8"), "%d bytes: the old file is gone", (int)room);
     }
     signal(SIGXFSZ, handler);
-    CHECK(!try_write(&w, path), "%s", die_text);
+    CHECK(!try_write(&w[tries], path), "%s", die_text);
     SafeFile *f = safetensors_open(path, err);
     CHECK(f && safetensors_find(f, "x") && safetensors_find(f, "x")->bytes == 8192, "%s", err);
     safetensors_close(f);
