@@ -3960,8 +3960,11 @@ static void take_line(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom
         if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
         double cell = p->P[(size_t)i * n + (slash ? other : x)];
         int crossing = slash ? n + other : other;
-        if (u->holdout & i) t->rec[1] += cell;
-        else w->g[crossing] -= cell;
+        if (u->holdout & i) {
+            t->rec[1] += cell;
+            continue;
+        }
+        w->g[crossing] -= cell;
         w->gain[crossing] = line_gain(p, w->g[crossing], crossing);
     }
 }

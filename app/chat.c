@@ -63,7 +63,8 @@ static Cand *sampled_candidates(App *a, int *n) {
         memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
     } else {
         int *idx = scratch(s, (size_t)V * sizeof *idx);
-        *n = top_k(a->logits, V, k > 0 ? k : V, idx);
+        *n = k == 1 ? 1 : top_k(a->logits, V, k > 0 ? k : V, idx);
+        if (k == 1) *idx = argmax(a->logits, V);
         c = scratch(s, (size_t)*n * sizeof *c);
         for (int i = 0; i < *n; i++) c[i] = (Cand){ a->logits[idx[i]], idx[i] };
     }

@@ -192,7 +192,8 @@ void memory_stream_close(FILE *f) {
     if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
 }
 
-// A stream for writing to an open file, and for reading it again. NULL, and errno is ENOMEM when there is no memory for it.
+// A stream for writing to an open file, and for reading it again. NULL, and errno is ENOMEM when there is no memory
+// for it.
 FILE *descriptor_stream(int fd) {
     errno = ENOMEM;
     return NO_ALLOCATION ? NULL : fdopen(fd, "w+b");

@@ -204,7 +204,9 @@ static void jinja_add(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
 
 // The same to a list, and to a dict by a name.
 static void jinja_push(Jinja *j, JinjaValue list, JinjaValue v) { jinja_add(j, list.t, undefined, v); }
-static void jinja_enter(Jinja *j, JinjaTable *t, const char *key, JinjaValue v) { jinja_add(j, t, jinja_string(key), v); }
+static void jinja_enter(Jinja *j, JinjaTable *t, const char *key, JinjaValue v) {
+    jinja_add(j, t, jinja_string(key), v);
+}
 
 // a == b. Two tables are equal when they are the same one: messages are only compared with themselves.
 static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {

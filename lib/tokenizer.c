@@ -829,7 +829,8 @@ static int64_t nfc_compose(uint32_t a, uint32_t b) {
     return map_get(nfc_pairs, (uint64_t)a << 32 | b);
 }
 
-// Orders marks by their combining class and, where that is equal, by their place. x, y: class << 56 | place << 24 | code.
+// Orders marks by their combining class and, where that is equal, by their place. x, y: class << 56 | place << 24 |
+// code.
 static int mark_order(const void *x, const void *y) {
     uint64_t a = *(const uint64_t *)x, b = *(const uint64_t *)y;
     return (a > b) - (a < b);
@@ -1177,7 +1178,8 @@ static int added_next(const Encoder *e, int which, const char *s, size_t n, size
     return -1;
 }
 
-// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls encode_rest for every text between them.
+// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls encode_rest for every text
+// between them.
 static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
                       void (*encode_rest)(Encoder *e, const char *s, size_t n, int at_start)) {
     size_t from = 0, start, end;
@@ -1775,9 +1777,10 @@ Tokenizer *tokenizer_load(const char *path, char err[512]) {
         fault(err, "the path of the tokenizer is too long");
         return NULL;
     }
+    const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
     int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
     snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
-    if (folder && !file_exists(file)) {
+    if (folder ? !file_exists(file) : !strcmp(name, "tokenizer.model")) {
         fault(err, "%.300s: no tokenizer.json here (a SentencePiece model, tokenizer.model, is not read)", path);
         return NULL;
     }
