@@ -386,7 +386,8 @@ INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int
     size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, step = N * LANES * size;
     int K = a->K, near = !a->next.p && dtype != DT_F32, asks = may_ask && (a->next.bytes || near);
     const char *w = a->w + j * ldw;
-    const char *ahead = near ? w + FEW_AHEAD : a->next.p + (size_t)j * K * size;
+    const char *ahead = near ? w + FEW_AHEAD : a->next.p;
+    if (a->next.p) ahead += (size_t)j * K * size;
     float *y = a->y + (size_t)i0 * ldy;
     const float *x[MR];
     UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
@@ -624,7 +625,8 @@ INLINE void mix_rows(const Mix *a, int dtype, int M, int i0, int m) {
     int d = 0, D = a->D, passes = max_int(1, D / (NV * LANES));
     size_t row = kind_bytes(dtype, D), share = 0;
     Ahead next = a->next;
-    if (!next.p && dtype != DT_F32) next = (Ahead){ a->v + (passes > 1 ? a->n : 16) * row, a->n * row };
+    if (!next.p && dtype == DT_F32) next = (Ahead){ a->v, 0 };
+    if (!next.p) next = (Ahead){ a->v + (passes > 1 ? a->n : 16) * row, a->n * row };
     if (!i0 && next.bytes) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
     for (; d + NV * LANES <= D; d += NV * LANES, next.p += a->n * share)
         mix_tile(a, dtype, M, i0, m, d, NV, LANES, next.p, share);

@@ -369,10 +369,9 @@ static void target_batch(const char *data, size_t n) {
     size_t size = 0;
     jmp_buf here;
     App a = app_begin(1);
-    Batch b;
     a.tp = template_load("/nonexistent", "chatml", a.tok, err);
     must(a.tp != NULL, err);
-    batch_open(&b, &a);
+    Batch b = { .base = &a, .app = app_beside(&a, NULL) };
     FILE *f = memory_stream(&out, &size);
     int lines = 0;
     die_jump = &here;
@@ -391,7 +390,8 @@ static void target_batch(const char *data, size_t n) {
         json_free(j);
     }
     free(out);
-    batch_close(&b);
+    app_beside_close(&b.app);
+    free(b.making);
     template_free(a.tp);
     app_end(&a);
 }
