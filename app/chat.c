@@ -2711,10 +2711,9 @@ void pending_tell(const App *a, int offer) {
 // Messages and commands until one of them ends the chat, or the input does.
 static void chat_loop(App *a) {
     char *text = NULL;
+    chat_busy = 1;
     for (int done = 0; !done; ) {
-        chat_busy = 0;
         int r = read_message(&text);
-        chat_busy = 1;
         if (r == READ_END) break;
         if (r == READ_INTERRUPTED) {
             interrupt_at_prompt();

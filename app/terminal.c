@@ -328,28 +328,38 @@ static NameAt *name_at;             // what Tab completes
 static int name_from;               // where in the line the word to be completed begins
 static sigset_t signals_before;     // those let through while it waits
 
-// Waits until there is a byte, or the end of the input. 0: a signal came first.
-static int byte_comes(void) {
+// Waits for a byte and takes it: 1, or -1 at the end of the input. 0: a signal came first. Ctrl-C drops the bytes
+// before it, even one that pselect has seen, so read() must not wait (line_prepare): it would wait for the next key,
+// and nothing would hear the signal until then. Ctrl-C also comes before the bytes behind it, although pselect lets
+// no signal through where there is a byte.
+static int byte_take(unsigned char *c) {
     fd_set f;
+    sigset_t held;
     FD_ZERO(&f);
     FD_SET(0, &f);
-    return pselect(1, &f, NULL, NULL, NULL, &signals_before) >= 0 || errno != EINTR;
+    int came = pselect(1, &f, NULL, NULL, NULL, &signals_before) >= 0 || errno != EINTR;
+    sigprocmask(SIG_SETMASK, &signals_before, &held);
+    sigprocmask(SIG_SETMASK, &held, NULL);
+    if (!came || interrupted || redraw) return 0;
+    ssize_t n = read(0, c, 1);
+    return n ? (int)n : isatty(0) - 1;      // a terminal that is gone has 0 bytes, too
 }
 
 // Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C ends
 // the line, and first the key or the paste whose end it waits for.
 static int byte_read(FILE *f) {
     unsigned char c;
+    int n = 0;
     (void)f;
-    while (!interrupted && !byte_comes()) {
+    while (!interrupted && !(n = byte_take(&c))) {
         if (redraw) {
             rl_resize_terminal();
             rl_forced_update_display();
         }
         redraw = 0;
     }
-    if (interrupted) return RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
-    return read(0, &c, 1) == 1 ? c : EOF;
+    if (n > 0) return c;
+    return interrupted && RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
 }
 
 // Readline takes the terminal. It shows keys only on one that shows them. At the prompt Ctrl-C drops what
@@ -361,6 +371,7 @@ static void line_prepare(int meta) {
     rl_prep_terminal(meta);
     tcgetattr(0, &terminal_given);
     terminal_given.c_lflag &= ~(tcflag_t)NOFLSH;
+    terminal_given.c_cc[VMIN] = 0;          // read() never waits: byte_take does
     tcsetattr(0, TCSANOW, &terminal_given);
 }
 
@@ -450,22 +461,22 @@ static int read_edited(char **out) {
     const char *color = in_color(stdout, COLOR_USER);
     sigemptyset(&held);
     for (int i = 0; i < 4; i++) sigaddset(&held, answered[i]);
-    sigprocmask(SIG_BLOCK, &held, &signals_before);
     editing = 1;
     // What stands between \001 and \002 takes no column.
     snprintf(prompt, sizeof prompt, *color ? "\001%s\002> \001%s\002" : "> ", color, COLOR_OFF);
     do {
+        sigprocmask(SIG_BLOCK, &held, &signals_before);
         interrupted = redraw = 0;
         rl_reset_screen_size();
         line = readline(prompt);
+        sigprocmask(SIG_SETMASK, &signals_before, NULL);
         if (!interrupted) break;
-        free(line);
+        free(line);                 // Ctrl-C right behind Enter takes the line back, before anything is made of it
         line = NULL;
         fputs("\r\n", stdout);
         fflush(stdout);
     } while (rl_end);               // Ctrl-C: an empty line is given up, behind another one an empty one begins
     editing = 0;
-    sigprocmask(SIG_SETMASK, &signals_before, NULL);
     if (!line) return interrupted ? READ_INTERRUPTED : READ_END;
     bytes_put(out, line, strlen(line));
     free(line);
@@ -539,12 +550,14 @@ static int message_goes_on(const char *s, int n) {
 // when there is none.
 static int read_plain(char **out) {
     if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
+    chat_busy = 0;
     int any = 0, c = getchar();
     while (c != EOF && c != '\n') {
         arrput(*out, (char)c);
         any = 1;
         c = getchar();
     }
+    chat_busy = 1;
     return any || c == '\n' ? READ_DONE : READ_END;
 }
 

@@ -9,7 +9,7 @@ extern volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
 extern volatile sig_atomic_t leaving;           // a signal that ends the program as soon as the turn is saved; 0: none
 extern volatile sig_atomic_t turn_runs;         // 1: a turn is being made and saved, and signals wait for its end
 extern volatile sig_atomic_t saving_turn;       // 1: its record is being saved
-extern volatile sig_atomic_t chat_busy;         // 1: a chat is not waiting for input
+extern volatile sig_atomic_t chat_busy;         // 1: a chat runs, and waits for no plain line
 extern int quiet;                               // --quiet: errors only on stderr
 
 // ---- progress

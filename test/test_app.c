@@ -16,6 +16,7 @@
 #include "twin.h"
 #include <dirent.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -1395,6 +1396,57 @@ TEST(cli_terminal, "test/cli/terminal.txt: the line and the cursor that keys lea
     transcript_names();
     transcript("test/cli/terminal.txt");
 }
+
+#ifdef KVCOMP_READLINE
+// Drops what is typed and not read, as Ctrl-C does.
+static void drop_typed(int sig) {
+    (void)sig;
+    tcflush(0, TCIFLUSH);
+}
+
+// Readline has a line, and Ctrl-C comes before it is anybody's: the first time.
+static void release_and_interrupt(void) {
+    line_release();
+    if (!interrupt_at) raise(SIGINT);
+    interrupt_at = 1;
+}
+
+TEST(terminal_dropped, "Ctrl-C drops a key that was seen and not read yet, and nothing waits for it; right behind Enter "
+                       "it takes the line back; a terminal that goes is the end of the input") {
+    int fd, tty, status = 0;
+    if (openpty(&fd, &tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
+    pid_t pid = fork();
+    if (!pid) {
+        unsigned char c;
+        struct pollfd seen = { .fd = 0, .events = POLLIN };
+        sigset_t held;
+        login_tty(tty);
+        lines_prepare();
+        terminal_take();
+        line_prepare(0);
+        sigemptyset(&held);
+        sigaddset(&held, SIGUSR1);
+        sigprocmask(SIG_BLOCK, &held, &signals_before);
+        signal(SIGUSR1, drop_typed);
+        alarm(30);
+        interrupted = redraw = write(fd, "a", 1) != 1 || poll(&seen, 1, -1) != 1;
+        raise(SIGUSR1);                 // it is let through behind pselect
+        if (interrupted || byte_take(&c)) _exit(1);
+        char *out = NULL;
+        rl_deprep_term_function = release_and_interrupt;
+        watch_keyboard();
+        interrupt_at = 0;
+        if (write(fd, "b\r\x04", 3) != 3 || read_edited(&out) != READ_END || arrlen(out)) _exit(2);
+        signal(SIGHUP, SIG_IGN);
+        close(fd);
+        _exit(byte_take(&c) < 0 ? 0 : 3);
+    }
+    close(fd);
+    close(tty);
+    waitpid(pid, &status, 0);
+    CHECK(status == 0, "status %x: 1, a byte came; 2, a line; 3, no end; a signal: it waits", status);
+}
+#endif
 
 TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tells paper, what is "
                   "kept and every option") {
