@@ -147,6 +147,7 @@ struct Reader {
     int kernel;                 // BY_*
     int kind;                   // of decode_kernel: ROW_* or DECODE_PATS
     int BQ;                     // query rows of a block
+    int blocks;                 // that fit on a multiprocessor
 };
 
 // Views that a select hook chose on the device and that stay there: one list a KV head.
@@ -1264,8 +1265,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
-    ATTN_WARPS = 4,             // warps of a block
-    PIECES = 512                // about as many items as the device can take at once
+    ATTN_WARPS = 4              // warps of a block
 };
 
 struct Work {                   // its list has n positions: p < n_idx is row idx[p], the others are rows
@@ -1283,10 +1283,10 @@ struct Item {                   // positions p0..p1-1 of a work's list
     int work, p0, p1;
 };
 
-// Positions of an item, when the lists of all works together have `total`: two tiles at least, and
-// at least total / PIECES, so that there are no more than PIECES items and one for each work.
-KV_HD static size_t chunk_rows(size_t total) {
-    size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;
+// Positions of an item, when the lists of all works together have `total`: two tiles at least, and at least
+// total / pieces, so that there are no more than `pieces` items and one for each work.
+KV_HD static size_t chunk_rows(size_t total, int pieces) {
+    size_t chunk = (total + (size_t)pieces * TILE - 1) / ((size_t)pieces * TILE) * TILE;
     return max_size(chunk, 2 * TILE);
 }
 
@@ -1371,23 +1371,39 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // Whichever block of a work arrives last does this for its rows. The items are added in their order,
 // whoever does it, so the result is the same in every run.
 
-// One query row, by a warp: a lane owns dimensions lane, lane + 32, .. part: the first of n items, stride
-// floats apart. out (D) or NULL, stat (2): see Attn. Items that other blocks have left are read past L1,
-// several at once, because each is a short wait of its own.
+// One query row, by a warp. part: the first of n items, stride floats apart. out (D) or NULL, stat (2): see Attn.
+// Items that other blocks have left are read past L1. Each read is a wait of .3 us, so JOIN_AHEAD items are asked for
+// before the first of them is added.
+//   Lane    max, sum and factor exp(t_c - t) of every 32nd item; dimensions 2 lane, 2 lane + 1, and 64 further on
+enum { JOIN_AHEAD = 8 };
+
 static __device__ void join_row(const float *part, size_t stride, int n, int D, float *out, float *stat) {
+    const int PAIRS = MAX_D / 64;
     int lane = threadIdx.x & 31;
-    float top = -INFINITY, sum = 0, x[MAX_D / 32] = {0};
+    float top = -INFINITY, sum = 0;
+    float2 x[PAIRS] = {};
     for (int c = lane; c < n; c += 32) top = fmaxf(top, __ldcg(part + c * stride));
     top = lanes_max<32>(top);
-    for (int c = 0; c < n; c++) {
-        const float *from = part + c * stride;
-        float t = __ldcg(from), e = t == -INFINITY ? 0 : expf(t - top);
-        sum += e * __ldcg(from + 1);
-        for (int i = 0; i < MAX_D / 32; i++)
-            if (out && lane + 32 * i < D) x[i] += e * __ldcg(from + 2 + lane + 32 * i);
+    for (int c = 0; c < n; c += JOIN_AHEAD) {
+        float2 own = { -INFINITY, 0 }, v[JOIN_AHEAD][PAIRS];
+        if (lane < JOIN_AHEAD && c + lane < n) own = __ldcg((const float2 *)(part + (c + lane) * stride));
+        KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
+            KV_UNROLL() for (int i = 0; i < PAIRS; i++)
+                if (out && c + k < n && 2 * lane + 64 * i < D)
+                    v[k][i] = __ldcg((const float2 *)(part + (c + k) * stride + 2) + lane + 32 * i);
+        float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
+        KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
+            float e = __shfl_sync(ALL_LANES, factor, k);
+            sum += e * __shfl_sync(ALL_LANES, own.y, k);
+            KV_UNROLL() for (int i = 0; i < PAIRS; i++) {
+                if (!out || c + k >= n || 2 * lane + 64 * i >= D) continue;
+                x[i].x += e * v[k][i].x;
+                x[i].y += e * v[k][i].y;
+            }
+        }
     }
-    for (int i = 0; i < MAX_D / 32; i++)
-        if (out && lane + 32 * i < D) out[lane + 32 * i] = x[i] / sum;
+    KV_UNROLL() for (int i = 0; i < PAIRS; i++)
+        if (out && 2 * lane + 64 * i < D) ((float2 *)out)[lane + 32 * i] = { x[i].x / sum, x[i].y / sum };
     if (lane) return;
     stat[0] = top;
     stat[1] = sum;
@@ -1522,8 +1538,10 @@ static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared
 }
 
 // QW: query rows of a warp, 1 or 8.
+enum { ATTEND_BLOCKS = 4 };     // that fit on a multiprocessor
+
 template <int QW>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(const __grid_constant__ Attn a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_kernel(const __grid_constant__ Attn a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -2056,8 +2074,8 @@ prefill_kernel(Attn a) {
 //   Warp    16 N positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
 //           each other. N = NT for plain rows, so that where queries fill two fragments a fragment of them and a
 //           softmax serve 32 keys; 1 for rows of fewer bits
-//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): pieces of 16 bytes of the
-//           rows g, g+8, .. of the tile, every fourth from the t-th on. Multiplying: two products for 16 keys
+//   Lane    Copying (cp.async): a piece of 16 bytes of a row; 8 or 16 neighbouring lanes have all of it. Multiplying:
+//           (g,t), as in "what only PTX can say" of lib/cuda.h; two products for 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
 //             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
@@ -2114,6 +2132,7 @@ template <int KIND, int D, int NT> struct DecodeShape {
         BLOCK = KIND == ROW_Q8 ? (int)Q8_BYTES : (int)Q4_BYTES,         // bytes of such a block
         BYTES = SCALED ? D / 32 * BLOCK : 2 * D,        // of a row that is not packed
         ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
+        LANES = BYTES + (ASKEW ? 15 : 0) > 128 ? 16 : 8,        // that copy a row together, 16 bytes each
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
         STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
         SLOT = KEYS * STORED,
@@ -2149,21 +2168,24 @@ static __device__ void q4_turn(float *to, int to_stride, const float *from, size
 }
 
 // q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
-// them; zeros behind the work's last query. rows: its m queries, `stride` apart. Complete after the next barrier.
+// them; zeros behind the work's last query. rows (m,D): its queries. Complete after the next barrier. All of a thread's
+// numbers are asked for before the first is split, or it would wait for each.
 template <int DT, int D, int NT>
-static __device__ void decode_queries(unsigned *q, const float *rows, size_t stride, int m) {
-    for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
-        int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
-        int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
-        int d = 16 * step + word / 2 * 8 + 2 * t;
-        const float *from = rows + min_int(r, m - 1) * stride + d;
-        uint16_t value, rest;
-        unsigned half[2];
-        for (int e = 0; e < 2; e++) {
-            half_split<DT>(&value, &rest, r < m ? from[e] : 0);
-            half[e] = second ? rest : value;
-        }
-        q[i] = half[0] | half[1] << 16;
+static __device__ void decode_queries(unsigned *q, const float *rows, int m) {
+    const int THREADS = ATTN_WARPS * 32, WORDS = NT * D * 8 / THREADS;
+    float2 x[WORDS];
+    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
+        int i = threadIdx.x + k * THREADS, t = i % 4, g = i / 4 % 8, word = i / 32 % 4, step = i / (128 * NT);
+        int r = g + (NT == 2 ? word % 2 * 8 : 0), d = 16 * step + word / 2 * 8 + 2 * t;
+        x[k] = { 0, 0 };
+        if (r < m) x[k] = *(const float2 *)(rows + r * D + d);
+    }
+    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
+        int i = threadIdx.x + k * THREADS, second = NT == 2 ? i / 128 % NT : i / 32 % 2;
+        uint16_t value[2], rest[2];
+        half_split<DT>(&value[0], &rest[0], x[k].x);
+        half_split<DT>(&value[1], &rest[1], x[k].y);
+        q[i] = second ? rest[0] | (unsigned)rest[1] << 16 : value[0] | (unsigned)value[1] << 16;
     }
 }
 
@@ -2227,23 +2249,21 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
     return see;
 }
 
-// Asks for the K or V rows of the last tile, if there was one. raw, packed: the first byte of all rows and 16 t
-// more; to: where the first piece of row g goes, and 16 t more. The last piece may end up to 15 bytes behind a row:
-// memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies,
-// empty if there was no tile.
+// Asks for the K or V rows of the last tile, if there was one, 32 / LANES rows at a time. raw, packed: the lane's piece of
+// the first one of all rows; to: where its piece of the tile's first rows goes. The last piece may end up to 15 bytes
+// behind a row: memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group
+// of copies, empty if there was no tile.
 template <int KIND, int D, int NT>
 static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
     typedef DecodeShape<KIND, D, NT> Shape;
-    const int STEPS = (Shape::BYTES + (Shape::ASKEW ? 15 : 0) + 63) / 64;
-    int lane = threadIdx.x & 31, t = lane % 4;
-    for (int i = 0; i < 2 * Shape::N; i++) {
-        int row = lane / 4 + 8 * i, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
+    const int LANES = Shape::LANES, ROWS = 32 / LANES;
+    int lane = threadIdx.x & 31;
+    KV_UNROLL() for (int i = 0; i < Shape::KEYS; i += ROWS) {
+        int row = i + lane / LANES, bits = KIND == DECODE_PATS ? __shfl_sync(ALL_LANES, x.bits, row) : (int)RAW_BITS;
         int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
         if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
         const char *from = (bits == RAW_BITS ? raw : packed) + (size_t)__shfl_sync(ALL_LANES, x.piece, row) * 16;
-        KV_UNROLL() for (int c = 0; c < STEPS; c++)
-            if (tile && 64 * c + 16 * t < bytes)
-                copy16_async(to + 8 * i * (int)Shape::STORED + 64 * c, from + 64 * c);
+        if (tile && 16 * (lane % LANES) < bytes) copy16_async(to + i * (int)Shape::STORED, from);
     }
     copy_commit();
     __syncwarp();                               // lanes have had more pieces or fewer; products want all of them
@@ -2407,25 +2427,27 @@ static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shri
     }
 }
 
-// The warp's tiles among positions p0..p1-1.
+// The warp's tiles among positions p0..p1-1. queries (w.m,D): they become fragments while the first tile is under way;
+// NULL: they have.
 template <int KIND, int D, int NT>
 static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                    const DecodeShared &m, int p0, int p1) {
+                                    const DecodeShared &m, int p0, int p1, const float *queries) {
     typedef DecodeShape<KIND, D, NT> Shape;
     const int UNPACKS = Shape::UNPACKS, ROW = Shape::ROW, SLOT = Shape::SLOT, DT = Shape::TYPE;
     const int N = Shape::N, KEYS = Shape::KEYS, SCALED = Shape::SCALED;
     const unsigned ALL = ~0u >> (32 - KEYS);
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
+    int lane = threadIdx.x & 31, t = lane % 4, warp = threadIdx.x >> 5;
 
     // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
     // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
-    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
+    const int piece = lane % Shape::LANES * 16;
+    const char *rk = as_it_is(h.k + piece), *rv = as_it_is(h.v + piece), *pk = rk, *pv = rv;
     if (KIND == DECODE_PATS && h.packed) {
-        pk = (const char *)h.pack->k + 16 * t;
-        pv = (const char *)h.pack->v + 16 * t;
+        pk = (const char *)h.pack->k + piece;
+        pv = (const char *)h.pack->v + piece;
     }
     char *slot_k = m.slot + warp * Shape::WARP, *slot_v = slot_k + SLOT, *tile = slot_v + SLOT;
-    SharedAt to = as_it_is(shared_address(slot_k + g * Shape::STORED + 16 * t));
+    SharedAt to = as_it_is(shared_address(slot_k + lane / Shape::LANES * Shape::STORED + piece));
     SharedAt keys = as_it_is(shared_address((UNPACKS ? tile : slot_k) + (lane / 16 * 8 + lane % 8) * ROW +
                                             lane / 8 % 2 * 16));
     SharedAt vals = as_it_is(shared_address((UNPACKS ? tile : slot_v) + lane % 16 * ROW + lane / 16 * 16));
@@ -2436,6 +2458,8 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
     unsigned see = walk_next<KIND, D, NT>(x, a, h, w, p1), next;
     rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
     rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
+    if (queries) decode_queries<DT, D, NT>(m.q, queries, w.m);
+    __syncthreads();                            // the fragments are there
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
         float s[NT][4 * N], shrink[NT];
@@ -2473,29 +2497,38 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
 
 // ---- the kernel
 
-// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
-// thread an element; each looks up the four maxima of its row for itself.
+// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A warp every
+// fourth row, a lane two neighbouring numbers of 64; the first two are maximum and sum.
 static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
-    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
-        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
+    int stride = NR * (D + 2);
+    for (int r = threadIdx.x >> 5; r < m; r += ATTN_WARPS) {
         const float *from = sums + r * (D + 2);
-        float top = -INFINITY, x = 0;
+        float top = -INFINITY, factor[ATTN_WARPS];
         for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
         for (int w = 0; w < ATTN_WARPS; w++)
-            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
-        part[i] = e ? x : top;
+            factor[w] = from[w * stride] == -INFINITY ? 0 : expf(from[w * stride] - top);
+        for (int e = threadIdx.x % 32 * 2; e < D + 2; e += 64) {
+            float2 x = { 0, 0 };
+            for (int w = 0; w < ATTN_WARPS; w++) {
+                float2 v = *(const float2 *)(from + w * stride + e);
+                x.x += factor[w] * v.x;
+                x.y += factor[w] * v.y;
+            }
+            if (!e) x.x = top;
+            *(float2 *)(part + r * (D + 2) + e) = x;
+        }
     }
 }
 
 // Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
-template <int KIND, int D, int NT> constexpr int decode_blocks(void) {
-    if (D > 64) return NT == 2 ? 2 : DecodeShape<KIND, D, NT>::UNPACKS ? 3 : 4;
+constexpr int decode_blocks(int unpacks, int D, int NT) {
+    if (D > 64) return NT == 2 ? 2 : unpacks ? 3 : 4;
     return NT == 2 ? 3 : 4;
 }
 
 // KIND: ROW_F16, ROW_BF16, ROW_Q8, ROW_Q4 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, (decode_blocks<KIND, D, NT>()))
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(DecodeShape<KIND, D, NT>::UNPACKS, D, NT))
 decode_kernel(const __grid_constant__ Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
@@ -2513,13 +2546,14 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     if (KIND == ROW_Q4) {
         q4_turn(m.sums, D, q, D, w.m, D, 1);
         __syncthreads();
-        q = m.sums;
+        decode_queries<DT_F16, D, NT>(m.q, m.sums, w.m);
+        __syncthreads();
+        q = NULL;
     }
-    decode_queries<DecodeShape<KIND, D, NT>::TYPE, D, NT>(m.q, q, D, w.m);
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
-    const int PIECES_16 = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP / 16;
-    for (int i = threadIdx.x; KIND == DECODE_PATS && i < PIECES_16; i += blockDim.x)
-        ((uint4 *)mem)[i] = { 0, 0, 0, 0 };
+    const int WARP = DecodeShape<KIND, D, NT>::WARP;
+    for (int i = lane; KIND == DECODE_PATS && i < WARP / 16; i += 32) ((uint4 *)(mem + warp * WARP))[i] = { 0, 0, 0, 0 };
+    __syncwarp();
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
@@ -2527,8 +2561,7 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     }
     z.unit = DecodeShape<KIND, D, NT>::SCALED ? 1.f / (1 << 15) : 1;    // 1 / unit has to be an f16 number
 
-    __syncthreads();                            // queries and zeros are there
-    decode_tiles<KIND, D, NT>(z, a, h, w, m, it.p0, it.p1);
+    decode_tiles<KIND, D, NT>(z, a, h, w, m, it.p0, it.p1, q);
 
     // The item's sums, over the four warps.
     const float one = 1.f / (1 << P_SHIFT);
@@ -2537,7 +2570,7 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
         float *to = m.sums + (warp * 8 * NT + 8 * i + g) * (D + 2);
         float x = lanes_sum<4>(z.sum[i]);
         KV_UNROLL() for (int j = 0; j < D / 8; j++)
-            for (int c = 0; c < 2; c++) to[2 + 8 * j + 2 * t + c] = z.acc[i][j][c] * (one * z.unit);
+            *(float2 *)(to + 2 + 8 * j + 2 * t) = { z.acc[i][j][0] * (one * z.unit), z.acc[i][j][1] * (one * z.unit) };
         if (t) continue;
         to[0] = x > 0 ? z.top[i] * (1 / LOG2_E) : -INFINITY;
         to[1] = x * one;
@@ -2659,14 +2692,16 @@ static Reader reader_of(const Session *s, int n, int decode, int lines) {
     int D = s->c->D, rows = lines ? n : n * (s->c->H / s->c->G), kind = row_kind(s->fk);
     int f32 = kind == ROW_F32 || row_kind(s->fv) == ROW_F32;
     // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
-    Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32 };
+    Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32, ATTEND_BLOCKS };
     if (decode) {
         if (s->fk != s->fv || f32 || (D != 64 && D != 128)) return general;
         if (s->packing && !s->packing->dense) return general;
-        return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16 };
+        int unpacks = s->packing || kind == ROW_Q8 || kind == ROW_Q4;
+        return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16,
+                 decode_blocks(unpacks, D, rows <= 8 ? 1 : 2) };
     }
     if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact) return general;
-    return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128 };   // as in TensorShape
+    return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128, 1 };        // as in TensorShape
 }
 
 // ---- plans: which rows, which queries, which kernel
@@ -2771,8 +2806,10 @@ struct LayerWorks {             // the works of a layer, and where their items g
     const int *idx;             // rows of the works' lists
     const Step *step;           // what a decode step in one go is told; NULL: the host has told the works
     int n_work, grid;
+    int pieces;                 // see chunk_rows
     int chosen;                 // 1: the device has chosen the lists, and idx are those of the layer, (G,stride)
     int head0;                  // the layer's first head among those of the step
+    int unused;                 // 0; a kernel's argument has no gaps
 };
 
 // Cuts works, whose n are known, into items of chunk_rows positions; what is left of the `grid` items is
@@ -2783,7 +2820,7 @@ static __device__ void cut_items(const LayerWorks &a) {
     unsigned long long total = 0;
     for (int i = lane; i < a.n_work; i += 32) total += (unsigned)a.work[i].n;
     total = lanes_sum<32>(total);
-    int chunk = (int)chunk_rows(total);
+    int chunk = (int)chunk_rows(total, a.pieces);
 
     for (int i0 = 0; i0 < a.n_work; i0 += 32) {
         int i = i0 + lane, rows = i < a.n_work ? a.work[i].n : 0, n = (rows + chunk - 1) / chunk;
@@ -2899,16 +2936,22 @@ static void works_run(const Attn &a, int n) {
     else                tensor_width<DT_BF16, 0>(a, n);
 }
 
+// How many pieces the lists of n_work works are cut into: with an item for each work there are as many blocks as the
+// device can take at once. One more would begin when another ends, and the device would wait for it.
+static int most_pieces(const Reader &by, int n_work) {
+    return max_int(kv_processors * by.blocks - n_work, 1);
+}
+
 // The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
-static int most_items(int pairs, int n_work) {
-    return min_int(pairs, PIECES + n_work);
+static int most_items(int pairs, int pieces, int n_work) {
+    return min_int(pairs, pieces + n_work);
 }
 
 // The most items a plan can have.
-static int plan_items(const Plan *p) {
+static int plan_items(const Plan *p, int pieces) {
     int pairs = 0;
     for (int i = 0; i < p->n_work; i++) pairs += blocks(p->work[i].n, 2 * TILE);
-    return most_items(pairs, p->n_work);
+    return most_items(pairs, pieces, p->n_work);
 }
 
 // Runs a plan: a.out and a.stat, on the device -> the kernels' argument, for column sums over the same rows. Works and
@@ -2916,11 +2959,13 @@ static int plan_items(const Plan *p) {
 // knows only the greatest possible length.
 static Attn plan_run(Session *s, Attn a, const Plan *p) {
     if (!p->n_work) return a;
-    int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p);
+    int pieces = most_pieces(p->by, p->n_work);
+    int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p, pieces);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
     const int *idx = p->lists ? p->lists : (int *)(dev + works);
-    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), idx, NULL, p->n_work, n_items, p->lists != NULL, 0 };
+    LayerWorks w = { (Work *)dev, (Item *)(dev + works + lists), idx, NULL, p->n_work, n_items, pieces,
+                     p->lists != NULL, 0, 0 };
     upload(dev, p->work, works);
     upload(dev + works, p->idx, lists);
     a.work = w.work;
@@ -3104,7 +3149,7 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     int H = s->c->H, N = kv_longest(s, l);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32 };
+    Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32, ATTEND_BLOCKS };
     Plan p = plan_pass(s, l, by, NULL, 1, tok0, w);
     Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
     float *score = column_sums(s, a, NULL, stat, w, N, factor);
@@ -3302,9 +3347,11 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n_idx) {
         }
         w->idx += *n_idx;
     }
-    d->grid = max_int(d->grid, most_items(pairs, p.n_work));
+    int pieces = most_pieces(p.by, p.n_work);
+    d->grid = max_int(d->grid, most_items(pairs, pieces, p.n_work));
     d->by = p.by;
     to->layer[l].n_work = p.n_work;
+    to->layer[l].pieces = pieces;
     memcpy(to->work + (size_t)l * s->c->H, p.work, (size_t)p.n_work * sizeof(Work));
     if (p.n_idx) memcpy(to->idx + *n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
     *n_idx += p.n_idx;
@@ -3331,7 +3378,7 @@ static void step_plan(Session *s) {
     for (int l = 0; l < L; l++) {
         int chosen = d->chosen.kept[l] != KEPT_NONE;
         p.layer[l] = { there.work + (size_t)l * H, item + (size_t)l * d->grid, chosen ? lists_of(s, l) : there.idx,
-                       step, p.layer[l].n_work, d->grid, chosen, l * s->c->G };
+                       step, p.layer[l].n_work, d->grid, p.layer[l].pieces, chosen, l * s->c->G, 0 };
     }
     memcpy(d->works, p.layer, L * sizeof(LayerWorks));
     upload(dev, host, bytes);
@@ -3608,6 +3655,7 @@ static int device_able(char why[512]) {
     KV_CUDA(cudaGetDevice(&device));
     KV_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     KV_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    KV_CUDA(cudaDeviceGetAttribute(&kv_processors, cudaDevAttrMultiProcessorCount, device));
 #ifdef __CUDACC__
     kv_early = major >= 9;
     KV_CUDA(cudaDeviceGetAttribute(&kv_host_pages, cudaDevAttrPageableMemoryAccessUsesHostPageTables, device));

@@ -83,6 +83,7 @@ static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t sme
 static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
 static cudaMemPool_t kv_pool;                   // where rows come from and go back to (stream_open)
 static int kv_host_pages;                       // 1: the device reads ordinary host memory by itself
+static int kv_processors;                       // multiprocessors of the device
 
 // ---- errors
 

@@ -54,7 +54,7 @@ int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale) {
     return c->dtype;
 }
 
-size_t cuda_chunk(size_t total) { return chunk_rows(total); }
+size_t cuda_chunk(size_t total) { return chunk_rows(total, 512); }
 
 // Tokens of a pass from which on it goes through prefill_kernel; 0: what they are outside of tests.
 void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }

@@ -1355,7 +1355,7 @@ enum cudaDeviceAttr {
 
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr a, int) {
     EMU_CALL(cudaErrorUnknown);
-    *x = a == cudaDevAttrMultiProcessorCount ? 2 : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
+    *x = a == cudaDevAttrMultiProcessorCount ? 128 : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
     return cudaSuccess;
 }
 
@@ -1711,6 +1711,7 @@ static inline float emu_expf(float x) { return emu_off((expf)(x), x); }
 static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
 static inline float __ldcg(const float *p) { return *p; }
+static inline float2 __ldcg(const float2 *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf(x) expf(x)             // glibc owns the name
 
