@@ -411,13 +411,17 @@ static void gemv_cuda(Session *s, const float *x, const Linear *p, int n, const 
 //                                                                    +-- finish_kernel: x += y
 
 // rows_kernel over T rows.
+template <int KIND, int OUT>
+static void rows_launch_as(Session *s, void *y, float *scale, const Source &a, int T) {
+    int threads = a.n < 512 ? 32 : KIND == ROWS_SWIGLU ? 512 : 256;
+    size_t row = (size_t)a.n * sizeof(float), smem = row <= ROWS_KEPT ? row : 0;
+    KV_LAUNCH_WIDE((rows_kernel<KIND, OUT>), T, threads, smem, y, scale, a, s->c->eps, smem > 0);
+}
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
-    int threads = a.n < 512 ? 32 : 256;
-    float eps = s->c->eps;
-    if (a.kind == ROWS_NORM)   KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
-    if (a.kind == ROWS_SWIGLU) KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_NORM) rows_launch_as<ROWS_NORM, OUT>(s, y, scale, a, T);
+    if (a.kind == ROWS_SWIGLU) rows_launch_as<ROWS_SWIGLU, OUT>(s, y, scale, a, T);
     if constexpr (OUT != DT_F32)                // plain rows are f32 already
-        if (a.kind == ROWS_PLAIN) KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>), T, threads, 0, y, scale, a, eps);
+        if (a.kind == ROWS_PLAIN) rows_launch_as<ROWS_PLAIN, OUT>(s, y, scale, a, T);
 }
 
 struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
@@ -504,7 +508,7 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
 // A product is added to the y of its Linear.
 static void product_add(Session *s, const Product &m, const Linear &p) {
     const char *bias = p.b ? on_device(s, p.b) : NULL;
-    dim3 grid(m.T, blocks(m.cols, 256));
+    dim3 grid(m.T, blocks(m.cols, 256 * FINISH_EACH));
     KV_LAUNCH(finish_kernel, grid, 256, 0, p.y, m, bias, bias ? p.b->dtype : 0);
 }
 
@@ -1028,12 +1032,16 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
 // cache. m.y NULL: RoPE and rows alone, of the q, k and v of a.
-//   Block   one warp, for vector blockIdx.y of token blockIdx.x
-//   Shared  x (MAX_D)
+//   Block   HEADS_WARPS neighbouring vectors of token blockIdx.x
+//   Warp    one vector
+//   Shared  x (HEADS_WARPS,MAX_D)
 //   Bound   memory, a few operations for each number
+enum { HEADS_WARPS = 8 };
 static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) {
-    __shared__ float x[MAX_D];
-    int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
+    __shared__ float x[HEADS_WARPS][MAX_D];
+    int warp = threadIdx.x / 32, t = blockIdx.x, i = blockIdx.y * HEADS_WARPS + warp;
+    if (i >= a.H + 2 * a.G) return;
+    int part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
     size_t own = ((size_t)t * (part ? a.G : a.H) + at) * a.D;   // where the vector lies among those of its kind
     const float *from = (part == 2 ? a.v : part ? a.k : a.q) + own;
@@ -1041,7 +1049,12 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     float *stays = a.vectors[part];
     if (stays) stays += own;
     head_finish(a, t, i, from, m.scale ? m.scale[t] : 1, a.bias[part],
-                a.bias_type[part], (size_t)at * a.D, stays, x);
+                a.bias_type[part], (size_t)at * a.D, stays, x[warp]);
+}
+
+static void heads_launch(const Heads &a, const Product &m, int n) {
+    dim3 grid(n, blocks(a.H + 2 * a.G, HEADS_WARPS));
+    KV_LAUNCH(heads_kernel, grid, HEADS_WARPS * 32, 0, a, m);
 }
 
 // heads_kernel alone for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D) on the device. There is
@@ -1050,8 +1063,7 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
                         int n) {
     Heads a = heads_args(s, l, q, k, v, cs, t0);
     Product none = { NULL, NULL, n, 0 };
-    dim3 grid(n, a.H + 2 * a.G);
-    KV_LAUNCH(heads_kernel, grid, 32, 0, a, none);
+    heads_launch(a, none, n);
 }
 
 // The block's `rows` rows from row0 on, of a vector of q, k or v, have been stored. The last block of the vector
@@ -1119,9 +1131,7 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
     }
     if (hooks || n > 1 || !alike || h.D % (GEMV_WARPS * GEMV_ROWS)) {
         for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
-        Product m = qkv_product(s, y, x, n, &h);
-        dim3 grid(n, h.H + 2 * h.G);
-        KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
+        heads_launch(h, qkv_product(s, y, x, n, &h), n);
         return;
     }
     h.ticket = arrivals(s, h.H + 2 * h.G);

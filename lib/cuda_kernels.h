@@ -21,14 +21,16 @@
 
 enum { HALVE_LOSES = 1024 };
 
-// *top = the bits of the largest magnitude of w (n), atomically. A lane four neighbours of a warp's 128.
+// *top = the bits of the largest magnitude of w (n), atomically, once a block: atomics on one address wait for
+// each other. A lane four neighbours of a warp's 128.
 static __global__ void largest_kernel(const uint16_t *w, size_t n, int *top) {
+    __shared__ float part[32];
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    int m = 0, lane = threadIdx.x & 31;
+    int m = 0;
     for (int j = 0; j < 4; j++)
         if (i + j < n) m = max_int(m, w[i + j] & 0x7fff);
-    for (int d = 16; d; d >>= 1) m = max_int(m, __shfl_xor_sync(ALL_LANES, m, d));
-    if (!lane) atomicMax(top, m);
+    m = (int)block_fold<1>((float)m, part);                     // 15 bits: f32 holds them
+    if (!threadIdx.x) atomicMax(top, m);
 }
 
 // *lost += how many of w (n) f16 does not hold exactly when multiplied by factor, a power of two. A
@@ -362,21 +364,30 @@ static __device__ float power_below(float x) {
     return e == 255 ? 1 : __int_as_float((min_int(127 + 14 - (e - 127), 227)) << 23);
 }
 
+// Bytes of shared memory that any GPU has for a block (sm_120 has 99 KB).
+enum { ROWS_KEPT = 96 * 1024 };
+
 // The rows that a product reads, as f32 (OUT DT_F32), or as 16-bit numbers with a power of two for each
 // row.
-//   Block   one row t; 1 or 8 warps
-//   Lane    every blockDim-th element
-//   Shared  part (2,32): what block_fold wants, twice
-//   Bound   memory: the second and third time a row comes from the cache
-template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps) {
+//   Block   one row t; 1, 8 or 16 warps
+//   Lane    every blockDim-th element, and nobody else's
+//   Shared  part (2,32): what block_fold wants, twice; with keep kept (n): the row, read once
+//   Bound   memory; without keep a second and third time, from the cache or not
+template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps, int keep) {
     __shared__ float part[2][32];
+    KV_DYN_SHARED(float, kept);
     size_t t = blockIdx.x;
     int n = a.n, step = blockDim.x;
     const float *x = a.x + t * n * (KIND == ROWS_SWIGLU ? 2 : 1);
     [[maybe_unused]] float by = 1, top = 0;
     if (KIND == ROWS_NORM) {
         float ss = 0;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) ss += x[i] * x[i];
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) {
+            float v = x[i];
+            if (keep) kept[i] = v;
+            ss += v * v;
+        }
+        if (keep) x = kept;
         by = 1 / sqrtf(block_fold<0>(ss, part[0]) / (float)n + eps);
     }
     if (KIND == ROWS_SWIGLU && a.scale) by = a.scale[t];
@@ -384,12 +395,15 @@ template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *
         float *to = (float *)y + t * n;
         KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) to[i] = source_value<KIND>(a, x, by, i);
     } else {
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            top = fmaxf(top, fabsf(source_value<KIND>(a, x, by, i)));
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) {
+            float v = source_value<KIND>(a, x, by, i);
+            if (keep) kept[i] = v;
+            top = fmaxf(top, fabsf(v));
+        }
         float factor = power_below(block_fold<1>(top, part[1]));
         uint16_t *to = (uint16_t *)y + t * n;
         KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            to[i] = half_put<OUT>(source_value<KIND>(a, x, by, i) * factor);
+            to[i] = half_put<OUT>((keep ? kept[i] : source_value<KIND>(a, x, by, i)) * factor);
         if (!threadIdx.x) scale[t] = 1 / factor;
     }
 }
@@ -416,15 +430,27 @@ static __global__ void scale_kernel(float *y, const float *scale, int stride, in
     if (i < cols) y[(size_t)t * stride + i] *= scale[t];
 }
 
-// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
+// y (T,cols) += m scale + bias. Grid: rows, columns / (256 FINISH_EACH); a thread every 256th of its block's
+// columns, all of which it asks for before it writes one.
+enum { FINISH_EACH = 4 };
 static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
     size_t t = blockIdx.x;
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= m.cols) return;
-    float x = m.y[t * m.cols + i];
-    if (m.scale) x *= m.scale[t];
-    if (bias) x += number(bias, type, i);
-    y[t * m.cols + i] += x;
+    int i0 = blockIdx.y * blockDim.x * FINISH_EACH + threadIdx.x;
+    float scale = m.scale ? m.scale[t] : 1, sum[FINISH_EACH];
+    y += t * m.cols;
+    KV_UNROLL()
+    for (int j = 0; j < FINISH_EACH; j++) {
+        int i = i0 + j * blockDim.x;
+        if (i >= m.cols) break;
+        float x = m.y[t * m.cols + i] * scale;
+        if (bias) x += number(bias, type, i);
+        sum[j] = y[i] + x;
+    }
+    KV_UNROLL()
+    for (int j = 0; j < FINISH_EACH; j++) {
+        int i = i0 + j * blockDim.x;
+        if (i < m.cols) y[i] = sum[j];
+    }
 }
 
 // ---- rows of K and V as they are stored (D1 of NOTES.md)
