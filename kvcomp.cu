@@ -70,7 +70,6 @@ enum {
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
-    ROOM_MOVE,                  // rows on their way to another place
     ROOM_STEP,                  // what a decode step in one go is told: Step
     ROOM_WORK,                  // the works of all layers of such a step
     ROOM_ITEM,                  // and their items
@@ -508,7 +507,7 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
 // A product is added to the y of its Linear.
 static void product_add(Session *s, const Product &m, const Linear &p) {
     const char *bias = p.b ? on_device(s, p.b) : NULL;
-    dim3 grid(m.T, blocks(m.cols, 256 * FINISH_EACH));
+    dim3 grid(m.T, blocks(m.cols, 1024));
     KV_LAUNCH(finish_kernel, grid, 256, 0, p.y, m, bias, bias ? p.b->dtype : 0);
 }
 
@@ -1191,41 +1190,94 @@ void rows_free_cuda(Session *s, KVHead *h) {
 
 // ---- moving, loading, storing
 
-// to[i] = from[rows[i]] for n rows of `bytes` bytes, an even number. A thread moves two bytes.
-static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes,
-                                     size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, half = bytes / 2;
-    if (i >= n * half) return;
-    ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
+// Rows of one array that move: row i of `to` = row rows[i] - less of `from`, i < n.
+struct Gather {
+    char *to;                   // may be from
+    const char *from;
+    const int *rows;
+    int less, n;
+    size_t bytes;               // of a row, an even number
+};
+
+enum {
+    GATHER_SLICE = 64,          // bytes of a row that a block moves
+    GATHER_THREADS = 512,
+    GATHER_DEEP = 8             // rows that a thread reads before it writes one
+};
+
+// A slice of all rows, by one block, T by T.
+template <class T> static __device__ void gather_slice(const Gather &a, int slice) {
+    enum { WIDE = GATHER_SLICE / sizeof(T), ROWS = GATHER_THREADS / WIDE };
+    size_t per = a.bytes / sizeof(T), c = slice * WIDE + threadIdx.x % WIDE;
+    for (int i0 = 0; i0 < a.n; i0 += GATHER_DEEP * ROWS) {
+        T x[GATHER_DEEP] = {};
+        int i = i0 + threadIdx.x / WIDE;
+        KV_UNROLL()
+        for (int j = 0; j < GATHER_DEEP; j++) {
+            int r = i + j * ROWS;
+            if (r < a.n && c < per) x[j] = ((const T *)a.from)[(size_t)(a.rows[r] - a.less) * per + c];
+        }
+        __syncthreads();
+        KV_UNROLL()
+        for (int j = 0; j < GATHER_DEEP; j++) {
+            int r = i + j * ROWS;
+            if (r < a.n && c < per) ((T *)a.to)[(size_t)r * per + c] = x[j];
+        }
+    }
 }
 
-// Row i of p becomes row rows[i], for n ascending rows of `bytes` bytes; what lies behind them is
-// free then. Rows that stay where they are, the first ones, are left alone. Threads run in any
-// order, so the others go through a second buffer.
-static void rows_gather(Session *s, char *p, size_t bytes, const int *rows, int n) {
-    int first = 0;
-    while (first < n && rows[first] == first) first++;
-    if (first == n) return;
-    size_t m = n - first;
-    int *list = room<int>(s, ROOM_LIST, m);
-    char *to = room<char>(s, ROOM_MOVE, m * bytes);
-    upload(list, rows + first, m * sizeof(int));
-    KV_LAUNCH(gather_kernel, blocks(m * (bytes / 2), 256), 256, 0, to, p, list, bytes, m);
-    device_copy(p + first * bytes, to, m * bytes);
+// Moves rows, to other memory or in place: no row moves to a place behind its own, so what a block still has to read
+// lies behind all that it has written.
+//   Block   a slice blockIdx.x of the rows of array blockIdx.y
+//   Lane    2, 4 or 16 bytes of every so many-th row
+//   Bound   latency: a block has its array's rows in the air at once, or a few times one after the other
+static __global__ void gather_kernel(const Gather *all) {
+    Gather a = all[blockIdx.y];
+    int slice = blockIdx.x;
+    if (a.bytes % 16 == 0)     gather_slice<uint4>(a, slice);
+    else if (a.bytes % 4 == 0) gather_slice<uint32_t>(a, slice);
+    else                       gather_slice<uint16_t>(a, slice);
 }
 
-// Row i of head h becomes row keep[i], i < n. Of the old_packed packed rows n_packed stay, and
-// packing->keep has moved them already: what is left are the raw rows, and the src and mass of all
-// rows.
-void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed) {
-    size_t mark = scratch_mark(s);
-    int *raw = (int *)scratch(s, (size_t)(n + 1) * sizeof(int));
-    for (int i = n_packed; i < n; i++) raw[i - n_packed] = keep[i] - old_packed;
-    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), raw, n - n_packed);
-    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), raw, n - n_packed);
-    Rows *r = &s->dev->held[h - s->head];
-    rows_gather(s, (char *)r->src, sizeof(int), keep, n);
-    if (r->mass) rows_gather(s, (char *)r->mass, sizeof(float), keep, n);
+// *g = n rows of p, `bytes` bytes each, move: in place if there is to be room for as many rows as there was, else to
+// new memory -> where they are then.
+static char *gather_to(Gather *g, char *p, int had, int want, size_t bytes, const int *rows, int n, int less) {
+    *g = { had == want ? p : grown(NULL, 0, want * bytes), p, rows, less, n, bytes };
+    return g->to;
+}
+
+// Row keep[i] of a head becomes its row i: the raw rows, and the src and mass of all rows, of n_moves heads in one
+// launch. Heads whose rows stay where they are are left to rows_resize_cuda.
+void rows_move_cuda(Session *s, const Move *move, int n_moves) {
+    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    size_t tasks = 4 * n_moves * sizeof(Gather), bytes = tasks, mark = scratch_mark(s);
+    for (int i = 0; i < n_moves; i++) bytes += move[i].n * sizeof(int);
+    char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
+    Gather *g = (Gather *)host;
+    int *list = (int *)(host + tasks), n = 0;
+    const int *rows = (const int *)(dev + tasks);
+    for (const Move *m = move; m < move + n_moves; m++) {
+        if (!m->n || (m->keep[m->n - 1] == m->n - 1 && m->n_packed <= m->old_packed)) continue;
+        KVHead *h = m->h;
+        Rows *r = &s->dev->held[h - s->head];
+        int raw = m->n - m->n_packed, all = m->n_packed + m->cap, had = r->n_src;
+        memcpy(list, m->keep, m->n * sizeof(int));
+        h->k = gather_to(&g[n++], h->k, r->cap, m->cap, bk, rows + m->n_packed, raw, m->old_packed);
+        h->v = gather_to(&g[n++], h->v, r->cap, m->cap, bv, rows + m->n_packed, raw, m->old_packed);
+        r->src = (int *)gather_to(&g[n++], (char *)r->src, had, all, sizeof(int), rows, m->n, 0);
+        if (r->mass) r->mass = (float *)gather_to(&g[n++], (char *)r->mass, had, all, sizeof(float), rows, m->n, 0);
+        r->cap = m->cap;
+        r->n_src = all;
+        list += m->n;
+        rows += m->n;
+    }
+    if (n) {
+        upload(dev, host, bytes);
+        dim3 grid(blocks(bk > bv ? bk : bv, GATHER_SLICE), n);
+        KV_LAUNCH(gather_kernel, grid, GATHER_THREADS, 0, (const Gather *)dev);
+    }
+    for (int i = 0; i < n; i++)
+        if (g[i].to != g[i].from) grown((char *)g[i].from, 0, 0);
     scratch_reset(s, mark);
 }
 
@@ -4922,16 +4974,6 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
     h->pv = pv;
     r->pk_bytes = want;
     s->changes++;
-}
-
-// The first `gone` raw rows are packed: the `left` rows behind them move up.
-void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
-    size_t mark = scratch_mark(s);
-    int *rows = (int *)scratch(s, (size_t)(left + 1) * sizeof(int));
-    for (int i = 0; i < left; i++) rows[i] = gone + i;
-    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), rows, left);
-    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), rows, left);
-    scratch_reset(s, mark);
 }
 
 // n bytes to the host, for methods that look at their device memory.
