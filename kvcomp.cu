@@ -1012,12 +1012,19 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
                                    const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
-    float ss = 0;
-    for (int d = lane; d < D; d += 32) {
-        float y = __ldcg(from + d) * scale;
-        if (bias) y += number(bias, bias_type, bias_at + d);
-        x[d] = y;
-        ss += y * y;
+    float ss = 0, y[4];
+    for (int d0 = lane; d0 < D; d0 += 4 * 32) {
+        KV_UNROLL()
+        for (int j = 0; j < 4; j++) y[j] = d0 + 32 * j < D ? __ldcg(from + d0 + 32 * j) : 0;     // all under way at once
+        KV_UNROLL()
+        for (int j = 0; j < 4; j++) {
+            int d = d0 + 32 * j;
+            if (d >= D) break;
+            y[j] *= scale;
+            if (bias) y[j] += number(bias, bias_type, bias_at + d);
+            x[d] = y[j];
+            ss += y[j] * y[j];
+        }
     }
     const void *w = value ? NULL : a.norm[key];
     if (w) {
@@ -3755,7 +3762,7 @@ void device_close(Session *s) {
 
 // ==================================================================================================== 5 STREAMINGLLM
 // The device needs nothing of its own: streaming_commit of kvcomp.c says which rows stay, and
-// kv_keep moves them (rows_move_cuda).
+// kv_keep_layer moves them (rows_move_cuda).
 
 // ==================================================================================================== 6 BASELINES
 // On the device run: the selection of rows at the end of a prefill (SnapKV, AdaKV, PyramidKV and,
@@ -3764,7 +3771,7 @@ void device_close(Session *s) {
 //
 //   window_device (section 3) -> join_heads_kernel, pool_kernel -> top_k_kernel -> lists of rows
 //
-// Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
+// Only those lists come to the host, which keeps the books and hands them to kv_keep_layer. Caps, shares
 // of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
 // (mass_kernel, section 3), q8 a Format.
 //
@@ -5495,7 +5502,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //     another map, which sessions share. device_reset forgets Device.alt;
 //   - the embedding of a Nexus token is a sum that the host makes; embed_cuda uploads it into the
 //     token's place;
-//   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
+//   - dropped rows: kv_keep and kv_keep_layer move up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
