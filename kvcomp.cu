@@ -1008,14 +1008,14 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
 // then head_put or, if it stays, to `stays`. from (D): the vector, which another block may have left there, so it
-// is read past L1. bias: a number for each element, or NULL. x (D): shared memory of the warp.
+// is read past L1, four loads of a lane at once. bias: a number for each element, or NULL. x (D): shared memory of the warp.
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
                                    const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
     float ss = 0, y[4];
     for (int d0 = lane; d0 < D; d0 += 4 * 32) {
         KV_UNROLL()
-        for (int j = 0; j < 4; j++) y[j] = d0 + 32 * j < D ? __ldcg(from + d0 + 32 * j) : 0;     // all under way at once
+        for (int j = 0; j < 4; j++) y[j] = d0 + 32 * j < D ? __ldcg(from + d0 + 32 * j) : 0;
         KV_UNROLL()
         for (int j = 0; j < 4; j++) {
             int d = d0 + 32 * j;
