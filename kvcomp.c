@@ -768,46 +768,65 @@ static ViewTile view_tile(const View *w, int p, int n, int *room) {
 }
 
 // ---- dropping rows
-// Row i of a head becomes its row keep[i], for i < n, and the memory of the others is given back.
-// keep is ascending, so a row never moves to a place behind its own, and moving them in order
-// overwrites nothing that is still needed.
-static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
-    size_t k_bytes = s->fk->row_bytes(s->c->D), v_bytes = s->fv->row_bytes(s->c->D);
-    int n_packed = 0, old_packed = h->packed;
-    while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
-    if (old_packed && n_packed < old_packed)
-        s->packing->keep(s, h, keep, n_packed);         // sets h->packed = n_packed
-    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
+// What head h does to keep the rows keep (n), ascending.
+static Move move_of(KVHead *h, const int *keep, int n) {
+    Move m = { h, keep, n, 0, h->packed, 0 };
+    while (m.n_packed < n && keep[m.n_packed] < h->packed) m.n_packed++;
+    m.cap = (int)round_to_step(n - m.n_packed);
+    return m;
+}
 
-    for (int i = 0; i < n; i++) {
-        int r = keep[i];
-        if (i >= n_packed && !KV_DEV(s)) {
-            size_t to = i - n_packed, from = r - old_packed;
-            memmove(h->k + to * k_bytes, h->k + from * k_bytes, k_bytes);
-            memmove(h->v + to * v_bytes, h->v + from * v_bytes, v_bytes);
+// Row keep[i] of a head becomes its row i, for i < n, and the memory of the others is given back. On the CPU rows
+// move in order, which overwrites nothing that is still needed.
+static void move_rows(Session *s, const Move *move, int n_moves) {
+    size_t k_bytes = s->fk->row_bytes(s->c->D), v_bytes = s->fv->row_bytes(s->c->D);
+    if (KV_DEV(s)) rows_move_cuda(s, move, n_moves);
+    for (const Move *m = move; m < move + n_moves; m++) {
+        KVHead *h = m->h;
+        if (m->n_packed < m->old_packed) s->packing->keep(s, h, m->keep, m->n_packed);      // sets h->packed = n_packed
+        for (int i = 0; i < m->n; i++) {
+            int r = m->keep[i];
+            if (i >= m->n_packed && !KV_DEV(s)) {
+                size_t to = i - m->n_packed, from = r - m->old_packed;
+                memmove(h->k + to * k_bytes, h->k + from * k_bytes, k_bytes);
+                memmove(h->v + to * v_bytes, h->v + from * v_bytes, v_bytes);
+            }
+            h->src[i] = h->src[r];
+            h->pos[i] = h->pos[r];
+            if (h->mass) h->mass[i] = h->mass[r];
         }
-        h->src[i] = h->src[r];
-        h->pos[i] = h->pos[r];
-        if (h->mass) h->mass[i] = h->mass[r];
+        h->len = m->n;
+        head_reserve(s, h, m->n - m->n_packed);
     }
-    h->len = n;
-    head_reserve(s, h, n - n_packed);
 }
 
 // Keeps the rows keep (n), ascending, of KV head g. Its query heads read every row afterwards.
 void kv_keep(Session *s, int l, int g, const int *keep, int n) {
     KVHead *h = kv_head(s, l, g);
-    if (n < h->len) move_rows(s, h, keep, n);
+    Move m = move_of(h, keep, n);
+    if (n < h->len) move_rows(s, &m, 1);
     view_group(s, l, g, NULL, 0, 0);
 }
 
-// Drops the rows of KV head g that none of its query heads reads, and renumbers its views.
-void kv_compact(Session *s, int l, int g) {
-    KVHead *hd = kv_head(s, l, g);
-    int R = s->c->H / s->c->G, len = hd->len, n = 0;
-    size_t mark = scratch_mark(s), bytes = (size_t)(len + 1) * sizeof(int);
-    int *map = scratch(s, bytes), *keep = scratch(s, bytes);
-    memset(map, 0, bytes);
+// The same in all heads of layer l: head g keeps n[g] rows, keep + g stride; stride 0: the n[0] rows of keep.
+void kv_keep_layer(Session *s, int l, const int *keep, size_t stride, const int *n) {
+    size_t mark = scratch_mark(s);
+    Move *move = scratch(s, s->c->G * sizeof *move);
+    int n_moves = 0;
+    for (int g = 0; g < s->c->G; g++) {
+        Move m = move_of(kv_head(s, l, g), keep + g * stride, n[stride ? g : 0]);
+        if (m.n < m.h->len) move[n_moves++] = m;
+        view_group(s, l, g, NULL, 0, 0);
+    }
+    move_rows(s, move, n_moves);
+    scratch_reset(s, mark);
+}
+
+// keep (len) = the rows of KV head g that one of its query heads reads -> how many. Renumbers their views. map
+// (len + 1) is room.
+static int views_compact(Session *s, int l, int g, int *keep, int *map) {
+    int R = s->c->H / s->c->G, len = kv_head(s, l, g)->len, n = 0;
+    memset(map, 0, (size_t)(len + 1) * sizeof *map);
     for (int h = g * R; h < (g + 1) * R; h++) {
         const View *w = kv_view(s, l, h);
         for (int i = 0; i < w->n; i++) map[w->idx[i]] = 1;
@@ -829,7 +848,20 @@ void kv_compact(Session *s, int l, int g) {
         for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
-    if (n < len) move_rows(s, hd, keep, n);
+    return n;
+}
+
+// Drops the rows of layer l that no query head of their group reads, and renumbers the views.
+void kv_compact(Session *s, int l) {
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    Move *move = scratch(s, s->c->G * sizeof *move);
+    int *keep = scratch(s, (N + 1) * s->c->G * sizeof *keep), *map = scratch(s, (N + 1) * sizeof *map);
+    int n_moves = 0;
+    for (int g = 0; g < s->c->G; g++, keep += N + 1) {
+        Move m = move_of(kv_head(s, l, g), keep, views_compact(s, l, g, keep, map));
+        if (m.n < m.h->len) move[n_moves++] = m;
+    }
+    move_rows(s, move, n_moves);
     scratch_reset(s, mark);
 }
 
@@ -842,7 +874,8 @@ void kv_truncate(Session *s, int n_tok) {
         size_t mark = scratch_mark(s);
         int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
         for (; n < h->len && h->src[n] < n_tok; n++) keep[n] = n;
-        move_rows(s, h, keep, n);
+        Move m = move_of(h, keep, n);
+        move_rows(s, &m, 1);
         scratch_reset(s, mark);
     }
     view_all(s);
@@ -2033,15 +2066,12 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
         return;
     }
 
-    for (int g = 0; g < s->c->G; g++) {
-        int N = kv_head(s, l, g)->len, n = 0;
-        int *keep = scratch(s, (size_t)N * sizeof *keep);
-        for (int r = 0; r < N; r++)
-            if (r < sink || r >= N - (B - sink)) keep[n++] = r;
-        kv_keep(s, l, g, keep, n);
-        if (!x->rerotate) continue;
+    int N = kv_longest(s, l), n = 0, *keep = scratch(s, (size_t)N * sizeof *keep);
+    for (int r = 0; r < N; r++)
+        if (r < sink || r >= N - (B - sink)) keep[n++] = r;
+    kv_keep_layer(s, l, keep, 0, &n);                   // one list for all heads
+    for (int g = 0; g < s->c->G && x->rerotate; g++)
         for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
-    }
 }
 
 // Method.steady of what drops rows in decode: nothing moves while the budget is not full; then every step
@@ -2108,7 +2138,7 @@ static void tova_commit(Session *s, void *ms, int l, const float *q, int T) {
         for (int r = 0; r < N; r++) a[r] += a[(size_t)h * N + r];
 
     int n = top_k(a, N, B, keep);
-    for (int g = 0; g < s->c->G; g++) kv_keep(s, l, g, keep, n);
+    kv_keep_layer(s, l, keep, 0, &n);
 }
 
 const Method tova_method = {
@@ -2278,8 +2308,8 @@ static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T,
     for (int g = 0; g < G; g++) {
         int *to = keep + g * N;
         for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
-        kv_keep(s, l, g, to, kept[g]);
     }
+    kv_keep_layer(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2454,14 +2484,14 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), recent = B / 2;
     if (l == s->c->L || s->n_tok <= B) return;
-    size_t mark = scratch_mark(s);
-    int *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
+    size_t mark = scratch_mark(s), N = kv_longest(s, l), ints = s->c->G * sizeof(int);
+    int *keep = scratch(s, N * ints), *kept = scratch(s, ints);
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        int kept = keep_best(keep, h->mass, candidates(h, recent), B - recent, h->len);
-        kv_keep(s, l, g, keep, kept);
+        kept[g] = keep_best(keep + g * N, h->mass, candidates(h, recent), B - recent, h->len);
     }
+    kv_keep_layer(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2697,7 +2727,7 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     if (s->decoding || l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l);
-    int *keep = scratch(s, (size_t)(N + 1) * sizeof(int));
+    int *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
     int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
     float *p = scratch(s, (size_t)s->c->H * N * sizeof(float));
     float *score = scratch(s, (size_t)N * sizeof(float));
@@ -2708,17 +2738,17 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
     expected_scores(s, x, l, sink, p, sq, N);
     for (int g = 0; g < G; g++) {
-        int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
+        int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B), *to = keep + (size_t)g * N;
         join_heads(score, p + (size_t)g * R * N + n0, n, N, R);
         for (int r = 0; r < n; r++) {
             float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
             score[r] = (score[r] + x->epsilon) * length;                    // score_c
         }
-        int kept = top_k(score, n, B - first, keep + first);
-        for (int i = 0; i < first; i++) keep[i] = i;
-        for (int i = 0; i < kept; i++) keep[first + i] += n0;
-        kv_keep(s, l, g, keep, first + kept);
+        kept[g] = first + top_k(score, n, B - first, to + first);
+        for (int i = 0; i < first; i++) to[i] = i;
+        for (int i = first; i < kept[g]; i++) to[i] += n0;
     }
+    kv_keep_layer(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2764,13 +2794,14 @@ static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, 
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s), N = kv_longest(s, l);
     float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
-    int *keep = scratch(s, N * sizeof *keep);
+    int *keep = scratch(s, N * s->c->G * sizeof *keep), *kept = scratch(s, s->c->G * sizeof *kept);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
         kv_load_k(s, h, NULL, 0, h->len, k);
         score(x, k, h->len, D);
-        kv_keep(s, l, g, keep, top_k(x, h->len, B, keep));
+        kept[g] = top_k(x, h->len, B, keep + g * N);
     }
+    kv_keep_layer(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -4739,7 +4770,12 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
 
     pats_repack(s, h, reg, NULL);
     if (KV_DEV(s)) {
-        rows_drop_cuda(s, h, n - old, h->len - n);
+        size_t mark = scratch_mark(s);
+        int *keep = scratch(s, (size_t)h->len * sizeof *keep);
+        for (int r = 0; r < h->len; r++) keep[r] = r;
+        Move m = { h, keep, h->len, n, old, (int)round_to_step(h->len - n) };
+        rows_move_cuda(s, &m, 1);
+        scratch_reset(s, mark);
     } else {
         memmove(h->k, h->k + (n - old) * row, (h->len - n) * row);
         memmove(h->v, h->v + (n - old) * row, (h->len - n) * row);
@@ -6612,7 +6648,7 @@ static void dililazy_views(Session *s, int l, const float *score, const int *n, 
     for (int h = 0; h < H; h++) n_of[h] = n[h / R];
     top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
     for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-    for (int g = 0; g < G; g++) kv_compact(s, l, g);
+    kv_compact(s, l);
 }
 
 // The name in a trace.

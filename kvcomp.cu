@@ -70,7 +70,6 @@ enum {
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
-    ROOM_MOVE,                  // rows on their way to another place
     ROOM_STEP,                  // what a decode step in one go is told: Step
     ROOM_WORK,                  // the works of all layers of such a step
     ROOM_ITEM,                  // and their items
@@ -412,13 +411,17 @@ static void gemv_cuda(Session *s, const float *x, const Linear *p, int n, const 
 //                                                                    +-- finish_kernel: x += y
 
 // rows_kernel over T rows.
+template <int KIND, int OUT>
+static void rows_launch_as(Session *s, void *y, float *scale, const Source &a, int T) {
+    int threads = a.n < 512 ? 32 : KIND == ROWS_SWIGLU ? 512 : 256;
+    size_t row = (size_t)a.n * sizeof(float), smem = row <= ROWS_KEPT ? row : 0;
+    KV_LAUNCH_WIDE((rows_kernel<KIND, OUT>), T, threads, smem, y, scale, a, s->c->eps, smem > 0);
+}
 template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
-    int threads = a.n < 512 ? 32 : 256;
-    float eps = s->c->eps;
-    if (a.kind == ROWS_NORM)   KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
-    if (a.kind == ROWS_SWIGLU) KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+    if (a.kind == ROWS_NORM) rows_launch_as<ROWS_NORM, OUT>(s, y, scale, a, T);
+    if (a.kind == ROWS_SWIGLU) rows_launch_as<ROWS_SWIGLU, OUT>(s, y, scale, a, T);
     if constexpr (OUT != DT_F32)                // plain rows are f32 already
-        if (a.kind == ROWS_PLAIN) KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>), T, threads, 0, y, scale, a, eps);
+        if (a.kind == ROWS_PLAIN) rows_launch_as<ROWS_PLAIN, OUT>(s, y, scale, a, T);
 }
 
 struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
@@ -505,7 +508,7 @@ static Product products(Session *s, int which, const Source &a, int T, const Lin
 // A product is added to the y of its Linear.
 static void product_add(Session *s, const Product &m, const Linear &p) {
     const char *bias = p.b ? on_device(s, p.b) : NULL;
-    dim3 grid(m.T, blocks(m.cols, 256));
+    dim3 grid(m.T, blocks(m.cols, 1024));
     KV_LAUNCH(finish_kernel, grid, 256, 0, p.y, m, bias, bias ? p.b->dtype : 0);
 }
 
@@ -1006,16 +1009,23 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
 // then head_put or, if it stays, to `stays`. from (D): the vector, which another block may have left there, so it
-// is read past L1. bias: a number for each element, or NULL. x (D): shared memory of the warp.
+// is read past L1, four loads of a lane at once. bias: a number for each element, or NULL. x (D): shared memory of the warp.
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
                                    const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
-    float ss = 0;
-    for (int d = lane; d < D; d += 32) {
-        float y = __ldcg(from + d) * scale;
-        if (bias) y += number(bias, bias_type, bias_at + d);
-        x[d] = y;
-        ss += y * y;
+    float ss = 0, y[4];
+    for (int d0 = lane; d0 < D; d0 += 4 * 32) {
+        KV_UNROLL()
+        for (int j = 0; j < 4; j++) y[j] = d0 + 32 * j < D ? __ldcg(from + d0 + 32 * j) : 0;
+        KV_UNROLL()
+        for (int j = 0; j < 4; j++) {
+            int d = d0 + 32 * j;
+            if (d >= D) break;
+            y[j] *= scale;
+            if (bias) y[j] += number(bias, bias_type, bias_at + d);
+            x[d] = y[j];
+            ss += y[j] * y[j];
+        }
     }
     const void *w = value ? NULL : a.norm[key];
     if (w) {
@@ -1029,12 +1039,16 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
 
 // What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
 // cache. m.y NULL: RoPE and rows alone, of the q, k and v of a.
-//   Block   one warp, for vector blockIdx.y of token blockIdx.x
-//   Shared  x (MAX_D)
+//   Block   HEADS_WARPS neighbouring vectors of token blockIdx.x
+//   Warp    one vector
+//   Shared  x (HEADS_WARPS,MAX_D)
 //   Bound   memory, a few operations for each number
+enum { HEADS_WARPS = 8 };
 static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) {
-    __shared__ float x[MAX_D];
-    int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
+    __shared__ float x[HEADS_WARPS][MAX_D];
+    int warp = threadIdx.x / 32, t = blockIdx.x, i = blockIdx.y * HEADS_WARPS + warp;
+    if (i >= a.H + 2 * a.G) return;
+    int part = (i >= a.H) + (i >= a.H + a.G), at = i;
     if (part) at -= part == 1 ? a.H : a.H + a.G;
     size_t own = ((size_t)t * (part ? a.G : a.H) + at) * a.D;   // where the vector lies among those of its kind
     const float *from = (part == 2 ? a.v : part ? a.k : a.q) + own;
@@ -1042,7 +1056,12 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
     float *stays = a.vectors[part];
     if (stays) stays += own;
     head_finish(a, t, i, from, m.scale ? m.scale[t] : 1, a.bias[part],
-                a.bias_type[part], (size_t)at * a.D, stays, x);
+                a.bias_type[part], (size_t)at * a.D, stays, x[warp]);
+}
+
+static void heads_launch(const Heads &a, const Product &m, int n) {
+    dim3 grid(n, blocks(a.H + 2 * a.G, HEADS_WARPS));
+    KV_LAUNCH(heads_kernel, grid, HEADS_WARPS * 32, 0, a, m);
 }
 
 // heads_kernel alone for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D) on the device. There is
@@ -1051,8 +1070,7 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
                         int n) {
     Heads a = heads_args(s, l, q, k, v, cs, t0);
     Product none = { NULL, NULL, n, 0 };
-    dim3 grid(n, a.H + 2 * a.G);
-    KV_LAUNCH(heads_kernel, grid, 32, 0, a, none);
+    heads_launch(a, none, n);
 }
 
 // The block's `rows` rows from row0 on, of a vector of q, k or v, have been stored. The last block of the vector
@@ -1120,9 +1138,7 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
     }
     if (hooks || n > 1 || !alike || h.D % (GEMV_WARPS * GEMV_ROWS)) {
         for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
-        Product m = qkv_product(s, y, x, n, &h);
-        dim3 grid(n, h.H + 2 * h.G);
-        KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
+        heads_launch(h, qkv_product(s, y, x, n, &h), n);
         return;
     }
     h.ticket = arrivals(s, h.H + 2 * h.G);
@@ -1182,41 +1198,94 @@ void rows_free_cuda(Session *s, KVHead *h) {
 
 // ---- moving, loading, storing
 
-// to[i] = from[rows[i]] for n rows of `bytes` bytes, an even number. A thread moves two bytes.
-static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes,
-                                     size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, half = bytes / 2;
-    if (i >= n * half) return;
-    ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
+// Rows of one array that move: row i of `to` = row rows[i] - less of `from`, i < n.
+struct Gather {
+    char *to;                   // may be from
+    const char *from;
+    const int *rows;
+    int less, n;
+    size_t bytes;               // of a row, an even number
+};
+
+enum {
+    GATHER_SLICE = 64,          // bytes of a row that a block moves
+    GATHER_THREADS = 512,
+    GATHER_DEEP = 8             // rows that a thread reads before it writes one
+};
+
+// A slice of all rows, by one block, T by T.
+template <class T> static __device__ void gather_slice(const Gather &a, int slice) {
+    enum { WIDE = GATHER_SLICE / sizeof(T), ROWS = GATHER_THREADS / WIDE };
+    size_t per = a.bytes / sizeof(T), c = slice * WIDE + threadIdx.x % WIDE;
+    for (int i0 = 0; i0 < a.n; i0 += GATHER_DEEP * ROWS) {
+        T x[GATHER_DEEP] = {};
+        int i = i0 + threadIdx.x / WIDE;
+        KV_UNROLL()
+        for (int j = 0; j < GATHER_DEEP; j++) {
+            int r = i + j * ROWS;
+            if (r < a.n && c < per) x[j] = ((const T *)a.from)[(size_t)(a.rows[r] - a.less) * per + c];
+        }
+        __syncthreads();
+        KV_UNROLL()
+        for (int j = 0; j < GATHER_DEEP; j++) {
+            int r = i + j * ROWS;
+            if (r < a.n && c < per) ((T *)a.to)[(size_t)r * per + c] = x[j];
+        }
+    }
 }
 
-// Row i of p becomes row rows[i], for n ascending rows of `bytes` bytes; what lies behind them is
-// free then. Rows that stay where they are, the first ones, are left alone. Threads run in any
-// order, so the others go through a second buffer.
-static void rows_gather(Session *s, char *p, size_t bytes, const int *rows, int n) {
-    int first = 0;
-    while (first < n && rows[first] == first) first++;
-    if (first == n) return;
-    size_t m = n - first;
-    int *list = room<int>(s, ROOM_LIST, m);
-    char *to = room<char>(s, ROOM_MOVE, m * bytes);
-    upload(list, rows + first, m * sizeof(int));
-    KV_LAUNCH(gather_kernel, blocks(m * (bytes / 2), 256), 256, 0, to, p, list, bytes, m);
-    device_copy(p + first * bytes, to, m * bytes);
+// Moves rows, to other memory or in place: no row moves to a place behind its own, so what a block still has to read
+// lies behind all that it has written.
+//   Block   a slice blockIdx.x of the rows of array blockIdx.y
+//   Lane    2, 4 or 16 bytes of every so many-th row
+//   Bound   latency: a block has its array's rows in the air at once, or a few times one after the other
+static __global__ void gather_kernel(const Gather *all) {
+    Gather a = all[blockIdx.y];
+    int slice = blockIdx.x;
+    if (a.bytes % 16 == 0)     gather_slice<uint4>(a, slice);
+    else if (a.bytes % 4 == 0) gather_slice<uint32_t>(a, slice);
+    else                       gather_slice<uint16_t>(a, slice);
 }
 
-// Row i of head h becomes row keep[i], i < n. Of the old_packed packed rows n_packed stay, and
-// packing->keep has moved them already: what is left are the raw rows, and the src and mass of all
-// rows.
-void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed) {
-    size_t mark = scratch_mark(s);
-    int *raw = (int *)scratch(s, (size_t)(n + 1) * sizeof(int));
-    for (int i = n_packed; i < n; i++) raw[i - n_packed] = keep[i] - old_packed;
-    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), raw, n - n_packed);
-    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), raw, n - n_packed);
-    Rows *r = &s->dev->held[h - s->head];
-    rows_gather(s, (char *)r->src, sizeof(int), keep, n);
-    if (r->mass) rows_gather(s, (char *)r->mass, sizeof(float), keep, n);
+// *g = n rows of p, `bytes` bytes each, move: in place if there is to be room for as many rows as there was, else to
+// new memory -> where they are then.
+static char *gather_to(Gather *g, char *p, int had, int want, size_t bytes, const int *rows, int n, int less) {
+    *g = { had == want ? p : grown(NULL, 0, want * bytes), p, rows, less, n, bytes };
+    return g->to;
+}
+
+// Row keep[i] of a head becomes its row i: the raw rows, and the src and mass of all rows, of n_moves heads in one
+// launch. Heads whose rows stay where they are are left to rows_resize_cuda.
+void rows_move_cuda(Session *s, const Move *move, int n_moves) {
+    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    size_t tasks = 4 * n_moves * sizeof(Gather), bytes = tasks, mark = scratch_mark(s);
+    for (int i = 0; i < n_moves; i++) bytes += move[i].n * sizeof(int);
+    char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
+    Gather *g = (Gather *)host;
+    int *list = (int *)(host + tasks), n = 0;
+    const int *rows = (const int *)(dev + tasks);
+    for (const Move *m = move; m < move + n_moves; m++) {
+        if (!m->n || (m->keep[m->n - 1] == m->n - 1 && m->n_packed <= m->old_packed)) continue;
+        KVHead *h = m->h;
+        Rows *r = &s->dev->held[h - s->head];
+        int raw = m->n - m->n_packed, all = m->n_packed + m->cap, had = r->n_src;
+        memcpy(list, m->keep, m->n * sizeof(int));
+        h->k = gather_to(&g[n++], h->k, r->cap, m->cap, bk, rows + m->n_packed, raw, m->old_packed);
+        h->v = gather_to(&g[n++], h->v, r->cap, m->cap, bv, rows + m->n_packed, raw, m->old_packed);
+        r->src = (int *)gather_to(&g[n++], (char *)r->src, had, all, sizeof(int), rows, m->n, 0);
+        if (r->mass) r->mass = (float *)gather_to(&g[n++], (char *)r->mass, had, all, sizeof(float), rows, m->n, 0);
+        r->cap = m->cap;
+        r->n_src = all;
+        list += m->n;
+        rows += m->n;
+    }
+    if (n) {
+        upload(dev, host, bytes);
+        dim3 grid(blocks(bk > bv ? bk : bv, GATHER_SLICE), n);
+        KV_LAUNCH(gather_kernel, grid, GATHER_THREADS, 0, (const Gather *)dev);
+    }
+    for (int i = 0; i < n; i++)
+        if (g[i].to != g[i].from) grown((char *)g[i].from, 0, 0);
     scratch_reset(s, mark);
 }
 
@@ -3741,7 +3810,7 @@ void device_close(Session *s) {
 
 // ==================================================================================================== 5 STREAMINGLLM
 // The device needs nothing of its own: streaming_commit of kvcomp.c says which rows stay, and
-// kv_keep moves them (rows_move_cuda).
+// kv_keep_layer moves them (rows_move_cuda).
 
 // ==================================================================================================== 6 BASELINES
 // On the device run: the selection of rows at the end of a prefill (SnapKV, AdaKV, PyramidKV and,
@@ -3750,7 +3819,7 @@ void device_close(Session *s) {
 //
 //   window_device (section 3) -> join_heads_kernel, pool_kernel -> top_k_kernel -> lists of rows
 //
-// Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
+// Only those lists come to the host, which keeps the books and hands them to kv_keep_layer. Caps, shares
 // of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
 // (mass_kernel, section 3), q8 a Format.
 //
@@ -4962,16 +5031,6 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
     s->changes++;
 }
 
-// The first `gone` raw rows are packed: the `left` rows behind them move up.
-void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
-    size_t mark = scratch_mark(s);
-    int *rows = (int *)scratch(s, (size_t)(left + 1) * sizeof(int));
-    for (int i = 0; i < left; i++) rows[i] = gone + i;
-    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), rows, left);
-    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), rows, left);
-    scratch_reset(s, mark);
-}
-
 // n bytes to the host, for methods that look at their device memory.
 void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
@@ -5491,7 +5550,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //     another map, which sessions share. device_reset forgets Device.alt;
 //   - the embedding of a Nexus token is a sum that the host makes; embed_cuda uploads it into the
 //     token's place;
-//   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
+//   - dropped rows: kv_keep and kv_keep_layer move up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel

@@ -64,6 +64,14 @@ typedef struct KVHead {         // the rows one KV head of one layer holds, olde
     size_t pk_bytes;            // bytes allocated for pk, and for pv
 } KVHead;
 
+typedef struct {                // rows of one head that move: row keep[i] becomes row i, i < n
+    KVHead *h;
+    const int *keep;            // (n) ascending, so no row moves to a place behind its own
+    int n;
+    int n_packed, old_packed;   // the first rows that are packed: of those that stay, and before
+    int cap;                    // raw rows there is room for afterwards
+} Move;
+
 typedef struct {                // what ONE QUERY HEAD reads in a decode step: rows idx[0..n) and all from `tail` on
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
@@ -441,8 +449,12 @@ void   kv_note    (Session *s, int l, int t0, int n);
 // keep (n) ascending; the rest is given back; views reset
 void kv_keep(Session *s, int l, int g, const int *keep, int n);
 
-// drop rows that no view of the group reads; renumber views
-void kv_compact(Session *s, int l, int g);
+// The same in all heads at once, which costs a device a launch instead of one a head. Head g keeps n[g] rows,
+// keep + g stride; stride 0: every head the n[0] rows of keep.
+void kv_keep_layer(Session *s, int l, const int *keep, size_t stride, const int *n);
+
+// drop rows that no view of their group reads; renumber views
+void kv_compact(Session *s, int l);
 
 // forget tokens from n_tok on, and their rows; views reset
 void kv_truncate(Session *s, int n_tok);
@@ -680,11 +692,8 @@ void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0,
 // all of them; leaves k, v, pk and pv NULL
 void rows_free_cuda(Session *s, KVHead *h);
 
-// row i = row keep[i]
-void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed);
-
-// raw rows from `gone` on move up: those before are packed
-void rows_drop_cuda(Session *s, KVHead *h, int gone, int left);
+// raw rows, src and mass of n_moves heads, to memory of the size that head_reserve asks for next
+void rows_move_cuda(Session *s, const Move *move, int n_moves);
 
 // n neighbours -> buf (n,D) on the host
 void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);

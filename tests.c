@@ -2398,7 +2398,7 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
     CHECK(reads(s, 0, 6, group) && reads(s, 1, 4, alone) && reads(s, 2, 6, group),
           "the head amid the group");
     view_group(s, 0, 0, one, 3, 27);
-    kv_compact(s, 0, 0);
+    kv_compact(s, 0);
     static const int all[] = { 0, 1, 2, 3, 4, 5 };
     const KVHead *h = kv_head(s, 0, 0);
     CHECK(h->len == 6 && !memcmp(h->src, group, sizeof group) && kv_head(s, 0, 1)->len == 30,

@@ -21,14 +21,16 @@
 
 enum { HALVE_LOSES = 1024 };
 
-// *top = the bits of the largest magnitude of w (n), atomically. A lane four neighbours of a warp's 128.
+// *top = the bits of the largest magnitude of w (n), atomically, once a block: atomics on one address wait for
+// each other. A lane four neighbours of a warp's 128.
 static __global__ void largest_kernel(const uint16_t *w, size_t n, int *top) {
+    __shared__ float part[32];
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    int m = 0, lane = threadIdx.x & 31;
+    int m = 0;
     for (int j = 0; j < 4; j++)
         if (i + j < n) m = max_int(m, w[i + j] & 0x7fff);
-    for (int d = 16; d; d >>= 1) m = max_int(m, __shfl_xor_sync(ALL_LANES, m, d));
-    if (!lane) atomicMax(top, m);
+    m = (int)block_fold<1>((float)m, part);                     // 15 bits: f32 holds them
+    if (!threadIdx.x) atomicMax(top, m);
 }
 
 // *lost += how many of w (n) f16 does not hold exactly when multiplied by factor, a power of two. A
@@ -345,14 +347,43 @@ struct Source {                 // the rows (T,n) that a product reads, and what
     int kind, n;
 };
 
-// Element i of a row. by: what the row is multiplied by.
-template <int KIND> static __device__ float source_value(const Source &a, const float *x, float by, int i) {
-    if (KIND == ROWS_PLAIN) return x[i];
-    if (KIND == ROWS_NORM) return x[i] * by * number(a.w[0], a.type[0], i);
-    float gate = x[i] * by, up = x[a.n + i] * by;
+// Element i of a row. x: what the source has there, of gate and up x and up; by: what the row is multiplied by.
+template <int KIND> static __device__ float source_value(const Source &a, float x, float up, float by, int i) {
+    if (KIND == ROWS_PLAIN) return x;
+    if (KIND == ROWS_NORM) return x * by * number(a.w[0], a.type[0], i);
+    float gate = x * by;
+    up *= by;
     if (a.w[0]) gate += number(a.w[0], a.type[0], i);
     if (a.w[1]) up += number(a.w[1], a.type[1], i);
     return gate / (1 + expf(-gate)) * up;
+}
+
+// Four neighbours of a row at once, or n, the last ones of a row whose length is no multiple of 4. wide: it is one,
+// and so all of its fours are aligned to 16 bytes.
+static __device__ void four_get(float v[4], const float *p, int n, int wide) {
+    if (wide) {
+        float4 all = *(const float4 *)p;
+        v[0] = all.x;
+        v[1] = all.y;
+        v[2] = all.z;
+        v[3] = all.w;
+    } else {
+        for (int j = 0; j < 4; j++) v[j] = j < n ? p[j] : 0;
+    }
+}
+static __device__ void four_put(float *p, const float v[4], int n, int wide) {
+    if (wide) *(float4 *)p = make_float4(v[0], v[1], v[2], v[3]);
+    for (int j = 0; j < 4 && !wide; j++)
+        if (j < n) p[j] = v[j];
+}
+
+// The same as 16-bit numbers, times factor.
+template <int OUT> static __device__ void four_put_half(uint16_t *p, const float v[4], float factor, int n, int wide) {
+    uint16_t h[4];
+    for (int j = 0; j < 4; j++) h[j] = half_put<OUT>(v[j] * factor);
+    if (wide) *(uint2 *)p = { h[0] | (unsigned)h[1] << 16, h[2] | (unsigned)h[3] << 16 };
+    for (int j = 0; j < 4 && !wide; j++)
+        if (j < n) p[j] = h[j];
 }
 
 // The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
@@ -362,34 +393,58 @@ static __device__ float power_below(float x) {
     return e == 255 ? 1 : __int_as_float((min_int(127 + 14 - (e - 127), 227)) << 23);
 }
 
+// Bytes of shared memory that any GPU has for a block (sm_120 has 99 KB).
+enum { ROWS_KEPT = 96 * 1024 };
+
+// v (4) = elements i .. i+3 of the row x of a.
+template <int KIND> static __device__ void source_four(float v[4], const Source &a, const float *x, float by, int i) {
+    int n = a.n - i, wide = a.n % 4 == 0;
+    float up[4] = {};
+    four_get(v, x + i, n, wide);
+    if (KIND == ROWS_SWIGLU) four_get(up, x + a.n + i, n, wide);
+    for (int j = 0; j < 4; j++)
+        if (j < n) v[j] = source_value<KIND>(a, v[j], up[j], by, i + j);
+}
+
 // The rows that a product reads, as f32 (OUT DT_F32), or as 16-bit numbers with a power of two for each
 // row.
-//   Block   one row t; 1 or 8 warps
-//   Lane    every blockDim-th element
-//   Shared  part (2,32): what block_fold wants, twice
-//   Bound   memory: the second and third time a row comes from the cache
-template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps) {
+//   Block   one row t; 1, 8 or 16 warps
+//   Lane    every blockDim-th four elements; in the sum of squares every blockDim-th element
+//   Shared  part (2,32): what block_fold wants, twice; with keep kept (n): the row, so that it is read once
+//   Bound   memory; without keep a second and third time, from the cache or not
+template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps, int keep) {
     __shared__ float part[2][32];
+    KV_DYN_SHARED(float, kept);
     size_t t = blockIdx.x;
-    int n = a.n, step = blockDim.x;
+    int n = a.n, step = blockDim.x, wide = n % 4 == 0;
     const float *x = a.x + t * n * (KIND == ROWS_SWIGLU ? 2 : 1);
     [[maybe_unused]] float by = 1, top = 0;
+    float v[4];
     if (KIND == ROWS_NORM) {
         float ss = 0;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) ss += x[i] * x[i];
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) {
+            float e = x[i];
+            if (keep) kept[i] = e;
+            ss += e * e;
+        }
+        if (keep) x = kept;
         by = 1 / sqrtf(block_fold<0>(ss, part[0]) / (float)n + eps);
     }
     if (KIND == ROWS_SWIGLU && a.scale) by = a.scale[t];
-    if constexpr (OUT == DT_F32) {
-        float *to = (float *)y + t * n;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) to[i] = source_value<KIND>(a, x, by, i);
-    } else {
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            top = fmaxf(top, fabsf(source_value<KIND>(a, x, by, i)));
+    for (int i = threadIdx.x * 4; i < n; i += step * 4) {
+        source_four<KIND>(v, a, x, by, i);
+        if (OUT == DT_F32) four_put((float *)y + t * n + i, v, n - i, wide);
+        else if (keep) four_put(kept + i, v, n - i, wide);
+        for (int j = 0; j < 4; j++)
+            if (i + j < n) top = fmaxf(top, fabsf(v[j]));
+    }
+    if constexpr (OUT != DT_F32) {
         float factor = power_below(block_fold<1>(top, part[1]));
-        uint16_t *to = (uint16_t *)y + t * n;
-        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
-            to[i] = half_put<OUT>(source_value<KIND>(a, x, by, i) * factor);
+        for (int i = threadIdx.x * 4; i < n; i += step * 4) {
+            if (keep) four_get(v, kept + i, n - i, wide);
+            else source_four<KIND>(v, a, x, by, i);
+            four_put_half<OUT>((uint16_t *)y + t * n + i, v, factor, n - i, wide);
+        }
         if (!threadIdx.x) scale[t] = 1 / factor;
     }
 }
@@ -416,15 +471,20 @@ static __global__ void scale_kernel(float *y, const float *scale, int stride, in
     if (i < cols) y[(size_t)t * stride + i] *= scale[t];
 }
 
-// y (T,cols) += m scale + bias. Grid: rows, columns / 256; a thread an element.
+// y (T,cols) += m scale + bias. Grid: rows, columns / 1024; a thread four elements.
 static __global__ void finish_kernel(float *y, Product m, const void *bias, int type) {
     size_t t = blockIdx.x;
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= m.cols) return;
-    float x = m.y[t * m.cols + i];
-    if (m.scale) x *= m.scale[t];
-    if (bias) x += number(bias, type, i);
-    y[t * m.cols + i] += x;
+    int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4, n = m.cols - i, wide = m.cols % 4 == 0;
+    if (n <= 0) return;
+    float x[4], sum[4], scale = m.scale ? m.scale[t] : 1;
+    four_get(x, m.y + t * m.cols + i, n, wide);
+    four_get(sum, y + t * m.cols + i, n, wide);
+    for (int j = 0; j < 4; j++) {
+        x[j] *= scale;
+        if (bias && j < n) x[j] += number(bias, type, i + j);
+        sum[j] += x[j];
+    }
+    four_put(y + t * m.cols + i, sum, n, wide);
 }
 
 // ---- rows of K and V as they are stored (D1 of NOTES.md)

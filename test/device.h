@@ -495,7 +495,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
                   "a view set alone leaves the next head's");
             view_set(s, 0, 0, idx, 3, 20);
             view_set(s, 0, 1, idx + 1, 1, 22);
-            kv_compact(s, 0, 0);
+            kv_compact(s, 0);
             CHECK(kv_view(s, 0, 1)->tail == 5 && kv_view(s, 0, 1)->idx[0] == 1, "view renumbered");
             kv_repos(s, 0, 1, 3, 77);
             kv_repos(s, 1, 0, 0, 5);
