@@ -21,7 +21,7 @@
 //      PRODUCTS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
-//    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
+//    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
@@ -1325,12 +1325,13 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Four kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
+// Five kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
 // "which kernel reads which rows".
 //     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
 //     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
 //     decode_kernel     decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows
 //     column_kernel     sums of probabilities over queries
+//     window_kernel     the same on tensor cores, and max and sum of softmax rows
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -2730,20 +2731,229 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
     out[(size_t)head * c.N + p + lane] = all * c.factor;
 }
 
+// ---- window_kernel: softmax rows and sums over queries on tensor cores, f16 or bf16 keys, head_dim 64 and 128
+//
+// For the queries of a window, or of a whole pass: max and sum of every softmax row (SUMS 0), and with these what
+// column_kernel computes (SUMS 1). attend_kernel and column_kernel multiply a key by one query after the other; here
+// a tensor core multiplies it by 16 queries, and a key in shared memory serves all query heads of its KV head.
+//
+//   Block   a stretch of `rows` rows of KV head blockIdx.y, in tiles of WINDOW_KEYS; 16 queries of as many of its query
+//           heads as there are warps. More heads and, with SUMS 0, more queries are further blocks (blockIdx.z)
+//   Warp    16 queries of one query head, which stay in its registers, and all keys of the stretch, 32 at a time
+//   Lane    (g,t), as in "what only PTX can say" of lib/cuda.h. Copying (cp.async): 16 bytes of some rows. Multiplying:
+//           scores (16, 8 keys) = q (16, D) K^T (D, 8 keys), four of them:
+//
+//                          keys 0..7               keys 8..15         keys 24..31
+//             query g      s[0][0]   s[0][1]       s[0][2,3]    ..    s[0][6,7]        of keys 2t, 2t+1
+//             query g+8    s[1][0]   s[1][1]       s[1][2,3]    ..    s[1][6,7]
+//
+//           For the sums a lane adds its two queries; then it gives half of its keys to the lane 16, 8 and 4 away and
+//           takes that one's share of the others, and has one key in the end (window_sum)
+//   Shared  two tiles of keys as they are stored: while one is multiplied, cp.async fills the other
+//   Bound   memory: 32 keys of head_dim 128 are 8 KB, for which a warp issues 64 products and 16 ldmatrix, and about
+//           100 other instructions
+//
+// What is rounded: a query is PARTS 16-bit numbers, each what the rounding of those before has left over. So scores
+// differ from exact ones by 2^-20 |q||k| with f16 keys, and with bf16 keys as sums of f32 do.
+
+enum { WINDOW_KEYS = 64 };      // keys of a tile
+template <int DT, int D> struct WindowShape {
+    enum {
+        PARTS = DT == DT_F16 ? 2 : 3,           // of a query
+        WARPS = DT == DT_F16 ? 8 : 6,           // of a block, at most: registers allow two such blocks
+        LANES = D / 8,                          // lanes that copy a row
+        ROW = 2 * D + 16,                       // bytes from a row to the next, for ldmatrix
+        SLOT = WINDOW_KEYS * ROW
+    };
+};
+
+// How the queries of tokens t0..t1 see rows p..p+n-1: 0 not at all; 1 some query some row; 2 each query every row.
+// Under plain causality tokens and positions ascend, so the first and the last say it all.
+static __device__ int window_sees(const Attn &a, const HeadRef &h, int p, int n, int t0, int t1) {
+    if (a.rule != VIS_CAUSAL) return 1;
+    int first = h.src[p], last = h.src[p + n - 1], some = first <= t1, all = last <= t0;
+    if (a.window) {
+        some = some && a.tok[last].pos > a.tok[t0].pos - a.window;
+        all = all && a.tok[first].pos > a.tok[t1].pos - a.window;
+    }
+    return some ? 1 + all : 0;
+}
+
+// f (D/16,PARTS,4) = the A fragments of n queries, `stride` floats apart; zeros behind the last.
+template <int DT, int D>
+static __device__ void window_queries(unsigned (*f)[WindowShape<DT, D>::PARTS][4], const float *q, size_t stride,
+                                      int n) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < D / 4; i++) {
+        int word = i % 4, r = g + word % 2 * 8;
+        const float *from = q + min_int(r, n - 1) * stride + i / 4 * 16 + word / 2 * 8 + 2 * t;
+        float2 x = r < n ? *(const float2 *)from : make_float2(0, 0);
+        KV_UNROLL() for (int part = 0; part < WindowShape<DT, D>::PARTS; part++) {
+            unsigned two = f[i / 4][part][word] = half_pack<DT>(x.x, x.y);
+            x = make_float2(x.x - half_get<DT>((uint16_t)two), x.y - half_get<DT>((uint16_t)(two >> 16)));
+        }
+    }
+}
+
+// Asks for the tile of rows from p on; behind row p1 - 1 it comes again. to, keys: the lane's 16 bytes of row
+// threadIdx.x / LANES of the slot and of row 0. One group of copies.
+template <int DT, int D> static __device__ void window_ask(SharedAt to, const char *keys, int p, int p1) {
+    typedef WindowShape<DT, D> Shape;
+    int step = blockDim.x / Shape::LANES;
+    KV_UNROLL(4) for (int r = threadIdx.x / Shape::LANES; r < WINDOW_KEYS; r += step, to += step * (int)Shape::ROW)
+        copy16_async(to, keys + (size_t)min_int(p + r, p1 - 1) * (2 * D));
+    copy_commit();
+}
+
+// s (2,8) = the lane's scores of 32 keys; keys: where the lane names its rows.
+template <int DT, int D>
+static __device__ void window_products(float (*s)[8], const unsigned (*f)[WindowShape<DT, D>::PARTS][4],
+                                       SharedAt keys) {
+    typedef WindowShape<DT, D> Shape;
+    float d[4][4] = {};
+    KV_UNROLL() for (int k = 0; k < D / 16; k++) {
+        unsigned b[2][4];
+        KV_UNROLL() for (int n = 0; n < 2; n++) ldmatrix_x4(b[n], keys + n * 16 * (int)Shape::ROW + 32 * k);
+        KV_UNROLL() for (int part = Shape::PARTS - 1; part >= 0; part--)
+            KV_UNROLL() for (int n = 0; n < 4; n++) mma_16x8x16<DT>(d[n], f[k][part], b[n / 2] + n % 2 * 2);
+    }
+    KV_UNROLL() for (int i = 0; i < 16; i++) s[i % 4 / 2][i / 4 * 2 + i % 2] = d[i / 4][i % 4];
+}
+
+// Scores of 32 rows from p on become -infinity where the lane's queries, of tokens t0 + g and t0 + g + 8 up to t1, do
+// not see the row, or it is not before p1.
+static __device__ void window_hide(float (*s)[8], const Attn &a, const HeadRef &h, int p, int p1, int t0, int t1) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    unsigned see[2] = { 0, 0 };
+    KV_UNROLL(1) for (int i = 0; i < 32; i += i % 8 == 1 ? 7 : 1) {
+        int row = p + i + 2 * t, src = h.src[min_int(row, p1 - 1)];
+        for (int half = 0; half < 2; half++) {
+            int query = min_int(t0 + g + 8 * half, t1);
+            int sees = row < p1 && kv_visible(a.rule, a.window, &a.tok[query], query, &a.tok[src], src);
+            see[half] |= (unsigned)sees << i;
+        }
+    }
+    for (int half = 0; half < 2; half++) decode_hide<1, 2>(s + half, see[half]);
+}
+
+// -> the sum over the 16 queries of column 8 (g / 2) + 2t + g % 2 of 32. A score x of query g + 8 half has the
+// probability 2^(c x + low[half]) times by[half].
+static __device__ float window_sum(const float (*s)[8], float c, const float *low, const float *by) {
+    int lane = threadIdx.x & 31;
+    float x[8];
+    KV_UNROLL() for (int i = 0; i < 8; i++)
+        x[i] = exp2_flush(s[0][i] * c + low[0]) * by[0] + exp2_flush(s[1][i] * c + low[1]) * by[1];
+    KV_UNROLL() for (int n = 4; n; n /= 2)
+        KV_UNROLL() for (int i = 0; i < n; i++) {
+            int upper = lane & 4 * n;
+            float keep = upper ? x[i + n] : x[i], give = upper ? x[i] : x[i + n];
+            x[i] = keep + __shfl_xor_sync(ALL_LANES, give, 4 * n);
+        }
+    return x[0];
+}
+
+// The end of a block of statistics, whose part is stored: the last block of the same queries joins what all n_part
+// stretches have found, in their order. part (n_part,16 warps,2): maxima, as powers of 2, and sums. A thread a query
+// row. Not inlined, as join_arrived is not.
+static KV_CALL void window_join(const Attn &a, const float *part, int n_part, int n_q) {
+    __shared__ int last;
+    int warps = blockDim.x >> 5, j = threadIdx.x, rounds = (a.R + warps - 1) / warps;
+    int r = blockIdx.z % rounds * warps + j / 16, query = blockIdx.z / rounds * 16 + j % 16;
+    float top = SCORE_LOW, sum = 0;
+    if (!arrives_last(&a.ticket[blockIdx.z * a.G + blockIdx.y], n_part, &last)) return;
+    if (j >= 16 * warps || r >= a.R || query >= n_q) return;
+    KV_UNROLL(16) for (int i = 0; i < n_part; i++) {
+        const float *from = part + ((size_t)i * 16 * warps + j) * 2;
+        float t = __ldcg(from), z = __ldcg(from + 1), high = fmaxf(top, t);
+        sum = sum * exp2_flush(top - high) + z * exp2_flush(t - high);
+        top = high;
+    }
+    float *to = a.stat + ((size_t)query * a.H + blockIdx.y * a.R + r) * 2;
+    to[0] = sum > 0 ? top * (1 / LOG2_E) : -INFINITY;
+    to[1] = sum;
+}
+
+// i0: the first query. SUMS 0: Attn.stat, with Attn.part (z,G,stretches,16 warps,2) and a ticket for each head and z.
+// SUMS 1: adds the sums of 16 queries to out (H,N).
+template <int DT, int D, int SUMS>
+static __global__ void __launch_bounds__(WindowShape<DT, D>::WARPS * 32, 2)
+window_kernel(const __grid_constant__ Attn a, ColumnPlan c, int rows, int i0, float *out) {
+    KV_DYN_SHARED(char, mem);
+    typedef WindowShape<DT, D> Shape;
+    const int LANES = Shape::LANES, ROW = Shape::ROW, SLOT = Shape::SLOT;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4, warps = blockDim.x >> 5;
+    int rounds = (a.R + warps - 1) / warps;     // z counts the heads first
+    int r = blockIdx.z % rounds * warps + warp, head = blockIdx.y * a.R + min_int(r, a.R - 1);
+    i0 += blockIdx.z / rounds * 16;
+    const HeadRef &h = a.heads.at[blockIdx.y];
+    int p0 = blockIdx.x * rows, p1 = min_int(p0 + rows, h.len), n = min_int(c.n_q - i0, 16);
+    if (p0 >= p1) return;                       // the same for the whole block
+    const char *from = h.k + threadIdx.x % LANES * 16;
+    SharedAt to = shared_address(mem + threadIdx.x / LANES * ROW + threadIdx.x % LANES * 16);
+    SharedAt keys = as_it_is(shared_address(mem + (lane / 16 * 8 + lane % 8) * ROW + lane / 8 % 2 * 16));
+    window_ask<DT, D>(to, from, p0, p1);
+
+    unsigned f[D / 16][Shape::PARTS][4];
+    float top[2], sum[2], low[2], by[2];
+    size_t query = (size_t)i0 * a.H + head;
+    for (int i = 0; i < 2; i++) {
+        const float *stat = c.stat + (query + (size_t)min_int(g + 8 * i, n - 1) * a.H) * 2;
+        top[i] = SUMS ? stat[0] : SCORE_LOW;
+        sum[i] = SUMS && g + 8 * i < n ? stat[1] : 0;
+    }
+    window_queries<DT, D>(f, a.q + query * D, (size_t)a.H * D, n);
+    for (int i = 0; i < 2; i++) {
+        low[i] = sum[i] > 0 ? -top[i] * LOG2_E : 0;
+        by[i] = sum[i] > 0 ? c.factor / sum[i] : 0;
+    }
+
+    int t0 = a.tok0 + i0, t1 = t0 + n - 1, seen = window_sees(a, h, p0, p1 - p0, t0, t1);
+    for (int p = p0, slot = 0; p < p1 && seen; p += WINDOW_KEYS, slot = SLOT - slot) {
+        int tile = min_int(p1 - p, WINDOW_KEYS);
+        copy_wait<0>();
+        __syncthreads();                        // the tile is there, the one before is done with
+        if (p + WINDOW_KEYS < p1) window_ask<DT, D>(to + (SLOT - slot), from, p + WINDOW_KEYS, p1);
+        int all = tile == WINDOW_KEYS && (seen == 2 || window_sees(a, h, p, tile, t0, t1) == 2);
+        KV_UNROLL(1) for (int i = 0; i < WINDOW_KEYS && r < a.R; i += 32) {
+            int row = p + i + g / 2 * 8 + 2 * t + g % 2;        // of window_sum
+            float *to_row = out + (size_t)head * c.N + row, s[2][8];
+            float before = SUMS && i0 && row < p1 ? *to_row : 0;
+            window_products<DT, D>(s, f, keys + slot + i * ROW);
+            if (!all) window_hide(s, a, h, p + i, p1, t0, t1);
+            for (int half = 0; half < 2 && !SUMS; half++) decode_softmax<2>(s[half], a.power, &top[half], &sum[half]);
+            float more = SUMS ? window_sum(s, a.power, low, by) : 0;
+            if (SUMS && row < p1) *to_row = before + more;
+        }
+    }
+    copy_wait<0>();
+    if (SUMS) return;
+
+    float *parts = a.part + (size_t)(blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x * warps * 32;
+    for (int half = 0; half < 2; half++) {
+        float *part = parts + ((size_t)blockIdx.x * warps + warp) * 32 + (g + 8 * half) * 2;
+        float all = lanes_sum<4>(sum[half]) * (1.f / (1 << P_SHIFT));
+        if (t) continue;
+        part[0] = top[half];
+        part[1] = all;
+    }
+    window_join(a, parts, (h.len + rows - 1) / rows, c.n_q);
+}
+
 // ---- which kernel reads which rows, and why
 // The rows and the pass decide, never a method nor -b (D2): so methods with a budget of everything and full
 // attention are the same arithmetic.
 //
-//                              decode            prefill
-//     f16, bf16                decode_kernel     prefill_kernel
-//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16
+//                              decode            prefill                     sums of columns (by the keys alone)
+//     f16, bf16                decode_kernel     prefill_kernel              window_kernel
+//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16      column_kernel
 //     PATS's under rows64,
-//     K and V in two formats   attend_kernel     prefill_kernel, as f16
-//     f32                      attend_kernel     attend_kernel
+//     K and V in two formats   attend_kernel     prefill_kernel, as f16      as their keys
+//     f32                      attend_kernel     attend_kernel               column_kernel
 //
-// decode_kernel is for head_dims of 64 and 128, which the families of models that are loaded have, prefill_kernel
-// for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact, goes through
-// attend_kernel. Sums of columns are column_kernel's, over any rows.
+// decode_kernel and window_kernel are for head_dims of 64 and 128, which the families of models that are loaded have,
+// prefill_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact, goes
+// through attend_kernel. What a window's sums need of its softmax rows is window_kernel's too, or else attend_kernel's;
+// column_kernel has the sums over lists of rows, in decode, and scores of sampled queries, over any rows.
 //
 // What the papers ask of them:
 //     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
@@ -2771,6 +2981,13 @@ static Reader reader_of(const Session *s, int n, int decode, int lines) {
     }
     if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact) return general;
     return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128, 1 };        // as in TensorShape
+}
+
+// Whether window_kernel reads the keys of the argument's heads.
+static int window_reads(const Attn &a) {
+    int packed = 0;
+    for (int g = 0; g < a.G; g++) packed |= a.heads.at[g].packed;
+    return (a.kind_k == ROW_F16 || a.kind_k == ROW_BF16) && (a.D == 64 || a.D == 128) && !packed;
 }
 
 // ---- plans: which rows, which queries, which kernel
@@ -3095,13 +3312,40 @@ static void column_launch(const Attn &a, const ColumnPlan &c, int n, float *out)
     KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, c, out);
 }
 
+// Launches window_kernel over all rows of a layer, which window_reads has allowed, in stretches as long as items are.
+template <int DT, int D, int SUMS> static void window_launch(Session *s, Attn a, const ColumnPlan &c, float *out) {
+    size_t smem = 2 * WindowShape<DT, D>::SLOT, total = 0;
+    int longest = 0, rounds = blocks(a.R, WindowShape<DT, D>::WARPS), warps = max_int(blocks(a.R, rounds), 4);
+    for (int g = 0; g < a.G; g++) {
+        total += a.heads.at[g].len;
+        longest = max_int(longest, a.heads.at[g].len);
+    }
+    int rows = blocks(chunk_rows(total, 4 * kv_processors), WINDOW_KEYS) * WINDOW_KEYS, queries = blocks(c.n_q, 16);
+    dim3 grid(blocks(longest, rows), a.G, SUMS ? rounds : rounds * queries);
+    if (!SUMS) a.part = room<float>(s, ROOM_PART, (size_t)grid.x * grid.y * grid.z * warps * 32);
+    if (!SUMS) a.ticket = arrivals(s, a.G * grid.z);
+    for (int i = 0; i < (SUMS ? queries : 1); i++)
+        KV_LAUNCH_WIDE((window_kernel<DT, D, SUMS>), grid, warps * 32, smem, a, c, rows, 16 * i, out);
+}
+
+// The same, for the rows of the argument.
+template <int SUMS> static void window_run(Session *s, const Attn &a, const ColumnPlan &c, float *out) {
+    int f16 = a.kind_k == ROW_F16;
+    if (a.D == 64 && f16) window_launch<DT_F16, 64, SUMS>(s, a, c, out);
+    else if (a.D == 64)   window_launch<DT_BF16, 64, SUMS>(s, a, c, out);
+    else if (f16)         window_launch<DT_F16, 128, SUMS>(s, a, c, out);
+    else                  window_launch<DT_BF16, 128, SUMS>(s, a, c, out);
+}
+
 // Column sums (H,N) on the device, in ROOM_COL. list: see ColumnPlan; it uses the idx of a. The n_q queries count from
 // the tok0 of works on.
 static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q,
                           int N, float factor) {
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
-    column_launch(a, { list, NULL, stat, 0, n_q, N, factor }, a.H, col);
+    ColumnPlan c = { list, NULL, stat, 0, n_q, N, factor };
+    if (!list && window_reads(a)) window_run<1>(s, a, c, col);
+    else column_launch(a, c, a.H, col);
     return col;
 }
 
@@ -3218,9 +3462,13 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     int H = s->c->H, N = kv_longest(s, l);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    Reader by = { BY_ATTEND, 0, w * (H / s->c->G) <= 8 ? 4 : 32, ATTEND_BLOCKS };
-    Plan p = plan_pass(s, l, by, NULL, 1, tok0, w);
-    Attn a = plan_run(s, attn_args(s, l, q, tok0, NULL, stat), &p);
+    Attn a = attn_args(s, l, q, tok0, NULL, stat);
+    if (window_reads(a)) window_run<0>(s, a, { NULL, NULL, NULL, 0, w, N, 1 }, NULL);
+    else {
+        Reader by = { BY_ATTEND, 0, w * a.R <= 8 ? 4 : 32, ATTEND_BLOCKS };
+        Plan p = plan_pass(s, l, by, NULL, 1, tok0, w);
+        plan_run(s, a, &p);
+    }
     float *score = column_sums(s, a, NULL, stat, w, N, factor);
     scratch_reset(s, mark);
     return score;

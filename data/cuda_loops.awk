@@ -72,6 +72,7 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         sums = 4 * 8 * NT * (D + 2) * 4
         return (slots > sums ? slots : sums) + NT * D * 32
     }
+    if (part[1] == "window_kernel") return 2 * 64 * (2 * part[3] + 16)         # <dtype, head_dim, sums>
     if (part[1] == "prefill_kernel") {           # <dtype, head_dim, along lines>
         D = part[3]
         KT = D <= 128 ? 64 : 32

@@ -154,6 +154,8 @@ size_t cuda_block_bytes(int i, const char **kernel) {
         { "prefill_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
         { "prefill_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
         { "prefill_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
+        { "window_kernel<1, 128, 0>", 2 * WindowShape<DT_F16, 128>::SLOT },
+        { "window_kernel<2, 64, 1>", 2 * WindowShape<DT_BF16, 64>::SLOT },
     };
 
     if (i >= (int)(sizeof known / sizeof *known)) return 0;
