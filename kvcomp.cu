@@ -4697,6 +4697,8 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     __shared__ int last;
     QuestShared m;
     quest_carve(&m, mem, a);
+    dependents_launch();
+    dependency_wait();
     int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
     int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
     float *score = a.score + (size_t)g * a.cap, u = 0;
@@ -4734,7 +4736,7 @@ template <int DT> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = quest_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE_EARLY(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -5627,9 +5629,9 @@ static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShar
     for (int i = threadIdx.x; i < (a.R + 3) / 4 * 4 * a.D; i += blockDim.x)
         m.q[i] = q[min_int(i / a.D, a.R - 1) * a.D + i % a.D];
     __syncthreads();
-    for (int i = 0; i < a.R; i++) {                              // every half warp the same
+    for (int i = threadIdx.x >> 5; i < a.R; i += TOP_WARPS) {    // both half warps the same
         float length = sqrtf(dot_lanes(m.q + i * a.D, m.q + i * a.D, a.D));
-        if (!threadIdx.x) m.w[i] = 1 / fmaxf(length, 1e-20f);
+        m.w[i] = 1 / fmaxf(length, 1e-20f);
     }
     __syncthreads();
 }
@@ -5677,10 +5679,10 @@ static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m
                                       const char *open, float *score) {
     const Nodes *u = &t->fine;
     int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1);
-    int dead = !u->tokens[at] || (a.units && !open[t->coarse.of[at]]);
+    int dead = a.units && !open[t->coarse.of[at]], held = u->tokens[at];
     float S = -INFINITY;
     if (!__all_sync(ALL_LANES, dead)) S = node_score(a, m, u, at);     // Algorithm 1, line 13
-    if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
+    if (!(threadIdx.x & 1) && c < u->n) score[c] = dead || !held ? -INFINITY : S;
 }
 
 // ---- retrieval: chunks under the budget, and their rows
@@ -5691,16 +5693,25 @@ static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m
 // as top_key finds a rank, and among clusters of one score by a prefix sum over their numbers. So
 // is the chunk at which that cluster stops. x (K): scores. All threads of a block.
 static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const float *x, TopShared *top) {
-    const int *start = a.chunks + 1;
+    const int *start = a.chunks + 1, *of = u->of, *held = u->tokens;
     int M = a.chunks[0], left = a.room + 1, before = 0;          // tokens wanted, until they do not fit
     Taken t = { 0, u->n, M };
-    auto tokens = [&](int c) { return x[c] > -INFINITY ? u->tokens[c] : 0; };
+    auto tokens = [&](int c) {
+        int n = held[c];
+        return x[c] > -INFINITY ? n : 0;
+    };
     t.key = top_key(x, u->n, tokens, &left, top);                // Algorithm 1, line 14
     if (!t.key) return t;                       // everything fits
-    auto equal = [&](int c) { return order_key(x[c]) == t.key ? tokens(c) : 0; };
+    auto equal = [&](int c) {
+        int n = tokens(c);
+        return order_key(x[c]) == t.key ? n : 0;
+    };
     t.part = crossing(u->n, equal, left, &before, top);
     left -= before;
-    auto of_part = [&](int j) { return u->of[j] == t.part ? start[j + 1] - start[j] : 0; };
+    auto of_part = [&](int j) {
+        int n = start[j + 1] - start[j];
+        return of[j] == t.part ? n : 0;
+    };
     t.stop = crossing(M, of_part, left, &before, top);
     return t;
 }
@@ -5710,16 +5721,16 @@ static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const
 static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const float *x, int *list, TopShared *top) {
     const int *start = a.chunks + 1;
     int M = a.chunks[0], *rows = list + LIST_HEAD;
+    const int *of = u->of;
     Taken t = take_clusters(a, u, x, top);
     auto chunk = [&](int j) {
-        int c = u->of[j];
+        int c = of[j], n = start[j + 1] - start[j];
         uint32_t key = order_key(x[c]);
         int whole = x[c] > -INFINITY && (key > t.key || (key == t.key && c < t.part));
-        return whole || (c == t.part && j < t.stop) ? start[j + 1] - start[j] : 0;
+        return whole || (c == t.part && j < t.stop) ? n : 0;
     };
-    auto put_chunk = [&](int j, int at) {
-        for (int r = start[j]; r < start[j + 1]; r++)
-            rows[a.sink + at + r - start[j]] = r;                // Algorithm 1, line 16
+    auto put_chunk = [&](int j, int n, int at) {
+        for (int i = 0, r = start[j]; i < n; i++) rows[a.sink + at + i] = r + i;        // Algorithm 1, line 16
     };
     for (int r = threadIdx.x; r < a.sink; r += TOP_THREADS) rows[r] = r;
     int n = spread(M, chunk, put_chunk, top);
@@ -5751,6 +5762,8 @@ cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
     int g = blockIdx.y;
     const Tree *t = &a.trees[g];
     float *score = a.score + (size_t)g * a.cap;
+    dependents_launch();
+    dependency_wait();
     queries_load(a, g, m);
     if (a.units) open_units(a, m, &t->coarse, open);
     cluster_scores(a, m, t, blockIdx.x * SEEK_UNITS, open, score);
@@ -5778,7 +5791,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.sink = x->sink;
     dim3 grid(blocks(K, SEEK_UNITS), G);
     size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE(cluster_select_kernel, grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE_EARLY(cluster_select_kernel, grid, TOP_THREADS, smem, a);
     if (S) download(S, a.score, (size_t)G * K * sizeof(float));
 }
 

@@ -29,13 +29,13 @@ static int kv_early;                            // 1: the device can start a ker
 // that its first blocks find their places, and a product's ask for their weights, while that one's last are
 // at work.
 template <class... P, class... A>
-static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t smem, cudaStream_t stream,
+static cudaError_t launch_early(void (*k)(P...), dim3 grid, int block, size_t smem, cudaStream_t stream,
                                 A... a) {
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c = {};
-    c.gridDim = dim3(grid);
+    c.gridDim = grid;
     c.blockDim = dim3(block);
     c.dynamicSmemBytes = smem;
     c.stream = stream;

@@ -840,6 +840,10 @@ struct TopRow {                 // one row of a launch
     int k;                      // how many of them are wanted
 };
 
+// How many neighbours in its row, or of its stretch, a thread asks for before it looks at the first: each would be
+// a wait of its own.
+enum { TOP_AHEAD = 4 };
+
 struct TopShared {              // shared memory of a block that selects
     int bin[TOP_BINS];
     int sum[TOP_WARPS], equal[TOP_WARPS];       // of each warp
@@ -875,8 +879,8 @@ static __device__ void top_bin(TopShared *m, int left) {
 // Of x (n), the best first, the key of the score at which the weights reach *left: with weights of
 // 1 that is the *left-th largest. *left becomes how much weight is wanted of the scores with
 // exactly this key. 0: all weights together are less. Found by TOP_BITS bits a round, from the
-// highest; the last round counts one bit again that is known already. weight(i) >= 0. All threads
-// of a block.
+// highest; the last round counts one bit again that is known already. weight(i) >= 0 is asked of every i.
+// All threads of a block.
 template <class Weight>
 static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *left, TopShared *m) {
     uint32_t key = 0;
@@ -885,10 +889,19 @@ static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *le
         __syncthreads();                        // the last round's bins have been read
         for (int i = threadIdx.x; i < TOP_BINS; i += TOP_THREADS) m->bin[i] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
-            uint32_t u = order_key(x[i]);
-            int alike = ((uint64_t)(u ^ key) >> (32 - known)) == 0, w = alike ? weight(i) : 0;
-            if (w) atomicAdd(&m->bin[u >> shift & (TOP_BINS - 1)], w);
+        for (int i0 = threadIdx.x; i0 < n; i0 += TOP_AHEAD * TOP_THREADS) {
+            float near[TOP_AHEAD];
+            int w[TOP_AHEAD];
+            KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) {
+                int i = min_int(i0 + k * TOP_THREADS, n - 1);
+                near[k] = x[i];
+                w[k] = weight(i);
+            }
+            KV_UNROLL() for (int k = 0; k < TOP_AHEAD && i0 + k * TOP_THREADS < n; k++) {
+                uint32_t u = order_key(near[k]);
+                int alike = ((uint64_t)(u ^ key) >> (32 - known)) == 0;
+                if (alike && w[k]) atomicAdd(&m->bin[u >> shift & (TOP_BINS - 1)], w[k]);
+            }
         }
         __syncthreads();
         top_bin(m, *left);
@@ -902,18 +915,29 @@ static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *le
 // The warp's stretch of 0..n-1: every warp of the block has an equal one, a multiple of 32 long.
 static __device__ int stretch_length(int n) { return (n + TOP_THREADS - 1) / TOP_THREADS * 32; }
 
+// u = the keys of x[i], x[i + 32], ..; 0, which is no number's key but that of a NaN, for those from `end` on.
+static __device__ void top_keys(uint32_t (&u)[TOP_AHEAD], const float *x, int i, int end) {
+    float near[TOP_AHEAD];
+    KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) near[k] = x[min_int(i + 32 * k, end - 1)];
+    KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) u[k] = i + 32 * k < end ? order_key(near[k]) : 0;
+}
+
 // idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
 // threads of a block. Every warp counts the two kinds in its stretch of the row, and once the
 // counts of the warps before it are known, it goes through the stretch again and writes.
 static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
     int each = stretch_length(n), from = warp * each, to = from + each;
-    for (int i = from; i < to; i += 32) {
-        // 0 is no number's key but that of a NaN.
-        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        n_above += __popc(__ballot_sync(ALL_LANES, u > key));
-        n_equal += __popc(__ballot_sync(ALL_LANES, u == key));
+    for (int i = from; i < to; i += 32 * TOP_AHEAD) {
+        uint32_t u[TOP_AHEAD];
+        top_keys(u, x, i + lane, min_int(to, n));
+        KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) {
+            n_above += u[k] > key;
+            n_equal += u[k] == key;
+        }
     }
+    n_above = lanes_sum<32>(n_above);
+    n_equal = lanes_sum<32>(n_equal);
     __syncthreads();
     if (!lane) {
         m->sum[warp] = n_above;
@@ -926,15 +950,18 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
         n_above += m->sum[w];
         n_equal += m->equal[w];
     }
-    for (int i = from; i < to; i += 32) {
-        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
-        unsigned more = __ballot_sync(ALL_LANES, u > key);
-        unsigned same = __ballot_sync(ALL_LANES, u == key);
-        unsigned below = (1u << lane) - 1;
-        int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
-        if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
-        n_above += __popc(more);
-        n_equal += __popc(same);
+    for (int i = from; i < to; i += 32 * TOP_AHEAD) {
+        uint32_t u[TOP_AHEAD];
+        top_keys(u, x, i + lane, min_int(to, n));
+        KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) {
+            unsigned more = __ballot_sync(ALL_LANES, u[k] > key);
+            unsigned same = __ballot_sync(ALL_LANES, u[k] == key);
+            unsigned below = (1u << lane) - 1;
+            int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
+            if (u[k] > key || (u[k] == key && e < left)) idx[a + min_int(e, left)] = i + 32 * k + lane;
+            n_above += __popc(more);
+            n_equal += __popc(same);
+        }
     }
 }
 
@@ -965,12 +992,21 @@ top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int pe
 // weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call
 // these.
 
+// w = the weights of i, i + 32, ..; 0 for those from `end` on.
+template <class Weight> static __device__ void weights_of(int (&w)[TOP_AHEAD], int i, int end, Weight weight) {
+    KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) w[k] = weight(min_int(i + 32 * k, end - 1));
+    KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) w[k] = i + 32 * k < end ? w[k] : 0;
+}
+
 // The weights before the warp's own stretch; m->sum has those of every stretch.
 template <class Weight>
 static __device__ int weight_before(int n, Weight weight, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), before = 0, own = 0;
-    KV_UNROLL(4)
-    for (int i = warp * each + lane; i < min_int((warp + 1) * each, n); i += 32) own += weight(i);
+    for (int i = warp * each + lane, end = min_int((warp + 1) * each, n); i < end; i += 32 * TOP_AHEAD) {
+        int w[TOP_AHEAD];
+        weights_of(w, i, end, weight);
+        KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) own += w[k];
+    }
     own = lanes_sum<32>(own);
     __syncthreads();                            // the last sums have been read
     if (!lane) m->sum[warp] = own;
@@ -987,28 +1023,36 @@ static __device__ int crossing(int n, Weight weight, int left, int *before, TopS
     __syncthreads();
     if (!threadIdx.x) m->found[0] = n;
     int at = weight_before(n, weight, m), here = at < left && at + m->sum[warp] >= left;
-    for (int i = warp * each; here && i < (warp + 1) * each; i += 32) {
-        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
-        if (upto >= left && upto - w < left) {  // true in one lane of the block
-            m->found[0] = i + lane;
-            m->found[1] = upto - w;
+    for (int i = warp * each, end = min_int(i + each, n); here && i < end; i += 32 * TOP_AHEAD) {
+        int w[TOP_AHEAD];
+        weights_of(w, i + lane, end, weight);
+        KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) {
+            int upto = at + scan_warp(w[k]);
+            if (upto >= left && upto - w[k] < left) {           // true in one lane of the block
+                m->found[0] = i + 32 * k + lane;
+                m->found[1] = upto - w[k];
+            }
+            at = __shfl_sync(ALL_LANES, upto, 31);
         }
-        at = __shfl_sync(ALL_LANES, upto, 31);
     }
     __syncthreads();
     *before = m->found[1];
     return m->found[0];
 }
 
-// Calls put(i, at) for every i with a weight, at: the weights before it -> all weights.
+// Calls put(i, w, at) for every i with a weight w, at: the weights before it -> all weights.
 template <class Weight, class Put>
 static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), all = 0;
     int at = weight_before(n, weight, m);
-    for (int i = warp * each; i < (warp + 1) * each; i += 32) {
-        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
-        if (w) put(i + lane, upto - w);
-        at = __shfl_sync(ALL_LANES, upto, 31);
+    for (int i = warp * each, end = min_int(i + each, n); i < end; i += 32 * TOP_AHEAD) {
+        int w[TOP_AHEAD];
+        weights_of(w, i + lane, end, weight);
+        KV_UNROLL() for (int k = 0; k < TOP_AHEAD; k++) {
+            int upto = at + scan_warp(w[k]);
+            if (w[k]) put(i + 32 * k + lane, w[k], upto - w[k]);
+            at = __shfl_sync(ALL_LANES, upto, 31);
+        }
     }
     for (int w = 0; w < TOP_WARPS; w++) all += m->sum[w];
     return all;
