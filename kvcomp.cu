@@ -1073,32 +1073,33 @@ static void rope_append(Session *s, int l, float *q, const float *k, const float
     heads_launch(a, none, n);
 }
 
-// The block's `rows` rows from row0 on, of a vector of q, k or v, have been stored. The last block of the vector
-// finishes it.
-static __device__ void heads_arrive(const Heads &a, int row0, int rows) {
+// The block's rows [r0,r1) of q, k and v have been stored. Whichever block stores the last one of a vector finishes it.
+static __device__ void heads_arrive(const Heads &a, int r0, int r1) {
     __shared__ float x[MAX_D];
     __shared__ int last;
-    int i = row0 / a.D, key = i - a.H, value = key - a.G;
-    const float *from = a.q + (size_t)i * a.D;
-    if (key >= 0)   from = a.k + (size_t)key * a.D;
-    if (value >= 0) from = a.v + (size_t)value * a.D;
-    if (!arrives_last(&a.ticket[i], a.D / rows, &last) || threadIdx.x >= 32) return;
-    head_finish(a, 0, i, from, 1, NULL, 0, 0, NULL, x);
+    for (int i = r0 / a.D; i * a.D < r1; i++) {
+        int key = i - a.H, value = key - a.G, rows = min_int(r1, (i + 1) * a.D) - max_int(r0, i * a.D);
+        const float *from = a.q + (size_t)i * a.D;
+        if (key >= 0)   from = a.k + (size_t)key * a.D;
+        if (value >= 0) from = a.v + (size_t)value * a.D;
+        if (arrives_last(&a.ticket[i], a.D, &last, rows) && threadIdx.x < 32)
+            head_finish(a, 0, i, from, 1, NULL, 0, 0, NULL, x);
+    }
 }
 
 // One token's q, k and v = the projections of normed x, with biases, norms, RoPE, and the new rows of the
 // cache.
 //   Block, Warp, Lane, Tile, Bound   see gemv_rows; the rows of W_q, W_k and W_v follow each other
 //   Shared  as there; in heads_arrive x (MAX_D), a vector
-// A block has at most 16 rows of a vector, of which head_dim is a multiple. RoPE wants pairs half a vector apart, a
-// norm and a block of q8_0 all of it: the block that arrives last finishes the vector (heads_arrive).
+// RoPE wants pairs half a vector apart, a norm and a block of q8_0 all of it: the block that stores the last row of a
+// vector finishes it (heads_arrive).
 template <int DT>
-static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
+static __global__ void __launch_bounds__(GEMV_WARPS * 32, GEMV_BLOCKS)
 qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, const float *x) {
     KV_DYN_SHARED(char, mem);
-    int rows = GEMV_WARPS * GEMV_ROWS / a.split, row0 = blockIdx.x * rows;
+    GemvSpan span = gemv_span(a);
     gemv_rows<DT, GEMV_HEADS>(a, x, mem);
-    heads_arrive(h, row0, rows);
+    heads_arrive(h, span.r0, min_int(span.r1, a.rows));
 }
 
 // W_q, W_k and W_v times the normed x (n,C), and in *h the biases that are still to be added -> (n,(H+2G)D).
@@ -1120,8 +1121,7 @@ static Product qkv_product(Session *s, const Layer *y, const float *x, int n, He
 
 // Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
 // turned, and the rows of keys and values; with hooks q, k and v (n,G,D) as they are before RoPE. Otherwise k and
-// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch if
-// head_dim is a multiple of 16.
+// v are room. cs, step, ahead: see Heads. A token without hooks, whose three matrices have one type, is one launch.
 static void project(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q, float *k,
                     float *v, const float *cs, int t0, int n, int ahead, int hooks) {
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
@@ -1136,7 +1136,7 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
         h.norm[i] = on_device(s, norm[i]);
         h.norm_type[i] = norm[i]->dtype;
     }
-    if (hooks || n > 1 || !alike || h.D % (GEMV_WARPS * GEMV_ROWS)) {
+    if (hooks || n > 1 || !alike) {
         for (int i = 0; i < 3 && hooks; i++) h.vectors[i] = p[i].y;
         heads_launch(h, qkv_product(s, y, x, n, &h), n);
         return;
@@ -1444,36 +1444,39 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // One query row, by a warp. part: the first of n items, stride floats apart. out (D) or NULL, stat (2): see Attn.
 // Items that other blocks have left are read past L1. Each read is a wait of .3 us, so JOIN_AHEAD items are asked for
 // before the first of them is added.
-//   Lane    max, sum and factor exp(t_c - t) of every 32nd item; dimensions 2 lane, 2 lane + 1, and 64 further on
+//   Lane    factor exp(t_c - t) and sum of one item of JOIN_AHEAD; of each 128 dimensions four
 enum { JOIN_AHEAD = 8 };
 
 static __device__ void join_row(const float *part, size_t stride, int n, int D, float *out, float *stat) {
-    const int PAIRS = MAX_D / 64;
     int lane = threadIdx.x & 31;
     float top = -INFINITY, sum = 0;
-    float2 x[PAIRS] = {};
     for (int c = lane; c < n; c += 32) top = fmaxf(top, __ldcg(part + c * stride));
     top = lanes_max<32>(top);
-    for (int c = 0; c < n; c += JOIN_AHEAD) {
-        float2 own = { -INFINITY, 0 }, v[JOIN_AHEAD][PAIRS];
-        if (lane < JOIN_AHEAD && c + lane < n) own = __ldcg((const float2 *)(part + (c + lane) * stride));
-        KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
-            KV_UNROLL() for (int i = 0; i < PAIRS; i++)
-                if (out && c + k < n && 2 * lane + 64 * i < D)
-                    v[k][i] = __ldcg((const float2 *)(part + (c + k) * stride + 2) + lane + 32 * i);
-        float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
-        KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
-            float e = __shfl_sync(ALL_LANES, factor, k);
-            sum += e * __shfl_sync(ALL_LANES, own.y, k);
-            KV_UNROLL() for (int i = 0; i < PAIRS; i++) {
-                if (!out || c + k >= n || 2 * lane + 64 * i >= D) continue;
-                x[i].x += e * v[k][i].x;
-                x[i].y += e * v[k][i].y;
+    for (int d0 = 0; d0 < D; d0 += 128) {
+        int d[2] = { d0 + 2 * lane, d0 + 64 + 2 * lane };
+        float2 x[2] = {};
+        sum = 0;
+        for (int c = 0; c < n; c += JOIN_AHEAD) {
+            float2 own = { -INFINITY, 0 }, v[JOIN_AHEAD][2];
+            if (lane < min_int(n - c, JOIN_AHEAD)) own = __ldcg((const float2 *)(part + (c + lane) * stride));
+            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
+                KV_UNROLL() for (int i = 0; i < 2; i++) {
+                    v[k][i] = { 0, 0 };
+                    if (out && c + k < n && d[i] < D) v[k][i] = __ldcg((const float2 *)(part + (c + k) * stride + 2 + d[i]));
+                }
+            float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
+            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
+                float e = __shfl_sync(ALL_LANES, factor, k);
+                sum += e * __shfl_sync(ALL_LANES, own.y, k);
+                KV_UNROLL() for (int i = 0; i < 2; i++) {
+                    x[i].x += e * v[k][i].x;
+                    x[i].y += e * v[k][i].y;
+                }
             }
         }
+        for (int i = 0; i < 2; i++)
+            if (out && d[i] < D) *(float2 *)(out + d[i]) = { x[i].x / sum, x[i].y / sum };
     }
-    KV_UNROLL() for (int i = 0; i < PAIRS; i++)
-        if (out && 2 * lane + 64 * i < D) ((float2 *)out)[lane + 32 * i] = { x[i].x / sum, x[i].y / sum };
     if (lane) return;
     stat[0] = top;
     stat[1] = sum;

@@ -58,8 +58,8 @@ function least(a, b) { return a < b ? a : b }
 function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     split(kernel, part, /[<>, ]+/)              # name and template arguments
     if (!with_room[part[1]]) return 0
-    if (part[1] == "gemv_kernel") return 4 * (4 * 4 * 33 + 4 * 5)
-    if (part[1] == "qkv_kernel") return 4 * (4 * 4 * 33 + 4 * 5)
+    if (part[1] == "gemv_kernel") return 4 * (4 * 4 * 33 + 2 * 4 * 5)
+    if (part[1] == "qkv_kernel") return 4 * (4 * 4 * 33 + 2 * 4 * 5)
     if (part[1] == "decode_kernel") {              # <rows, head_dim, groups of 8 query rows>
         D = part[3]
         NT = part[4]

@@ -210,15 +210,78 @@ static __device__ void gemv_narrow(float *sum, float *ss, const char *const *w, 
 
 struct GemvShared {
     float *part;                // (GEMV_WARPS,GEMV_ROWS,33) the sums of all lanes
-    float *share;               // (GEMV_WARPS,GEMV_ROWS+1) those of each warp, then its sum of squares
+    float *share;               // (2,GEMV_WARPS,GEMV_ROWS+1) those of each warp, then its sum of squares
 };
 
 // Carves the block's shared memory -> bytes.
 KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
     Block b = { mem, 0 };
     m->part = carve<float>(&b, GEMV_WARPS * GEMV_ROWS * 33);
-    m->share = carve<float>(&b, GEMV_WARPS * (GEMV_ROWS + 1));
+    m->share = carve<float>(&b, 2 * GEMV_WARPS * (GEMV_ROWS + 1));
     return b.at;
+}
+
+// Rows that a block goes through at once.
+KV_HD static int gemv_group(const Gemv &a) { return GEMV_WARPS * GEMV_ROWS / a.split; }
+
+struct GemvSpan {               // rows [r0,r1), whole groups of them
+    int r0, r1;
+};
+
+// The rows of the block: neighbouring groups, and every block as many, or one less.
+static __device__ GemvSpan gemv_span(const Gemv &a) {
+    int group = gemv_group(a), groups = (a.rows + group - 1) / group;
+    return { (int)((long long)groups * blockIdx.x / gridDim.x) * group,
+             (int)((long long)groups * (blockIdx.x + 1) / gridDim.x) * group };
+}
+
+// w = where the rows r, r + 1, .. of a warp begin; behind the last it is the last one.
+template <int DT, int MODE> static __device__ void gemv_find(const char **w, const Gemv &a, int r) {
+    for (int j = 0; j < GEMV_ROWS; j++) {
+        GemvRow at = gemv_row<MODE>(a, min_int(r + j, a.rows - 1));
+        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * Stored<DT>::BYTES;
+    }
+}
+
+// The end of rows r, r + 1, ..: the lanes' sums (GEMV_ROWS) and squares become results. turn: 0 and 1 by turns, so that
+// a warp may write its share for the next rows while another reads those of these.
+template <int MODE>
+static __device__ void gemv_finish(const Gemv &a, const GemvShared &m, const float *sum, float ss, int r, int turn) {
+    const int S = a.split, WIDTH = GEMV_ROWS + 1;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = lane / 8, e = lane % 8;
+
+    // Lanes 8j..8j+7 add up row r + j.
+    float *part = m.part + warp * GEMV_ROWS * 33;
+    for (int i = 0; i < GEMV_ROWS; i++) part[i * 33 + lane] = sum[i];
+    __syncwarp();
+    float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
+    y = lanes_sum<8>(y);
+    ss = lanes_sum<32>(ss);
+    if (S > 1) {
+        float *share = m.share + turn * GEMV_WARPS * WIDTH;
+        if (!e) share[warp * WIDTH + j] = y;
+        if (!lane) share[warp * WIDTH + GEMV_ROWS] = ss;
+        __syncthreads();
+        const float *of = share + warp / S * S * WIDTH;
+        y = ss = 0;
+        for (int i = 0; i < S; i++) {
+            y += of[i * WIDTH + j];
+            ss += of[i * WIDTH + GEMV_ROWS];
+        }
+    }
+    if (MODE != GEMV_ADD && a.norm) y *= 1 / sqrtf(ss / (float)a.cols + a.eps);
+
+    // Bias and result. With GEMV_SWIGLU row r + j is of gate where j is even, and its partner of
+    // up is eight lanes on.
+    GemvRow at = gemv_row<MODE>(a, min_int(r + j, a.rows - 1));
+    const GemvPart &p = a.part[at.part];
+    y *= p.scale;
+    if (p.bias) y += number(p.bias, p.bias_type, at.row);
+    float up = __shfl_xor_sync(ALL_LANES, y, 8);
+    if (e || warp % S || r + j >= a.rows) return;
+    if (MODE == GEMV_STORE || MODE == GEMV_HEADS) p.y[at.row] = y;
+    if (MODE == GEMV_ADD) p.y[at.row] += y;
+    if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
 }
 
 // y = W x for one token, with RMSNorm before and bias, residual or SwiGLU behind in the same launch
@@ -228,7 +291,9 @@ KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
 //     sum over i of W[r][i] (x[i] w[i] / rms) = (sum over i of W[r][i] (x[i] w[i])) / rms
 //
 // and rms is a sum over the x that go by.
-//   Block   16 / S neighbouring rows, S = Gemv.split
+//   Block   its share of the rows (gemv_span), 16 / S neighbouring ones at a time, S = Gemv.split. There are as many
+//           blocks as fit on the device, and loads do not stop between a row and the next: an H200 was 7 % slower
+//           with a block for every 16 / S rows
 //   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
 //   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
 //
@@ -241,74 +306,47 @@ KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
 //   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
 //           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way while it works on the 8 before. The
 //           first 8 are asked for before the kernel ahead has ended (dependency_wait): weights do not
-//           depend on it.
+//           depend on it. No more than these: what is asked for early is waited for by the last blocks of the kernel
+//           ahead, too, and 64 KB a block cost 5 % of a step
 //   Bound   memory: the bytes of W
 // Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
 // last row once more, and nobody stores it.
 template <int DT, int MODE> static __device__ void gemv_rows(const Gemv &a, const float *x, char *mem) {
-    const int S = a.split, CHUNK = gemv_chunk(DT);
+    const int S = a.split, WIDE = Stored<DT>::WIDE, CHUNK = gemv_chunk(DT), GROUP = gemv_group(a);
     GemvShared m;
     gemv_carve(&m, mem);
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int r0 = (blockIdx.x * (GEMV_WARPS / S) + warp / S) * GEMV_ROWS, wide = a.cols % Stored<DT>::WIDE == 0;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wide = a.cols % WIDE == 0, turn = 0;
+    GemvSpan span = gemv_span(a);
+    int own = warp / S * GEMV_ROWS, r = span.r0 + own, first = warp % S * CHUNK, c = first;
     const char *w[GEMV_ROWS];
-    float sum[GEMV_ROWS], ss = 0;
-    for (int j = 0; j < GEMV_ROWS; j++) {
-        GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
-        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * Stored<DT>::BYTES;
-        sum[j] = 0;
-    }
-
-    // Each lane's share of the products.
+    float sum[GEMV_ROWS] = {}, ss = 0;
     unsigned u[GEMV_AHEAD][GEMV_ROWS][4], next[GEMV_AHEAD][GEMV_ROWS][4];
-    int c = warp % S * CHUNK + lane * Stored<DT>::WIDE;
-    if (wide) gemv_load<DT>(u, w, c, a.cols);
+    gemv_find<DT, MODE>(w, a, r);
+    if (wide) gemv_load<DT>(u, w, c + lane * WIDE, a.cols);
     dependents_launch();
     dependency_wait();
-    if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
-    for (; wide && c < a.cols; c += S * CHUNK) {
-        gemv_load<DT>(next, w, c + S * CHUNK, a.cols);
-        gemv_dot<DT, MODE>(sum, &ss, u, a, x, c);
+    while (r < span.r1) {
+        int last = !wide || c + S * CHUNK >= a.cols, r_next = last ? r + GROUP : r, c_next = last ? first : c + S * CHUNK;
+        if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
+        if (last) gemv_find<DT, MODE>(w, a, r_next);
+        if (wide && r_next < span.r1) gemv_load<DT>(next, w, c_next + lane * WIDE, a.cols);
+        if (wide) gemv_dot<DT, MODE>(sum, &ss, u, a, x, c + lane * WIDE);
+        if (last) {
+            gemv_finish<MODE>(a, m, sum, ss, r, turn ^= 1);
+            for (int j = 0; j < GEMV_ROWS; j++) sum[j] = 0;
+            ss = 0;
+        }
+        r = r_next;
+        c = c_next;
         memcpy(u, next, sizeof u);
     }
-
-    // Lanes 8j..8j+7 add up row r0 + j.
-    float *part = m.part + warp * GEMV_ROWS * 33;
-    for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
-    __syncwarp();
-    int j = lane / 8, e = lane % 8;
-    float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
-    y = lanes_sum<8>(y);
-    ss = lanes_sum<32>(ss);
-    if (S > 1) {
-        if (!e) m.share[warp * (GEMV_ROWS + 1) + j] = y;
-        if (!lane) m.share[warp * (GEMV_ROWS + 1) + GEMV_ROWS] = ss;
-        __syncthreads();
-        const float *of = m.share + warp / S * S * (GEMV_ROWS + 1);
-        y = ss = 0;
-        for (int i = 0; i < S; i++) {
-            y += of[i * (GEMV_ROWS + 1) + j];
-            ss += of[i * (GEMV_ROWS + 1) + GEMV_ROWS];
-        }
-    }
-    if (MODE != GEMV_ADD && a.norm) y *= 1 / sqrtf(ss / (float)a.cols + a.eps);
-
-    // Bias and result. With GEMV_SWIGLU row r0 + j is of gate where j is even, and its partner of
-    // up is eight lanes on.
-    GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
-    const GemvPart &p = a.part[at.part];
-    y *= p.scale;
-    if (p.bias) y += number(p.bias, p.bias_type, at.row);
-    float up = __shfl_xor_sync(ALL_LANES, y, 8);
-    if (e || warp % S || r0 + j >= a.rows) return;
-    if (MODE == GEMV_STORE || MODE == GEMV_HEADS) p.y[at.row] = y;
-    if (MODE == GEMV_ADD) p.y[at.row] += y;
-    if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
 }
+
+enum { GEMV_BLOCKS = 4 };       // that fit on a multiprocessor
 
 // See gemv_rows.
 template <int DT, int MODE>
-static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
+static __global__ void __launch_bounds__(GEMV_WARPS * 32, GEMV_BLOCKS)
 gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
     KV_DYN_SHARED(char, mem);
     gemv_rows<DT, MODE>(a, x, mem);
@@ -316,7 +354,7 @@ gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
 
 // Blocks of a launch.
 static int gemv_blocks(const Gemv &a) {
-    return blocks(a.rows, GEMV_WARPS * GEMV_ROWS / a.split);
+    return min_int(GEMV_BLOCKS * kv_processors, blocks(a.rows, gemv_group(a)));
 }
 
 // Launches gemv_kernel for weights of dtype; x is on the device.
