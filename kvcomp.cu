@@ -3225,10 +3225,10 @@ static void works_run(const Attn &a, int n) {
     else                tensor_width<DT_BF16, 0>(a, n);
 }
 
-// How many pieces the lists of n_work works are cut into: with an item for each work there are as many blocks as the
-// device can take at once. One more would begin when another ends, and the device would wait for it.
-static int most_pieces(const Reader &by, int n_work) {
-    return max_int(kv_processors * by.blocks - n_work, 1);
+// How many pieces the lists of all works are cut into: with one more for each KV head there are as many blocks as the
+// device can take at once. A further one would begin when another ends, and the device would wait for it.
+static int most_pieces(const Session *s, const Reader &by) {
+    return max_int(kv_processors * by.blocks - s->c->G, 1);
 }
 
 // The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
@@ -3248,7 +3248,7 @@ static int plan_items(const Plan *p, int pieces) {
 // knows only the greatest possible length.
 static Attn plan_run(Session *s, Attn a, const Plan *p) {
     if (!p->n_work) return a;
-    int pieces = most_pieces(p->by, p->n_work);
+    int pieces = most_pieces(s, p->by);
     int prefill = p->by.kernel == BY_PREFILL, n_items = prefill ? 0 : plan_items(p, pieces);
     size_t works = (size_t)p->n_work * sizeof(Work), lists = (size_t)p->n_idx * sizeof(int);
     char *dev = room<char>(s, ROOM_PLAN, works + lists + (size_t)n_items * sizeof(Item));
@@ -3667,7 +3667,7 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n_idx) {
         }
         w->idx += *n_idx;
     }
-    int pieces = most_pieces(p.by, p.n_work);
+    int pieces = most_pieces(s, p.by);
     d->grid = max_int(d->grid, most_items(pairs, pieces, p.n_work));
     d->by = p.by;
     to->layer[l].n_work = p.n_work;

@@ -1356,7 +1356,7 @@ enum cudaDeviceAttr {
 
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr a, int) {
     EMU_CALL(cudaErrorUnknown);
-    *x = a == cudaDevAttrMultiProcessorCount ? (EMU_HARD ? 3 : 128) : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
+    *x = a == cudaDevAttrMultiProcessorCount ? (EMU_HARD ? 16 : 128) : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
     return cudaSuccess;
 }
 
