@@ -200,13 +200,16 @@ if [ -s "$WORK/lines" ]; then
 fi
 
 # ---- the profiler
-# ncu_run METHOD: prints what ncu counts in some launches of a step behind 8,192 rows.
+# ncu_run METHOD KERNELS SKIP: prints what ncu counts in some launches of the kernels of a pattern, behind the first
+# SKIP ones, in a prefill of 8,192 and a step behind 65,536 rows of a few layers. The clocks stay as they are.
 ncu_run() {
-    timeout 120 "$NCU" --launch-skip 400 --launch-count 24 --graph-profiling node --print-summary per-kernel \
-        --metrics "$METRICS" \
-        "$KVCOMP" --bench -d cuda --synthetic "$SHAPE" --method $1 --bench-prompts 64 --bench-depths 8192 -r 1
+    timeout 120 "$NCU" --clock-control none --graph-profiling node --print-summary per-kernel --metrics "$METRICS" \
+        -k "regex:$2" --launch-skip $3 --launch-count 30 \
+        "$KVCOMP" --bench -d cuda --synthetic "$LAYERS" --method $1 --bench-prompts 8192 --bench-depths 65536 \
+        -b 2048 -r 1 --pats-bmax 8
 }
 
+LAYERS=L4,H32,G8,D128,C4096,F14336,V32000
 METRICS=gpu__time_duration.avg,dram__bytes.sum,sm__inst_issued.avg.pct_of_peak_sustained_active
 if wants ncu; then
     title "single kernels, by ncu"
@@ -214,10 +217,13 @@ if wants ncu; then
     if [ -z "$NCU" ]; then
         say "ncu is not installed: left out"
     else
-        for method in full pats lychee quest; do
-            ncu_run $method >"$WORK/ncu" 2>&1 || say "ncu: $method: exit code $?"
-            say "-- $method behind 8,192 rows"
-            grep -E "^ +[a-z_]+kernel|gpu__time|dram__bytes|inst_issued|rror" "$WORK/ncu" | keep
+        step="^(qkv|decode|gemv|page_select|cluster_select|window|ring_lists|pick)"
+        for method in "full ^(prefill|rows|heads|finish|nvjet|sm) 8" "full $step 40" "pats $step 40" "q8 $step 40" \
+            "q4 $step 40" "lychee $step 40" "quest $step 40" "loopserve-d ^(window|ring_lists) 0"; do
+            set -- $method
+            ncu_run "$@" >"$WORK/ncu" 2>&1 || say "ncu: $1: exit code $?"
+            say "-- $1, kernels $2"
+            grep -E "^ +(void )?[a-z_0-9]+.*, CC |gpu__time|dram__bytes|inst_issued|rror" "$WORK/ncu" | keep
         done
     fi
 fi
