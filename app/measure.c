@@ -1388,7 +1388,7 @@ static int read_answer(EvalFile *x, const Json *obj, const char *task, Score *on
     if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
         return fault(err, "'kld' has not 'predicted' numbers");
     for (int i = 0; i < kld->n; i++) {
-        double d;
+        double d = 0;
         if (read_real(&kld->item[i], "kld", &d, err)) return -1;
         arrput(one->each, d);
     }

@@ -12,10 +12,10 @@
 # ---- the test programs
 # Each includes the parts whose static functions it tries, and is linked with the others. kvcomp.cu's kernels
 # are tested without a GPU: g++ compiles them against test/cuda_emu.h. Without g++ they are left out.
-TEST_FLAGS = -O2 -g -Wno-unused-function -DKVCOMP_NO_MAIN
+TEST_FLAGS = -Werror -O2 -g -Wno-unused-function -DKVCOMP_NO_MAIN
 SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
 $(eval $(call flavour,test,$(TEST_FLAGS) $(if $(CXX_OK),-DKVCOMP_CUDA)))
-$(eval $(call flavour,asan,-O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN -fsanitize=$(SANITIZE_C)))
+$(eval $(call flavour,asan,-Werror -O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN -fsanitize=$(SANITIZE_C)))
 
 # $(1): a program; $(2): its source; $(3): parts that it is linked with; $(4): and the emulated device
 define test_program
@@ -108,7 +108,7 @@ web-test: kvcomp
 
 # ---- sanitizers and strange files
 build/race/%.o: OPENMP =
-$(eval $(call flavour,race,-Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -DKVCOMP_NO_MAIN))
+$(eval $(call flavour,race,-Werror -Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -DKVCOMP_NO_MAIN))
 tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/kvcomp_race.o
 	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
 
@@ -151,7 +151,7 @@ SANITIZER = $(call toolkit,compute-sanitizer)
 CHECK_ARCHS = 80 90 100 120
 cuda-check: $(KERNEL_FILES)
 	@mkdir -p build
-	@$(NVCC) $(NVFLAGS) --threads 4 $(call machine_code,$(CHECK_ARCHS)) -Xptxas -v -c -o build/check.o \
+	@$(NVCC) $(NVFLAGS) -Werror all-warnings --threads 4 $(call machine_code,$(CHECK_ARCHS)) -Xptxas -v -c -o build/check.o \
 	  kvcomp.cu 2>build/check.txt || { cat build/check.txt; exit 1; }
 	@{ cat lib/cuda_kernels.h kvcomp.cu build/check.txt; $(if $(CUOBJDUMP),$(CUOBJDUMP) -sass build/check.o;) } \
 	  | c++filt | awk -v sass="$(CUOBJDUMP)" -f data/cuda_loops.awk
