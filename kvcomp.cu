@@ -2147,7 +2147,7 @@ prefill_kernel(Attn a) {
 //   Warp    16 N positions of the list at a time, a tile; the warps take turns in the item, and do not wait for
 //           each other. N = NT for plain rows, so that where queries fill two fragments a fragment of them and a
 //           softmax serve 32 keys; 1 for rows of fewer bits
-//   Lane    Copying (cp.async): a piece of 16 bytes of a row; 8 or 16 neighbouring lanes have all of it. Multiplying:
+//   Lane    Copying (cp.async): 16 bytes of a row, or twice; 8 or 16 neighbouring lanes have a row. Multiplying:
 //           (g,t), as in "what only PTX can say" of lib/cuda.h; two products for 16 keys
 //
 //             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
@@ -2179,10 +2179,10 @@ prefill_kernel(Attn a) {
 //           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 N D to
 //           64 N D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait
 //           for memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows (make cuda-check); over q4 instructions, of which 16 rows take 801,
+//   Bound   memory, for any number of query rows (make cuda-check); over q4 instructions, of which 16 rows take 810,
 //           as many as fit into .4 of the time that f16 rows take
-//   Gain    224 instructions for 16 x 8 cells over f16 rows are 1.8 a cell, where attend_kernel takes 16; over PATS's
-//           of 8 bits 3.3, q8_0 4.9, q4 6.3
+//   Gain    240 instructions for 16 x 8 cells over f16 rows are 1.9 a cell, where attend_kernel takes 16; over PATS's
+//           of 8 bits 3.4, q8_0 5.1, q4 6.3
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -2205,7 +2205,8 @@ template <int KIND, int D, int NT> struct DecodeShape {
         BLOCK = KIND == ROW_Q8 ? (int)Q8_BYTES : (int)Q4_BYTES,         // bytes of such a block
         BYTES = SCALED ? D / 32 * BLOCK : 2 * D,        // of a row that is not packed
         ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
-        LANES = BYTES + (ASKEW ? 15 : 0) > 128 ? 16 : 8,        // that copy a row together, 16 bytes each
+        LANES = D > 64 && !UNPACKS ? 16 : 8,    // that copy a row together, 16 bytes each at a time
+        TIMES = (BYTES + (ASKEW ? 15 : 0) + 16 * LANES - 1) / (16 * LANES),
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
         STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
         SLOT = KEYS * STORED,
@@ -2336,7 +2337,8 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
         int bytes = bits == RAW_BITS ? (int)Shape::BYTES : D / 8 * bits;
         if (Shape::ASKEW) bytes += __shfl_sync(ALL_LANES, x.off, row);
         const char *from = (bits == RAW_BITS ? raw : packed) + (size_t)__shfl_sync(ALL_LANES, x.piece, row) * 16;
-        if (tile && 16 * (lane % LANES) < bytes) copy16_async(to + i * (int)Shape::STORED, from);
+        KV_UNROLL() for (int at = 0; at < Shape::TIMES * LANES * 16; at += LANES * 16)
+            if (tile && at + 16 * (lane % LANES) < bytes) copy16_async(to + i * (int)Shape::STORED + at, from + at);
     }
     copy_commit();
     __syncwarp();                               // lanes have had more pieces or fewer; products want all of them

@@ -47,7 +47,7 @@ full:tg:0:share         | 76 | 90  | 3.49 of 3.9 to 4.6 ms, above
 full:tg:0:ms            | 3.9 | 4.6 | the same in time
 full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.9 ms
 full:tg:65536:ms        | 6.0 | 6.9 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
-                                      80 % of it; 225 instructions for 8 KB are .23 ms of issue
+                                      80 % of it; 240 instructions for 8 KB are .24 ms of issue
 full:rows:32768:rate    | 64 | 95  | a goal: one sequence, level with FlashAttention-3 and FlashInfer
 full:rows:65536:rate    | 75 | 95  | a goal
 q8:tg:65536:ms          | 5.0 | 6.5 | depth 0, 4,565 MB of rows: 1.06 ms at the copy rate, and unpacking
