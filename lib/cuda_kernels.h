@@ -292,7 +292,7 @@ static __device__ void gemv_finish(const Gemv &a, const GemvShared &m, const flo
 //
 // and rms is a sum over the x that go by.
 //   Block   its share of the rows (gemv_span), 16 / S neighbouring ones at a time, S = Gemv.split. There are as many
-//           blocks as fit on the device, and loads do not stop between a row and the next: an H200 was 7 % slower
+//           blocks as fit on the device, and loads do not stop between a row and the next: an H200 was 5 % slower
 //           with a block for every 16 / S rows
 //   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
 //   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
