@@ -1009,7 +1009,8 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
 
 // Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
 // then head_put or, if it stays, to `stays`. from (D): the vector, which another block may have left there, so it
-// is read past L1, four loads of a lane at once. bias: a number for each element, or NULL. x (D): shared memory of the warp.
+// is read past L1, four loads of a lane at once. bias: a number for each element, or NULL. x (D): shared memory of the
+// warp.
 static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
                                    const void *bias, int bias_type, size_t bias_at, float *stays, float *x) {
     int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
@@ -1059,6 +1060,7 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
                 a.bias_type[part], (size_t)at * a.D, stays, x[warp]);
 }
 
+// Launches heads_kernel for n tokens.
 static void heads_launch(const Heads &a, const Product &m, int n) {
     dim3 grid(n, blocks(a.H + 2 * a.G, HEADS_WARPS));
     KV_LAUNCH(heads_kernel, grid, HEADS_WARPS * 32, 0, a, m);
@@ -1442,8 +1444,8 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // whoever does it, so the result is the same in every run.
 
 // One query row, by a warp. part: the first of n items, stride floats apart. out (D) or NULL, stat (2): see Attn.
-// Items that other blocks have left are read past L1. Each read is a wait of .3 us, so JOIN_AHEAD items are asked for
-// before the first of them is added.
+// Items that other blocks have left are read past L1. Each read is a wait, so JOIN_AHEAD items are asked for before
+// the first of them is added.
 //   Lane    factor exp(t_c - t) and sum of one item of JOIN_AHEAD; of each 128 dimensions four
 enum { JOIN_AHEAD = 8 };
 
@@ -1462,7 +1464,8 @@ static __device__ void join_row(const float *part, size_t stride, int n, int D, 
             KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
                 KV_UNROLL() for (int i = 0; i < 2; i++) {
                     v[k][i] = { 0, 0 };
-                    if (out && c + k < n && d[i] < D) v[k][i] = __ldcg((const float2 *)(part + (c + k) * stride + 2 + d[i]));
+                    const float *from = part + (c + k) * stride + 2 + d[i];
+                    if (out && c + k < n && d[i] < D) v[k][i] = __ldcg((const float2 *)from);
                 }
             float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
             KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
@@ -1610,9 +1613,9 @@ static __device__ void mix_tile(float (&acc)[QW][MAX_D / 32], const AttendShared
         }
 }
 
-// QW: query rows of a warp, 1 or 8.
 enum { ATTEND_BLOCKS = 4 };     // that fit on a multiprocessor
 
+// QW: query rows of a warp, 1 or 8.
 template <int QW>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_kernel(const __grid_constant__ Attn a) {
     KV_DYN_SHARED(char, mem);
@@ -2206,7 +2209,7 @@ template <int KIND, int D, int NT> struct DecodeShape {
         BYTES = SCALED ? D / 32 * BLOCK : 2 * D,        // of a row that is not packed
         ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
         LANES = D > 64 && !UNPACKS ? 16 : 8,    // that copy a row together, 16 bytes each at a time
-        TIMES = (BYTES + (ASKEW ? 15 : 0) + 16 * LANES - 1) / (16 * LANES),
+        TIMES = (BYTES + (ASKEW ? 15 : 0) + 16 * LANES - 1) / (16 * LANES),     // that they do
         ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
         STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
         SLOT = KEYS * STORED,
@@ -2323,8 +2326,8 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
     return see;
 }
 
-// Asks for the K or V rows of the last tile, if there was one, 32 / LANES rows at a time. raw, packed: the lane's piece of
-// the first one of all rows; to: where its piece of the tile's first rows goes. The last piece may end up to 15 bytes
+// Asks for the K or V rows of the last tile, if there was one, 32 / LANES rows at a time. raw, packed: the lane's piece
+// of the first one of all rows; to: where its piece of the tile's first rows goes. The last piece may end up to 15 bytes
 // behind a row: memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group
 // of copies, empty if there was no tile.
 template <int KIND, int D, int NT>
@@ -2627,7 +2630,8 @@ decode_kernel(const __grid_constant__ Attn a, int BQ) {
     }
     // load_stream reads up to a word past a row's elements and shifts it out: where no row lies there are zeros.
     const int WARP = DecodeShape<KIND, D, NT>::WARP;
-    for (int i = lane; KIND == DECODE_PATS && i < WARP / 16; i += 32) ((uint4 *)(mem + warp * WARP))[i] = { 0, 0, 0, 0 };
+    for (int i = lane; KIND == DECODE_PATS && i < WARP / 16; i += 32)
+        ((uint4 *)(mem + warp * WARP))[i] = { 0, 0, 0, 0 };
     __syncwarp();
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
@@ -5819,9 +5823,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   - dropped rows: kv_keep and kv_keep_layer move up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
-//   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, rows_move_cuda
-//   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel
+//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
+//   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel, rows_move_cuda
+//   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
 //   Sec. 3.1 -> same_weights, project, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).

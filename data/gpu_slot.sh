@@ -31,10 +31,9 @@ BAD=0
 # behind none. rate: the per cent of the copy rate at which it reads what it reads more; time: per cent of that of full.
 #
 # The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth
-# 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 83 to 95 % of it: 3.67 to 4.20 ms. Of the 164
-# launches 161 begin early and cost .5 to 2 us each; 32 attentions over nothing cost a latency of 3 us beside;
-# the best of the logits and the two at the start 15 us. What an H200 took (NOTES, section 11) lies inside the
-# ranges in ms, near their upper ends; what leaves them on such a card has become slower.
+# 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164
+# launches 161 begin early and cost .5 us each; 32 attentions over nothing cost a latency of 3 us beside; the
+# best of the logits and the two at the start 15 us: .19 ms. Together 3.9 to 4.3 ms, 81 to 90 %.
 #
 # A line that begins with blanks goes on with the line before; sed joins them.
 predictions() {
@@ -43,29 +42,29 @@ predictions() {
         return
     fi
     sed -e ':join' -e '$!N' -e 's/\n  */ /' -e 'tjoin' -e 'P' -e 'D' <<'P'
-full:tg:0:share         | 76 | 90  | 3.49 of 3.9 to 4.6 ms, above
-full:tg:0:ms            | 3.9 | 4.6 | the same in time
-full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.9 ms
-full:tg:65536:ms        | 6.0 | 6.9 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
-                                      80 % of it; 240 instructions for 8 KB are .24 ms of issue
+full:tg:0:share         | 81 | 90  | 3.49 of 3.9 to 4.3 ms, above
+full:tg:0:ms            | 3.9 | 4.3 | the same in time
+full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.8 ms
+full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
+                                      80 % of it; 225 instructions for 8 KB are .23 ms of issue
 full:rows:32768:rate    | 64 | 95  | a goal: one sequence, level with FlashAttention-3 and FlashInfer
 full:rows:65536:rate    | 75 | 95  | a goal
-q8:tg:65536:ms          | 5.0 | 6.5 | depth 0, 4,565 MB of rows: 1.06 ms at the copy rate, and unpacking
+q8:tg:65536:ms          | 5.0 | 5.8 | depth 0, 4,565 MB of rows: 1.06 ms at the copy rate
 q8:rows:65536:time      | 45 | 99  | a goal: fewer bytes in less time than f16 rows
-q4:tg:65536:ms          | 4.7 | 6.5 | depth 0, 2,417 MB of rows: .56 ms at the copy rate, .80 by instructions
+q4:tg:65536:ms          | 4.7 | 5.5 | depth 0, 2,417 MB of rows: .56 ms at the copy rate, .80 by instructions
 q4:rows:65536:time      | 30 | 99  | a goal, as above
-pats:rows:65536:time    | 40 | 99  | a goal, as above; an H200 took 100
-lychee:tg:65536:ms      | 4.6 | 6.1 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 25
+pats:rows:65536:time    | 40 | 99  | a goal, as above
+lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15
                                       to 30 us; 199 launches
-quest:tg:65536:ms       | 4.6 | 6.1 | depth 0, 662 MB of rows (.2), 30 selections of 20 to 25 us that read
+quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read
                                       21 MB each; 199 launches
-loopserve-d:tg:65536:ms | 4.2 | 5.2 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all
-                                      rows twice: 8.6 GB and 0.5 TFLOP, 4 to 7 ms
-pats:tg:8192:ms         | 4.1 | 5.4 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4
+loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all
+                                      rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
+pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4
                                       here; 3.7 instructions of a lane an element are .06), some steps
                                       packed anew
-full:pp:8192:tera       | 390 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 200
-                                      to 400, 28 to 40 ms of rounding, scaling, adding
+full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250
+                                      to 400, 28 to 60 ms of rounding, scaling, adding
 P
 }
 

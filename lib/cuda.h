@@ -299,8 +299,8 @@ static __device__ int lowest_bit(unsigned m) {
 // Blocks that share a work count themselves in, and the last one to arrive does what needs the
 // results of all of them. It saves a launch, and it waits for nobody.
 
-// Counts the block in, or the `parts` of `all` that it has done -> 1, in every thread, for the last one, which from here
-// on sees what the others have written. *last: shared. All threads of a block.
+// Counts the block in, or the `parts` of `all` that it has done -> 1, in every thread, for the last one, which from
+// here on sees what the others have written. *last: shared. All threads of a block.
 static __device__ int arrives_last(int *counter, int all, int *last, int parts = 1) {
     __syncthreads();
     if (!threadIdx.x) {

@@ -292,8 +292,8 @@ static __device__ void gemv_finish(const Gemv &a, const GemvShared &m, const flo
 //
 // and rms is a sum over the x that go by.
 //   Block   its share of the rows (gemv_span), 16 / S neighbouring ones at a time, S = Gemv.split. There are as many
-//           blocks as fit on the device, and loads do not stop between a row and the next: an H200 was 5 % slower
-//           with a block for every 16 / S rows
+//           blocks as fit on the device, and loads do not stop between a row and the next, as they would with a block
+//           for every 16 / S rows
 //   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
 //   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
 //
@@ -306,8 +306,7 @@ static __device__ void gemv_finish(const Gemv &a, const GemvShared &m, const flo
 //   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
 //           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way while it works on the 8 before. The
 //           first 8 are asked for before the kernel ahead has ended (dependency_wait): weights do not
-//           depend on it. No more than these: what is asked for early is waited for by the last blocks of the kernel
-//           ahead, too, and 64 KB a block cost 5 % of a step
+//           depend on it. No more than these: the last blocks of the kernel ahead would wait for what is asked early
 //   Bound   memory: the bytes of W
 // Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
 // last row once more, and nobody stores it.
@@ -326,7 +325,8 @@ template <int DT, int MODE> static __device__ void gemv_rows(const Gemv &a, cons
     dependents_launch();
     dependency_wait();
     while (r < span.r1) {
-        int last = !wide || c + S * CHUNK >= a.cols, r_next = last ? r + GROUP : r, c_next = last ? first : c + S * CHUNK;
+        int last = !wide || c + S * CHUNK >= a.cols;
+        int r_next = last ? r + GROUP : r, c_next = last ? first : c + S * CHUNK;
         if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
         if (last) gemv_find<DT, MODE>(w, a, r_next);
         if (wide && r_next < span.r1) gemv_load<DT>(next, w, c_next + lane * WIDE, a.cols);
@@ -409,6 +409,8 @@ static __device__ void four_get(float v[4], const float *p, int n, int wide) {
         for (int j = 0; j < 4; j++) v[j] = j < n ? p[j] : 0;
     }
 }
+
+// The way back.
 static __device__ void four_put(float *p, const float v[4], int n, int wide) {
     if (wide) *(float4 *)p = make_float4(v[0], v[1], v[2], v[3]);
     for (int j = 0; j < 4 && !wide; j++)
