@@ -800,16 +800,9 @@ static void move_rows(Session *s, const Move *move, int n_moves) {
     }
 }
 
-// Keeps the rows keep (n), ascending, of KV head g. Its query heads read every row afterwards.
-void kv_keep(Session *s, int l, int g, const int *keep, int n) {
-    KVHead *h = kv_head(s, l, g);
-    Move m = move_of(h, keep, n);
-    if (n < h->len) move_rows(s, &m, 1);
-    view_group(s, l, g, NULL, 0, 0);
-}
-
-// The same in all heads of layer l: head g keeps n[g] rows, keep + g stride; stride 0: the n[0] rows of keep.
-void kv_keep_layer(Session *s, int l, const int *keep, size_t stride, const int *n) {
+// Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of
+// keep. Its query heads read every row afterwards.
+void kv_keep(Session *s, int l, const int *keep, size_t stride, const int *n) {
     size_t mark = scratch_mark(s);
     Move *move = scratch(s, s->c->G * sizeof *move);
     int n_moves = 0;
@@ -2069,7 +2062,7 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     int N = kv_longest(s, l), n = 0, *keep = scratch(s, (size_t)N * sizeof *keep);
     for (int r = 0; r < N; r++)
         if (r < sink || r >= N - (B - sink)) keep[n++] = r;
-    kv_keep_layer(s, l, keep, 0, &n);                   // one list for all heads
+    kv_keep(s, l, keep, 0, &n);                         // one list for all heads
     for (int g = 0; g < s->c->G && x->rerotate; g++)
         for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
 }
@@ -2138,7 +2131,7 @@ static void tova_commit(Session *s, void *ms, int l, const float *q, int T) {
         for (int r = 0; r < N; r++) a[r] += a[(size_t)h * N + r];
 
     int n = top_k(a, N, B, keep);
-    kv_keep_layer(s, l, keep, 0, &n);
+    kv_keep(s, l, keep, 0, &n);
 }
 
 const Method tova_method = {
@@ -2309,7 +2302,7 @@ static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T,
         int *to = keep + g * N;
         for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
     }
-    kv_keep_layer(s, l, keep, N, kept);
+    kv_keep(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2491,7 +2484,7 @@ static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
         if (KV_DEV(s)) mass_fetch_cuda(s, h);
         kept[g] = keep_best(keep + g * N, h->mass, candidates(h, recent), B - recent, h->len);
     }
-    kv_keep_layer(s, l, keep, N, kept);
+    kv_keep(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2748,7 +2741,7 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
         for (int i = 0; i < first; i++) to[i] = i;
         for (int i = first; i < kept[g]; i++) to[i] += n0;
     }
-    kv_keep_layer(s, l, keep, N, kept);
+    kv_keep(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -2801,7 +2794,7 @@ static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, 
         score(x, k, h->len, D);
         kept[g] = top_k(x, h->len, B, keep + g * N);
     }
-    kv_keep_layer(s, l, keep, N, kept);
+    kv_keep(s, l, keep, N, kept);
     scratch_reset(s, mark);
 }
 
@@ -6094,20 +6087,18 @@ static int sonic_seg(const Sonic *x, int i) {
 // ---- dropping what nobody sees any more
 
 // Drops the text rows of segments [0,drop) from layer l. Eq. 4 hides them from every later token,
-// so they are of no use.
+// so they are of no use. Every head holds the same rows.
 static void sonic_drop(Session *s, const Sonic *x, int l) {
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        size_t mark = scratch_mark(s);
-        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
-        for (int r = 0; r < h->len; r++) {
-            const Token *t = &s->tok[h->src[r]];
-            int hidden = t->kind != TOK_EXTRA && t->seg >= 0 && t->seg < x->drop;        // Eq. 4
-            if (!hidden) keep[n++] = r;
-        }
-        if (n < h->len) kv_keep(s, l, g, keep, n);
-        scratch_reset(s, mark);
+    const KVHead *h = kv_head(s, l, 0);
+    size_t mark = scratch_mark(s);
+    int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
+    for (int r = 0; r < h->len; r++) {
+        const Token *t = &s->tok[h->src[r]];
+        int hidden = t->kind != TOK_EXTRA && t->seg >= 0 && t->seg < x->drop;            // Eq. 4
+        if (!hidden) keep[n++] = r;
     }
+    kv_keep(s, l, keep, 0, &n);
+    scratch_reset(s, mark);
 }
 
 // Hook commit: drops rows behind the attention of every layer, so that a one-shot pass holds the

@@ -4067,7 +4067,7 @@ void device_close(Session *s) {
 
 // ==================================================================================================== 5 STREAMINGLLM
 // The device needs nothing of its own: streaming_commit of kvcomp.c says which rows stay, and
-// kv_keep_layer moves them (rows_move_cuda).
+// kv_keep moves them (rows_move_cuda).
 
 // ==================================================================================================== 6 BASELINES
 // On the device run: the selection of rows at the end of a prefill (SnapKV, AdaKV, PyramidKV and,
@@ -4076,7 +4076,7 @@ void device_close(Session *s) {
 //
 //   window_device (section 3) -> join_heads_kernel, pool_kernel -> top_k_kernel -> lists of rows
 //
-// Only those lists come to the host, which keeps the books and hands them to kv_keep_layer. Caps, shares
+// Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
 // of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
 // (mass_kernel, section 3), q8 a Format.
 //
@@ -5820,7 +5820,7 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //     another map, which sessions share. device_reset forgets Device.alt;
 //   - the embedding of a Nexus token is a sum that the host makes; embed_cuda uploads it into the
 //     token's place;
-//   - dropped rows: kv_keep and kv_keep_layer move up the rows that stay (rows_move_cuda).
+//   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel

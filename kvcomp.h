@@ -424,9 +424,9 @@ extern "C" {
 #endif
 
 // ------------------------------------------------------------------------ finding by name (sections 2, 4 and 15)
-const Method *method_find(const char *name, size_t n);         // the n bytes at name; NULL: there is none
-const char   *nearest_method(const char *typed, size_t n);     // the one that is meant; NULL: nothing is near
-const Format *format_find(const char *name);                   // NULL: there is none
+const Method *method_find(const char *name, size_t n);        // the n bytes at name; NULL: there is none
+const char   *nearest_method(const char *typed, size_t n);    // the one that is meant; NULL: nothing is near
+const Format *format_find(const char *name);                  // NULL: there is none
 int           batch_rows(const Options *o, const char *device); // rows of a prefill block: -b, or what suits it
 void          ids_must_have_rows(const Config *c, const int *ids, int n);       // exit 3
 
@@ -446,21 +446,13 @@ void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, in
 void   kv_reserve (Session *s, int l, int n);
 void   kv_note    (Session *s, int l, int t0, int n);
 
-// keep (n) ascending; the rest is given back; views reset
-void kv_keep(Session *s, int l, int g, const int *keep, int n);
+// Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of
+// keep. The rest is given back; views reset.
+void kv_keep(Session *s, int l, const int *keep, size_t stride, const int *n);
 
-// The same in all heads at once, which costs a device a launch instead of one a head. Head g keeps n[g] rows,
-// keep + g stride; stride 0: every head the n[0] rows of keep.
-void kv_keep_layer(Session *s, int l, const int *keep, size_t stride, const int *n);
-
-// drop rows that no view of their group reads; renumber views
-void kv_compact(Session *s, int l);
-
-// forget tokens from n_tok on, and their rows; views reset
-void kv_truncate(Session *s, int n_tok);
-
-// rotate one key to another position
-void kv_repos(Session *s, int l, int g, int row, int pos);
+void kv_compact(Session *s, int l);            // drop rows that no view of their group reads; renumber views
+void kv_truncate(Session *s, int n_tok);       // forget tokens from n_tok on, and their rows; views reset
+void kv_repos(Session *s, int l, int g, int row, int pos);    // rotate one key to another position
 
 // buf (n,D): the listed rows, or rows r0..r0+n-1 when rows is NULL.
 void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
@@ -469,26 +461,16 @@ void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, i
 // rows t0.. (n,H,D) of a hook's q, where C can read them
 const float *on_host(Session *s, const float *q, int t0, int n);
 
-// rows of the longest head of layer l
-int kv_longest(const Session *s, int l);
-
-// what the allocator holds for rows
-size_t kv_bytes(const Session *s);
+int kv_longest(const Session *s, int l);    // rows of the longest head of layer l
+size_t kv_bytes(const Session *s);          // what the allocator holds for rows
 
 // the format full attention is compared in: the session's, but f16 where that one compresses
 const Format *full_format(const Session *s, int v);
 
-// what full attention would hold for the same tokens
-size_t kv_bytes_full(const Session *s);
-
-// views, and the parts' indexes
-size_t kv_meta_bytes(const Session *s);
-
-// 0: hooks skip this layer, which has a window (D6)
-int layer_acts(const Session *s, int l);
-
-// are there positions for n + extra tokens?
-int pos_fits(const Session *s, int n, int extra);
+size_t kv_bytes_full(const Session *s);              // what full attention would hold for the same tokens
+size_t kv_meta_bytes(const Session *s);              // views, and the parts' indexes
+int layer_acts(const Session *s, int l);             // 0: hooks skip this layer, which has a window (D6)
+int pos_fits(const Session *s, int n, int extra);    // are there positions for n + extra tokens?
 
 // the budget at a prefill's end, which the decode steps behind it have too
 int budget_now(const Session *s);
@@ -503,20 +485,14 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 // the same for all query heads of KV head g
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
-// room for a list of n rows
-void view_room(Session *s, int l, int h, int n);
-
-// room for the copy of a list of n rows
-void view_near_room(Session *s, int l, int h, int n);
+void view_room(Session *s, int l, int h, int n);         // room for a list of n rows
+void view_near_room(Session *s, int l, int h, int n);    // room for the copy of a list of n rows
 
 // copies the listed rows side by side, for the steps that read the same list
 void view_near(Session *s, int l, int h);
 
-// every view: every row
-void view_all(Session *s);
-
-// rows (N): the view spelled out -> count
-int view_rows(const Session *s, int l, int h, int *rows);
+void view_all(Session *s);                                   // every view: every row
+int view_rows(const Session *s, int l, int h, int *rows);    // rows (N): the view spelled out -> count
 
 // ------------------------------------------------------------------------ attention (section 3)
 // One softmax over exactly these n rows: q and out (D); prob (n), or NULL.
@@ -534,18 +510,15 @@ void window_scores(Session *s, int l, const float *q, int T, int W, float *score
 // session_try: NULL, and the reason in err, where the options and the method do not fit; session_open: exit 2
 Session *session_try (const Config *c, const Weights *w, const Options *o, const char *method, char err[512]);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
-
 void     session_close(Session *s);
 
 // Adds an observer as the last part: a Method that looks and decides nothing -> its state, zeroed. NULL
 // when MAX_OBSERVERS look already. unobserve takes it away; session_close does, too.
 void *observe(Session *s, const Method *m);
 void  unobserve(Session *s, const Method *m);
+void watch(Session *s, int moment, int l, const float *x);    // calls the hook watch of every observer
 
-// Calls the hook watch of every observer.
-void watch(Session *s, int moment, int l, const float *x);
-
-void     session_reset(Session *s);                                         // forget every token; exit 2
+void     session_reset(Session *s);                           // forget every token; exit 2
 
 // 0, or -1 with the reason in s->err, and then nothing is forgotten
 int      session_try_reset(Session *s);
@@ -553,31 +526,25 @@ int      session_try_reset(Session *s);
 // adds T tokens to the session; one with pos < 0 gets the next position
 void add_tokens(Session *s, const Token *in, int T);
 
-// one turn -> logits (V) of its last id
-const float *prefill(Session *s, const int *ids, int n);
-
-const float *decode (Session *s, int id);           // one token -> logits (V), unless Session.picked has the best
-
-// does a part drop rows?
-int session_evicts(const Session *s);
+const float *prefill(Session *s, const int *ids, int n);    // one turn -> logits (V) of its last id
+const float *decode (Session *s, int id);      // one token -> logits (V), unless Session.picked has the best
+int session_evicts(const Session *s);    // does a part drop rows?
 
 // -c allows no more rows: compresses at once, as at a prefill's end -> rows fewer in the longest head; 0: none
 int session_compress(Session *s);
 
-// one pass over tokens already rewritten by enter
-float *forward(Session *s, const Token *t, int T);
-
-void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
+float *forward(Session *s, const Token *t, int T);    // one pass over tokens already rewritten by enter
+void   pass_poll(Session *s);                         // gives the pass up if it is not wanted any more
 
 // What a pass of either half is made of
-Part  *part_with_attend(Session *s);    // whose hook replaces the attention of a prefill, or NULL
+Part  *part_with_attend(Session *s);               // whose hook replaces the attention of a prefill, or NULL
 int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
-void   pass_angles(const Session *s, float *cs, int T);     // cs (T,D): of the tokens' positions, on the host
-double timed(double *sum, double t0);   // adds the seconds since t0 -> the time now
-void   note_peak(Session *s);           // keeps the most bytes of rows ever held
+void   pass_angles(const Session *s, float *cs, int T);    // cs (T,D): of the tokens' positions, on the host
+double timed(double *sum, double t0);              // adds the seconds since t0 -> the time now
+void   note_peak(Session *s);                      // keeps the most bytes of rows ever held
 
 enum { PLAN_LINES = 32 };
-static const size_t DEVICE_OWN = (size_t)256 << 20;      // cuBLAS, the graph of a step, gaps between rows
+static const size_t DEVICE_OWN = (size_t)256 << 20;    // cuBLAS, the graph of a step, gaps between rows
 typedef struct {                // one allocation of a memory plan, or a few that belong together
     const char *what;
     size_t bytes;
@@ -595,7 +562,7 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
     int n_line;
 } MemoryPlan;
 MemoryPlan memory_plan(const Session *s);
-size_t     plan_line(MemoryPlan *p, const char *what, size_t bytes, int host);   // one line more, unless of 0 bytes
+size_t     plan_line(MemoryPlan *p, const char *what, size_t bytes, int host);  // one line more, unless of 0 bytes
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s);
@@ -606,7 +573,7 @@ int span_room(const Session *s, int T);
 // ------------------------------------------------------------------------ scores of heads (section 13)
 // The kinds of scores: those of DiliLazyKV, then those of HeadKV.
 enum { SCORE_INF, SCORE_DILI, SCORE_LAZY, SCORE_R, SCORE_R2, SCORES };
-extern const char *score_names[SCORES][2];     // ours, and the authors' (NULL: none)
+extern const char *score_names[SCORES][2];    // ours, and the authors' (NULL: none)
 
 // ------------------------------------------------------------------------ traces (section 14)
 // What a pass computes, written down as tensors whose names say what they are, by an observer. A method
@@ -647,40 +614,31 @@ void trace_session(Session *s, struct Trace *x);
 #endif
 
 // ---- the device and a session on it
-int    device_there(void);                                                  // does a GPU answer?
+int    device_there(void);    // does a GPU answer?
 
 // 0: it answers and holds all of memory_plan; else the exit code, and why
 int device_bars(const Session *s, char why[512]);
 
-// sets s->dev; 0, or -1 with s->err set; exit 4
-int device_open(Session *s);
-
+int device_open(Session *s);    // sets s->dev; 0, or -1 with s->err set; exit 4
 void   device_reset(Session *s);
-
-// after every row has been given back
-void device_close(Session *s);
-
-float *pass_cuda(Session *s, int T);                                        // forward() of section 1
-
-// s->tok to the device, for hooks without a pass
-void tokens_give_cuda(Session *s);
+void device_close(Session *s);          // after every row has been given back
+float *pass_cuda(Session *s, int T);    // forward() of section 1
+void tokens_give_cuda(Session *s);    // s->tok to the device, for hooks without a pass
 
 // ---- memory: floats and bytes here and there
 // x (n) in device memory; give it back with device_drop
 float *device_floats(const float *x, size_t n);
 
 void   device_drop(float *x);
-void   host_copy_cuda(float *to, const float *from, size_t n);              // n floats to the host
-void   bytes_load_cuda(void *to, const void *from, size_t n);               // n bytes to the host
+void   host_copy_cuda(float *to, const float *from, size_t n);    // n floats to the host
+void   bytes_load_cuda(void *to, const void *from, size_t n);     // n bytes to the host
 
 // a method's memory on the device: keeps what is there
 char *near_grow_cuda(char *old, size_t have, size_t want);
 
-char  *near_zero_cuda(size_t n);                                            // n zero bytes of it
+char  *near_zero_cuda(size_t n);    // n zero bytes of it
 void   near_free_cuda(char *p);
-
-// bytes a second that a copy on the device reads and writes
-double device_copy_rate(void);
+double device_copy_rate(void);    // bytes a second that a copy on the device reads and writes
 
 // ---- rows
 // room for cap raw rows; h->packed is the new number already
@@ -689,8 +647,7 @@ void rows_resize_cuda(Session *s, KVHead *h, int cap);
 // k and v on the device; h->len is still the old one
 void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);
 
-// all of them; leaves k, v, pk and pv NULL
-void rows_free_cuda(Session *s, KVHead *h);
+void rows_free_cuda(Session *s, KVHead *h);    // all of them; leaves k, v, pk and pv NULL
 
 // raw rows, src and mass of n_moves heads, to memory of the size that head_reserve asks for next
 void rows_move_cuda(Session *s, const Move *move, int n_moves);
@@ -708,13 +665,8 @@ void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, siz
 void   attn_prefill_cuda (Session *s, int l, float *out, const float *q, int t0, int n);
 void   attn_decode_cuda  (Session *s, int l, float *out, const float *q);
 void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
-
-// h->mass, to which attention adds on the device
-void mass_fetch_cuda(Session *s, KVHead *h);
-
-// views that the device chose and kept, to the host
-void views_fetch_cuda(Session *s);
-
+void mass_fetch_cuda(Session *s, KVHead *h);    // h->mass, to which attention adds on the device
+void views_fetch_cuda(Session *s);              // views that the device chose and kept, to the host
 void   views_drop_cuda   (Session *s);
 
 // ---- baselines (section 6). Everything a function returns lies on the device
@@ -769,11 +721,8 @@ void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule
 // ring (L,obs,H,D) is where decode steps put their queries from now on
 void ring_keep_cuda(Session *s, float *ring, int obs);
 
-// slot, q (n)
-void ring_put_cuda(float *slot, const float *q, size_t n);
-
-// -> (H,N)
-float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);
+void ring_put_cuda(float *slot, const float *q, size_t n);                                   // slot, q (n)
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);    // -> (H,N)
 
 // score (G,N) on the device, n (G) here
 void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget);

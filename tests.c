@@ -1528,7 +1528,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
             } else {
                 for (int r = 0, share = 1 + rnd_int(9); r < N; r++)
                     if (rnd_int(10) < share) keep[kept++] = r;
-                kv_keep(s, 0, g, keep, kept);
+                keep_head(s, 0, g, keep, kept);
             }
             CHECK(h->len == kept, "len %d, kept %d", h->len, kept);
             for (int r = 0; r < kept; r++) {

@@ -463,8 +463,8 @@ static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
         n++;
     }
     for (int r = from; r < len; r += step) keep[n++] = r;
-    kv_keep(p->c, l, g, keep, n);
-    kv_keep(p->d, l, g, keep, n);
+    keep_head(p->c, l, g, keep, n);
+    keep_head(p->d, l, g, keep, n);
     free(keep);
 }
 

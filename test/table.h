@@ -50,6 +50,19 @@ static Tiny table_model_of(int L, int H, int G, int D, unsigned windows) {
 
 static Tiny table_model(int L, int H, int G, unsigned windows) { return table_model_of(L, H, G, 16, windows); }
 
+// KV head g of layer l keeps the rows keep (n); the others keep what they have.
+static void keep_head(Session *s, int l, int g, const int *keep, int n) {
+    int G = s->c->G, N = kv_longest(s, l) + 1;
+    int *all = xmalloc((size_t)G * N * sizeof *all), *count = xmalloc(G * sizeof *count);
+    for (int i = 0; i < G; i++) {
+        count[i] = i == g ? n : kv_head(s, l, i)->len;
+        for (int r = 0; r < count[i]; r++) all[i * N + r] = i == g ? keep[r] : r;
+    }
+    kv_keep(s, l, all, N, count);
+    free(all);
+    free(count);
+}
+
 // Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in err.
 static int table_set(Options *o, const char *word, char err[512]) {
     char name[80];
