@@ -1780,8 +1780,8 @@ const Method *method_find(const char *name, size_t n) {
     return NULL;
 }
 
-// Adds a part with this method. 0, or -1 with the reason in s->err: two parts that decide the same
-// thing cannot be combined.
+// Adds a part with this method, in the order of the timeline: prefill, select, store. 0, or -1 with the
+// reason in s->err: two parts that decide the same thing cannot be combined.
 static int part_add(Session *s, const Method *m, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
@@ -1793,18 +1793,10 @@ static int part_add(Session *s, const Method *m, const char *spec) {
             if (p->m->role & m->role & 1 << bit)
                 return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
                               p->m->name, m->name, decides[bit]);
-    s->part[s->n_part++].m = m;
+    int at = s->n_part++;
+    for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
+    s->part[at].m = m;
     return 0;
-}
-
-// Puts the parts into the order of the timeline, prefill, select, store, by insertion sort.
-static void parts_sort(Session *s) {
-    for (int i = 1; i < s->n_part; i++)
-        for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) {
-            Part x = s->part[j];
-            s->part[j] = s->part[j - 1];
-            s->part[j - 1] = x;
-        }
 }
 
 // Refuses the n bytes at name, which no method is called. Returns -1.
@@ -1823,7 +1815,6 @@ static int parts_parse(Session *s, const char *spec) {
         if (part_add(s, m, spec)) return -1;
         name = name[n] ? name + n + 1 : NULL;
     }
-    parts_sort(s);
     return 0;
 }
 
@@ -2592,11 +2583,6 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
     else moments_add(s, sum, outer, q, t0, n, x->sink);
 }
 
-// Always 1: neither project nor commit does anything in a decode step.
-static int expected_steady(const Session *s, const void *ms) {
-    return 1;
-}
-
 // Rbar, as cs (D): for the D/2 frequencies the means of cos over the next FUTURE positions, then
 // those of sin.
 static void expected_rope(const Session *s, double *cs) {
@@ -2765,7 +2751,6 @@ const Method expected_attention_method = {
     .open    = expected_open,
     .close   = expected_close,
     .project = expected_project,
-    .steady  = expected_steady,
     .commit  = expected_commit,
     .bytes   = expected_bytes,
 };
@@ -4641,30 +4626,16 @@ static const Pats *pats_of(const Session *s) {
     return NULL;
 }
 
-// pats_load_region where p is in device memory: the packed bytes are copied to the host, some rows at
-// a time.
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
-                             uint16_t *buf) {
-    unsigned char raw[1 << 14];
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
-    for (int r = 0; r < n; r += step) {
-        int m = min_int(step, n - r);
-        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
-        pats_load_region(x->rows64, g, raw, m, D, buf + (size_t)r * D);
-    }
-}
-
 // Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
     const Region *g = region_of(h->reg, r0);
     int D = s->c->D;
     while (n > 0) {
-        const unsigned char *p = pats_row(v ? h->pv : h->pk, g, r0, pats_row_bytes(x->rows64, D, g->w));
+        size_t bytes = pats_row_bytes(x->rows64, D, g->w);
         int m = min_int(n, g->row0 + g->n - r0);
-        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
-        else pats_load_region(x->rows64, g, p, m, D, buf);
+        const void *p = near_here((Session *)s, pats_row(v ? h->pv : h->pk, g, r0, bytes), m * bytes + PATS_GUARD);
+        pats_load_region(x->rows64, g, p, m, D, buf);
         buf += (size_t)m * D;
         r0 += m;
         n -= m;

@@ -3618,7 +3618,7 @@ static int step_free(const Session *s) {
     if (!commits_late(s)) return 0;
     for (int i = 0; i < s->n_part + s->n_observer; i++) {
         const Part *p = &s->part[i];
-        if (!(p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select)) return 0;
+        if (!(p->m->steady ? p->m->steady(s, p->ms) : !p->m->select)) return 0;
     }
     return 1;
 }

@@ -164,7 +164,7 @@ typedef struct Method {
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
     // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
     // it launched in the last step and commit will move no rows, so that the step can be replayed as it
-    // was recorded, else UNSTEADY. NULL: STEADY without project and select, else UNSTEADY.
+    // was recorded, else UNSTEADY. NULL: STEADY without select, else UNSTEADY.
     int  (*steady) (const Session *s, const void *ms);
 
     size_t (*bytes) (const Session *s, const void *ms);             // metadata the part holds
