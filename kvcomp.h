@@ -30,8 +30,7 @@ enum {                          // Token.kind
 typedef struct {                // one token of the dialogue. A session keeps every token; rows point back here
     int id;                     // vocabulary id; negative: -1-i is the method's own token i
     int pos;                    // RoPE position
-    // the turn, from 0; under VIS_SEGMENT: message number, -1 for the system message
-    int seg;
+    int seg;                    // the turn, from 0; under VIS_SEGMENT the message, -1: the system message
     int kind;                   // TOK_*
 } Token;
 
@@ -49,15 +48,12 @@ typedef struct KVHead {         // the rows one KV head of one layer holds, olde
     int    cap;                 // rows the raw part has room for
     int    room;                // rows src, pos and mass have room for: packed ones and cap
     int   *src;                 // (len) the row's token: index into Session.tok, ascending
-    // (len) RoPE position its key is rotated to; == tok[src].pos unless a method moved it
-    int *pos;
+    int *pos;                   // (len) RoPE position of its key; tok[src].pos unless a method moved it
     // (len) attention received, summed over the R query heads; NULL unless a part wants KV_MASS. In a
     // device session it lies on the device: mass_fetch_cuda brings it
     float *mass;
-    // raw rows [packed,len): row r at (r - packed) * row_bytes of the format
-    char *k, *v;
-    // rows [0,packed) live in pk and pv as regions (PATS); 0 for every other format
-    int packed;
+    char *k, *v;                // raw rows [packed,len): row r at (r - packed) * row_bytes of the format
+    int packed;                 // rows [0,packed) are regions of pk and pv (PATS); else 0
     char  *pk, *pv;             // dense bit-packed rows
     Region *reg;                // (n_reg) ascending by row0, covering [0,packed)
     int    n_reg;
@@ -129,8 +125,7 @@ typedef struct Method {
     const char *keeps;          // one line: what is stored, what is read
     const char *limits;         // what it cannot be combined with, what it needs
     int         budget;         // --budget when the user gives none; 0: the method has no budget
-    // the other shared options it reads, with their defaults: "--sink 4, ..."
-    const char *uses;
+    const char *uses;           // other options it reads, with their defaults: "--sink 4, ..."
     const Opt  *opts;           // its own options, ended by name NULL; NULL: none
     int role, wants, rule;      // ROLE_* bits, KV_* bits, VIS_*
     int evicts;                 // 1: rows are really dropped; 0: it saves reads only, or bytes a row
@@ -258,8 +253,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int base;                   // index of this pass's first token
     int n_sys;                  // leading ids of the next prefill that are the system message ...
     int n_foot;                 // ... that end the previous reply ...
-    // ... and trailing ids that open the next reply. Set by a chat; prefill clears them
-    int n_head;
+    int n_head;                 // ... and trailing ids that open the next reply (a chat sets, prefill clears them)
     int pos_next;               // RoPE position of the next token
     int pos_end;                // a method whose positions end: there; 0: nowhere
     int pos_extra;              // positions that a turn takes beside its tokens', at most
@@ -268,31 +262,27 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int step;                   // decode passes since the last prefill, this one not counted
 
     int budget;                 // B, rows a KV head; of dililazy and headkv a query head, on average
-    // --ratio: budget = N - floor(N*ratio + 1e-6) at each prefill's end; < 0: off
-    double ratio;
+    double ratio;               // --ratio: budget = N - floor(N ratio + 1e-6) at a prefill's end; < 0: off
     int applied;                // the budget that held at the end of the last prefill
 
     KVHead *head;               // (L,G), see kv_head()
     View   *view;               // (L,H), see kv_view()
     const Packing *packing;     // storage of rows [0,packed); NULL: no part packs
     const Layer *alt;           // (L) weights for tokens of kind TOK_EXTRA; NULL: the model's own
-    // chat template that a method's own weights were trained with; NULL: none, or not said
-    const char *made_for;
+    const char *made_for;       // chat template that a method's weights were trained with; NULL: not said
 
     int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
-    // > 0: of a decode step on a device only so many of the largest logits come to the host
-    int picks;
+    int picks;                  // so many of the largest logits of a decode step come from a device; 0: all
     const BestLogits *picked;   // those of the last pass; NULL: logits has them all
     Clock clk;
     struct Device *dev;         // what kvcomp.cu holds for the session; NULL on the CPU
     // grows when a view is set, or the memory of rows or of what select reads moves: whatever was
     // told to the GPU is old then
     unsigned changes;
-    // where a pass goes that is not wanted any more (pass_poll); NULL: every pass runs to its end
-    jmp_buf *stop;
+    jmp_buf *stop;              // where a pass goes that is not wanted any more; NULL: it runs to its end
     int (*unwanted)(void);      // 1: the pass is not wanted any more; NULL: nobody says so
     struct Trace *trace;        // where passes are written down (--trace); NULL: nowhere
     Token *coming;              // the tokens of the prefill that runs, owned; NULL: none runs
@@ -349,12 +339,10 @@ enum { PATS_GUARD = 16 };                       // bytes that can be read behind
 
 // ------------------------------------------------------------------------ LoopServe's lines (sections 7 and 9)
 typedef struct {                // what one query head reads in one prefill
-    // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
-    int n, p0;
+    int n, p0;                  // rows its KV head holds; the first row, and query, of this pass
     int dense;                  // 1: every cell is read, v and s do not matter
     uint64_t *v;                // (n bits) vertical lines: columns
-    // (n bits) slashes: offsets row - column. Must hold offset 0, so that every row sees itself
-    uint64_t *s;
+    uint64_t *s;                // (n bits) slashes, row - column; among them 0: every row sees itself
 } Lines;
 
 typedef struct {                // how LoopServe chooses them
