@@ -2,9 +2,8 @@
 #define _GNU_SOURCE
 #include "checkpoint.h"
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
-#include <fnmatch.h>
+#include <glob.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -27,39 +26,23 @@
 // ---- safetensors
 enum { SAFE_HEADER = 100 << 20 };   // most bytes of a header
 
-// The dtypes of the format and the bits of an element. Quantized checkpoints keep their weights in
-// numbers of a byte or less.
+// The dtypes that weights are read from.
 static const struct { const char *name; int bits, dtype; } safe_types[] = {
-    { "F32", 32, DT_F32 },   { "F16", 16, DT_F16 },   { "BF16", 16, DT_BF16 },
-    { "F64", 64, DT_OTHER }, { "C64", 64, DT_OTHER }, { "I64", 64, DT_OTHER },
-    { "U64", 64, DT_OTHER }, { "I32", 32, DT_OTHER }, { "U32", 32, DT_OTHER },
-    { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "BOOL", 8, DT_OTHER },
-    { "I8", 8, DT_QUANTIZED },          { "U8", 8, DT_QUANTIZED },
-    { "F8_E4M3", 8, DT_QUANTIZED },     { "F8_E5M2", 8, DT_QUANTIZED },
-    { "F8_E8M0", 8, DT_QUANTIZED },     { "F8_E4M3FNUZ", 8, DT_QUANTIZED },
-    { "F8_E5M2FNUZ", 8, DT_QUANTIZED }, { "F4", 4, DT_QUANTIZED },
-    { "F6_E2M3", 6, DT_QUANTIZED },     { "F6_E3M2", 6, DT_QUANTIZED },
-    { NULL, 0, 0 },
+    { "F32", 32, DT_F32 }, { "F16", 16, DT_F16 }, { "BF16", 16, DT_BF16 }, { NULL, 0, DT_OTHER },
 };
 
 // SIGBUS. Reading a page of a mapping that its file has no more, or that its disk cannot give, raises it in
 // the thread that reads: a download that starts again, or an editor, can do that to a running chat. There is
 // nothing to go on with, so the program ends, with its line and the terminal's own settings. The first thread
-// speaks, the others wait for the end. A SIGBUS that somebody sent ends the program as it would without this.
-static void on_lost_page(int sig, siginfo_t *info, void *context) {
+// speaks, the others wait for the end.
+static void on_lost_page(int sig) {
     static const char line[] = "kvcomp: the model's files cannot be read any more: one has become shorter while it "
                                "was in use, or its disk fails\n";
     static int told;
-    (void)context;
-    if (info->si_code <= 0) {                   // SI_USER and the like
-        signal(sig, SIG_DFL);
-        raise(sig);
-        return;
-    }
+    (void)sig;
     while (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) pause();
     if (before_leaving) before_leaving(1);
-    ssize_t written = write(2, line, sizeof line - 1);
-    (void)written;
+    (void)!write(2, line, sizeof line - 1);
     _exit(EXIT_MODEL);
 }
 
@@ -99,9 +82,7 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
 
     int k = 0;
     while (safe_types[k].name && strcmp(safe_types[k].name, type->str)) k++;
-    if (!safe_types[k].name)
-        return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
-    *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype };
+    *t = (SafeTensor){ .name = name, .type = type->str, .dtype = safe_types[k].dtype };
 
     // The dimensions
     uint64_t bits = (uint64_t)safe_types[k].bits;
@@ -117,26 +98,16 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
             return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
     }
 
-    // The place of the data must lie in the file and have the size that the shape needs.
+    // The place of the data must lie in the file and have the size that the shape needs, where a dtype is read.
     int64_t begin = place->item[0].i, end = place->item[1].i;
     if (begin < 0 || end < begin || (uint64_t)end > size)
         return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data "
                      "(is the file truncated?)", name, (long long)begin, (long long)end, size);
-    if (bits % 8 || (uint64_t)(end - begin) != bits / 8)
+    if (t->dtype != DT_OTHER && (uint64_t)(end - begin) != bits / 8)
         return fault(err, "tensor %.200s: its shape needs %llu bytes, its data_offsets span %lld", name,
-                     (unsigned long long)(bits + 7) / 8, (long long)(end - begin));
+                     (unsigned long long)bits / 8, (long long)(end - begin));
     t->data = data + begin;
     t->bytes = (size_t)(end - begin);
-    return 0;
-}
-
-// Are all values of __metadata__ strings? Returns 0, or -1 with err set.
-static int safe_metadata(const Json *v, char err[512]) {
-    if (v->type != JSON_OBJECT) return fault(err, "__metadata__ is no JSON object");
-    for (int i = 0; i < v->n; i++) {
-        if (v->item[i].type != JSON_STRING)
-            return fault(err, "__metadata__: %.200s is no string", v->key[i]);
-    }
     return 0;
 }
 
@@ -170,10 +141,7 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {
     for (int i = 0; i < f->header->n; i++) {
         const char *name = f->header->key[i];
         const Json *v = &f->header->item[i];
-        int bad;
-        if (!strcmp(name, "__metadata__")) bad = safe_metadata(v, err);
-        else bad = safe_entry(&f->tensor[f->n++], name, v, data, size, err);
-        if (bad) return -1;
+        if (strcmp(name, "__metadata__") && safe_entry(&f->tensor[f->n++], name, v, data, size, err)) return -1;
     }
 
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_place);
@@ -188,7 +156,6 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {
 
 // Maps the file f->path and reads its header. Returns 0, or -1 with err set.
 static int safe_read(SafeFile *f, char err[512]) {
-    struct sigaction lost = { .sa_sigaction = on_lost_page, .sa_flags = SA_SIGINFO };
     struct stat st;
     char reason[256];
     int fd = open_input(f->path, &st, reason);
@@ -207,7 +174,7 @@ static int safe_read(SafeFile *f, char err[512]) {
         die(EXIT_MEMORY, "out of memory: %s, %zu bytes, could not be mapped", f->path, f->size);
     if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
     f->map = p;
-    sigaction(SIGBUS, &lost, NULL);
+    signal(SIGBUS, on_lost_page);
 
     uint64_t len = 0;           // little endian in the file
     for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
@@ -242,7 +209,7 @@ SafeTensor *safetensors_find(SafeFile *f, const char *name) {
 // A string of __metadata__, or NULL when there is none under that key.
 const char *safetensors_meta(const SafeFile *f, const char *key) {
     const Json *v = json_get(json_get(f->header, "__metadata__"), key);
-    return v ? v->str : NULL;
+    return json_is(v, JSON_STRING) ? v->str : NULL;
 }
 
 // Has t the shape (rows,cols)? rows 0 asks for a vector (cols). Where it has not, `why` is a complaint that has both.
@@ -473,57 +440,25 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
         config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
 }
 
-// Keys by which code of other families changes what is computed. Under one of our model_types
-// transformers passes over them, and so would kvcomp, to numbers that the model was not trained
-// for. Each has a value with which it changes nothing: 0, 1, or the letter of a size.
-static const struct { const char *key; char neutral; const char *what; } foreign_keys[] = {
-    { "scale_emb",              '1', "the embeddings are multiplied by it" },
-    { "embedding_multiplier",   '1', "the embeddings are multiplied by it" },
-    { "scale_depth",            'L', "what a layer adds is scaled by it" },
-    { "residual_multiplier",    '1', "what a layer adds is scaled by it" },
-    { "attention_multiplier",   'd', "attention scores are scaled by it" },
-    { "query_pre_attn_scalar",  'D', "attention scores are scaled by it" },
-    { "attn_logit_softcapping", '0', "attention scores are capped by it" },
-    { "attn_temperature_tuning", '0', "attention scores are scaled by position" },
-    { "attention_chunk_size",   '0', "attention is cut into chunks" },
-    { "dim_model_base",         'C', "the logits are scaled by it" },
-    { "logits_scaling",         '1', "the logits are divided by it" },
-    { "logit_scale",            '1', "the logits are multiplied by it" },
-    { "lm_head_multiplier",     '1', "the logits are multiplied by it" },
-    { "final_logit_softcapping", '0', "the logits are capped by it" },
-    { "no_rope_layers",         '1', "some layers have no RoPE" },
-    { "no_rope_layer_interval", '0', "some layers have no RoPE" },
-    { "rope_interleaved",       '0', "RoPE turns neighbouring channels" },
-    { "alibi",                  '0', "positions are told by ALiBi" },
-    { "clip_qkv",               '0', "queries, keys and values are clipped" },
-    { "use_qk_norm",            'q', "queries and keys are normed" },
-    { "qk_layernorm",           'q', "queries and keys are normed" },
-    { "use_parallel_residual",  '0', "attention and MLP stand side by side" },
-    { NULL, 0, NULL },
+// Keys by which code of other families changes what is computed, and the value with which each changes nothing.
+// Under one of our model_types transformers passes over them, and so would kvcomp, to numbers that the model was
+// not trained for.
+static const struct { const char *key; int neutral; } foreign_keys[] = {
+    { "scale_emb", 1 },               { "embedding_multiplier", 1 },    { "residual_multiplier", 1 },
+    { "scale_depth", 0 },             { "attention_multiplier", 0 },    { "query_pre_attn_scalar", 0 },
+    { "attn_logit_softcapping", 0 },  { "attn_temperature_tuning", 0 }, { "attention_chunk_size", 0 },
+    { "final_logit_softcapping", 0 }, { "dim_model_base", 0 },          { "logits_scaling", 1 },
+    { "logit_scale", 1 },             { "lm_head_multiplier", 1 },      { "clip_qkv", 0 },
+    { "no_rope_layers", 1 },          { "no_rope_layer_interval", 0 },  { "rope_interleaved", 0 },
+    { "alibi", 0 },                   { "use_qk_norm", 0 },             { "qk_layernorm", 0 },
+    { "use_parallel_residual", 0 },   { NULL, 0 },
 };
 
-// The value of a foreign key that changes nothing: `neutral` as a digit, or a number of the model.
-static double foreign_neutral(const Config *c, char neutral) {
-    switch (neutral) {
-    case 'C': return c->C;
-    case 'D': return c->D;
-    case 'L': return sqrt(c->L);
-    case 'd': return 1 / sqrt(c->D);
-    case 'q': return c->qk_norm;
-    default:  return neutral - '0';
-    }
-}
-
 // Does the value v of a foreign key change nothing? A list does so when all its items do.
-static int foreign_harmless(const Json *v, double neutral) {
-    if (v->type == JSON_ARRAY) {
-        for (int i = 0; i < v->n; i++) {
-            if (!foreign_harmless(&v->item[i], neutral)) return 0;
-        }
-        return 1;
-    }
-    if (v->type == JSON_BOOL) return v->i == (neutral != 0);
-    return v->type == JSON_NUMBER && fabs(v->num - neutral) <= 1e-6 * fabs(neutral);
+static int foreign_harmless(const Json *v, int neutral) {
+    for (int i = 0; i < v->n; i++)
+        if (!foreign_harmless(&v->item[i], neutral)) return 0;
+    return v->type == JSON_ARRAY || ((v->type == JSON_BOOL || v->type == JSON_NUMBER) && v->num == neutral);
 }
 
 // Refuses keys that make another model of one of our families.
@@ -532,9 +467,9 @@ static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
     for (int i = 0; foreign_keys[i].key; i++) {
         const Json *v = config_key(o, foreign_keys[i].key);
         char buf[64];
-        if (!v || foreign_harmless(v, foreign_neutral(c, foreign_keys[i].neutral))) continue;
-        config_fail(r, "%s, %s: %s, which model_type %s does not do, so the numbers would be wrong",
-                    foreign_keys[i].key, json_show(v, buf), foreign_keys[i].what, c->model_type);
+        if (!v || foreign_harmless(v, foreign_keys[i].neutral)) continue;
+        config_fail(r, "%s, %s: other families compute with it, which model_type %s does not do, so the numbers would "
+                    "be wrong", foreign_keys[i].key, json_show(v, buf), c->model_type);
     }
 }
 
@@ -730,21 +665,17 @@ static const struct { const char *pattern, *why; } foreign_weights[] = {
     { "?*.gguf",        "a GGUF file, which is not read: fetch the Hugging Face folder it was made from" },
 };
 
-// Looks in a folder for such weights: 1 and a complaint in err when it finds some, else 0. The complaint is
-// about the first name of the alphabet.
+// Looks in a folder for such weights: 1 and a complaint in err when it finds some, else 0.
 static int foreign_files(const char *dir, char err[512]) {
-    struct dirent **entry = NULL;
-    int n = scandir(dir, &entry, NULL, alphasort), found = 0;
-    for (int i = 0; i < n; i++) {
-        const char *name = entry[i]->d_name;
-        for (int k = 0; k < 3 && !found; k++) {
-            if (fnmatch(foreign_weights[k].pattern, name, 0)) continue;
-            found = 1;
-            fault(err, "%.200s: only %.100s: %s", dir, name, foreign_weights[k].why);
-        }
-        free(entry[i]);
+    int found = 0;
+    for (int k = 0; k < 3 && !found; k++) {
+        char pattern[1400];
+        glob_t files;
+        snprintf(pattern, sizeof pattern, "%s/%s", dir, foreign_weights[k].pattern);
+        found = !glob(pattern, 0, NULL, &files);
+        if (found) fault(err, "%.200s: only %.100s: %s", dir, strrchr(*files.gl_pathv, '/') + 1, foreign_weights[k].why);
+        globfree(&files);
     }
-    free(entry);
     return found;
 }
 
@@ -932,8 +863,6 @@ static const struct { const char *name; size_t at; char rows, cols; int when; } 
 };
 enum { N_LINES = sizeof tensors / sizeof *tensors, N_OF_LAYER = N_LINES - 3 };
 
-const char *const dtype_names[] = { "F32", "F16", "BF16", "Q8_0" };      // by DT_*
-
 // The size that a letter of the table stands for.
 static int config_size(const Config *c, char letter) {
     switch (letter) {
@@ -1060,7 +989,6 @@ void weights_close(Weights *w, Config *c) {
         WeightFiles *wf = w->files;
         for (size_t i = 0; i < arrlenu(wf->file); i++) safetensors_close(wf->file[i]);
         arrfree(wf->file);
-        json_free(wf->index);
         if (wf->block) munmap(wf->block, wf->block_bytes);
         free(wf);
         free((void *)w->inv_freq64);
@@ -1096,83 +1024,48 @@ static SafeFile *weights_file(WeightFiles *wf, const char *dir, const char *name
 // or -1 with err set.
 static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     char path[1400];
-    wf->index = config_file(dir, "model.safetensors.index.json", 0, err);
+    Json *index = config_file(dir, "model.safetensors.index.json", 0, err);
     if (err[0]) return -1;
-
-    if (!wf->index) {
+    if (!index) {
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
         return weights_file(wf, dir, "model.safetensors", err) ? 0 : -1;
     }
 
     // weight_map: name of a tensor -> name of its file
-    const Json *map = json_get(wf->index, "weight_map");
-    if (!map || map->type != JSON_OBJECT || !map->n)
-        return fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
-    for (int i = 0; i < map->n; i++) {
+    const Json *map = json_get(index, "weight_map");
+    int bad = 0;
+    if (!json_is(map, JSON_OBJECT) || !map->n)
+        bad = fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
+    for (int i = 0; !bad && i < map->n; i++) {
         const Json *v = &map->item[i];
         if (v->type != JSON_STRING)
-            return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name",
-                         dir, map->key[i]);
-        if (!weights_file(wf, dir, v->str, err)) return -1;
+            bad = fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
+        else if (!weights_file(wf, dir, v->str, err))
+            bad = -1;
     }
-    return 0;
+    json_free(index);
+    return bad;
 }
 
-// Says that a tensor is missing, or that the checkpoint is quantized when a tensor of a quantized
-// one stands in its place. Returns -1.
-static int weights_missing(const WeightFiles *wf, const Config *c, const char *name,
-                           char err[512]) {
-    static const char *const traces[] = {
-        "qweight",              // GPTQ and AWQ
-        "weight_packed",        // compressed-tensors
-        "weight_scale",         // FP8
-        "weight.absmax",        // bitsandbytes
-    };
-    char packed[200];
-    size_t n = strlen(name), stem = n > 7 && !strcmp(name + n - 7, ".weight") ? n - 7 : 0;
-    for (size_t i = 0; stem && i < sizeof traces / sizeof *traces; i++) {
-        snprintf(packed, sizeof packed, "%.*s.%s", (int)stem, name, traces[i]);
-        for (size_t k = 0; k < arrlenu(wf->file); k++) {
-            if (safetensors_find(wf->file[k], packed))
-                return fault(err, "%.200s: quantized checkpoint: tensor %s instead of %s; take the "
-                             "unquantized model", c->dir, packed, name);
-        }
-    }
-    return fault(err, "%.200s: tensor %s is missing", c->dir, name);
-}
-
-// Sets *t to the tensor of that name, or to NULL when there is none. With an index, the tensor is
-// where the index says and nowhere else. Returns 0, or -1 with err set.
-static int weights_find(WeightFiles *wf, const Config *c, const char *name, SafeTensor **t,
-                        char err[512]) {
-    const Json *place = json_get(json_get(wf->index, "weight_map"), name);
-    *t = NULL;
-    if (place) {
-        *t = safetensors_find(weights_file(wf, c->dir, place->str, err), name);
-        if (!*t)
-            return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says "
-                         "it is", c->dir, name, place->str);
-    } else if (!wf->index) {
-        *t = safetensors_find(wf->file[0], name);
-    }
-    return 0;
+// The tensor of that name in any of the files; NULL: there is none.
+static SafeTensor *weights_find(WeightFiles *wf, const char *name) {
+    SafeTensor *t = NULL;
+    for (size_t i = 0; i < arrlenu(wf->file) && !t; i++) t = safetensors_find(wf->file[i], name);
+    return t;
 }
 
 // Finds the tensor p, checks its dtype and its shape and sets *p->t. Returns 0, or -1 with err set. A tensor that
 // is absent and not needed leaves p->t->data NULL and is no error. Checkpoints that were saved without their
 // output matrix have names without "model." at the front.
 static int weights_take(WeightFiles *wf, const Config *c, const Place *p, char err[512]) {
-    SafeTensor *t;
+    SafeTensor *t = weights_find(wf, p->name);
     char why[256];
-    if (weights_find(wf, c, p->name, &t, err)) return -1;
-    if (!t && !strncmp(p->name, "model.", 6) && weights_find(wf, c, p->name + 6, &t, err)) return -1;
-    if (!t) return p->needed ? weights_missing(wf, c, p->name, err) : 0;
-
-    if (t->dtype < 0)
-        return fault(err, "%.200s: %stensor %s is %s, expected F32, F16 or BF16%s", c->dir,
-                     t->dtype == DT_QUANTIZED ? "quantized checkpoint: " : "", p->name, t->type,
-                     t->dtype == DT_QUANTIZED ? "; take the unquantized model" : "");
+    if (!t && !strncmp(p->name, "model.", 6)) t = weights_find(wf, p->name + 6);
+    if (!t) return p->needed ? fault(err, "%.200s: tensor %s is missing", c->dir, p->name) : 0;
+    if (t->dtype == DT_OTHER)
+        return fault(err, "%.200s: tensor %s is %.40s, expected F32, F16 or BF16; take a model that is not quantized",
+                     c->dir, p->name, t->type);
     if (!safe_has_shape(t, p->matrix ? p->rows : 0, p->cols, why))
         return fault(err, "%.110s: tensor %.100s: %.250s from config.json", c->dir, p->name, why);
     *p->t = (Tensor){ t->data, t->dtype, p->rows, p->cols };
@@ -1209,20 +1102,6 @@ static int weights_bias(const Config *c, const Place *p, char err[512]) {
                      "model was made with it", c->dir, p->name, why);
     *p->t = (Tensor){ 0 };
     return 0;
-}
-
-// Do a and b (rows,cols) hold the same numbers?
-static int tensor_same(const Tensor *a, const Tensor *b) {
-    size_t cols = (size_t)a->cols;
-    int same = 1;
-    float *x = xmalloc(2 * cols * sizeof *x), *y = x + cols;
-    for (int r = 0; r < a->rows && same; r++) {
-        tensor_row(x, a, r);
-        tensor_row(y, b, r);
-        same = !memcmp(x, y, cols * sizeof *x);
-    }
-    free(x);
-    return same;
 }
 
 // Bytes that the tensor p takes when it is made: as DT_Q8, if that is what matrices become, or in numbers of dtype.
@@ -1307,7 +1186,8 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     if (!c->tied) return 0;
     Place head = { .name = "lm_head.weight", .t = &w->head, .matrix = 1, .rows = c->V, .cols = c->C };
     if (weights_take(wf, c, &head, err)) return -1;
-    if (w->head.data && !tensor_same(&w->head, &w->embed))
+    int same = w->head.dtype == w->embed.dtype && w->head.data && !memcmp(w->head.data, w->embed.data, tensor_bytes(&w->head));
+    if (w->head.data && !same)
         return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
                      "and differs (with tie_word_embeddings false it is used)", c->dir);
     w->head = w->embed;
@@ -1434,27 +1314,6 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
 }
 
 // ---- --inspect
-// Prints one line about the tensor in a line of the table, over all layers; none if it is absent.
-static void inspect_tensor(FILE *f, const Config *c, const Weights *w, int line) {
-    int times = 0, mixed = 0;   // layers that have it, and do their dtypes differ?
-    const Tensor *first = NULL;
-    char shape[40];
-    for (Place p = {0}; tensor_next(c, w, &p); ) {
-        if (p.line != line || !p.t->data) continue;
-        if (!first) first = p.t;
-        times++;
-        mixed |= p.t->dtype != first->dtype;
-    }
-    if (!first) return;
-    int of_layer = line > 0 && line <= N_OF_LAYER;
-    if (first->rows == 1) snprintf(shape, sizeof shape, "%d", first->cols);
-    else snprintf(shape, sizeof shape, "%d x %d", first->rows, first->cols);
-    fprintf(f, "  %s%-*s %-5s ", of_layer ? "model.layers.*." : "", of_layer ? 31 : 46, tensors[line].name,
-            mixed ? "mixed" : dtype_names[first->dtype]);
-    if (times > 1) fprintf(f, "%-16s in %d layers\n", shape, times);
-    else fprintf(f, "%s\n", shape);
-}
-
 // Prints the config.
 static void inspect_config(FILE *f, const Config *c) {
     static const char *const ropes[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
@@ -1479,10 +1338,15 @@ static void inspect_config(FILE *f, const Config *c) {
 void inspect(const Config *c, const Weights *w, FILE *f) {
     inspect_config(f, c);
     fprintf(f, "tensors\n");
-    for (int line = 0; line < N_LINES; line++) inspect_tensor(f, c, w, line);
+    for (Place p = {0}; tensor_next(c, w, &p); ) {          // of the layers the first
+        char layers[40] = "";
+        if (p.layer > 0 || !p.t->data) continue;
+        if (!p.layer) snprintf(layers, sizeof layers, " in %d layers", c->L);
+        fprintf(f, "  %-46s %-4s %d x %d%s\n", p.name, dtype_name(p.t->dtype), p.rows, p.cols, layers);
+    }
 
     size_t token = (size_t)c->L * (size_t)c->G * (size_t)c->D * 2;
-    fprintf(f, "weights    %zu bytes, mostly %s\n", w->bytes, dtype_names[c->dtype]);
+    fprintf(f, "weights    %zu bytes, mostly %s\n", w->bytes, dtype_name(c->dtype));
     fprintf(f, "KV cache   %zu bytes a token in f32, %zu in f16 (uncompressed)\n", token * 4, token * 2);
 }
 

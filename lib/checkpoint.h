@@ -19,7 +19,6 @@ typedef struct SafeFile SafeFile;       // a mapped safetensors file, see below
 // What Weights.files points to: the mapped files of a checkpoint, and what is not used as it lies there.
 typedef struct {
     SafeFile **file;            // stb_ds array
-    Json *index;                // model.safetensors.index.json; NULL: the folder has none
     char *block;                // tensors made from a seed, and matrices as DT_Q8 (--weights q8_0)
     size_t block_bytes, block_used;
     Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
@@ -93,13 +92,12 @@ const char *dtype_name(int dt);
 enum {
     SAFE_DIMS = 8,              // most dimensions of a tensor
     DT_OTHER = -1,              // a dtype that weights are not read from
-    DT_QUANTIZED = -2,          // one by which a quantized checkpoint is known
 };
 
 typedef struct {
     const char *name;
     const char *type;           // dtype as written: "BF16"
-    int dtype;                  // DT_*, DT_OTHER or DT_QUANTIZED
+    int dtype;                  // DT_* or DT_OTHER
     int n_dim;
     int used;                   // 1: safetensors_find has returned it
     int64_t dim[SAFE_DIMS];

