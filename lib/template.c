@@ -354,20 +354,6 @@ static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int righ
     return v;
 }
 
-// upper, lower, capitalize, title
-static JinjaValue jinja_case(Jinja *j, JinjaValue v, JinjaValue name) {
-    char *s = jinja_memory(j, v.n + 1);
-    int start = 1;                                          // does a word begin here?
-    for (size_t i = 0; s && i < v.n; i++) {
-        int c = (unsigned char)v.s[i], up = *name.s == 'u' || (*name.s != 'l' && start);
-        if (c > 127) return jinja_fail(j, "%.*s of letters beyond ASCII", NAMED(name));
-        s[i] = (char)(up ? toupper(c) : tolower(c));
-        start = *name.s == 't' && !isalpha(c);
-    }
-    if (s) v.s = s;
-    return v;
-}
-
 // Argument k of a call, or the one of this name; NULL when it is not given.
 static const JinjaValue *jinja_given(JinjaValue args, size_t k, JinjaValue name) {
     for (size_t i = 0; args.t && i < args.t->n; i++) {
@@ -390,7 +376,6 @@ static int jinja_test(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args, 
         { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
         { "string", TEXT }, { "mapping", DICT }, { "iterable|sequence", TEXT | LIST | DICT | UNDEFINED },
         { "boolean", 1 << J_BOOL }, { "integer", 1 << J_INT }, { "number", 1 << J_INT | 1 << J_BOOL },
-        { "callable", 1 << J_FUNCTION | 1 << J_MACRO },
     };
     if (j->skip) return 0;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
@@ -401,8 +386,6 @@ static int jinja_test(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args, 
     if (jinja_is(name, "equalto|eq|==")) return jinja_equal(j, v, x);
     if (jinja_is(name, "ne|!=")) return !jinja_equal(j, v, x);
     if (jinja_is(name, "in")) return jinja_in(j, v, x);
-    if (v.kind == J_INT && jinja_is(name, "odd|even")) return (v.i & 1) == (*name.s == 'o');
-    if (v.kind == J_INT && x.kind == J_INT && x.i && jinja_is(name, "divisibleby")) return v.i % x.i == 0;
     jinja_fail(j, "the test %.*s of %s", NAMED(name), jinja_kinds[v.kind]);
     return 0;
 }
@@ -437,8 +420,6 @@ static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, Jinj
     jinja_spend(j, v.n);
     if (jinja_is(name, "trim|strip|lstrip|rstrip"))
         return jinja_strip(v, x, *name.s != 'r', *name.s != 'l');
-    if (jinja_is(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
-    if (jinja_is(name, "safe")) return v;
     if (jinja_is(name, "length|count")) {
         long chars = 0;
         for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
@@ -464,7 +445,6 @@ static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, JinjaValue name, Jin
     if (jinja_is(name, "list|keys")) return list;
     if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
     if (jinja_is(name, "join")) return jinja_join(j, list, x);
-    if (jinja_is(name, "reverse")) return jinja_slice(j, v, (JinjaValue[]){ undefined, undefined, jinja_int(-1) });
     if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
     if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
     if (v.kind == J_DICT && jinja_is(name, "items")) return jinja_items(j, v);
@@ -487,7 +467,7 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValu
     if (jinja_is(name, "string")) return jinja_written(j, v);
     if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
     if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
-    if (v.kind != J_TEXT || jinja_is(name, "list|first|last|reverse|select|reject|join"))
+    if (v.kind != J_TEXT || jinja_is(name, "list|first|last|select|reject|join"))
         return jinja_apply_table(j, v, name, args);
     return jinja_apply_text(j, v, name, args);
 }
@@ -1185,40 +1165,10 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
 // ==================================================================================================== IDS
 // Appends the ids of text[0..n), which begins the dialogue if at_start is 1. Guarded tokens are found where the
 // template alone wrote their names.
-//
-// If the whole text, encoded as if it might name them anywhere, has exactly these, then no message named one,
-// and that is what transformers gives. Otherwise what lies between them is encoded as plain text.
-static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n,
-                        int at_start, int how, int *ids) {
-    typedef struct { size_t at, end; int id; } Place;
-    Place *own = NULL;
-    int before = (int)arrlen(ids), k = 0, same = 1, len;
-    for (size_t i = 0; i < n && !(how & RENDER_TRUST);) {
-        size_t most = i;
-        while (most < n && most < i + MAX_PIECE && !from[most]) most++;
-        int id = tokenizer_guarded_at(tp->t, text + i, most - i, &len);
-        if (id >= 0) arrput(own, ((Place){ i, i + (size_t)len, id }));
-        i += (size_t)max_int(len, 1);
-    }
-    ids = encode_at(tp->t, text, n, 1, at_start, ids);
-    for (int i = before; i < (int)arrlen(ids) && !(how & RENDER_TRUST); i++) {
-        if (!tokenizer_guarded(tp->t, ids[i], &len)) continue;
-        same = same && k < (int)arrlen(own) && own[k].id == ids[i];
-        k++;
-    }
-    if (!(how & RENDER_TRUST) && (!same || k != (int)arrlen(own))) {
-        size_t p = 0;
-        arrsetlen(ids, before);
-        for (int i = 0; i <= (int)arrlen(own); i++) {
-            size_t end = i < (int)arrlen(own) ? own[i].at : n;
-            if (end > p) ids = encode_at(tp->t, text + p, end - p, 0, at_start && !p, ids);
-            if (i == (int)arrlen(own)) break;
-            arrput(ids, own[i].id);
-            p = own[i].end;
-        }
-    }
-    arrfree(own);
-    return ids;
+static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n, int at_start, int how,
+                        int *ids) {
+    if (how & RENDER_TRUST) return encode_at(tp->t, text, n, 1, at_start, ids);
+    return encode_rendered(tp->t, text, from, n, at_start, ids);
 }
 
 // Where message i, whose reply has ids, stands whole in a text: its bytes are [*from_at, *to). A blank that the
@@ -1262,48 +1212,12 @@ int *template_ids(const Template *tp, const Message *m, int n, int how, char err
 }
 
 // ==================================================================================================== LOADING
-// The templates that have a name. `needs`: the tokens without which one makes no sense.
-typedef struct { const char *name, *needs, *source; } NamedTemplate;
-static const NamedTemplate named_templates[] = {
-    { "chatml", "<|im_start|> <|im_end|>",
-      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-      "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}" },
-    { "qwen3", "<|im_start|> <|im_end|>",
-      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\\n')\n"
-      "if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
-      "{% if add_generation_prompt %}<|im_start|>assistant\n"
-      "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}" },
-    { "llama3", "<|start_header_id|> <|end_header_id|> <|eot_id|>",
-      "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-      "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-      "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}" },
-    { "llama2", "<s> </s>",
-      "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% if m.role == 'user' %}"
-      "{% set system = loop.previtem.content if loop.index == 2 and loop.previtem.role == 'system' else '' %}"
-      "{% set words = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m.content if system else m.content %}"
-      "{{ bos_token }}[INST] {{ words.strip() }} [/INST]{% else %} {{ m.content.strip() }} {{ eos_token }}"
-      "{% endif %}{% endfor %}" },
-    { "mistral", "[INST] [/INST]",
-      "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]"
-      "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
-      "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}" },
-    { "phi3", "<|user|> <|assistant|> <|end|>",
-      "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-      "{% if add_generation_prompt %}<|assistant|>\n{% endif %}" },
-    { "zephyr", "</s>",
-      "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-      "{% if add_generation_prompt %}<|assistant|>\n{% endif %}" },
-    { "deepseek-r1", "<｜User｜> <｜Assistant｜>",
-      "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
-      "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
-      "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-      "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}" },
-    { "none", "",
-      "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\\n' }}{% endif %}{% endfor %}" },
-};
-enum { NAMED_TEMPLATES = sizeof named_templates / sizeof *named_templates };
-
-const char *template_names(void) { return "chatml qwen3 llama3 llama2 mistral phi3 zephyr deepseek-r1 none"; }
+// The templates that have a name. "none" stands for a folder without one.
+static const char chatml[] =
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+static const char none[] =
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\n' }}{% endif %}{% endfor %}";
 
 void template_free(Template *tp) {
     if (!tp) return;
@@ -1466,50 +1380,39 @@ static int template_date(struct tm *day, char err[512]) {
     return 0;
 }
 
-// The template of this name, or NULL.
-static const NamedTemplate *named_template(const char *name) {
-    for (int k = 0; k < NAMED_TEMPLATES; k++)
-        if (name && !strcmp(named_templates[k].name, name)) return &named_templates[k];
-    return NULL;
-}
-
-// Are the tokens there that a named template needs? 0, or -1 and err.
-static int template_needs(const NamedTemplate *named, const Tokenizer *t, char err[512]) {
-    for (const char *s = named->needs; *s;) {
-        size_t n = strcspn(s, " ");
-        if (text_id(t, s, n) < 0)
-            return fault(err, "chat template %s needs the token %.*s, which this tokenizer does not have",
-                         named->name, (int)n, s);
-        s += n + strspn(s + n, " ");
-    }
-    return 0;
+// The program of this name, or NULL.
+static const char *named_program(const char *name) {
+    return name && !strcmp(name, "chatml") ? chatml : name && !strcmp(name, "none") ? none : NULL;
 }
 
 // See template.h. A program is tried on a short dialogue: what it cannot write is found now.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
     char why[512] = "", reason[512];
-    const NamedTemplate *named = named_template(name);
+    const char *named = named_program(name);
     char *program = NULL;
     size_t n;
     if (!named) program = name ? read_plain_text(name, &n, why) : folder_program(dir, why);
-    if (program && !*program) named = named_template("none");
+    if (program && !*program) name = "none";
+    if (program && !*program) named = none;
 
     Template *tp = xcalloc(1, sizeof *tp);
     tp->t = t;
-    tp->name = copy_text(named ? named->name : name ? name : "the model's own");
+    tp->name = copy_text(name ? name : "the model's own");
     tp->bos = token_name(t, tokenizer_bos(t));
     tp->eos = token_name(t, tokenizer_eos(t));
     int bad = (!named && !program) || template_date(&tp->today, why);
-    if (!bad && named) bad = template_needs(named, t, why);
+    if (!bad && named == chatml && (text_id(t, "<|im_start|>", 12) < 0 || text_id(t, "<|im_end|>", 10) < 0))
+        bad = fault(why, "chat template chatml needs the tokens <|im_start|> and <|im_end|>, which this tokenizer does "
+                    "not have");
     if (!bad) {
-        bad = template_take(tp, named ? named->source : program, reason) || template_stops(tp, reason)
+        bad = template_take(tp, named ? named : program, reason) || template_stops(tp, reason)
               || template_system(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }
     free(program);
     if (!bad) return tp;
     template_free(tp);
-    fault(err, "%.320s (--chat-template takes a file or %s; or use --raw)", why, template_names());
+    fault(err, "%.320s (--chat-template takes a file, chatml or none; or use --raw)", why);
     return NULL;
 }
 
@@ -1518,7 +1421,7 @@ int template_like(const Template *tp, const char *name) {
     const Message *m = short_dialogue + 1;
     char err[512];
     int at, at_other, end;
-    if (!named_template(name)) return -1;
+    if (!named_program(name)) return -1;
     Template *like = template_load(NULL, name, tp->t, err);
     char *text = template_probe(tp, m, 3, 1, &at, &end, err);
     char *other = like ? template_probe(like, m, 3, 1, &at_other, &end, err) : NULL;

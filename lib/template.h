@@ -40,13 +40,10 @@ typedef struct {
 } Template;
 
 // The template of a model whose folder is dir: chat_template.jinja, else that of tokenizer_config.json, else
-// "none". name: one of template_names() instead, or a file with a program; NULL: the folder's. t has to
+// "none". name: "chatml", "none" or a file with a program instead; NULL: the folder's. t has to
 // outlive the template. A program that is broken, has more than 1 MB, or cannot write a dialogue is refused.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]);
 void template_free(Template *tp);
-
-// The names that template_load knows, blank-separated.
-const char *template_names(void);
 
 // What the template writes for n messages, malloc'd, *size bytes and a NUL. from, unless it is NULL, becomes
 // a malloc'd array of *size numbers: 0 where a byte is the template's own, 1 + i where it is of message i.

@@ -939,6 +939,7 @@ enum { NO_RANK = INT_MAX };
 typedef struct Encoder {        // everything one call of encode_at works with
     const Tokenizer *t;
     int special;                // 1: the text may name guarded tokens
+    const uint16_t *own;        // of what a template writes: (n) 0 where it is the template that writes the byte
     void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
     int *ids;                   // what comes out (this and the next four are stb arrays)
     char *text;                 // the segment after the normalizer
@@ -1154,15 +1155,22 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
     split(e, s, n, 0);
 }
 
+// How many bytes from i on the template has written, as far as a token may reach.
+static size_t own_bytes(const Encoder *e, size_t i, size_t n) {
+    size_t end = i;
+    while (end < n && end < i + MAX_PIECE && !e->own[end]) end++;
+    return end - i;
+}
+
 // The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
 // Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
 static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start,
                       size_t *end) {
     for (size_t i = from, size; i < n; i += max_size(size, 1)) {
-        int id = added_here(e->t, which, s + i, n - i, &size);
+        int id = added_here(e->t, which, s + i, which == ADDED_GUARDED ? own_bytes(e, i, n) : n - i, &size);
         if (id < 0) continue;
         int flags = e->t->piece[id].flags;
-        if (flags & TOKEN_GUARDED && !e->special) continue;         // here its characters are plain text
+        if (flags & TOKEN_GUARDED && !e->special && which != ADDED_GUARDED) continue;   // here it is plain text
 
         *start = i;
         *end = i + size;
@@ -1178,19 +1186,19 @@ static int added_next(const Encoder *e, int which, const char *s, size_t n, size
     return -1;
 }
 
-// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls encode_rest for every text
+// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls `between` for every text
 // between them.
 static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
-                      void (*encode_rest)(Encoder *e, const char *s, size_t n, int at_start)) {
+                      void (*between)(Encoder *e, const char *s, size_t n, int at_start)) {
     size_t from = 0, start, end;
     for (;;) {
         int id = added_next(e, which, s, n, from, &start, &end);
         if (id < 0) break;
-        if (start > from) encode_rest(e, s + from, start - from, at_start && !from);
+        if (start > from) between(e, s + from, start - from, at_start && !from);
         arrput(e->ids, id);
         from = end;
     }
-    if (n > from) encode_rest(e, s + from, n - from, at_start && !from);
+    if (n > from) between(e, s + from, n - from, at_start && !from);
 }
 
 // Normalizes and encodes a text between the added tokens of the raw text.
@@ -1205,12 +1213,18 @@ static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
     cut_added(e, ADDED_NORMALIZED, s, n, at_start, encode_piece);
 }
 
-// encode_at, with what is to become of each word.
-static int *encode(const Tokenizer *t, const char *text, size_t n, int special, int at_start, int *ids,
-                   void (*word)(Encoder *e, const char *s, size_t n)) {
+// Encodes a text between the guarded tokens that a template has written.
+static void encode_rest(Encoder *e, const char *s, size_t n, int at_start) {
+    cut_added(e, ADDED_RAW, s, n, at_start, encode_segment);
+}
+
+// encode_at and encode_rendered (own is not NULL), with what is to become of each word.
+static int *encode(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int special, int at_start,
+                   int *ids, void (*word)(Encoder *e, const char *s, size_t n)) {
     if (n > INT_MAX / 8) die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
-    Encoder e = { .t = t, .special = special, .word = word, .ids = ids };
-    cut_added(&e, ADDED_RAW, text, n, at_start, encode_segment);
+    Encoder e = { .t = t, .special = special, .own = own, .word = word, .ids = ids };
+    if (own) cut_added(&e, ADDED_GUARDED, text, n, at_start, encode_rest);
+    else encode_rest(&e, text, n, at_start);
     arrfree(e.text);
     arrfree(e.mapped);
     arrfree(e.sym);
@@ -1224,7 +1238,11 @@ static int *encode(const Tokenizer *t, const char *text, size_t n, int special, 
 }
 
 int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids) {
-    return encode(t, text, n, parse_special, at_start, ids, word_bpe);
+    return encode(t, text, NULL, n, parse_special, at_start, ids, word_bpe);
+}
+
+int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int at_start, int *ids) {
+    return encode(t, text, own, n, 0, at_start, ids, word_bpe);
 }
 
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids) {

@@ -74,6 +74,9 @@ size_t space_before(const char *s, size_t from, size_t end);
 // before the text. BOS is not added. The time is linear in n, up to a logarithm.
 int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids);
 
+// encode_at for what a template writes: guarded tokens count where own (n) is 0, and nowhere else.
+int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int at_start, int *ids);
+
 // encode_at for a text with which everything begins.
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids);
 

@@ -128,7 +128,7 @@ static void take_length(Encoder *e, const char *s, size_t n) {
 // The lengths of the words that BPE is given for a text (stb array).
 static int *words_of(const Tokenizer *t, const char *s, size_t n) {
     word_lengths = NULL;
-    int *ids = encode(t, s, n, 0, 1, NULL, take_length);
+    int *ids = encode(t, s, NULL, n, 0, 1, NULL, take_length);
     arrfree(ids);
     return word_lengths;
 }
