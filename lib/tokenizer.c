@@ -64,7 +64,6 @@ typedef struct {                // an instruction of a pattern; see "Patterns" b
     int op;                     // OP_*
     int set;                    // of OP_SET and OP_STRICT: the number of its set
     int x;                      // how far another instruction lies behind this one; 0: there is none
-    int lazy;                   // of OP_SPLIT: 1: the other way comes first
     int first, second;          // once it is linked: the instructions that it asks, by their numbers
     int number;                 // 1 + its number once it is linked; 0 before, -1 meanwhile
 } Inst;
@@ -343,28 +342,19 @@ static void set_join(CharSet *set, const CharSet *x, int others) {
     for (size_t i = 0; i < BROKEN / 32; i++) set->bit[i] |= others ? ~x->bit[i] : x->bit[i];
 }
 
-// Adds what \s, \d or \w stands for. Beside the categories, letters in circles and squares are word characters, and
-// outside of [..] so are the numbers of Latin-1.
-static void set_shorthand(CharSet *set, int letter, int in_set) {
-    static const uint32_t more[][2] = {
-        { 0x24b6, 0x24e9 }, { 0x1f130, 0x1f149 }, { 0x1f150, 0x1f169 }, { 0x1f170, 0x1f189 },
-        { 0xb2, 0xb3 }, { 0xb9, 0xb9 }, { 0xbc, 0xbe },
-    };
-    uint32_t digits = category_bits("Nd", 2);
-    uint32_t words = digits | category_bits("L", 1) | category_bits("M", 1) | category_bits("Nl", 2)
-                     | category_bits("Pc", 2);
-    if (letter != 's') set_categories(set, letter == 'd' ? digits : words);
+// Adds what \s or \d stands for.
+static void set_shorthand(CharSet *set, int letter) {
+    if (letter == 'd') set_categories(set, category_bits("Nd", 2));
     for (uint32_t c = 0; letter == 's' && c <= 0x3000; c++) {
         if (code_is_space(c)) set_range(set, c, c);
     }
-    for (int i = 0; letter == 'w' && i < (in_set ? 4 : 7); i++) set_range(set, more[i][0], more[i][1]);
 }
 
 // ---- Patterns: reading
 // A pattern is a regular expression as Oniguruma reads it, which is what `tokenizers` asks: characters, sets
-// [a-z\p{L}] and [^..], the shorthands \s \S \d \D \w \W and \p{..} \P{..} with general categories, a dot, the
-// anchors ^ and $ of a line, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the
-// quantifiers ? * + {m,n}, greedy, lazy (*?) and, of one character, possessive (*+). It becomes a list of instructions.
+// [a-z\p{L}] and [^..], the shorthands \s \S \d \D and \p{..} \P{..} with general categories, the anchor $ of a
+// line's end, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the quantifiers
+// ? * + {m} {m,} {m,n}, greedy and, of one character, possessive (*+). It becomes a list of instructions.
 // Blocks of them may be moved and copied, because a jump says how far it goes. regex_fail notes the first complaint
 // and lets the pattern end there, so that nobody has to look whether something failed before.
 enum {
@@ -372,7 +362,7 @@ enum {
     OP_SPLIT,                   // goes on behind it, or if that leads to no match x further
     OP_STRICT,                  // the same, but x further only where no character of the set stands
     OP_JUMP,                    // goes on x further
-    OP_LINE_START, OP_LINE_END, // ^ $
+    OP_LINE_END,                // $
     OP_AHEAD, OP_NOT_AHEAD,     // what follows up to its OP_MATCH must match here, or must not; goes on x further
     OP_MATCH                    // the end
 };
@@ -443,7 +433,7 @@ static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
 // What stands in \p{..} for the characters that the pre-tokenizer step Punctuation cuts at, which are no category.
 #define PUNCTUATION "Punctuation of the step"
 
-// Reads {Lu}, {^Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
+// Reads {Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
 static void regex_property(RegexReader *r, const char *at) {
     int others = at[1] == 'P';
     const char *name = r->p + 1, *end = *r->p == '{' ? strchr(r->p, '}') : NULL;
@@ -452,10 +442,6 @@ static void regex_property(RegexReader *r, const char *at) {
         return;
     }
     r->p = end + 1;
-    if (*name == '^') {
-        others = !others;
-        name++;
-    }
     int step = !strncmp(name, PUNCTUATION, strlen(PUNCTUATION));
     uint32_t bits = step ? category_bits("P", 1) : category_bits(name, (size_t)(end - name));
     if (!bits) regex_fail(r, at, "this property");
@@ -468,20 +454,19 @@ static void regex_property(RegexReader *r, const char *at) {
 }
 
 // Reads an escape, whose backslash stands at `at` and is read -> the character that it is, or A_SET when it has been
-// added to r->set. in_set: 1: it stands in [..].
-static int regex_escape(RegexReader *r, const char *at, int in_set) {
+// added to r->set.
+static int regex_escape(RegexReader *r, const char *at) {
     int c = regex_next(r);
     switch (c) {
     case 'n': return '\n';
     case 'r': return '\r';
     case 't': return '\t';
-    case 'f': return '\f';
     case 'p': case 'P':
         regex_property(r, at);
         return A_SET;
-    case 's': case 'd': case 'w': case 'S': case 'D': case 'W':
+    case 's': case 'd': case 'S': case 'D':
         memset(r->other, 0, sizeof *r->other);
-        set_shorthand(r->other, c | 32, in_set);
+        set_shorthand(r->other, c | 32);
         set_join(r->set, r->other, isupper(c));
         return A_SET;
     }
@@ -493,7 +478,7 @@ static int regex_escape(RegexReader *r, const char *at, int in_set) {
 static int regex_member(RegexReader *r) {
     const char *at = r->p;
     int c = regex_next(r);
-    if (c == '\\') return regex_escape(r, at, 1);
+    if (c == '\\') return regex_escape(r, at);
     if (!c) regex_fail(r, at, "a set without an end");
     if (c == '[' || (c == '&' && *r->p == '&')) regex_fail(r, at, "a set inside a set");
     if (c == '-' && at[-1] != '[' && at[-1] != '^' && *r->p != ']') regex_fail(r, at, "this range");
@@ -522,43 +507,41 @@ static void regex_set(RegexReader *r, const char *open) {
 // Reads what takes one character or is an anchor, and adds its instruction.
 static void regex_char(RegexReader *r) {
     const char *at = r->p;
-    int c = regex_next(r), dot = c == '.';
+    int c = regex_next(r);
     memset(r->set, 0, sizeof *r->set);
-    if (c == '^' || c == '$') {
-        regex_emit(r, c == '^' ? OP_LINE_START : OP_LINE_END, 0);
+    if (c == '$') {
+        regex_emit(r, OP_LINE_END, 0);
         return;
     }
     if (c == '[') {
         regex_set(r, at);
         return;
     }
-    if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing");
-    if (c == '\\') c = regex_escape(r, at, 0);
-    if (dot) c = '\n';
+    if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing, or of another one,");
+    if (strchr("^.", *at)) regex_fail(r, at, "this character, which stands for others,");
+    if (c == '\\') c = regex_escape(r, at);
     if (c != A_SET && !r->failed) regex_add(r, (uint32_t)c, (uint32_t)c);
-    regex_emit_set(r, dot);
+    regex_emit_set(r, 0);
 }
 
-// Reads {m}, {m,n}, {m,} or {,n}.
+// Reads {m}, {m,n} or {m,}.
 static void regex_counts(RegexReader *r, int *least, int *most) {
     const char *at = r->p;
     int size = 2 + (int)strspn(at + 1, "0123456789,"), n = 0;
     *least = 0;
     *most = ANY_NUMBER;
     if (sscanf(at, "{%3d}%n", least, &n) == 1 && n) *most = *least;
-    else if (!n && sscanf(at, "{%3d,%3d}%n", least, most, &n) < 2 && sscanf(at, "{%3d,}%n", least, &n) < 1)
-        sscanf(at, "{,%3d}%n", most, &n);
+    else if (sscanf(at, "{%3d,%3d}%n", least, most, &n) < 2) sscanf(at, "{%3d,}%n", least, &n);
     r->p += strnlen(at, (size_t)size);
     if (n != size || *most < *least || *least > MAX_COUNT || (*most > MAX_COUNT && *most != ANY_NUMBER))
         regex_fail(r, at, "this count");
 }
 
-// Repeats the block of instructions from `from` on. at: where the quantifier stands; mode: '?' lazy, '+' possessive,
-// or 0.
-static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most, int mode) {
+// Repeats the block of instructions from `from` on. at: where the quantifier stands; strict: 1: it is possessive.
+static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most, int strict) {
     int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET;
     int copies = most == ANY_NUMBER ? least + 1 : most;
-    if (mode == '+' && !one) regex_fail(r, at, "a possessive quantifier of more than one character");
+    if (strict && !one) regex_fail(r, at, "a possessive quantifier of more than one character");
     if (from + copies * (n + 2) > MAX_CODE) regex_fail(r, at, "so large a pattern");
     if (r->failed) return;
 
@@ -567,10 +550,8 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
     arrsetlen(r->code, from);
     for (int k = 0; k < copies; k++) {
         if (k >= least) {       // without one copy all later ones are left out, too
-            int op = mode == '+' ? OP_STRICT : OP_SPLIT;
-            Inst *split = regex_emit(r, op, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
+            Inst *split = regex_emit(r, strict ? OP_STRICT : OP_SPLIT, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
             split->set = one ? block->set : 0;
-            split->lazy = mode == '?';
         }
         if (n) memcpy(arraddnptr(r->code, n), block, (size_t)n * sizeof *block);
         if (most == ANY_NUMBER && k == least) regex_emit(r, OP_JUMP, -(n + 1));
@@ -581,16 +562,15 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
 // Reads the quantifier, if there is one, of the block of instructions from `from` on.
 static void regex_quantifier(RegexReader *r, int from) {
     const char *at = r->p;
-    int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, mode = 0, counted = *at == '{';
+    int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, counted = *at == '{', strict;
     if (!*at || !strchr("?*+{", *at)) return;
     if (counted) regex_counts(r, &least, &most);
     else r->p++;
 
-    // Behind {m,n} a + repeats once more. Of {m} there is no lazy form.
-    if (*r->p == '?' || (*r->p == '+' && !counted)) mode = *r->p++;
-    if (counted && mode == '?' && least == most) regex_fail(r, at, "a lazy count without a choice");
-    regex_repeat(r, from, at, least, most, mode);
-    if (counted) regex_quantifier(r, from);
+    strict = !counted && *r->p == '+';          // behind {m,n} a + repeats once more
+    r->p += strict;
+    regex_repeat(r, from, at, least, most, strict);
+    if (counted && *r->p == '+') regex_quantifier(r, from);
 }
 
 // Refuses what (?i:..) from `open` to the reader's place holds beside ASCII without escapes, of which it is known what
@@ -662,8 +642,8 @@ static int regex_link(RegexReader *r, Step *step, int pc) {
     if (in->number < 0) regex_fail(r, r->start, "repeating a group that may be empty");
     if (in->number || r->failed) return in->number - 1;
     in->number = -1;
-    if (in->op != OP_MATCH) in->first = regex_link(r, step, pc + (in->lazy ? in->x : 1));
-    if (in->x) in->second = regex_link(r, step, pc + (in->lazy ? 1 : in->x));
+    if (in->op != OP_MATCH) in->first = regex_link(r, step, pc + 1);
+    if (in->x) in->second = regex_link(r, step, pc + in->x);
     arrput(step->code, *in);
     in->number = (int)arrlen(step->code);
     return in->number - 1;
@@ -725,9 +705,6 @@ static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s,
             break;
         case OP_STRICT:
             end = set_has(set[in->set], c) ? here[in->first] : here[in->second];
-            break;
-        case OP_LINE_START:
-            end = at == 0 || (s[at - 1] == '\n' && at < n) ? here[in->first] : NOWHERE;
             break;
         case OP_LINE_END:
             end = at == n || c == '\n' ? here[in->first] : NOWHERE;
@@ -829,24 +806,17 @@ static int64_t nfc_compose(uint32_t a, uint32_t b) {
     return map_get(nfc_pairs, (uint64_t)a << 32 | b);
 }
 
-// Orders marks by their combining class and, where that is equal, by their place. x, y: class << 56 | place << 24 |
-// code.
-static int mark_order(const void *x, const void *y) {
-    uint64_t a = *(const uint64_t *)x, b = *(const uint64_t *)y;
-    return (a > b) - (a < b);
-}
-
-// Puts every run of marks among the n codes into canonical order.
+// Puts every run of marks among the n codes into canonical order: by class, and within one as they stand.
 static void nfc_order(uint32_t *code, size_t n) {
-    uint64_t *mark = NULL;
-    for (size_t from = 0, to; from < n; from = to) {
+    uint32_t *mark = NULL;
+    for (size_t from = 0, to; from < n; from = to + 1) {
+        for (to = from; to < n && code_ccc(code[to]); ) to++;       // a starter stands at `to`, or the end
+        if (to < from + 2) continue;
         arrsetlen(mark, 0);
-        for (to = from; to < n && code_ccc(code[to]); to++) {
-            arrput(mark, (uint64_t)code_ccc(code[to]) << 56 | (uint64_t)(to - from) << 24 | code[to]);
-        }
-        if (to > from + 1) qsort(mark, to - from, sizeof *mark, mark_order);
-        for (size_t i = from; i < to; i++) code[i] = mark[i - from] & 0xffffff;
-        to += to == from;       // a starter
+        for (int class = 1; class < 256; class++)
+            for (size_t i = from; i < to; i++)
+                if (code_ccc(code[i]) == class) arrput(mark, code[i]);
+        memcpy(code + from, mark, (to - from) * sizeof *mark);
     }
     arrfree(mark);
 }
@@ -1249,22 +1219,9 @@ int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_
     return encode_at(t, text, n, parse_special, 1, ids);
 }
 
-// Does every byte become a token of its own when nothing stands beside it? Without that, any number of
-// characters may become one token, or none.
-static int bytes_have_tokens(const Tokenizer *t) {
-    for (int b = 1; b < 256; b++) {
-        const char byte = (char)b;
-        int *ids = tokenizer_encode(t, &byte, 1, 0, NULL), known = arrlen(ids) > 0;
-        for (int i = 0; i < (int)arrlen(ids); i++) known &= ids[i] != t->unk;
-        arrfree(ids);
-        if (!known) return 0;
-    }
-    return 1;
-}
-
 // A number of tokens that a text of n bytes has at least, without encoding it: its characters that are
 // no white space, in pieces as long as the longest. A normalizer may shorten a text before, never to
-// less than an eighth. 0: nothing can be said.
+// less than an eighth. 0: nothing can be said, where characters may vanish.
 size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n) {
     size_t solid = 0, longest = 1;
     int len;
@@ -1273,7 +1230,7 @@ size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n) {
     for (int i = 0; i < tokenizer_size(t); i++)
         longest = max_size(longest, (size_t)max_int(t->piece[i].n_text, t->piece[i].n_bytes));
     if (arrlen(t->norm)) longest *= 8;
-    return solid > longest && bytes_have_tokens(t) ? solid / longest : 0;
+    return t->byte_level || t->byte_fallback ? solid / longest : 0;
 }
 
 // ---- Decoding
