@@ -1155,9 +1155,9 @@ void tensor_row(float *dst, const Tensor *w, int r) {
     }
 }
 
-// matmul_strided for DT_Q8. A job is T_BLOCK rows of x and four panels of W, chunk by chunk.
-static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
-    size_t blocks = q8_blocks(w->cols), chunk = K_CHUNK / Q8_BLOCK;
+// matmul for DT_Q8. A job is T_BLOCK rows of x and four panels of W, chunk by chunk.
+static void matmul_q8(float *y, const float *x, const Tensor *w, int T) {
+    size_t blocks = q8_blocks(w->cols), chunk = K_CHUNK / Q8_BLOCK, ldy = (size_t)w->rows;
     // T rows as whole numbers, their scales behind them
     int16_t *whole = product_room(T * blocks * (Q8_BLOCK * sizeof(int16_t) + sizeof(float)));
     float *scale = (float *)(whole + T * blocks * Q8_BLOCK);
@@ -1165,7 +1165,7 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
     {
         #pragma omp for schedule(static)
         for (int t = 0; t < T; t++)
-            simd.whole(whole + t * blocks * Q8_BLOCK, scale + t * blocks, x + t * ldx, w->cols);
+            simd.whole(whole + t * blocks * Q8_BLOCK, scale + t * blocks, x + (size_t)t * w->cols, w->cols);
 
         #pragma omp for collapse(2) schedule(static)
         for (int t = 0; t < T; t += T_BLOCK)
@@ -1191,18 +1191,18 @@ static size_t wide_row_block(size_t K) { return ROW_BLOCK * min_size(K, K_CHUNK)
 // rows are one chunk, and in order anyway: the kernel gets all of them at once (a decode step of the shipped
 // model, of 192 columns, takes .7 of the time that panels take). Where many rows of x meet the same 16-bit rows
 // of W, these are widened once for all of them (room), instead of in registers for every MR.
-void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+void matmul(float *y, const float *x, const Tensor *w, int T) {
     if (w->dtype == DT_Q8) {
-        matmul_q8(y, ldy, x, ldx, w, T);
+        matmul_q8(y, x, w, T);
         return;
     }
     if (w->dtype == DT_BF16 && terms_matter(bf16_terms)) {
-        simd.product(y, ldy, x, ldx, w, T);
+        simd.product(y, x, w, T);
         return;
     }
     int K = w->cols, panels = T <= 4 && K > SHORT_ROW, panel = panels ? PANEL : ROW_BLOCK;
     int wide = T >= WIDE_T && w->dtype != DT_F32;
-    size_t size = dtype_size(w->dtype), block_size = wide_row_block(K);
+    size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows, ldx = (size_t)K;
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
@@ -1228,10 +1228,6 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                     }
                     simd.dots[wide ? DT_F32 : w->dtype](&block);
                 }
-}
-
-void matmul(float *y, const float *x, const Tensor *w, int T) {
-    matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T);
 }
 
 int terms_matter(int terms) { return terms <= simd.terms; }

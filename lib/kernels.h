@@ -133,9 +133,8 @@ size_t q8_tensor_bytes(int rows, int cols);
 float  q8_store(char *to, const Tensor *w);     // to = w, which is of another dtype -> its largest |weight|
 
 // ---- products of matrices
-// y (T,rows) = x (T,cols) W^T; the second form for rows that lie ldy and ldx numbers apart.
+// y (T,rows) = x (T,cols) W^T
 void matmul(float *y, const float *x, const Tensor *w, int T);
-void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
 void tensor_row(float *dst, const Tensor *w, int r);            // dst (cols) = row r of w
 
 extern int bf16_terms;                  // numbers of bf16 that make one of x: 1, 2 or 3
@@ -261,7 +260,7 @@ typedef struct {
 
     // Instructions for matrices (kernels_x86.c), for weights of bf16: a product by numbers of bf16, and the
     // bytes of room that it takes. terms: the most for which it is used; 0: the set has none.
-    void (*product)(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
+    void (*product)(float *y, const float *x, const Tensor *w, int T);
     size_t (*product_room)(size_t T, size_t n);
     int terms;
 } Kernels;

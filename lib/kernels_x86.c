@@ -383,20 +383,20 @@ TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
 TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
 TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
 
-// matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
+// matmul for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
 // TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
 // through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
 // all panels before the next, so that their terms stay in the second-level cache; a thread meets the
 // same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
 // to add them.
-static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T,
-                         void (*block_of)(const Tiles *)) {
+static void matmul_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
     int block = (pairs + blocks - 1) / blocks * 2 * TILE;
     size_t step = (size_t)terms * TILE_COLS * columns, group = tile_steps(K) * step;
     size_t panels = ((size_t)w->rows + TILE_PANEL - 1) / TILE_PANEL, panel = TILE_PANEL * columns;
+    size_t ldy = (size_t)w->rows, ldx = (size_t)K;
     uint16_t *split = product_room(groups * (group * sizeof *split + panels * panel * sizeof(float)));
     float *sums = (float *)(split + groups * group);
     #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
@@ -425,17 +425,18 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
     }
 }
 
-
-// Kernels.product; tests call it without AMX, too, and trap its instructions.
-void product_amx(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
-void product_amx(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+// Kernels.product, TILE_ROWS rows of x after TILE_ROWS rows
+static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
     for (int t = 0; t < T; t += TILE_ROWS)
-        matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS), tile_block_amx);
+        matmul_tiles(y + (size_t)t * w->rows, x + (size_t)t * w->cols, w, min_int(T - t, TILE_ROWS), block_of);
 }
 
-static void product_twins(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
-    for (int t = 0; t < T; t += TILE_ROWS)
-        matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS), tile_block_twins);
+// Tests call this one without AMX, too, and trap its instructions.
+void product_amx(float *y, const float *x, const Tensor *w, int T);
+void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
+
+static void product_twins(float *y, const float *x, const Tensor *w, int T) {
+    product_tiles(y, x, w, T, tile_block_twins);
 }
 
 // Kernels.product_room
@@ -548,16 +549,15 @@ TARGET("avx512bf16") static void pairs_block(const Pairs *a) {
 
 TARGET("avx512bf16") static void pairs_block_twins(const Pairs *a) { pairs_panels(a, 1, 1); }
 
-// y (T,rows) = x (T,cols) W^T, x rounded to bf16. Jobs and panels are those of matmul_strided.
-static void matmul_pairs(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T,
-                         void (*block_of)(const Pairs *)) {
+// y (T,rows) = x (T,cols) W^T, x rounded to bf16. Jobs and panels are those of matmul.
+static void matmul_pairs(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Pairs *)) {
     int K = w->cols, panels = T <= 4, panel = panels ? P1 : PAIR_ROWS;
-    uint16_t *x16 = product_room((size_t)T * K * sizeof *x16);
+    size_t n = (size_t)T * K, ldy = (size_t)w->rows;
+    uint16_t *x16 = product_room(n * sizeof *x16);
     #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
     {
         #pragma omp for schedule(static)
-        for (int t = 0; t < T; t++)
-            for (int k = 0; k < K; k++) x16[(size_t)t * K + k] = bf16_nearest(x[t * ldx + k]);
+        for (size_t i = 0; i < n; i++) x16[i] = bf16_nearest(x[i]);
 
         #pragma omp for collapse(2) schedule(static)
         for (int t = 0; t < T; t += PAIR_T)
@@ -578,12 +578,10 @@ static void matmul_pairs(float *y, size_t ldy, const float *x, size_t ldx, const
 }
 
 // Kernels.product
-static void product_pairs(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
-    matmul_pairs(y, ldy, x, ldx, w, T, pairs_block);
-}
+static void product_pairs(float *y, const float *x, const Tensor *w, int T) { matmul_pairs(y, x, w, T, pairs_block); }
 
-static void product_pairs_twins(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
-    matmul_pairs(y, ldy, x, ldx, w, T, pairs_block_twins);
+static void product_pairs_twins(float *y, const float *x, const Tensor *w, int T) {
+    matmul_pairs(y, x, w, T, pairs_block_twins);
 }
 
 // Kernels.product_room
