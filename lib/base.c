@@ -46,19 +46,11 @@ int shown_char(const char *s, size_t n, char out[8]) {
 
 // Writes n bytes of text with its control characters shown.
 void show(FILE *f, const char *s, size_t n) {
-    char buf[4096], one[8];
-    size_t used = 0;
+    char one[8];
     for (size_t i = 0; i < n; ) {
         i += (size_t)shown_char(s + i, n - i, one);
-        size_t k = strlen(one);
-        if (used + k > sizeof buf) {
-            fwrite(buf, 1, used, f);
-            used = 0;
-        }
-        memcpy(buf + used, one, k);
-        used += k;
+        fputs(one, f);
     }
-    fwrite(buf, 1, used, f);
 }
 
 // ---- colours
@@ -76,18 +68,19 @@ const char *in_color(FILE *f, const char *sequence) {
 // Writes who and a text as one line on stderr, in a colour: control characters of the text, which may quote a
 // file, are shown, and its line breaks become blanks.
 void say(const char *color, const char *who, const char *fmt, ...) {
-    char line[LINE_ROOM];
+    char line[LINE_ROOM], shown[4 * LINE_ROOM], *to = shown;
     size_t n = (size_t)snprintf(line, sizeof line, "%s", who);
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(line + n, sizeof line - n, fmt, ap);
     va_end(ap);
-    for (char *p = line; *p; p++) {
-        if (*p == '\n' || *p == '\r') *p = ' ';
+    n = strlen(line);
+    for (size_t i = 0; i < n; to += strlen(to)) {
+        if (line[i] == '\n' || line[i] == '\r') line[i] = ' ';
+        i += (size_t)shown_char(line + i, n - i, to);
     }
-    fputs(in_color(stderr, color), stderr);
-    show(stderr, line, strlen(line));
-    fprintf(stderr, "%s\n", in_color(stderr, *color ? COLOR_OFF : ""));
+    *to = 0;
+    fprintf(stderr, "%s%s%s\n", in_color(stderr, color), shown, in_color(stderr, *color ? COLOR_OFF : ""));
 }
 
 // Writes one line into err. Returns -1.
@@ -661,16 +654,17 @@ const Opt *opt_find(const Options *o, const char *name) {
     return found;
 }
 
-// The place of word v in "a|b|c", from 0; -1: it is none of them.
-int word_place(const char *words, const char *v) {
-    size_t len = strlen(v);
+// The place of the n bytes at v in "a|b|c", from 0; -1: they are none of the words.
+int bytes_place(const char *words, const char *v, size_t len) {
     for (int i = 0; ; i++) {
         size_t n = strcspn(words, "|");
-        if (n == len && !strncmp(words, v, n)) return i;
+        if (n == len && !memcmp(words, v, n)) return i;
         if (!words[n]) return -1;
         words += n + 1;
     }
 }
+
+int word_place(const char *words, const char *v) { return bytes_place(words, v, strlen(v)); }
 
 // ---- suggestions for misspelt names
 // How many characters must be inserted, deleted or replaced to make b of a (Levenshtein's distance),
@@ -898,28 +892,16 @@ static void json_space(JsonReader *r) {
 // The value of the 4 hexadecimal digits at p, 0 to 65535, or -1 when one of them is none. Never
 // reads beyond a NUL.
 static int json_hex4(const char *p) {
-    int v = 0;
-    for (int i = 0; i < 4; i++) {
-        int c = (unsigned char)p[i];
-        int low = c | 32;       // a letter in lower case
-        int digit;
-        if (c >= '0' && c <= '9') digit = c - '0';
-        else if (low >= 'a' && low <= 'f') digit = low - 'a' + 10;
-        else return -1;
-        v = v * 16 + digit;
-    }
-    return v;
+    char digits[5] = "";
+    if (strspn(p, "0123456789abcdefABCDEF") < 4) return -1;
+    memcpy(digits, p, 4);
+    return (int)strtol(digits, NULL, 16);
 }
 
 // Writes code point c in UTF-8 to o and returns the byte behind it.
 char *utf8_put(char *o, unsigned c) {
     static const unsigned char lead[] = { 0, 0xc0, 0xe0, 0xf0 };
-    int more;                   // continuation bytes; each holds 6 bits
-    if (c < 0x80) more = 0;
-    else if (c < 0x800) more = 1;
-    else if (c < 0x10000) more = 2;
-    else more = 3;
-
+    int more = (c >= 0x80) + (c >= 0x800) + (c >= 0x10000);         // continuation bytes; each holds 6 bits
     *o++ = (char)(lead[more] | c >> 6 * more);
     while (more-- > 0) *o++ = (char)(0x80 | (c >> 6 * more & 63));
     return o;
@@ -944,25 +926,18 @@ static int json_code_point(JsonReader *r, char **p) {
 // Reads one escape: *p stands on the backslash and moves behind the escape; what it stands for is
 // written to *o, which moves too. Returns 0, or -1 with r->err set.
 static int json_unescape(JsonReader *r, char **p, char **o) {
-    int c = (unsigned char)(*p)[1], code;
+    static const char letter[] = "\"\\/bfnrt", means[] = "\"\\/\b\f\n\r\t";
+    char c = (*p)[1];
+    const char *at = c ? strchr(letter, c) : NULL;
     *p += 2;
-    switch (c) {
-    case '"':
-    case '\\':
-    case '/': break;            // these stand for themselves
-    case 'b': c = '\b'; break;
-    case 'f': c = '\f'; break;
-    case 'n': c = '\n'; break;
-    case 'r': c = '\r'; break;
-    case 't': c = '\t'; break;
-    case 'u':
-        code = json_code_point(r, p);
-        if (code < 0) return -1;
-        *o = utf8_put(*o, (unsigned)code);
+    if (at) {
+        *(*o)++ = means[at - letter];
         return 0;
-    default: return json_fail(r, *p - 1, "expected one of \"\\/bfnrtu after a backslash");
     }
-    *(*o)++ = (char)c;
+    if (c != 'u') return json_fail(r, *p - 1, "expected one of \"\\/bfnrtu after a backslash");
+    int code = json_code_point(r, p);
+    if (code < 0) return -1;
+    *o = utf8_put(*o, (unsigned)code);
     return 0;
 }
 
@@ -1196,8 +1171,6 @@ void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
 }
 
-// Each reader takes one member of the file; an absent or null member is legal where the format says
-// so. Readers of members that may be a "Sequence" call themselves, at most 4 levels deep.
 int json_is(const Json *j, int type) { return j && j->type == type; }
 
 int json_none(const Json *j) { return !j || j->type == JSON_NULL; }

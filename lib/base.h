@@ -218,6 +218,7 @@ int         opt_choice(const Options *o, const char *name, const char *words);  
 const Opt *opt_find   (const Options *o, const char *name);     // NULL: there is none
 const Opt *opt_find_in(const Opt *table, const char *name);
 int        word_place (const char *words, const char *v);       // place of v in "a|b|c"; -1
+int        bytes_place(const char *words, const char *v, size_t n);     // the same of n bytes
 
 // Suggestions: takes name into *best if it is nearer to what was typed than *distance; and how far is too far.
 void nearer_name(const char *typed, const char *name, const char **best, int *distance);

@@ -70,14 +70,7 @@ static JinjaValue jinja_cut(JinjaValue v, size_t a, size_t b) {
 }
 
 // The place of a text in "a|b"; -1.
-static int jinja_place(JinjaValue v, const char *words) {
-    for (int place = 0;; place++) {
-        size_t n = strcspn(words, "|");
-        if (v.kind == J_TEXT && v.n == n && !memcmp(v.s, words, n)) return place;
-        if (!words[n]) return -1;
-        words += n + 1;
-    }
-}
+static int jinja_place(JinjaValue v, const char *words) { return v.kind == J_TEXT ? bytes_place(words, v.s, v.n) : -1; }
 
 // Is the value this text, or one of "a|b"?
 static int jinja_is(JinjaValue v, const char *words) { return jinja_place(v, words) >= 0; }
