@@ -473,12 +473,6 @@ static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
     }
 }
 
-// The value that the classes of transformers take for a key that is absent.
-static int family_default(const Config *c, int llama, int mistral, int qwen) {
-    if (!strcmp(c->model_type, "mistral")) return mistral;
-    return !strncmp(c->model_type, "qwen", 4) ? qwen : llama;
-}
-
 // Can heads of these numbers and sizes be computed? 0, or -1 with err set.
 static int config_heads(const Config *c, char err[512]) {
     if (c->H % c->G)
@@ -498,13 +492,11 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->F = config_int(r, o, "intermediate_size", ABSENT_IS_ERROR, 1, 1 << 20);
     c->L = config_int(r, o, "num_hidden_layers", ABSENT_IS_ERROR, 1, 1024);
     c->H = config_int(r, o, "num_attention_heads", ABSENT_IS_ERROR, 1, 1024);
-    int G = json_get(o, "num_key_value_heads") ? c->H : family_default(c, c->H, 8, 32);
-    c->G = config_int(r, o, "num_key_value_heads", G, 1, 1024);
+    c->G = config_int(r, o, "num_key_value_heads", c->H, 1, 1024);
     c->V = config_int(r, o, "vocab_size", ABSENT_IS_ERROR, 1, 1 << 22);
     int D = !strcmp(c->model_type, "qwen3") && !json_get(o, "head_dim") ? 128 : 0;
     c->D = config_int(r, o, "head_dim", D, 2, 1024);
-    int max_pos = family_default(c, 2048, 131072, 32768);
-    c->max_pos = config_int(r, o, "max_position_embeddings", max_pos, 1, 1 << 30);
+    c->max_pos = config_int(r, o, "max_position_embeddings", ABSENT_IS_ERROR, 1, 1 << 30);
     c->eps = (float)config_real(r, o, "rms_norm_eps", 1e-6, 1e-12, 1);
     c->tied = config_flag(r, o, "tie_word_embeddings", 0);
     c->qk_norm = !strcmp(c->model_type, "qwen3");

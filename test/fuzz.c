@@ -294,8 +294,8 @@ static void target_scores(const char *data, size_t n) {
     char err[512];
     static const char *const which[] = { "inf", "dili", "lazy" };
     for (int i = 0; i < 3; i++) {
-        double *x = scores_read(as_file(data, n), which[i], 2, 2, err);
-        for (int k = 0; x && k < 4; k++) must(x[k] >= 0, "scores that passed are numbers of at least 0");
+        double *x = scores_read(as_file(data, n), which[i], 2, 4, err);
+        for (int k = 0; x && k < 8; k++) must(x[k] >= 0, "scores that passed are numbers of at least 0");
         free(x);
     }
 }
@@ -441,39 +441,10 @@ static void target_chat(const char *data, size_t n) {
 // ---- seeds: whole inputs of each target
 
 static const char *const seeds_json[] = {
-    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}",
-    "[[],{},\"\\n\"]",
-    "\x1b[2J\xc2\x9b\x9b\x7f\t",
-    NULL,
-};
-
-static const char *const seeds_scores[] = {
-    "{\"0-0\":0.5,\"0-1\":1,\"1-0\":[0.1,0.3],\"1-1\":0}",
-
-    "{\"inf\":{\"0-0\":0.5,\"0-1\":1,\"1-0\":2,\"1-1\":0},"
-    "\"dili\":{\"0-0\":0,\"0-1\":0,\"1-0\":0,\"1-1\":0},"
-    "\"lazy\":{\"0-0\":1,\"0-1\":1,\"1-0\":1,\"1-1\":1}}",
-
-    NULL,
+    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]", "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL,
 };
 
 static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
-
-static const char *const seeds_batch[] = {
-    "{\"id\":1,\"prompt\":\"hello\",\"max_tokens\":3,\"stop\":[\"e\",\"he\"]}\n"
-    "{\"prompt\":\"he\",\"continuation\":\" is\",\"raw\":true}\n",
-
-    "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"},"
-    "{\"role\":\"assistant\",\"content\":\"b\"},{\"role\":\"user\",\"content\":\"c\"}],"
-    "\"method\":\"streaming\",\"budget\":6,\"temp\":0.7,\"seed\":3,\"top_k\":5}",
-
-    "{\"ids\":[30,31,32,33,34,35,36],\"continuation\":[40,41],\"method\":\"snapkv+pats\",\"budget\":5,"
-    "\"obs_window\":2}\n"
-    "{\"ids\":[1],\"method\":\"lychee\",\"lychee_buffer\":4,\"max_tokens\":9}\n"
-    "{\"prompt\":\"\",\"continuation\":\"abc\",\"method\":\"h2o\",\"ratio\":0.5}\n",
-
-    NULL,
-};
 
 static const char *const seeds_answers[] = {
     "{\"kvcomp\":\"answers 2\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
@@ -485,17 +456,7 @@ static const char *const seeds_answers[] = {
 };
 
 static const char *const seeds_chat[] = {
-    "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r",
-    "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r",
-    "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
-    "/system you\ra\\\rb\r/clear\r/help\r",
-
-    "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r"
-    "\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r",
-
-    "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r"
-    "/load /nonexistent\r",
-
+    "hello\n/stats\n/regen\n", "/method streaming\na\n/budget 64\nb\n", "/system you\na\n/clear\n/help\n/load /nonexistent\n",
     NULL,
 };
 
@@ -503,51 +464,52 @@ static const char *const seeds_chat[] = {
 static char *adapter_bytes(size_t *n) {
     App a = app_begin(0);
     const Config *c = a.c;
-    char *head = NULL;
-    size_t len = 0, at = 0;
+    char path[] = "/tmp/kvcomp-fuzz-XXXXXX", err[512] = "", text[32], name[80];
     const int HD = c->H * c->D, GD = c->G * c->D;
-    const struct { const char *what; int rows, cols; } part[] = {
-        { "self_attn.q_proj.weight", HD, c->C },
-        { "self_attn.k_proj.weight", GD, c->C },
-        { "self_attn.v_proj.weight", GD, c->C },
-        { "self_attn.o_proj.weight", c->C, HD },
-        { "mlp.gate_proj.weight", c->F, c->C },
-        { "mlp.up_proj.weight", c->F, c->C },
-        { "mlp.down_proj.weight", c->C, c->F },
+    const struct { const char *key; int value; } sizes[] = {
+        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H },
+        { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F },
+        { "k_max", 4 }, { "k_default", 2 }, { "t_max", 2 },
     };
-    FILE *f = memory_stream(&head, &len);
-    fprintf(f, "{\"__metadata__\":{\"format\":\"sonic-nexus\",\"version\":\"1\",\"model_type\":\"%s\","
-               "\"body\":\"full_message\",\"attention_bias\":\"false\",", c->model_type);
-    fprintf(f, "\"position_mode\":\"augmented\",\"mlp\":\"dedicated\",\"hidden_size\":\"%d\","
-               "\"num_hidden_layers\":\"%d\",\"num_attention_heads\":\"%d\",", c->C, c->L, c->H);
-    fprintf(f, "\"num_key_value_heads\":\"%d\",\"head_dim\":\"%d\",\"intermediate_size\":\"%d\","
-               "\"k_max\":\"4\",\"k_default\":\"2\",\"t_max\":\"2\",", c->G, c->D, c->F);
-    fprintf(f, "\"base_fingerprint\":\"%016llx\"}", (unsigned long long)sonic_fingerprint(a.w));
-    fprintf(f, ",\"nexus.embed.base\":{\"dtype\":\"F16\",\"shape\":[%d],\"data_offsets\":[%zu,%zu]}",
-            c->C, at, at + 2 * (size_t)c->C);
-    at += 2 * (size_t)c->C;
-    fprintf(f, ",\"nexus.embed.pos\":{\"dtype\":\"F16\",\"shape\":[4,%d],\"data_offsets\":[%zu,%zu]}",
-            c->C, at, at + 8 * (size_t)c->C);
-    at += 8 * (size_t)c->C;
-    fprintf(f, ",\"nexus.embed.turn\":{\"dtype\":\"F16\",\"shape\":[2,%d],\"data_offsets\":[%zu,%zu]}",
-            c->C, at, at + 4 * (size_t)c->C);
-    at += 4 * (size_t)c->C;
-    for (int l = 0; l < c->L; l++) {
-        for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
-            size_t bytes = 2 * (size_t)part[i].rows * part[i].cols;
-            fprintf(f, ",\"nexus.layers.%d.%s\":{\"dtype\":\"F16\",\"shape\":[%d,%d],"
-                       "\"data_offsets\":[%zu,%zu]}",
-                    l, part[i].what, part[i].rows, part[i].cols, at, at + bytes);
-            at += bytes;
+    const struct { const char *what; int dim[2]; } part[] = {
+        { "embed.pos", { 4, c->C } }, { "embed.turn", { 2, c->C } },            // and of every layer:
+        { "self_attn.q_proj.weight", { HD, c->C } }, { "self_attn.k_proj.weight", { GD, c->C } },
+        { "self_attn.v_proj.weight", { GD, c->C } }, { "self_attn.o_proj.weight", { c->C, HD } },
+        { "mlp.gate_proj.weight", { c->F, c->C } }, { "mlp.up_proj.weight", { c->F, c->C } },
+        { "mlp.down_proj.weight", { c->C, c->F } },
+    };
+    static const char zeros[4096];
+    SafeWriter w;
+    int fd = mkstemp(path);
+    must(fd >= 0, "a temporary file");
+    close(fd);
+    safe_write_begin(&w, path, "fuzz");
+    safe_write_meta(&w, "format", "sonic-nexus");
+    safe_write_meta(&w, "version", "1");
+    safe_write_meta(&w, "model_type", c->model_type);
+    safe_write_meta(&w, "body", "full_message");
+    safe_write_meta(&w, "attention_bias", "false");
+    safe_write_meta(&w, "position_mode", "augmented");
+    safe_write_meta(&w, "mlp", "dedicated");
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        snprintf(text, sizeof text, "%d", sizes[i].value);
+        safe_write_meta(&w, sizes[i].key, text);
+    }
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)sonic_fingerprint(a.w));
+    safe_write_meta(&w, "base_fingerprint", text);
+    safe_write_meta_end(&w);
+    safe_write(&w, "nexus.embed.base", "F16", 2, zeros, &c->C, 1);
+    for (int l = -1; l < c->L; l++) {
+        for (size_t i = l < 0 ? 0 : 2; i < (l < 0 ? 2 : sizeof part / sizeof *part); i++) {
+            if (l < 0) snprintf(name, sizeof name, "nexus.%s", part[i].what);
+            else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, part[i].what);
+            safe_write(&w, name, "F16", 2, zeros, part[i].dim, 2);
         }
     }
-    fprintf(f, "}");
-    memory_stream_close(f);
-    *n = 8 + len + at;
-    char *out = xcalloc(1, *n);
-    for (int i = 0; i < 8; i++) out[i] = (char)(len >> 8 * i);
-    memcpy(out + 8, head, len);
-    free(head);
+    safe_write_end(&w);
+    char *out = read_file(path, n, err);
+    must(out != NULL, err);
+    unlink(path);
     app_end(&a);
     return out;
 }
@@ -593,11 +555,11 @@ static const struct Target {
     { "tokenizer",   target_tokenizer,   0, NULL,            NULL },
     { "session",     target_session,     1, NULL,            session_bytes },
     { "adapter",     target_adapter,     1, NULL,            adapter_bytes },
-    { "scores",      target_scores,      0, seeds_scores,    NULL },
+    { "scores",      target_scores,      0, NULL,            NULL, "data/vectors/head_scores.json" },
     { "ids",         target_ids,         1, seeds_ids,       NULL },
     { "dialogues",   target_dialogues,   1, NULL,            NULL, "test/tasks/*.jsonl" },
     { "answers",     target_answers,     1, seeds_answers,   NULL },
-    { "batch",       target_batch,       0, seeds_batch,     NULL },
+    { "batch",       target_batch,       0, NULL,            NULL, "data/requests.jsonl" },
     { "template",    target_template,    0, NULL,            NULL, "test/seeds/*.jinja" },
     { "chat",        target_chat,        1, seeds_chat,      NULL },
 };

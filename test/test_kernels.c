@@ -582,8 +582,8 @@ TEST(math_max,
     simd_set(NULL);
 }
 
-TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim and instruction set, "
-              "and nothing is written past them") {
+TEST(math_q8, "rows of q8_0 unpack to scale times integer, within half a step of the numbers, for every head_dim and "
+              "instruction set, and nothing is written past them; a block of zeros, subnormals, a NaN or an infinity") {
     enum { ROWS = 5, MOST = 131 };
 
     OWN char *packed = xmalloc(ROWS * q8_bytes(MOST));
@@ -607,6 +607,15 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
               bad, y[ROWS * D]);
     }
     simd_set(NULL);
+    float odd[] = { 0, 1e-42f, NAN, INFINITY };
+    for (int kind = 0; kind < 4; kind++) {
+        int bad = 0;
+        for (int j = 0; j < Q8_BLOCK; j++) x[j] = j == 3 ? odd[kind] : 0;
+        q8_pack(packed, x, Q8_BLOCK);
+        q8_unpack(y, packed, 1, Q8_BLOCK);
+        for (int j = 0; j < Q8_BLOCK; j++) bad += kind < 2 ? y[j] != 0 : !isnan(y[j]);
+        CHECK(!bad, "a block with %g: %d numbers are wrong", odd[kind], bad);
+    }
 }
 
 TEST(math_q4, "rows of q4 unpack to the same bits with every instruction set, for every head_dim, and nothing is "

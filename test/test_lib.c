@@ -1201,36 +1201,26 @@ TEST(config_foreign, "keys by which other families compute something else are re
     }
 }
 
-TEST(config_absent, "what is absent has the value of the family's class: head_dim, "
-                    "num_key_value_heads, max_position_embeddings; a class without its output") {
-    static const struct {
-        const char *type, *arch, *without;
-        int D, G, max_pos;
-    } cases[] = {
-        { "llama", "LlamaForCausalLM", "", 2, 4, 2048 },
-        { "llama", "LlamaModel", "", 2, 4, 2048 },
-        { "mistral", "MistralForCausalLM", "\"num_key_value_heads\":null,", 2, 4, 131072 },
-        { "mistral", "MistralModel", "", 2, 8, 131072 },
-        { "qwen2", "Qwen2ForCausalLM", "", 2, 32, 32768 },
-        { "qwen3", "Qwen3ForCausalLM", "", 128, 32, 32768 },
-        { "qwen3", "Qwen3ForCausalLM", "\"head_dim\":null,\"num_key_value_heads\":null,", 2, 4,
-          32768 },
+TEST(config_absent, "what is absent: head_dim follows from the others, Qwen3's is 128; num_key_value_heads is that of "
+                    "queries; a class without its output") {
+    static const struct { const char *type, *arch, *without; int D; } cases[] = {
+        { "llama", "LlamaForCausalLM", "", 2 }, { "llama", "LlamaModel", "", 2 },
+        { "mistral", "MistralForCausalLM", "\"num_key_value_heads\":null,", 2 }, { "qwen2", "Qwen2ForCausalLM", "", 2 },
+        { "qwen3", "Qwen3ForCausalLM", "", 128 }, { "qwen3", "Qwen3ForCausalLM", "\"head_dim\":null,", 2 },
     };
 
     const char *dir = model_dir();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char text[600];
-        int heads = cases[i].G > 4 ? 32 : 4;
         snprintf(text, sizeof text,
-                 "{\"architectures\":[\"%s\"],\"model_type\":\"%s\",%s\"hidden_size\":%d,"
-                 "\"intermediate_size\":6,\"num_hidden_layers\":2,"
-                 "\"num_attention_heads\":%d,\"vocab_size\":10,\"rope_theta\":10000.0}",
-                 cases[i].arch, cases[i].type, cases[i].without, 2 * heads, heads);
+                 "{\"architectures\":[\"%s\"],\"model_type\":\"%s\",%s\"hidden_size\":8,"
+                 "\"intermediate_size\":6,\"num_hidden_layers\":2,\"max_position_embeddings\":64,"
+                 "\"num_attention_heads\":4,\"vocab_size\":10,\"rope_theta\":10000.0}",
+                 cases[i].arch, cases[i].type, cases[i].without);
         put_text(tmp_path("model/config.json"), text);
         Config *c;
         int code = try_config(dir, &c);
-        CHECK(!code && c->D == cases[i].D && c->G == cases[i].G && c->max_pos == cases[i].max_pos,
-              "%s %s: %d %s", cases[i].arch, cases[i].without, code, die_text);
+        CHECK(!code && c->D == cases[i].D && c->G == 4, "%s %s: %d %s", cases[i].arch, cases[i].without, code, die_text);
         weights_close(NULL, c);
     }
 }
@@ -1317,36 +1307,6 @@ TEST(weights_denied, "biases that config.json denies: refused, unless they are z
 }
 
 // ==================================================================================================== PACKED ROWS
-
-TEST(q8_pack, "rows of q8_0 as kvcomp.c packs them: within half a step of the numbers, and a block of "
-              "zeros, subnormals, a NaN or an infinity") {
-    enum { MOST = 131 };
-
-    float x[MOST], y[MOST];
-    char row[2 * MOST];
-    rnd_seed(47);
-    for (int D = 1; D <= MOST; D++) {
-        int bad = 0;
-        for (int j = 0; j < D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
-        q8_pack(row, x, D);
-        q8_unpack(y, row, 1, D);
-        for (int j = 0; j < D; j++) {
-            uint16_t d;
-            memcpy(&d, row + j / Q8_BLOCK * (Q8_BLOCK + 2), 2);
-            bad += !(fabsf(y[j] - x[j]) <= f16_to_f32(d) * .56f);
-        }
-        CHECK(!bad, "D %d: %d numbers are further off", D, bad);
-    }
-    float odd[] = { 0, 1e-42f, NAN, INFINITY };
-    for (int kind = 0; kind < 4; kind++) {
-        int bad = 0;
-        for (int j = 0; j < Q8_BLOCK; j++) x[j] = j == 3 ? odd[kind] : 0;
-        q8_pack(row, x, Q8_BLOCK);
-        q8_unpack(y, row, 1, Q8_BLOCK);
-        for (int j = 0; j < Q8_BLOCK; j++) bad += kind < 2 ? y[j] != 0 : !isnan(y[j]);
-        CHECK(!bad, "a block with %g: %d numbers are wrong", odd[kind], bad);
-    }
-}
 
 TEST(q4_pack, "rows of q4: the sum of their definition, number by number; numbers on the grid come back as they "
               "were; the error of normal numbers is 9 %, and 28 % beside one of 30 in every block; a block of "
