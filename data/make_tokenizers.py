@@ -1604,7 +1604,7 @@ PROGRAMS = [
 REFUSED = [
     ("line 1: tojson of a text", "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"),
     ("line 2: frobnicate of a text", "{% for m in messages %}\n{{ m.content | frobnicate }}{% endfor %}"),
-    ("line 1: upper of a text", "{{ 'é' | upper }}"),
+    ("line 1: upper of letters beyond ASCII", "{{ 'é' | upper }}"),
     ("line 1: the tag include", "{% for m in messages %}{{ m.content }}{% include 'x' %}{% endfor %}"),
     ("line 2: the tag filter", "\n{% filter upper %}x{% endfilter %}"),
     ("line 1: the function show", "{% for m in messages %}{{ show(m.content) }}{% endfor %}"),

@@ -1178,8 +1178,8 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     if (!c->tied) return 0;
     Place head = { .name = "lm_head.weight", .t = &w->head, .matrix = 1, .rows = c->V, .cols = c->C };
     if (weights_take(wf, c, &head, err)) return -1;
-    int same = w->head.dtype == w->embed.dtype && w->head.data && !memcmp(w->head.data, w->embed.data, tensor_bytes(&w->head));
-    if (w->head.data && !same)
+    size_t bytes = tensor_bytes(&w->embed);
+    if (w->head.data && (w->head.dtype != w->embed.dtype || memcmp(w->head.data, w->embed.data, bytes)))
         return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
                      "and differs (with tie_word_embeddings false it is used)", c->dir);
     w->head = w->embed;

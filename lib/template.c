@@ -347,6 +347,20 @@ static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int righ
     return v;
 }
 
+// upper, lower, capitalize, title
+static JinjaValue jinja_case(Jinja *j, JinjaValue v, JinjaValue name) {
+    char *s = jinja_memory(j, v.n + 1);
+    int start = 1;                                          // does a word begin here?
+    for (size_t i = 0; s && i < v.n; i++) {
+        int c = (unsigned char)v.s[i], up = *name.s == 'u' || (*name.s != 'l' && start);
+        if (c > 127) return jinja_fail(j, "%.*s of letters beyond ASCII", NAMED(name));
+        s[i] = (char)(up ? toupper(c) : tolower(c));
+        start = *name.s == 't' && !isalpha(c);
+    }
+    if (s) v.s = s;
+    return v;
+}
+
 // Argument k of a call, or the one of this name; NULL when it is not given.
 static const JinjaValue *jinja_given(JinjaValue args, size_t k, JinjaValue name) {
     for (size_t i = 0; args.t && i < args.t->n; i++) {
@@ -413,6 +427,7 @@ static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, Jinj
     jinja_spend(j, v.n);
     if (jinja_is(name, "trim|strip|lstrip|rstrip"))
         return jinja_strip(v, x, *name.s != 'r', *name.s != 'l');
+    if (jinja_is(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
     if (jinja_is(name, "length|count")) {
         long chars = 0;
         for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
@@ -1205,12 +1220,34 @@ int *template_ids(const Template *tp, const Message *m, int n, int how, char err
 }
 
 // ==================================================================================================== LOADING
-// The templates that have a name. "none" stands for a folder without one.
-static const char chatml[] =
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-static const char none[] =
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\n' }}{% endif %}{% endfor %}";
+// The templates that have a name, and the token without which one makes no sense. "none" stands for a folder
+// without one.
+typedef struct { const char *name, *needs, *source; } NamedTemplate;
+static const NamedTemplate named_templates[] = {
+    { "none", "",
+      "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{ '\\n' }}{% endif %}{% endfor %}" },
+    { "chatml", "<|im_end|>",
+      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+      "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}" },
+    { "llama3", "<|eot_id|>",
+      "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+      "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+      "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}" },
+    { "llama2", "</s>",
+      "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% if m.role == 'user' %}"
+      "{% set system = loop.previtem.content if loop.index == 2 and loop.previtem.role == 'system' else '' %}"
+      "{% set words = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m.content if system else m.content %}"
+      "{{ bos_token }}[INST] {{ words.strip() }} [/INST]{% else %} {{ m.content.strip() }} {{ eos_token }}"
+      "{% endif %}{% endfor %}" },
+    { "mistral", "[/INST]",
+      "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]"
+      "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+      "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}" },
+    { "zephyr", "</s>",
+      "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+      "{% if add_generation_prompt %}<|assistant|>\n{% endif %}" },
+};
+enum { NAMED_TEMPLATES = sizeof named_templates / sizeof *named_templates };
 
 void template_free(Template *tp) {
     if (!tp) return;
@@ -1373,39 +1410,40 @@ static int template_date(struct tm *day, char err[512]) {
     return 0;
 }
 
-// The program of this name, or NULL.
-static const char *named_program(const char *name) {
-    return name && !strcmp(name, "chatml") ? chatml : name && !strcmp(name, "none") ? none : NULL;
+// The template of this name, or NULL.
+static const NamedTemplate *named_template(const char *name) {
+    for (int k = 0; k < NAMED_TEMPLATES; k++)
+        if (name && !strcmp(named_templates[k].name, name)) return &named_templates[k];
+    return NULL;
 }
 
 // See template.h. A program is tried on a short dialogue: what it cannot write is found now.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
     char why[512] = "", reason[512];
-    const char *named = named_program(name);
+    const NamedTemplate *named = named_template(name);
     char *program = NULL;
     size_t n;
     if (!named) program = name ? read_plain_text(name, &n, why) : folder_program(dir, why);
-    if (program && !*program) name = "none";
-    if (program && !*program) named = none;
+    if (program && !*program) named = named_templates;
 
     Template *tp = xcalloc(1, sizeof *tp);
     tp->t = t;
-    tp->name = copy_text(name ? name : "the model's own");
+    tp->name = copy_text(named ? named->name : name ? name : "the model's own");
     tp->bos = token_name(t, tokenizer_bos(t));
     tp->eos = token_name(t, tokenizer_eos(t));
     int bad = (!named && !program) || template_date(&tp->today, why);
-    if (!bad && named == chatml && (text_id(t, "<|im_start|>", 12) < 0 || text_id(t, "<|im_end|>", 10) < 0))
-        bad = fault(why, "chat template chatml needs the tokens <|im_start|> and <|im_end|>, which this tokenizer does "
-                    "not have");
+    if (!bad && named && *named->needs && text_id(t, named->needs, strlen(named->needs)) < 0)
+        bad = fault(why, "chat template %s needs the token %s, which this tokenizer does not have", named->name,
+                    named->needs);
     if (!bad) {
-        bad = template_take(tp, named ? named : program, reason) || template_stops(tp, reason)
+        bad = template_take(tp, named ? named->source : program, reason) || template_stops(tp, reason)
               || template_system(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }
     free(program);
     if (!bad) return tp;
     template_free(tp);
-    fault(err, "%.320s (--chat-template takes a file, chatml or none; or use --raw)", why);
+    fault(err, "%.320s (--chat-template takes a file, chatml, llama3, llama2, mistral, zephyr or none; or use --raw)", why);
     return NULL;
 }
 
@@ -1414,7 +1452,7 @@ int template_like(const Template *tp, const char *name) {
     const Message *m = short_dialogue + 1;
     char err[512];
     int at, at_other, end;
-    if (!named_program(name)) return -1;
+    if (!named_template(name)) return -1;
     Template *like = template_load(NULL, name, tp->t, err);
     char *text = template_probe(tp, m, 3, 1, &at, &end, err);
     char *other = like ? template_probe(like, m, 3, 1, &at_other, &end, err) : NULL;

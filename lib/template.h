@@ -40,7 +40,7 @@ typedef struct {
 } Template;
 
 // The template of a model whose folder is dir: chat_template.jinja, else that of tokenizer_config.json, else
-// "none". name: "chatml", "none" or a file with a program instead; NULL: the folder's. t has to
+// "none". name: chatml, llama3, llama2, mistral, zephyr, none or a file instead; NULL: the folder's. t has to
 // outlive the template. A program that is broken, has more than 1 MB, or cannot write a dialogue is refused.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]);
 void template_free(Template *tp);

@@ -441,7 +441,8 @@ static void target_chat(const char *data, size_t n) {
 // ---- seeds: whole inputs of each target
 
 static const char *const seeds_json[] = {
-    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]", "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL,
+    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]",
+    "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL,
 };
 
 static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
@@ -456,8 +457,8 @@ static const char *const seeds_answers[] = {
 };
 
 static const char *const seeds_chat[] = {
-    "hello\n/stats\n/regen\n", "/method streaming\na\n/budget 64\nb\n", "/system you\na\n/clear\n/help\n/load /nonexistent\n",
-    NULL,
+    "hello\n/stats\n/regen\n", "/method streaming\na\n/budget 64\nb\n",
+    "/system you\na\n/clear\n/help\n/load /nonexistent\n", NULL,
 };
 
 // An adapter that fits the model of app_begin; its weights are 0. *n: its bytes. The caller frees it.

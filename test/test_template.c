@@ -37,17 +37,12 @@ static Template *template_of(const char *program, size_t n, const Tokenizer *t, 
     return tp;
 }
 
-// Two programs: Qwen 3's, which drops the thoughts of earlier replies, and Llama 3's.
+// Qwen 3's program in short, which drops the thoughts of earlier replies.
 static const char qwen3[] =
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\\n')\n"
     "if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}";
-static const char llama3[] =
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}";
-
 // The messages of a dialogue, at most 16, in m. Returns how many they are.
 static int messages_of(const Json *list, Message *m) {
     for (int i = 0; i < list->n; i++)
@@ -189,7 +184,8 @@ TEST(template_no_forging, "no message names a special token, whole, in halves, j
 }
 
 TEST(template_choice, "templates by name and by folder; lists of programs; refusals say what is missing, and the names") {
-    static const char *const fits[][2] = { { "chatml", "smollm2" }, { "chatml", "qwen2" }, { "none", "numbers" } };
+    static const char *const fits[][2] = { { "chatml", "smollm2" }, { "llama3", "llama3" }, { "llama2", "spm-legacy" },
+                                           { "mistral", "tekken" }, { "zephyr", "spm-legacy" }, { "none", "numbers" } };
 #define MARKED "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     static const struct { const char *config, *want; } config[] = {
         { "{}", "none" }, { "{\"chat_template\":null}", "none" },
@@ -212,8 +208,8 @@ TEST(template_choice, "templates by name and by folder; lists of programs; refus
         tokenizer_free(t);
     }
     Tokenizer *t = fixture_tokenizer("smollm2"), *other = fixture_tokenizer("numbers");
-    CHECK(!template_load("nowhere", "chatml", other, err) && strstr(err, "chatml needs the tokens <|im_start|>"), "%s", err);
-    CHECK(!template_load("nowhere", "no-such-name", t, err) && strstr(err, "no-such-name") && strstr(err, "chatml or none") &&
+    CHECK(!template_load("nowhere", "chatml", other, err) && strstr(err, "chatml needs the token <|im_end|>"), "%s", err);
+    CHECK(!template_load("nowhere", "no-such-name", t, err) && strstr(err, "no-such-name") && strstr(err, "zephyr or none") &&
               strstr(err, "--raw)"), "%s", err);
     CHECK(mkdtemp(dir), "%s", dir);
     snprintf(file, sizeof file, "%s/tokenizer_config.json", dir);
@@ -442,7 +438,7 @@ TEST(tokenizer_rows, "vocabulary, BOS, EOS, unk and what the template writes nee
     // turn.
     Tokenizer *t = fixture_tokenizer("llama3");
     char err[512];
-    Template *tp = template_of(llama3, strlen(llama3), t, err);
+    Template *tp = template_load(NULL, "llama3", t, err);
     CHECK(t && tp && t->add_bos && t->bos == 1400 && tokenizer_size(t) == 1405, "%s", err);
     CHECK(refused_for(t, NULL, 160, "vocabulary goes up to", "id 1399,", "has 160 rows"),
           "vocabulary");
