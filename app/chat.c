@@ -126,13 +126,8 @@ void turn_free(Turn t) {
     free(t.reply);
 }
 
-// Frees the turns of an stb_ds array; the array stays, empty.
-static void turns_clear(Turn *turns) {
-    while (arrlen(turns)) turn_free(arrpop(turns));
-}
-
 void turns_free(Turn *turns) {
-    turns_clear(turns);
+    while (arrlen(turns)) turn_free(arrpop(turns));
     arrfree(turns);
 }
 
@@ -176,7 +171,10 @@ static int record_tokens(const Turn *turns) {
 }
 
 // Forgets all turns; the session keeps its rows until it is reset.
-void record_clear(App *a) { turns_clear(a->turn); }
+void record_clear(App *a) {
+    turns_free(a->turn);
+    a->turn = NULL;
+}
 
 // ---- the next turn, as the chat template writes it
 // The template writes the whole dialogue each time. What has been fed stands at the beginning of it, because a
@@ -279,13 +277,17 @@ static Turn render_plain(const App *a, const char *text) {
     return t;
 }
 
+// How a dialogue is rendered.
+int render_how(const App *a) {
+    return RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
+         | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
+}
+
 Turn render_turn(const App *a, const char *text, char err[512]) {
     *err = 0;
     if (!a->tp) return render_plain(a, text);
-    int how = RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
-            | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
     Message *m = record_messages(a, text);
-    int n = (int)arrlen(m), *fed = record_ids(a->turn);
+    int how = render_how(a), n = (int)arrlen(m), *fed = record_ids(a->turn);
 
     // First as transformers has it, all of it encoded at once; else with the replies' own ids.
     int *all = NULL, same = -1;
@@ -400,29 +402,33 @@ void feed_decode(App *a, int id) {
 }
 
 // Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
-// then, it does again. 0; -1 when the method does not open again, with the reason in a->s->err, and then the session
-// is as it was. within 1: also 1, in the middle of it, when -c does not allow so many rows.
-int replay(App *a, int within) {
-    if (within && record_overflows(a, a->turn)) return 1;
-    if (session_try_reset(a->s)) return -1;
-    a->stale = 0;
-    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+// then, it does again. within 1: no more rows than -c allows. 0; or -1, with err: it needs more, or the method does not
+// open again, and then the session is as it was or, where a part was fed, waits to be made from the record.
+int replay(App *a, int within, char err[512]) {
+    int fits = !within || !record_overflows(a, a->turn);
+    if (fits && session_try_reset(a->s)) return fault(err, "%s", a->s->err);
+    a->stale |= fits;
+    for (int i = 0; i < (int)arrlen(a->turn) && fits; i++) {
         const Turn *t = &a->turn[i];
-        if (!make_room(a, (int)arrlen(t->pre)) && within) return 1;
-        feed_prefill(a, t);
-        for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!make_room(a, 1) && within) return 1;
-            feed_decode(a, t->dec[j]);
+        fits = make_room(a, (int)arrlen(t->pre)) || !within;
+        if (fits) feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec) && fits; j++) {
+            fits = make_room(a, 1) || !within;
+            if (fits) feed_decode(a, t->dec[j]);
         }
     }
+    if (!fits) return fault(err, "the dialogue needs more rows than -c %d (a larger -c, or a method that drops rows, "
+                            "has room)", ctx_limit(a));
+    a->stale = 0;
     return 0;
 }
 
 // Makes the session from the record if it was emptied (session_cut). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a) {
-    if (!a->stale || !replay(a, 0)) return 0;
-    warn("%s", a->s->err);
+    char err[512];
+    if (!a->stale || !replay(a, 0, err)) return 0;
+    warn("%s", err);
     return -1;
 }
 
@@ -432,6 +438,13 @@ int session_take_back(App *a, Turn *t) {
     record_take_back(a, t);
     if (n && !a->stale) session_cut(a, a->s->n_tok - n);
     return session_ready(a);
+}
+
+// Notes the message whose reply is being made; NULL: none is.
+static void pending_set(App *a, const char *text) {
+    char *copy = text ? copy_text(text) : NULL;
+    free(a->pending);
+    a->pending = copy;
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
@@ -465,16 +478,13 @@ static int rows_coming(const App *a, int n) {
     return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
 }
 
-// Does every head have room for n more rows?
-static int rows_fit(const App *a, int n) { return rows_held(a) + rows_coming(a, n) <= ctx_limit(a); }
-
-// The same, when a method that drops rows may do so now. It does not for n tokens that would not fit then
-// either: they are refused, and a replay of the dialogue, which knows nothing of them, must drop what was
-// dropped.
+// Does every head have room for n more rows, if need be when a method that drops rows may do so now? It does not for n
+// tokens that would not fit then either: they are refused, and a replay of the dialogue, which knows nothing of them,
+// must drop what was dropped.
 int make_room(const App *a, int n) {
     int least = a->s->ratio >= 0 ? 0 : min_int(rows_held(a), a->s->budget);
     if (least + (a->s->chunk ? min_int(n, a->s->chunk) : n) > ctx_limit(a)) return 0;
-    while (!rows_fit(a, n))
+    while (rows_held(a) + rows_coming(a, n) > ctx_limit(a))
         if (session_compress(a->s) <= 0) return 0;
     return 1;
 }
@@ -500,11 +510,6 @@ static void write_text(char **text, FILE *out) {
     else if (n) fwrite(*text, 1, n, out);
     arrsetlen(*text, 0);
     fflush(out);
-}
-
-// The columns of a reply's lines on a terminal, where it breaks between words; else 0.
-static int wrap_columns(FILE *out) {
-    return out == stdout && isatty(1) ? screen_columns() : 0;
 }
 
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
@@ -556,7 +561,7 @@ static const char *reply_ends(int made, int n) {
 int generate(App *a, int n, FILE *out) {
     int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
-    Wrap w = { .cols = wrap_columns(out) };
+    Wrap w = { .cols = out == stdout && isatty(1) ? screen_columns() : 0 };      // a terminal's lines break between words
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->s->picks = logits_needed(a->o);
     a->finish = reply_ends(made, n);
@@ -592,33 +597,26 @@ double bytes_a_step(const Session *s) {
     return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0;
 }
 
-// Do the parts choose what is computed or read, while every row stays stored as it came?
-static int saves_reads_only(const Session *s) {
-    int role = 0;
+// What the method is for: "memory"; or, where every row stays stored as it came, "reads" (or prefill work), or "nothing".
+static const char *what_is_saved(const Session *s) {
+    int role = 0, memory = 0;
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        if (m->evicts || m->role & ROLE_STORE) return 0;
         role |= m->role;
+        memory |= m->evicts || m->role & ROLE_STORE;
     }
-    return role != 0;
-}
-
-// What the method is for: "reads" (or prefill work), "memory", or "nothing".
-static const char *what_is_saved(const Session *s) {
-    if (saves_reads_only(s)) return "reads";
-    if (s->n_part == 1 && !s->part[0].m->role) return "nothing";       // full
-    return "memory";
+    if (memory) return "memory";
+    return role ? "reads" : "nothing";
 }
 
 // n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
-void human_bytes(double n, char out[32]) {
+Words human_bytes(double n) {
     const char *unit[] = { "B", "KB", "MB", "GB", "TB" };
+    Words out;
     int i = 0;
-    while (n >= 1000 && i < 4) {
-        n /= 1000;
-        i++;
-    }
-    snprintf(out, 32, i && n < 100 ? "%.1f %s" : "%.0f %s", n, unit[i]);
+    for (; n >= 1000 && i < 4; i++) n /= 1000;
+    snprintf(out.text, sizeof out.text, i && n < 100 ? "%.1f %s" : "%.0f %s", n, unit[i]);
+    return out;
 }
 
 // ---- results as JSON (--json)
@@ -669,52 +667,38 @@ void write_ids(FILE *f, const int *ids) {
     json_list(f, ids, (int)arrlen(ids));
 }
 
-// ,"rows": [layer][KV head] = the source tokens of the rows held.
+// ,"rows": [layer][KV head] = the source tokens of the rows held. ,"views": [layer][query head] = the row numbers that
+// the last decode step read: idx, and every row from tail on. An empty idx with tail 0 is every row.
 void json_rows(const Session *s, FILE *f) {
+    int G = s->c->G, H = s->c->H;
     fprintf(f, ",\"rows\":[");
-    for (int l = 0; l < s->c->L; l++) {
-        fputs(l ? ",[" : "[", f);
-        for (int g = 0; g < s->c->G; g++) {
-            if (g) fputc(',', f);
-            json_list(f, kv_head(s, l, g)->src, kv_head(s, l, g)->len);
-        }
-        fputc(']', f);
+    for (int i = 0; i < s->c->L * G; i++) {
+        fputs(i % G ? "," : i ? "],[" : "[", f);
+        json_list(f, s->head[i].src, s->head[i].len);
     }
-    fputc(']', f);
+    fprintf(f, "]],\"views\":[");
+    for (int i = 0; i < s->c->L * H; i++) {
+        const View w = *kv_view(s, i / H, i % H);
+        fprintf(f, "%s{\"tail\":%d,\"idx\":", i % H ? "," : i ? "],[" : "[", w.tail);
+        json_list(f, w.idx, w.n);
+        fputc('}', f);
+    }
+    fprintf(f, "]]");
 }
 
-// ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
-// row from tail on. An empty idx with tail 0 is every row.
-void json_views(const Session *s, FILE *f) {
-    fprintf(f, ",\"views\":[");
-    for (int l = 0; l < s->c->L; l++) {
-        fputs(l ? ",[" : "[", f);
-        for (int h = 0; h < s->c->H; h++) {
-            const View w = *kv_view(s, l, h);
-            fprintf(f, "%s{\"tail\":%d,\"idx\":", h ? "," : "", w.tail);
-            json_list(f, w.idx, w.n);
-            fputc('}', f);
-        }
-        fputc(']', f);
-    }
-    fputc(']', f);
-}
-
-// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
-void json_speed(const App *a, FILE *f) {
-    const Clock *k = &a->s->clk;
+// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits. Bytes of the cache: held, what
+// full attention would hold, read in a decode step, of indexes and views, held at most; and of the rooms of passes in
+// the host's memory.
+void json_numbers(const App *a, FILE *f) {
+    const Session *s = a->s;
+    const Clock *k = &s->clk;
     fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,", k->n_prefill, k->n_decode);
     fprintf(f, "\"pp_tok_s\":%.3f,", rate(k->n_prefill, k->prefill));
     fprintf(f, "\"tg_tok_s\":%.3f,", rate(k->n_decode, k->decode));
     fprintf(f, "\"ttft_ms\":%.3f,", 1e3 * a->ttft);
-}
-
-// Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
-// views, held at most; and of the rooms of passes in the host's memory.
-void json_bytes(const Session *s, FILE *f) {
     fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
     fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
-    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", s->clk.peak, arena_bytes(s->scratch));
+    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", k->peak, arena_bytes(s->scratch));
 }
 
 // The whole run as one object on one line.
@@ -727,18 +711,14 @@ void print_json(const App *a, FILE *f) {
     json_pair(f, "dtype", dtype_name(a->c->dtype));
     json_pair(f, "device", s->dev ? "cuda" : "cpu");
     json_pair(f, "saves", what_is_saved(s));
-    json_speed(a, f);
-    json_bytes(s, f);
+    json_numbers(a, f);
     fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,",
             s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
     fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
     fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
     if (a->reply) json_pair(f, "text", a->reply);
     json_options(a, f);
-    if (opt_int(a->o, "json-rows")) {
-        json_rows(s, f);
-        json_views(s, f);
-    }
+    if (opt_int(a->o, "json-rows")) json_rows(s, f);
     fprintf(f, "}\n");
     fflush(f);
 }
@@ -758,63 +738,37 @@ int tokens_said(const Session *s) {
     return n;
 }
 
-// The rows of the shortest and of the longest head.
-static void rows_range(const Session *s, int *lo, int *hi) {
-    *lo = INT_MAX;
-    *hi = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        *lo = min_int(*lo, s->head[i].len);
-        *hi = max_int(*hi, s->head[i].len);
-    }
-}
-
-// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
-// a head", and why none of those is gone that a method drops, or none packed.
-void rows_in_words(const Session *s, char out[96]) {
-    int lo, hi, n = tokens_said(s), packs = 0, packed = 0;
+// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows a head", and
+// what is to be said of that. Rows over the budget of a method that drops rows when a prefill ends came behind it.
+void rows_in_words(const Session *s, char out[160]) {
+    int lo = INT_MAX, hi = 0, all = tokens_said(s);
     int limit = uses_budget(s) && s->ratio < 0 ? s->budget : 0;         // rows a head; 0: there is none
-    rows_range(s, &lo, &hi);
-    for (int i = 0; i < s->n_part; i++) packs |= !strcmp(s->part[i].m->name, "pats");
-    for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
-    if (lo < hi)
-        snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
-    else if (lo != n)
-        snprintf(out, 96, "%d of %d rows a head", lo, n);
-    else if (limit && n <= limit)
-        snprintf(out, 96, "all %d rows a head: the budget is %d", n, limit);
-    else if (limit && session_evicts(s))
-        snprintf(out, 96, "%d rows a head: those over %d are dropped when you send the next message", n, limit);
-    else if (session_evicts(s))
-        snprintf(out, 96, "%d rows a head: some are dropped when you send the next message", n);
-    else if (packs && !packed)
-        snprintf(out, 96, "%d rows a head, none packed yet", n);
-    else
-        snprintf(out, 96, "all %d rows a head", n);
-}
-
-// The budget that every head is over, because rows of the last reply came behind the last choice of a method
-// that drops rows when a prefill ends; 0: none is.
-static int budget_exceeded(const Session *s) {
-    int lo, hi, limit = uses_budget(s) && s->ratio < 0 && session_evicts(s) ? s->budget : 0;
-    rows_range(s, &lo, &hi);
-    return limit && lo > limit && lo < tokens_said(s) ? limit : 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        lo = min_int(lo, s->head[i].len);
+        hi = max_int(hi, s->head[i].len);
+    }
+    int n = 0;
+    if (lo < hi) n = snprintf(out, 160, "%d..%d of", lo, hi);
+    else n = snprintf(out, 160, lo == all ? "all" : "%d of", lo);
+    n += snprintf(out + n, 40, " %d rows a head", all);
+    if (!strcmp(what_is_saved(s), "reads")) snprintf(out + n, 40, " (saves reads, not memory)");
+    else if (limit && all <= limit) snprintf(out + n, 40, ": the budget is %d", limit);
+    else if (limit && lo > limit && session_evicts(s))
+        snprintf(out + n, 90, " (over %d: the last reply's, dropped when you send the next message)", limit);
 }
 
 // The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds; what is held, and how much
 // of -c that is.
 static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     const Session *s = a->s;
-    char held[32], full[32], rows[96], over[48] = "";
+    char rows[160];
+    double held = (double)kv_bytes(s), full = (double)kv_bytes_full(s);
     if (quiet) return;
     rows_in_words(s, rows);
-    if (budget_exceeded(s)) snprintf(over, sizeof over, " (over %d: this reply's)", budget_exceeded(s));
-    human_bytes((double)kv_bytes(s), held);
-    human_bytes((double)kv_bytes_full(s), full);
-    double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
-    double filled = 100.0 * rows_held(a) / ctx_limit(a);
-    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s%s | %.0f %% of -c]%s\n",
-            in_color(stderr, COLOR_NUMBERS), s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share,
-            rows, over, saves_reads_only(s) ? " | saves reads, not memory" : "", filled, in_color(stderr, COLOR_OFF));
+    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s | %.0f %% of -c]%s\n",
+            in_color(stderr, COLOR_NUMBERS), s->turn, n_pre, n_gen, rate(n_gen, seconds), human_bytes(held).text,
+            human_bytes(full).text, 100 * held / full, rows, 100.0 * rows_held(a) / ctx_limit(a),
+            in_color(stderr, COLOR_OFF));
 }
 
 // ---- --ids FILE: teacher forcing (D3)
@@ -925,18 +879,21 @@ int run_ids(App *a) {
 // ---- sessions on disk: the record as json lines
 // No rows are stored. Loading replays the record, which is exact for every method. A file begins with
 // what the dialogue was made with, and has a line a message behind it:
-//   {"session":3,"model":"FINGERPRINT","made":"--method=SPEC --OPTION \"VALUE\" .."}
+//   {"session":3,"made":"--method=SPEC --OPTION \"VALUE\" ..","model":"FINGERPRINT"}
 //   {"role":"system","content":TEXT}           if there is a system message of the user's
 //   {"role":"user","content":TEXT,"ids":[ids to prefill],"system":N_SYS,"foot":N_FOOT,"head":N_HEAD}
 //   {"role":"assistant","content":TEXT,"ids":[ids decoded]}
 // The texts are for readers, the ids are what is fed. A message without a reply at the end is one whose
 // reply was not finished.
 
-// Goes on with the hash h over a tensor: its type, its shape, and all its bytes.
-static uint64_t hash_tensor(uint64_t h, const Tensor *t) {
-    const int head[] = { t->dtype, t->rows, t->cols, t->data != NULL };
-    h = hash_bytes(h, head, sizeof head);
-    return t->data ? hash_bytes(h, t->data, tensor_bytes(t)) : h;
+// Goes on with the hash h over n tensors: of each its type, its shape, and all its bytes.
+static uint64_t hash_tensors(uint64_t h, const Tensor *t, size_t n) {
+    for (const Tensor *end = t + n; t < end; t++) {
+        const int head[] = { t->dtype, t->rows, t->cols, t->data != NULL };
+        h = hash_bytes(h, head, sizeof head);
+        if (t->data) h = hash_bytes(h, t->data, tensor_bytes(t));
+    }
+    return h;
 }
 
 // The hash by which a session knows its model: every byte of every tensor, and the numbers of the
@@ -949,18 +906,10 @@ static uint64_t model_fingerprint(const Config *c, const Weights *w) {
     h = hash_bytes(h, numbers, sizeof numbers);
     h = hash_bytes(h, w->inv_freq64, (size_t)c->D / 2 * sizeof *w->inv_freq64);
     if (c->windowed) h = hash_bytes(h, c->windowed, (size_t)c->L);
-    h = hash_tensor(h, &w->embed);
-    h = hash_tensor(h, &w->norm);
-    if (w->head.data != w->embed.data) h = hash_tensor(h, &w->head);
-    for (int l = 0; l < c->L; l++) {
-        const Layer *y = &w->layer[l];
-        const Tensor *all[] = {
-            &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
-            &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown,
-        };
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) h = hash_tensor(h, all[i]);
-    }
-    return h;
+    h = hash_tensors(h, &w->embed, 1);
+    h = hash_tensors(h, &w->norm, 1);
+    if (w->head.data != w->embed.data) h = hash_tensors(h, &w->head, 1);
+    return hash_tensors(h, (const Tensor *)w->layer, (size_t)c->L * sizeof *w->layer / sizeof(Tensor));
 }
 
 // The fingerprint of the App's model, worked out when it is first asked for.
@@ -1002,44 +951,35 @@ char *written(const App *a, void (*write)(const App *a, FILE *f)) {
     return text;
 }
 
-// Begins the line of a message.
-static void write_message(FILE *f, const char *role, const char *text) {
-    fprintf(f, "{\"role\":\"%s\",\"content\":", role);
-    json_escape(f, text, strlen(text));
-}
-
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
-    write_message(f, "user", t->user ? t->user : "");
-    fputc(',', f);
+    fprintf(f, "{\"role\":\"user\",");
+    json_pair(f, "content", t->user ? t->user : "");
     write_ids(f, t->pre);
     fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
-}
-
-// Writes the line of its reply.
-static void write_said(const App *a, const Turn *t, FILE *f) {
-    char *text = reply_text(a, t);
-    write_message(f, "assistant", text);
-    fputc(',', f);
-    write_ids(f, t->dec);
-    fprintf(f, "}\n");
-    free(text);
 }
 
 // Writes the whole file of a model whose fingerprint is known.
 static void session_write(const App *a, FILE *f) {
     char *made = written(a, write_making);
-    fprintf(f, "{\"session\":3,\"model\":\"%016llx\",\"made\":", (unsigned long long)a->fingerprint);
-    json_escape(f, made, strlen(made));
-    fprintf(f, "}\n");
+    fprintf(f, "{\"session\":3,");
+    json_pair(f, "made", made);
+    fprintf(f, "\"model\":\"%016llx\"}\n", (unsigned long long)a->fingerprint);
     free(made);
     if (a->tp && opt_given(a->o, "system")) {
-        write_message(f, "system", opt_str(a->o, "system"));
+        const char *system = opt_str(a->o, "system");
+        fprintf(f, "{\"role\":\"system\",\"content\":");
+        json_escape(f, system, strlen(system));
         fprintf(f, "}\n");
     }
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        char *said = reply_text(a, &a->turn[i]);
         write_asked(&a->turn[i], f);
-        write_said(a, &a->turn[i], f);
+        fprintf(f, "{\"role\":\"assistant\",");
+        json_pair(f, "content", said);
+        write_ids(f, a->turn[i].dec);
+        fprintf(f, "}\n");
+        free(said);
     }
     if (a->asked) write_asked(a->asked, f);
     else if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
@@ -1058,39 +998,47 @@ static int session_flock(int fd, const char *path, char err[512]) {
     return fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path);
 }
 
-// Saves the dialogue as a file, which must be no other chat's. lock 1, or --session's file: it stays open and
-// locked. 0, or -1 with err, and then the old file stays.
-static int session_save(App *a, const char *path, int lock, char err[512]) {
+// Opens --session's file, new or old, and locks it. 0, or -1 with err, and then the one that was open stays.
+static int session_lock(App *a, const char *path, char err[512]) {
+    struct stat st;
+    int low = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int fd = low < 0 ? -1 : fcntl(low, F_DUPFD_CLOEXEC, 3);         // none of the first three, which have their uses
+    if (low >= 0) close(low);
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {
+        errno = EINVAL;
+        bad = 1;
+    }
+    if (bad) fault(err, "%.400s: %s", path, save_reason());
+    else bad = session_flock(fd, path, err);
+    int old = bad ? fd : a->log;
+    if (!bad) a->log = fd;
+    if (old > 0) close(old);
+    return bad ? -1 : 0;
+}
+
+// Saves the dialogue as a file, which must be no other chat's. 0, or -1 with err, and then the old file stays.
+static int session_save(App *a, const char *path, char err[512]) {
     Saving x;
     int own = a->log && is_file(a->log, path);
     int fd = own ? -1 : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     int used = fd >= 0 && session_flock(fd, path, err);
     if (fd >= 0) close(fd);
     if (used || save_begin(&x, path, err)) return -1;
-    lock |= own;
-    fd = -1;
     (void)app_fingerprint(a);
     session_write(a, x.f);
-    if (lock) fd = fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3);
-    if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);       // a new file: nobody else has it
-    if (save_keep(&x, err)) {
-        if (fd >= 0) close(fd);
-        return -1;
-    }
-    if (!lock) return 0;
-    if (a->log) close(a->log);
-    a->log = max_int(fd, 0);
-    return 0;
+    return save_keep(&x, err);
 }
 
-// Appends text (n) to --session's file, behind what it holds, and brings it to the disk. 0, or -1 with err, and then
-// no part of it stays.
-static int session_append(App *a, const char *text, size_t n, char err[512]) {
+// Appends a text to --session's file, behind the n bytes that it holds, and brings it to the disk. 0, or -1 with err,
+// and then no part of it stays.
+static int session_append(App *a, size_t n, const char *text, char err[512]) {
     errno = ENOSPC;                     // where only a part of it finds room
-    int bad = pwrite(a->log, text, n, (off_t)a->logged) != (ssize_t)n || (fsync(a->log) && errno != EINVAL);
+    ssize_t all = (ssize_t)strlen(text);
+    int bad = pwrite(a->log, text, (size_t)all, (off_t)n) != all || (fsync(a->log) && errno != EINVAL);
     if (!bad) return 0;
     fault(err, "%.400s: %s; the old file stays", opt_str(a->o, "session"), strerror(errno));
-    (void)!ftruncate(a->log, (off_t)a->logged);
+    (void)!ftruncate(a->log, (off_t)n);
     return -1;
 }
 
@@ -1103,17 +1051,17 @@ static int session_catch_up(App *a, char err[512]) {
     if (!a->log) return 0;
     (void)app_fingerprint(a);
     char *text = written(a, session_write);
-    size_t n = strlen(text), had = a->logged;
-    int same = had && had <= n && hash_bytes(1, text, had) == a->logged_hash, bad = 0;
-    same = same && is_file(a->log, path) && !fstat(a->log, &st) && st.st_size == (off_t)had;
+    size_t had = a->logged ? strlen(a->logged) : 0;
+    int goes_on = had && !strncmp(text, a->logged, had) && is_file(a->log, path), bad = 0;
+    goes_on = goes_on && !fstat(a->log, &st) && st.st_size == (off_t)had;
     saving_turn = 1;
-    if (!same) bad = session_save(a, path, 1, err);
-    else if (n > had) bad = session_append(a, text + had, n - had, err);
+    if (!goes_on) bad = session_save(a, path, err) || session_lock(a, path, err);
+    else if (text[had]) bad = session_append(a, had, text + had, err);
     saving_turn = 0;
-    a->logged = bad ? 0 : n;
-    a->logged_hash = hash_bytes(1, text, n);
-    free(text);
-    return bad;
+    free(a->logged);
+    a->logged = text;
+    if (bad) *text = 0;                 // what the file holds is not known
+    return bad ? -1 : 0;
 }
 
 // The same, and a line on stderr says why not.
@@ -1122,39 +1070,16 @@ static void session_keep(App *a) {
     if (session_catch_up(a, err)) warn("--session %s", err);
 }
 
-// Opens --session's file, new or old, and locks it. 0, or -1 with err.
-static int session_lock(App *a, const char *path, char err[512]) {
-    struct stat st;
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &st);
-    if (!bad && !S_ISREG(st.st_mode)) {
-        errno = EINVAL;
-        bad = 1;
-    }
-    if (bad) fault(err, "%.400s: %s", path, save_reason());
-    if (!bad) bad = session_flock(fd, path, err);
-    if (!bad) a->log = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-    if (fd >= 0) close(fd);
-    return bad ? -1 : 0;
-}
-
 // ---- reading them
 typedef struct {            // a session file being read
     const char *path;
     Turn *turn;             // stb_ds array
     char *made;             // what it was made with, malloc'd
-    char *pending;          // malloc'd, or NULL
+    int asked;              // 1: the last turn is a message that waits for its reply
     int torn;               // 1: its last line was not whole and is left out
 } SessionFile;
 
-static void session_file_free(SessionFile *x) {
-    turns_clear(x->turn);
-    arrfree(x->turn);
-    free(x->made);
-    free(x->pending);
-}
-
-// The first line: is it one of this format, and of this model? 0, or -1 with err.
+// The first line, NULL if there is none: is it one of this format, and of this model? 0, or -1 with err.
 static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) {
     const Json *version = json_get(j, "session");
     if (!version || !version->is_int || !*json_text(j, "model") || !*json_text(j, "made"))
@@ -1170,83 +1095,69 @@ static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) 
 }
 
 // Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
-int ids_of_json(const Json *list, int V, int **ids, char why[128]) {
-    *why = 0;
-    if (!list || list->type != JSON_ARRAY) snprintf(why, 128, "expected a list of \"ids\"");
-    for (int i = 0; !*why && i < list->n; i++) {
-        const Json *id = &list->item[i];
+int ids_of_json(const Json *list, int V, int **ids, char why[512]) {
+    if (!json_is(list, JSON_ARRAY)) return fault(why, "expected a list of \"ids\"");
+    for (const Json *id = list->item; id < list->item + list->n; id++) {
         if (!id->is_int || id->i < 0 || id->i >= V)
-            snprintf(why, 128, "id %.6g is outside the vocabulary of %d", id->num, V);
-        else arrput(*ids, (int)id->i);
+            return fault(why, "id %.6g is outside the vocabulary of %d", id->num, V);
+        arrput(*ids, (int)id->i);
     }
-    return *why ? -1 : 0;
+    return 0;
 }
 
-// A count of a message's ids; -1: it is none.
-static int session_count(const Json *j, const char *name, int n) {
-    const Json *count = json_get(j, name);
-    return count && count->is_int && count->i >= 0 && count->i <= n ? (int)count->i : -1;
+// The counts of a message's ids. 0, or -1 with why.
+static int session_counts(const Json *j, Turn *t, char why[512]) {
+    const struct { const char *name; int *n; } counts[] = {
+        { "system", &t->n_sys }, { "foot", &t->n_foot }, { "head", &t->n_head },
+    };
+    for (int i = 0; i < 3; i++) {
+        const Json *n = json_get(j, counts[i].name);
+        if (!n || !n->is_int || n->i < 0 || n->i > (int)arrlen(t->pre))
+            return fault(why, "\"system\", \"foot\" and \"head\" are counts of its %d ids", (int)arrlen(t->pre));
+        *counts[i].n = (int)n->i;
+    }
+    return 0;
 }
 
-// The reply of turn t. Its text stands for itself where the template has written it anew in a later turn, and
-// these are not its ids. 0, or -1 with why.
-static int session_reply(const App *a, Turn *t, const Json *j, const char *text, char why[128]) {
-    if (ids_of_json(json_get(j, "ids"), a->c->V, &t->dec, why)) return -1;
+// A message of the user, which begins a turn, or the reply to it. 0, or -1 with why.
+static int session_line(const App *a, SessionFile *x, const Json *j, char why[512]) {
+    const char *role = json_text(j, "role"), *text = json_text(j, "content");
+    const char *next = x->asked ? "assistant" : "user";
+    if (!strcmp(role, "system") && !arrlen(x->turn)) return 0;
+    if (strcmp(role, next)) return fault(why, "expected a message of the %s", next);
+    if (!x->asked) arrput(x->turn, ((Turn){ .user = copy_text(text) }));
+    Turn *t = &arrlast(x->turn);
+    x->asked = !x->asked;
+    if (ids_of_json(json_get(j, "ids"), a->c->V, x->asked ? &t->pre : &t->dec, why)) return -1;
+    if (x->asked) return session_counts(j, t, why);
+
+    // Where the template has written it anew in a later turn, a reply's text is not that of its ids.
     char *said = reply_text(a, t);
     if (strcmp(said, text)) t->reply = copy_text(text);
     free(said);
     return 0;
 }
 
-// A message of the user, or a reply. Until its reply comes, the message's turn is the last one and its
-// text is pending. 0, or -1 with why.
-static int session_line(const App *a, SessionFile *x, const Json *j, char why[128]) {
-    const char *role = json_text(j, "role"), *text = json_text(j, "content");
-    int first = !arrlen(x->turn);
-    if (!strcmp(role, "system") && first && !x->pending) return 0;
-    snprintf(why, 128, "expected a message of the %s", x->pending ? "assistant" : "user");
-    if (strcmp(role, x->pending ? "assistant" : "user")) return -1;
-    if (x->pending) {
-        free(x->pending);
-        x->pending = NULL;
-        return session_reply(a, &arrlast(x->turn), j, text, why);
-    }
-    Turn t = { .user = copy_text(text) };
-    x->pending = copy_text(text);
-    int bad = ids_of_json(json_get(j, "ids"), a->c->V, &t.pre, why), n = (int)arrlen(t.pre);
-    t.n_sys = session_count(j, "system", n);
-    t.n_foot = session_count(j, "foot", n);
-    t.n_head = session_count(j, "head", n);
-    if (!bad && (t.n_sys < 0 || t.n_foot < 0 || t.n_head < 0)) {
-        snprintf(why, 128, "\"system\", \"foot\" and \"head\" are counts of its %d ids", n);
-        bad = -1;
-    }
-    arrput(x->turn, t);
-    return bad;
-}
-
 // The lines of text (n). One that is not whole at the end, where a write was cut short, is left out. 0, or
 // -1 with err.
 static int session_lines(App *a, SessionFile *x, const char *text, size_t n, char err[512]) {
-    char why[256] = "";
-    int number = 1, bad = 0;
-    for (const char *p = text, *end; p < text + n && !bad; p = end + 1, number++) {
+    char why[512] = "";
+    int number = 0, bad = 0;
+    for (const char *p = text, *end; p < text + n && !bad; p = end + 1) {
         end = memchr(p, '\n', (size_t)(text + n - p));
-        int last = !end;
-        if (last) end = text + n;
+        int whole = end != NULL;
+        if (!whole) end = text + n;
         Json *j = json_parse(p, (size_t)(end - p), why);
-        x->torn = last && !j;
-        if (number == 1) bad = session_header(a, x, j, err);
-        else if (j) bad = session_line(a, x, j, why);
-        else bad = last ? 0 : -1;
-        if (bad && number > 1) fault(err, "%.300s, line %d: damaged: %s", x->path, number, why);
+        x->torn = !whole && !j;
+        if (!number++) bad = session_header(a, x, j, err);
+        else if (!x->torn && (!j || session_line(a, x, j, why)))
+            bad = fault(err, "%.300s, line %d: damaged: %.150s", x->path, number, why);
         json_free(j);
     }
-    if (number == 1) return fault(err, "%.400s: not a kvcomp session file", x->path);
-    // A message whose reply was not finished is none of the dialogue.
-    if (!bad && x->pending) turn_free(arrpop(x->turn));
-    for (int i = 0; i < (int)arrlen(x->turn) && !bad; i++)
-        if (!arrlen(x->turn[i].pre) && (!i || i + 1 == (int)arrlen(x->turn)))  // others' may stand in a later turn
+    if (!number) return session_header(a, x, NULL, err);
+    int turns = (int)arrlen(x->turn) - x->asked;
+    for (int i = 0; i < turns && !bad; i++)
+        if (!arrlen(x->turn[i].pre) && (!i || i + 1 == turns))      // others' may stand in a later turn
             bad = fault(err, "%.300s: damaged: message %d has no ids", x->path, i + 1);
     return bad;
 }
@@ -1267,42 +1178,33 @@ static void session_differs(const App *a, const SessionFile *x) {
     free(own);
 }
 
-// The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App has
-// its own record and rows again.
+// The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App keeps its own.
 static int session_take(App *a, SessionFile *x, char err[512]) {
-    Turn *own = a->turn;
-    if (record_fits(a->s, x->turn, err)) return -1;
+    char why[512];
+    Turn *own = a->turn, last = { 0 };
+    if (x->asked) last = arrpop(x->turn);           // a message whose reply was not finished is none of the dialogue
     a->turn = x->turn;
-    int bad = replay(a, 1);
-    if (bad > 0) {
-        snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
-                           "method that drops rows)", x->path, ctx_limit(a));
-    }
-    if (bad < 0) snprintf(err, 512, "%s", a->s->err);
-    if (bad) {
-        a->turn = own;
-        if (bad > 0 && replay(a, 0)) a->stale = 1;       // session_ready tries again
-        return -1;
-    }
-    x->turn = own;                                      // goes with x
-    free(a->pending);
-    a->pending = x->pending;
-    x->pending = NULL;
-    return 0;
+    int bad = record_fits(a->s, a->turn, why) || replay(a, 1, why);
+    if (bad) a->turn = own;
+    else x->turn = own;                             // it goes with x
+    if (bad) fault(err, "%.200s: %.300s", x->path, why);
+    else pending_set(a, last.user);
+    turn_free(last);
+    return bad ? -1 : 0;
 }
 
 // Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
 static int session_read(App *a, const char *path, char err[512]) {
-    char why[256];
     size_t n;
     SessionFile x = { .path = path };
-    char *text = read_file(path, &n, why);
-    if (!text) return fault(err, "%s", why);
+    char *text = read_file(path, &n, err);
+    if (!text) return -1;
     int bad = session_lines(a, &x, text, n, err);
     free(text);
     if (!bad) session_differs(a, &x);
     if (!bad) bad = session_take(a, &x, err);
-    session_file_free(&x);
+    turns_free(x.turn);
+    free(x.made);
     return bad;
 }
 
@@ -1431,10 +1333,8 @@ static int holds_config(const char *dir) {
 static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
     char path[PATH_ROOM + 16], hash[128] = "", err[256];
     size_t n;
-    struct dirent *entry;
     struct stat st;
     time_t newest = 0;
-    int found = 0;
     snprintf(path, sizeof path, "%.990s/refs/main", repo);
     char *ref = read_bounded(path, MOST_CONFIG, &n, err);
     if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
@@ -1444,17 +1344,16 @@ static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
 
     snprintf(path, sizeof path, "%.990s/snapshots", repo);
     DIR *d = opendir(path);
-    while (d && (entry = readdir(d))) {
+    for (struct dirent *e; d && (e = readdir(d)); ) {
         char one[PATH_ROOM];
-        if (entry->d_name[0] == '.') continue;
-        if (snprintf(one, sizeof one, "%.760s/%.255s", path, entry->d_name) >= PATH_ROOM) continue;
-        if (!holds_config(one) || stat(one, &st) || (found && st.st_mtime <= newest)) continue;
+        if (e->d_name[0] == '.') continue;
+        if (snprintf(one, sizeof one, "%.760s/%.255s", path, e->d_name) >= PATH_ROOM || !holds_config(one)) continue;
+        if (stat(one, &st) || st.st_mtime <= newest) continue;
         strcpy(out, one);
         newest = st.st_mtime;
-        found = 1;
     }
     if (d) closedir(d);
-    return found ? 0 : -1;
+    return newest ? 0 : -1;
 }
 
 // Is it a name as the hub has them: org/name of letters, digits, dots, underlines and dashes?
@@ -1540,12 +1439,8 @@ double memory_free(void) {
 
 // "16.1 GB weights + 537 MB rows at -c 4096; 19.6 GB free". Returns 1 when they are more than is free.
 static int memory_in_words(double weights, double rows, int ctx, double free_bytes, char out[200]) {
-    char a[32], b[32], c[32];
-    human_bytes(weights, a);
-    human_bytes(rows, b);
-    human_bytes(fmax(free_bytes, 0), c);
-    int n = snprintf(out, 200, "%s weights + %s rows at -c %d", a, b, ctx);
-    if (free_bytes >= 0) snprintf(out + n, 200 - (size_t)n, "; %s free", c);
+    int n = snprintf(out, 160, "%s weights + %s rows at -c %d", human_bytes(weights).text, human_bytes(rows).text, ctx);
+    if (free_bytes >= 0) snprintf(out + n, 40, "; %s free", human_bytes(free_bytes).text);
     return free_bytes >= 0 && weights + rows > free_bytes;
 }
 
@@ -1671,15 +1566,6 @@ static double device_trial(const Options *like) {
     return e;
 }
 
-// Does the GPU fail the trial? Then why says how.
-static int trial_fails(const Options *like, char why[512]) {
-    double e = device_trial(like);
-    if (e >= 0 && e < trial_tolerance) return 0;
-    if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
-    else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
-    return 1;
-}
-
 // Is there a GPU that answers, holds the memory plan of --method, and passes the trial? Where one answers and
 // does not serve, the user is told why. -d is cpu while this is asked. A method that cannot be opened at all
 // keeps to the CPU: the session that is wanted then gives the reason.
@@ -1688,8 +1574,12 @@ static int device_serves(const App *a) {
     Session *s = device_there() ? session_try(a->c, a->w, a->o, opt_str(a->o, "method"), why) : NULL;
     if (!s) return 0;
     s->batch = batch_rows(a->o, "cuda");
-    int bad = device_bars(s, why) || trial_fails(a->o, why);
+    int bad = device_bars(s, why) != 0;
     session_close(s);
+    double e = bad ? 0 : device_trial(a->o);
+    if (e < 0) snprintf(why, sizeof why, "a trial of the GPU ended with: %.400s", die_text);
+    else if (!(e < trial_tolerance)) snprintf(why, sizeof why, "its logits differ by %.1e of the largest: that is wrong", e);
+    bad |= !(e >= 0 && e < trial_tolerance);
     if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return !bad;
 }
@@ -1801,6 +1691,7 @@ void app_close(App *a) {
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
     if (a->log) close(a->log);
+    free(a->logged);
 }
 
 int arg_count;           // the command line, for Report.source
@@ -1898,13 +1789,6 @@ static void chat_reply(App *a, FILE *out) {
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
 
-// Notes the message whose reply is being made; NULL: none is.
-static void pending_set(App *a, const char *text) {
-    char *copy = text ? copy_text(text) : NULL;
-    free(a->pending);
-    a->pending = copy;
-}
-
 // A turn begins: signals wait for its end.
 static void turn_begin(void) {
     interrupts = 0;
@@ -1938,105 +1822,97 @@ int chat_turn(App *a, const char *text, FILE *out) {
     a->asked = &t;
     session_keep(a);                    // before the reply: whatever ends the program costs the reply only
     a->asked = NULL;
-    Turn *before = rewrites ? turns_copy(a->turn) : NULL;
+    Turn *before = turns_copy(a->turn);
     if (rewrites && !a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
              "taken back and read anew", rewrites);
     a->rewrote |= rewrites > 0;
     if (session_take_back(a, &t) || feed_message(a, &t)) {
         turn_free(t);
-        if (before) {                       // the record is what it was, and the session is made from it
-            turns_free(a->turn);
-            a->turn = before;
-            before = NULL;
-            a->stale = 1;
-        }
+        turns_free(a->turn);
+        a->turn = before;                   // the record is what it was; where ids were taken back, the
+        a->stale |= rewrites > 0;           // session is made from it
         if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
     } else {
+        turns_free(before);
         arrput(a->turn, t);
         chat_reply(a, out);
         replied = arrlen(arrlast(a->turn).dec) > 0;
     }
-    turns_free(before);
     pending_set(a, NULL);
     turn_end(a, replied);
     return 0;
 }
 
 // What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
-// 336 rows a head". Rows over the budget are those of the last reply, which came behind the last choice.
+// 336 rows a head".
 static void confirm_replay(const App *a, double t0) {
-    char rows[96], budget[96] = "", why[96] = "";
+    char rows[160], budget[96] = "";
     const Session *s = a->s;
-    if (quiet) return;
-    int limit = budget_exceeded(s);
     const char *pick = a->picked ? " (picked for this dialogue; /budget N takes another)" : "";
+    if (quiet) return;
     if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
     else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d%s", s->budget, pick);
     rows_in_words(s, rows);
-    if (saves_reads_only(s))
-        snprintf(why, sizeof why, " (saves reads, not memory)");
-    else if (limit)
-        snprintf(why, sizeof why, " (over %d: the last reply's, dropped when you send the next message)", limit);
     if (!s->n_tok) tell("%s%s: the dialogue is empty", a->method, budget);
-    else tell("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows, why);
+    else tell("%s%s: %d tokens replayed in %.1f s, %s", a->method, budget, tokens_said(s), now() - t0, rows);
 }
 
-// Sets the budget that the chat picks for a dialogue; 0: none, so that a method has its own.
-static void budget_pick(App *a, int budget) {
-    char text[16], err[256];
-    snprintf(text, sizeof text, "%d", budget);
-    options_set(a->o, "budget", text, err);
-    if (!budget) (void)shdel(a->o->given, "budget");
-    a->picked = budget;
+enum { LEAST_PICK = 40 };           // rows a head of the smallest budget that the chat picks for a dialogue
+
+// Takes --budget back: a method has its own.
+static void budget_unset(Options *o) {
+    char err[256];
+    options_set(o, "budget", "0", err);
+    (void)shdel(o->given, "budget");
 }
 
-// Opens a session of a method. Where the user gave neither --budget nor --ratio, and the method's own budget holds
-// the whole dialogue, so that nothing would happen, a quarter of the dialogue is picked (32 rows at least), or the
-// half, or three quarters: the first that the method takes. NULL: it is refused, and err says why.
-static Session *session_for_dialogue(App *a, const char *spec, char err[512]) {
-    char why[512];
-    int n = record_tokens(a->turn), users = opt_given(a->o, "budget") && !a->picked;
-    if (users || opt_given(a->o, "ratio")) return session_try(a->c, a->w, a->o, spec, err);
-    budget_pick(a, 0);
-    Session *s = session_try(a->c, a->w, a->o, spec, err);
-    if (!s || !uses_budget(s) || s->budget < n) return s;
-    for (int quarters = 1; quarters < 4; quarters++) {
-        int budget = max_int((int)((long)n * quarters / 4), 32);
-        if (budget >= n) break;
-        budget_pick(a, budget);
-        Session *small = session_try(a->c, a->w, a->o, spec, why);
-        if (!small) continue;
-        session_close(s);
-        return small;
+// Opens a session of a method with the options o. Where they have neither --budget nor --ratio, and the method's own
+// budget holds the whole dialogue, so that nothing would happen, a quarter of the dialogue is *picked, if the method
+// takes that. NULL: it is refused, and err says why.
+static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *picked, char err[512]) {
+    char text[16], why[512];
+    int n = record_tokens(a->turn), quarter = max_int(n / 4, LEAST_PICK);
+    Session *s = session_try(a->c, a->w, o, spec, err);
+    *picked = 0;
+    if (!s || opt_given(o, "budget") || opt_given(o, "ratio")) return s;
+    if (!uses_budget(s) || s->budget < n || quarter >= n) return s;
+    snprintf(text, sizeof text, "%d", quarter);
+    options_set(o, "budget", text, why);
+    Session *small = session_try(a->c, a->w, o, spec, why);
+    if (!small) {
+        budget_unset(o);
+        return s;
     }
-    budget_pick(a, 0);
-    return s;
+    session_close(s);
+    *picked = quarter;
+    return small;
 }
 
-// Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
-// -1: the reason is on stderr and the old session stays.
-static int chat_method(App *a, const char *spec) {
+// Opens the session again with another method (or the same) and options o, which become the App's, and replays the
+// dialogue into it. The reason why not is on stderr, and the old session stays.
+static void chat_method(App *a, const char *spec, Options *o) {
     char err[512];
-    int picked = a->picked;
-    Session *s = session_for_dialogue(a, spec, err);
+    int picked;
+    Session *s = session_for_dialogue(a, spec, o, &picked, err);
     if (!s || record_fits(s, a->turn, err)) {
         warn("%s", err);
-        if (picked != a->picked) budget_pick(a, picked);
         session_close(s);
-        return -1;
+        options_free(o);
+        return;
     }
     session_close(a->s);
-    a->s = s;
+    options_free(a->o);
     char *copy = copy_text(spec);              // before the old name goes: spec may be that name
     free(a->method);
     a->method = copy;
+    a->s = s;
+    a->o = o;
+    a->picked = picked;
     template_differs(a);
     double t0 = now();
     a->stale = 1;                               // the new session has no rows yet
-    if (session_ready(a)) return 0;             // the next message tries again
-    confirm_replay(a, t0);
-    return 0;
+    if (!session_ready(a)) confirm_replay(a, t0);       // else the next message tries again
 }
 
 // Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
@@ -2089,17 +1965,22 @@ void side_close(Side *x) {
     free(x->reply);
 }
 
-// The sides of a run (stb_ds): the list's methods, and a's own where the list does not have it.
-static Side *sides_open(const App *a, const Options *o) {
+// The sides of a run (stb_ds), greedy and with this budget where the user has set none: the list's methods, and a's
+// own where the list does not have it.
+static Side *sides_open(const App *a, int budget) {
+    char err[256], text[16];
+    Options *o = options_copy(a->o);
     Side *x = NULL;
     int own = 1;
-    arrsetlen(x, N_SIDES + 1);
+    snprintf(text, sizeof text, "%d", budget);
+    options_set(o, "temp", "0", err);
+    if (!opt_given(o, "ratio") && opt_int(o, "budget") <= 0) options_set(o, "budget", text, err);
     for (int i = 0; i < N_SIDES; i++) {
-        side_open(&x[i], a, o, side_methods[i].method, side_methods[i].why);
+        side_open(arraddnptr(x, 1), a, o, side_methods[i].method, side_methods[i].why);
         if (!strcmp(a->method, side_methods[i].method)) own = 0;
     }
-    if (own) side_open(&x[N_SIDES], a, o, a->method, NULL);
-    else arrsetlen(x, N_SIDES);
+    if (own) side_open(arraddnptr(x, 1), a, o, a->method, NULL);
+    options_free(o);
     return x;
 }
 
@@ -2108,8 +1989,8 @@ static void sides_close(Side *x /* stb_ds */) {
     arrfree(x);
 }
 
-// Sends one message to a side and keeps the reply, of at most n tokens, what a step of it read and
-// how many tokens it has. 0, or -1 with the reason in x->refused when there are no positions for it.
+// Sends one message to a side and keeps the reply, of at most n tokens, and what a step of it read. 0, or -1 with
+// the reason in x->refused when there are no positions for it.
 static int side_turn(Side *x, const char *text, int n) {
     App *a = &x->app;
     double bytes = a->s->clk.bytes_attended;
@@ -2118,7 +1999,7 @@ static int side_turn(Side *x, const char *text, int n) {
     if (message_feed(a, text, x->refused)) return -1;
     free(x->reply);
     FILE *out = memory_stream(&x->reply, &size);
-    x->made = generate(a, n, out);
+    generate(a, n, out);
     memory_stream_close(out);
     steps = a->s->clk.steps - steps;
     x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
@@ -2128,55 +2009,54 @@ static int side_turn(Side *x, const char *text, int n) {
 // Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
 static int side_replay(Side *x, const App *a) {
     x->app.turn = turns_copy(a->turn);
-    if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
-    if (!replay(&x->app, 0)) return 0;
-    snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
-    return -1;
+    return record_fits(x->app.s, x->app.turn, x->refused) || replay(&x->app, 0, x->refused) ? -1 : 0;
 }
 
 // ---- several methods side by side: the lines they get
 enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side's line
 
-// The columns left for the reply on a screen of cols columns.
-static int reply_columns(int cols) {
-    return max_int(cols - 2 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 12);
+// One line: label, mark, reply, and in two columns what is held and read in a step.
+static void side_columns(const char *label, const char *mark, const char *reply, const char *held, const char *read) {
+    printf("  ");
+    print_cut(stdout, label, SIDE_LABEL - 1);
+    printf(" %-*s", SIDE_MARK, mark);
+    print_cut(stdout, reply, max_int(screen_columns() - 3 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 11));
+    printf(" %*s%*s\n", SIDE_BYTES, held, SIDE_BYTES, read);
+    fflush(stdout);
 }
 
-// The heads of the columns. mark: what stands in the second one.
-static void side_heads(FILE *f, const char *mark) {
-    fprintf(f, "  %-*s%-*s", SIDE_LABEL, "method", SIDE_MARK, mark);
-    print_cut(f, "reply", reply_columns(screen_columns()));
-    fprintf(f, "%*s%*s\n", SIDE_BYTES, "held", SIDE_BYTES, "read");
+// The line of a side: what it replied, what it holds, and that a step reads so many bytes.
+static void side_line(const Side *x, const char *mark, const char *reply, double bytes) {
+    side_columns(x->label, mark, reply, human_bytes((double)kv_bytes(x->app.s)).text, human_bytes(bytes).text);
 }
 
-// One side's line: label, mark, reply, bytes held and read in a step.
-static void side_line(FILE *f, const Side *x, const char *mark) {
-    char held[32], read[32];
-    human_bytes((double)kv_bytes(x->app.s), held);
-    human_bytes(x->read, read);
-    fprintf(f, "  ");
-    print_cut(f, x->label, SIDE_LABEL - 1);
-    fprintf(f, " %-*s", SIDE_MARK, mark);
-    print_cut(f, x->reply, reply_columns(screen_columns()) - 1);
-    fprintf(f, " %*s%*s\n", SIDE_BYTES, held, SIDE_BYTES, read);
-    fflush(f);
+// Names a side that cannot play, and why.
+static void side_refused(const Side *x) {
+    if (*x->refused) warn("%s is left out: %s", x->label, x->refused);
 }
 
-// The reply that all sides which play have given; NULL when they differ, or none plays.
-static const char *common_reply(const Side *x /* stb_ds */) {
+// Sends a message to every side that plays, and prints the replies, of at most n tokens. To a question, whose answer
+// is known or wanted (brief 0), every side has its line; else the first, and whoever replies otherwise.
+static void sides_turn(Side *x /* stb_ds */, const char *text, const char *answer, int n, int brief) {
     const char *first = NULL;
-    for (int i = 0; i < (int)arrlen(x); i++) {
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
         if (*x[i].refused) continue;
-        if (first && strcmp(first, x[i].reply)) return NULL;
-        first = x[i].reply;
+        if (side_turn(&x[i], text, n)) {
+            side_refused(&x[i]);
+            continue;
+        }
+        int same = !first || !strcmp(first, x[i].reply);
+        const char *mark = same ? "same" : "differs";
+        if (answer) {
+            int right = holds_answer(x[i].reply, answer, 0);
+            x[i].asked++;
+            x[i].right += right;
+            x[i].read_sum += x[i].read;
+            mark = right ? "right" : "WRONG";
+        }
+        if (answer || !brief || !first || !same) side_line(&x[i], mark, x[i].reply, x[i].read);
+        if (!first) first = x[i].reply;
     }
-    return first;
-}
-
-// Names the sides that cannot play, and why.
-static void sides_refused(const Side *x /* stb_ds */) {
-    for (int i = 0; i < (int)arrlen(x); i++)
-        if (*x[i].refused) warn("%s is left out: %s", x[i].label, x[i].refused);
 }
 
 // ---- the demonstration
@@ -2205,146 +2085,48 @@ const DemoLine demo_lines[N_DEMO_LINES] = {
 };
 enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
 
-// The text of the tokens that a session has seen, in *text (stb_ds, ends in NUL); returns for each
-// of its bytes the token (stb_ds).
-static int *text_of_tokens(const Session *s, char **text) {
-    int *token = NULL;
-    for (int t = 0; t < s->n_tok; t++) {
-        int n;
-        const char *bytes = text_of(s->tok[t].id, &n);
-        for (int i = 0; i < n; i++) {
-            arrput(*text, bytes[i]);
-            arrput(token, t);
-        }
-    }
-    arrput(*text, 0);
-    return token;
-}
-
-// Does a head hold the rows of all tokens from..to?
-static int head_holds(const KVHead *h, int from, int to) {
-    int n = 0;
-    for (int r = 0; r < h->len; r++) n += h->src[r] >= from && h->src[r] <= to;
-    return n == to - from + 1;
-}
-
-// The share of a session's heads that hold the rows of `words` at a place where the dialogue says
-// them, before its last `behind` tokens.
-static double heads_with(const Session *s, const char *words, int behind) {
-    char *text = NULL;
-    int *token = text_of_tokens(s, &text), n = s->c->L * s->c->G, with = 0, length = (int)strlen(words);
-    for (int i = 0; i < n; i++) {
-        int holds = 0;
-        for (const char *p = strstr(text, words); p && !holds; p = strstr(p + 1, words)) {
-            int at = (int)(p - text);
-            if (token[at] >= s->n_tok - behind) break;
-            holds = head_holds(&s->head[i], token[at], token[at + length - 1]);
-        }
-        with += holds;
-    }
-    arrfree(text);
-    arrfree(token);
-    return (double)with / n;
-}
-
-// Notes of a side how it answered a question.
-static void side_judge(Side *x, const char *answer) {
-    int right = holds_answer(x->reply, answer, 0);
-    x->asked++;
-    x->right += right;
-    x->read_sum += x->read;
-    x->kept[right] += heads_with(x->app.s, answer, x->made);
-}
-
-// Plays one line of the script through every side and prints what they reply: of a question each
-// side's line; of the rest one line if all reply the same.
-static void demo_line(const DemoLine *d, Side *x /* stb_ds */, FILE *f) {
-    fprintf(f, "\n> ");
-    print_short(f, d->user, screen_columns() - 2);
-    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
-        if (*x[i].refused) continue;
-        int before = x[i].right;
-        if (side_turn(&x[i], d->user, SHOW_REPLY)) warn("%s is left out: %s", x[i].label, x[i].refused);
-        if (!d->answer || *x[i].refused) continue;
-        side_judge(&x[i], d->answer);
-        side_line(f, &x[i], x[i].right > before ? "right" : "WRONG");
-    }
-    if (d->answer || interrupts) return;
-    const char *common = common_reply(x);
-    if (common) {
-        fprintf(f, "  %-*s", SIDE_LABEL + SIDE_MARK, "all");
-        print_short(f, common, screen_columns() - 2 - SIDE_LABEL - SIDE_MARK);
-        return;
-    }
-    for (int i = 0; i < (int)arrlen(x); i++)
-        if (!*x[i].refused) side_line(f, &x[i], "");
-}
-
-// What became of the rows that held the answers, as a sentence for a side with wrong answers; "" for
-// the others.
-static void side_reason(const Side *x, char out[160]) {
-    int wrong = x->asked - x->right, heads = x->app.c->L * x->app.c->G;
-    out[0] = 0;
-    if (!wrong) return;
-    int n = snprintf(out, 160, " The words asked for still lay in %.1f of %d heads when the answer was wrong",
-                     heads * x->kept[0] / wrong, heads);
-    if (x->right) snprintf(out + n, 160 - (size_t)n, ", in %.1f when it was right", heads * x->kept[1] / x->right);
-    strcat(out, ".");
-}
-
-// The end of the demonstration: what each side got right, what it holds and reads, and why.
-static void demo_summary(const Side *x /* stb_ds */, FILE *f) {
-    char held[32], read[32], reason[160], why[512];
-    fprintf(f, "\n  %-*s%-10s%*s%*s  what it does\n", SIDE_LABEL, "method", "right", SIDE_BYTES, "held",
-            SIDE_BYTES, "read");
-    for (int i = 0; i < (int)arrlen(x); i++) {
-        if (*x[i].refused || !x[i].asked) continue;
-        human_bytes((double)kv_bytes(x[i].app.s), held);
-        human_bytes(x[i].read_sum / x[i].asked, read);
-        side_reason(&x[i], reason);
-        const Method *m = x[i].app.s->part[0].m;
-        snprintf(why, sizeof why, "%s%s%s", x[i].why ? x[i].why : m->keeps, x[i].why ? "" : ".", reason);
-        fprintf(f, "  ");
-        print_cut(f, x[i].label, SIDE_LABEL - 1);
-        fprintf(f, " %d of %-5d%*s%*s\n      ", x[i].right, x[i].asked, SIDE_BYTES, held, SIDE_BYTES, read);
-        print_wrapped(f, why, 6, screen_columns());
+// The end of the demonstration: what each side got right, what it holds and reads, and why: what it does.
+static void demo_summary(const Side *x /* stb_ds */) {
+    printf("\n");
+    side_columns("method", "right", "what it does", "held", "read");
+    for (const Side *end = x + arrlen(x); x < end; x++) {
+        char right[32];
+        if (*x->refused || !x->asked) continue;
+        snprintf(right, sizeof right, "%d of %d", x->right, x->asked);
+        side_line(x, right, "", x->read_sum / x->asked);
+        printf("      ");
+        print_wrapped(stdout, x->why ? x->why : x->app.s->part[0].m->keeps, 6, screen_columns());
     }
 }
 
-// The options of a run side by side: the user's, greedy, with a budget at which something happens.
-static Options *sides_options(const App *a, int budget) {
-    char err[256], text[16];
-    Options *o = options_copy(a->o);
-    snprintf(text, sizeof text, "%d", budget);
-    options_set(o, "temp", "0", err);
-    if (!opt_given(a->o, "ratio") && opt_int(a->o, "budget") <= 0) options_set(o, "budget", text, err);
-    return o;
-}
-
-// --demo and /demo. Returns the exit code.
-int demo(App *a) {
-    Options *o = sides_options(a, SHOW_BUDGET);
-    if (opt_given(o, "system")) (void)shdel(o->given, "system");
-    Side *x = sides_open(a, o);
-    char text[400], share[48];
-    int heads = a->c->L * a->c->G, budget = opt_int(o, "budget");
+// --demo and /demo.
+void demo(App *a, const char *arg) {
+    char text[400];
     double t0 = now();
+    (void)arg;
+    App plain = *a;
+    plain.o = options_copy(a->o);
+    (void)shdel(plain.o->given, "system");
+    Side *x = sides_open(&plain, SHOW_BUDGET);
+    options_free(plain.o);
     interrupts = 0;
-    sides_refused(x);
-    snprintf(share, sizeof share, "%d rows", budget);
-    if (opt_given(o, "ratio")) snprintf(share, sizeof share, "all but %.4g of the rows", opt_real(o, "ratio"));
-    snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads, and a "
-             "budget of %s a head where it has one. held: bytes of rows in the cache. read: bytes of rows "
-             "that a step of the reply reads.", heads, share);
+    for (int i = 0; i < (int)arrlen(x); i++) side_refused(&x[i]);
+    snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads; behind "
+             "its name stands how many rows a head may have. held: bytes of rows in the cache. read: bytes of rows "
+             "that a step of the reply reads. Who replies as full does has a line for answers only.",
+             a->c->L * a->c->G);
     print_wrapped(stdout, text, 0, screen_columns());
     printf("\n");
-    side_heads(stdout, "");
-    for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) demo_line(&demo_lines[i], x, stdout);
-    if (!interrupts) demo_summary(x, stdout);
+    side_columns("method", "", "reply", "held", "read");
+    for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) {
+        printf("\n> ");
+        print_cut(stdout, demo_lines[i].user, min_int(screen_columns() - 2, (int)strlen(demo_lines[i].user)));
+        printf("\n");
+        sides_turn(x, demo_lines[i].user, demo_lines[i].answer, SHOW_REPLY, 1);
+    }
+    if (!interrupts) demo_summary(x);
     if (!quiet) fprintf(stderr, "%.1f s\n", now() - t0);
     sides_close(x);
-    options_free(o);
-    return 0;
 }
 
 // ---- /compare
@@ -2352,30 +2134,26 @@ int demo(App *a) {
 // --budget it is a quarter of the dialogue, so that there is something to lose.
 static void command_compare(App *a, const char *question) {
     char err[512];
+    int n = opt_int(a->o, "n-predict"), budget = max_int(record_tokens(a->turn) / 4, LEAST_PICK);
+    int users = opt_int(a->o, "budget");
     Turn t = render_turn(a, question, err);
     if (!*err) (void)ids_known(a->c, t.pre, err);
     turn_free(t);
     if (*err) warn("%s", err);
     if (*err) return;
 
-    Options *o = sides_options(a, max_int(record_tokens(a->turn) / 4, 32));
-    int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");
-    Side *x = sides_open(a, o);
-    const char *first = NULL;
+    Side *x = sides_open(a, budget);
     interrupts = 0;
-    if (budget && !quiet)
-        fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n", budget,
-                budget == opt_int(a->o, "budget") ? "" : " (a quarter of the dialogue; /budget sets another)");
-    side_heads(stdout, "as full");
+    if (!quiet && !opt_given(a->o, "ratio"))
+        fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n",
+                users ? users : budget, users ? "" : " (a quarter of the dialogue; /budget sets another)");
+    side_columns("method", "as full", "reply", "held", "read");
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
-        if (*x[i].refused || side_replay(&x[i], a)) continue;
-        if (side_turn(&x[i], question, n < 0 ? SHOW_REPLY * 4 : n)) continue;
-        if (!first) first = x[i].reply;
-        side_line(stdout, &x[i], strcmp(x[i].reply, first) ? "differs" : "same");
+        if (!*x[i].refused) side_replay(&x[i], a);
+        side_refused(&x[i]);
     }
-    sides_refused(x);
+    sides_turn(x, question, NULL, n < 0 ? SHOW_REPLY * 4 : n, 0);
     sides_close(x);
-    options_free(o);
 }
 
 // ---- commands. arg is what stands behind the name, "" when nothing does
@@ -2386,16 +2164,12 @@ static void command_stats(App *a, const char *arg) {
     if (session_ready(a)) return;
     const Session *s = a->s;
     const Clock *k = &s->clk;
-    char held[32], full[32], meta[32], peak[32], read[32];
-    human_bytes((double)kv_bytes(s), held);
-    human_bytes((double)kv_bytes_full(s), full);
-    human_bytes((double)kv_meta_bytes(s), meta);
-    human_bytes((double)k->peak, peak);
-    human_bytes(bytes_a_step(s), read);
     fprintf(stderr, "method %s, %d tokens seen in %d turns, most rows in a head %d\n",
             a->method, s->n_tok, s->turn, rows_held(a));
     fprintf(stderr, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n",
-            held, full, meta, peak, read);
+            human_bytes((double)kv_bytes(s)).text, human_bytes((double)kv_bytes_full(s)).text,
+            human_bytes((double)kv_meta_bytes(s)).text, human_bytes((double)k->peak).text,
+            human_bytes(bytes_a_step(s)).text);
     fprintf(stderr, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; ",
             k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
     fprintf(stderr, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
@@ -2427,48 +2201,43 @@ static void shade_begin(FILE *f, int from, int to) {
     else fputs(shades[to].mark, f);
 }
 
-// holders (n_tok): how many KV heads of all layers hold a row of each token.
-static void count_holders(const Session *s, int *holders) {
-    memset(holders, 0, (size_t)s->n_tok * sizeof *holders);
-    for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < s->c->G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            for (int r = 0; r < h->len; r++) holders[h->src[r]]++;
-        }
+// How many KV heads of all layers hold a row of each token (n_tok), malloc'd.
+static int *row_holders(const Session *s) {
+    int *holders = xcalloc((size_t)s->n_tok + 1, sizeof *holders);
+    for (int i = 0; i < s->c->L * s->c->G; i++)
+        for (int r = 0; r < s->head[i].len; r++) holders[s->head[i].src[r]]++;
+    return holders;
 }
 
 // The words of the dialogue so far. Control tokens have none, and begin a line. A character may be several
-// tokens, whose bytes wait for each other; it has the shade of the first one.
+// tokens: it has the shade of the last one.
 static void command_show(App *a, const char *arg) {
     (void)arg;
     if (session_ready(a)) return;
     const Session *s = a->s;
-    int all = s->c->L * s->c->G, shade = -1, column = 0;
-    char *waiting = NULL;
-    int *holders = xmalloc(((size_t)s->n_tok + 1) * sizeof *holders);
-    count_holders(s, holders);
-
+    Decoder d = { .t = a->tok, .skip_special = 1 };
+    int all = s->c->L * s->c->G, shade = -1, column = 0, *holders = row_holders(s);
+    char *text = NULL;
     for (int t = 0; t < s->n_tok; t++) {
-        int n, id = s->tok[t].id;                               // below 0: no token of the text
-        const char *text = text_of(id, &n);
-        if (id >= 0 && token_text.ctx && token_text.special(token_text.ctx, id)) {
-            write_text(&waiting, stdout);
+        int id = s->tok[t].id;
+        if (id < 0) continue;                                   // no token of the text
+        if (tokenizer_is_special(a->tok, id)) {
             if (column) fputc('\n', stdout);
             column = 0;
             continue;
         }
-        if (!n || (n == 1 && *text == '\n' && !column)) continue;     // no empty lines behind control tokens
-        int next = shade_of(holders[t], all), begins = (*text & 0xc0) != 0x80;      // a character does
-        if (begins) {
-            write_text(&waiting, stdout);
+        text = decode_token(&d, id, text);
+        int n = (int)arrlen(text), next = shade_of(holders[t], all);
+        if (!column && n == 1 && *text == '\n') n = 0;          // no empty lines behind control tokens
+        if (n) {
             shade_begin(stdout, shade, next);
             shade = next;
+            column = text[n - 1] != '\n';
+            write_text(&text, stdout);
         }
-        memcpy(arraddnptr(waiting, n), text, (size_t)n);
-        column = text[n - 1] != '\n';
+        arrsetlen(text, 0);
     }
-    write_text(&waiting, stdout);
-    arrfree(waiting);
+    arrfree(text);
     if (shade >= 0) fputs(in_color(stdout, COLOR_OFF), stdout);
     if (column) fputc('\n', stdout);
     free(holders);
@@ -2488,6 +2257,7 @@ static void command_clear(App *a, const char *arg) {
 // Makes the last reply again: everything up to its first token is replayed, and new random numbers
 // go on from there. When the method does not open again, the reply stays.
 static void command_regen(App *a, const char *arg) {
+    char err[512];
     (void)arg;
     if (!arrlen(a->turn)) {
         fprintf(stderr, "nothing to make again\n");
@@ -2495,9 +2265,9 @@ static void command_regen(App *a, const char *arg) {
     }
     int *reply = arrlast(a->turn).dec;
     arrlast(a->turn).dec = NULL;
-    if (replay(a, 0)) {
+    if (replay(a, 0, err)) {
         arrlast(a->turn).dec = reply;
-        warn("the reply stays: %s", a->s->err);
+        warn("the reply stays: %s", err);
         return;
     }
     arrfree(reply);
@@ -2510,7 +2280,9 @@ static void command_regen(App *a, const char *arg) {
 static void command_method(App *a, const char *arg) {
     char *names = NULL;
     if (*arg) {
-        chat_method(a, arg);
+        Options *o = options_copy(a->o);
+        if (a->picked) budget_unset(o);
+        chat_method(a, arg, o);
         return;
     }
     EACH_METHOD(m) {
@@ -2523,27 +2295,20 @@ static void command_method(App *a, const char *arg) {
     arrfree(names);
 }
 
-// Opens the method again with another budget. --budget takes the place of --ratio if that was
-// given. When the value or the method refuses, the options are as they were.
-static void budget_take(App *a, const char *value) {
-    char err[256], *old = copy_text(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio"), picked = a->picked;
-    int bad = options_set(a->o, "budget", value, err);
-    if (bad) warn("%s", err);
-    if (ratio) (void)shdel(a->o->given, "ratio");
-    a->picked = 0;                              // it is the user's now
-    if (bad || chat_method(a, a->method)) {
-        options_set(a->o, "budget", old, err);
-        a->picked = picked;
-        if (ratio) shput(a->o->given, "ratio", 1);
-    }
-    free(old);
-}
-
-// Without a number: prints the one in use. A method that has no budget says so.
+// Opens the method again with another budget, which takes the place of --ratio if that was given. Without a number:
+// prints the one in use. A method that has no budget says so.
 static void command_budget(App *a, const char *arg) {
-    if (*arg) budget_take(a, arg);
-    else fprintf(stderr, "%d\n", a->s->budget);
+    char err[256];
+    if (*arg) {
+        Options *o = options_copy(a->o);
+        int bad = options_set(o, "budget", arg, err);
+        (void)shdel(o->given, "ratio");
+        if (bad) warn("%s", err);
+        if (bad) options_free(o);
+        else chat_method(a, a->method, o);
+    } else {
+        fprintf(stderr, "%d\n", a->s->budget);
+    }
     if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
 }
 
@@ -2580,7 +2345,7 @@ static void command_read(App *a, const char *arg) {
 
 static void command_save(App *a, const char *arg) {
     char err[512];
-    if (session_save(a, arg, 0, err)) warn("%s", err);
+    if (session_save(a, arg, err)) warn("%s", err);
     else if (!quiet) tell("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
 }
 
@@ -2589,11 +2354,6 @@ static void command_load(App *a, const char *arg) {
     double t0 = now();
     if (session_read(a, arg, err)) warn("%s", err);
     else confirm_replay(a, t0);
-}
-
-static void command_demo(App *a, const char *arg) {
-    (void)arg;
-    demo(a);
 }
 
 static void command_help(App *a, const char *arg);
@@ -2613,7 +2373,7 @@ static const struct Command {
     { "/budget",  " N",     "another budget of rows a head, likewise", command_budget, NULL },
     { "/compare", " TEXT",  "what several methods reply to it; the dialogue stays as it is", command_compare,
                             "a question" },
-    { "/demo",    "",       "a scripted dialogue through several methods, side by side", command_demo, NULL },
+    { "/demo",    "",       "a scripted dialogue through several methods, side by side", demo, NULL },
     { "/stats",   "",       "bytes, rows, speed, the method's own numbers", command_stats, NULL },
     { "/show",    "",       "the dialogue, coloured by how many heads still hold a word", command_show, NULL },
     { "/clear",   "",       "forget the dialogue", command_clear, NULL },
@@ -2686,12 +2446,10 @@ static const char *chat_name(const char *line, int from, int i, int *paths) {
 void session_begin(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
-    struct stat st;
     if (!*path) return;
-    if (session_lock(a, path, err)) die(EXIT_RUN, "--session %s", err);
-    if (fstat(a->log, &st)) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
-    if (st.st_size && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
-    if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
+    int bad = session_lock(a, path, err);
+    if (!bad && lseek(a->log, 0, SEEK_END) > 0) bad = session_read(a, path, err);
+    if (bad || session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
 // --session FILE: keeps the dialogue in it, for the last time.

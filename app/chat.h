@@ -34,8 +34,7 @@ typedef struct {
     char *pending;          // the message whose reply is being made, malloc'd; NULL: none
     const Turn *asked;      // its turn, where it is known
     int log;                // the descriptor of --session's file, locked; 0: there is none
-    size_t logged;          // bytes that --session's file holds; 0: not known
-    uint64_t logged_hash;   // and their hash
+    char *logged;           // what that file holds, malloc'd; "" or NULL: not known
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
@@ -50,12 +49,9 @@ typedef struct {
     char label[32];         // the method's name, and the budget where it has one
     char refused[512];      // why there is no session; "" when there is one
     char *reply;            // the last reply, malloc'd
-    int made;               // its tokens
     double read;            // bytes of rows that a decode step of it read, the mean
     int asked, right;       // questions so far, and those answered right
     double read_sum;        // of `read` over the questions
-    double kept[2];         // sums over wrong [0] and right [1] answers: share of heads that still
-                            // hold the rows of the words asked for
 } Side;
 
 // --demo and /demo: a scripted dialogue, in words that the shipped model was taught. Facts, a little
@@ -93,6 +89,8 @@ char *reply_text(const App *a, const Turn *t);          // of its reply, malloc'
 // turn where the tokenizer adds one. Where the template refuses it the turn has no ids, and err says why.
 Turn render_turn(const App *a, const char *text, char err[512]);
 
+int render_how(const App *a);                           // RENDER_*: how the options have a dialogue rendered
+
 // The template writes the last `back` ids of the record otherwise, now that t follows: they leave the record, whose
 // texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with a line).
 void record_take_back(App *a, Turn *t);
@@ -100,7 +98,7 @@ int  session_take_back(App *a, Turn *t);
 
 void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
 void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
-int  replay(App *a, int within);                        // the record once more: 0; -1: a->s->err; 1: -c is too small
+int  replay(App *a, int within, char err[512]);         // feeds the record once more: 0, or -1 with err
 int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
 // Do these turns, fed from an empty cache, fit into the method's positions (0, or -1 with err)? Do they need more
@@ -119,20 +117,19 @@ int stop_place(const char **stop, const char *text, size_t n);         // where 
 int generate(App *a, int n, FILE *out);
 
 // ---- results
+typedef struct { char text[32]; } Words;
 double rate(long n, double seconds);                    // n per second; 0 before any time has passed
 double bytes_a_step(const Session *s);                  // of rows that attention reads in a decode step, the mean
-void human_bytes(double n, char out[32]);               // "840 B", "1.2 MB", "120 MB"
+Words human_bytes(double n);                            // "840 B", "1.2 MB", "120 MB"
 int  uses_budget(const Session *s);                     // does any part of the method choose rows by --budget?
 int  tokens_said(const Session *s);                     // tokens of the dialogue, without a method's own
-void rows_in_words(const Session *s, char out[96]);     // "73 of 336 rows a head", and the like
+void rows_in_words(const Session *s, char out[160]);    // "73 of 336 rows a head", and the like
 
 void json_real(FILE *f, double x, int digits);          // a number without an exponent; null when x is none
 void json_pair(FILE *f, const char *key, const char *text);            // "key":"text",
 void json_options(const App *a, FILE *f);               // "options":{..}, those that the user set
-void json_rows(const Session *s, FILE *f);              // ,"rows": [layer][KV head] = tokens of the rows held
-void json_views(const Session *s, FILE *f);             // ,"views": [layer][query head] = what the last step read
-void json_speed(const App *a, FILE *f);                 // tokens, tokens a second, time to the first logits
-void json_bytes(const Session *s, FILE *f);             // what the cache and the rooms of passes hold and read
+void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
+void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold
 void write_ids(FILE *f, const int *ids);                // "ids":[..]
 void print_json(const App *a, FILE *f);                 // the whole run as one object on one line
 
@@ -147,7 +144,7 @@ uint64_t app_fingerprint(App *a);                       // of the model
 void  write_option(const App *a, const Options *plain, const char *name, FILE *f);     // " --NAME "VALUE"", if changed
 void  write_making(const App *a, FILE *f);              // the method, and the options that decide a session's bits
 char *written(const App *a, void (*write)(const App *a, FILE *f));     // what `write` writes, malloc'd
-int   ids_of_json(const Json *list, int V, int **ids, char why[128]);  // appends ids below V: 0, or -1 with why
+int   ids_of_json(const Json *list, int V, int **ids, char why[512]);  // appends ids below V: 0, or -1 with why
 void  session_begin(App *a);                            // --session FILE: locks it, and goes on with what is in it
 void  session_end(App *a);                              // keeps the dialogue in it, for the last time
 
@@ -166,7 +163,7 @@ int message_feed(App *a, const char *text, char err[512]);
 // A side borrows model, tokenizer and template of a; method is what plays, with the options o.
 void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why);
 void side_close(Side *x);
-int  demo(App *a);                                      // --demo and /demo. Returns the exit code
+void demo(App *a, const char *arg);                     // --demo and /demo. arg: for the table of commands
 
 // ---- metrics
 char **words_of(const char *text, int how);             // stb_ds array of malloc'd words, for words_free

@@ -325,38 +325,36 @@ static void check_options(const Options *o) {
     int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
     int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
     int merge = *opt_str(o, "eval-merge") != 0, trace = *opt_str(o, "trace") != 0;
-    if (opt_int(o, "kernel") % 2 == 0)
-        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
-    if (opt_given(o, "budget") && opt_given(o, "ratio"))
-        die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
-    if (opt_given(o, "prompt") && opt_given(o, "file"))
-        die(EXIT_USAGE, "-p and -f both say what to answer; give one");
-    if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
-    if (!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"))
-        die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
-    if (opt_int(o, "json") && opt_int(o, "csv"))
-        die(EXIT_USAGE, "--json and --csv both say how to print; give one");
-    if (trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench))
-        die(EXIT_USAGE, "--trace goes with --ids, -p, -f or --eval");
-    if (trace && *opt_str(o, "compare")) die(EXIT_USAGE, "--trace goes with one method, not with --compare");
-    if (!trace && *opt_str(o, "trace-layers")) die(EXIT_USAGE, "--trace-layers goes with --trace FILE");
-    if (*opt_str(o, "budgets") && !eval && !report)
-        die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
-    if (opt_int(o, "csv") && !eval && !bench && !merge) die(EXIT_USAGE, "--csv goes with --eval or --bench");
-    if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
-        die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
-    if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
-    if (*opt_str(o, "compare") && !*opt_str(o, "eval") && text)
-        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, /compare "
-            "QUESTION asks several methods");
-    if (report && (ids || text || bench))
-        die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
-    if (merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo))
-        die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
-    if (batch && (ids || eval || bench || text || report || demo))
-        die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
-    if (demo && (ids || eval || bench || text || report))
-        die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
+    int json = opt_int(o, "json"), csv = opt_int(o, "csv"), compare = *opt_str(o, "compare") != 0;
+    const struct { int wrong; const char *why; } rules[] = {
+        { opt_int(o, "kernel") % 2 == 0, "--kernel: the pooling width is odd" },
+        { opt_given(o, "budget") && opt_given(o, "ratio"), "--budget and --ratio both say how much to keep; give one" },
+        { opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one" },
+        { *opt_str(o, "dump-logits") && !ids, "--dump-logits goes with --ids FILE" },
+        { !strcmp(opt_str(o, "dump-logits"), "-") && json,
+          "--dump-logits - and --json both write to standard output; give a file" },
+        { json && csv, "--json and --csv both say how to print; give one" },
+        { trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench),
+          "--trace goes with --ids, -p, -f or --eval" },
+        { trace && compare, "--trace goes with one method, not with --compare" },
+        { !trace && *opt_str(o, "trace-layers"), "--trace-layers goes with --trace FILE" },
+        { *opt_str(o, "budgets") && !eval && !report, "--budgets goes with --compare, --eval or --report" },
+        { csv && !eval && !bench && !merge, "--csv goes with --eval or --bench" },
+        { shard_parse(opt_str(o, "eval-shard"), &first, &step) != 0, "--eval-shard wants I/N with I from 1 to N" },
+        { opt_int(o, "json-rows") && !json, "--json-rows goes with --json" },
+        { compare && asks && text, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
+          "/compare QUESTION asks several methods" },
+        { report && (ids || text || bench),
+          "--report goes alone or with --eval, not with -p, -f, --ids or --bench" },
+        { merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo),
+          "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo" },
+        { batch && (ids || eval || bench || text || report || demo),
+          "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo" },
+        { demo && (ids || eval || bench || text || report),
+          "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report" },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].wrong) die(EXIT_USAGE, "%s", rules[i].why);
 }
 
 // ---- what is asked beside the model's text
@@ -392,61 +390,6 @@ static Message *messages_read(const App *a, const Json *list, int *n, char err[5
     if (!bad) return m;
     free(m);
     return NULL;
-}
-
-// The ids of one line of a dialogue file (stb array), {"messages": [..]}. NULL and err.
-static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
-    char why[256];
-    int count, *ids = NULL;
-    Json *j = json_parse(line, n, why);
-    Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
-    if (!j) fault(err, "%s", why);
-    int how = RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
-            | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
-    if (m) ids = template_ids(a->tp, m, count, how, err);
-    free(m);
-    json_free(j);
-    return ids;
-}
-
-// --dump-tokens --batch: the ids of every dialogue of a file, one line each.
-static void dump_dialogues(const App *a, const char *path) {
-    char err[512];
-    size_t n;
-    char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--batch %s", err);
-    int line = 1;
-    for (char *p = text, *end; p < text + n; p = end + 1, line++) {
-        end = memchr(p, '\n', (size_t)(text + n - p));
-        if (!end) end = text + n;
-        if (p + strspn(p, " \t\r") >= end) continue;
-        int *ids = dialogue_line(a, p, (size_t)(end - p), err);
-        if (!ids) {
-            free(text);
-            die(EXIT_USAGE, "--batch %s, line %d: %s", path, line, err);
-        }
-        print_ids(ids);
-    }
-    free(text);
-}
-
-// --dump-tokens: the ids of the prompt on one line, or those of the dialogues of a file. Needs a
-// tokenizer, but no weights.
-static int dump_tokens(App *a, const char *text) {
-    const char *dialogue = opt_str(a->o, "batch");
-    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT, -f FILE or --batch FILE");
-    if (text && *dialogue) die(EXIT_USAGE, "--dump-tokens --batch does not go with -p or -f");
-    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dump-tokens --batch does not go with --raw");
-    if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
-    char err[256];
-    if (!*dialogue) options_set(a->o, "raw", "1", err);     // text alone wants no template
-    open_tokenizer(a, 1);
-    if (*dialogue) {
-        dump_dialogues(a, dialogue);
-        return 0;
-    }
-    print_ids(tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL));
-    return 0;
 }
 
 // ---- many requests, one process (--batch)
@@ -527,8 +470,8 @@ static int request_options(Options *o, const Json *j, char err[512]) {
 
 // Appends the ids of a list, which may not be empty, to *ids (stb_ds). 0, or -1 with err.
 static int request_ids(const Config *c, const Json *list, const char *key, int **ids, char err[512]) {
-    char why[128];
-    if (ids_of_json(list, c->V, ids, why)) return fault(err, "'%s': %s", key, why);
+    char why[512];
+    if (ids_of_json(list, c->V, ids, why)) return fault(err, "'%s': %.300s", key, why);
     return arrlen(*ids) ? 0 : fault(err, "'%s' is empty", key);
 }
 
@@ -552,8 +495,18 @@ static int request_fits(const App *a, const char *text, char err[512]) {
     return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
 }
 
-// The turns of a dialogue: what the user said is prefilled, what the assistant said is decoded. The
-// last message gets its reply by the request. 0, or -1 with err.
+// Appends a turn to the record: what the user said is prefilled, what the assistant said (NULL: the request's own reply)
+// is decoded. 0, or -1 with err.
+static int request_turn(App *a, const char *text, const char *reply, char err[512]) {
+    if (request_fits(a, text, err)) return -1;
+    Turn t = render_turn(a, text, err);
+    if (reply) t.dec = tokenizer_encode(a->tok, reply, strlen(reply), 0, NULL);
+    record_take_back(a, &t);
+    arrput(a->turn, t);
+    return *err ? -1 : 0;
+}
+
+// The turns of a dialogue. 0, or -1 with err.
 static int request_messages(App *a, const Json *list, char err[512]) {
     char why[256];
     int n;
@@ -563,32 +516,21 @@ static int request_messages(App *a, const Json *list, char err[512]) {
 
     int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->content, err) : 0;
     if (from) options_set(a->o, "system", m->content, why);
-    *err = bad ? *err : 0;
-    for (int i = from; i < n && !*err; i += 2) {
-        if (request_fits(a, m[i].content, err)) break;
-        Turn t = render_turn(a, m[i].content, err);
-        if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].content, strlen(m[i + 1].content), 0, NULL);
-        record_take_back(a, &t);
-        arrput(a->turn, t);
-    }
+    for (int i = from; i < n && !bad; i += 2)
+        bad = request_turn(a, m[i].content, i + 1 < n ? m[i + 1].content : NULL, err);
     free(m);
-    return *err ? -1 : 0;
+    return bad;
 }
 
 // A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
 // probability of a whole text can be asked for. 0, or -1 with err.
 static int request_prompt(App *a, const Json *prompt, char err[512]) {
-    if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
-    if (request_fits(a, prompt->str, err)) return -1;
-    Turn t = render_turn(a, prompt->str, err);
-    if (*err) {
-        turn_free(t);
-        return -1;
-    }
     int first = tokenizer_bos(a->tok) >= 0 ? tokenizer_bos(a->tok) : tokenizer_eos(a->tok);
-    if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
-    arrput(a->turn, t);
-    return arrlen(t.pre) ? 0 : fault(err, "'prompt' has no token");
+    if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
+    if (request_turn(a, prompt->str, NULL, err)) return -1;
+    Turn *t = &arrlast(a->turn);
+    if (!arrlen(t->pre) && first >= 0) arrput(t->pre, first);
+    return arrlen(t->pre) ? 0 : fault(err, "'prompt' has no token");
 }
 
 // The ids of the continuation. Behind a plain text they are those that the two texts together have
@@ -602,17 +544,13 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
     if (request_fits(a, given->str, err)) return -1;
 
     char *text = NULL;
-    int before = 0;
-    if (prompt && !a->tp) {
-        int *alone = tokenizer_encode(a->tok, prompt->str, prompt->len, opt_int(a->o, "parse-special"), NULL);
-        before = (int)arrlen(alone);
-        arrfree(alone);
-        bytes_put(&text, prompt->str, prompt->len);
-    }
+    int special = opt_int(a->o, "parse-special");
+    if (prompt && !a->tp) bytes_put(&text, prompt->str, prompt->len);
+    int *alone = tokenizer_encode(a->tok, text ? text : "", arrlenu(text), special, NULL), before = (int)arrlen(alone);
     bytes_put(&text, given->str, given->len);
-
-    int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && opt_int(a->o, "parse-special"), NULL);
+    int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && special, NULL);
     for (int i = before; i < (int)arrlen(all); i++) arrput(b->given, all[i]);
+    arrfree(alone);
     arrfree(all);
     arrfree(text);
     return arrlen(b->given) ? 0 : fault(err, "'continuation' adds no token");
@@ -643,17 +581,15 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
 static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
     App *a = &b->app;
     Options *old = a->o;
-    char *name = copy_text(method);
+    int bad = 0;
     free(a->method);
-    a->method = name;
+    a->method = copy_text(method);
     a->o = o;
 
     char *making = a->s ? written(a, write_making) : NULL;
-    int bad = 0;
     if (making && !strcmp(making, b->making)) {
         a->s->opt = o;
-        bad = session_try_reset(a->s);
-        if (bad) fault(err, "%s", a->s->err);
+        if (session_try_reset(a->s)) bad = fault(err, "%s", a->s->err);
     } else {
         session_close(a->s);
         free(b->making);
@@ -674,9 +610,7 @@ static int request_play(Batch *b, char err[512]) {
         if (ids_known(a->c, a->turn[i].pre, err) || ids_known(a->c, a->turn[i].dec, err)) return -1;
     if (ids_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
 
-    int bad = replay(a, 1);
-    if (bad < 0) return fault(err, "%s", a->s->err);
-    if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
+    if (replay(a, 1, err)) return -1;
     if (!n) {
         FILE *f = memory_stream(&b->text, &b->size);
         generate(a, most < 0 ? 256 : most, f);
@@ -750,8 +684,7 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
     write_reply(b, f);
     json_pair(f, "method", a->method);
     fprintf(f, "\"budget\":%d,", a->s->turn ? a->s->applied : budget_now(a->s));
-    json_speed(a, f);
-    json_bytes(a->s, f);
+    json_numbers(a, f);
     fprintf(f, "\"seconds\":%.6f", now() - t0);
     return 0;
 }
@@ -771,14 +704,16 @@ static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f
     char err[512], *text = NULL;
     size_t size;
     FILE *answer = memory_stream(&text, &size);
-    Json *j = json_parse(line, n, err);
+    int most = MOST_REQUEST >> 20, bad = n > MOST_REQUEST && line[n - 1] != '\n';
+    Json *j = bad ? NULL : json_parse(line, n, err);
     const Json *id = json_get(j, "id");
-    int bad = !j;
-    if (j && j->type != JSON_OBJECT) bad = fault(err, "is no object");
-    if (!bad && json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
-    if (!bad && id && id->type != JSON_STRING && !id->is_int)
+    if (bad) fault(err, "more than %d MiB, the most that a line may have", most);
+    else if (!j) bad = 1;
+    else if (j->type != JSON_OBJECT) bad = fault(err, "is no object");
+    else if (json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
+    else if (id && id->type != JSON_STRING && !id->is_int)
         bad = fault(err, "'id' is neither a text nor a whole number");
-    if (!bad) bad = request_answer(b, j, answer, err);
+    else bad = request_answer(b, j, answer, err);
     memory_stream_close(answer);
 
     fputc('{', f);
@@ -794,62 +729,75 @@ static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f
     return bad ? -1 : 0;
 }
 
-// Reads a line of --batch into *line (malloc'd, *room bytes), with its newline. Returns its bytes; -1 at
-// the end of the file; MOST_REQUEST + 1 when it has more, and then the rest is still to be read.
-static ssize_t batch_read(FILE *in, char **line, size_t *room) {
-    size_t n = 0;
+// Prints the ids of a line of n bytes, {"messages": [..]}. 0, or -1 with err.
+static int dump_dialogue(const App *a, const char *line, size_t n, char err[512]) {
+    int count, *ids = NULL;
+    Json *j = json_parse(line, n, err);
+    Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
+    if (m) ids = template_ids(a->tp, m, count, render_how(a), err);
+    if (ids) print_ids(ids);
+    free(m);
+    json_free(j);
+    return ids ? 0 : -1;
+}
+
+// Reads a line into the stb_ds array *line, with its newline. 0: the file is at its end. Of a line that is longer than
+// MOST_REQUEST the rest is still to be read.
+static int batch_read(FILE *in, char **line) {
     int c = 0;
-    while (c != '\n' && n <= MOST_REQUEST && (c = getc(in)) != EOF) {
-        if (n == *room) {
-            *room = 2 * *room + 4096;
-            *line = xrealloc(*line, *room);
-        }
-        (*line)[n++] = (char)c;
-    }
-    return n ? (ssize_t)n : -1;
+    arrsetlen(*line, 0);
+    while (c != '\n' && arrlen(*line) <= MOST_REQUEST && (c = getc(in)) != EOF) arrput(*line, (char)c);
+    return arrlen(*line) > 0;
 }
 
-// A line that is too long: answered at once, because its end may be far away, and then passed over.
-static void batch_pass(FILE *in, long number, FILE *f) {
-    int c;
-    fprintf(f, "{\"error\":\"more than %d MiB, the most that a line may have\",\"line\":%ld}\n", MOST_REQUEST >> 20,
-            number);
-    fflush(f);
-    do c = getc(in);
-    while (c != EOF && c != '\n');
-}
-
-// --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error.
+// --batch: answers every line that is not blank, one that is too long at once, because its end may be far away. Returns
+// 0, or 1 when a line had an error. With --dump-tokens the ids of each line are the answer, and an error ends it.
 static int batch(App *a) {
+    char err[512], *line = NULL;
     const char *path = opt_str(a->o, "batch");
     FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    char *line = NULL;
-    size_t room = 0;
-    ssize_t n;
-    long number = 0, requests = 0, failed = 0;
-    Batch b = { .base = a, .app = app_beside(a, NULL) };
+    long requests = 0, failed = 0;
+    int dumps = opt_int(a->o, "dump-tokens");
+    Batch b = { .base = a };
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
+    if (!dumps) b.app = app_beside(a, NULL);
 
-    while ((n = batch_read(in, &line, &room)) >= 0) {
-        number++;
-        if (n > MOST_REQUEST && line[n - 1] != '\n') {
-            batch_pass(in, number, stdout);
-            requests++;
-            failed++;
-            continue;
-        }
+    for (long number = 1; batch_read(in, &line); number++) {
+        size_t n = arrlenu(line);
+        int goes_on = n > MOST_REQUEST && line[n - 1] != '\n';
         if (is_blank(line, line + n)) continue;
         requests++;
-        failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
+        if (!dumps) failed += batch_line(&b, line, n, number, stdout) != 0;
+        else if (dump_dialogue(a, line, n, err)) die(EXIT_USAGE, "--batch %s, line %ld: %s", path, number, err);
+        while (goes_on) {
+            int c = getc(in);
+            goes_on = c != EOF && c != '\n';
+        }
     }
 
     if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
-    free(line);
+    arrfree(line);
     app_beside_close(&b.app);
     free(b.making);
     return failed ? EXIT_RUN : 0;
+}
+
+// --dump-tokens: the ids of the prompt on one line, or those of the dialogues of a file, one line each. Needs a
+// tokenizer, but no weights.
+static int dump_tokens(App *a, const char *text) {
+    const char *dialogue = opt_str(a->o, "batch");
+    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT, -f FILE or --batch FILE");
+    if (text && *dialogue) die(EXIT_USAGE, "--dump-tokens --batch does not go with -p or -f");
+    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dump-tokens --batch does not go with --raw");
+    if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
+    char err[256];
+    if (!*dialogue) options_set(a->o, "raw", "1", err);     // text alone wants no template
+    open_tokenizer(a, 1);
+    if (*dialogue) return batch(a);
+    print_ids(tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL));
+    return 0;
 }
 
 // ---- running
@@ -880,17 +828,14 @@ static int answer_prompt(App *a, const char *text) {
     FILE *out = opt_int(a->o, "json") ? memory_stream(&reply, &n) : stdout;
     int bad = chat_turn(a, text, out);
     if (out != stdout) memory_stream_close(out);
-    if (bad) {
-        free(reply);
-        return EXIT_RUN;
-    }
-    if (reply) {
+    if (reply && !bad) {
         if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
         a->reply = reply;
         print_json(a, stdout);
         a->reply = NULL;
-        free(reply);
     }
+    free(reply);
+    if (bad) return EXIT_RUN;
     session_end(a);
     return 0;
 }
@@ -901,7 +846,10 @@ static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "batch")) return batch(a);
     if (evaluates(a->o)) return evaluate(a, report_write);
     if (*opt_str(a->o, "report")) return report(a);
-    if (opt_int(a->o, "demo")) return demo(a);
+    if (opt_int(a->o, "demo")) {
+        demo(a, "");
+        return 0;
+    }
     if (text) return answer_prompt(a, text);
     return chat(a);
 }

@@ -758,9 +758,7 @@ static void add_word(Field **c, int forms, const char *name, const char *word) {
 
 // Appends a number of bytes.
 static void add_bytes(Field **c, int forms, const char *name, double x) {
-    char text[32];
-    human_bytes(x, text);
-    add_field(c, forms, name, x, "%s", text);
+    add_field(c, forms, name, x, "%s", human_bytes(x).text);
 }
 
 // Appends the interval of a mean, or with base of a gap, as NAME_lo and NAME_hi; the table has one column for both.

@@ -110,7 +110,7 @@ const Opt program_options[] = {
       "1: one had an error" },
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "no-history",    'b', "0",
-      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
+      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/messages)" },
 
     // Measure
     { "eval",          's', "",
@@ -180,8 +180,9 @@ static void nearer_option(const char *name, const char **best, int *distance) {
 }
 
 // ---- options that are gone: what to use instead
-// A script of last year's ends with 2 and one line that says how to write it now. A line here may go when nobody
-// can have the option in a script any more.
+// A script of last year's ends with 2 and one line that says how to write it now. Variants of methods that nobody but
+// an experiment asked for, and that have nothing in their place, are refused as any other word is. A line here may go
+// when nobody can have the option in a script any more.
 typedef struct { const char *name, *instead; } Retired;
 
 static const Retired retired[] = {
@@ -205,61 +206,28 @@ static const Retired retired[] = {
     { "stats",                    "/stats in a chat; --json has the same numbers" },
     { "trace-steps",              "every step is written; -n N makes fewer, --trace-layers leaves layers out" },
     { "dialogue",                 "--dump-tokens --batch FILE prints the ids of its lines" },
-    { "huge-pages",               "rows lie on the pages that the system gives" },
     { "device-memory",            "--plan prints the sum" },
     { "wrap",
       "replies break between words on a terminal by themselves (| cat leaves lines as they come)" },
     { "loopserve-variant",        "--paper is variant a, the paper's bound" },
-    { "loopserve-unit",           "single lines are chosen and read" },
     { "loopserve-max-tiles",      "--loopserve-max-cells" },
-    { "loopserve-holdout",        "odd samples validate from --loopserve-samples 32 on" },
-    { "loopserve-seed",           "the sampled rows depend on turn and layer" },
-    { "loopserve-sel",            "a KV head has one set of rows" },
-    { "loopserve-gen",            "this answer's tokens are read on top of --budget" },
-    { "loopserve-keep-answer-kv", "each answer is prefilled again" },
-    { "keep-answer-kv",           "each answer is prefilled again" },
     { "minference-ratio",         "--minference-verticals and --minference-slashes" },
-    { "calibrate-lengths",        "prompts have 2,048 tokens, or as many as the model can hold" },
-    { "calibrate-depths",         "the needle stands at 33 depths, from 2 to 98 per cent" },
-    { "calibrate-k",              "the ten largest keys of a row count, as in the published scores" },
-    { "calibrate-score",          "attention counts, as in the paper's tables" },
-    { "calibrate-accept",         "a run counts when its answer has half of the words" },
-    { "calibrate-predict",        "an answer has 32 tokens at most" },
-    { "calibrate-boundary",       "the needle is hidden between two sentences" },
-    { "calibrate-prefix",         "the chat template is the frame; --raw is the authors' prompt" },
     { "calibrate-haystack",       "-f" },
     { "calibrate-prompt",         "the chat template is the frame; --raw is the authors' prompt" },
     { "eval-prompts",             "LongBench is played by data/lm_eval_kvcomp.py" },
     { "bench-suite",              "run --bench once a method" },
     { "bench-file",               "run --bench -m DIR, and --inspect for its memory" },
     { "bench-kernels",            "profile --bench with nsys or ncu (data/gpu_slot.sh)" },
-    { "adakv-share",              "heads compete by their scores, as in the authors' program" },
-    { "dililazy-eps",             "a layer's least share is .01, as in the paper" },
-    { "dililazy-alloc",           "capacities are Algorithm 1's, without its overspending" },
     { "dililazy-scores",          "--head-scores" },
     { "headkv-scores",            "--head-scores" },
     { "dililazy-beta",            "--head-beta" },
     { "headkv-beta",              "--head-beta" },
     { "sonic-oneshot",            "--paper" },
-    { "dililazy-gqa",             "every query head has rows of its own" },
-    { "sonic-pos",                "positions are those that the adapter was trained with" },
     { "sonic-untrained",          "--sonic-weights none" },
-    { "sonic-force",              "an adapter belongs to the weights it was trained on" },
-    { "sonic-seed",               "untrained embeddings are drawn from one seed" },
     { "pats-policy",              "--pats-tend N is the paper's static schedule" },
-    { "pats-when",                "a pass reads its own rows as they are, and cuts them at its end" },
-    { "lychee-beta-coarse",       "--paper takes the bound for coarse units, too" },
     { "lychee-beta",              "--paper takes the bound of Eq. 2 (1); without it a score is q.mu (0)" },
-    { "lychee-iters",             "k-means makes 10 iterations" },
     { "lychee-chunks-per-cluster", "a cluster has 2 chunks on average, as in the paper" },
-    { "gqa-agg",                  "the scores of a group's query heads become their mean" },
-    { "pats-round",               "bits that are cut read as zeros" },
     { "lychee-gqa",               "the best query head of a group counts" },
-    { "lychee-prune",             "--lychee-kg 0, the default, looks at every cluster" },
-    { "lychee-centroid",          "centres lie on the unit sphere" },
-    { "lychee-pool",              "the key of a chunk is the mean of its keys" },
-    { "lychee-bound",             "the key of a chunk stands for its tokens" },
-    { "lychee-coarse-max",        "there are 64 coarse units at most" },
     { "lychee-stats",             "--trace writes down what every step scores and reads" },
 };
 

@@ -157,14 +157,13 @@ static void write_facts(const Shown *x, FILE *f) {
     static const char *const shared[] = { "sink", "full-layers", "paper" };     // options of several methods
     const App *a = &x->side.app;
     const Session *s = a->s;
-    char words[96];
+    char words[160];
     rows_in_words(s, words);
     fputs("{", f);
     json_pair(f, "method", a->method);
     json_pair(f, "label", x->side.label);
     json_pair(f, "rows_in_words", words);
-    json_bytes(s, f);
-    json_speed(a, f);
+    json_numbers(a, f);
     fputs("\"options\":{", f);
     for (int i = 0; i < s->n_part; i++)
         for (const Opt *o = s->part[i].m->opts; o && o->name; o++) json_pair(f, o->name, opt_str(a->o, o->name));
@@ -841,7 +840,6 @@ WEB const char *web_rows(int i) {
     FILE *f = web_begin();
     fprintf(f, "{\"side\":%d", i);
     json_rows(web_side[i].side.app.s, f);
-    json_views(web_side[i].side.app.s, f);
     fputc('}', f);
     return web_end(f);
 }

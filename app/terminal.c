@@ -210,19 +210,17 @@ void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 
 // ---- the history, kept over chats
 #ifdef KVCOMP_READLINE
-// A file with a line for each message, as a JSON string, so that one of several lines is one line.
-// Messages are appended one write each: chats side by side leave each other's lines alone, and a
-// program that is killed has lost nothing. When a chat begins, a file that has grown long is saved
-// anew with its newest messages.
+// Readline's own file: behind a line with the time stands a message, which so may have several lines. Each is appended
+// when it is sent: chats side by side leave each other's messages alone, and a program that is killed has lost nothing.
 enum {
-    HISTORY_LINES = 1000,           // so many of the newest are there; a file of twice as many is cut
+    HISTORY_LINES = 1000,           // messages: so many of the newest are there
     HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
     MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
 };
 
 static char *history_file;          // where it is kept (malloc'd); NULL: it is not
 
-// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/messages, by default in
 // ~/.local/state. NULL when there is no such place.
 static char *history_path(void) {
     const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
@@ -230,79 +228,43 @@ static char *history_path(void) {
     if (!own && !(home && *home == '/')) return NULL;
     size_t room = strlen(own ? state : home) + 64;
     char *path = xmalloc(room);
-    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
+    snprintf(path, room, "%s%s/kvcomp/messages", own ? state : home, own ? "" : "/.local/state");
     return path;
 }
 
 // From here on the history is not kept, and a line on stderr says why.
 static void history_give_up(const char *why) {
-    if (!quiet) warn("the history is not kept: %s", why);
+    if (!quiet) warn("the history is not kept: %s: %s", history_file, why);
     free(history_file);
     history_file = NULL;
 }
 
-// Writes the line of a message.
-static void history_line(FILE *f, const char *text) {
-    json_escape(f, text, strlen(text));
-    fputc('\n', f);
-}
-
-// Saves the messages that readline has as the file.
-static void history_cut(void) {
-    char err[512];
-    Saving x;
-    int bad = save_begin(&x, history_file, err);
-    for (int i = 0; i < history_length && !bad; i++) history_line(x.f, history_get(history_base + i)->line);
-    if (bad || save_keep(&x, err)) history_give_up(err);
-}
-
-// Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
-// alone. Lines that are no messages are passed over.
+// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way. What
+// stands in its place and is no file is left alone.
 static void history_read(void) {
-    char err[512];
-    size_t n;
-    int lines = 0;
+    char err[256];
+    struct stat st;
     history_file = history_path();
-    if (!history_file || !file_exists(history_file)) return;
-    char *text = read_bounded(history_file, MOST_HISTORY, &n, err);
-    if (!text) {
+    if (!history_file) return;
+    for (char *p = strchr(history_file + 1, '/'); p; p = strchr(p + 1, '/')) {
+        *p = 0;
+        (void)mkdir(history_file, 0700);
+        *p = '/';
+    }
+    int made = open(history_file, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int fd = open_input(history_file, &st, err);
+    if (made >= 0) close(made);
+    if (fd >= 0) close(fd);
+    if (fd >= 0 && st.st_size > MOST_HISTORY) snprintf(err, sizeof err, "more than %d MiB", MOST_HISTORY >> 20);
+    if (fd < 0 || st.st_size > MOST_HISTORY) {
         history_give_up(err);
         return;
     }
+    history_comment_char = '#';
+    history_write_timestamps = 1;
     stifle_history(HISTORY_LINES);
-    for (char *p = text, *end; p < text + n; p = end + 1, lines++) {
-        end = p + strcspn(p, "\n");
-        Json *j = json_parse(p, (size_t)(end - p), err);
-        if (j && j->type == JSON_STRING && *j->str) add_history(j->str);
-        json_free(j);
-    }
-    free(text);
-    if (lines > 2 * HISTORY_LINES) history_cut();
-}
-
-// Appends a line (n bytes) to the file, which is made for its owner alone. 0, or -1 with err.
-static int history_append(const char *path, const char *line, size_t n, char err[512]) {
-    struct stat st;
-    char *target = copy_text(path);
-    // The folders on the way, for their owner alone as well.
-    for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
-        *p = 0;
-        (void)mkdir(target, 0700);
-        *p = '/';
-    }
-    free(target);
-    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &st);
-    if (!bad && !S_ISREG(st.st_mode)) {
-        bad = 1;
-        errno = EINVAL;
-    }
-    errno = bad ? errno : ENOSPC;
-    ssize_t done = bad ? 0 : write(fd, line, n);
-    if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
-    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);    // no half a line stays
-    if (fd >= 0) close(fd);
-    return done == (ssize_t)n ? 0 : -1;
+    history_truncate_file(history_file, HISTORY_LINES);
+    read_history(history_file);
 }
 
 // Adds a message to the history, and to its file, unless it is the one before once more.
@@ -311,13 +273,8 @@ static void history_keep(const char *text) {
     if (last && !strcmp(last->line, text)) return;
     add_history(text);
     if (!history_file || strlen(text) > HISTORY_MESSAGE) return;
-    char err[512], *line = NULL;
-    size_t size;
-    FILE *f = memory_stream(&line, &size);
-    history_line(f, text);
-    memory_stream_close(f);
-    if (history_append(history_file, line, size, err)) history_give_up(err);
-    free(line);
+    int bad = append_history(1, history_file);
+    if (bad) history_give_up(strerror(bad));
 }
 
 // ---- lines edited by readline
@@ -638,13 +595,6 @@ void print_cut(FILE *f, const char *text, int width) {
         used += 2;
     }
     fprintf(f, "%*s", width - used, "");
-}
-
-// Writes text as one line of at most `width` columns.
-void print_short(FILE *f, const char *text, int width) {
-    print_cut(f, text, min_int(width, (int)strlen(text)));
-    fprintf(f, "\n");
-    fflush(f);
 }
 
 // ---- replies break between words

@@ -311,8 +311,7 @@ static void target_ids(const char *data, size_t n) {
         for (int j = 0; j < (int)arrlen(turns[i].pre); j++)
             must(turns[i].pre[j] >= 0 && turns[i].pre[j] < FUZZ_V, "ids have rows");
     }
-    turns_clear(turns);
-    arrfree(turns);
+    turns_free(turns);
 }
 
 // ---- the items of --eval FILE
@@ -523,7 +522,7 @@ static char *session_bytes(size_t *n) {
     must(fd >= 0, "a temporary file");
     close(fd);
     if (chat_turn(&a, "hello", stdout) || chat_turn(&a, "he is there", stdout)) must(0, "two turns");
-    if (session_save(&a, path, 0, err)) must(0, err);
+    if (session_save(&a, path, err)) must(0, err);
     char *text = read_file(path, n, err);
     must(text != NULL, err);
     unlink(path);

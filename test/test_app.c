@@ -799,7 +799,6 @@ TEST(web_sides,
         }
         FILE *f = memory_stream(&rows, &n);
         json_rows(own.app.s, f);
-        json_views(own.app.s, f);
         memory_stream_close(f);
         CHECK(strstr(web_rows(0), rows), "%s: other rows or views", names[m]);
         json_free(web_json(web_rows(0)));
@@ -1817,8 +1816,8 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/base", 850, 1500 },          { "lib/kernels", 1000, 1800 },  { "lib/checkpoint", 1000, 1650 },
     { "lib/tokenizer", 1200, 1900 },    { "lib/template", 900, 1650 },  { "kvcomp", 6200, 8450 },
-    { "app/options", 300, 480 },        { "app/terminal", 400, 800 },   { "app/chat", 1000, 3000 },
-    { "app/measure", 1300, 2700 },      { "app/page", 450, 900 },       { "app/main", 650, 1050 },
+    { "app/options", 300, 450 },        { "app/terminal", 400, 750 },   { "app/chat", 1000, 2750 },
+    { "app/measure", 1300, 2700 },      { "app/page", 450, 900 },       { "app/main", 650, 980 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
@@ -2157,8 +2156,6 @@ TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others li
     CHECK(dililazy > streaming && dililazy < 7, "dililazy %d", dililazy);
     CHECK(demo_right(text, "lychee 64") >= 6 && demo_right(text, "sonic  ") >= 6,
           "lychee, sonic:\n%s", text);
-    CHECK(strstr(text, "still lay\n      in") || strstr(text, "still lay in 0.0 of 18 heads"),
-          "what became of the rows:\n%s", text);
     CHECK(widest_line(text) <= 80, "%d columns:\n%s", widest_line(text), text);
     CHECK(sh("printf 'hello\n/demo\nhow are you?\n' | ./kvcomp --temp 0") == 0 &&
               strstr(sh_out, text),
@@ -2200,14 +2197,6 @@ static int files_in(const char *d) {
     return n;
 }
 
-// The permission bits of a file in folder d, -1 if there is none.
-static int mode_of(const char *d, const char *name) {
-    char path[200];
-    struct stat st = { 0 };
-    snprintf(path, sizeof path, "%s/%s", d, name);
-    return stat(path, &st) ? -1 : (int)(st.st_mode & 07777);
-}
-
 // The file d/name begins with this text?
 static int holds(const char *d, const char *name, const char *text) {
     static char got[1 << 16];
@@ -2216,20 +2205,6 @@ static int holds(const char *d, const char *name, const char *text) {
     slurp_into(path, got, sizeof got);
     return !strncmp(got, text, strlen(text));
 }
-
-#ifdef KVCOMP_READLINE
-TEST(history_place, "a history that is no file is left as it is") {
-    char d[64], path[100], err[512];
-    CHECK(save_folder(d), "no folder");
-    snprintf(path, sizeof path, "%s/fifo", d);
-    CHECK(!mkfifo(path, 0644) && !chmod(path, 0644), "%s", path);
-    int reader = open(path, O_RDONLY | O_NONBLOCK);
-    CHECK(history_append(path, "\"x\"\n", 4, err) && strstr(err, "is no regular file"), "a FIFO was written to");
-    CHECK(mode_of(d, "fifo") == 0644, "%o", (unsigned)mode_of(d, "fifo"));
-    close(reader);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-#endif
 
 TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
                           "fingerprint; threads do not") {
@@ -2372,8 +2347,8 @@ TEST(session_resume, "a dialogue that is saved and gone on with has the logits a
             part = tiny_app((*m)->name, path);
             session_begin(part);
             struct stat held;
-            CHECK(arrlen(part->turn) == i && !stat(path, &held) && part->logged == (size_t)held.st_size,
-                  "%s: %d turns, %zu bytes", (*m)->name, (int)arrlen(part->turn), part->logged);
+            CHECK(arrlen(part->turn) == i && !stat(path, &held) && strlen(part->logged) == (size_t)held.st_size,
+                  "%s: %d turns, %zu bytes", (*m)->name, (int)arrlen(part->turn), strlen(part->logged));
             if (i == 1) {
                 progress_hook = ctrl_c_in_layers;
                 chat_turn(part, long_message, out);
