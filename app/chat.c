@@ -401,33 +401,49 @@ void feed_decode(App *a, int id) {
     if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
 }
 
+// Says into err that -c is too small. Returns -1.
+static int needs_rows(const App *a, char err[512]) {
+    return fault(err, "the dialogue needs more rows than -c %d (a larger -c, or a method that drops rows, has room)",
+                 ctx_limit(a));
+}
+
+// Do these turns, fed from an empty cache, fit into the positions that the method of s has, and into -c? Of a method
+// that drops rows or adds some the latter is not known beforehand. 0, or -1 with err.
+int record_fits(const App *a, const Session *s, const Turn *turns, char err[512]) {
+    int n = record_tokens(turns), known = 1;
+    long positions = n + (long)arrlen(turns) * s->pos_extra;
+    if (s->pos_end && positions > s->pos_end)
+        return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", positions,
+                     s->pos_end);
+    for (int i = 0; i < s->n_part; i++) known &= !s->part[i].m->evicts && !s->part[i].m->enter;
+    return known && n > ctx_limit(a) ? needs_rows(a, err) : 0;
+}
+
 // Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
-// then, it does again. within 1: no more rows than -c allows. 0; or -1, with err: it needs more, or the method does not
-// open again, and then the session is as it was or, where a part was fed, waits to be made from the record.
-int replay(App *a, int within, char err[512]) {
-    int fits = !within || !record_overflows(a, a->turn);
-    if (fits && session_try_reset(a->s)) return fault(err, "%s", a->s->err);
-    a->stale |= fits;
+// then, it does again. 0; or -1, with err: it does not fit, or the method does not open again, and then the session is
+// as it was or, where a part was fed, waits to be made from the record.
+int replay(App *a, char err[512]) {
+    int fits = 1;
+    if (record_fits(a, a->s, a->turn, err)) return -1;
+    if (session_try_reset(a->s)) return fault(err, "%s", a->s->err);
     for (int i = 0; i < (int)arrlen(a->turn) && fits; i++) {
         const Turn *t = &a->turn[i];
-        fits = make_room(a, (int)arrlen(t->pre)) || !within;
+        fits = make_room(a, (int)arrlen(t->pre));
         if (fits) feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec) && fits; j++) {
-            fits = make_room(a, 1) || !within;
+            fits = make_room(a, 1);
             if (fits) feed_decode(a, t->dec[j]);
         }
     }
-    if (!fits) return fault(err, "the dialogue needs more rows than -c %d (a larger -c, or a method that drops rows, "
-                            "has room)", ctx_limit(a));
-    a->stale = 0;
-    return 0;
+    a->stale = !fits;
+    return fits ? 0 : needs_rows(a, err);
 }
 
 // Makes the session from the record if it was emptied (session_cut). 0, or -1: the method does not
 // open again, and a line on stderr says why.
 int session_ready(App *a) {
     char err[512];
-    if (!a->stale || !replay(a, 0, err)) return 0;
+    if (!a->stale || !replay(a, err)) return 0;
     warn("%s", err);
     return -1;
 }
@@ -445,15 +461,6 @@ static void pending_set(App *a, const char *text) {
     char *copy = text ? copy_text(text) : NULL;
     free(a->pending);
     a->pending = copy;
-}
-
-// Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
-// -1 with err.
-int record_fits(const Session *s, const Turn *turns, char err[512]) {
-    long n = record_tokens(turns) + (long)arrlen(turns) * s->pos_extra;
-    if (!s->pos_end || n <= s->pos_end) return 0;
-    return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n,
-                 s->pos_end);
 }
 
 // ---- generating a reply
@@ -774,25 +781,31 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
 // ---- --ids FILE: teacher forcing (D3)
 // Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
 
-// Appends the ids of the text [p,end) to *ids (stb_ds). 0, or -1 with err.
-static int ids_parse(const char *p, const char *end, int V, int **ids, char err[512]) {
-    while (!is_blank(p, end)) {
-        char *next;
-        p += strspn(p, " \t\r\v\f");
-        errno = 0;
-        long id = strtol(p, &next, 10);
-        if (next == p) return fault(err, "'%.12s' is no id", p);
-        if (errno || id < 0 || id >= V) return fault(err, "id %ld is outside the vocabulary of %d", id, V);
-        arrput(*ids, (int)id);
-        p = next;
-    }
-    return 0;
-}
-
 // Is there nothing but white space in [p,end)?
 int is_blank(const char *p, const char *end) {
     while (p < end && isspace((unsigned char)*p)) p++;
     return p == end;
+}
+
+// Appends the ids of the line [p,end) to a turn. 0, or -1 with err.
+static int ids_line(const char *p, const char *end, int V, Turn *t, char err[512]) {
+    int **to = &t->pre;
+    while (!is_blank(p, end)) {
+        char *next;
+        p += strspn(p, " \t\r\v\f");
+        if (*p == '|' && t->pre && to == &t->pre) {
+            to = &t->dec;
+            p++;
+            continue;
+        }
+        errno = 0;
+        long id = strtol(p, &next, 10);
+        if (next == p) return fault(err, "'%.12s' is no id%s", p, t->pre ? "" : ": a turn begins with ids to prefill");
+        if (errno || id < 0 || id >= V) return fault(err, "id %ld is outside the vocabulary of %d", id, V);
+        arrput(*to, (int)id);
+        p = next;
+    }
+    return 0;
 }
 
 // The turns of a file, as a record; blank lines are skipped. Exit 2 with the line when there is
@@ -803,19 +816,16 @@ static Turn *ids_read(const char *path, int V) {
     char *text = read_plain_text(path, &n, err);
     if (!text) die(EXIT_USAGE, "--ids %s", err);
     Turn *turns = NULL;
-    int number = 1, bad = 0;
-    for (const char *line = text, *end; line < text + n && !bad; line = end + 1, number++) {
+    int number = 0, bad = 0;
+    for (const char *line = text, *end; line < text + n && !bad; line = end + 1) {
         end = line + strcspn(line, "\n");
+        number++;
         if (is_blank(line, end)) continue;
-        Turn t = { 0 };
-        const char *bar = memchr(line, '|', (size_t)(end - line));
-        bad = ids_parse(line, bar ? bar : end, V, &t.pre, err);
-        if (!bad && bar) bad = ids_parse(bar + 1, end, V, &t.dec, err);
-        if (!bad && !t.pre) bad = fault(err, "a turn needs ids to prefill before '|'");
-        arrput(turns, t);
+        arrput(turns, (Turn){ 0 });
+        bad = ids_line(line, end, V, &arrlast(turns), err);
     }
     free(text);
-    if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number - 1, err);
+    if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
     if (!turns) die(EXIT_USAGE, "--ids %s: no turn in the file", path);
     return turns;
 }
@@ -1162,14 +1172,6 @@ static int session_lines(App *a, SessionFile *x, const char *text, size_t n, cha
     return bad;
 }
 
-// Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
-// method that drops no row and adds none can be asked beforehand.
-int record_overflows(const App *a, const Turn *turns) {
-    for (int i = 0; i < a->s->n_part; i++)
-        if (a->s->part[i].m->evicts || a->s->part[i].m->enter) return 0;
-    return record_tokens(turns) > ctx_limit(a);
-}
-
 // Says what is not as it was when the session was saved, a line each.
 static void session_differs(const App *a, const SessionFile *x) {
     char *own = written(a, write_making);
@@ -1184,7 +1186,7 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     Turn *own = a->turn, last = { 0 };
     if (x->asked) last = arrpop(x->turn);           // a message whose reply was not finished is none of the dialogue
     a->turn = x->turn;
-    int bad = record_fits(a->s, a->turn, why) || replay(a, 1, why);
+    int bad = replay(a, why);
     if (bad) a->turn = own;
     else x->turn = own;                             // it goes with x
     if (bad) fault(err, "%.200s: %.300s", x->path, why);
@@ -1603,15 +1605,6 @@ void choose_device(App *a) {
     if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");
 }
 
-// -d cuda in a program that has no GPU half: exit 1.
-void check_device(const Options *o) {
-#ifndef KVCOMP_CUDA
-    if (!strcmp(opt_str(o, "device"), "cuda"))
-        die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
-#endif
-    (void)o;
-}
-
 // ---- opening the rest, and closing
 // The chat template of --chat-template or of the model. needed: one that is refused ends the
 // program; the replay of --ids wants none.
@@ -1895,7 +1888,7 @@ static void chat_method(App *a, const char *spec, Options *o) {
     char err[512];
     int picked;
     Session *s = session_for_dialogue(a, spec, o, &picked, err);
-    if (!s || record_fits(s, a->turn, err)) {
+    if (!s || record_fits(a, s, a->turn, err)) {
         warn("%s", err);
         session_close(s);
         options_free(o);
@@ -2004,12 +1997,6 @@ static int side_turn(Side *x, const char *text, int n) {
     steps = a->s->clk.steps - steps;
     x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
     return 0;
-}
-
-// Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
-static int side_replay(Side *x, const App *a) {
-    x->app.turn = turns_copy(a->turn);
-    return record_fits(x->app.s, x->app.turn, x->refused) || replay(&x->app, 0, x->refused) ? -1 : 0;
 }
 
 // ---- several methods side by side: the lines they get
@@ -2149,7 +2136,8 @@ static void command_compare(App *a, const char *question) {
                 users ? users : budget, users ? "" : " (a quarter of the dialogue; /budget sets another)");
     side_columns("method", "as full", "reply", "held", "read");
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
-        if (!*x[i].refused) side_replay(&x[i], a);
+        x[i].app.turn = turns_copy(a->turn);
+        if (!*x[i].refused) replay(&x[i].app, x[i].refused);
         side_refused(&x[i]);
     }
     sides_turn(x, question, NULL, n < 0 ? SHOW_REPLY * 4 : n, 0);
@@ -2265,7 +2253,7 @@ static void command_regen(App *a, const char *arg) {
     }
     int *reply = arrlast(a->turn).dec;
     arrlast(a->turn).dec = NULL;
-    if (replay(a, 0, err)) {
+    if (replay(a, err)) {
         arrlast(a->turn).dec = reply;
         warn("the reply stays: %s", err);
         return;

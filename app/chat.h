@@ -98,13 +98,12 @@ int  session_take_back(App *a, Turn *t);
 
 void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
 void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
-int  replay(App *a, int within, char err[512]);         // feeds the record once more: 0, or -1 with err
+int  replay(App *a, char err[512]);                     // feeds the record once more: 0, or -1 with err
 int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
-// Do these turns, fed from an empty cache, fit into the method's positions (0, or -1 with err)? Do they need more
-// rows than -c allows, as far as that can be said beforehand?
-int record_fits(const Session *s, const Turn *turns, char err[512]);
-int record_overflows(const App *a, const Turn *turns);
+// Do these turns, fed from an empty cache, fit into the positions of the method of s, and into -c, as far as that can
+// be said beforehand? 0, or -1 with err.
+int record_fits(const App *a, const Session *s, const Turn *turns, char err[512]);
 
 // ---- generating a reply
 int ctx_limit(const App *a);                            // the most rows a head may hold: -c, or the model's own limit
@@ -177,7 +176,6 @@ void   default_model(Options *o);                       // --model becomes the s
 void   find_models(Options *o);                         // --model and --tokenizer become the folders they stand for
 double memory_free(void);                               // bytes that may still be used; -1: not known
 size_t parameters_of(const Config *c);                  // the numbers in a model's matrices
-void   check_device(const Options *o);                  // exit 1 for -d cuda in a program without a GPU half
 void   open_config(App *a);                             // of --model, of the shipped model, or of --synthetic
 void   open_weights(App *a);                            // of that config
 void   open_model(App *a);                              // both

@@ -40,13 +40,12 @@ static void print_sums(const MemoryPlan *p, FILE *f) {
 // Prints what a dialogue of -c tokens takes at most: on the CPU in sums, on a GPU every allocation, by memory. A
 // session on the CPU is asked, which has opened its parts and holds no rows. 0, or -1 with err.
 static int print_memory(const App *a, const char *device, FILE *f, char err[512]) {
-    char own[8], why[256];
     const char *method = opt_str(a->o, "method");
-    snprintf(own, sizeof own, "%s", opt_str(a->o, "device"));
-    options_set(a->o, "device", "cpu", why);
-    Session *s = session_try(a->c, a->w, a->o, method, err);
+    Options *o = options_copy(a->o);
+    options_set(o, "device", "cpu", err);
+    Session *s = session_try(a->c, a->w, o, method, err);
     if (s) {
-        s->batch = batch_rows(a->o, device);
+        s->batch = batch_rows(o, device);
         const MemoryPlan p = memory_plan(s);
         fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
         if (!strcmp(device, "cpu")) {
@@ -59,7 +58,7 @@ static int print_memory(const App *a, const char *device, FILE *f, char err[512]
     }
     int bad = !s;
     session_close(s);
-    options_set(a->o, "device", own, why);
+    options_free(o);
     return bad ? -1 : 0;
 }
 
@@ -239,17 +238,14 @@ static void parse_one(Options *o, const char *name, const char *value) {
     die(EXIT_USAGE, "%s%s", err, warm ? " (did you mean --temp?)" : "");
 }
 
-// The file `first` (NULL: none) and those from argv[i] to the next option are the value of one option,
-// a line each. Returns how many arguments they and the option take.
-static int parse_files(Options *o, const char *name, const char *first, int argc, char **argv, int i) {
+// A file behind that of --eval-merge is one more: a line of the option's value each.
+static void parse_file(Options *o, const char *path) {
     char *list = NULL;
-    int n = 0;
-    if (first) put_part(&list, "\n", first);
-    for (; i + n < argc && (!list || argv[i + n][0] != '-'); n++) put_part(&list, "\n", argv[i + n]);
+    put_part(&list, "\n", opt_str(o, "eval-merge"));
+    put_part(&list, "\n", path);
     arrput(list, 0);
-    parse_one(o, name, list);
+    parse_one(o, "eval-merge", list);
     arrfree(list);
-    return n + 1;
 }
 
 // Does an argument that begins no value name a folder?
@@ -261,9 +257,11 @@ static int parse_arg(Options *o, int argc, char **argv, int i, const Opt **known
     char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
     char unknown[96];
     const char *value = eq ? eq + 1 : NULL;
-    *known = opt_find(o, "model");
+    int merges = *opt_str(o, "eval-merge") != 0;
+    *known = opt_find(o, merges ? "eval-merge" : "model");
     if (is_folder(arg)) {
-        parse_one(o, "model", arg);
+        if (merges) parse_file(o, arg);
+        else parse_one(o, "model", arg);
         return 1;
     }
     snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
@@ -271,8 +269,6 @@ static int parse_arg(Options *o, int argc, char **argv, int i, const Opt **known
     snprintf(unknown, sizeof unknown, "unknown option %s", flag);
     if (!name) unknown_option(unknown, flag + 1);
     *known = opt_find(o, name);
-    if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
-        return parse_files(o, name, value, argc, argv, i + 1);
     if (value || !*known || (*known)->kind == 'b') {
         parse_one(o, name, value ? value : "1");
         return 1;
@@ -410,10 +406,6 @@ typedef struct {
     const App *base;        // the program's: its template, and options as the command line has them
     char *making;           // what the session was made with, malloc'd; NULL: there is no session
     int *given;             // stb_ds: the ids of the continuation
-    double *logp;           // stb_ds: their log-probabilities
-    int greedy;             // 1: each of them was the most probable id
-    char *text;             // the reply, malloc'd; NULL: none was made
-    size_t size;            // its bytes
 } Batch;
 
 // The fields of a request that are no options.
@@ -602,60 +594,56 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     return a->s && !bad ? 0 : -1;
 }
 
-// Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
-static int request_play(Batch *b, char err[512]) {
-    App *a = &b->app;
-    int n = (int)arrlen(b->given), most = opt_int(a->o, "n-predict");
-    for (int i = 0; i < (int)arrlen(a->turn); i++)
-        if (ids_known(a->c, a->turn[i].pre, err) || ids_known(a->c, a->turn[i].dec, err)) return -1;
-    if (ids_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
+// Makes the reply, and writes it as far as a stop text.
+static void request_reply(App *a, FILE *f) {
+    char *text = NULL;
+    size_t size;
+    int most = opt_int(a->o, "n-predict");
+    FILE *out = memory_stream(&text, &size);
+    generate(a, most < 0 ? 256 : most, out);
+    memory_stream_close(out);
+    int end = stop_place(a->stop, text, size);
+    fprintf(f, "\"text\":");
+    json_escape(f, text, end < 0 ? size : (size_t)end);
+    fputc(',', f);
+    write_ids(f, arrlast(a->turn).dec);
+    fputc(',', f);
+    json_pair(f, "finish", a->finish);
+    free(text);
+}
 
-    if (replay(a, 1, err)) return -1;
-    if (!n) {
-        FILE *f = memory_stream(&b->text, &b->size);
-        generate(a, most < 0 ? 256 : most, f);
-        memory_stream_close(f);
-        int end = stop_place(a->stop, b->text, b->size);
-        if (end >= 0) b->size = (size_t)end;
-        return 0;
-    }
-
-    b->greedy = 1;
+// Scores the continuation, and writes its log-probabilities, their sum, and whether each id was the most probable
+// one. 0, or -1 with err.
+static int request_score(App *a, const int *given, FILE *f, char err[512]) {
+    int n = (int)arrlen(given), greedy = 1;
+    double sum = 0;
+    write_ids(f, given);
     for (int i = 0; i < n; i++) {
-        arrput(b->logp, a->logits[b->given[i]] - log_sum_exp(a->logits, a->c->V));
-        b->greedy &= argmax(a->logits, a->c->V) == b->given[i];
+        double logp = a->logits[given[i]] - log_sum_exp(a->logits, a->c->V);
+        fputs(i ? "," : ",\"logprobs\":[", f);
+        json_exact(f, logp);
+        sum += logp;
+        greedy &= argmax(a->logits, a->c->V) == given[i];
         if (i == n - 1) break;                          // nothing is asked behind the last one
         if (!make_room(a, 1) || !pos_fits(a->s, 1, 0))
             return fault(err, "the continuation does not fit into -c %d", ctx_limit(a));
-        feed_decode(a, b->given[i]);
-    }
-    return 0;
-}
-
-// What was made, or the log-probabilities of what was given.
-static void write_reply(const Batch *b, FILE *f) {
-    const App *a = &b->app;
-    double sum = 0;
-    if (b->text) {
-        fprintf(f, "\"text\":");
-        json_escape(f, b->text, b->size);
-        fputc(',', f);
-        write_ids(f, arrlast(a->turn).dec);
-        fputc(',', f);
-        json_pair(f, "finish", a->finish);
-        return;
-    }
-
-    write_ids(f, b->given);
-    fprintf(f, ",\"logprobs\":[");
-    for (int i = 0; i < (int)arrlen(b->logp); i++) {
-        if (i) fputc(',', f);
-        json_exact(f, b->logp[i]);
-        sum += b->logp[i];
+        feed_decode(a, given[i]);
     }
     fprintf(f, "],\"logprob\":");
     json_exact(f, sum);
-    fprintf(f, ",\"greedy\":%s,", b->greedy ? "true" : "false");
+    fprintf(f, ",\"greedy\":%s,", greedy ? "true" : "false");
+    return 0;
+}
+
+// Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
+static int request_play(Batch *b, FILE *f, char err[512]) {
+    App *a = &b->app;
+    for (int i = 0; i < (int)arrlen(a->turn); i++)
+        if (ids_known(a->c, a->turn[i].pre, err) || ids_known(a->c, a->turn[i].dec, err)) return -1;
+    if (ids_known(a->c, b->given, err) || replay(a, err)) return -1;
+    if (b->given) return request_score(a, b->given, f, err);
+    request_reply(a, f);
+    return 0;
 }
 
 // Plays the request j, and writes the fields of its answer. 0, or -1 with err.
@@ -679,24 +667,12 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
 
     if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
     if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
-    if (request_read(b, j, err) || request_play(b, err)) return -1;
-
-    write_reply(b, f);
+    if (request_read(b, j, err) || request_play(b, f, err)) return -1;
     json_pair(f, "method", a->method);
     fprintf(f, "\"budget\":%d,", a->s->turn ? a->s->applied : budget_now(a->s));
     json_numbers(a, f);
     fprintf(f, "\"seconds\":%.6f", now() - t0);
     return 0;
-}
-
-// Forgets the request.
-static void request_end(Batch *b) {
-    record_clear(&b->app);
-    arrfree(b->app.stop);
-    arrfree(b->given);
-    arrfree(b->logp);
-    free(b->text);
-    b->text = NULL;
 }
 
 // Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
@@ -725,7 +701,9 @@ static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f
     fflush(f);
     json_free(j);
     free(text);
-    request_end(b);
+    record_clear(&b->app);
+    arrfree(b->app.stop);
+    arrfree(b->given);
     return bad ? -1 : 0;
 }
 
@@ -901,7 +879,10 @@ static int run_options(App *a) {
         if (!quiet) say_without_effect(o);
         return eval_merge(a);
     }
-    check_device(o);
+#ifndef KVCOMP_CUDA
+    if (!strcmp(opt_str(o, "device"), "cuda"))
+        die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
+#endif
     find_models(o);
     if (opt_int(o, "bench")) return bench(o);
     if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation

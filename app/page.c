@@ -428,19 +428,12 @@ static int goes_on(const Turn *had, const Turn *now) {
     return same;
 }
 
-// Why these turns do not fit into a side's session; "" when they do.
-static void turns_fit(const App *a, const Turn *turns, char err[512]) {
-    *err = 0;
-    if (!record_fits(a->s, turns, err) && record_overflows(a, turns))
-        snprintf(err, 512, "the dialogue is longer than the positions of the model");
-}
-
 // The side is fed the turns `now`, as far as it does not know them: "" in err, or why it cannot be.
 static void shown_follow(Shown *x, const Turn *now, char err[512]) {
     App *a = &x->side.app;
     *err = 0;
     if (!goes_on(a->turn, now) && chat_clear(a)) snprintf(err, 512, "the dialogue cannot be begun anew");
-    else turns_fit(a, now, err);
+    else (void)record_fits(a, a->s, now, err);
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {
         if (k == (int)arrlen(a->turn)) {
             arrput(a->turn, turn_copy(&now[k], 0));
@@ -778,7 +771,8 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         side_open(&now.side, &web, o, method, NULL);
         options_free(o);
         snprintf(err, sizeof err, "%s", now.side.refused);
-        if (now.side.app.s && x->side.app.turn) turns_fit(&now.side.app, x->side.app.turn, err);
+        if (now.side.app.s && x->side.app.turn)
+            (void)record_fits(&now.side.app, now.side.app.s, x->side.app.turn, err);
     }
     if (*err) {
         shown_close(&now);
