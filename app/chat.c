@@ -456,13 +456,6 @@ int session_take_back(App *a, Turn *t) {
     return session_ready(a);
 }
 
-// Notes the message whose reply is being made; NULL: none is.
-static void pending_set(App *a, const char *text) {
-    char *copy = text ? copy_text(text) : NULL;
-    free(a->pending);
-    a->pending = copy;
-}
-
 // ---- generating a reply
 // The most rows a head may hold: -c, or with -c 0 the model's own limit.
 int ctx_limit(const App *a) {
@@ -708,8 +701,9 @@ void json_numbers(const App *a, FILE *f) {
     fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", k->peak, arena_bytes(s->scratch));
 }
 
-// The whole run as one object on one line.
-void print_json(const App *a, FILE *f) {
+// The whole run as one object on one line. text: the reply to -p, or NULL.
+void print_json(const App *a, const char *text) {
+    FILE *f = stdout;
     const Session *s = a->s;
     fprintf(f, "{");
     json_pair(f, "method", a->method);
@@ -723,7 +717,7 @@ void print_json(const App *a, FILE *f) {
             s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
     fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
     fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
-    if (a->reply) json_pair(f, "text", a->reply);
+    if (text) json_pair(f, "text", text);
     json_options(a, f);
     if (opt_int(a->o, "json-rows")) json_rows(s, f);
     fprintf(f, "}\n");
@@ -882,7 +876,7 @@ int run_ids(App *a) {
         }
     }
     dump_close(&dump, f, path);
-    if (opt_int(a->o, "json")) print_json(a, stdout);
+    if (opt_int(a->o, "json")) print_json(a, NULL);
     return 0;
 }
 
@@ -1180,6 +1174,12 @@ static void session_differs(const App *a, const SessionFile *x) {
     free(own);
 }
 
+// Forgets the message that had no reply when its chat ended.
+static void pending_forget(App *a) {
+    free(a->pending);
+    a->pending = NULL;
+}
+
 // The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App keeps its own.
 static int session_take(App *a, SessionFile *x, char err[512]) {
     char why[512];
@@ -1189,8 +1189,13 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     int bad = replay(a, why);
     if (bad) a->turn = own;
     else x->turn = own;                             // it goes with x
-    if (bad) fault(err, "%.200s: %.300s", x->path, why);
-    else pending_set(a, last.user);
+    if (bad) {
+        fault(err, "%.200s: %.300s", x->path, why);
+    } else {
+        pending_forget(a);
+        a->pending = last.user;
+        last.user = NULL;
+    }
     turn_free(last);
     return bad ? -1 : 0;
 }
@@ -1224,33 +1229,26 @@ static void lychee_text(const Tokenizer *t) {
     token_text = (TokenText){ t, chunker_bytes, chunker_special };
 }
 
-// The numbers of a config that a trace's metadata hold.
-static void trace_shape(SafeWriter *w, const Config *c) {
-    const struct { const char *name; int n; } shape[] = {
-        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
-        { "window", c->window },
-    };
-    char text[32];
-    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
-        snprintf(text, sizeof text, "%d", shape[i].n);
-        safe_write_meta(w, shape[i].name, text);
-    }
-    snprintf(text, sizeof text, "%.9g", c->theta);
-    safe_write_meta(w, "rope_theta", text);
-}
-
 // What the trace was made with: the metadata of the file.
 static void trace_meta(const App *a, SafeWriter *w) {
     char text[96];
     const Options *o = a->o;
+    const Config *c = a->c;
+    const struct { const char *name; double x; } numbers[] = {
+        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
+        { "window", c->window }, { "rope_theta", c->theta },
+    };
     safe_write_meta(w, "format", "kvcomp trace 1");
     safe_write_meta(w, "method", a->method);
     snprintf(text, sizeof text, "%d", a->s->budget);
     safe_write_meta(w, "budget", text);
-    safe_write_meta(w, "model", a->c->dir);
-    safe_write_meta(w, "model_type", a->c->model_type);
-    safe_write_meta(w, "dtype", dtype_name(a->c->dtype));
-    trace_shape(w, a->c);
+    safe_write_meta(w, "model", c->dir);
+    safe_write_meta(w, "model_type", c->model_type);
+    safe_write_meta(w, "dtype", dtype_name(c->dtype));
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        snprintf(text, sizeof text, "%.9g", numbers[i].x);
+        safe_write_meta(w, numbers[i].name, text);
+    }
     safe_write_meta(w, "simd", simd_name());
     for (int i = 0; i < (int)shlen(o->map); i++) {
         snprintf(text, sizeof text, "option.%.80s", o->map[i].key);
@@ -1811,7 +1809,7 @@ int chat_turn(App *a, const char *text, FILE *out) {
     }
     int rewrites = t.back, replied = 0;
     turn_begin();
-    pending_set(a, text);
+    pending_forget(a);
     a->asked = &t;
     session_keep(a);                    // before the reply: whatever ends the program costs the reply only
     a->asked = NULL;
@@ -1832,7 +1830,6 @@ int chat_turn(App *a, const char *text, FILE *out) {
         chat_reply(a, out);
         replied = arrlen(arrlast(a->turn).dec) > 0;
     }
-    pending_set(a, NULL);
     turn_end(a, replied);
     return 0;
 }
@@ -1916,7 +1913,7 @@ int chat_clear(App *a) {
         return -1;
     }
     record_clear(a);
-    pending_set(a, NULL);
+    pending_forget(a);
     a->stale = 0;
     return 0;
 }
@@ -2088,7 +2085,6 @@ static void demo_summary(const Side *x /* stb_ds */) {
 
 // --demo and /demo.
 void demo(App *a, const char *arg) {
-    char text[400];
     double t0 = now();
     (void)arg;
     App plain = *a;
@@ -2098,11 +2094,9 @@ void demo(App *a, const char *arg) {
     options_free(plain.o);
     interrupts = 0;
     for (int i = 0; i < (int)arrlen(x); i++) side_refused(&x[i]);
-    snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads; behind "
-             "its name stands how many rows a head may have. held: bytes of rows in the cache. read: bytes of rows "
-             "that a step of the reply reads. Who replies as full does has a line for answers only.",
-             a->c->L * a->c->G);
-    print_wrapped(stdout, text, 0, screen_columns());
+    print_wrapped(stdout, "The same messages to several methods, each with its own cache; behind its name stands how many "
+                  "rows a head may have. held: bytes of rows in the cache. read: bytes of rows that a step of the reply "
+                  "reads. Who replies as full does has a line for answers only.", 0, screen_columns());
     printf("\n");
     side_columns("method", "", "reply", "held", "read");
     for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) {
@@ -2264,23 +2258,19 @@ static void command_regen(App *a, const char *arg) {
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
 }
 
-// Without a name: prints the one in use, and all names.
+// Without a name: prints the one in use, and all there are.
 static void command_method(App *a, const char *arg) {
-    char *names = NULL;
     if (*arg) {
         Options *o = options_copy(a->o);
         if (a->picked) budget_unset(o);
         chat_method(a, arg, o);
         return;
     }
+    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
     EACH_METHOD(m) {
-        bytes_put(&names, (*m)->name, strlen((*m)->name));
-        arrput(names, ' ');
+        fprintf(stderr, "  %-19s", (*m)->name);
+        print_wrapped(stderr, (*m)->keeps, 21, screen_columns());
     }
-    arrlast(names) = 0;
-    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n  ", a->method);
-    print_wrapped(stderr, names, 2, screen_columns());
-    arrfree(names);
 }
 
 // Opens the method again with another budget, which takes the place of --ratio if that was given. Without a number:
@@ -2495,6 +2485,6 @@ int chat(App *a) {
     session_end(a);
     if (!opt_int(a->o, "json")) return 0;
     if (session_ready(a)) return EXIT_RUN;
-    print_json(a, stdout);
+    print_json(a, NULL);
     return 0;
 }

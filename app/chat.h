@@ -31,13 +31,12 @@ typedef struct {
     int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
-    char *pending;          // the message whose reply is being made, malloc'd; NULL: none
-    const Turn *asked;      // its turn, where it is known
+    char *pending;          // the message of --session's file that got no reply, malloc'd; NULL: none
+    const Turn *asked;      // the turn whose reply is to be made; NULL: none
     int log;                // the descriptor of --session's file, locked; 0: there is none
     char *logged;           // what that file holds, malloc'd; "" or NULL: not known
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
-    const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
     struct Trace *trace;    // --trace; NULL: it is not given
     const char **stop;      // texts that end a reply (stb_ds array); NULL: none
     const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
@@ -130,7 +129,7 @@ void json_options(const App *a, FILE *f);               // "options":{..}, those
 void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
 void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold
 void write_ids(FILE *f, const int *ids);                // "ids":[..]
-void print_json(const App *a, FILE *f);                 // the whole run as one object on one line
+void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout
 
 // ---- --ids FILE, --trace FILE
 int  is_blank(const char *p, const char *end);          // is there nothing but white space in [p,end)?

@@ -808,9 +808,7 @@ static int answer_prompt(App *a, const char *text) {
     if (out != stdout) memory_stream_close(out);
     if (reply && !bad) {
         if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
-        a->reply = reply;
-        print_json(a, stdout);
-        a->reply = NULL;
+        print_json(a, reply);
     }
     free(reply);
     if (bad) return EXIT_RUN;
