@@ -561,7 +561,7 @@ static const char *reply_ends(int made, int n) {
 int generate(App *a, int n, FILE *out) {
     int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
-    Wrap w = { .cols = out == stdout && isatty(1) ? screen_columns() : 0 };      // a terminal's lines break between words
+    Wrap w = { .cols = out == stdout && isatty(1) ? screen_columns() : 0 };      // on a terminal lines are broken
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->s->picks = logits_needed(a->o);
     a->finish = reply_ends(made, n);
@@ -597,7 +597,8 @@ double bytes_a_step(const Session *s) {
     return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0;
 }
 
-// What the method is for: "memory"; or, where every row stays stored as it came, "reads" (or prefill work), or "nothing".
+// What the method is for: "memory"; or, where every row stays stored as it came, "reads" (or prefill work), or
+// "nothing".
 static const char *what_is_saved(const Session *s) {
     int role = 0, memory = 0;
     for (int i = 0; i < s->n_part; i++) {
@@ -1089,7 +1090,8 @@ static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) 
     if (!version || !version->is_int || !*json_text(j, "model") || !*json_text(j, "made"))
         return fault(err, "%.400s: not a kvcomp session file", x->path);
     if (version->i != 3)
-        return fault(err, "%.300s: version %lld of the session file, this kvcomp knows 3", x->path, (long long)version->i);
+        return fault(err, "%.300s: version %lld of the session file, this kvcomp knows 3", x->path,
+                     (long long)version->i);
     unsigned long long own = app_fingerprint(a), found = strtoull(json_text(j, "model"), NULL, 16);
     if (found != own)
         return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
@@ -1331,7 +1333,7 @@ static int holds_config(const char *dir) {
 // The version of a models--org--name folder that refs/main names; without one, the newest snapshot.
 // 0, and its folder in out; -1: no snapshot has a config.json.
 static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
-    char path[PATH_ROOM + 16], hash[128] = "", err[256];
+    char path[PATH_ROOM + 16], one[PATH_ROOM], hash[128] = "", err[256];
     size_t n;
     struct stat st;
     time_t newest = 0;
@@ -1339,16 +1341,14 @@ static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
     char *ref = read_bounded(path, MOST_CONFIG, &n, err);
     if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
     free(ref);
-    snprintf(out, PATH_ROOM, "%.880s/snapshots/%s", repo, hash);
-    if (hash[0] && !strchr(hash, '/') && holds_config(out)) return 0;
 
-    snprintf(path, sizeof path, "%.990s/snapshots", repo);
+    snprintf(path, sizeof path, "%.760s/snapshots", repo);
     DIR *d = opendir(path);
     for (struct dirent *e; d && (e = readdir(d)); ) {
-        char one[PATH_ROOM];
-        if (e->d_name[0] == '.') continue;
-        if (snprintf(one, sizeof one, "%.760s/%.255s", path, e->d_name) >= PATH_ROOM || !holds_config(one)) continue;
-        if (stat(one, &st) || st.st_mtime <= newest) continue;
+        snprintf(one, sizeof one, "%.760s/%.255s", path, e->d_name);
+        if (e->d_name[0] == '.' || !holds_config(one) || stat(one, &st)) continue;
+        if (!strcmp(e->d_name, hash)) st.st_mtime = LONG_MAX;
+        if (st.st_mtime <= newest) continue;
         strcpy(out, one);
         newest = st.st_mtime;
     }
@@ -1577,9 +1577,10 @@ static int device_serves(const App *a) {
     int bad = device_bars(s, why) != 0;
     session_close(s);
     double e = bad ? 0 : device_trial(a->o);
-    if (e < 0) snprintf(why, sizeof why, "a trial of the GPU ended with: %.400s", die_text);
-    else if (!(e < trial_tolerance)) snprintf(why, sizeof why, "its logits differ by %.1e of the largest: that is wrong", e);
-    bad |= !(e >= 0 && e < trial_tolerance);
+    if (e < 0)
+        bad = fault(why, "a trial of the GPU ended with: %.400s", die_text);
+    else if (!(e < trial_tolerance))
+        bad = fault(why, "its logits differ by %.1e of the largest: that is wrong", e);
     if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return !bad;
 }
@@ -2094,9 +2095,9 @@ void demo(App *a, const char *arg) {
     options_free(plain.o);
     interrupts = 0;
     for (int i = 0; i < (int)arrlen(x); i++) side_refused(&x[i]);
-    print_wrapped(stdout, "The same messages to several methods, each with its own cache; behind its name stands how many "
-                  "rows a head may have. held: bytes of rows in the cache. read: bytes of rows that a step of the reply "
-                  "reads. Who replies as full does has a line for answers only.", 0, screen_columns());
+    print_wrapped(stdout, "The same messages to several methods, each with its own cache; behind its name stands how "
+                  "many rows a head may have. held: bytes of rows in the cache. read: bytes of rows that a step of the "
+                  "reply reads. Who replies as full does has a line for answers only.", 0, screen_columns());
     printf("\n");
     side_columns("method", "", "reply", "held", "read");
     for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) {

@@ -364,23 +364,23 @@ static void print_ids(int *ids) {
 // The n messages of a list [{"role": .., "content": ..}, ..], malloc'd; their texts are the list's. NULL
 // and err when it is no dialogue that the template takes.
 static Message *messages_read(const App *a, const Json *list, int *n, char err[512]) {
-    int bad = 0, count = list && list->type == JSON_ARRAY ? list->n : 0;
+    int bad = 0, count = json_is(list, JSON_ARRAY) ? list->n : 0;
+    int from = count && !strcmp(json_text(&list->item[0], "role"), "system");
     if (!count) bad = fault(err, "no \"messages\", or none in it");
 
     Message *m = xcalloc((size_t)count + 1, sizeof *m);
     for (int i = 0; i < count && !bad; i++) {
         const Json *words = json_get(&list->item[i], "content");
         const char *role = json_text(&list->item[i], "role");
-        int system = !i && !strcmp(role, "system"), shift = !strcmp(m[0].role ? m[0].role : "", "system");
-        const char *want = (i - shift) % 2 ? "assistant" : "user";
+        const char *want = i < from ? "system" : (i - from) % 2 ? "assistant" : "user";
         if (!words || words->type != JSON_STRING || strlen(words->str) != words->len)
             bad = fault(err, "message %d: 'content' is no text", i + 1);
-        else if (!system && strcmp(role, want))
+        else if (strcmp(role, want))
             bad = fault(err, "message %d: expected role %s, found '%.40s'", i + 1, want, role);
         else m[i] = (Message){ .role = role, .content = words->str };
     }
-    if (!bad && strcmp(m[count - 1].role, "user")) bad = fault(err, "the last message is not the user's");
-    if (!bad && !strcmp(m->role, "system") && a->tp->no_system)
+    if (!bad && (count - from) % 2 == 0) bad = fault(err, "the last message is not the user's");
+    if (!bad && from && a->tp->no_system)
         bad = fault(err, "this chat template has no system message (%.300s)", a->tp->no_system);
     *n = count;
     if (!bad) return m;
@@ -487,8 +487,8 @@ static int request_fits(const App *a, const char *text, char err[512]) {
     return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
 }
 
-// Appends a turn to the record: what the user said is prefilled, what the assistant said (NULL: the request's own reply)
-// is decoded. 0, or -1 with err.
+// Appends a turn to the record: what the user said is prefilled, what the assistant said (NULL: it is asked for) is
+// decoded. 0, or -1 with err.
 static int request_turn(App *a, const char *text, const char *reply, char err[512]) {
     if (request_fits(a, text, err)) return -1;
     Turn t = render_turn(a, text, err);
@@ -560,10 +560,8 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
     if (prompt && request_prompt(a, prompt, err)) return -1;
     if (messages && request_messages(a, messages, err)) return -1;
     if (ids) {
-        Turn t = { 0 };
-        int bad = request_ids(a->c, ids, "ids", &t.pre, err);
-        arrput(a->turn, t);
-        if (bad) return -1;
+        arrput(a->turn, (Turn){ 0 });
+        if (request_ids(a->c, ids, "ids", &arrlast(a->turn).pre, err)) return -1;
     }
     return given ? request_continuation(b, prompt, given, err) : request_stops(a, json_get(j, "stop"), err);
 }

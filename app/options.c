@@ -278,47 +278,30 @@ static const struct { int run; const char *name, *flag; } run_flags[] = {
 // In which runs an option has an effect. What is not in the table has one in every run, or is
 // accepted for scripts. Those of methods are not here: a method's table, its `uses` and method_looks_at say who
 // looks at them.
-static const struct { const char *name; int runs; } option_runs[] = {
-    { "prompt",         RUN_PROMPT | RUN_TOKENS },
-    { "file",           RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE },
-    { "system",         RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
-    { "n-predict",      RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
-    { "raw",            RUN_REPLIES | RUN_TOKENS },
-    { "chat-template",  RUN_REPLIES | RUN_TOKENS },
-    { "parse-special",  RUN_REPLIES | RUN_TOKENS },
-    { "no-think",       RUN_REPLIES | RUN_TOKENS },
-    { "ignore-eos",     RUN_REPLIES },
-    { "session",        RUN_TALKS },
-    { "temp",           RUN_SAMPLES },
-    { "top-k",          RUN_SAMPLES },
-    { "top-p",          RUN_SAMPLES },
-    { "min-p",          RUN_SAMPLES },
-    { "batch",          RUN_BATCH | RUN_TOKENS },
-    { "trace",          RUN_PROMPT | RUN_IDS | RUN_EVAL },
-    { "method",         RUN_SESSION },
-    { "budget",         RUN_SESSION },
-    { "ratio",          RUN_SESSION },
-    { "ids",            RUN_IDS },
-    { "dump-logits",    RUN_IDS },
-    { "eval",           RUN_EVAL },
-    { "compare",        RUN_EVAL },
-    { "budgets",        RUN_EVAL | RUN_REPORT },
-    { "report",         RUN_EVAL | RUN_REPORT },
-    { "demo",           RUN_DEMO },
-    { "inspect",        RUN_INSPECT },
-    { "plan",           RUN_PLAN },
-    { "dump-tokens",    RUN_TOKENS },
-    { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "json-rows",      RUN_TALKS | RUN_IDS },
-    { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "no-history",     RUN_CHAT },
-    { "eval-items",     RUN_EVAL | RUN_REPORT },
-    { "eval-length",    RUN_EVAL },
-    { "eval-out",       RUN_EVAL },
-    { "eval-shard",     RUN_EVAL },
-    { "bench-depths",   RUN_BENCH },
-    { "bench-prompts",  RUN_BENCH },
-    { "repeat",         RUN_BENCH },
+static const struct { const char *names; int runs; } option_runs[] = {
+    { "prompt", RUN_PROMPT | RUN_TOKENS },
+    { "file", RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE },
+    { "system", RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
+    { "n-predict", RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
+    { "raw|chat-template|parse-special|no-think", RUN_REPLIES | RUN_TOKENS },
+    { "ignore-eos", RUN_REPLIES },
+    { "session", RUN_TALKS },
+    { "temp|top-k|top-p|min-p", RUN_SAMPLES },
+    { "batch", RUN_BATCH | RUN_TOKENS },
+    { "trace", RUN_PROMPT | RUN_IDS | RUN_EVAL },
+    { "method|budget|ratio", RUN_SESSION },
+    { "ids|dump-logits", RUN_IDS },
+    { "eval|compare|eval-length|eval-out|eval-shard", RUN_EVAL },
+    { "budgets|report|eval-items", RUN_EVAL | RUN_REPORT },
+    { "demo", RUN_DEMO },
+    { "inspect", RUN_INSPECT },
+    { "plan", RUN_PLAN },
+    { "dump-tokens", RUN_TOKENS },
+    { "json", RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "json-rows", RUN_TALKS | RUN_IDS },
+    { "csv", RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "no-history", RUN_CHAT },
+    { "bench-depths|bench-prompts|repeat", RUN_BENCH },
 };
 
 // What the run does: one RUN_* bit.
@@ -381,7 +364,7 @@ static const char *run_flag(int run) {
 static int run_looks_at(const char *name, int run) {
     if (!strncmp(name, "calibrate", 9)) return run == RUN_CALIBRATE;
     for (size_t i = 0; i < sizeof option_runs / sizeof *option_runs; i++) {
-        if (!strcmp(option_runs[i].name, name)) return (option_runs[i].runs & run) != 0;
+        if (word_place(option_runs[i].names, name) >= 0) return (option_runs[i].runs & run) != 0;
     }
     return 1;
 }
