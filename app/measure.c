@@ -67,12 +67,12 @@ void eval_set_free(EvalSet *e) {
     strreset(&e->mem);
 }
 
-// Frees the lists of a row.
-static void score_free(Score *sc) {
-    arrfree(sc->answers);
-    arrfree(sc->each);
-    while (arrlen(sc->said)) free(arrpop(sc->said));
-    arrfree(sc->said);
+// Frees what was said in the answers of an item.
+static void said_free(Score *one) {
+    for (int k = 0; k < (int)arrlen(one->answers); k++) {
+        free((char *)(uintptr_t)one->answers[k].said);
+        one->answers[k].said = NULL;
+    }
 }
 
 // The number of scored turns of an item.
@@ -275,8 +275,8 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
 }
 
 // ---- how an item is played
-static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc);     // see metrics
-static void note_logits(const float *ref, const float *y, int V, Score *sc);
+static void note_answer(const EvalItem *it, int turn, const char *said, Answer *x);     // see metrics
+static void note_logits(const float *ref, const float *y, int V, Answer *x);
 
 // An empty record and an empty cache.
 static void play_start(App *a) {
@@ -345,10 +345,11 @@ static void note_cost(const Session *s, Score *sc) {
     sc->n_decode += (double)s->clk.n_decode;
 }
 
-// The free pass: the method answers every turn from the turn `first` on, whose message has been read. A reply
-// may be as long as --n-predict, by default 64 tokens or twice the right reply, whichever is more.
+// The free pass: the method answers every turn from the turn `first` on, whose message has been read, and sc->answers
+// are scored. A reply may be as long as --n-predict, by default 64 tokens or twice the right reply, whichever is more.
 static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
     int limit = opt_int(a->o, "n-predict");             // negative: the default
+    Answer *x = sc->answers;
     for (int i = first; i < (int)arrlen(it->turn); i++) {
         const EvalTurn *t = &it->turn[i];
         char *said = NULL;
@@ -363,12 +364,8 @@ static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
         FILE *f = memory_stream(&said, &n);
         generate(a, limit < 0 ? most : limit, f);
         memory_stream_close(f);
-        if (t->answers) {
-            note_answer(it, i, said, sc);
-            arrput(sc->said, said);
-        } else {
-            free(said);
-        }
+        if (t->answers) note_answer(it, i, said, x++);
+        else free(said);
     }
     note_cost(a->s, sc);
 }
@@ -383,17 +380,16 @@ static int in_answer(const EvalTurn *t, int from, int to) {
 
 // The forced pass: from the turn `first` on, whose message has been read, the right replies are fed whatever
 // the method would say.
-//   sc NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
-//            (stb_ds, V a row).
-//   sc       A method plays. Its logits are compared with the rows of *ref, and an Answer with the NLL of
-//            the right one is appended to sc->answers a scored reply.
-static void play_forced(App *a, const EvalItem *it, int first, float **ref, Score *sc) {
+//   x NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
+//           (stb_ds, V a row).
+//   x       A method plays. Its logits are compared with the rows of *ref, and what comes of it is noted in the
+//           answers x, one a scored reply.
+static void play_forced(App *a, const EvalItem *it, int first, float **ref, Answer *x) {
     int V = a->c->V, turns = (int)arrlen(it->turn);
     size_t row = 0;                                                         // the next row of *ref
     for (int i = first; i < turns; i++) {
         const EvalTurn *t = &it->turn[i];
         int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
-        double top1 = sc ? sc->top1 : 0;
         Decoder d = { .t = a->tok };
         char *text = NULL;
         double nll = 0;                                 // sum over the `counted` tokens of the answer
@@ -401,9 +397,9 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Scor
         for (int k = 0; k < n; k++) {
             int from = (int)arrlen(text);
             text = decode_token(&d, ids[k], text);
-            if (t->answers && !sc) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
-            if (t->answers && sc) {
-                note_logits(*ref + V * row++, a->logits, V, sc);
+            if (t->answers && !x) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
+            if (t->answers && x) {
+                note_logits(*ref + V * row++, a->logits, V, x);
                 if (in_answer(t, from, (int)arrlen(text))) {
                     nll += log_sum_exp(a->logits, V) - a->logits[ids[k]];
                     counted++;
@@ -412,9 +408,9 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Scor
             // Nothing is asked behind the last token of the dialogue.
             if (i < turns - 1 || k < n - 1) feed_right(a, ids[k]);
         }
-        if (t->answers && sc) {
-            Answer x = { .nll = counted ? nll / counted : 0, .predicted = n, .top1 = (int)(sc->top1 - top1) };
-            arrput(sc->answers, x);
+        if (t->answers && x) {
+            x->nll = counted ? nll / counted : 0;
+            x++;
         }
         arrfree(ids);
         arrfree(text);
@@ -425,28 +421,23 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Scor
 // what both passes begin with is computed once. The copy writes its numbers to a file without a name, and
 // this process waits for it. 0; -1: nothing was played, because a copy has but one thread, no GPU, and would
 // write into the trace.
-static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **ref, Score *sc) {
+static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **ref, Answer *x) {
     if (n_threads() > 1 || KV_DEV(a->s) || a->trace) return -1;
+    size_t n = (size_t)scored_turns(it);
+    int status;
     FILE *f = tmpfile();
     fflush(NULL);                           // else the copy would write once more what waits in buffers
     pid_t copy = f ? fork() : -1;
     if (!copy) {
-        play_forced(a, it, first, ref, sc);
-        fwrite(sc->answers, sizeof *sc->answers, arrlenu(sc->answers), f);
-        fwrite(sc->each, sizeof *sc->each, arrlenu(sc->each), f);
-        _exit(fflush(f) || ferror(f) ? EXIT_RUN : 0);
+        play_forced(a, it, first, ref, x);
+        _exit(fwrite(x, sizeof *x, n, f) != n || fflush(f) ? EXIT_RUN : 0);
     }
     if (copy > 0) {
-        int status;
-        double d;
         if (waitpid(copy, &status, 0) != copy || WIFSIGNALED(status))
             die(EXIT_RUN, "--eval: the copy of this process that plays the right replies was killed");
         if (status) exit(WEXITSTATUS(status));              // it has said why
         rewind(f);
-        size_t n = (size_t)scored_turns(it);
-        if (fread(arraddnptr(sc->answers, n), sizeof *sc->answers, n, f) != n)
-            die(EXIT_RUN, "--eval: cannot read a temporary file");
-        while (fread(&d, sizeof d, 1, f)) arrput(sc->each, d);
+        if (fread(x, sizeof *x, n, f) != n) die(EXIT_RUN, "--eval: cannot read a temporary file");
     }
     if (f) fclose(f);
     return copy > 0 ? 0 : -1;
@@ -454,18 +445,11 @@ static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **re
 
 // Plays an item through a->s, both passes, into *sc, which is empty. ref: as play_forced has it.
 static void play_item(App *a, const EvalItem *it, float **ref, Score *sc) {
-    Score forced = { 0 };
-    int first = play_given(a, it), apart = play_forced_in_copy(a, it, first, ref, &forced);
+    int n = scored_turns(it);
+    memset(arraddnptr(sc->answers, n), 0, (size_t)n * sizeof *sc->answers);
+    int first = play_given(a, it), apart = play_forced_in_copy(a, it, first, ref, sc->answers);
     play_free(a, it, first, sc);
-    if (apart) play_forced(a, it, play_given(a, it), ref, &forced);
-    for (int k = 0; k < (int)arrlen(sc->answers); k++) {
-        sc->answers[k].nll = forced.answers[k].nll;
-        sc->answers[k].predicted = forced.answers[k].predicted;
-        sc->answers[k].top1 = forced.answers[k].top1;
-    }
-    sc->each = forced.each;
-    forced.each = NULL;
-    score_free(&forced);
+    if (apart) play_forced(a, it, play_given(a, it), ref, sc->answers);
 }
 
 // ---- metrics: words
@@ -600,18 +584,23 @@ static char *without_frame(const EvalTurn *t, const char *said) {
     return rest;
 }
 
-// Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
-// play_forced.
-static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
+// Scores what was said in a turn by all metrics. `said` is the answer's from here on.
+static void note_answer(const EvalItem *it, int turn, const char *said, Answer *x) {
     const EvalTurn *t = &it->turn[turn];
     char *rest = without_frame(t, said);
-    arrput(sc->answers, ((Answer){
-        .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
-        .position = t->position, .length = it->length, .depth = t->depth,
-        .score = best_score(it->metric, rest, t),
-        .exact = best_score(METRIC_EXACT, rest, t), .found = best_score(METRIC_FOUND, rest, t),
-        .f1 = best_score(METRIC_F1, rest, t), .rouge = best_score(METRIC_ROUGE, rest, t),
-    }));
+    x->task = it->task;
+    x->said = said;
+    x->item = it->number;
+    x->turn = turn;
+    x->turns = (int)arrlen(it->turn);
+    x->position = t->position;
+    x->length = it->length;
+    x->depth = t->depth;
+    x->score = best_score(it->metric, rest, t);
+    x->exact = best_score(METRIC_EXACT, rest, t);
+    x->found = best_score(METRIC_FOUND, rest, t);
+    x->f1 = best_score(METRIC_F1, rest, t);
+    x->rouge = best_score(METRIC_ROUGE, rest, t);
     free(rest);
 }
 
@@ -632,12 +621,10 @@ static double divergence(const float *p, const float *q, int n) {
 }
 
 // Adds one predicted token: full attention's logits ref (V) against the method's y (V).
-static void note_logits(const float *ref, const float *y, int V, Score *sc) {
-    double d = divergence(ref, y, V);
-    sc->kld += d;
-    sc->top1 += argmax(ref, V) == argmax(y, V);
-    sc->predicted++;
-    arrput(sc->each, d);
+static void note_logits(const float *ref, const float *y, int V, Answer *x) {
+    x->kld += divergence(ref, y, V);
+    x->top1 += argmax(ref, V) == argmax(y, V);
+    x->predicted++;
 }
 
 // ---- scores and intervals
@@ -866,7 +853,7 @@ Field *row_fields(const Score *s, const EvalRun *run) {
     add_field(&c, IN_LISTS, "scored", (double)arrlen(s->answers), "%d", (int)arrlen(s->answers));
     if (s->answers) score_fields(&c, s, run);
     if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
-    if (s->each || s->answers) {
+    if (run->kld || s->answers) {
         add_field(&c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
         if (s->answers) {
             const Score *base = base_of(s, run);
@@ -1068,281 +1055,188 @@ static Score *open_rows(const App *a, OpenRow **open) {
 }
 
 // ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
-// A file of answers has JSON lines. The first one says what the run is: a text for everything that
-// changes a number of the table. Each further line is an item as one row played it: its answers, with all
-// that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a
-// last line without its end was interrupted, and is played again. A file is written in place, unlike every
-// other one that is kept, because what is in it is the point. Numbers have 17 digits, so what is read is
-// what was written, and a table is made from the same numbers in the same order whether a run was whole, went on, or was
-// spread over machines.
+// A file of answers has JSON lines. The first one says what the run is, and all of its parts have the same. Each
+// further line is an item as one row played it: its answers, with all that the table needs of them, and what it
+// cost. It is written at once, and is the unit of going on: a last line without its end was interrupted, and is
+// played again. A file is written in place, unlike every other one that is kept, because what is in it is the
+// point. Numbers have 17 digits, so what is read is what was written, and a table is made from the same numbers
+// in the same order whether a run was whole, went on, or was spread over machines.
 
-// A number of a line: of an Answer, or of a Score that holds what one item cost.
+// A number or text of a line: of an Answer, or of a Score that holds what one item cost.
 typedef struct {
     const char *name;
     size_t at;              // where it stands in the struct
-    int is_int;             // 1: an int, 0: a double
-} Number;
+    char kind;              // 'i' an int, 'd' a double, 's' a text
+} Column;
 
-static const Number answer_numbers[] = {
-    { "text",              offsetof(Answer, item),      1 },
-    { "turn",              offsetof(Answer, turn),      1 },
-    { "turns",             offsetof(Answer, turns),     1 },
-    { "position",          offsetof(Answer, position),  1 },
-    { "length",            offsetof(Answer, length),    1 },
-    { "depth",             offsetof(Answer, depth),     1 },
-    { "score",             offsetof(Answer, score),     0 },
-    { "exact",             offsetof(Answer, exact),     0 },
-    { "found",             offsetof(Answer, found),     0 },
-    { "f1",                offsetof(Answer, f1),        0 },
-    { "rouge_l",           offsetof(Answer, rouge),     0 },
-    { "nll",               offsetof(Answer, nll),       0 },
-    { "predicted",         offsetof(Answer, predicted), 1 },
-    { "top1",              offsetof(Answer, top1),      1 },
+static const Column answer_columns[] = {
+    { "task",              offsetof(Answer, task),      's' },
+    { "prediction",        offsetof(Answer, said),      's' },
+    { "text",              offsetof(Answer, item),      'i' },
+    { "turn",              offsetof(Answer, turn),      'i' },
+    { "turns",             offsetof(Answer, turns),     'i' },
+    { "position",          offsetof(Answer, position),  'i' },
+    { "length",            offsetof(Answer, length),    'i' },
+    { "depth",             offsetof(Answer, depth),     'i' },
+    { "score",             offsetof(Answer, score),     'd' },
+    { "exact",             offsetof(Answer, exact),     'd' },
+    { "found",             offsetof(Answer, found),     'd' },
+    { "f1",                offsetof(Answer, f1),        'd' },
+    { "rouge_l",           offsetof(Answer, rouge),     'd' },
+    { "nll",               offsetof(Answer, nll),       'd' },
+    { "kld",               offsetof(Answer, kld),       'd' },
+    { "predicted",         offsetof(Answer, predicted), 'i' },
+    { "top1",              offsetof(Answer, top1),      'i' },
+    { NULL }
 };
-static const Number cost_numbers[] = {
-    { "kv_bytes_stored",   offsetof(Score, stored),     0 },
-    { "kv_bytes_full",     offsetof(Score, full),       0 },
-    { "kv_bytes_attended", offsetof(Score, attended),   0 },
-    { "kv_bytes_peak",     offsetof(Score, peak),       0 },
-    { "prefill_s",         offsetof(Score, prefill_s),  0 },
-    { "decode_s",          offsetof(Score, decode_s),   0 },
-    { "n_prefill",         offsetof(Score, n_prefill),  0 },
-    { "n_decode",          offsetof(Score, n_decode),   0 },
+static const Column cost_columns[] = {
+    { "kv_bytes_stored",   offsetof(Score, stored),     'd' },
+    { "kv_bytes_full",     offsetof(Score, full),       'd' },
+    { "kv_bytes_attended", offsetof(Score, attended),   'd' },
+    { "kv_bytes_peak",     offsetof(Score, peak),       'd' },
+    { "prefill_s",         offsetof(Score, prefill_s),  'd' },
+    { "decode_s",          offsetof(Score, decode_s),   'd' },
+    { "n_prefill",         offsetof(Score, n_prefill),  'd' },
+    { "n_decode",          offsetof(Score, n_decode),   'd' },
+    { NULL }
 };
-enum {
-    ANSWER_NUMBERS = sizeof answer_numbers / sizeof *answer_numbers,
-    COST_NUMBERS = sizeof cost_numbers / sizeof *cost_numbers,
-};
+static const char answers_mark[] = "{\"kvcomp\":\"answers 3\",";     // begins every first line
+enum { EVAL_CELLS = 1 << 20 };                                      // most items times rows of a run
 
-// What the first line tells, in the order in which it is compared. Parts of a run differ in the shard
-// only; a file that a run goes on with is of the same shard.
-static const char *const head_keys[] = { "kvcomp", "model", "items", "rows", "options", "shard" };
-enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
-enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file ...
-enum { EVAL_CELLS = 1 << 20 };                  // ... and most items times rows
-
-// What row r made of item i.
-static Score *eval_cell(const EvalFile *x, int i, int r) {
-    return &x->cell[(size_t)i * arrlenu(x->row) + r];
+// Makes room for what so many rows make of so many items. 0, or -1 with err.
+static int answers_begin(Answers *x, int items, int rows, char err[512]) {
+    if (items > EVAL_CELLS / rows) return fault(err, "%d items in %d rows are more than %d", items, rows, EVAL_CELLS);
+    x->items = items;
+    x->rows = rows;
+    x->cell = xcalloc((size_t)items * (size_t)rows + 1, sizeof *x->cell);
+    return 0;
 }
 
+// What row r made of item i.
+static Score *cell_of(const Answers *x, int i, int r) { return &x->cell[(size_t)i * (size_t)x->rows + (size_t)r]; }
+
 // Is item i there in every row?
-static int item_is_there(const EvalFile *x, int i) {
-    for (int r = 0; r < (int)arrlen(x->row); r++)
-        if (!eval_cell(x, i, r)->items) return 0;
-    return 1;
+static int item_is_there(const Answers *x, int i) {
+    int r = 0;
+    while (r < x->rows && cell_of(x, i, r)->items) r++;
+    return r == x->rows;
 }
 
 // Adds what a row made of one item to the row.
 static void score_add(Score *sc, const Score *one) {
-    const double *kld = one->each;                      // the answers' tokens, one answer behind the other
     for (int i = 0; i < (int)arrlen(one->answers); i++) {
-        Answer x = one->answers[i];
-        for (int k = 0; k < x.predicted; k++, kld++) {
-            x.kld += *kld;
-            sc->kld += *kld;
-        }
-        sc->top1 += x.top1;
-        sc->predicted += x.predicted;
-        arrput(sc->answers, x);
+        const Answer *x = &one->answers[i];
+        sc->kld += x->kld;
+        sc->top1 += x->top1;
+        sc->predicted += x->predicted;
+        arrput(sc->answers, *x);
     }
     double peak = fmax(sc->peak, one->peak);
-    for (int i = 0; i < COST_NUMBERS; i++)
-        *(double *)((char *)sc + cost_numbers[i].at) += *(const double *)((const char *)one + cost_numbers[i].at);
+    for (const Column *k = cost_columns; k->name; k++)
+        *(double *)((char *)sc + k->at) += *(const double *)((const char *)one + k->at);
     sc->peak = peak;
     sc->items += one->items;
 }
 
-// I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
-int shard_parse(const char *text, int *first, int *step) {
-    long part, parts;
-    int used = 0;
-    if (sscanf(text, "%ld/%ld%n", &part, &parts, &used) != 2 || text[used]) return -1;
-    if (part < 1 || part > parts || parts > INT_MAX) return -1;
-    *first = (int)part - 1;
-    *step = (int)parts;
-    return 0;
+// Adds up the rows. Only an item that every row has played counts, so that rows stay comparable. Returns how many
+// are missing; the numbers of the first ones go to text.
+static int rows_add(Answers *x, char text[160]) {
+    int missing = 0;
+    *text = 0;
+    for (int i = 0; i < x->items; i++) {
+        int there = item_is_there(x, i);
+        for (int r = 0; r < x->rows && there; r++) score_add(&x->row[r], cell_of(x, i, r));
+        if (there) continue;
+        size_t n = strlen(text);
+        if (++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
+    }
+    return missing;
 }
 
 // Frees what x holds, and closes its file.
-static void eval_file_close(EvalFile *x) {
-    for (size_t i = 0; x->cell && i < (size_t)x->items * arrlenu(x->row); i++) score_free(&x->cell[i]);
+static void answers_close(Answers *x) {
+    for (int i = 0; i < x->items * x->rows; i++) arrfree(x->cell[i].answers);
+    for (int r = 0; r < (int)arrlen(x->row); r++) arrfree(x->row[r].answers);
     free(x->cell);
     arrfree(x->row);
     strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
 
-// ---- answers on disk: the first line
-// Writes the given options that change an answer: the methods', and those of what is asked and said.
+// ---- answers on disk: writing
+// Writes the given options of what is asked and said that no session knows.
 static void write_eval_options(const App *a, FILE *f) {
-    static const char *const asked[] = {
-        "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
-        "chat-template", "tokenizer", "system", "parse-special", "no-think", "ignore-eos", "n-predict",
-    };
+    static const char *const asked[] = { "tokenizer", "parse-special", "no-think", "ignore-eos", "n-predict" };
     Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
-    EACH_METHOD(m) {
-        for (const Opt *o = (*m)->opts; o && o->name; o++) {
-            const Method *const *first = methods;               // methods share options: the first one has it
-            while (!opt_find_in((*first)->opts, o->name)) first++;
-            if (first == m) write_option(a, plain, o->name, f);
-        }
-    }
     options_free(plain);
 }
 
-// The first line of this run's file, malloc'd.
-static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
-    char *head = NULL;
+// The first line of this run's files, malloc'd: everything that changes a number of the table.
+static char *first_line(App *a, const EvalSet *e, const Score *row, const OpenRow *open) {
+    char *line = NULL, *made = written(a, write_eval_options);
     size_t n;
-    FILE *f = memory_stream(&head, &n);
-    fprintf(f, "{\"kvcomp\":\"answers 2\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
-    fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)e->hash);
-    fprintf(f, "\"rows\":\"");
-    for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
-    fprintf(f, "\",");
-    char *options = written(a, write_eval_options);
-    json_pair(f, "options", options);
-    free(options);
-    json_pair(f, "shard", opt_str(a->o, "eval-shard"));
-    json_pair(f, "dir", a->c->dir);
-    fprintf(f, "\"by\":\"kvcomp %s, %s, %s\"}\n", KVCOMP_VERSION, opt_str(a->o, "device"), simd_name());
+    FILE *f = memory_stream(&line, &n);
+    fprintf(f, "%s\"model\":\"%016llx\",\"items\":%d,\"hash\":\"%016llx\",", answers_mark,
+            (unsigned long long)app_fingerprint(a), (int)arrlen(e->item), (unsigned long long)e->hash);
+    json_pair(f, "asked", made);
+    free(made);
+    fputs("\"rows\":[", f);
+    for (int r = 0; r < (int)arrlen(row); r++) {
+        App own = { .o = open[r].o, .s = open[r].s, .method = (char *)(uintptr_t)row[r].name };
+        made = written(&own, write_making);
+        fputs(r ? ",{" : "{", f);
+        json_pair(f, "method", row[r].name);
+        json_pair(f, "made", made);
+        fprintf(f, "\"budget\":%d}", row[r].budget);
+        free(made);
+    }
+    fputs("]}\n", f);
     memory_stream_close(f);
-    return head;
+    return line;
 }
 
-// Holds a first line against the one of this run, or of another part of it. The first n of head_keys
-// must be the same. 0, or -1 with err. Where only the machines differ, a line says so.
-static int head_fits(const EvalFile *x, const Json *own, const Json *found, int n, char err[512]) {
-    if (strcmp(json_text(found, "kvcomp"), "answers 2"))
-        return fault(err, "no file that --eval-out of this kvcomp wrote");
-    for (int i = 0; i < n; i++) {
-        const char *want = json_text(own, head_keys[i]), *is = json_text(found, head_keys[i]);
-        if (strcmp(want, is))
-            return fault(err, "of another run: its %s: %.160s; expected %.160s", head_keys[i], *is ? is : "none", want);
-    }
-    if (strcmp(json_text(own, "by"), json_text(found, "by")) && !quiet)
-        warn("%s: made by %s, not by %s: the last digits may differ from those of one machine", x->path,
-             json_text(found, "by"), json_text(own, "by"));
-    return 0;
-}
-
-// The first line of text (n), parsed; NULL, and err, when it is no object. *at: the bytes it takes.
-static Json *head_read(const char *text, size_t n, size_t *at, char err[512]) {
-    char why[256];
-    const char *end = memchr(text, '\n', n);
-    Json *head = end ? json_parse(text, (size_t)(end - text), why) : NULL;
-    if (head && head->type == JSON_OBJECT && !json_holds_nul(head)) {
-        *at = (size_t)(end + 1 - text);
-        return head;
-    }
-    json_free(head);
-    fault(err, "no file that --eval-out wrote");
-    return NULL;
-}
-
-// Reads the whole number in [0,most] that *p begins with into *x, and moves *p behind it. 0, or -1 when
-// there is none.
-static int number_read(const char **p, long most, int *x) {
-    char *end;
-    errno = 0;
-    long n = isdigit((unsigned char)**p) ? strtol(*p, &end, 10) : -1;
-    if (n < 0 || n > most || errno) return -1;
-    *x = (int)n;
-    *p = end;
-    return 0;
-}
-
-// Takes the rows of a first line, "method budget,method budget", from the text p. 0, or -1 when they are
-// none, or more than EVAL_ROWS: every line is looked up among them.
-static int rows_take(EvalFile *x, const char *p) {
-    while (*p) {
-        Score sc = { 0 };
-        size_t n = strcspn(p, " ");
-        if (!n || n >= sizeof sc.name || !p[n] || arrlen(x->row) == EVAL_ROWS) return -1;
-        for (size_t i = 0; i < n; i++)
-            if (!isgraph((unsigned char)p[i]) || p[i] == ',') return -1;                // it goes to a terminal
-        memcpy(sc.name, p, n);
-        p += n + 1;
-        if (number_read(&p, INT_MAX, &sc.budget) || (*p && (*p != ',' || !p[1]))) return -1;
-        p += *p == ',';
-        arrput(x->row, sc);
-    }
-    return 0;
-}
-
-// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
-static int head_take(EvalFile *x, const Json *head, char err[512]) {
-    const char *items = json_text(head, "items"), *end = items;
-    if (number_read(&end, EVAL_CELLS, &x->items) || x->items < 1 || *end != ' ')
-        return fault(err, "'items' is '%.40s', expected 1 to %d and a hash", items, EVAL_CELLS);
-    if (rows_take(x, json_text(head, "rows")) || !arrlen(x->row))
-        return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
-    int rows = (int)arrlen(x->row);
-    if (rows > EVAL_CELLS / x->items)
-        return fault(err, "'items' and 'rows': %d of %d are more than %d", x->items, rows, EVAL_CELLS);
-    x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
-    return 0;
-}
-
-// ---- answers on disk: writing
 // A number with all its digits; null when it is none.
 void json_exact(FILE *f, double x) {
     if (isfinite(x)) fprintf(f, "%.17g", x);
     else fputs("null", f);
 }
 
-// "name":number for each of n numbers of a struct, a comma behind each.
-static void write_numbers(const Number *k, int n, const void *from, FILE *f) {
-    for (int i = 0; i < n; i++) {
-        const char *at = (const char *)from + k[i].at;
-        fprintf(f, "\"%s\":", k[i].name);
-        if (k[i].is_int) fprintf(f, "%d", *(const int *)at);
+// "name":value for each column of a struct. A text is never the last: json_pair puts a comma behind it.
+static void write_columns(const Column *k, const void *from, FILE *f) {
+    for (; k->name; k++) {
+        const void *at = (const char *)from + k->at;
+        if (k->kind == 's') {
+            json_pair(f, k->name, *(char *const *)at);
+            continue;
+        }
+        fprintf(f, "\"%s\":", k->name);
+        if (k->kind == 'i') fprintf(f, "%d", *(const int *)at);
         else json_exact(f, *(const double *)at);
-        fputc(',', f);
+        if (k[1].name) fputc(',', f);
     }
 }
 
-// Answer k as an object; its KLDs are those of `each` from the place `from` on.
-static void write_answer(const EvalItem *it, const Score *one, int k, int from, FILE *f) {
-    const Answer *x = &one->answers[k];
-    char **gold = it->turn[x->turn].answers;
-    fprintf(f, "%s{", k ? "," : "");
-    json_pair(f, "prediction", one->said[k]);
-    fprintf(f, "\"gold\":[");
-    for (int i = 0; i < (int)arrlen(gold); i++) {
-        if (i) fputc(',', f);
-        json_escape(f, gold[i], strlen(gold[i]));
-    }
-    fprintf(f, "],");
-    write_numbers(answer_numbers, ANSWER_NUMBERS, x, f);
-    fprintf(f, "\"kld\":[");
-    for (int i = 0; i < x->predicted; i++) {
-        if (i) fputc(',', f);
-        json_exact(f, one->each[from + i]);
-    }
-    fprintf(f, "]}");
-}
-
-// Writes the line of item i as row r played it, in one piece. Exit 1 when it cannot be written.
-static void write_item(EvalFile *x, const EvalItem *it, int i, int r, const Score *one) {
+// Writes the line of item i, as row r played it, in one piece. Exit 1 when it cannot be written.
+static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
+    const Score *one = cell_of(x, i, r);
     char *text = NULL;
     size_t size;
-    int from = 0;
     FILE *f = memory_stream(&text, &size);
-    fputc('{', f);
-    json_pair(f, "task", it->task);
-    fprintf(f, "\"item\":%d,", i + 1);
+    fprintf(f, "{\"item\":%d,\"row\":%d,", i + 1, r + 1);
     json_pair(f, "method", x->row[r].name);
-    fprintf(f, "\"budget\":%d,\"answers\":[", x->row[r].budget);
+    json_pair(f, "model", x->model);
+    json_pair(f, "build", KVCOMP_VERSION);
+    fputs("\"answers\":[", f);
     for (int k = 0; k < (int)arrlen(one->answers); k++) {
-        write_answer(it, one, k, from, f);
-        from += one->answers[k].predicted;
+        fputs(k ? ",{" : "{", f);
+        json_pair(f, "gold", it->turn[one->answers[k].turn].answers[0]);
+        write_columns(answer_columns, &one->answers[k], f);
+        fputc('}', f);
     }
-    fprintf(f, "],");
-    write_numbers(cost_numbers, COST_NUMBERS, one, f);
-    fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
+    fputs("],", f);
+    write_columns(cost_columns, one, f);
+    fputs("}\n", f);
     memory_stream_close(f);
     if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
         die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
@@ -1360,176 +1254,162 @@ int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char er
     return 0;
 }
 
-// The number v, NaN for null. 0, or -1 with err.
-static int read_real(const Json *v, const char *key, double *x, char err[512]) {
-    if (!v || (v->type != JSON_NUMBER && v->type != JSON_NULL)) return fault(err, "'%s' is no number", key);
-    *x = v->type == JSON_NULL ? NAN : v->num;
-    return 0;
-}
-
-// Reads what write_numbers wrote. 0, or -1 with err.
-static int read_numbers(const Json *obj, const Number *k, int n, void *to, char err[512]) {
-    int bad = 0;
-    for (int i = 0; i < n && !bad; i++) {
-        char *at = (char *)to + k[i].at;
-        if (k[i].is_int) bad = read_whole(obj, k[i].name, INT_MIN, INT_MAX, (int *)at, err);
-        else bad = read_real(json_get(obj, k[i].name), k[i].name, (double *)at, err);
-    }
-    return bad;
-}
-
-// Reads what write_answer wrote, and appends it to *one. 0, or -1 with err.
-static int read_answer(EvalFile *x, const Json *obj, const char *task, Score *one, char err[512]) {
-    const Json *kld = json_get(obj, "kld");
-    Answer a = { 0 };
-    if (read_numbers(obj, answer_numbers, ANSWER_NUMBERS, &a, err)) return -1;
-    if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
-        return fault(err, "'kld' has not 'predicted' numbers");
-    for (int i = 0; i < kld->n; i++) {
-        double d = 0;
-        if (read_real(&kld->item[i], "kld", &d, err)) return -1;
-        arrput(one->each, d);
-    }
-    a.task = stralloc(&x->mem, (char *)task);
-    arrput(one->answers, a);
-    return 0;
-}
-
-// Reads what write_item wrote into *one. Returns its cell; NULL with err.
-static Score *read_item_line(EvalFile *x, const Json *obj, Score *one, char err[512]) {
-    const char *method = json_text(obj, "method"), *task = json_text(obj, "task");
-    const Json *answers = json_get(obj, "answers");
-    int item = 0, budget = 0, r = 0, rows = (int)arrlen(x->row), bad = 0;
-    if (obj->type != JSON_OBJECT || json_holds_nul(obj)) bad = fault(err, "is no object, or a text in it holds \\u0000");
-    else if (!*task) bad = fault(err, "no 'task'");
-    else if (!answers || answers->type != JSON_ARRAY) bad = fault(err, "'answers' is no list");
-    if (!bad) bad = read_whole(obj, "item", 1, x->items, &item, err);
-    if (!bad) bad = read_whole(obj, "budget", 0, INT_MAX, &budget, err);
-    while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
-    if (!bad && r == rows) bad = fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
-    for (int i = 0; !bad && i < answers->n; i++) bad = read_answer(x, &answers->item[i], task, one, err);
-    if (!bad) bad = read_numbers(obj, cost_numbers, COST_NUMBERS, one, err);
-    return bad ? NULL : eval_cell(x, item - 1, r);
-}
-
-// Reads the lines of text (n) from the byte `at` on, each into its cell unless that is filled. Returns the
-// bytes up to the end of the last whole line: what stands behind it was interrupted, and is left out. Exit 2
-// with the number of a line that is none of a run.
-static size_t read_answers(EvalFile *x, char *text, size_t n, size_t at) {
-    char err[512];
-    int line = 2;
-    for (char *end; at < n && (end = memchr(text + at, '\n', n - at)); at = (size_t)(end + 1 - text), line++) {
-        Score one = { .items = 1 }, *cell = NULL;
-        Json *obj = json_parse(text + at, (size_t)(end - text) - at, err);
-        if (obj) cell = read_item_line(x, obj, &one, err);
-        json_free(obj);
-        if (!cell) {
-            score_free(&one);
-            free(text);
-            die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
+// Reads what write_columns wrote; texts go to x->mem. 0, or -1 with err.
+static int read_columns(Answers *x, const Json *obj, const Column *k, void *to, char err[512]) {
+    for (; k->name; k++) {
+        const Json *j = json_get(obj, k->name);
+        char *at = (char *)to + k->at;
+        if (k->kind == 'i') {
+            if (read_whole(obj, k->name, INT_MIN, INT_MAX, (int *)at, err)) return -1;
+        } else if (!j || (j->type != (k->kind == 's' ? JSON_STRING : JSON_NUMBER) && j->type != JSON_NULL)) {
+            return fault(err, "'%s' is no %s", k->name, k->kind == 's' ? "text" : "number");
+        } else if (k->kind == 's') {
+            *(char **)at = stralloc(&x->mem, j->str ? j->str : "");
+        } else {
+            *(double *)at = j->type == JSON_NULL ? NAN : j->num;
         }
-        x->twice += cell->items;
-        if (cell->items) score_free(&one);
-        else *cell = one;
     }
+    return 0;
+}
+
+// Takes what write_item wrote, unless it is there already. 0, or -1 with err.
+static int read_item_line(Answers *x, const Json *obj, char err[512]) {
+    const Json *answers = json_get(obj, "answers");
+    Score one = { .items = 1 };
+    int item = 1, row = 1;
+    if (obj->type != JSON_OBJECT || json_holds_nul(obj))
+        return fault(err, "is no object, or a text in it holds \\u0000");
+    if (!answers || answers->type != JSON_ARRAY) return fault(err, "'answers' is no list");
+    int bad = read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "row", 1, x->rows, &row, err)
+           || read_columns(x, obj, cost_columns, &one, err);
+    for (int i = 0; !bad && i < answers->n; i++) {
+        arrput(one.answers, ((Answer){ 0 }));
+        bad = read_columns(x, &answers->item[i], answer_columns, &arrlast(one.answers), err);
+    }
+    Score *cell = bad ? NULL : cell_of(x, item - 1, row - 1);
+    if (bad || cell->items) arrfree(one.answers);
+    if (bad) return -1;
+    x->twice += cell->items;
+    if (!cell->items) *cell = one;
+    if (!*x->model) snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
+    return 0;
+}
+
+// Reads the lines of text (n), which it frees, from the byte `at` on. Returns the bytes up to the end of the last
+// whole line: what stands behind it was interrupted, and is left out. Exit 2 with the number of a line that is
+// none of a run.
+static size_t read_answers(Answers *x, char *text, size_t n, size_t at) {
+    char err[512];
+    int line = 2, bad = 0;
+    for (char *end; at < n && (end = memchr(text + at, '\n', n - at)); at = (size_t)(end + 1 - text), line++) {
+        Json *obj = json_parse(text + at, (size_t)(end - text) - at, err);
+        bad = !obj || read_item_line(x, obj, err);
+        json_free(obj);
+        if (bad) break;
+    }
+    free(text);
+    if (bad) die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
     if (at < n && !quiet) warn("%s: an interrupted line at its end: dropped", x->path);
     return at;
 }
 
+// Holds a text (n) against the first line of its run -> the bytes of that line; 0, with err, when it is of another run.
+static size_t same_run(const char *text, size_t n, const char *line, char err[512]) {
+    size_t at = 0, size = strlen(line), mark = strlen(answers_mark);
+    if (n < mark || memcmp(text, answers_mark, mark)) {
+        fault(err, "no file that --eval-out of this kvcomp wrote");
+        return 0;
+    }
+    if (n >= size && !memcmp(text, line, size)) return size;
+    while (at < n && at < size && text[at] == line[at]) at++;
+    while (at && line[at] != ',') at--;                         // the key of what differs
+    int rest = min_int((int)strcspn(text + at, "\n"), 160);
+    fault(err, "of another run: %.*s; expected %.*s", rest, text + at, min_int((int)strlen(line + at) - 1, 160), line + at);
+    return 0;
+}
+
 // ---- answers on disk: a run that writes them
-// Opens the file for this run alone. Returns its descriptor.
-static int eval_descriptor(const char *path) {
+// Opens --eval-out for this run alone: a new file gets the first line; one of the same run gives the answers it has,
+// and loses what an interruption left at its end. Exit 2 when it is of another run.
+static void answers_open(Answers *x, const char *path, const char *line) {
+    char err[512];
+    size_t n, whole = 0;
     struct stat st;
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    x->path = path;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), there = 0;
     if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die(EXIT_RUN, "--eval-out %s: is no regular file", path);
     if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
         die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
-    return fd;
-}
+    char *text = read_bounded(path, MOST_ANSWERS, &n, err);
+    if (!text) die(EXIT_RUN, "--eval-out %s", err);
 
-// Opens --eval-out: a new file gets its first line; one of the same run gives the answers it has, and
-// loses what an interruption left at its end. Exit 2 when it is of another run.
-static void eval_file_open(EvalFile *x, App *a, const EvalSet *e, const Score *rows) {
-    char err[512], why[256];
-    size_t n, at = 0;
-    x->path = opt_str(a->o, "eval-out");
-    for (int r = 0; r < (int)arrlen(rows); r++)
-        for (int k = 0; k < r; k++)
-            if (!strcmp(rows[r].name, rows[k].name) && rows[r].budget == rows[k].budget)
-                die(EXIT_USAGE, "--eval-out: %s is compared twice with budget %d", rows[r].name, rows[r].budget);
-    int fd = eval_descriptor(x->path);
-    char *text = read_bounded(x->path, MOST_ANSWERS, &n, why), *head = eval_head(a, e, rows);
-    if (!text) die(EXIT_RUN, "--eval-out %s", why);
-
-    // The first line of a run that was killed at once may be cut
-    Json *own = json_parse(head, strlen(head), why);
-    int begun = n >= strlen(head) || memcmp(head, text, n);
-    Json *found = begun ? head_read(text, n, &at, err) : NULL;
-    int bad = head_take(x, own, err) || (begun && (!found || head_fits(x, own, found, HEAD_KEYS, err)));
-    if (bad) die(EXIT_USAGE, "--eval-out %s: %s", x->path, err);
-    size_t whole = begun ? read_answers(x, text, n, at) : 0;
-    json_free(own);
-    json_free(found);
-
+    int begun = n >= strlen(line) || memcmp(line, text, n);     // the line of a run that was killed at once may be cut
+    if (begun && !(whole = same_run(text, n, line, err))) die(EXIT_USAGE, "--eval-out %s: %s", path, err);
+    if (begun) whole = read_answers(x, text, n, whole);
+    else free(text);
     x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
-    if (!x->f || (!begun && (fputs(head, x->f) < 0 || fflush(x->f))))
-        die(open_failure(), "--eval-out %s: %s", x->path, strerror(errno));
-    int there = 0;
+    if (!x->f || (!begun && (fputs(line, x->f) < 0 || fflush(x->f))))
+        die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
     for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
     if (there && !quiet)
-        fprintf(stderr, "%s: %d of %d items are there, the others are played\n", x->path, there, x->items);
-    free(text);
-    free(head);
+        fprintf(stderr, "%s: %d of %d items are there, the others are played\n", path, there, x->items);
 }
 
 // ---- answers on disk: parts of a run become one table
-// Reads all files, a path a line; the first one says what the run is. Its model's folder goes to model.
-// Exit 2 when a file cannot be read, or is of another run.
-static void merge_files(EvalFile *x, const char *paths, char model[1024]) {
-    char err[512], why[256];
-    Json *first = NULL;
-    for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
-        size_t n, at = 0;
-        end = p + strcspn(p, "\n");
-        char *path = copy_bytes(p, (size_t)(end - p)), *text = read_bounded(path, MOST_ANSWERS, &n, why);
-        if (!text) die(EXIT_USAGE, "--eval-merge %s", why);
-        Json *head = head_read(text, n, &at, err);
-        x->path = path;
-        int bad = !head || head_fits(x, first ? first : head, head, HEAD_KEYS - 1, err)
-               || (!first && head_take(x, head, err));
-        if (bad) die(EXIT_USAGE, "--eval-merge %s: %s", path, err);
-        read_answers(x, text, n, at);
-        if (first) json_free(head);
-        else first = head;
-        free(text);
-        free(path);
+// Takes the number of items and the rows from a first line of n bytes. 0, or -1 with err.
+static int take_run(Answers *x, const char *line, size_t n, char err[512]) {
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789+-";         // a name goes to a terminal
+    Json *run = json_parse(line, n, err);
+    const Json *rows = run ? json_get(run, "rows") : NULL;
+    int items = 0, bad = !run || read_whole(run, "items", 1, EVAL_CELLS, &items, err);
+    if (!bad && (!rows || rows->type != JSON_ARRAY || !rows->n)) bad = fault(err, "'rows' is no list");
+    for (int r = 0; !bad && r < rows->n; r++) {
+        const char *name = json_text(&rows->item[r], "method");
+        Score sc = { 0 };
+        bad = read_whole(&rows->item[r], "budget", 0, INT_MAX, &sc.budget, err);
+        if (!*name || name[strspn(name, letters)] || strlen(name) >= sizeof sc.name)
+            bad = fault(err, "'method' is no name of one");
+        snprintf(sc.name, sizeof sc.name, "%s", name);
+        arrput(x->row, sc);
     }
-    snprintf(model, 1024, "%s", json_text(first, "dir"));
-    json_free(first);
+    if (!bad) bad = answers_begin(x, items, rows->n, err);
+    json_free(run);
+    return bad ? -1 : 0;
+}
+
+// Reads all files, a path a line; the first one says what the run is. Exit 2 when a file cannot be read, or is of
+// another run.
+static void merge_files(Answers *x, const char *paths) {
+    char err[512], path[4096], *line = NULL;
+    for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
+        size_t n;
+        end = p + strcspn(p, "\n");
+        snprintf(path, sizeof path, "%.*s", (int)(end - p), p);
+        x->path = path;
+        char *text = read_bounded(path, MOST_ANSWERS, &n, err);
+        if (!text) die(EXIT_USAGE, "--eval-merge %s", err);
+        if (!line) line = copy_bytes(text, strcspn(text, "\n") + 1);
+        size_t at = same_run(text, n, line, err);
+        if (!at || (!x->row && take_run(x, text, at, err))) die(EXIT_USAGE, "--eval-merge %s: %s", path, err);
+        read_answers(x, text, n, at);
+    }
+    free(line);
     if (x->twice && !quiet) warn("--eval-merge: %d items are there more than once; the first of each counts", x->twice);
 }
 
-// Makes the rows (stb_ds) of what was read. Only an item that every row has played counts, so that
-// rows stay comparable; a line says which are missing. Returns how many.
-static int merge_rows(EvalFile *x, Score **rows) {
-    char text[160] = "";
-    int missing = 0;
-    for (int r = 0; r < (int)arrlen(x->row); r++) arrput(*rows, x->row[r]);
-    for (int i = 0; i < x->items; i++) {
-        int there = item_is_there(x, i);
-        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&(*rows)[r], eval_cell(x, i, r));
-        if (there) continue;
-        size_t n = strlen(text);
-        if (++missing <= 8) snprintf(text + n, sizeof text - n, "%s%d", n ? ", " : "", i + 1);
-    }
-    if (missing == x->items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
-    if (missing)
-        warn("--eval-merge: %d of %d items are missing: %s%s", missing, x->items, text, missing > 8 ? ", .." : "");
-    return missing;
+// ---- the modes: dialogues
+// I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
+int shard_parse(const char *text, int *first, int *step) {
+    long part, parts;
+    int used = 0;
+    if (sscanf(text, "%ld/%ld%n", &part, &parts, &used) != 2 || text[used]) return -1;
+    if (part < 1 || part > parts || parts > INT_MAX) return -1;
+    *first = (int)part - 1;
+    *step = (int)parts;
+    return 0;
 }
 
-// ---- the modes: dialogues
 // Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, when it
 // takes long, a line at every tenth of its parts.
 static void count_down(const char *parts, int done, int all, double t0) {
@@ -1545,32 +1425,30 @@ static void count_down(const char *parts, int done, int all, double t0) {
 
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
 // logits of full attention are held for one item only, and what else the machine does falls on all
-// rows. What is in the file x already is not played again, and what is played goes there; NULL: there is none.
-static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, EvalFile *x) {
+// rows. What is there already is not played again; what is played goes to the file x->f, if there is one.
+static void play_items(App *a, const EvalSet *e, OpenRow *open, Answers *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
-    int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
+    int first = 0, step = 1, done = 0;
     double t0 = now();
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
-    step = min_int(step, n + 1);                        // as good, and i + step stays small
+    step = min_int(step, x->items + 1);                 // as good, and i + step stays small
     full.s = session_open(a->c, a->w, full.o, "full");
-    for (int i = first; i < n; i += step) {
+    for (int i = first; i < x->items; i += step) {
         const EvalItem *it = &e->item[i];
         a->s = full.s;
         arrsetlen(ref, 0);
-        if (!x || !item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
-        for (int r = 0; r < R; r++) {
-            Score own = { 0 }, *one = x ? eval_cell(x, i, r) : &own;
-            if (!one->items) {
-                a->s = open[r].s;
-                play_item(a, it, &ref, one);
-                session_reset(a->s);                    // gives its rows back: many sessions are open
-                if (x) write_item(x, it, i, r, one);
-            }
-            score_add(&rows[r], one);
-            score_free(one);
+        if (!item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
+        for (int r = 0; r < x->rows; r++) {
+            Score *one = cell_of(x, i, r);
+            if (one->items) continue;
+            a->s = open[r].s;
+            play_item(a, it, &ref, one);
+            session_reset(a->s);                        // gives its rows back: many sessions are open
+            if (x->f) write_item(x, it, i, r);
+            said_free(one);
         }
-        count_down("items", ++done, (n - first + step - 1) / step, t0);
+        count_down("items", ++done, (x->items - first + step - 1) / step, t0);
     }
     arrfree(ref);
     open_close(&full);
@@ -1646,6 +1524,7 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 
     Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
+    Answer all = { 0 };
     for (int w = 0; w < windows; w++) {
         const int *x = ids + (size_t)w * window;
         session_reset(a->s);
@@ -1653,11 +1532,13 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
         for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
             const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
             sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
-            if (full) note_logits(i < half ? prefill(full, x, half) : decode(full, x[i]), y, V, sc);
-            else sc->predicted++;
+            if (full) note_logits(i < half ? prefill(full, x, half) : decode(full, x[i]), y, V, &all);
         }
+        sc->predicted += window - half;
         note_cost(a->s, sc);
     }
+    sc->kld = all.kld;
+    sc->top1 = all.top1;
     session_close(full);
     options_free(plain);
     arrfree(ids);
@@ -1670,12 +1551,6 @@ static void trace_row(const App *a, OpenRow *open) {
     if (arrlen(open) > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", (int)arrlen(open));
     trace_session(a->s, NULL);
     trace_session(open->s, a->trace);
-}
-
-// Frees the rows (stb_ds) of a run.
-static void rows_free(Score *rows) {
-    for (int r = 0; r < (int)arrlen(rows); r++) score_free(&rows[r]);
-    arrfree(rows);
 }
 
 // Have two rows answered the same questions? Their scores are compared one by one.
@@ -1727,15 +1602,16 @@ static void print_rows(const EvalRun *run, Score *rows) {
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
-    EvalFile x = { 0 };
-    char model[1024];
-    merge_files(&x, opt_str(a->o, "eval-merge"), model);
-    Score *rows = NULL;
-    int missing = merge_rows(&x, &rows);
-    EvalRun run = { .a = a, .rows = rows, .model = model };
-    print_rows(&run, rows);
-    rows_free(rows);
-    eval_file_close(&x);
+    Answers x = { 0 };
+    char text[160];
+    merge_files(&x, opt_str(a->o, "eval-merge"));
+    int missing = rows_add(&x, text);
+    if (missing == x.items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
+    if (missing)
+        warn("--eval-merge: %d of %d items are missing: %s%s", missing, x.items, text, missing > 8 ? ", .." : "");
+    EvalRun run = { .a = a, .rows = x.row, .model = x.model };
+    print_rows(&run, x.row);
+    answers_close(&x);
     return missing ? EXIT_RUN : 0;
 }
 
@@ -1743,45 +1619,46 @@ int eval_merge(App *a) {
 // has the page written. Returns 0.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     const char *path = opt_str(a->o, "file"), *what = *opt_str(a->o, "eval") ? opt_str(a->o, "eval") : "all";
+    const char *out = opt_str(a->o, "eval-out");
     int kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
-    int saves = *opt_str(a->o, "eval-out") != 0;
-    char err[256];
+    char err[512], missing[160];
     EvalSet e = { 0 };
-    EvalFile x = { 0 };
+    Answers x = { 0 };
     OpenRow *open = NULL;
-    EvalRun run = { .a = a, .ppl = ppl, .model = a->c->dir };
     Session *own = a->s;
     double t0 = now();
 
     // The items
     if (ppl && !*path) die(EXIT_USAGE, "--eval %s wants -f FILE", what);
     if (!ppl && *path && !quiet) warn("without effect with --eval %s: --file", what);
-    if (ppl && (saves || opt_given(a->o, "eval-shard")))
+    if (ppl && (*out || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
     if (!ppl) eval_items(a, what, &e);
 
     // The rows
-    Score *rows = open_rows(a, &open);
-    run.rows = rows;
+    x.row = open_rows(a, &open);
+    if (answers_begin(&x, (int)arrlen(e.item), (int)arrlen(x.row), err)) die(EXIT_USAGE, "--eval: %s", err);
+    snprintf(x.model, sizeof x.model, "%s", a->c->dir);
     if (a->trace) trace_row(a, open);
-    if (saves) eval_file_open(&x, a, &e, rows);
-    if (!ppl) play_items(a, &e, rows, open, saves ? &x : NULL);
-    for (int r = 0; r < (int)arrlen(rows); r++) {
+    if (*out) answers_open(&x, out, first_line(a, &e, x.row, open));
+    if (!ppl) play_items(a, &e, open, &x);
+    rows_add(&x, missing);
+    for (int r = 0; r < x.rows; r++) {
         a->s = open[r].s;
-        if (ppl) eval_text(a, path, kld, &rows[r]);
+        if (ppl) eval_text(a, path, kld, &x.row[r]);
         open_close(&open[r]);
     }
-    print_rows(&run, rows);
+    EvalRun run = { .a = a, .rows = x.row, .ppl = ppl, .kld = kld, .model = x.model };
+    print_rows(&run, x.row);
     if (!quiet)
-        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
-                (int)arrlen(rows[0].answers), now() - t0);
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", x.rows, x.row[0].items,
+                (int)arrlen(x.row[0].answers), now() - t0);
     a->s = own;
     if (*opt_str(a->o, "report")) report(a, &run);
 
-    rows_free(rows);
     arrfree(open);
-    eval_file_close(&x);
+    answers_close(&x);
     eval_set_free(&e);
     return 0;
 }

@@ -32,6 +32,7 @@ typedef struct {
 // One scored answer. Tables, intervals and the report are made from lists of these.
 typedef struct {
     const char *task;           // "needle", "multiturn", ... ; a static string or owned by the item set
+    const char *said;           // what was said, malloc'd; NULL once the item was written
     int item, turn, turns;      // item number in the run, turn of the item, turns the item has
     int position;               // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
     int length;                 // tokens of the context
@@ -50,7 +51,6 @@ typedef struct {
     int budget, items;
     double nll;                                 // ppl, kld: sum over predicted tokens
     double kld, top1;                           // sums over predicted tokens
-    double *each;               // stb_ds: the KLD of every predicted token, while an item is played
     long predicted;                             // predicted tokens
     double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
                                                 //   full attention would hold, those read a step
@@ -58,7 +58,6 @@ typedef struct {
     double n_prefill, n_decode;                 // tokens of those seconds
     double peak;                                // bytes of rows, the most that any item held
     Answer *answers;                            // stb_ds
-    char **said;                // stb_ds: what was said in the answers, malloc'd, while an item is played
 } Score;
 
 // The forms of a table.
@@ -78,7 +77,7 @@ typedef struct {
     const App *a;
     const Score *rows;          // all rows (stb_ds)
     const char *model;          // its folder
-    int ppl;                    // 1: --eval ppl and kld
+    int ppl, kld;               // 1: --eval ppl and kld; --eval kld
 } EvalRun;
 
 // The session of a row and the options it was opened with.
@@ -87,15 +86,17 @@ typedef struct {
     Session *s;
 } OpenRow;
 
-typedef struct {            // the answers of a run that are on disk
-    const char *path;       // of the file that is read or written
-    FILE *f;                // where the next answers go; NULL: nowhere
-    int items;              // of the whole run
-    Score *row;             // stb_ds: name and budget of every row
-    Score *cell;            // (items,rows) what a row made of an item; items 0: it is not there
-    int twice;              // items that were there already when they were read
-    stbds_string_arena mem; // names of tasks
-} EvalFile;
+// The answers of a run, or of parts of it, in memory and on disk.
+typedef struct {
+    const char *path;           // of the file that is read or written
+    FILE *f;                    // where the next answers go; NULL: nowhere
+    int items, rows;            // of the whole run
+    Score *row;                 // stb_ds: the rows, which are added up at the end
+    Score *cell;                // (items,rows) what a row made of an item; its `items` 0: it is not there
+    char model[1024];           // the folder
+    int twice;                  // items that were there already when they were read
+    stbds_string_arena mem;     // the texts that were read
+} Answers;
 
 // ---- item sets and turns
 // Frees a set with all its items and texts.

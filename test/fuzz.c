@@ -324,18 +324,17 @@ static void target_dialogues(const char *data, size_t n) {
     read_items(&e, the_tokenizer(), as_file(data, n), 1000);
     for (int i = 0; i < (int)arrlen(e.item); i++) {
         const EvalItem *it = &e.item[i];
-        Score sc = { 0 };
+        Answer x = { 0 };
         for (int j = 0; j < (int)arrlen(it->turn); j++) {
             const EvalTurn *t = &it->turn[j];
             must(t->user != NULL, "a turn has a message");
             if (!t->answers) continue;
             for (int m = 0; m < METRICS; m++) {
-                double x = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
-                must(x >= 0 && x <= 1 + 1e-9, "a score lies in 0..1");
+                double score = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
+                must(score >= 0 && score <= 1 + 1e-9, "a score lies in 0..1");
             }
-            note_answer(it, j, t->reply ? t->reply : t->user, &sc);
+            note_answer(it, j, t->reply ? t->reply : t->user, &x);
         }
-        arrfree(sc.answers);
     }
 }
 
@@ -343,21 +342,17 @@ static void target_dialogues(const char *data, size_t n) {
 
 // A file of answers.
 static void target_answers(const char *data, size_t n) {
-    static EvalFile x;                          // given back here when the last one was refused
-    char err[512];
-    size_t at = 0;
-    eval_file_close(&x);
-    x = (EvalFile){ .path = "answers" };
-    Json *head = head_read(data, n, &at, err);
-    int bad = !head || atoi(json_text(head, "items")) > 1000 || head_take(&x, head, err);
-    json_free(head);
-    if (bad) return;
+    static Answers x;                           // given back here when the last one was refused
+    char err[512], missing[160];
+    const char *end = memchr(data, '\n', n);
+    size_t at = end ? (size_t)(end + 1 - data) : 0;
+    answers_close(&x);
+    x = (Answers){ .path = "answers" };
+    if (!at || take_run(&x, data, at, err) || x.items > 1000) return;
     must(read_answers(&x, copy_bytes(data, n), n, at) <= n, "what is kept lies in the file");
-    Score *rows = NULL;
-    merge_rows(&x, &rows);
-    for (int r = 0; r < (int)arrlen(rows); r++)
-        must(rows[r].items == rows[0].items, "rows have the same items");
-    rows_free(rows);
+    int left_out = rows_add(&x, missing);
+    for (int r = 0; r < (int)arrlen(x.row); r++)
+        must(left_out + x.row[r].items == x.items, "rows have the same items");
 }
 
 // ---- --batch
@@ -447,10 +442,10 @@ static const char *const seeds_json[] = {
 static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
 
 static const char *const seeds_answers[] = {
-    "{\"kvcomp\":\"answers 2\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
-    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answers\":[{\"text\":0,\"turn\":0,\"turns\":1,"
+    "{\"kvcomp\":\"answers 3\",\"items\":2,\"rows\":[{\"method\":\"full\",\"budget\":0}]}\n"
+    "{\"item\":1,\"row\":1,\"answers\":[{\"task\":\"t\",\"prediction\":\"p\",\"text\":0,\"turn\":0,\"turns\":1,"
     "\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,\"f1\":0.5,\"rouge_l\":0,"
-    "\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0,1e-3]}],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,"
+    "\"nll\":null,\"kld\":1e-3,\"predicted\":2,\"top1\":1}],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,"
     "\"kv_bytes_attended\":1.5,\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n",
     NULL,
 };

@@ -321,12 +321,10 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
     } lines[] = { { "\nA\nB", 1 }, { "B\nA", 0 }, { "A or B", .5 } };
 
     for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // labels: the first line alone
-        Score sc = { 0 };
-        note_answer(&e.item[1], 1, lines[i].said, &sc);
-        CHECK(near_to(sc.answers[0].score, lines[i].score) && sc.answers[0].position == -1 &&
-                  sc.answers[0].turns == 2,
-              "'%s' scores %g", lines[i].said, sc.answers[0].score);
-        arrfree(sc.answers);
+        Answer x = { 0 };
+        note_answer(&e.item[1], 1, lines[i].said, &x);
+        CHECK(near_to(x.score, lines[i].score) && x.position == -1 && x.turns == 2, "'%s' scores %g", lines[i].said,
+              x.score);
     }
     eval_set_free(&e);
 
@@ -391,9 +389,9 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     play_item(&a, it, &ref, &sc);
     CHECK(arrlen(it->turn) == 3 && arrlen(sc.answers) == 2 && sc.items == 1 && sc.peak > 0,
           "%d turns, %d answers", (int)arrlen(it->turn), (int)arrlen(sc.answers));
-    int n_each = (int)arrlen(sc.each);
-    for (int k = 0; k < n_each; k++) CHECK(sc.each[k] == 0, "token %d: kld %g", k, sc.each[k]);
-    CHECK(n_each == (int)(arrlen(ref) / a.c->V) && sc.answers[0].predicted + sc.answers[1].predicted == n_each &&
+    int n_each = (int)(arrlen(ref) / a.c->V);
+    for (int k = 0; k < 2; k++) CHECK(sc.answers[k].kld == 0, "answer %d: kld %g", k, sc.answers[k].kld);
+    CHECK(sc.answers[0].predicted + sc.answers[1].predicted == n_each &&
               sc.answers[0].top1 + sc.answers[1].top1 == n_each,
           "%d tokens, top1 %d and %d", n_each, sc.answers[0].top1, sc.answers[1].top1);
 
@@ -411,17 +409,18 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     CHECK(arrlen(a.turn[1].dec) == arrlen(fed) && !memcmp(a.turn[1].dec, fed, (size_t)arrlen(fed) * sizeof *fed),
           "a template that writes earlier turns anew is not given the right replies");
     arrfree(fed);
-    CHECK(arrlen(both[0].each) == n_each && arrlen(both[1].each) == n_each && both[0].each[n_each - 1] > 0 &&
-              !memcmp(both[0].each, both[1].each, (size_t)n_each * sizeof(double)),
-          "%d and %d tokens", (int)arrlen(both[0].each), (int)arrlen(both[1].each));
-    for (int k = 0; k < 2; k++)
-        CHECK(both[0].answers[k].nll == both[1].answers[k].nll && both[0].answers[k].top1 == both[1].answers[k].top1 &&
-                  !strcmp(both[0].said[k], both[1].said[k]),
-              "answer %d: NLL %g and %g", k, both[0].answers[k].nll, both[1].answers[k].nll);
+    for (int k = 0; k < 2; k++) {
+        const Answer *x = &both[0].answers[k], *y = &both[1].answers[k];
+        CHECK(x->nll == y->nll && x->kld == y->kld && x->kld > 0 && x->top1 == y->top1 && x->predicted == y->predicted &&
+                  x->predicted == sc.answers[k].predicted && !strcmp(x->said, y->said),
+              "answer %d: NLL %g and %g, KLD %g and %g", k, x->nll, y->nll, x->kld, y->kld);
+    }
     session_close(a.s);
     a.s = full;
-    score_free(&both[0]);
-    score_free(&both[1]);
+    for (int k = 0; k < 2; k++) {
+        said_free(&both[k]);
+        arrfree(both[k].answers);
+    }
 
     // The last answer again, one flat dialogue.
     double nll = 0;
@@ -452,6 +451,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
           "NLL %g, by hand %g over %d tokens", sc.answers[1].nll, nll / counted, counted);
     Score gold = { 0 };
     it->turn[0].given = it->turn[1].given = 1;
+    arrput(gold.answers, ((Answer){ 0 }));
     play_free(&a, it, play_given(&a, it), &gold);
     for (int j = 0; j < 2; j++) {
         int *ids = gold_ids(&a, &it->turn[j]);
@@ -460,11 +460,13 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
               "turn %d: the history is not the right reply", j);
         arrfree(ids);
     }
-    CHECK(arrlen(gold.answers) == 1, "%d answers", (int)arrlen(gold.answers));
+    CHECK(gold.answers[0].turn == 2 && gold.answers[0].said, "the answer of turn %d", gold.answers[0].turn);
     session_close(s);
     arrfree(ref);
-    score_free(&sc);
-    score_free(&gold);
+    said_free(&sc);
+    said_free(&gold);
+    arrfree(sc.answers);
+    arrfree(gold.answers);
     eval_set_free(&e);
     // open_tokenizer gave it the tokenizer that goes now.
     token_text = (TokenText){ 0 };
