@@ -628,64 +628,17 @@ static void note_logits(const float *ref, const float *y, int V, Answer *x) {
 }
 
 // ---- scores and intervals
-// An interval holds the 95 % in the middle of 1,000 means, each over texts drawn with replacement.
-// A text is drawn with all its versions and turns, because their scores go together.
-enum { RESAMPLES = 1000 };
+// A number of a row is a mean over its answers, which are put together by text: the versions and turns of a text say
+// much the same. An interval holds the 95 % in the middle of 1,000 such means, each over texts drawn with
+// replacement. From fewer than five texts nothing is drawn: that would say nothing about others.
+enum { RESAMPLES = 1000, TEXTS_FOR_INTERVAL = 5 };
 
-// Orders doubles, for qsort.
-static int double_order(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-// The 2.5th (*lo) and the 97.5th percentile (*hi) of a mean over n answers, those of a text side by side.
-// With base, another row's for the same answers, it is the interval of the difference of the two means. The mean
-// is that of the scores, or with kld 1 of the KL divergences, of which a predicted token has one.
-static void bootstrap(const Answer *x, const Answer *base, int n, int kld, double *lo, double *hi) {
-    double *sum = NULL, mean[RESAMPLES];
-    int *count = NULL;
-    uint64_t seed = 1;
-
-    // The sum and the number for every text
-    for (int i = 0; i < n; i++) {
-        if (!i || x[i].item != x[i - 1].item) {
-            arrput(sum, 0);
-            arrput(count, 0);
-        }
-        double of_base = !base ? 0 : kld ? base[i].kld : base[i].score;
-        arrlast(sum) += (kld ? x[i].kld : x[i].score) - of_base;
-        arrlast(count) += kld ? x[i].predicted : 1;
-    }
-
-    // The means
-    int texts = (int)arrlen(sum);
-    for (int r = 0; r < RESAMPLES; r++) {
-        double s = 0;
-        long c = 0;
-        for (int i = 0; i < texts; i++) {
-            int k = (int)(splitmix64(&seed) % (uint64_t)texts);
-            s += sum[k];
-            c += count[k];
-        }
-        mean[r] = c ? s / (double)c : 0;
-    }
-    qsort(mean, RESAMPLES, sizeof *mean, double_order);
-    *lo = mean[RESAMPLES / 40];
-    *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
-    arrfree(sum);
-    arrfree(count);
-}
-
-// Fewer texts than this have no interval: drawing again and again from so few says nothing about
-// others.
-enum { TEXTS_FOR_INTERVAL = 5 };
-
-// Are there enough different texts among these n answers, those of a text side by side?
-static int interval_allowed(const Answer *x, int n) {
-    int texts = 0;
-    for (int i = 0; i < n; i++) texts += !i || x[i].item != x[i - 1].item;
-    return texts >= TEXTS_FOR_INTERVAL;
-}
+// What the answers of a text give to a mean.
+typedef struct {
+    int text;
+    double sum;
+    int n;                  // how many numbers the sum is of
+} Sum;
 
 // Which answers of a row: a position -1..2 (see Answer), or one of these.
 enum {
@@ -700,24 +653,56 @@ static int is_at(const Answer *x, int place) {
     return x->position == place;
 }
 
-// The answers of a task (NULL: any task) at a place. stb_ds; NULL when there are none.
-static Answer *answers_of(const Answer *x, const char *task, int place) {
-    Answer *some = NULL;
+// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. A
+// KL divergence is a sum over its tokens, everything else one number. stb_ds; NULL when there are none.
+static Sum *sums_of(const Answer *x, const char *task, int place, size_t at) {
+    Sum *part = NULL;
     for (int i = 0; i < (int)arrlen(x); i++) {
-        if (task && strcmp(task, x[i].task)) continue;
-        if (is_at(&x[i], place)) arrput(some, x[i]);
+        if ((task && strcmp(task, x[i].task)) || !is_at(&x[i], place)) continue;
+        if (!part || arrlast(part).text != x[i].item) arrput(part, ((Sum){ .text = x[i].item }));
+        arrlast(part).sum += *(const double *)((const char *)&x[i] + at);
+        arrlast(part).n += at == offsetof(Answer, kld) ? x[i].predicted : 1;
     }
-    return some;
+    return part;
 }
 
-// The mean of a number of the answers (stb_ds), which stands at this place of each.
-static double mean_of(const Answer *x, size_t at) {
+// Orders doubles, for qsort.
+static int double_order(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// The mean of some parts.
+static double mean_of(const Sum *x) {
     double sum = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) sum += *(const double *)((const char *)&x[i] + at);
-    return sum / (double)arrlen(x);
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        sum += x[i].sum;
+        n += x[i].n;
+    }
+    return n ? sum / n : 0;
 }
 
-static double mean_score(const Answer *x) { return mean_of(x, offsetof(Answer, score)); }
+// The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean of these parts, or with base, another row's of the same
+// answers, of its difference from the mean of those.
+static void bootstrap(const Sum *x, const Sum *base, double *lo, double *hi) {
+    double mean[RESAMPLES];
+    int texts = (int)arrlen(x);
+    uint64_t seed = 1;
+    for (int r = 0; r < RESAMPLES; r++) {
+        double sum = 0;
+        int n = 0;
+        for (int i = 0; i < texts; i++) {
+            int k = (int)(splitmix64(&seed) % (uint64_t)texts);
+            sum += x[k].sum - (base ? base[k].sum : 0);
+            n += x[k].n;
+        }
+        mean[r] = n ? sum / n : 0;
+    }
+    qsort(mean, RESAMPLES, sizeof *mean, double_order);
+    *lo = mean[RESAMPLES / 40];
+    *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
+}
 
 // ---- tables: the fields of a row
 // A row is a list of fields (stb_ds), which a table shows, CSV and JSON have in full.
@@ -749,58 +734,44 @@ static void add_bytes(Field **c, int forms, const char *name, double x) {
 }
 
 // Appends the interval of a mean, or with base of a gap, as NAME_lo and NAME_hi; the table has one column for both.
-static void add_interval(Field **c, int where, const char *name, const Answer *x, const Answer *base, int kld) {
+static void add_interval(Field **c, int where, const char *name, const Sum *x, const Sum *base) {
     const char *form = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
     char full_name[64];
-    double lo, hi;
-    bootstrap(x, base, (int)arrlen(x), kld, &lo, &hi);
-    if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
+    double lo = NAN, hi = NAN;                          // null in JSON, nothing in CSV
+    if (arrlen(x) >= TEXTS_FOR_INTERVAL) bootstrap(x, base, &lo, &hi);
     snprintf(full_name, sizeof full_name, "%.48s_lo", name);
     add_field(c, IN_LISTS, full_name, lo, "%.3f", lo);
     snprintf(full_name, sizeof full_name, "%.48s_hi", name);
-    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
-    else add_field(c, where, full_name, hi, form, lo, hi);
+    add_field(c, where, full_name, hi, isnan(lo) ? "-" : form, lo, hi);
 }
 
-// How much of a mean score is printed, and where.
-enum {
-    MEAN_HIDDEN,            // the mean alone, for CSV and JSON
-    MEAN_SHOWN,             // the mean in the table; its interval and its gap to full for CSV and JSON
-    ALL_SHOWN               // all of it in the table
-};
-
-// Appends a mean score. With base, it is the gap between the means of x and base.
-static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base) {
-    double mean = mean_score(x) - (base ? mean_score(base) : 0);
-    char full_name[64];
-    int shown = detail >= (base ? ALL_SHOWN : MEAN_SHOWN);
-    snprintf(full_name, sizeof full_name, "%.40s%s", name, base ? "_gap" : "");
-    add_field(c, shown ? EVERYWHERE : IN_LISTS, full_name, mean, base ? "%+.3f" : "%.3f", mean);
-    if (detail == MEAN_HIDDEN) return;
-    add_interval(c, detail == ALL_SHOWN ? EVERYWHERE : IN_LISTS, full_name, x, base, 0);
+// Appends a mean, which stands in the table, too, with `shown` (IN_*); its interval; and, from the mean of base,
+// its gap. These stand where `where` says.
+static void add_mean(Field **c, int shown, int where, const char *name, const Sum *x, const Sum *base) {
+    char gap[64];
+    add_field(c, shown, name, mean_of(x), "%.3f", mean_of(x));
+    if (!where) return;
+    add_interval(c, where, name, x, NULL);
+    snprintf(gap, sizeof gap, "%.40s_gap", name);
+    add_field(c, where, gap, mean_of(x) - mean_of(base), "%+.3f", mean_of(x) - mean_of(base));
+    add_interval(c, where, gap, x, base);
 }
 
 // The row that the gaps of row s are measured from: that of the first method, the one with the same
-// budget if it has several. NULL: the run has no answers.
+// budget if it has several.
 static const Score *base_of(const Score *s, const EvalRun *run) {
-    const char *name = run->rows[0].name;
-    const Score *base = NULL;
-    for (int r = 0; r < (int)arrlen(run->rows) && !run->ppl; r++) {
-        const Score *x = &run->rows[r];
-        if (strcmp(x->name, name)) continue;
-        if (!base || x->budget == s->budget) base = x;
-    }
+    const Score *base = run->rows;
+    for (int r = 1; r < (int)arrlen(run->rows); r++)
+        if (!strcmp(run->rows[r].name, base->name) && run->rows[r].budget == s->budget) base = &run->rows[r];
     return base;
 }
 
-// Appends the mean score of some answers of the row, if there are any, and its gap to the first method's.
-static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
+// Appends the mean score of some answers of the row, if there are any, as add_mean does.
+static void add_score(Field **c, int shown, int where, const char *name, const Score *s, const EvalRun *run,
                       const char *task, int place) {
-    Answer *x = answers_of(s->answers, task, place);
-    const Score *from = base_of(s, run);
-    Answer *base = from ? answers_of(from->answers, task, place) : NULL;
-    if (x) add_mean(c, detail, name, x, NULL);
-    if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base);
+    Sum *x = sums_of(s->answers, task, place, offsetof(Answer, score));
+    Sum *base = sums_of(base_of(s, run)->answers, task, place, offsetof(Answer, score));
+    if (x) add_mean(c, shown, where, name, x, base);
     arrfree(x);
     arrfree(base);
 }
@@ -823,19 +794,36 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     };
     const Answer *x = s->answers;
     char name[48];
-    add_score(c, ALL_SHOWN, "score", s, run, NULL, ANY_PLACE);
+    add_score(c, EVERYWHERE, EVERYWHERE, "score", s, run, NULL, ANY_PLACE);
     for (int i = 0; i < (int)arrlen(x); i++) {
         if (!first_of_task(x, i)) continue;
-        add_score(c, MEAN_SHOWN, x[i].task, s, run, x[i].task, ANY_PLACE);
+        add_score(c, EVERYWHERE, IN_LISTS, x[i].task, s, run, x[i].task, ANY_PLACE);
         for (int p = -1; p < 3; p++) {
             snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]);
-            add_score(c, MEAN_HIDDEN, name, s, run, x[i].task, p);
+            add_score(c, IN_LISTS, 0, name, s, run, x[i].task, p);
         }
     }
-    for (int p = -1; p < 3; p++) add_score(c, MEAN_SHOWN, places[p + 1], s, run, NULL, p);
-    add_score(c, MEAN_SHOWN, "last_turn", s, run, NULL, LAST_TURN);
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        add_field(c, others[i].forms, others[i].name, mean_of(x, others[i].at), "%.3f", mean_of(x, others[i].at));
+    for (int p = -1; p < 3; p++) add_score(c, EVERYWHERE, IN_LISTS, places[p + 1], s, run, NULL, p);
+    add_score(c, EVERYWHERE, IN_LISTS, "last_turn", s, run, NULL, LAST_TURN);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        Sum *part = sums_of(x, NULL, ANY_PLACE, others[i].at);
+        add_mean(c, others[i].forms, 0, others[i].name, part, NULL);
+        arrfree(part);
+    }
+}
+
+// Appends the divergence from full attention and the share of best tokens that are its: of answers with intervals.
+static void divergence_fields(Field **c, const Score *s, const EvalRun *run) {
+    double n = s->predicted ? (double)s->predicted : 1;
+    add_field(c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
+    if (s->answers) {
+        Sum *x = sums_of(s->answers, NULL, ANY_PLACE, offsetof(Answer, kld));
+        Sum *base = sums_of(base_of(s, run)->answers, NULL, ANY_PLACE, offsetof(Answer, kld));
+        add_mean(c, 0, IN_LISTS, "kld", x, base);
+        arrfree(x);
+        arrfree(base);
+    }
+    add_field(c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
 }
 
 // All fields of a row (stb_ds): whose it is; scores, perplexity and divergence where they were measured;
@@ -853,17 +841,7 @@ Field *row_fields(const Score *s, const EvalRun *run) {
     add_field(&c, IN_LISTS, "scored", (double)arrlen(s->answers), "%d", (int)arrlen(s->answers));
     if (s->answers) score_fields(&c, s, run);
     if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
-    if (run->kld || s->answers) {
-        add_field(&c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-        if (s->answers) {
-            const Score *base = base_of(s, run);
-            add_interval(&c, IN_LISTS, "kld", s->answers, NULL, 1);
-            double gap = (s->kld - base->kld) / n;
-            add_field(&c, IN_LISTS, "kld_gap", gap, "%.4f", gap);
-            add_interval(&c, IN_LISTS, "kld_gap", s->answers, base->answers, 1);
-        }
-        add_field(&c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
-    }
+    if (run->kld || s->answers) divergence_fields(&c, s, run);
     add_field(&c, EVERYWHERE, "stored", stored, "%.1f %%", 100 * stored);
     add_bytes(&c, EVERYWHERE, "kv_bytes_stored", s->stored / items);
     add_bytes(&c, IN_LISTS, "kv_bytes_full", s->full / items);
@@ -961,46 +939,29 @@ void print_json_row(const Field *c, const App *a, FILE *f) {
     fprintf(f, "}\n");
 }
 
-// Writes a row in one of the forms; first 1: with the line of heads before it.
-static void print_row(FILE *f, const Field *c, const App *a, int form, int first) {
-    for (int heads = first; heads >= 0; heads--) {
-        if (form == IN_TABLE) print_markdown(c, heads, f);
-        else if (form == IN_CSV) print_csv(c, heads, f);
-        else if (!heads) print_json_row(c, a, f);
+// The form of a table that the options ask for.
+static int table_form(const App *a) {
+    if (opt_int(a->o, "json")) return IN_JSON;
+    return opt_int(a->o, "csv") ? IN_CSV : IN_TABLE;
+}
+
+// Writes rows that have the same fields, and frees them: JSON lines, CSV, or a table, which is aligned for a screen of
+// `cols` columns, and Markdown with cols 0.
+static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int form, int cols) {
+    if (form == IN_TABLE && cols) print_for_screen(f, rows, cols);
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        if (form == IN_JSON) print_json_row(rows[r], a, f);
+        for (int heads = !r; form == IN_CSV && heads >= 0; heads--) print_csv(rows[r], heads, f);
+        for (int heads = !r; form == IN_TABLE && !cols && heads >= 0; heads--) print_markdown(rows[r], heads, f);
+        arrfree(rows[r]);
     }
+    arrfree(rows);
     fflush(f);
 }
 
-// ---- tables: a run's
-// A table takes rows with the same fields: on a terminal they wait for its end, so that columns can be aligned;
-// elsewhere, as Markdown, CSV or JSON lines, each is written at once.
-typedef struct {
-    const App *a;
-    int form, rows, waits;
-    Field **row;                // stb_ds: those that wait
-} Table;
-
-// A table in the form that the options ask for.
-static Table print_begin(const App *a) {
-    Table t = { .a = a, .form = IN_TABLE };
-    if (opt_int(a->o, "csv")) t.form = IN_CSV;
-    if (opt_int(a->o, "json")) t.form = IN_JSON;
-    t.waits = t.form == IN_TABLE && isatty(1);
-    return t;
-}
-
-// Takes the row, which becomes the table's.
-static void print_take(Table *t, Field *c) {
-    if (t->waits) arrput(t->row, c);
-    else print_row(stdout, c, t->a, t->form, !t->rows++);
-    if (!t->waits) arrfree(c);
-}
-
-// Writes the rows that waited.
-static void print_end(Table *t) {
-    print_for_screen(stdout, t->row, screen_columns());
-    for (int r = 0; r < (int)arrlen(t->row); r++) arrfree(t->row[r]);
-    arrfree(t->row);
+// Writes rows on stdout in the form that the options ask for, and frees them.
+static void print_result(Field **rows /* stb_ds */, const App *a) {
+    print_table(stdout, rows, a, table_form(a), isatty(1) ? screen_columns() : 0);
 }
 
 // ---- the modes: the rows of a run
@@ -1575,11 +1536,12 @@ static void warn_of_hard_tasks(const Score *rows) {
         const Answer *x = rows[r].answers;
         for (int i = 0; i < (int)arrlen(x); i++) {
             if (!first_of_task(x, i)) continue;
-            Answer *task = answers_of(x, x[i].task, ANY_PLACE);
-            double mean = mean_score(task);
-            if (mean < LEAST_FULL)
+            Sum *task = sums_of(x, x[i].task, ANY_PLACE, offsetof(Answer, score));
+            int answers = 0;
+            for (int k = 0; k < (int)arrlen(task); k++) answers += task[k].n;
+            if (mean_of(task) < LEAST_FULL)
                 warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %d answers",
-                     x[i].task, mean, LEAST_FULL, (int)arrlen(task));
+                     x[i].task, mean_of(task), LEAST_FULL, answers);
             arrfree(task);
         }
         return;
@@ -1593,9 +1555,9 @@ static void print_rows(const EvalRun *run, Score *rows) {
         if (!same_questions(&rows[0], &rows[r]))
             die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
                 rows[0].name, rows[r].name);
-    Table t = print_begin(run->a);
-    for (int r = 0; r < (int)arrlen(rows); r++) print_take(&t, row_fields(&rows[r], run));
-    print_end(&t);
+    Field **table = NULL;
+    for (int r = 0; r < (int)arrlen(rows); r++) arrput(table, row_fields(&rows[r], run));
+    print_result(table, run->a);
     if (!quiet) warn_of_hard_tasks(rows);
 }
 
@@ -2385,18 +2347,18 @@ static void bench_context(Options *o, const int *prompt, const int *depth) {
 static void bench_method(const App *a, const int *prompt, const int *depth) {
     int repeat = opt_int(a->o, "repeat"), prompts = (int)arrlen(prompt), lines = prompts + (int)arrlen(depth);
     Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
-    Table t = print_begin(a);
+    Field **table = NULL;
     double t0 = now();
-    if (t.form == IN_TABLE)
+    if (table_form(a) == IN_TABLE)
         printf("%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n", a->c->dir, dtype_name(a->c->dtype),
                (double)a->w->bytes * 1e-9, opt_str(a->o, "method"), opt_str(a->o, "ctk"), opt_str(a->o, "ctv"),
                n_threads(), simd_name());
     for (int i = 0; i < lines; i++) {
         BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
-        print_take(&t, bench_fields(&b, a));
+        arrput(table, bench_fields(&b, a));
         count_down("lines", i + 1, lines, t0);
     }
-    print_end(&t);
+    print_result(table, a);
     session_close(s);
 }
 

@@ -187,6 +187,20 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
 
 // ---- intervals
 
+// The interval of the scores of n answers, or with kld 1 of their divergences, or of their gap to those of y.
+static void interval(const Answer *x, const Answer *y, int n, int kld, double *lo, double *hi) {
+    size_t at = kld ? offsetof(Answer, kld) : offsetof(Answer, score);
+    Answer *list = NULL;
+    memcpy(arraddnptr(list, n), x, (size_t)n * sizeof *x);
+    Sum *part = sums_of(list, NULL, ANY_PLACE, at), *base = NULL;
+    if (y) memcpy(list, y, (size_t)n * sizeof *y);
+    if (y) base = sums_of(list, NULL, ANY_PLACE, at);
+    bootstrap(part, base, lo, hi);
+    arrfree(list);
+    arrfree(part);
+    arrfree(base);
+}
+
 TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one to the other, a "
                      "coin has its textbook width, a constant gap is exact") {
     Answer x[400] = { 0 }, y[400] = { 0 };
@@ -195,28 +209,28 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
         x[i].item = y[i].item = i;
         x[i].score = .25;
     }
-    bootstrap(x, NULL, 400, 0, &lo, &hi);
+    interval(x, NULL, 400, 0, &lo, &hi);
     CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
     x[0].score = 0;
     x[1].score = 1;
-    bootstrap(x, NULL, 2, 0, &lo, &hi);
+    interval(x, NULL, 2, 0, &lo, &hi);
     CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
     for (int i = 0; i < 400; i++) x[i].score = i % 2;
-    bootstrap(x, NULL, 400, 0, &lo, &hi);
+    interval(x, NULL, 400, 0, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01,
           "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
     double again[2];
-    bootstrap(x, NULL, 400, 0, &again[0], &again[1]);
+    interval(x, NULL, 400, 0, &again[0], &again[1]);
     CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
     for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
-    bootstrap(y, x, 400, 0, &lo, &hi);
+    interval(y, x, 400, 0, &lo, &hi);
     CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
     // Four answers of a text say the same: a hundred coins.
     for (int i = 0; i < 400; i++) {
         x[i].item = i / 4;
         x[i].score = i / 4 % 2;
     }
-    bootstrap(x, NULL, 400, 0, &lo, &hi);
+    interval(x, NULL, 400, 0, &lo, &hi);
     CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025,
           "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
     // A divergence is one of a token: the text of more tokens counts more.
@@ -224,9 +238,9 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
     x[1] = (Answer){ .item = 1, .kld = 1, .predicted = 3 };
     y[0] = (Answer){ .item = 0, .kld = 1, .predicted = 1 };
     y[1] = (Answer){ .item = 1, .kld = 4, .predicted = 3 };
-    bootstrap(x, NULL, 2, 1, &lo, &hi);
+    interval(x, NULL, 2, 1, &lo, &hi);
     CHECK(near_to(lo, 1. / 3) && near_to(hi, 3), "divergences: %g..%g", lo, hi);
-    bootstrap(x, y, 2, 1, &lo, &hi);
+    interval(x, y, 2, 1, &lo, &hi);
     CHECK(near_to(lo, -1) && near_to(hi, 2), "their gap: %g..%g", lo, hi);
 }
 
@@ -253,14 +267,16 @@ TEST(eval_means, "means by task, by position and over last turns; no answer give
                   { "two", 0, 0, 0 },          { "three", ANY_PLACE, 0, 0 } };
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Answer *some = answers_of(x, cases[i].task, cases[i].place);
-        CHECK((int)arrlen(some) == cases[i].n &&
-                  (!some || near_to(mean_score(some), cases[i].mean)),
-              "case %d: %d answers, mean %g", (int)i, (int)arrlen(some), mean_score(some));
+        Sum *some = sums_of(x, cases[i].task, cases[i].place, offsetof(Answer, score));
+        int n = 0;
+        for (int k = 0; k < (int)arrlen(some); k++) n += some[k].n;
+        CHECK(n == cases[i].n && near_to(mean_of(some), cases[i].mean), "case %d: %d answers, mean %g", (int)i, n,
+              mean_of(some));
         arrfree(some);
     }
-    double nll = mean_of(x, offsetof(Answer, nll));
-    CHECK(near_to(nll, 2.5), "NLL %g", nll);
+    Sum *all = sums_of(x, NULL, ANY_PLACE, offsetof(Answer, nll));
+    CHECK(near_to(mean_of(all), 2.5) && arrlen(all) == 3, "NLL %g of %d texts", mean_of(all), (int)arrlen(all));
+    arrfree(all);
     arrfree(x);
 }
 
@@ -581,11 +597,9 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
         char err[256], *text = NULL;
         size_t size = 0;
         FILE *f = open_memstream(&text, &size);
-        for (int k = 0; k < 2; k++) {
-            Field *row = bench_fields(&line[k], &a);
-            print_row(f, row, &a, forms[i], !k);
-            arrfree(row);
-        }
+        Field **lines = NULL;
+        for (int k = 0; k < 2; k++) arrput(lines, bench_fields(&line[k], &a));
+        print_table(f, lines, &a, forms[i], 0);
         fclose(f);
         int rows = 0, first = -1;
         for (char *p = text, *end; *p; p = end + 1, rows++) {
