@@ -46,25 +46,21 @@ enum {
     METRIC_EXACT,               // 1 if the reply is the answer
     METRICS
 };
-static const char *eval_metrics[METRICS] = { "f1", "choice", "rouge", "found", "exact" };
+static const char eval_metrics[] = "f1|choice|rouge|found|exact";
 
 // ---- item sets and turns
 // Frees the turns of an item; its texts belong to the set.
 static void item_free(EvalItem *it) {
-    for (int j = 0; j < (int)arrlen(it->turn); j++) {
-        EvalTurn *t = &it->turn[j];
-        arrfree(t->span);
-        arrfree(t->answers);
-        arrfree(t->classes);
-    }
+    for (int j = 0; j < (int)arrlen(it->turn); j++) arrfree(it->turn[j].span);
     arrfree(it->turn);
 }
 
 // Frees a set with all its items and texts.
 void eval_set_free(EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) item_free(&e->item[i]);
+    for (int i = 0; i < (int)arrlen(e->line); i++) json_free(e->line[i]);
     arrfree(e->item);
-    strreset(&e->mem);
+    arrfree(e->line);
 }
 
 // Frees what was said in the answers of an item.
@@ -82,22 +78,12 @@ static int scored_turns(const EvalItem *it) {
     return n;
 }
 
-// A copy of n bytes of text that lives as long as the set. An empty stb_ds array is NULL, so with
-// n 0 the text may be NULL.
-static char *set_text(EvalSet *e, const char *text, size_t n) {
-    char *s = copy_bytes(text, n);
-    char *kept = stralloc(&e->mem, s);
-    free(s);
-    return kept;
-}
-
 // ---- lists of texts
 // Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
 void put_part(char **text, const char *sep, const char *part) {
     if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
     bytes_put(text, part, strlen(part));
 }
-
 
 // The index of w among the words (stb_ds), or -1.
 static int word_in(char **words, const char *w) {
@@ -119,31 +105,30 @@ static int word_in(char **words, const char *w) {
 // items of one text, which stand together, are versions of it) and "length" (tokens).
 // The readers return 0; or -1, with err filled, when the line is none of them.
 
-// Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
-static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
+// Reads the list of texts obj[key], which is not empty. *list stays as it is when there is none.
+static int read_list(const Json *obj, const char *key, const Json **list, char err[512]) {
     const Json *j = json_get(obj, key);
     if (json_none(j)) return 0;
     if (j->type != JSON_ARRAY || !j->n) return fault(err, "'%s' is no list of texts", key);
-    for (int i = 0; i < j->n; i++) {
+    for (int i = 0; i < j->n; i++)
         if (j->item[i].type != JSON_STRING) return fault(err, "'%s' holds something else than texts", key);
-        arrput(*list, set_text(e, j->item[i].str, j->item[i].len));
-    }
+    *list = j;
     return 0;
 }
 
 // Reads the text obj[key]. *text stays as it is when there is none.
-static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, char err[512]) {
+static int read_text(const Json *obj, const char *key, const char **text, char err[512]) {
     const Json *j = json_get(obj, key);
     if (json_none(j)) return 0;
     if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
-    *text = set_text(e, j->str, j->len);
+    *text = j->str;
     return 0;
 }
 
 // Notes where the first answer stands in the right reply: as a whole, else word by word ("12 7" in "They are
 // 12 and 7."). Of an answer that is not there nothing is noted.
 static void mark_answer(EvalTurn *t) {
-    const char *gold = t->answers ? t->answers[0] : "", *at = t->reply ? t->reply : "";
+    const char *gold = t->answers ? t->answers->item[0].str : "", *at = t->reply ? t->reply : "";
     int whole = strstr(at, gold) != NULL, n;
     arrsetlen(t->span, 0);
     for (; *gold; gold += n + (gold[n] == ' ')) {
@@ -159,39 +144,19 @@ static void mark_answer(EvalTurn *t) {
     }
 }
 
-// Takes the score that an item names into *metric; METRIC_FOUND when it names none.
-static int read_metric(const char *name, int *metric, char err[512]) {
-    *metric = METRIC_FOUND;
-    if (!*name) return 0;
-    *metric = 0;
-    while (*metric < METRICS && strcmp(name, eval_metrics[*metric])) ++*metric;
-    if (*metric < METRICS) return 0;
-    return fault(err, "'score' wants one of f1, choice, rouge, found, exact, found '%.40s' (other benchmarks: "
-                 "data/lm_eval_kvcomp.py)", name);
-}
-
 // Reads what a reply is scored by into *t: from an assistant's message, or from the item itself.
-static int read_gold(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    static const char *const places[] = { "begin", "middle", "end" };
-    const char *answers = json_get(obj, "answers") ? "answers" : "answer", *place = json_text(obj, "position");
-    if (read_list(e, obj, answers, &t->answers, err) || read_list(e, obj, "choices", &t->classes, err)) return -1;
+static int read_gold(const Json *obj, EvalTurn *t, char err[512]) {
+    const char *answers = json_get(obj, "answers") ? "answers" : "answer";
+    if (read_list(obj, answers, &t->answers, err) || read_list(obj, "choices", &t->classes, err)) return -1;
     if (json_get(obj, "depth") && read_whole(obj, "depth", 0, 100, &t->depth, err)) return -1;
-    for (int p = 0; p < 3; p++)
-        if (!strcmp(place, places[p])) t->position = p;
+    t->position = max_int(t->position, word_place("begin|middle|end", json_text(obj, "position")));
     mark_answer(t);
     return 0;
 }
 
-// Reads what stands beside the messages about the last one of the user.
-static int read_beside(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
-    EvalTurn *t = &arrlast(it->turn);
-    if (read_text(e, obj, "reply", &t->reply, err) || read_gold(e, obj, t, err)) return -1;
-    for (int i = 0; i + 1 < (int)arrlen(it->turn); i++) it->turn[i].given = !it->turn[i].answers;
-    return 0;
-}
-
-// Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it.
-static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem *it, char err[512]) {
+// Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it. What stands beside the
+// messages is about the last one of the user.
+static int read_messages(const Json *obj, const Json *list, EvalItem *it, char err[512]) {
     char why[512];
     if (list->type != JSON_ARRAY || !list->n) return fault(err, "'messages' is no list of messages");
     for (int i = 0; i < list->n; i++) {
@@ -202,43 +167,45 @@ static int read_messages(EvalSet *e, const Json *obj, const Json *list, EvalItem
                          want);
         if (i % 2 == 0) arrput(it->turn, ((EvalTurn){ .position = -1, .depth = -1 }));
         EvalTurn *t = &arrlast(it->turn);
-        int bad = read_text(e, m, "content", i % 2 ? &t->reply : &t->user, why);
-        if (!bad && i % 2) bad = read_gold(e, m, t, why);
+        int bad = read_text(m, "content", i % 2 ? &t->reply : &t->user, why);
+        if (!bad && i % 2) bad = read_gold(m, t, why);
         if (!bad && i % 2 == 0 && !t->user) bad = fault(why, "no 'content'");
         if (bad) return fault(err, "message %d: %.400s", i + 1, why);
     }
-    return list->n % 2 ? read_beside(e, obj, it, err) : 0;
+    if (list->n % 2 == 0) return 0;
+    EvalTurn *last = &arrlast(it->turn);
+    for (EvalTurn *t = it->turn; t < last; t++) t->given = !t->answers;
+    return read_text(obj, "reply", &last->reply, err) || read_gold(obj, last, err) ? -1 : 0;
 }
 
-// Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees it. The texts of
-// its file are numbered from `first` on.
-static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, int first, char err[512]) {
-    Json *obj = json_parse(line, n, err);
-    if (!obj) return -1;
+// Reads an item from the object of its line and appends it to the set, a faulty one as well: the set frees it. The
+// texts of its file are numbered from `first` on.
+static int read_item(EvalSet *e, const Tokenizer *tok, const Json *obj, int first, char err[512]) {
     const Json *messages = json_get(obj, "messages");
-    const char *task = json_text(obj, "task");
-    int text = arrlen(e->item) ? arrlast(e->item).number + 1 - first : 0;           // unless it names another
-    EvalItem it = { .task = *task ? set_text(e, task, strlen(task)) : "file" };
-    int bad;
+    const char *task = json_text(obj, "task"), *score = json_text(obj, "score");
+    int text = arrlen(e->item) ? arrlast(e->item).number + 1 - first : 0, bad;      // unless it names another
+    EvalItem it = { .task = *task ? task : "file" };
+    it.metric = *score ? word_place(eval_metrics, score) : METRIC_FOUND;
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
-    else if (messages) bad = read_messages(e, obj, messages, &it, err);
+    else if (it.metric < 0)
+        bad = fault(err, "'score' wants one of f1, choice, rouge, found, exact, found '%.40s' (other benchmarks: "
+                    "data/lm_eval_kvcomp.py)", score);
+    else if (messages) bad = read_messages(obj, messages, &it, err);
     else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
-    if (!bad) bad = read_metric(json_text(obj, "score"), &it.metric, err);
-    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++)
-        if (it.metric == METRIC_CLASS && it.turn[i].answers && !it.turn[i].classes)
-            bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
 
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
-        int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
+        const EvalTurn *t = &it.turn[i];
+        int *ids = tokenizer_encode(tok, t->user, strlen(t->user), 0, NULL);
         it.length += (int)arrlen(ids);
         arrfree(ids);
+        if (it.metric == METRIC_CLASS && t->answers && !t->classes)
+            bad = fault(err, "turn %d: score choice wants 'choices'", i + 1);
     }
     if (!bad && json_get(obj, "text")) bad = read_whole(obj, "text", 0, INT_MAX - first, &text, err);
     if (!bad && json_get(obj, "length")) bad = read_whole(obj, "length", 1, INT_MAX, &it.length, err);
     it.number = first + text;
     arrput(e->item, it);
-    json_free(obj);
     return bad;
 }
 
@@ -256,7 +223,9 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
         end = memchr(p, '\n', (size_t)(stop - p));
         if (!end) end = stop;
         if (is_blank(p, end)) continue;
-        if (read_item(e, tok, p, (size_t)(end - p), first, err)) {
+        Json *obj = json_parse(p, (size_t)(end - p), err);
+        if (obj) arrput(e->line, obj);
+        if (!obj || read_item(e, tok, obj, first, err)) {
             free(text);
             die(EXIT_USAGE, "--eval %s, line %d: %s", path, line, err);
         }
@@ -300,7 +269,7 @@ static void play_prefill(App *a, const char *text) {
 static int *gold_ids(const App *a, const EvalTurn *t) {
     const char *text = "Okay.";
     if (t->reply) text = t->reply;
-    else if (t->answers) text = t->answers[0];
+    else if (t->answers) text = t->answers->item[0].str;
     int *ids = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
     ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
     return ids;
@@ -483,14 +452,15 @@ static double word_f1(const char *said, const char *gold) {
 // Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
 // right label, the point is shared among all labels that the line names. Labels that are a part of
 // the right one do not count: whoever says the right one says them, too.
-static double class_accuracy(const char *said, const char *gold, char **classes) {
+static double class_accuracy(const char *said, const char *gold, const Json *classes) {
     while (*said == '\n') said++;
     char *line = copy_bytes(said, strcspn(said, "\n"));
     int named = 0, hit = 0;
-    for (int i = 0; i < (int)arrlen(classes); i++) {
-        if (!strstr(line, classes[i])) continue;
-        if (!strcmp(classes[i], gold)) hit = 1;
-        else if (strstr(gold, classes[i])) continue;
+    for (int i = 0; classes && i < classes->n; i++) {
+        const char *label = classes->item[i].str;
+        if (!strstr(line, label)) continue;
+        if (!strcmp(label, gold)) hit = 1;
+        else if (strstr(gold, label)) continue;
         named++;
     }
     free(line);
@@ -525,7 +495,7 @@ static double rouge_l(const char *said, const char *gold) {
 
 // ---- metrics: the score of a reply
 // The score of a reply against one right answer.
-static double score_by(int metric, const char *said, const char *gold, char **classes) {
+static double score_by(int metric, const char *said, const char *gold, const Json *classes) {
     switch (metric) {
     case METRIC_CLASS:           return class_accuracy(said, gold, classes);
     case METRIC_ROUGE:           return rouge_l(said, gold);
@@ -538,8 +508,8 @@ static double score_by(int metric, const char *said, const char *gold, char **cl
 // The best score over the right answers of a turn.
 static double best_score(int metric, const char *said, const EvalTurn *t) {
     double best = 0;
-    for (int i = 0; i < (int)arrlen(t->answers); i++)
-        best = fmax(best, score_by(metric, said, t->answers[i], t->classes));
+    for (int i = 0; t->answers && i < t->answers->n; i++)
+        best = fmax(best, score_by(metric, said, t->answers->item[i].str, t->classes));
     return best;
 }
 
@@ -1191,7 +1161,7 @@ static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
     fputs("\"answers\":[", f);
     for (int k = 0; k < (int)arrlen(one->answers); k++) {
         fputs(k ? ",{" : "{", f);
-        json_pair(f, "gold", it->turn[one->answers[k].turn].answers[0]);
+        json_pair(f, "gold", it->turn[one->answers[k].turn].answers->item[0].str);
         write_columns(answer_columns, &one->answers[k], f);
         fputc('}', f);
     }

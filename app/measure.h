@@ -5,12 +5,12 @@
 #include <stb/stb_ds.h>
 
 typedef struct {
-    char *user;                 // what the visitor says
-    char *reply;                // a right reply, as a whole sentence; NULL: only the answer is known
+    const char *user;           // what the visitor says
+    const char *reply;          // a right reply, as a whole sentence; NULL: only the answer is known
     int *span;                  // stb_ds: where in the reply its answer stands, as pairs of byte offsets
                                 //   [from,to); none: the whole reply is the answer
-    char **answers;             // stb_ds: the right answers; none: the turn is not scored
-    char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
+    const Json *answers;        // the list of right answers; NULL: the turn is not scored
+    const Json *classes;        // the list of labels to choose from (METRIC_CLASS)
     int given;                  // 1: the reply is fed as it is, and nobody is asked for it
     int position, depth;        // as in Answer
 } EvalTurn;
@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
     EvalItem *item;             // stb_ds
     uint64_t hash;              // of their lines: answers on disk belong to these items
-    stbds_string_arena mem;     // every text of the items
+    Json **line;                // stb_ds: the lines of the items, which hold all their texts
 } EvalSet;
 
 // One scored answer. Tables, intervals and the report are made from lists of these.

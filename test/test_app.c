@@ -70,9 +70,8 @@ TEST(eval_f1, "F1 of word bags: case, punctuation and articles do not count, rep
 
 TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside the right one do "
                     "not count, only the first line does") {
-    char *nested[] = { "a", "ab", "abc", "x" };
-    char **classes = NULL;
-    for (int i = 0; i < 4; i++) arrput(classes, nested[i]);
+    char err[256];
+    Json *classes = json_parse("[\"a\",\"ab\",\"abc\",\"x\"]", 20, err);
 
     static const struct {
         const char *said, *gold;
@@ -88,13 +87,13 @@ TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside 
         CHECK(near_to(x, cases[i].x), "'%s' against '%s': %g, expected %g", cases[i].said,
               cases[i].gold, x, cases[i].x);
     }
-    arrfree(classes);
+    json_free(classes);
 }
 
 TEST(eval_frame, "the sentence around an answer is not scored, what stands in it wrongly is; "
                  "replies without a known frame stay as they are") {
-    EvalTurn t = { .reply = "The numbers of the red box are 12 and 7." };
-    arrput(t.answers, "12 7");
+    Json answer = { .type = JSON_STRING, .str = "12 7" }, answers = { .type = JSON_ARRAY, .n = 1, .item = &answer };
+    EvalTurn t = { .reply = "The numbers of the red box are 12 and 7.", .answers = &answers };
     mark_answer(&t);
 
     static const struct {
@@ -122,7 +121,6 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
     OWN char *rest = without_frame(&t, "The numbers\n");
     CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
     arrfree(t.span);
-    arrfree(t.answers);
 }
 
 // ---- tasks
@@ -168,7 +166,7 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
             CHECK(it->number == i / tasks[k].versions && it->turn[n - 1].answers, "%s %d: the last turn asks", path, i);
             CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens,
                   it->length);
-            CHECK(!strcmp(arrlast(it->turn).answers[0], arrlast(first->turn).answers[0]), "%s %d: another answer", path, i);
+            CHECK(!strcmp(arrlast(it->turn).answers->item[0].str, arrlast(first->turn).answers->item[0].str), "%s %d: another answer", path, i);
             for (int j = 0; j < n; j++) {
                 const EvalTurn *t = &it->turn[j];
                 CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
@@ -317,17 +315,17 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
         const EvalItem *it = &e.item[0];
         const EvalTurn *t = &it->turn[1];
         CHECK(!strcmp(it->task, "t") && it->metric == METRIC_FOUND && it->number == 7 && it->length == 900 &&
-                  it->turn[0].given && !t->given && arrlen(t->answers) == 2 && t->position == 2 && t->depth == 12,
+                  it->turn[0].given && !t->given && t->answers->n == 2 && t->position == 2 && t->depth == 12,
               "an item with its answer beside the messages");
         CHECK(!strcmp(t->reply, "It is x.") && arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7,
               "the answer in the reply");
         const EvalTurn *u = e.item[1].turn;
         CHECK(!strcmp(e.item[1].task, "label") && e.item[1].metric == METRIC_CLASS &&
                   arrlen(u) == 2 && !strcmp(u[0].reply, "Okay.") && !u[0].answers && !u[0].given &&
-                  arrlen(u[1].classes) == 2 && !u[1].reply,
+                  u[1].classes->n == 2 && !u[1].reply,
               "messages");
         CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply && e.item[2].number == 9 &&
-                  !strcmp(e.item[2].turn[0].answers[0], "v") && !strcmp(e.item[2].task, "file"),
+                  !strcmp(e.item[2].turn[0].answers->item[0].str, "v") && !strcmp(e.item[2].task, "file"),
               "answers beside the messages");
     }
 
@@ -441,8 +439,8 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     // The last answer again, one flat dialogue.
     double nll = 0;
     int counted = 0;
-    int from = (int)(strstr(it->turn[2].reply, it->turn[2].answers[0]) - it->turn[2].reply);
-    int to = from + (int)strlen(it->turn[2].answers[0]), at = 0;
+    int from = (int)(strstr(it->turn[2].reply, it->turn[2].answers->item[0].str) - it->turn[2].reply);
+    int to = from + (int)strlen(it->turn[2].answers->item[0].str), at = 0;
     Session *s = session_open(a.c, a.w, a.o, "full");
     record_clear(&a);
     for (int j = 0; j < 3; j++) {
