@@ -3482,7 +3482,7 @@ TEST(dililazy_words, "recall of the answer's words: case and punctuation fold, r
     };
 
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        double got = word_recall(c[i].answer, c[i].text, strlen(c[i].text));
+        double got = word_recall(c[i].answer, c[i].text);
         CHECK(fabs(got - c[i].want) < 1e-9, "\"%s\" in \"%s\": %g", c[i].answer, c[i].text, got);
     }
     int *x = number_list("n", "2:98:3", 0, 100);

@@ -429,10 +429,10 @@ static double f_measure(double same, double n, double m) {
     return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
 }
 
-// F1 of two bags of words: a word that comes twice in both counts twice. Frees them.
-static double bag_f1(char **a, char **b) {
-    int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
-    for (int i = 0; i < n; i++) {
+// How many words two bags share: a word that comes twice in both counts twice. Frees them.
+static int words_shared(char **a, char **b) {
+    int same = 0;
+    for (int i = 0; i < (int)arrlen(a); i++) {
         int j = word_in(b, a[i]);
         if (j < 0) continue;
         free(b[j]);
@@ -441,12 +441,21 @@ static double bag_f1(char **a, char **b) {
     }
     words_free(a);
     words_free(b);
-    return f_measure(same, n, m);
+    return same;
 }
 
 // F1 of the words of two texts.
 static double word_f1(const char *said, const char *gold) {
-    return bag_f1(words_of(said, WORDS_BARE), words_of(gold, WORDS_BARE));
+    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
+    int n = (int)arrlen(a), m = (int)arrlen(b);
+    return f_measure(words_shared(a, b), n, m);
+}
+
+// The share of the answer's words that the text has, too; case and punctuation do not count.
+static double word_recall(const char *answer, const char *text) {
+    char **a = words_of(answer, WORDS_PLAIN), **b = words_of(text, WORDS_PLAIN);
+    int n = (int)arrlen(a), same = words_shared(a, b);
+    return n ? (double)same / n : 1;
 }
 
 // Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
@@ -1629,20 +1638,11 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     return ids;
 }
 
-// A text of the needle object v under `key`. Exit 2 when it is empty or too long, or missing unless
-// it is optional; NULL then.
-static const char *needle_text(const Json *v, const char *path, const char *key, int optional) {
-    const Json *x = json_get(v, key);
-    if (!x && optional) return NULL;
-    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
-        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
-                        "each a text up to 2000 bytes", path);
-    return x->str;
-}
-
-// The needles of the file at `path`, or, when that is empty, our own, as an stb_ds array. Their
-// texts live in *file, which the caller frees. Exit 2 when the file is no list of needles.
+// The needles of the file at `path`, or, when that is empty, our own, as an stb_ds array. Their texts live in *file,
+// which the caller frees. Exit 2 when the file is no list of needles, of texts of at most 2000 bytes.
 static Needle *needles_load(const char *path, Json **file) {
+    static const char *const keys[] = { "question", "needle", "answer", "distractor", "reasoning" };
+    enum { KEYS = 5, NEEDED = 3 };
     Needle *list = NULL;
     char why[256], own[PROGRAM_PATH];
     size_t size;
@@ -1651,59 +1651,20 @@ static Needle *needles_load(const char *path, Json **file) {
     if (text) *file = json_parse(text, size, why);
     if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
     free(text);
-    if (json_holds_nul(*file))
-        die(EXIT_USAGE, "--calibrate-needles: %s: a text holds the character \\u0000", path);
-    for (int i = 0; i < (*file)->n; i++) {
-        const Json *v = &(*file)->item[i];
-        Needle x = {
-            .question   = needle_text(v, path, "question", 0),
-            .needle     = needle_text(v, path, "needle", 0),
-            .answer     = needle_text(v, path, "answer", 0),
-            .distractor = needle_text(v, path, "distractor", 1),
-            .reasoning  = needle_text(v, path, "reasoning", 1),
-        };
-        arrput(list, x);
+    int bad = json_holds_nul(*file) || !(*file)->n;
+    for (int i = 0; i < (*file)->n && !bad; i++) {
+        const char *part[KEYS];
+        for (int k = 0; k < KEYS; k++) {
+            const Json *x = json_get(&(*file)->item[i], keys[k]);
+            bad |= x ? x->type != JSON_STRING || !x->len || x->len > 2000 : k < NEEDED;
+            part[k] = x && !bad ? x->str : NULL;
+        }
+        arrput(list, ((Needle){ part[0], part[1], part[2], part[3], part[4] }));
     }
-    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
+    if (bad)
+        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
+                        "each a text up to 2000 bytes", path);
     return list;
-}
-
-// ---- did the model find the needle?
-
-// The next word at *p, folded to lower case, as far as word has room; *p moves behind it. A word is
-// a run of letters, digits and bytes of characters beyond ASCII. Returns the length in word, 0 at
-// the end of the text.
-static int next_word(const char **p, const char *end, char word[64]) {
-    int n = 0;
-    const char *c = *p;
-    while (c < end && !isalnum((unsigned char)*c) && (unsigned char)*c < 128) c++;
-    for (; c < end && (isalnum((unsigned char)*c) || (unsigned char)*c >= 128); c++) {
-        if (n < 63) word[n++] = (char)tolower((unsigned char)*c);
-    }
-    word[n] = 0;
-    *p = c;
-    return n;
-}
-
-// How often `word` is among the words of text (n bytes).
-static int word_count(const char *word, const char *text, size_t n) {
-    int count = 0;
-    char w[64];
-    for (const char *p = text; next_word(&p, text + n, w); ) count += !strcmp(word, w);
-    return count;
-}
-
-// The share of the answer's words that the text (n bytes) has too. A word that the answer has twice
-// must be there twice; case and punctuation do not count.
-static double word_recall(const char *answer, const char *text, size_t n) {
-    int words = 0, found = 0;
-    char word[64];
-    const char *end = answer + strlen(answer);
-    for (const char *p = answer; next_word(&p, end, word); words++) {
-        int need = word_count(word, answer, (size_t)(p - answer));       // in the answer up to here
-        found += word_count(word, text, n) >= need;
-    }
-    return words ? (double)found / words : 1;
 }
 
 // ---- the scores of one run
@@ -1764,17 +1725,12 @@ static void head_said(Calibration *r, size_t LH, const int *ids, int step, int i
     }
 }
 
-// The probe is a method that keeps everything and writes down scores. It rides on "full" and is not
-// in the table of methods.
-typedef struct {
-    Calibration *run;
-} HeadProbe;
-
+// The probe is an observer, whose state is a pointer to the Calibration.
 // Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's
 // last token, and HeadKV's from those of the answer too. Only these rows are made, so memory grows
 // with the length and not with its square.
 static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Calibration *r = ((HeadProbe *)ms)->run;
+    Calibration *r = *(Calibration **)ms;
     if (l == s->c->L) return;
     size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
     int N = kv_longest(s, l), H = s->c->H;
@@ -1794,7 +1750,7 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
 static const Method head_probe = {
     .name   = "probe",
     .wants  = KV_QUERY,
-    .state  = sizeof(HeadProbe),
+    .state  = sizeof(Calibration *),
     .commit = head_probe_commit,
 };
 
@@ -1854,21 +1810,18 @@ typedef struct { char *before, *ask, *behind; } Frame;
 
 // The frame of a chat, where the model has a template (tp); else that of the authors' script.
 static Frame frame_make(const Template *tp) {
-    Message m = { .role = "user", .content = "{}" };
-    char err[512], *text = NULL;
-    uint16_t *from = NULL;
-    size_t size, at = 0;
-    if (tp) text = template_render(tp, &m, 1, RENDER_PROMPT, &size, &from, err);
-    if (tp && !text) die(EXIT_MODEL, "--calibrate: %s", err);
+    static const char mark[] = "{hay}";
+    Message m = { .role = "user", .content = mark };
+    char err[512];
+    size_t size;
     if (!tp) return (Frame){ copy_text(""), copy_text("Based on the content in the book, answer the question: "),
                              copy_text("\nAnswer:") };
-    while (at < size && !from[at]) at++;
-    if (at + 2 > size) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
-    Frame f = { .ask = copy_text(" "), .behind = copy_text(text + at + 2) };
-    text[at] = 0;
-    f.before = copy_text(text);
+    char *text = template_render(tp, &m, 1, RENDER_PROMPT, &size, NULL, err);
+    if (!text) die(EXIT_MODEL, "--calibrate: %s", err);
+    char *at = strstr(text, mark);
+    if (!at) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
+    Frame f = { copy_bytes(text, (size_t)(at - text)), copy_text(" "), copy_text(at + strlen(mark)) };
     free(text);
-    free(from);
     return f;
 }
 
@@ -1912,23 +1865,21 @@ static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const
     return ids;
 }
 
-// The greedy answer behind the logits of the prompt ids: the bytes of at most n tokens, as an stb_ds
-// array without a NUL. What the heads look at meanwhile is added to r.
+// The greedy answer behind the logits of the prompt ids, of at most n tokens, as an stb_ds array that ends in NUL. What
+// the heads look at meanwhile is added to r.
 static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const int *ids,
                            const float *logits, int n) {
     char *text = NULL;
     for (int i = 0; i < n; i++) {
-        int id = 0, end = 0, len;
-        for (int v = 1; v < s->c->V; v++) {
-            if (logits[v] > logits[id]) id = v;
-        }
+        int id = argmax(logits, s->c->V), end = 0, len;
         for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
         if (end) break;
         head_said(r, (size_t)s->c->L * s->c->H, ids, i, id);
         const char *b = tokenizer_bytes(t, id, &len);
-        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
+        bytes_put(&text, b, (size_t)len);
         if (i + 1 < n) logits = decode(s, id);
     }
+    arrput(text, 0);
     return text;
 }
 
@@ -1968,11 +1919,10 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
     int *ids = run_prompt(t, &p->frame, run, hay, r);
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
-    ((HeadProbe *)s->part[s->n_part].ms)->run = r;
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
     char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
-    int accepted = p->all || word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer)) >= .5;
+    int accepted = p->all || word_recall(run->needle->answer, answer) >= .5;
     arrfree(answer);
     arrfree(ids);
     if (!accepted) return 0;
@@ -1992,7 +1942,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     int *hay = hay_ids(t, opt_str(o, "file"), p->length);
     Session *s = session_open(c, w, o, "full");
     double t0 = now();
-    observe(s, &head_probe);
+    *(Calibration **)observe(s, &head_probe) = r;
     for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
         Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
         accepted += calibrate_run(s, t, p, &run, hay, r);
@@ -2094,7 +2044,6 @@ typedef struct {            // one line of the table
     double weights;         // bytes a decode step moves: weights
     double kv;              //   rows of K and V
     double meta;            //   the method's index
-    double flops;           // of a prefill: products and causal attention, each counted once
     size_t stored;          // bytes of rows held
 } BenchLine;
 
@@ -2107,38 +2056,29 @@ enum {
 };
 
 // ---- what this machine reads
-enum { READ_PIECE = 1024 };                 // floats that a thread reads at a time
-static const size_t read_floats = (size_t)1 << 26;         // 256 MiB: no cache holds them
-
-// A buffer of read_floats floats j & 255, made by the first call and kept.
-static const float *read_buffer(void) {
-    static float *buf;
-    if (buf) return buf;
-    size_t bytes = read_floats * sizeof *buf;
-    buf = aligned_bytes((size_t)1 << 21, bytes);
-    if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
-    ask_huge_pages(buf, bytes);
-    #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < read_floats; i += READ_PIECE) {
-        for (size_t j = i; j < i + READ_PIECE; j++) buf[j] = (float)(j & 255);
-    }
-    return buf;
-}
-
-// Bytes a second that all threads read together: the best of three passes over the buffer. Each
-// piece's largest value is 255, so that the reads have a result that is checked and cannot be left
-// out.
+// Bytes a second that all threads read together: the best of three passes over a buffer that no cache holds, which the
+// first call makes and keeps. It holds floats i & 255, so each piece's largest value is 255: the reads have a result
+// that is checked and cannot be left out.
 static double read_bandwidth(void) {
-    const float *buf = read_buffer();
+    enum { PIECE = 1024 };                      // floats that a thread reads at a time
+    static float *buf;
+    size_t n = (size_t)1 << 26, bytes = n * sizeof *buf;
     double best = 0;
+    if (!buf) {
+        buf = aligned_bytes((size_t)1 << 21, bytes);
+        if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
+        ask_huge_pages(buf, bytes);
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < n; i++) buf[i] = (float)(i & 255);
+    }
     for (int r = 0; r < 3; r++) {
         int odd = 0;
         double t = now();
         #pragma omp parallel for schedule(static) reduction(+ : odd)
-        for (size_t i = 0; i < read_floats; i += READ_PIECE) odd += max_f32(buf + i, READ_PIECE) != 255;
+        for (size_t i = 0; i < n; i += PIECE) odd += max_f32(buf + i, PIECE) != 255;
         t = now() - t;
         if (odd) die(EXIT_RUN, "--bench: memory gave back other values than were written");
-        best = fmax(best, (double)(read_floats * sizeof *buf) / t);
+        best = fmax(best, (double)bytes / t);
     }
     return best;
 }
@@ -2195,17 +2135,9 @@ static void bench_clock(BenchLine *b, const Session *s, long tokens) {
     b->stored = kv_bytes(s);
 }
 
-// FLOP of a prefill of n tokens: every product of the layers, the output product of the last token,
-// causal attention.
-static double prefill_flops(const Config *c, double n) {
-    double HD = (double)c->H * c->D, GD = (double)c->G * c->D;
-    double products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;   // q and o, k and v, the MLP
-    return 2 * (n * c->L * products + (double)c->V * c->C) + 2 * n * (n + 1) * HD * c->L;
-}
-
 // Prefill of n ids into an empty cache, `repeat` times. The times by kind are those of the last.
 static BenchLine bench_prefill(Session *s, int n, int repeat) {
-    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s), .flops = prefill_flops(s->c, n) };
+    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s) };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
     int *ids = random_ids(n, s->c->V);
     for (int r = 0; r < repeat; r++) {
@@ -2268,32 +2200,32 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
 }
 
 // ---- the table
-// The fields of a line (stb_ds). A table leaves the bytes of a step empty for a prefill, which is not bound by them.
+// Appends a number that a table leaves empty for a prefill, which is not bound by bytes.
+static void add_of_step(Field **c, const BenchLine *b, const char *name, double x, const char *fmt, double shown) {
+    if (*b->test == 'p') add_field(c, EVERYWHERE, name, x, "%s", "");
+    else if (fmt) add_field(c, EVERYWHERE, name, x, fmt, shown);
+    else add_bytes(c, EVERYWHERE, name, x);
+}
+
+// The fields of a line (stb_ds).
 static Field *bench_fields(const BenchLine *b, const App *a) {
     Field *c = NULL;
     double gb_s = (b->weights + b->kv + b->meta) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
-    const struct { const char *name; double bytes; } moved[] = {
-        { "weight_bytes", b->weights }, { "kv_bytes_attended", b->kv }, { "index_bytes", b->meta },
-    };
     const struct { const char *name; double seconds; } times[] = {
         { "attend_ms", b->attend }, { "select_ms", b->select }, { "commit_ms", b->commit }, { "index_ms", b->index },
     };
-    int prefills = *b->test == 'p';
-    add_field(&c, IN_TABLE, "test", NAN, prefills ? "pp %d" : "tg at %d", b->n);
+    add_field(&c, IN_TABLE, "test", NAN, *b->test == 'p' ? "pp %d" : "tg at %d", b->n);
     add_word(&c, IN_LISTS, "test", b->test);
     add_field(&c, IN_LISTS, "n", b->n, "%d", b->n);
     add_word(&c, IN_LISTS, "method", opt_str(a->o, "method"));
     add_word(&c, IN_LISTS, "model", a->c->dir);
     add_field(&c, EVERYWHERE, "tok_s", b->tok_s, "%.2f", b->tok_s);
-    for (int i = 0; i < 3; i++) {
-        add_bytes(&c, EVERYWHERE, moved[i].name, moved[i].bytes);
-        if (prefills) *arrlast(c).text = 0;
-    }
-    add_field(&c, EVERYWHERE, "gb_s", gb_s, "%.1f", gb_s);
-    if (prefills) *arrlast(c).text = 0;
+    add_of_step(&c, b, "weight_bytes", b->weights, NULL, 0);
+    add_of_step(&c, b, "kv_bytes_attended", b->kv, NULL, 0);
+    add_of_step(&c, b, "index_bytes", b->meta, NULL, 0);
+    add_of_step(&c, b, "gb_s", gb_s, "%.1f", gb_s);
     add_field(&c, EVERYWHERE, "read_gb_s", read, "%.1f", read);
-    add_field(&c, EVERYWHERE, "share", gb_s / read, "%.0f %%", 100 * gb_s / read);
-    if (prefills) *arrlast(c).text = 0;
+    add_of_step(&c, b, "share", gb_s / read, "%.0f %%", 100 * gb_s / read);
     for (int i = 0; i < 4; i++)
         add_field(&c, EVERYWHERE, times[i].name, times[i].seconds * 1e3, "%.3f", times[i].seconds * 1e3);
     add_bytes(&c, EVERYWHERE, "kv_bytes_stored", (double)b->stored);
@@ -2303,44 +2235,36 @@ static Field *bench_fields(const BenchLine *b, const App *a) {
 }
 
 // ---- --bench
-// Tells the memory plan, through -c, the longest context there will be.
-static void bench_context(Options *o, const int *prompt, const int *depth) {
-    int n = 0;
-    char text[16], err[256];
-    for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
-    for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
-    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat"));
-    options_set(o, "ctx-size", text, err);
-}
-
-// One table, of the method that --method names; what is measured stands above it.
-static void bench_method(const App *a, const int *prompt, const int *depth) {
-    int repeat = opt_int(a->o, "repeat"), prompts = (int)arrlen(prompt), lines = prompts + (int)arrlen(depth);
-    Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
-    Field **table = NULL;
-    double t0 = now();
-    if (table_form(a) == IN_TABLE)
-        printf("%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n", a->c->dir, dtype_name(a->c->dtype),
-               (double)a->w->bytes * 1e-9, opt_str(a->o, "method"), opt_str(a->o, "ctk"), opt_str(a->o, "ctv"),
-               n_threads(), simd_name());
-    for (int i = 0; i < lines; i++) {
-        BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
-        arrput(table, bench_fields(&b, a));
-        count_down("lines", i + 1, lines, t0);
-    }
-    print_result(table, a);
-    session_close(s);
-}
-
-// The mode --bench: opens the model and prints the table of one method. Returns the exit code.
+// The mode --bench: opens the model and prints the table of one method; what is measured stands above it. Returns the
+// exit code.
 int bench(Options *o) {
     App a = { .o = o };
+    const char *method = opt_str(o, "method");
     int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24);
     int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
-    bench_context(o, prompt, depth);
+    int repeat = opt_int(o, "repeat"), prompts = (int)arrlen(prompt), lines = prompts + (int)arrlen(depth), longest = 0;
+    char text[16], err[256];
+    Field **table = NULL;
+
+    // The memory plan is told, through -c, the longest context there will be
+    for (int i = 0; i < lines; i++) longest = max_int(longest, i < prompts ? prompt[i] : depth[i - prompts]);
+    snprintf(text, sizeof text, "%d", longest + 1 + BENCH_WARM + BENCH_STEPS * repeat);
+    options_set(o, "ctx-size", text, err);
     open_model(&a);
     choose_device(&a);
-    bench_method(&a, prompt, depth);
+    Session *s = session_open(a.c, a.w, o, method);
+
+    double t0 = now();
+    if (table_form(&a) == IN_TABLE)
+        printf("%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n", a.c->dir, dtype_name(a.c->dtype),
+               (double)a.w->bytes * 1e-9, method, opt_str(o, "ctk"), opt_str(o, "ctv"), n_threads(), simd_name());
+    for (int i = 0; i < lines; i++) {
+        BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
+        arrput(table, bench_fields(&b, &a));
+        count_down("lines", i + 1, lines, t0);
+    }
+    print_result(table, &a);
+    session_close(s);
     weights_close(a.w, a.c);
     arrfree(prompt);
     arrfree(depth);
