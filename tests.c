@@ -3695,7 +3695,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     CalTwin x = { .r = &r };
     for (int i = 0; i < 12; i++) {
         Run run = { &p.needle[i / 2 % 3], LENGTH, 50 + i / 6 * 50, i % 2 };
-        int *ids = run_prompt(t, &p.frame, &run, hay, &r);
+        int *ids = run_prompt(t, p.frame, &run, hay, &r);
         check_prompt(&run, ids, hay, &r);
         x.reasoning = i % 2;
         twin_answers(m, &x, ids, STEPS_OF_ANSWER, sum);
@@ -3712,10 +3712,10 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
         }
     }
     CHECK(some > 1e-3, "no head looks at a right answer: this shows nothing");
-    Frame chat = { "<user>", "(", ")" };
+    const char *chat = "<user>{hay}({question})";
     for (int depth = 0; depth <= 100; depth += 20) {
         Run run = { &p.needle[1], 500, depth, 0 };
-        int *ids = run_prompt(t, &chat, &run, hay, &r);
+        int *ids = run_prompt(t, chat, &run, hay, &r);
         CHECK(ids[0] == '<' && ids[1] == 'u' && ids[5] == '>' && arrlast(ids) == ')', "prefix and prompt");
         CHECK((r.at == 6 || ids[r.at - 1] == '.') && ids[r.at + r.n - 1] == '.' && r.at <= 6 + 300 * depth / 100,
               "depth %d: the needle stands inside a sentence", depth);

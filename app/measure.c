@@ -56,7 +56,7 @@ static void item_free(EvalItem *it) {
 }
 
 // Frees a set with all its items and texts.
-void eval_set_free(EvalSet *e) {
+static void eval_set_free(EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) item_free(&e->item[i]);
     for (int i = 0; i < (int)arrlen(e->line); i++) json_free(e->line[i]);
     arrfree(e->item);
@@ -1805,44 +1805,28 @@ static int has_reasoning(const Tokenizer *t, const Run *run) {
     return n < run_room(run);
 }
 
-// What stands around hay and question: before the hay, before the question, behind it. malloc'd.
-typedef struct { char *before, *ask, *behind; } Frame;
+static const char hay_mark[] = "{hay}", question_mark[] = "{question}";
 
-// The frame of a chat, where the model has a template (tp); else that of the authors' script.
-static Frame frame_make(const Template *tp) {
-    static const char mark[] = "{hay}";
-    Message m = { .role = "user", .content = mark };
+// What stands around hay and question, as a text with marks in their places, malloc'd: the frame of a chat, where the
+// model has a template (tp), else that of the authors' script.
+static char *frame_make(const Template *tp) {
+    Message m = { .role = "user", .content = "{hay} {question}" };
     char err[512];
     size_t size;
-    if (!tp) return (Frame){ copy_text(""), copy_text("Based on the content in the book, answer the question: "),
-                             copy_text("\nAnswer:") };
+    if (!tp) return copy_text("{hay}Based on the content in the book, answer the question: {question}\nAnswer:");
     char *text = template_render(tp, &m, 1, RENDER_PROMPT, &size, NULL, err);
     if (!text) die(EXIT_MODEL, "--calibrate: %s", err);
-    char *at = strstr(text, mark);
-    if (!at) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
-    Frame f = { copy_bytes(text, (size_t)(at - text)), copy_text(" "), copy_text(at + strlen(mark)) };
-    free(text);
-    return f;
-}
-
-static void frame_free(Frame f) {
-    free(f.before);
-    free(f.ask);
-    free(f.behind);
-}
-
-// 1: the frame has the BOS token already.
-static int frame_has_bos(const Tokenizer *t, const Frame *f) {
-    int len = 0;
-    const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
-    return len && !strncmp(f->before, bos, (size_t)len);
+    if (!strstr(text, m.content)) die(EXIT_MODEL, "--calibrate: the chat template leaves the message out");
+    return text;
 }
 
 // The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame.
 // Sets r->at, r->n and r->right.
-static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const int *hay, Calibration *r) {
+static int *run_prompt(const Tokenizer *t, const char *frame, const Run *run, const int *hay, Calibration *r) {
+    int right, len = 0;
+    const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
+    const char *begin = strstr(frame, hay_mark), *ask = begin + strlen(hay_mark), *end = strstr(ask, question_mark);
     char question[8192];
-    int right;
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
@@ -1851,15 +1835,16 @@ static int *run_prompt(const Tokenizer *t, const Frame *f, const Run *run, const
     int at = needle_place(t, run, hay, n_hay);
 
     int *ids = NULL;
-    if (tokenizer_adds_bos(t) && !frame_has_bos(t, f)) arrput(ids, tokenizer_bos(t));
-    ids = encode_at(t, f->before, strlen(f->before), 1, 1, ids);
+    if (tokenizer_adds_bos(t) && !(len && !strncmp(frame, bos, (size_t)len))) arrput(ids, tokenizer_bos(t));
+    ids = encode_at(t, frame, (size_t)(begin - frame), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;
     r->right = r->at + right;
     ids = ids_append(ids, hay, at);
     ids = ids_append(ids, needle, n_needle);
     ids = ids_append(ids, hay + at, n_hay - at);
-    snprintf(question, sizeof question, "%s%s%s", f->ask, run->needle->question, f->behind);
+    snprintf(question, sizeof question, "%.*s%s%s", (int)(end - ask), ask, run->needle->question,
+             end + strlen(question_mark));
     ids = encode_at(t, question, strlen(question), 1, 0, ids);
     arrfree(needle);
     return ids;
@@ -1891,7 +1876,7 @@ typedef struct {
     int *depth;                 // (stb_ds) per cent of the text
     Needle *needle;             // (stb_ds)
     Json *file;                 // of the needles; NULL: they are ours
-    Frame frame;
+    char *frame;                // what stands around hay and question
     int answer;                 // tokens of an answer, at most
     int all;                    // 1: every run is accepted, whatever its answer
 } Plan;
@@ -1908,7 +1893,7 @@ static void plan_free(Plan *p) {
     arrfree(p->depth);
     arrfree(p->needle);
     json_free(p->file);
-    frame_free(p->frame);
+    free(p->frame);
 }
 
 // One run, in a session with the probe as its last part. A run is accepted when its answer has half
@@ -1916,7 +1901,7 @@ static void plan_free(Plan *p) {
 // to r->sum: R2 in the run made for it, all others in the plain one. Returns 1 for an accepted run, else 0.
 static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Run *run, const int *hay,
                          Calibration *r) {
-    int *ids = run_prompt(t, &p->frame, run, hay, r);
+    int *ids = run_prompt(t, p->frame, run, hay, r);
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);

@@ -98,61 +98,26 @@ typedef struct {
     stbds_string_arena mem;     // the texts that were read
 } Answers;
 
-// ---- item sets and turns
-// Frees a set with all its items and texts.
-void eval_set_free(EvalSet *e);
+void put_part(char **text, const char *sep, const char *part);         // appends a part, behind sep unless it is the first
+const char *list_word(const char *list, int k, char out[160]);         // the k-th word of "a,b,c"; NULL behind the last
+int    read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);    // 0, or -1 with err
+void   json_exact(FILE *f, double x);                                  // with all its digits; null when it is none
+double log_sum_exp(const float *x, int n);                             // of n logits: log p_i = x_i - log_sum_exp(x)
 
-// ---- lists of texts
-// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
-void put_part(char **text, const char *sep, const char *part);
-
-// ---- metrics
-// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
-double log_sum_exp(const float *x, int n);
-
-// ---- tables
-// All fields of a row (stb_ds): whose it is; scores, perplexity and divergence where they were measured; bytes and
-// speed.
+// All fields of a row (stb_ds); the cells of its line in a table, or with heads 1 of the first line (stb_ds); the row as
+// a JSON object on one line, with the options that the user set.
 Field *row_fields(const Score *s, const EvalRun *run);
-
-// The cells of a table's row, or with heads 1 those of its first line (stb_ds).
 const char **table_cells(const Field *c, int heads);
-
-// Writes a row as a JSON object on one line, with the options that the user set.
 void print_json_row(const Field *c, const App *a, FILE *f);
 
-// ---- the modes
-// Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
-const char *list_word(const char *list, int k, char out[160]);
-
-// ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
 int shard_parse(const char *text, int *first, int *step);
 
-// ---- answers on disk
-// A number with all its digits; null when it is none.
-void json_exact(FILE *f, double x);
-
-// ---- answers on disk
-// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
-int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);
-
-// ---- the run
-// --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
-// when an item is missing.
-int eval_merge(App *a);
-
-// --eval: reads the items, plays them through every row, prints the rows and, with --report,
-// has the page written. Returns 0.
+// The modes --eval, which with --report has the page written; --eval-merge, without the model; --calibrate, in the
+// frame of the model's chat template (tp; NULL: it has none); --bench. Each returns the exit code.
 int evaluate(App *a, void (*report)(App *a, const EvalRun *run));
-
-// ---- the file
-// --calibrate OUT.json: makes the score file of a model, in the frame of its chat template (tp; NULL: it has none).
-// Returns the exit code; exit 1 when no run is accepted or the file cannot be written.
+int eval_merge(App *a);
 int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o);
-
-// ---- --bench
-// The mode --bench: opens the model and prints the table of one method. Returns the exit code.
 int bench(Options *o);
 
 #endif

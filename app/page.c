@@ -28,18 +28,10 @@ enum {
     MAP_HEADS = 36,             // maps of a report, about
 };
 
-// A tensor of a trace.
-typedef struct {
-    char name[96], type[4];
-    int dim[3], dims;
-    void *x;                    // (bytes), malloc'd
-    size_t bytes;
-} Traced;
-
-// The newest tensor of every name (stb_ds); trace comes first, so that a Trace is a Latest.
+// The newest tensor of every name, as JSON (malloc'd); trace comes first, so that a Trace is a Latest.
 typedef struct {
     struct Trace trace;
-    Traced *tensor;
+    struct { char *key, *value; } *tensor;      // stb_ds string map
 } Latest;
 
 // A session with its own record of the dialogue, which a page shows.
@@ -108,22 +100,20 @@ static void write_scores(const App *a, FILE *f) {
 static void write_shape(const App *a, FILE *f) {
     const Config *c = a->c;
     fprintf(f, "{\"L\":%d,\"H\":%d,\"G\":%d,\"D\":%d,", c->L, c->H, c->G, c->D);
-    fprintf(f, "\"simd\":\"%s\",", simd_name());
     json_pair(f, "model", c->dir);
     json_pair(f, "version", KVCOMP_VERSION);
     fputs("\"methods\":[", f);
     for (int i = 0; methods[i]; i++) {
         fputs(i ? ",{" : "{", f);
         json_pair(f, "name", methods[i]->name);
-        json_pair(f, "keeps", methods[i]->keeps);
-        fprintf(f, "\"budget\":%d}", methods[i]->budget);
+        fputs("\"keeps\":", f);
+        json_escape(f, methods[i]->keeps, strlen(methods[i]->keeps));
+        fputc('}', f);
     }
     fputs("],\"script\":[", f);
     for (int i = 0; i < N_DEMO_LINES; i++) {
-        fputs(i ? ",{" : "{", f);
-        if (demo_lines[i].answer) json_pair(f, "answer", demo_lines[i].answer);
-        json_pair(f, "user", demo_lines[i].user);
-        fputs("\"n\":0}", f);
+        fputs(i ? "," : "", f);
+        json_escape(f, demo_lines[i].user, strlen(demo_lines[i].user));
     }
     fputs("],\"values\":[", f);
     for (int i = 0; i < SHORT_VALUES; i++)
@@ -239,31 +229,31 @@ static int looked_at(const char *name) {
     return 0;
 }
 
-// Trace.put: keeps a copy of the tensor in place of the one that had this name.
+// Trace.put: keeps the tensor's type, shape and bytes in place of those that had this name.
 static void latest_put(struct Trace *trace, const char *name, const char *type, size_t size, const void *x,
                        const int *dim, int dims) {
     Latest *a = (Latest *)trace;
-    int i = 0;
+    char *text = NULL;
+    size_t n;
     if (!looked_at(name)) return;
-    while (i < (int)arrlen(a->tensor) && strcmp(a->tensor[i].name, name)) i++;
-    if (i == (int)arrlen(a->tensor)) arrput(a->tensor, (Traced){ 0 });
-    Traced *t = &a->tensor[i];
-    free(t->x);
-    *t = (Traced){ .dims = dims, .bytes = size };
-    snprintf(t->name, sizeof t->name, "%s", name);
-    snprintf(t->type, sizeof t->type, "%s", type);
+    FILE *f = memory_stream(&text, &n);
+    fprintf(f, "{\"type\":\"%s\",\"shape\":[", type);
     for (int d = 0; d < dims; d++) {
-        t->dim[d] = dim[d];
-        t->bytes *= (size_t)dim[d];
+        fprintf(f, d ? ",%d" : "%d", dim[d]);
+        size *= (size_t)dim[d];
     }
-    if (dims == 3 && dim[0] > 1) t->bytes = 0;      // queries are looked at in decode steps only
-    t->x = xmalloc(t->bytes + 1);
-    if (t->bytes) memcpy(t->x, x, t->bytes);
+    fputs("],\"x\":", f);
+    json_base64(f, x, dims == 3 && dim[0] > 1 ? 0 : size);      // queries are looked at in decode steps only
+    fputc('}', f);
+    memory_stream_close(f);
+    free(shget(a->tensor, name));
+    shput(a->tensor, name, text);
 }
 
 // From now on the passes of s are traced, in every step-th layer.
 static Latest *latest_open(Session *s, int step) {
     Latest *a = xcalloc(1, sizeof *a);
+    sh_new_strdup(a->tensor);
     a->trace.put = latest_put;
     a->trace.layer = xcalloc((size_t)s->c->L, 1);
     for (int l = 0; l < s->c->L; l++) a->trace.layer[l] = (s->c->L - 1 - l) % step == 0;
@@ -274,23 +264,17 @@ static Latest *latest_open(Session *s, int step) {
 // Frees what was kept of the tensors.
 static void latest_close(Latest *a) {
     if (!a) return;
-    for (int i = 0; i < (int)arrlen(a->tensor); i++) free(a->tensor[i].x);
-    arrfree(a->tensor);
+    for (int i = 0; i < (int)shlen(a->tensor); i++) free(a->tensor[i].value);
+    shfree(a->tensor);
     free(a->trace.layer);
     free(a);
 }
 
-// The newest tensors as an object: their types, shapes and bytes by name.
+// The newest tensors as an object.
 static void write_trace(const Latest *a, FILE *f) {
     fputc('{', f);
-    for (int i = 0; a && i < (int)arrlen(a->tensor); i++) {
-        const Traced *t = &a->tensor[i];
-        fprintf(f, "%s\"%s\":{\"type\":\"%s\",\"shape\":[%d", i ? "," : "", t->name, t->type, t->dim[0]);
-        for (int d = 1; d < t->dims; d++) fprintf(f, ",%d", t->dim[d]);
-        fputs("],\"x\":", f);
-        json_base64(f, t->x, t->bytes);
-        fputc('}', f);
-    }
+    for (int i = 0; a && i < (int)shlen(a->tensor); i++)
+        fprintf(f, "%s\"%s\":%s", i ? "," : "", a->tensor[i].key, a->tensor[i].value);
     fputc('}', f);
 }
 

@@ -282,7 +282,7 @@ async function testPictures(b) {
     await b.run(async () => {
         await setCount(1);
         await say("My password is 4821.");
-        await say(shape.script[4].user);
+        await say(shape.script[4]);
     });
     for (const kind of ["lines", "bits", "tree", "nexus", "heads"]) {
         const [before, after, shapes, text] = await b.run(async kind => {
@@ -417,7 +417,7 @@ async function testHostile(b) {
         await setCount(2, ["full", "streaming"]);
         const problems = [];
         for (let i = 0; i < 8; i++) {
-            await say(shape.script[4].user.repeat(14));
+            await say(shape.script[4].repeat(14));
             problems.push($("problem").textContent);
         }
         return { problems, tokens: sides.map(s => s.tokens.length), replies: sides.map(s => s.reply), working };
@@ -449,7 +449,7 @@ async function testTurns(b) {
     const start = await memory();
     for (let turn = 50; turn <= 500; turn += 50) {
         await b.run(async () => {
-            for (let i = 0; i < 50; i++) await say(shape.script[i % shape.script.length].user);
+            for (let i = 0; i < 50; i++) await say(shape.script[i % shape.script.length]);
         });
         at[turn] = await memory();
     }
@@ -532,7 +532,7 @@ async function testLooks() {
         for (const dark of [false, true]) {
             const b = await Browser(wide, dark), name = `${wide}-${dark ? "dark" : "light"}`;
             await b.run(async () => {
-                const texts = ["My name is Anna.", "My password is 4821.", shape.script[4].user, "How are you?"];
+                const texts = ["My name is Anna.", "My password is 4821.", shape.script[4], "How are you?"];
                 for (const text of [...texts, "What is my password?"]) await say(text);
             });
             await b.drawn();
