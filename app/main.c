@@ -323,7 +323,6 @@ static void check_options(const Options *o) {
     int merge = *opt_str(o, "eval-merge") != 0, trace = *opt_str(o, "trace") != 0;
     int json = opt_int(o, "json"), csv = opt_int(o, "csv"), compare = *opt_str(o, "compare") != 0;
     const struct { int wrong; const char *why; } rules[] = {
-        { opt_int(o, "kernel") % 2 == 0, "--kernel: the pooling width is odd" },
         { opt_given(o, "budget") && opt_given(o, "ratio"), "--budget and --ratio both say how much to keep; give one" },
         { opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one" },
         { *opt_str(o, "dump-logits") && !ids, "--dump-logits goes with --ids FILE" },
@@ -336,7 +335,6 @@ static void check_options(const Options *o) {
         { !trace && *opt_str(o, "trace-layers"), "--trace-layers goes with --trace FILE" },
         { *opt_str(o, "budgets") && !eval && !report, "--budgets goes with --compare, --eval or --report" },
         { csv && !eval && !bench && !merge, "--csv goes with --eval or --bench" },
-        { shard_parse(opt_str(o, "eval-shard"), &first, &step) != 0, "--eval-shard wants I/N with I from 1 to N" },
         { opt_int(o, "json-rows") && !json, "--json-rows goes with --json" },
         { compare && asks && text, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
           "/compare QUESTION asks several methods" },
@@ -351,6 +349,10 @@ static void check_options(const Options *o) {
     };
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
         if (rules[i].wrong) die(EXIT_USAGE, "%s", rules[i].why);
+    if (opt_int(o, "kernel") % 2 == 0)
+        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
+        die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
 }
 
 // ---- what is asked beside the model's text
