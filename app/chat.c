@@ -1444,20 +1444,15 @@ static int memory_in_words(double weights, double rows, int ctx, double free_byt
     return free_bytes >= 0 && weights + rows > free_bytes;
 }
 
-// Says what the model and a full context take, before any of it is taken. More than is free is a
-// warning: weights are mapped from their files, and rows come as the dialogue grows. Random weights
-// are neither, so with too little memory for them the program ends with exit 4.
-static void tell_memory(const App *a, double weights, int synthetic) {
-    const Config *c = a->c;
+// Says what the model and a full context take at most. More than is free is a warning: weights are mapped from their
+// files, and rows come as the dialogue grows.
+static void tell_memory(const App *a) {
+    const MemoryPlan p = memory_plan(a->s);
     char text[200], fits[64] = "";
-    int ctx = opt_int(a->o, "ctx-size") ? opt_int(a->o, "ctx-size") : c->max_pos;
-    const Format *fk = format_find(opt_str(a->o, "ctk")), *fv = format_find(opt_str(a->o, "ctv"));
-    double row = (double)(fk->row_bytes(c->D) + fv->row_bytes(c->D));
-    double each = row * c->L * c->G, room = memory_free();
-    int over = memory_in_words(weights, each * ctx, ctx, room, text);
-    if (synthetic && room >= 0 && weights > room) die(EXIT_MEMORY, "%s: too little for these random weights", text);
-    if (!strcmp(opt_str(a->o, "device"), "cuda") || quiet || *opt_str(a->o, "ids") || opt_int(a->o, "inspect")) return;
-    if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / each));
+    double weights = (double)p.weights, rows = (double)p.kv, room = memory_free();
+    int over = memory_in_words(weights, rows, p.ctx, room, text);
+    if (KV_DEV(a->s) || quiet || *opt_str(a->o, "ids")) return;
+    if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / rows * p.ctx));
     if (over) warn("WARNING: %s%s", text, fits);
     else if (weights >= 1e9 && isatty(2)) warn("%s", text);
 }
@@ -1489,15 +1484,14 @@ void open_config(App *a) {
     if (!quiet) say_without_effect(a->o);
 }
 
-// Opens the weights of that config, or makes random ones.
+// Opens the weights of that config, or makes random ones, for which there has to be memory.
 void open_weights(App *a) {
-    if (*opt_str(a->o, "synthetic")) {
-        tell_memory(a, (double)weights_bytes(a->c), 1);
-        a->w = weights_synthetic(a->c, 1);
-        return;
-    }
-    a->w = weights_load(a->c);
-    tell_memory(a, (double)a->w->bytes, 0);
+    int synthetic = *opt_str(a->o, "synthetic") != 0;
+    double bytes = synthetic ? (double)weights_bytes(a->c) : 0, room = memory_free();
+    if (room >= 0 && bytes > room)
+        die(EXIT_MEMORY, "%s weights; %s free: too little for these random weights", human_bytes(bytes).text,
+            human_bytes(room).text);
+    a->w = synthetic ? weights_synthetic(a->c, 1) : weights_load(a->c);
 }
 
 // Both.
@@ -1652,6 +1646,7 @@ static void template_differs(const App *a) {
 void open_session(App *a) {
     a->method = copy_text(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
+    tell_memory(a);
     template_differs(a);
     a->logits = xcalloc(a->c->V, sizeof(float));
     int seed = opt_int(a->o, "seed");

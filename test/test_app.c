@@ -2766,7 +2766,7 @@ TEST(cli_memory, "what a model takes in words; more than is free is a warning, o
     CHECK(!memory_in_words(16.06e9, 4e9, 32768, -1, text) && !strstr(text, "free"), "%s", text);
     if (memory_free() < 0) return;  // this system does not say what is free
     CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -c 1073741824") == 0 &&
-              strstr(sh_err, "WARNING: 6.4 MB weights + 2.5 TB rows at -c 1073741824; ") &&
+              strstr(sh_err, "WARNING: 6.4 MB weights + 2.6 TB rows at -c 1073741824; ") &&
               strstr(sh_err, " would fit\n") && lines_warned() == 1,
           "%s", sh_err);
     CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 --ids "
