@@ -1485,14 +1485,6 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 }
 
 // ---- the run
-// --trace writes down the one row that an evaluation may have then, instead of the session of the App. open:
-// the rows' sessions (stb_ds).
-static void trace_row(const App *a, OpenRow *open) {
-    if (arrlen(open) > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", (int)arrlen(open));
-    trace_session(a->s, NULL);
-    trace_session(open->s, a->trace);
-}
-
 // Have two rows answered the same questions? Their scores are compared one by one.
 static int same_questions(const Score *a, const Score *b) {
     int n = (int)arrlen(a->answers), same = n == (int)arrlen(b->answers);
@@ -1581,7 +1573,11 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     x.row = open_rows(a, &open);
     if (answers_begin(&x, (int)arrlen(e.item), (int)arrlen(x.row), err)) die(EXIT_USAGE, "--eval: %s", err);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
-    if (a->trace) trace_row(a, open);
+    if (a->trace && x.rows > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", x.rows);
+    if (a->trace) {                                     // of the one row, not of the session of the App
+        trace_session(a->s, NULL);
+        trace_session(open->s, a->trace);
+    }
     if (*out) answers_open(&x, out, first_line(a, &e, x.row, open));
     if (!ppl) play_items(a, &e, open, &x);
     rows_add(&x, missing);
@@ -1788,23 +1784,6 @@ static int *run_needle(const Tokenizer *t, const Run *run, int *right) {
     return encode_at(t, text, strlen(text), 0, 0, ids);
 }
 
-// The ids of hay and needle together: about 200 of the length are left for the rest, half of a
-// length below 400.
-static int run_room(const Run *run) {
-    return run->length - (run->length < 400 ? run->length / 2 : 200);
-}
-
-// Has a run a second one, for HeadKV-R2? The needle has a wrong answer and a sentence of reasoning,
-// and the length has room for them.
-static int has_reasoning(const Tokenizer *t, const Run *run) {
-    Run second = { run->needle, run->length, run->depth, 1 };
-    int right;
-    if (!run->needle->distractor || !run->needle->reasoning) return 0;
-    int *ids = run_needle(t, &second, &right), n = (int)arrlen(ids);
-    arrfree(ids);
-    return n < run_room(run);
-}
-
 static const char hay_mark[] = "{hay}", question_mark[] = "{question}";
 
 // What stands around hay and question, as a text with marks in their places, malloc'd: the frame of a chat, where the
@@ -1820,21 +1799,21 @@ static char *frame_make(const Template *tp) {
     return text;
 }
 
-// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame.
-// Sets r->at, r->n and r->right.
+// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame. About 200 of
+// its length are left for what is neither hay nor needle, half of a length below 400. Sets r->at, r->n and r->right.
+// NULL: there is no room for hay.
 static int *run_prompt(const Tokenizer *t, const char *frame, const Run *run, const int *hay, Calibration *r) {
     int right, len = 0;
     const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
     const char *begin = strstr(frame, hay_mark), *ask = begin + strlen(hay_mark), *end = strstr(ask, question_mark);
     char question[8192];
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
-    int n_hay = run_room(run) - n_needle;
-    if (n_hay < 1)
-        die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle of %d beside the question", run->length,
-            n_needle);
-    int at = needle_place(t, run, hay, n_hay);
-
-    int *ids = NULL;
+    int n_hay = run->length - (run->length < 400 ? run->length / 2 : 200) - n_needle;
+    if (n_hay < 1) {
+        arrfree(needle);
+        return NULL;
+    }
+    int at = needle_place(t, run, hay, n_hay), *ids = NULL;
     if (tokenizer_adds_bos(t) && !(len && !strncmp(frame, bos, (size_t)len))) arrput(ids, tokenizer_bos(t));
     ids = encode_at(t, frame, (size_t)(begin - frame), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
@@ -1896,12 +1875,14 @@ static void plan_free(Plan *p) {
     free(p->frame);
 }
 
-// One run, in a session with the probe as its last part. A run is accepted when its answer has half
-// of the expected words, or when every run is; then its scores are added
-// to r->sum: R2 in the run made for it, all others in the plain one. Returns 1 for an accepted run, else 0.
+// One run, in a session with the probe. It is accepted when its answer has half of the expected words, or when every
+// run is; then its scores are added to r->sum: R2 in the run made for it, which is left out where it has no room, all
+// others in the plain one. Returns 1 for an accepted run, else 0.
 static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Run *run, const int *hay,
                          Calibration *r) {
     int *ids = run_prompt(t, p->frame, run, hay, r);
+    if (!ids && run->reasoning) return 0;
+    if (!ids) die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle beside the question", run->length);
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
@@ -1931,7 +1912,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
         Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
         accepted += calibrate_run(s, t, p, &run, hay, r);
-        run.reasoning = has_reasoning(t, &run);
+        run.reasoning = run.needle->distractor && run.needle->reasoning;
         if (run.reasoning) r->reasoned += calibrate_run(s, t, p, &run, hay, r);
         count_down("runs", i + 1, runs, t0);
     }

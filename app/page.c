@@ -399,17 +399,14 @@ static int shown_step(Shown *x, int n, char **text) {
     return 1;
 }
 
-// Do the turns `now` go on where `had` ends? Then they are as many or more, prefill the same, and begin with
-// the same ids.
+// Do the turns `now` go on where `had` ends? Then they begin with the same ids, in which a template's marks say where
+// a turn begins.
 static int goes_on(const Turn *had, const Turn *now) {
-    int n = (int)arrlen(had), same = n <= (int)arrlen(now);
-    for (int k = 0; k < n && same; k++) same = arrlen(had[k].pre) == arrlen(now[k].pre);
-    for (int k = 0; k + 1 < n && same; k++) same = arrlen(had[k].dec) == arrlen(now[k].dec);
-    int *before = record_ids(had), *after = record_ids(now);
-    for (int i = 0; i < (int)arrlen(before) && same; i++) same = i < (int)arrlen(after) && before[i] == after[i];
+    int *before = record_ids(had), *after = record_ids(now), same = arrlen(before) <= arrlen(after);
+    for (int i = 0; i < (int)arrlen(before) && same; i++) same = before[i] == after[i];
     arrfree(before);
     arrfree(after);
-    return same;
+    return same && arrlen(had) <= arrlen(now);
 }
 
 // The side is fed the turns `now`, as far as it does not know them: "" in err, or why it cannot be.
