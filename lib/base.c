@@ -570,9 +570,9 @@ int worth_threads(size_t multiply_adds) {
 // The physical cores among the processors this process may run on: two hardware threads of a core
 // share the units that arithmetic waits for. A core is known by the first of its siblings. Where the
 // system is not Linux, every processor counts.
-#ifdef __linux__
 static int physical_cores(void) {
     int n = 0;
+#ifdef __linux__
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
@@ -585,13 +585,11 @@ static int physical_cores(void) {
         if (f) fclose(f);
         n += first == cpu || first >= CPU_SETSIZE || !CPU_ISSET(first, &allowed);
     }
+#else
+    n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
     return max_int(n, 1);
 }
-#else
-static int physical_cores(void) {
-    return max_int((int)sysconf(_SC_NPROCESSORS_ONLN), 1);
-}
-#endif
 
 // Bytes of a page of memory: 4096 on most machines, 16384 and 65536 on some 64-bit ARM ones.
 size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -967,44 +965,36 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
 }
 
 // ---- numbers
-// Skips the decimal digits at *p, of which there must be one. Returns 0, or -1 with r->err set.
+// Goes behind the decimal digits at *p, of which there must be one. Returns 0, or -1 with r->err set.
 static int json_digits(JsonReader *r, char **p, const char *what) {
-    if (!isdigit((unsigned char)**p)) return json_fail(r, *p, what);
-    while (isdigit((unsigned char)**p)) (*p)++;
-    return 0;
+    size_t n = strspn(*p, "0123456789");
+    *p += n;
+    return n ? 0 : json_fail(r, *p, what);
 }
 
 // Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
-// no value at all.
+// no value at all. The grammar is narrower than strtod's and strtoll's, so they stop at p too.
 static int json_number(JsonReader *r, Json *v) {
-    char *p = r->p;
-    int negative = *p == '-', whole = 1;
-    p += negative;
-    char *digits = p;
-    if (json_digits(r, &p, negative ? "expected a digit after '-'" : "expected a value")) return -1;
+    char *digits = r->p + (*r->p == '-'), *p = digits;
+    if (json_digits(r, &p, digits > r->p ? "expected a digit after '-'" : "expected a value")) return -1;
     if (*digits == '0' && p - digits > 1) return json_fail(r, digits, "expected no leading zero");
-
-    // Fraction and exponent
+    char *behind = p;           // the whole part
     if (*p == '.') {
-        whole = 0;
         p++;
         if (json_digits(r, &p, "expected a digit after '.'")) return -1;
     }
     if (*p == 'e' || *p == 'E') {
-        whole = 0;
         p++;
-        if (*p == '+' || *p == '-') p++;
+        p += *p == '+' || *p == '-';
         if (json_digits(r, &p, "expected a digit in the exponent")) return -1;
     }
-
-    // The value. The grammar above is narrower than strtod's and strtoll's, so they stop at p too.
     v->type = JSON_NUMBER;
     v->num = strtod(r->p, NULL);
-    errno = 0;
-    if (whole) v->i = strtoll(r->p, NULL, 10);
-    v->is_int = whole && !errno;
-    if (!v->is_int) v->i = 0;
     if (!isfinite(v->num)) return json_fail(r, r->p, "expected a number a double can hold");
+    errno = 0;
+    int64_t i = strtoll(r->p, NULL, 10);
+    v->is_int = p == behind && !errno;
+    v->i = v->is_int ? i : 0;
     r->p = p;
     return 0;
 }
@@ -1174,13 +1164,6 @@ void json_escape(FILE *f, const char *s, size_t n) {
 int json_is(const Json *j, int type) { return j && j->type == type; }
 
 int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
-
-// The bool of a key: 0 or 1; `absent` when it is absent or null; 2 when it is no bool.
-int json_flag(const Json *obj, const char *key, int absent) {
-    const Json *j = json_get(obj, key);
-    if (json_none(j)) return absent;
-    return j->type == JSON_BOOL ? (int)j->i : 2;
-}
 
 // The text of a key; "" when it is absent, no text, or a text with a NUL inside.
 const char *json_text(const Json *obj, const char *key) {

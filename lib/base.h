@@ -248,7 +248,6 @@ void  json_free(Json *root);                                    // NULL is allow
 const Json *json_get(const Json *obj, const char *key);         // the last one of that key; NULL. Linear
 int   json_is  (const Json *j, int type);
 int   json_none(const Json *j);                                 // absent or null
-int   json_flag(const Json *obj, const char *key, int absent);  // 0 or 1; 2: it is no bool
 const char *json_text(const Json *obj, const char *key);        // "" when it is no text, or holds a NUL
 int   json_holds_nul(const Json *v);                            // does any text in v hold a 0 byte?
 void  json_escape(FILE *f, const char *s, size_t n);            // a JSON string, quotes included

@@ -1390,9 +1390,10 @@ static void decode_table(Tokenizer *t) {
 // ---- Loading: the members of tokenizer.json
 // A flag of obj: 0 or 1. One that is neither true nor false leaves a complaint in err, and counts as 0.
 static int flag(const Json *obj, const char *key, int absent, char err[512]) {
-    int value = json_flag(obj, key, absent);
-    if (value > 1) fault(err, "%s is neither true nor false", key);
-    return value == 1;
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return absent;
+    if (j->type != JSON_BOOL) fault(err, "%s is neither true nor false", key);
+    return j->type == JSON_BOOL && j->i;
 }
 
 // Refuses an object for its type. what: "a normalizer" and the like.

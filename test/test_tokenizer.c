@@ -205,7 +205,7 @@ TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut a
     for (int i = 0; patterns && i < patterns->n; i++) {
         const Json *p = &patterns->item[i], *words = json_get(p, "words");
         const char *pattern = json_text(p, "pattern");
-        Tokenizer *t = split_tokenizer(pattern, json_text(p, "behavior"), json_flag(p, "invert", 0), err);
+        Tokenizer *t = split_tokenizer(pattern, json_text(p, "behavior"), (int)json_get(p, "invert")->i, err);
         CHECK(t, "%s", err);
         for (int k = 0; t && k < texts->n; k++) {
             const Json *text = &texts->item[k], *list = &words->item[k];
