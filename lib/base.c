@@ -1104,6 +1104,18 @@ Json *json_parse(const char *text, size_t n, char err[256]) {
     return NULL;
 }
 
+// The JSON of a file of at most `most` bytes. NULL, with the path and the reason in err.
+Json *json_read(const char *path, size_t most, char err[512]) {
+    char why[256];
+    size_t n;
+    char *text = read_bounded(path, most, &n, why);
+    Json *j = text ? json_parse(text, n, why) : NULL;
+    if (!text) fault(err, "%s", why);
+    else if (!j) fault(err, "%.250s: %s", path, why);
+    free(text);
+    return j;
+}
+
 // The value of a key, the last one when the key is written twice. NULL when it is absent, or when
 // obj is NULL or no object. The search is linear: a caller that needs many keys of a large object
 // walks it instead.

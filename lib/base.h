@@ -244,6 +244,7 @@ struct Json {
 };
 
 Json *json_parse(const char *text, size_t n, char err[256]);    // the root; NULL with place and reason
+Json *json_read(const char *path, size_t most, char err[512]);  // that of a file
 void  json_free(Json *root);                                    // NULL is allowed
 const Json *json_get(const Json *obj, const char *key);         // the last one of that key; NULL. Linear
 int   json_is  (const Json *j, int type);

@@ -677,9 +677,9 @@ static const char *const expected_folder = "a Hugging Face folder (config.json, 
 // Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
 // is absent and not needed.
 static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
-    char path[1400], why[256], *text = NULL;
-    size_t n;
+    char path[1400], why[512];
     struct stat st;
+    Json *j = NULL;
     err[0] = 0;
     snprintf(path, sizeof path, "%s/%s", dir, name);
     int there = file_exists(path);
@@ -693,16 +693,10 @@ static Json *config_file(const char *dir, const char *name, int needed, char err
     } else if (!S_ISDIR(st.st_mode)) {
         fault(err, "%.300s: expected %s, found a file", dir, expected_folder);
     } else if (there || !foreign_files(dir, err)) {
-        text = read_bounded(path, MOST_CONFIG, &n, why);
-        if (!text && there) fault(err, "%s", why);
-        else if (!text) fault(err, "%s; expected %s", why, expected_folder);
+        j = json_read(path, MOST_CONFIG, why);
+        if (!j) fault(err, "%s%s%s", why, there ? "" : "; expected ", there ? "" : expected_folder);
+        else if (j->type != JSON_OBJECT) fault(err, "%.400s: expected a JSON object", path);
     }
-    if (!text) return NULL;
-
-    Json *j = json_parse(text, n, why);
-    free(text);
-    if (!j) fault(err, "%.220s/%s: %s", dir, name, why);
-    else if (j->type != JSON_OBJECT) fault(err, "%.300s/%s: expected a JSON object", dir, name);
     if (!err[0]) return j;
     json_free(j);
     return NULL;

@@ -1278,19 +1278,14 @@ static char *config_program(const Json *config, const char *file, char err[512])
 
 // The program of a folder. Returns a copy, "" when there is none, NULL and err when a file is broken.
 static char *folder_program(const char *dir, char err[512]) {
-    char file[1200], why[256];
+    char file[1200];
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
     if (file_exists(file)) return read_plain_text(file, &n, err);
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
     if (!file_exists(file)) return copy_text("");
-    char *text = read_file(file, &n, err), *program = NULL;
-    if (!text) return NULL;
-
-    Json *j = json_parse(text, n, why);
-    if (j) program = config_program(j, file, err);
-    else fault(err, "%s: %s", file, why);
-    free(text);
+    Json *j = json_read(file, MOST_TEXT, err);
+    char *program = j ? config_program(j, file, err) : NULL;
     json_free(j);
     return program;
 }

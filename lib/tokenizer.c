@@ -1652,26 +1652,19 @@ static int read_decoder(Tokenizer *t, const Json *d, char err[512]) {
 // "single", which is [BOS, text], or the text alone.
 static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
     const Json *list = json_get(p, "single");
-    int seen = 0;               // 1: the text came
     if (!strcmp(json_text(p, "type"), "ByteLevel")) return 0;
     if (strcmp(json_text(p, "type"), "TemplateProcessing") || !json_is(list, JSON_ARRAY))
         return refuse_type(err, "a post_processor", p);
     for (int i = 0; i < list->n; i++) {
         const Json *special = json_get(&list->item[i], "SpecialToken");
-        if (!special) {
-            seen = 1;
-            continue;
-        }
         const char *name = json_text(special, "id");
-        const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
-        const Json *id = json_is(ids, JSON_ARRAY) && ids->n == 1 ? &ids->item[0] : NULL;
-        if (seen || t->add_bos)
+        if (!special) continue;
+        if (i || t->add_bos)
             return fault(err, "post_processor: only one token before the text is supported, not '%.100s' as well",
                          name);
-        if (!id || !id->is_int || id->i < 0 || id->i >= tokenizer_size(t))
-            return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
-        t->bos = (int)id->i;
+        t->bos = text_id(t, name, strlen(name));
         t->add_bos = 1;
+        if (t->bos < 0) return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
     }
     return 0;
 }
@@ -1721,12 +1714,9 @@ static int token_named(const Tokenizer *t, const Json *config, const char *key, 
 
 // Reads tokenizer_config.json, if there is one: BOS, EOS, and whether BOS stands before every text.
 static int load_config(Tokenizer *t, const char *path, char err[512]) {
-    char why[256];
-    size_t n;
-    char *text = file_exists(path) ? read_bounded(path, MOST_CONFIG, &n, why) : NULL;
-    Json *j = text ? json_parse(text, n, why) : NULL;
-    free(text);
-    if (file_exists(path) && !j) return fault(err, "%s: %s", path, why);
+    *err = 0;
+    Json *j = file_exists(path) ? json_read(path, MOST_CONFIG, err) : NULL;
+    if (*err) return -1;
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
     t->add_bos = flag(j, "add_bos_token", t->add_bos, err) && t->bos >= 0;
@@ -1734,21 +1724,10 @@ static int load_config(Tokenizer *t, const char *path, char err[512]) {
     return *err ? -1 : 0;
 }
 
-// Reads a file tokenizer.json. NULL and err.
-static Tokenizer *load_file(const char *file, char err[512]) {
-    char why[512];
-    size_t n;
-    char *text = read_bounded(file, MOST_TOKENIZER, &n, err);
-    if (!text) return NULL;
-    Tokenizer *t = tokenizer_parse(text, n, why);
-    free(text);
-    if (!t) fault(err, "%.200s: %.300s", file, why);
-    return t;
-}
-
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
-    char file[1200], config[1300];
+    char file[1200], config[1300], why[512];
     struct stat st;
+    size_t n;
     if (strlen(path) > 1100) {
         fault(err, "the path of the tokenizer is too long");
         return NULL;
@@ -1760,12 +1739,14 @@ Tokenizer *tokenizer_load(const char *path, char err[512]) {
         fault(err, "%.300s: no tokenizer.json here (a SentencePiece model, tokenizer.model, is not read)", path);
         return NULL;
     }
-    Tokenizer *t = load_file(file, err);
+    char *text = read_bounded(file, MOST_TOKENIZER, &n, err);
+    Tokenizer *t = text ? tokenizer_parse(text, n, why) : NULL;
+    if (text && !t) fault(err, "%.200s: %.300s", file, why);
+    free(text);
     if (!t) return NULL;
 
     const char *slash = strrchr(file, '/');
     snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);
-    *err = 0;
     if (!load_config(t, config, err)) return t;
     tokenizer_free(t);
     return NULL;

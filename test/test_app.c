@@ -1828,8 +1828,8 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1500 },          { "lib/kernels", 1000, 1800 },  { "lib/checkpoint", 1000, 1650 },
-    { "lib/tokenizer", 1200, 1900 },    { "lib/template", 900, 1650 },  { "kvcomp", 6200, 8450 },
+    { "lib/base", 850, 1450 },          { "lib/kernels", 1000, 1760 },  { "lib/checkpoint", 1000, 1500 },
+    { "lib/tokenizer", 1200, 1860 },    { "lib/template", 900, 1570 },  { "kvcomp", 6200, 8450 },
     { "app/options", 300, 450 },        { "app/terminal", 400, 750 },   { "app/chat", 1000, 2750 },
     { "app/measure", 1300, 2400 },      { "app/page", 450, 870 },       { "app/main", 650, 980 },
 };

@@ -603,16 +603,11 @@ TEST(tokenizer_refuses, "what is not supported or malformed is refused with a li
           "Replace" },
         { SMALL_HEAD "'post_processor':{'type':'BertProcessing'}," SMALL_MODEL, "BertProcessing" },
         { SMALL_HEAD "'post_processor':{'type':'TemplateProcessing','single':[{'SpecialToken':{'id'"
-                     ":'<s>'}}],'special_tokens':{}}," SMALL_MODEL,
-          "<s>" },
+                     ":'<x>'}}]}," SMALL_MODEL, "'<x>' has no id" },
         { SMALL_HEAD "'post_processor':{'type':'TemplateProcessing','single':[{'Sequence':{}},{'"
                      "SpecialToken':{'id':'<s>'}}],"
                      "'special_tokens':{'<s>':{'ids':[4]}}}," SMALL_MODEL,
           "before the text" },
-        { SMALL_HEAD
-          "'post_processor':{'type':'TemplateProcessing','single':[{'SpecialToken':{'id':'<s>'}}],"
-          "'special_tokens':{'<s>':{'ids':[5]}}}," SMALL_MODEL,
-          "no id" },
         { "{'model':{'vocab':{'a\xff':0},'merges':['a b']}}", "UTF-8" },
         { "{'added_tokens':[{'id':9,'content':'x\\u0000y'}]," SMALL_MODEL, "NUL" },
     };
