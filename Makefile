@@ -18,13 +18,14 @@ CXX_OK := $(shell command -v g++ 2>/dev/null)
 comma  := ,
 
 # The flag $(1), if a program that includes <$(2)> and does $(3) links with it. It is asked when a recipe runs,
-# because the compiler may have been installed only then. The program is right without OpenMP, only slower;
+# because the compiler may have been installed only then, and once. The program is right without OpenMP, only slower;
 # without GNU readline the chat has plain lines.
 links = $(shell d=$$(mktemp -d) && \
           printf '\043include <stdio.h>\n\043include <$(2)>\nint main(void) { $(3); }\n' >$$d/a.c && \
           $(CC) -o $$d/a $$d/a.c $(1) 2>/dev/null && echo $(1); rm -rf $$d)
-OPENMP   = $(or $(call links,-fopenmp,omp.h,return 0),-Wno-unknown-pragmas)
-READLINE = $(call links,-lreadline,readline/readline.h,rl_callback_sigcleanup())
+OPENMP   = $(call once,OPENMP,$(or $(call links,-fopenmp,omp.h,return 0),-Wno-unknown-pragmas))
+READLINE = $(call once,READLINE,$(call links,-lreadline,readline/readline.h,rl_callback_sigcleanup()))
+once     = $(eval $(1) := $(2))$($(1))
 
 # As many files compile side by side as there are cores; a make that this one calls shares them.
 MAKEFLAGS += $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc 2>/dev/null || echo 2))
