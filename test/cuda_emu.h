@@ -17,7 +17,7 @@
 //
 // How to read it. The parts stand as a compiler needs them: the language, the state, where threads meet,
 // what PTX does, a block, device memory, the calls of the runtime, a launch, cuBLAS. emu_run (a launch) calls
-// emu_block, which calls emu_enter for each thread: begin with these three.
+// emu_block, which calls emu_warp for each warp: begin with these three.
 //
 // Device calls from several host threads are fine, one at a time. Tests may let a call of the runtime fail:
 // emu_fail_at(). Built with -fsanitize=thread every CUDA thread is a TSan fiber, and races on shared and
@@ -124,19 +124,20 @@ struct EmuThread {
     int made;                         // 1: its emu_ctx is filled in
     int begun;                        // 1: the fiber has run before, and waits
     dim3 tid;                         // threadIdx
-    int state;                        // EMU_READY and so forth: why it waits
-    int line;                         // and on which line
+    int line;                         // on which it waits
     unsigned mask;                    // the lanes of the warp operation it waits in
     unsigned lane;                    // its own lane
-    uint64_t in;                      // what it brings to a warp operation
     int waited;                       // 1: all earlier kernels have ended, for it
     void *tsan;                       // the fiber, as TSan knows it
 };
 
 static ucontext_t emu_ctx[1024];      // of each thread its start and its stack; under TSan where it waits
 
+static unsigned char emu_state[1024]; // of each thread: EMU_READY and so forth, why it waits
+static uint64_t emu_in[1024];         // and what it brings to a warp operation
+
 // What the lanes of each warp brought to their last operation. All that have met run before others of their
-// warp are let go on (emu_block), so each has read it by then.
+// warp are let go on (emu_warp), so each has read it by then.
 static uint64_t emu_brought[32][32];
 
 struct Emu {
@@ -146,6 +147,13 @@ struct Emu {
     void *back[5];                    // and otherwise
     void *tsan;                       // the scheduler's fiber
     EmuThread *cur;                   // the thread that runs
+    int first;                        // of its warp
+    int lanes;                        // threads of its warp
+    int turn;                         // whose turn it is next among them
+    int step;                         // 1 or -1, from each to the next
+    int left;                         // how many have not had their turn in this round
+    int line;                         // of the first warp operation of this round
+    int alike;                        // lanes that have come to it, and wait for all lanes there
     dim3 grid;
     dim3 block;
     dim3 bid;                         // blockIdx
@@ -176,7 +184,6 @@ struct Emu {
     uint32_t n_block;                 // the running block, counted from 1 as all of a launch are
     int early;                        // 1: the running kernel was launched to start early
     uint32_t ended;                   // this kernel and all before it have ended when the running one starts
-    long switches;                    // from fibers to the scheduler
 };
 static Emu emu;
 
@@ -221,36 +228,56 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 // registers for unchanged that another fiber has used meanwhile.
 EMU_QUIET __attribute__((noipa)) static void emu_jump(void **at) { __builtin_longjmp(at, 1); }
 
-// Fiber t, which runs, hands over to the scheduler. Returns when the scheduler enters it again.
+// The next ready lane of this round, which becomes the running thread; NULL: each has had its turn.
+EMU_INLINE static EmuThread *emu_next(void) {
+    while (emu.left-- > 0) {
+        int i = emu.first + emu.turn;
+        emu.turn += emu.step;
+        if (emu.turn == emu.lanes) emu.turn = 0;
+        if (emu.turn < 0) emu.turn = emu.lanes - 1;
+        if (emu_state[i] == EMU_READY) return emu.cur = &emu.t[i];
+    }
+    return NULL;
+}
+
+// Jumps to where fiber t waits, or to its beginning.
+EMU_INLINE static void emu_resume(EmuThread *t) {
+    if (t->begun) emu_jump(t->at);
+    t->begun = 1;
+    setcontext(&emu_ctx[t - emu.t]);
+}
+
+// Fiber t, which runs, hands over to the next lane of its warp, or to the scheduler. Returns when it is entered again.
 EMU_QUIET static void emu_leave(EmuThread *t) {
+    EmuThread *next = emu_next();
 #if defined(EMU_UNDER_TSAN)
-    __tsan_switch_to_fiber(emu.tsan, 1);                    // 1: no happens-before edge
-    swapcontext(&emu_ctx[t - emu.t], &emu.sched);
+    __tsan_switch_to_fiber(next ? next->tsan : emu.tsan, 1);        // 1: no happens-before edge
+    swapcontext(&emu_ctx[t - emu.t], next ? &emu_ctx[next - emu.t] : &emu.sched);
 #else
-    if (!__builtin_setjmp(t->at)) emu_jump(emu.back);
+    if (__builtin_setjmp(t->at)) return;
+    if (next) emu_resume(next);
+    else emu_jump(emu.back);
 #endif
 }
 
-// The scheduler lets fiber t run. Returns when t leaves.
+// The scheduler lets fiber t run. Returns when it and those behind it in this round have left.
 EMU_QUIET static void emu_enter(EmuThread *t) {
 #if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(t->tsan, 1);
     swapcontext(&emu.sched, &emu_ctx[t - emu.t]);
 #else
-    if (__builtin_setjmp(emu.back)) return;
-    if (t->begun) emu_jump(t->at);
-    t->begun = 1;
-    setcontext(&emu_ctx[t - emu.t]);
+    if (!__builtin_setjmp(emu.back)) emu_resume(t);
 #endif
 }
 
 // The running thread waits in `state`, on this line, for the lanes of the mask (0 for EMU_BARRIER).
 EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
     EmuThread *t = emu.cur;
-    t->state = state;
+    emu_state[t - emu.t] = (unsigned char)state;
     t->line = line;
     t->mask = mask;
-    emu.switches++;
+    if (!emu.alike) emu.line = line;
+    emu.alike += mask == 0xffffffffu && line == emu.line;
     emu_leave(t);
 }
 
@@ -275,7 +302,7 @@ EMU_QUIET static void emu_syncwarp(unsigned mask, int line) {
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
     EmuThread *t = emu.cur;
-    memcpy(&t->in, &v, sizeof v);
+    memcpy(&emu_in[t - emu.t], &v, sizeof v);
     emu_wait(EMU_WARP, line, mask);
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
     if (!(mask >> src & 1))
@@ -287,7 +314,7 @@ template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int 
 // A vote: bit i is 1 where lane i of the mask has a pred that is not 0.
 EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     EmuThread *t = emu.cur;
-    t->in = !!pred;
+    emu_in[t - emu.t] = !!pred;
     emu_wait(EMU_WARP, line, mask);
     unsigned r = 0;
     const uint64_t *got = emu_got();
@@ -341,10 +368,19 @@ EMU_QUIET static float emu_cut(double x) {
     return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
 }
 
+// The power of two that is x at most, and more than half of it; x > 0.
+EMU_INLINE static double emu_power(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, 8);
+    bits &= (uint64_t)0x7ff << 52;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
 // What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut
-// behind EMU_KEPT bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has,
+// behind 24 bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has,
 // and adds 8 products at once.
-enum { EMU_KEPT = 24, EMU_AT_ONCE = 8 };
+enum { EMU_AT_ONCE = 8 };
 EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
     double top = fabs((double)c), plain = c;
     for (int i = 0; i < n; i++) {
@@ -353,9 +389,7 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
         plain += product[i];
     }
     if (!(top > 0) || !(fabs(plain) < INFINITY)) return (float)plain;
-    int exponent;
-    frexp(top, &exponent);
-    double unit = ldexp(1, exponent - EMU_KEPT - 1), units = 1 / unit;
+    double unit = emu_power(top) * 0x1p-24, units = 1 / unit;
     int64_t sum = (int64_t)(c * units);
     for (int i = 0; i < n; i++) sum += (int64_t)(product[i] * units);
     return emu_cut((double)sum * unit);
@@ -376,23 +410,52 @@ static void emu_shared_check(int line, const void *p, const char *what);
 
 // ---- tensor cores
 
-// The lower or the upper half of a word, a number of type DT.
-template <int DT> static float emu_half(unsigned word, int upper) {
-    uint16_t h = (uint16_t)(upper ? word >> 16 : word);
-    return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
+// Eight numbers, and their bits.
+typedef float EmuRow __attribute__((vector_size(32)));
+typedef uint32_t EmuBits __attribute__((vector_size(32)));
+typedef int32_t EmuInts __attribute__((vector_size(32)));
+typedef uint16_t EmuHalves __attribute__((vector_size(16)));
+
+// Eight numbers of type DT at p, which is aligned to 16 bytes, to *y.
+template <int DT> EMU_INLINE static void emu_halves(const uint16_t *p, EmuRow *y) {
+    EmuBits h = __builtin_convertvector(*(const EmuHalves *)p, EmuBits);
+    EmuBits sign = (h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
+    EmuRow tiny = __builtin_convertvector((EmuInts)mantissa, EmuRow) * 0x1p-24f;
+    EmuBits is_tiny = (EmuBits)(exponent == 0), is_none = (EmuBits)(exponent == 31) & 0x7f800000;
+    EmuBits plain = ((exponent + 112) << 23 | mantissa << 13) | is_none;
+    *y = (EmuRow)(DT == DT_BF16 ? h << 16 : sign | (is_tiny & (EmuBits)tiny) | (~is_tiny & plain));
 }
 
-// The factors of one product of a warp.
+// One product of a warp.
 struct EmuProduct {
-    float a[16][16];
-    float b[16][8];
+    alignas(16) uint16_t a16[16][16]; // the factors, as the lanes bring them
+    alignas(16) uint16_t b16[16][8];
+    alignas(32) float a[16][16];      // as numbers
+    alignas(32) float b[16][8];
+    alignas(32) float sum[16][8];     // a b, but in the harder modes
+    int done;                         // 1: these three are there
 };
 static EmuProduct emu_product[32][2];                   // of each warp
 static unsigned char emu_product_turn[1024];            // of each thread: which table is next
 
+// Makes numbers of the factors, and their product.
+template <int DT> EMU_QUIET static void emu_multiply(EmuProduct *x) {
+    for (int i = 0; i < 16; i++) {
+        for (int j = 0; j < 16; j += 8) emu_halves<DT>(&x->a16[i][j], (EmuRow *)&x->a[i][j]);
+        emu_halves<DT>(x->b16[i], (EmuRow *)x->b[i]);
+    }
+    for (int i = 0; i < 16 && !emu_round; i++) {
+        EmuRow sum = {};
+        for (int k = 0; k < 16; k++) sum += x->a[i][k] * *(const EmuRow *)x->b[k];
+        *(EmuRow *)x->sum[i] = sum;
+    }
+    x->done = 1;
+}
+
 // mma.m16n8k16: d += a b, of which each lane holds the elements that the ISA gives it. The lanes of a warp
-// lay their elements into a table, meet, and compute their own sums. Two tables take turns: who has come to
-// the meeting of the second has read the first, so one meeting an operation is enough.
+// lay their elements into a table and meet; the first to go on multiplies, and each takes its own sums. Two
+// tables take turns: who has come to the meeting of the second has read the first, so one meeting an operation
+// is enough.
 template <int DT>
 EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2],
                                   int line = __builtin_LINE()) {
@@ -401,28 +464,25 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
     int in_group = (int)emu.cur->lane % 4;
     EmuProduct *x = &emu_product[thread / 32][emu_product_turn[thread]];
     emu_product_turn[thread] ^= 1;
-    for (int i = 0; i < 8; i++) {                           // a0..a7
-        int row = i < 2 || (4 <= i && i < 6) ? group : group + 8;
-        int col = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
-        x->a[row][col] = emu_half<DT>(a[i / 2], i % 2);
-    }
+    for (int i = 0; i < 4; i++)                             // a0 and a1, .., a6 and a7
+        memcpy(&x->a16[group + i % 2 * 8][in_group * 2 + i / 2 * 8], &a[i], 4);
     for (int i = 0; i < 4; i++) {                           // b0..b3
         int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
-        x->b[row][group] = emu_half<DT>(b[i / 2], i % 2);
+        x->b16[row][group] = (uint16_t)(b[i / 2] >> i % 2 * 16);
     }
+    x->done = 0;
     emu_wait(EMU_WARP, line, 0xffffffffu);
+    if (!x->done) emu_multiply<DT>(x);
     for (int i = 0; i < 4; i++) {                           // c0..c3
         int row = i < 2 ? group : group + 8;
         int col = in_group * 2 + (i & 1);
-        float sum = 0;
-        double exact[16];
-        for (int k = 0; k < 16; k++) {
-            if (emu_round) exact[k] = (double)x->a[row][k] * x->b[k][col];
-            else sum += x->a[row][k] * x->b[k][col];
+        if (!emu_round) {
+            d[i] += x->sum[row][col];
+            continue;
         }
-        d[i] += sum;
-        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE)
-            d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
+        double exact[16];
+        for (int k = 0; k < 16; k++) exact[k] = (double)x->a[row][k] * x->b[k][col];
+        for (int k = 0; k < 16; k += EMU_AT_ONCE) d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
     }
 }
 
@@ -437,7 +497,7 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     EmuThread *t = emu.cur;
     emu_shared_check(line, row, "ldmatrix");
     emu_reads(row, 16);
-    t->in = (uint64_t)(uintptr_t)row;
+    emu_in[t - emu.t] = (uint64_t)(uintptr_t)row;
     emu_wait(EMU_WARP, line, 0xffffffffu);
     const uint64_t *got = emu_got();
     for (int m = 0; m < 4; m++) {
@@ -540,7 +600,7 @@ EMU_QUIET static void emu_entry(void) {
             emu_die("a thread returns while %d of its copies are under way",
                     emu_copies[emu.cur - emu.t].n);
         EMU_TSAN(__tsan_release(&emu.sched));
-        emu.cur->state = EMU_DONE;
+        emu_state[emu.cur - emu.t] = EMU_DONE;
         emu_leave(emu.cur);
     }
 }
@@ -557,35 +617,72 @@ EMU_QUIET static void emu_make(EmuThread *t) {
     t->made = 1;
 }
 
-// Warp operations that all lanes of their mask have come to are done: what they brought can be read, and
-// each is ready. *moved = 1 if there was one. Ends the program where lanes can never meet.
-EMU_QUIET static void emu_release_warps(int *moved) {
-    for (int i = 0; i < emu.n; i++) {
-        EmuThread *t = &emu.t[i];
-        EmuThread *w = &emu.t[i & ~31];                     // its warp
-        if (t->state != EMU_WARP) continue;
-        if (!(t->mask >> t->lane & 1))
-            emu_die("line %d: lane %u is not in its own mask %08x", t->line, t->lane, t->mask);
+// Warp operations that all lanes of their mask have come to are done, in the warp that runs: what they brought can be
+// read, and each is ready. Returns how many there were. Ends the program where lanes can never meet.
+EMU_QUIET static int emu_release(void) {
+    EmuThread *w = &emu.t[emu.first];
+    unsigned char *state = &emu_state[emu.first];
+    int n = emu.lanes, done = 0;
+    for (int i = 0; i < n; i++) {
+        EmuThread *t = &w[i];
+        unsigned m = t->mask;
+        if (state[i] != EMU_WARP) continue;
+        if (!(m >> i & 1)) emu_die("line %d: lane %d is not in its own mask %08x", t->line, i, m);
+        if (n < 32 && m >> n) emu_die("line %d: mask %08x names lanes of a partial warp, of %d", t->line, m, n);
         int ready = 1;
-        for (int j = 0; j < 32; j++) {
-            if (!(t->mask >> j & 1)) continue;
-            if ((i & ~31) + j >= emu.n)
-                emu_die("line %d: mask %08x names lane %d of a partial warp", t->line, t->mask, j);
-            if (w[j].state == EMU_DONE)
-                emu_die("line %d: mask %08x names lane %d, which has returned", t->line, t->mask, j);
-            if (w[j].state != EMU_WARP) ready = 0;
-            else if (w[j].mask != t->mask || w[j].line != t->line)
-                emu_die("lanes %u (line %d) and %d (line %d) meet in different warp operations",
-                        t->lane, t->line, j, w[j].line);
+        for (int j = 0; j < n; j++) {
+            if (!(m >> j & 1)) continue;
+            if (state[j] == EMU_DONE)
+                emu_die("line %d: mask %08x names lane %d, which has returned", t->line, m, j);
+            if (state[j] != EMU_WARP) ready = 0;
+            else if (w[j].mask != m || w[j].line != t->line)
+                emu_die("lanes %d (line %d) and %d (line %d) meet in different warp operations", i, t->line, j, w[j].line);
         }
-        if (!ready) continue;
-        unsigned m = t->mask;                               // t's own turns ready below
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; ready && j < n; j++)
             if (m >> j & 1) {
-                emu_brought[i / 32][j] = w[j].in;
-                w[j].state = EMU_READY;
+                emu_brought[emu.first / 32][j] = emu_in[emu.first + j];
+                state[j] = EMU_READY;
             }
-        *moved = 1;
+        done += ready;
+    }
+    return done;
+}
+
+// Where a walk over n things begins, in the order of the seed; *step: 1, or -1 where it goes down.
+EMU_QUIET static int emu_order(int n, int *step) {
+    *step = emu.seed == 1 ? -1 : 1;
+    if (emu.seed < 2) return emu.seed ? n - 1 : 0;
+    emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull;
+    *step = emu.rng >> 32 & 1 ? 1 : -1;
+    return (int)((emu.rng >> 33) % n);
+}
+
+// The warp of threads first to end runs until each of them waits at __syncthreads or has returned, in rounds: every
+// ready lane until it meets others; then who has met goes on. Ends the program if lanes wait for ever.
+EMU_QUIET static void emu_warp(int first, int end) {
+    emu.first = first;
+    emu.lanes = end - first;
+    for (;;) {
+        int waits = 0, line = 0;
+        emu.alike = 0;
+        emu.left = emu.lanes;
+        emu.turn = emu_order(emu.lanes, &emu.step);
+        EmuThread *t = emu_next();
+        if (t) emu_enter(t);
+        if (emu.alike == 32) {                              // all lanes are at one operation
+            memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
+            memset(&emu_state[first], EMU_READY, 32);
+            continue;
+        }
+        for (int i = first; i < end; i++) {
+            if (emu_state[i] != EMU_WARP) continue;
+            waits++;
+            line = emu.t[i].line;
+        }
+        if (!waits) return;
+        if (!emu_release())
+            emu_die("deadlock: %d lanes wait in warp operations (line %d), the rest of their warp at __syncthreads", waits,
+                    line);
     }
 }
 
@@ -604,9 +701,8 @@ enum { EMU_CANARY = 0x5a };           // lies behind dynamic shared memory
 
 static void emu_forget_shared(void);
 
-// Runs block emu.bid to its end, in rounds: every ready thread until it meets others or returns, in the
-// order of the seed; then who has met goes on. Ends the program if threads miss a barrier, meet on different
-// lines, wait for ever, or write behind dynamic shared memory.
+// Runs block emu.bid to its end: warp by warp, in the order of the seed, from one __syncthreads to the next. Ends the
+// program if threads miss a barrier, meet on different lines, or write behind dynamic shared memory.
 EMU_QUIET static void emu_block(void) {
     if (__start_emu_shared) memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
     // A block's dynamic memory begins where 128 divides the address, so up to 127 bytes lie between its end
@@ -620,7 +716,7 @@ EMU_QUIET static void emu_block(void) {
         EmuThread *t = &emu.t[i];
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
-        t->state = EMU_READY;
+        emu_state[i] = EMU_READY;
         t->lane = i & 31;
         t->waited = !emu.early;
         emu_copies[i].group = 0;
@@ -631,50 +727,26 @@ EMU_QUIET static void emu_block(void) {
     }
     EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
     for (;;) {
-        // start and back: the thread that begins, and whether the order goes down.
-        int moved = 0, done = 0, barrier = 0, line = 0;
-        unsigned start = 0, back = emu.seed == 1;
-        if (emu.seed > 1) {
-            emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull;
-            start = (emu.rng >> 33) % emu.n;
-            back = emu.rng >> 32 & 1;
-        }
-        for (int k = 0, next = (int)start; k < emu.n; k++) {
-            int i = next;
-            next = next + 1 < emu.n ? next + 1 : 0;
-            EmuThread *t = &emu.t[back ? emu.n - 1 - i : i];
-            if (t->state != EMU_READY) continue;
-            emu.cur = t;
-            moved = 1;
-            emu_enter(t);
-        }
-        emu_release_warps(&moved);
+        int warps = (emu.n + 31) / 32, step, w = emu_order(warps, &step), done = 0, line = 0;
+        for (int k = 0; k < warps; k++, w = (w + step + warps) % warps)
+            emu_warp(32 * w, 32 * w + 32 < emu.n ? 32 * w + 32 : emu.n);
         for (int i = 0; i < emu.n; i++) {
-            done += emu.t[i].state == EMU_DONE;
-            if (emu.t[i].state == EMU_BARRIER) {
-                barrier++;
-                if (!line) line = emu.t[i].line;
+            if (emu_state[i] == EMU_DONE) {
+                done++;
+                continue;
             }
+            if (line && emu.t[i].line != line)
+                emu_die("divergent barrier: a thread waits on line %d, thread %d on line %d", line, i, emu.t[i].line);
+            line = emu.t[i].line;
+            emu_state[i] = EMU_READY;
         }
-        if (done == emu.n) {
-            for (size_t i = emu.dyn_bytes; i < room; i++)
-                if (emu.dyn[i] != EMU_CANARY)
-                    emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
-            EMU_TSAN(__tsan_acquire(&emu.sched));
-            return;
-        }
-        if (barrier && barrier + done == emu.n) {
-            if (done) emu_die("line %d: %d of %d threads returned before __syncthreads", line, done, emu.n);
-            for (int i = 0; i < emu.n; i++) {
-                if (emu.t[i].line != line)
-                    emu_die("divergent barrier: thread 0 waits on line %d, thread %d on line %d",
-                            line, i, emu.t[i].line);
-                emu.t[i].state = EMU_READY;
-            }
-        } else if (!moved)
-            emu_die("deadlock: %d threads wait at __syncthreads (line %d), %d returned, "
-                    "the rest wait in a warp operation", barrier, line, done);
+        if (done == emu.n) break;
+        if (done) emu_die("line %d: %d of %d threads returned before __syncthreads", line, done, emu.n);
     }
+    for (size_t i = emu.dyn_bytes; i < room; i++)
+        if (emu.dyn[i] != EMU_CANARY)
+            emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
+    EMU_TSAN(__tsan_acquire(&emu.sched));
 }
 
 // ------------------------------------------------------------------------ names and sizes of the device
@@ -910,6 +982,7 @@ static void emu_reads(const void *, size_t) {}
 
 // ------------------------------------------------------------------------ device memory
 static void emu_fault(int, siginfo_t *, void *);
+static void emu_key_make(void);
 
 // The device: its addresses, the room of dynamic shared memory and 1024 stacks of 64 KB, with a page that
 // nobody may touch where each of them runs over; faults go to emu_fault. EMU_SEED and EMU_ROUND are read.
@@ -919,6 +992,7 @@ static void emu_init(void) {
     emu.dyn_end = (char *)mmap(NULL, dyn + EMU_PAGE, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) + dyn;
     mprotect(emu.dyn_end, EMU_PAGE, PROT_NONE);
+    emu_key_make();
     emu_log_open();
     emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
     for (int i = 0; i < 1024; i++) {
@@ -958,27 +1032,44 @@ static int emu_find(const void *p) {
 }
 
 // ---- who may read it
-// Device memory is readable only while a kernel or a copy runs. Opening and closing it costs half of the time
-// of a small test, so other seeds than 0 leave it open: the host's mistakes do not depend on the order of
-// threads.
+// Device memory is readable only while a kernel or a copy runs. A key of the processor (pkeys(7)) opens and closes all
+// of it at once. Where there is none every allocation is opened and closed, which is half of the time of a small test;
+// so other seeds than 0 leave them open there: the host's mistakes do not depend on the order of threads.
+static int emu_key = -1;              // -1: there is none
 
-// Allocation i, whether it is live or not.
+#ifdef PKEY_DISABLE_ACCESS
+static void emu_key_make(void) { emu_key = pkey_alloc(0, 0); }
+static int emu_key_give(char *p, size_t n, int prot) { return pkey_mprotect(p, n, prot, prot == PROT_NONE ? 0 : emu_key); }
+static void emu_key_turn(int open) { pkey_set(emu_key, open ? 0 : PKEY_DISABLE_ACCESS); }
+#else
+static void emu_key_make(void) {}
+static int emu_key_give(char *, size_t, int) { return 0; }
+static void emu_key_turn(int) {}
+#endif
+
+// Allocation i, whether it is live or not. With a key: it has it while it is live, and the kernel's list of ranges stays
+// short because what was freed is like what was never given out.
 static void emu_protect(int i, int prot) {
-    mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot);
+    char *p = (char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1));
+    size_t n = emu.mem[i].span;
+    if (emu_key >= 0 ? emu_key_give(p, n, prot) : mprotect(p, n, prot)) emu_die("mprotect: out of ranges of memory");
 }
 
 // Allocation i (-1: none), for a copy.
 static void emu_open1(int i, int prot) {
-    if (i >= 0 && !emu.open) emu_protect(i, prot);
+    if (i < 0 || emu.open) return;
+    if (emu_key >= 0) emu_key_turn(prot != PROT_NONE);
+    else emu_protect(i, prot);
 }
 
 // All live allocations, for a kernel.
 static void emu_open(int prot) {
-    if (prot == PROT_NONE && emu.seed) return;
+    if (prot == PROT_NONE && emu.seed && emu_key < 0) return;
     if (emu.open == (prot != PROT_NONE)) return;
-    for (int i = 0; i < emu.n_mem; i++)
-        if (emu.mem[i].live) emu_protect(i, prot);
     emu.open = prot != PROT_NONE;
+    if (emu_key >= 0) emu_key_turn(emu.open);
+    for (int i = 0; i < emu.n_mem && emu_key < 0; i++)
+        if (emu.mem[i].live) emu_protect(i, prot);
 }
 
 // Tests: another order of threads and blocks.
@@ -1043,10 +1134,11 @@ static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
     emu.live += bytes;
     emu.pooled -= kept;
     if (emu.live > emu.peak) emu.peak = emu.live;
-    mprotect(base, span, PROT_READ | PROT_WRITE);
-    memset(base, 0xff, span);
-    if (!emu.open) mprotect(base, span, PROT_NONE);
     emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };
+    emu_protect(emu.n_mem, PROT_READ | PROT_WRITE);
+    emu_open1(emu.n_mem, PROT_READ | PROT_WRITE);
+    memset(base, 0xff, span);
+    emu_open1(emu.n_mem, PROT_NONE);
     *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
 }
