@@ -110,7 +110,7 @@ const Opt program_options[] = {
       "1: one had an error" },
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "no-history",    'b', "0",
-      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/messages)" },
+      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
 
     // Measure
     { "eval",          's', "",

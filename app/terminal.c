@@ -220,7 +220,7 @@ enum {
 
 static char *history_file;          // where it is kept (malloc'd); NULL: it is not
 
-// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/messages, by default in
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
 // ~/.local/state. NULL when there is no such place.
 static char *history_path(void) {
     const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
@@ -228,7 +228,7 @@ static char *history_path(void) {
     if (!own && !(home && *home == '/')) return NULL;
     size_t room = strlen(own ? state : home) + 64;
     char *path = xmalloc(room);
-    snprintf(path, room, "%s%s/kvcomp/messages", own ? state : home, own ? "" : "/.local/state");
+    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
     return path;
 }
 
@@ -261,7 +261,7 @@ static void history_read(void) {
         return;
     }
     history_comment_char = '#';
-    history_write_timestamps = 1;
+    history_write_timestamps = history_multiline_entries = 1;
     stifle_history(HISTORY_LINES);
     history_truncate_file(history_file, HISTORY_LINES);
     read_history(history_file);
