@@ -477,29 +477,23 @@ static double class_accuracy(const char *said, const char *gold, const Json *cla
 }
 
 // ---- metrics: Rouge-L
-// Fills table (n+1,m+1): entry [i][j] is the length of the longest common subsequence of the first
-// i words of a and the first j words of b. Malloc'd.
-static int *lcs_table(char **a, int n, char **b, int m) {
-    int *t = xcalloc((size_t)(n + 1) * (m + 1), sizeof *t), w = m + 1;
-    for (int i = 1; i <= n; i++) {
-        for (int j = 1; j <= m; j++) {
-            int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
-            int diagonal = t[(size_t)(i - 1) * w + j - 1];
-            t[(size_t)i * w + j] = strcmp(a[i - 1], b[j - 1]) ? max_int(up, left) : diagonal + 1;
-        }
-    }
-    return t;
-}
-
-// Rouge-L: the F measure of the longest common subsequence of words.
+// Rouge-L: the F measure of the longest common subsequence of words. Behind word i of a, same[j+1] is its length in a's
+// first words and the first j+1 words of b.
 static double rouge_l(const char *said, const char *gold) {
     char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
-    int n = (int)arrlen(a), m = (int)arrlen(b), *t = lcs_table(a, n, b, m);
-    int same = t[(size_t)(n + 1) * (m + 1) - 1];
-    free(t);
+    int n = (int)arrlen(a), m = (int)arrlen(b), *same = xcalloc((size_t)m + 1, sizeof *same);
+    for (int i = 0; i < n; i++) {
+        for (int j = 0, before = 0; j < m; j++) {
+            int above = same[j + 1];
+            same[j + 1] = strcmp(a[i], b[j]) ? max_int(above, same[j]) : before + 1;
+            before = above;
+        }
+    }
+    double f = f_measure(same[m], n, m);
+    free(same);
     words_free(a);
     words_free(b);
-    return f_measure(same, n, m);
+    return f;
 }
 
 // ---- metrics: the score of a reply
@@ -721,7 +715,8 @@ static void add_interval(Field **c, int where, const char *name, const Sum *x, c
     snprintf(full_name, sizeof full_name, "%.48s_lo", name);
     add_field(c, IN_LISTS, full_name, lo, "%.3f", lo);
     snprintf(full_name, sizeof full_name, "%.48s_hi", name);
-    add_field(c, where, full_name, hi, isnan(lo) ? "-" : form, lo, hi);
+    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
+    else add_field(c, where, full_name, hi, form, lo, hi);
 }
 
 // Appends a mean, which stands in the table, too, with `shown` (IN_*); its interval; and, from the mean of base,
@@ -834,7 +829,7 @@ Field *row_fields(const Score *s, const EvalRun *run) {
 
 // ---- tables: text, CSV, JSON
 // The cells of a table's row, or with heads 1 those of its first line (stb_ds).
-const char **table_cells(const Field *c, int heads) {
+static const char **table_cells(const Field *c, int heads) {
     const char **cell = NULL;
     for (int i = 0; i < (int)arrlen(c); i++) {
         if (!(c[i].forms & IN_TABLE)) continue;

@@ -104,10 +104,8 @@ int    read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char
 void   json_exact(FILE *f, double x);                                  // with all its digits; null when it is none
 double log_sum_exp(const float *x, int n);                             // of n logits: log p_i = x_i - log_sum_exp(x)
 
-// All fields of a row (stb_ds); the cells of its line in a table, or with heads 1 of the first line (stb_ds); the row as
-// a JSON object on one line, with the options that the user set.
+// All fields of a row (stb_ds); the row as a JSON object on one line, with the options that the user set.
 Field *row_fields(const Score *s, const EvalRun *run);
-const char **table_cells(const Field *c, int heads);
 void print_json_row(const Field *c, const App *a, FILE *f);
 
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.

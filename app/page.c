@@ -433,18 +433,7 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
 
 // ---- what was measured
-// Texts as a JSON list.
-static void write_texts(FILE *f, const char **text /* stb_ds */) {
-    fputc('[', f);
-    for (int i = 0; i < (int)arrlen(text); i++) {
-        if (i) fputc(',', f);
-        json_escape(f, text[i], strlen(text[i]));
-    }
-    fputc(']', f);
-}
-
-// The rows as JSON, each with its cells as --eval prints them, the heads in front, and with its answers to needles:
-// [tokens of the text, depth in per cent, score].
+// The rows as --eval --json prints them, each with its answers to needles: [tokens of the text, depth in per cent, score].
 static void write_rows(FILE *f, const EvalRun *run) {
     fputs("[", f);
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
@@ -452,12 +441,6 @@ static void write_rows(FILE *f, const EvalRun *run) {
         const Answer *x = run->rows[i].answers;
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
         print_json_row(c, run->a, f);
-        for (int heads = 1; heads >= 0; heads--) {
-            const char **cell = table_cells(c, heads);
-            fputs(heads ? ",\"heads\":" : ",\"cells\":", f);
-            write_texts(f, cell);
-            arrfree(cell);
-        }
         fputs(",\"needles\":[", f);
         for (int k = 0, n = 0; k < (int)arrlen(x); k++)
             if (x[k].depth >= 0) fprintf(f, "%s[%d,%d,%.6g]", n++ ? "," : "", x[k].length, x[k].depth, x[k].score);

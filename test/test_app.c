@@ -722,10 +722,8 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
         CHECK(json_get(json_get(j, "lines"), "maps")->n == 36, "%d maps", json_get(json_get(j, "lines"), "maps")->n);
         CHECK(json_get(&runs->item[0], "right")->i == 1, "full attention is right");
         CHECK(strstr(page, "\\u003cb>&\\\"odd\\\"") && !strstr(page, "<b>&"), "the odd name");
-        for (int i = 0; i < row->n; i++) {
-            const Json *heads = json_get(&row->item[i], "heads"), *cells = json_get(&row->item[i], "cells");
-            CHECK(heads->n == cells->n && heads->n > 5 && !strcmp(heads->item[1].str, "budget"), "cells of row %d", i);
-        }
+        for (int i = 0; i < row->n; i++)
+            CHECK(json_get(json_get(&row->item[i], "row"), "kv_bytes_stored")->num > 0, "fields of row %d", i);
         CHECK(json_get(j, "replies")->n == N_DEMO_LINES, "%d replies", json_get(j, "replies")->n);
         CHECK(strstr(page, demo_lines[6].user) && !strstr(page, "https://") && !strstr(page, " src=") && !strstr(page, "\n@@"), "the dialogue, and nothing is loaded");
     }
