@@ -665,7 +665,8 @@ static int foreign_files(const char *dir, char err[512]) {
         glob_t files;
         snprintf(pattern, sizeof pattern, "%s/%s", dir, foreign_weights[k].pattern);
         found = !glob(pattern, 0, NULL, &files);
-        if (found) fault(err, "%.200s: only %.100s: %s", dir, strrchr(*files.gl_pathv, '/') + 1, foreign_weights[k].why);
+        const char *name = found ? strrchr(*files.gl_pathv, '/') + 1 : "";
+        if (found) fault(err, "%.200s: only %.100s: %s", dir, name, foreign_weights[k].why);
         globfree(&files);
     }
     return found;
@@ -1026,7 +1027,8 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     for (int i = 0; !bad && i < map->n; i++) {
         const Json *v = &map->item[i];
         if (v->type != JSON_STRING)
-            bad = fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
+            bad = fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir,
+                        map->key[i]);
         else if (!weights_file(wf, dir, v->str, err))
             bad = -1;
     }

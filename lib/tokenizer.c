@@ -550,7 +550,8 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
     arrsetlen(r->code, from);
     for (int k = 0; k < copies; k++) {
         if (k >= least) {       // without one copy all later ones are left out, too
-            Inst *split = regex_emit(r, strict ? OP_STRICT : OP_SPLIT, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
+            int behind = most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1);
+            Inst *split = regex_emit(r, strict ? OP_STRICT : OP_SPLIT, behind);
             split->set = one ? block->set : 0;
         }
         if (n) memcpy(arraddnptr(r->code, n), block, (size_t)n * sizeof *block);
