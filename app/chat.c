@@ -1767,13 +1767,14 @@ int message_feed(App *a, const char *text, char err[512]) {
     return 0;
 }
 
-// The reply to the record's last turn, with a newline behind it, and the summary line.
-static void chat_reply(App *a, FILE *out) {
+// The reply to the record's last turn, with a newline behind it, and the summary line. 1: it has a token.
+static int chat_reply(App *a, FILE *out) {
     double t0 = now();
     int made = generate(a, opt_int(a->o, "n-predict"), out);
     fputc('\n', out);
     fflush(out);
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+    return made > 0;
 }
 
 // A turn begins: signals wait for its end.
@@ -1823,8 +1824,7 @@ int chat_turn(App *a, const char *text, FILE *out) {
     } else {
         turns_free(before);
         arrput(a->turn, t);
-        chat_reply(a, out);
-        replied = arrlen(arrlast(a->turn).dec) > 0;
+        replied = chat_reply(a, out);
     }
     turn_end(a, replied);
     return 0;
@@ -2250,8 +2250,7 @@ static void command_regen(App *a, const char *arg) {
     }
     arrfree(reply);
     turn_begin();
-    chat_reply(a, stdout);
-    turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
+    turn_end(a, chat_reply(a, stdout));
 }
 
 // Without a name: prints the one in use, and all there are.
