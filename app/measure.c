@@ -1893,29 +1893,6 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Ru
     return 1;
 }
 
-// Goes through the plan with a session of method full and the probe beside it: for each run, and for its
-// second one, with a wrong answer, where the needle has one. Fills r->sum, r->total and r->reasoned;
-// returns how many plain runs were accepted. When none of the first is, none will be: it stops.
-static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
-                          const Plan *p, Calibration *r) {
-    enum { FIRST = 24 };
-    int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
-    int *hay = hay_ids(t, opt_str(o, "file"), p->length);
-    Session *s = session_open(c, w, o, "full");
-    double t0 = now();
-    *(Calibration **)observe(s, &head_probe) = r;
-    for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
-        Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
-        accepted += calibrate_run(s, t, p, &run, hay, r);
-        run.reasoning = run.needle->distractor && run.needle->reasoning;
-        if (run.reasoning) r->reasoned += calibrate_run(s, t, p, &run, hay, r);
-        count_down("runs", i + 1, runs, t0);
-    }
-    session_close(s);
-    arrfree(hay);
-    return accepted;
-}
-
 // ---- the file
 
 // Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any.
@@ -1946,22 +1923,38 @@ static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibrat
     fprintf(f, "\n}\n");
 }
 
-// Goes through a plan and writes the file. Returns how many runs were accepted; of none there is no file. The
-// saving begins before the work, so that a bad path shows at once.
+// Goes through a plan with a session of method full and the probe beside it: for each run, and for its second one, with
+// a wrong answer, where the needle has one. When none of the first runs is accepted, none will be: it stops. Writes the
+// file, whose saving begins before the work, so that a bad path shows at once. Returns how many plain runs were
+// accepted; of none there is no file.
 static int calibrate_plan(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p) {
+    enum { FIRST = 24 };
+    int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
+    size_t LH = (size_t)c->L * c->H;
     char err[512];
     Saving out;
     if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
-    size_t LH = (size_t)c->L * c->H;
     Calibration r = { .at = 0 };
     r.score = xcalloc(SCORES * LH, sizeof(double));
     r.sum = xcalloc(SCORES * LH, sizeof(double));
     r.mass = xcalloc(LH, sizeof(double));
     r.top = xcalloc(LH, sizeof(int));
-    int accepted = calibrate_runs(c, w, t, o, p, &r);
+    int *hay = hay_ids(t, opt_str(o, "file"), p->length);
+    Session *s = session_open(c, w, o, "full");
+    double t0 = now();
+    *(Calibration **)observe(s, &head_probe) = &r;
+    for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
+        Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
+        accepted += calibrate_run(s, t, p, &run, hay, &r);
+        run.reasoning = run.needle->distractor && run.needle->reasoning;
+        if (run.reasoning) r.reasoned += calibrate_run(s, t, p, &run, hay, &r);
+        count_down("runs", i + 1, runs, t0);
+    }
     if (accepted) scores_write(out.f, c, p, &r, accepted);
     else save_drop(&out);
     if (accepted && save_keep(&out, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    session_close(s);
+    arrfree(hay);
     free(r.score);
     free(r.sum);
     free(r.mass);
