@@ -1265,8 +1265,8 @@ static size_t same_run(const char *text, size_t n, const char *line, char err[51
 
 // ---- answers on disk: a run that writes them
 // Opens --eval-out for this run alone: a new file gets the first line; one of the same run gives the answers it has,
-// and loses what an interruption left at its end. Exit 2 when it is of another run.
-static void answers_open(Answers *x, const char *path, const char *line) {
+// and loses what an interruption left at its end. Exit 2 when it is of another run. Frees the line.
+static void answers_open(Answers *x, const char *path, char *line) {
     char err[512];
     size_t n, whole = 0;
     struct stat st;
@@ -1286,6 +1286,7 @@ static void answers_open(Answers *x, const char *path, const char *line) {
     x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
     if (!x->f || (!begun && (fputs(line, x->f) < 0 || fflush(x->f))))
         die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
+    free(line);
     for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
     if (there && !quiet)
         fprintf(stderr, "%s: %d of %d items are there, the others are played\n", path, there, x->items);
