@@ -1438,8 +1438,7 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     free(program);
     if (!bad) return tp;
     template_free(tp);
-    fault(err, "%.320s (--chat-template takes a file, chatml, llama3, llama2, mistral, zephyr or none; or use --raw)",
-          why);
+    fault(err, "%.320s (--chat-template takes a file or chatml llama3 llama2 mistral zephyr none; or use --raw)", why);
     return NULL;
 }
 
