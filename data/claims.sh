@@ -110,22 +110,30 @@ if_so() { awk "BEGIN { exit !($1) }" && echo "$2" || echo "$3"; }
 seen() { printf '%s [%s]\n' "$(if_so "$*" "seen here" "not seen here")" "$*"; }
 
 # ---- items
-# made N LENGTH SEED TASK..: build/claims/TASK-LENGTH-SEED.jsonl, of N texts each.
+# made FILE TASK LENGTH SEED: that many texts of a task, made at the first use. Two parts may ask at once.
 made() {
-    n=$1 length=$2 seed=$3
-    shift 3
-    mkdir -p build/claims
-    for task; do
-        python3 models/tiny_tasks.py "$task" --items "$n" --length "$length" --seed "$seed" \
-            >"build/claims/$task-$length-$seed.jsonl"
-    done
+    case $3-$4 in
+    512-1) n=30 ;;
+    1024-*) n=24 ;;
+    300-*) n=54 ;;
+    *) n=4 ;;
+    esac
+    part=$(mktemp "$T/made.XXXXXX")
+    python3 models/tiny_tasks.py "$2" --items $n --length "$3" --seed "$4" >"$part"
+    mv "$part" "$1"
+    : >"$T/$2-$3-$4.made"
 }
 
-# of LENGTH SEED TASK..: those files, as --eval wants them.
+# of LENGTH SEED TASK..: build/claims/TASK-LENGTH-SEED.jsonl of each task, as --eval wants them.
 of() {
-    end=$1-$2.jsonl
+    length=$1 seed=$2
     shift 2
-    for task; do printf 'build/claims/%s-%s\n' "$task" "$end"; done | paste -s -d , -
+    mkdir -p build/claims
+    for task; do
+        file=build/claims/$task-$length-$seed.jsonl
+        [ -e "$T/$task-$length-$seed.made" ] || made $file $task $length $seed
+        echo $file
+    done | paste -s -d , -
 }
 
 # ---- a text
@@ -841,10 +849,6 @@ speed() {
 
 # ---- the parts, two at a time
 facts_text
-made 30 512 1 needle facts json summary
-made 24 1024 1 needle json
-made 54 300 1 facts coref
-for seed in 2 3 4 5 6; do made 4 512 $seed needle facts json summary; done
 if [ "$MODEL" ]; then
     [ $# -eq 0 ] || [ "$*" = lines ] || { echo "claims.sh: MODEL goes with the part lines, found '$*'" >&2; exit 2; }
     set -- lines
