@@ -1016,7 +1016,9 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     if (!index) {
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
-        return weights_file(wf, dir, "model.safetensors", err) ? 0 : -1;
+        SafeFile *f = weights_file(wf, dir, "model.safetensors", err);
+        for (int i = 0; f && i < f->n; i++) f->tensor[i].listed = 1;
+        return f ? 0 : -1;
     }
 
     // weight_map: name of a tensor -> name of its file
@@ -1026,21 +1028,29 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
         bad = fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
     for (int i = 0; !bad && i < map->n; i++) {
         const Json *v = &map->item[i];
-        if (v->type != JSON_STRING)
+        if (v->type != JSON_STRING) {
             bad = fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir,
                         map->key[i]);
-        else if (!weights_file(wf, dir, v->str, err))
-            bad = -1;
+            break;
+        }
+        SafeFile *f = weights_file(wf, dir, v->str, err);
+        SafeTensor *t = f ? safetensors_find(f, map->key[i]) : NULL;
+        bad = f ? 0 : -1;
+        if (!t) continue;
+        t->used = 0;
+        t->listed = 1;
     }
     json_free(index);
     return bad;
 }
 
-// The tensor of that name in any of the files; NULL: there is none.
+// The tensor of that name, in the file that the index says; NULL: there is none.
 static SafeTensor *weights_find(WeightFiles *wf, const char *name) {
-    SafeTensor *t = NULL;
-    for (size_t i = 0; i < arrlenu(wf->file) && !t; i++) t = safetensors_find(wf->file[i], name);
-    return t;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        SafeTensor *t = safetensors_find(wf->file[i], name);
+        if (t && t->listed) return t;
+    }
+    return NULL;
 }
 
 // Finds the tensor p, checks its dtype and its shape and sets *p->t. Returns 0, or -1 with err set. A tensor that

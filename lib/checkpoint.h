@@ -100,6 +100,7 @@ typedef struct {
     int dtype;                  // DT_* or DT_OTHER
     int n_dim;
     int used;                   // 1: safetensors_find has returned it
+    int listed;                 // 1: the index, where there is one, says that it is in this file
     int64_t dim[SAFE_DIMS];
     const void *data;           // at any address
     size_t bytes;
