@@ -2110,19 +2110,14 @@ TEST(text_floors, "every part includes and calls only parts below it, as its obj
     }
 }
 
-TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled by itself and replies as the program does") {
-    // What does not optimise is quickest, and leaves out what nobody calls where the linker is told so.
-#ifdef __linux__
-    const char *flags = "-O0 -ffunction-sections -Wl,--gc-sections";
-#else
-    const char *flags = "-O1";
-#endif
+TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled as its head says, and replies as the "
+                 "program does") {
     const char *ask = "-m models/kvcomp-tiny -p 'Once upon a time' --temp 0 -n 24 -q";
     static char reply[sizeof sh_out];
     char d[64] = "/tmp/kvt-single-XXXXXX";
     CHECK(mkdtemp(d), "no folder");
-    CHECK(sh("sh data/single.sh >%s/kvcomp_single.c && cd %s && ${CC:-gcc} -std=c11 %s -o single kvcomp_single.c -lm", d, d,
-             flags) == 0, "%s", sh_err);
+    CHECK(sh("sh data/single.sh >%s/kvcomp_single.c && cd %s && ${CC:-gcc} -O1 -std=c11 -o single kvcomp_single.c -lm", d,
+             d) == 0, "%s", sh_err);
     CHECK(sh("KVCOMP_SIMD=plain ./kvcomp %s", ask) == 0 && *sh_out, "%s", sh_err);
     memcpy(reply, sh_out, sizeof reply);
     CHECK(sh("KVCOMP_SIMD=plain %s/single %s", d, ask) == 0 && !strcmp(sh_out, reply), "%s%s", sh_out, sh_err);
