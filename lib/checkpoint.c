@@ -202,7 +202,7 @@ SafeFile *safetensors_open(const char *path, char err[512]) {
 SafeTensor *safetensors_find(SafeFile *f, const char *name) {
     SafeTensor key = { .name = name }, *t = NULL;
     if (f->n) t = bsearch(&key, f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
-    if (t) t->used = 1;
+    if (t) t->used++;
     return t;
 }
 
@@ -990,9 +990,8 @@ void weights_close(Weights *w, Config *c) {
 static SafeFile *weights_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
     char path[1400], why[512];
     snprintf(path, sizeof path, "%s/%s", dir, name);
-    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+    for (size_t i = 0; i < arrlenu(wf->file); i++)
         if (!strcmp(wf->file[i]->path, path)) return wf->file[i];
-    }
     SafeFile *f = NULL;
     if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
         fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in "
@@ -1016,9 +1015,7 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     if (!index) {
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
-        SafeFile *f = weights_file(wf, dir, "model.safetensors", err);
-        for (int i = 0; f && i < f->n; i++) f->tensor[i].listed = 1;
-        return f ? 0 : -1;
+        return weights_file(wf, dir, "model.safetensors", err) ? 0 : -1;
     }
 
     // weight_map: name of a tensor -> name of its file
@@ -1028,18 +1025,14 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
         bad = fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
     for (int i = 0; !bad && i < map->n; i++) {
         const Json *v = &map->item[i];
-        if (v->type != JSON_STRING) {
-            bad = fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir,
-                        map->key[i]);
-            break;
-        }
-        SafeFile *f = weights_file(wf, dir, v->str, err);
+        SafeFile *f = v->type == JSON_STRING ? weights_file(wf, dir, v->str, err) : NULL;
         SafeTensor *t = f ? safetensors_find(f, map->key[i]) : NULL;
+        if (t) t->listed = 1;
+        if (v->type != JSON_STRING)
+            fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
         bad = f ? 0 : -1;
-        if (!t) continue;
-        t->used = 0;
-        t->listed = 1;
     }
+    wf->indexed = 1;
     json_free(index);
     return bad;
 }
@@ -1048,7 +1041,7 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
 static SafeTensor *weights_find(WeightFiles *wf, const char *name) {
     for (size_t i = 0; i < arrlenu(wf->file); i++) {
         SafeTensor *t = safetensors_find(wf->file[i], name);
-        if (t && t->listed) return t;
+        if (t && (t->listed || !wf->indexed)) return t;
     }
     return NULL;
 }
@@ -1210,16 +1203,14 @@ static void weights_leftovers(const WeightFiles *wf, const Config *c) {
     const char *first = NULL;
     int left = 0;
     for (size_t i = 0; i < arrlenu(wf->file); i++) {
-        for (int k = 0; k < wf->file[i]->n; k++) {
-            const SafeTensor *t = &wf->file[i]->tensor[k];
-            if (t->used || strstr(t->name, "rotary_emb.inv_freq")) continue;
+        for (const SafeTensor *t = wf->file[i]->tensor; t < wf->file[i]->tensor + wf->file[i]->n; t++) {
+            if (t->used > t->listed || strstr(t->name, "rotary_emb.inv_freq")) continue;    // the index asked once
             if (!left) first = t->name;
             left++;
         }
     }
     if (left)
-        warn("warning: %s: %d tensor%s not used, the first: %s", c->dir, left, left > 1 ? "s are" : " is",
-             first);
+        warn("warning: %s: %d tensor%s not used, the first: %s", c->dir, left, left > 1 ? "s are" : " is", first);
 }
 
 // The weights of the checkpoint that c was read from. Exit 3 with the tensor's name. Sets c->dtype.

@@ -19,6 +19,7 @@ typedef struct SafeFile SafeFile;       // a mapped safetensors file, see below
 // What Weights.files points to: the mapped files of a checkpoint, and what is not used as it lies there.
 typedef struct {
     SafeFile **file;            // stb_ds array
+    int indexed;                // 1: an index says which of their tensors count (SafeTensor.listed)
     char *block;                // tensors made from a seed, and matrices as DT_Q8 (--weights q8_0)
     size_t block_bytes, block_used;
     Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
@@ -99,8 +100,8 @@ typedef struct {
     const char *type;           // dtype as written: "BF16"
     int dtype;                  // DT_* or DT_OTHER
     int n_dim;
-    int used;                   // 1: safetensors_find has returned it
-    int listed;                 // 1: the index, where there is one, says that it is in this file
+    int used;                   // how often safetensors_find has returned it
+    int listed;                 // 1: an index says that it is in this file
     int64_t dim[SAFE_DIMS];
     const void *data;           // at any address
     size_t bytes;
