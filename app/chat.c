@@ -403,8 +403,8 @@ void feed_decode(App *a, int id) {
 
 // Says into err that -c is too small. Returns -1.
 static int needs_rows(const App *a, char err[512]) {
-    return fault(err, "the dialogue needs more rows than -c %d (a larger -c, or a method that drops rows, has room)",
-                 ctx_limit(a));
+    return fault(err, "the dialogue is longer than fits: it needs more rows than -c %d (a larger -c, or a method that "
+                 "drops rows, has room)", ctx_limit(a));
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has, and into -c? Of a method
