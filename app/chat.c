@@ -1022,8 +1022,9 @@ static int session_lock(App *a, const char *path, char err[512]) {
     return bad ? -1 : 0;
 }
 
-// Saves the dialogue as a file, which must be no other chat's. 0, or -1 with err, and then the old file stays.
-static int session_save(App *a, const char *path, char err[512]) {
+// Saves the dialogue as a file, which must be no other chat's. lock: it is --session's, which stays open and locked; it
+// is so before it takes its name. 0, or -1 with err, and then the old file stays.
+static int session_save(App *a, const char *path, int lock, char err[512]) {
     Saving x;
     int own = a->log && is_file(a->log, path);
     int fd = own ? -1 : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
@@ -1032,7 +1033,14 @@ static int session_save(App *a, const char *path, char err[512]) {
     if (used || save_begin(&x, path, err)) return -1;
     (void)app_fingerprint(a);
     session_write(a, x.f);
-    return save_keep(&x, err);
+    fd = lock || own ? fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 3) : -1;
+    if (fd >= 0) (void)!flock(fd, LOCK_EX | LOCK_NB);
+    int bad = save_keep(&x, err);
+    int old = bad ? fd : a->log;
+    if (fd < 0) return bad;
+    if (!bad) a->log = fd;
+    if (old > 0) close(old);
+    return bad;
 }
 
 // Appends a text to --session's file, behind the n bytes that it holds, and brings it to the disk. 0, or -1 with err,
@@ -1060,7 +1068,7 @@ static int session_catch_up(App *a, char err[512]) {
     int goes_on = had && !strncmp(text, a->logged, had) && is_file(a->log, path), bad = 0;
     goes_on = goes_on && !fstat(a->log, &st) && st.st_size == (off_t)had;
     saving_turn = 1;
-    if (!goes_on) bad = session_save(a, path, err) || session_lock(a, path, err);
+    if (!goes_on) bad = session_save(a, path, 1, err);
     else if (text[had]) bad = session_append(a, had, text + had, err);
     saving_turn = 0;
     free(a->logged);
@@ -2318,7 +2326,7 @@ static void command_read(App *a, const char *arg) {
 
 static void command_save(App *a, const char *arg) {
     char err[512];
-    if (session_save(a, arg, err)) warn("%s", err);
+    if (session_save(a, arg, 0, err)) warn("%s", err);
     else if (!quiet) tell("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
 }
 

@@ -517,7 +517,7 @@ static char *session_bytes(size_t *n) {
     must(fd >= 0, "a temporary file");
     close(fd);
     if (chat_turn(&a, "hello", stdout) || chat_turn(&a, "he is there", stdout)) must(0, "two turns");
-    if (session_save(&a, path, err)) must(0, err);
+    if (session_save(&a, path, 0, err)) must(0, err);
     char *text = read_file(path, n, err);
     must(text != NULL, err);
     unlink(path);
