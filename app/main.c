@@ -675,12 +675,17 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
     return 0;
 }
 
+// Is there more of a line than the n bytes that batch_read has read?
+static int line_goes_on(const char *line, size_t n) {
+    return n > MOST_REQUEST && line[n - 1] != '\n';
+}
+
 // Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
 static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f) {
     char err[512], *text = NULL;
     size_t size;
     FILE *answer = memory_stream(&text, &size);
-    int most = MOST_REQUEST >> 20, bad = n > MOST_REQUEST && line[n - 1] != '\n';
+    int most = MOST_REQUEST >> 20, bad = line_goes_on(line, n);
     Json *j = bad ? NULL : json_parse(line, n, err);
     const Json *id = json_get(j, "id");
     if (bad) fault(err, "more than %d MiB, the most that a line may have", most);
@@ -742,8 +747,8 @@ static int batch(App *a) {
 
     for (long number = 1; batch_read(in, &line); number++) {
         size_t n = arrlenu(line);
-        int goes_on = n > MOST_REQUEST && line[n - 1] != '\n';
-        if (is_blank(line, line + n)) continue;
+        int goes_on = line_goes_on(line, n);
+        if (is_blank(line, line + n) && !goes_on) continue;
         requests++;
         if (!dumps) failed += batch_line(&b, line, n, number, stdout) != 0;
         else if (dump_dialogue(a, line, n, err)) die(EXIT_USAGE, "--batch %s, line %ld: %s", path, number, err);
