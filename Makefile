@@ -34,8 +34,7 @@ all: kvcomp
 .PHONY: all deps cuda dev single run demo compare compare-real smollm2 web clean force
 
 # ---- what is needed
-# stb_ds.h is the one library. CPATH may name the folder that holds stb/; its macros give warnings unless that is
-# taken for one of the system's.
+# stb_ds.h is the one library. CPATH may name the folder with stb/, taken for a system's: its macros give warnings.
 ifdef CPATH
 export C_INCLUDE_PATH := $(CPATH)$(if $(C_INCLUDE_PATH),:$(C_INCLUDE_PATH))
 unexport CPATH
