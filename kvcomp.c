@@ -3698,10 +3698,11 @@ const Method quest_method = {
 //
 // **Differs from the paper:**
 //   - Algorithm 2 bounds what two kinds of lines share by the largest cell of every chosen line.
-//     The bound is so loose that heads run out of lines. The default, variant b, keeps the exact
-//     residual of every line instead. Variant a (--paper, with alpha .955) is the paper's loop with
-//     what it leaves out: a chosen line leaves its list, a gain is at least 0, and a head without a
-//     gain left is computed in full (D33).
+//     The bound is loose: a head may run out of lines before alpha (of the shipped model's 36 heads
+//     none or one does). The default, variant b, keeps the exact residual of every line instead.
+//     Variant a (--paper, with alpha .955) is the paper's loop with what it leaves out: a chosen
+//     line leaves its list, a gain is at least 0, and a head without a gain left is computed in
+//     full (D33).
 //   - The sampled rows are stratified (D31), and half of them only validate the choice, which must
 //     recover alpha of their attention too. Variant b always takes the first
 //     --sink columns and the last --loopserve-local offsets, variant a offset 0 only
@@ -4452,8 +4453,9 @@ const Method loopserve_d_method = {
 // **Differs from the paper:**
 //   - The paper says nothing about decoding, packing across rows, the formula of f, or rounding: the
 //     re-packs, the ratchet and all of these are ours (D24, D25, D27).
-//   - The first `sink` tokens lose b_min bits only, the last `window` tokens none (as the paper:
-//     --sink=0 --pats-window=0).
+//   - The first `sink` tokens lose b_min bits only, the last `window` tokens none. The paper keeps
+//     sinks and a recent window at high precision, too, but gives no sizes, and its formula alone
+//     cuts b_min bits of every row (--sink=0 --pats-window=0).
 //   - Rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128 and for w >=
 //     9 at D = 64.
 //   - Rows are f16 whatever dtype the model computes in: cutting 8 bits of a bf16 would cut into
@@ -4944,19 +4946,23 @@ const Method pats_method = {
 //
 // **Differs from the paper:**
 //   - A score is q.mu without |q| r, because the bound favours loose clusters; --paper takes the
-//     bound. Of a group of query heads the best counts, and each counts with length 1.
+//     bound. A KV head has one list of chunks: of its query heads, each as long as 1, the best counts.
 //   - Eq. 2 bounds chunk keys, not token keys. A unit's radius covers the chunks below it, not only
 //     the centres of its clusters; otherwise it bounds nothing.
 //   - A centre that moves adds its shift to the radius; "moving average + expansion" alone loses
 //     the older members. The new ball is the smallest that holds the old ball and the new key.
-//   - The first 16 tokens and the last 128 stay outside the index and are always read; Algorithm 1
-//     starts with an empty buffer (D29, D43).
+//     Centres are kept in bf16, and the radius covers what rounding shifts.
+//   - A new chunk joins the nearest cluster and the unit above that, not the nearest unit.
+//   - A buffer of 128 (Appendix A) holds the last rows all the time, outside the index and always
+//     read; Algorithm 1 starts with an empty one (D29, D43). A mark of Table 4 inside 3.14, a.b,
+//     a::b, 10:30 or -> ends no chunk.
 //   - The index is built again when the chunks have doubled, because grafting alone never makes a
 //     cluster (D41).
 //   - The paper gives k_g and k_c no value: clusters are taken until the budget is full, and
 //     there are no coarse units unless --lychee-kg says how many a step opens.
-//   - k-means starts from evenly spaced chunks, so that runs repeat. The first two layers read
-//     every row, as in Quest.
+//   - k-means starts from evenly spaced chunks, so that runs repeat.
+// As the paper (Appendix A): 16 sinks, chunks of 8 to 16 tokens, two chunks a cluster, 10 rounds of
+// k-means, and two first layers that read every row.
 //
 // Map:
 //   Table 4 -> delimiter_level
@@ -5764,8 +5770,10 @@ const Method lychee_method = {
 //   - The paper does not say which positions Nexus tokens have, what T_max is, or what exactly a
 //     body is (here: all tokens of a message, control tokens included). NOTES.md says what we
 //     chose.
-//   - Eq. 6 to 14 are the training: models/make_nexus.py. The bound h K <= B of Eq. 15 is not
-//     enforced.
+//   - Eq. 6 to 14 are the training: models/make_nexus.py. There Eq. 6 is a mean, and w(x) of Eq. 8
+//     belongs to the row that reads (the paper's to history tokens, over which Eq. 8 has no sum).
+//     Eq. 10's target passes no gradient on, and K of Eq. 13 may be a share of a message.
+//   - The bound h K <= B of Eq. 15 is not enforced.
 //
 // Map:
 //   Eq. 1 -> sonic_enter, sonic_history, sonic_finish, sonic_nexus, sonic_one_shot
@@ -6391,7 +6399,9 @@ const Method sonic_method = {
 //
 // **Differs from the paper:**
 //   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
-//     hold those. By its text they are numbers of keys.
+//     hold those. By its text DiliScore is a number of keys, and LazyScore a weighted sum of three:
+//     keys of T outside N, of N outside T, and of neither.
+//   - The window is part of the budget, b_c = B - w; the paper's b_c is the budget itself.
 //   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
 //     capacities is b_c.
 //   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
