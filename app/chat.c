@@ -2379,7 +2379,7 @@ static void command_help(App *a, const char *arg) {
     }
     fputs("/method, /budget and /system alone say what is in use.\n"
           "Tab completes commands, methods and files; arrows up and down and Ctrl-R bring\n"
-          "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
+          "messages back; Alt-Enter breaks a line, as does \\ at its end.\n"
           "The line after a reply: tokens read and written and the speed of writing; bytes\n"
           "of keys and values (KV) held, of what full attention would hold; rows that each\n"
           "head holds, of the tokens so far; the share of -c, the most it may hold.\n", stderr);
@@ -2456,7 +2456,7 @@ static void chat_loop(App *a) {
         if (r == READ_END) break;
         if (r == READ_INTERRUPTED) {
             interrupt_at_prompt();
-        } else if (text[0] == '/' && r != READ_QUOTED) {
+        } else if (text[0] == '/') {
             done = chat_command(a, text);
             session_keep(a);
         } else if (text[0]) {

@@ -491,18 +491,6 @@ void messages_end(void) { terminal_restore(); }
 #endif
 
 // ---- one message: a line, or several
-// """ at the beginning of a message lets it have several lines, up to """ at the end of one.
-static const char quotes[] = "\"\"\"";
-enum { QUOTES = 3 };
-
-static int is_quoted(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
-
-// Does the message wait for more lines: for the """ at its end, or behind a \ at the end of a line?
-static int message_goes_on(const char *s, int n) {
-    if (is_quoted(s, n)) return n < 2 * QUOTES || memcmp(s + n - QUOTES, quotes, QUOTES);
-    return n && s[n - 1] == '\\';
-}
-
 // Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
 // when there is none.
 static int read_plain(char **out) {
@@ -518,27 +506,14 @@ static int read_plain(char **out) {
     return any || c == '\n' ? READ_DONE : READ_END;
 }
 
-// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
-// when there are none.
-static int message_unquote(char *text) {
-    int n = (int)strlen(text), from = QUOTES, to = message_goes_on(text, n) ? n : n - QUOTES;
-    if (!is_quoted(text, n)) return READ_DONE;
-    if (from < to && text[from] == '\n') from++;
-    if (from < to && text[to - 1] == '\n') to--;
-    memmove(text, text + from, (size_t)(to - from));
-    text[to - from] = 0;
-    return READ_QUOTED;
-}
-
 int read_message(char **out) {
     int r, more = 1;
     arrsetlen(*out, 0);
     while (more) {
         r = edited ? read_edited(out) : read_plain(out);
-        if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
-        more = r == READ_DONE && message_goes_on(*out, (int)arrlen(*out));
-        if (more && !is_quoted(*out, (int)arrlen(*out))) (void)arrpop(*out);
-        if (more) arrput(*out, '\n');
+        if (r == READ_INTERRUPTED || (r == READ_END && !arrlen(*out))) return r;
+        more = r == READ_DONE && arrlen(*out) && arrlast(*out) == '\\';
+        if (more) arrlast(*out) = '\n';
     }
     if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
         warn("the message holds a 0 byte: expected a text; it is not sent");
@@ -546,7 +521,7 @@ int read_message(char **out) {
     }
     arrput(*out, 0);
     if (edited && (*out)[0]) history_keep(*out);
-    return message_unquote(*out);
+    return READ_DONE;
 }
 
 // ---- columns

@@ -29,7 +29,6 @@ enum {                      // how reading a message ends
     READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
     READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
     READ_DONE = 1,
-    READ_QUOTED = 2,        // a message in """, which is never a command
 };
 
 // What Tab may put behind the first `from` bytes of a line: the i-th name, NULL behind the last. Instead
@@ -40,8 +39,8 @@ typedef const char *NameAt(const char *line, int from, int i, int *paths);
 // keep_history, the messages of earlier chats. 1: lines are edited.
 int messages_begin(int keep_history, NameAt *names);
 
-// The next message into *out, an stb_ds array that ends in NUL. Returns READ_*; Ctrl-C on an empty line
-// gives up the lines before it, too.
+// The next message into *out, an stb_ds array that ends in NUL; a line that ends in \ goes on. Returns READ_*;
+// Ctrl-C on an empty line gives up the lines before it, too.
 int read_message(char **out);
 
 void message_offer(const char *text);           // arrow up brings it back; it is not kept in the file
