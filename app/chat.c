@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "chat.h"
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -1313,16 +1312,16 @@ void default_model(Options *o) {
 }
 
 // ---- where a model lies
-// -m takes a folder with config.json, a weights file in one, a model's name on the Hugging Face hub,
-// org/name, or its folder in the hub's cache on this disk, models--org--name. Such a folder keeps
-// every version as snapshots/HASH, and the hash of the newest in refs/main. Nothing is downloaded.
+// -m takes a folder with config.json, a weights file in one, or a model's name on the Hugging Face hub, org/name,
+// which lies in the hub's cache as models--org--name. Such a folder, which -m takes as well, keeps versions as
+// snapshots/HASH, and the hash of the newest in refs/main. Nothing is downloaded.
 enum { PATH_ROOM = 1024 };
 
 // The folder of the hub's cache, found as the hub's own programs find it: "" when there is no home.
 static void hub_cache(char out[PATH_ROOM]) {
     static const struct { const char *variable, *below; } places[] = {
-        { "HF_HUB_CACHE", "" }, { "HUGGINGFACE_HUB_CACHE", "" }, { "HF_HOME", "/hub" },
-        { "XDG_CACHE_HOME", "/huggingface/hub" }, { "HOME", "/.cache/huggingface/hub" },
+        { "HF_HUB_CACHE", "" }, { "HF_HOME", "/hub" }, { "XDG_CACHE_HOME", "/huggingface/hub" },
+        { "HOME", "/.cache/huggingface/hub" },
     };
     out[0] = 0;
     for (size_t i = 0; i < sizeof places / sizeof *places && !out[0]; i++) {
@@ -1331,54 +1330,27 @@ static void hub_cache(char out[PATH_ROOM]) {
     }
 }
 
-// Is there a config.json in dir?
-static int holds_config(const char *dir) {
-    char path[PATH_ROOM + 16];
-    snprintf(path, sizeof path, "%s/config.json", dir);
-    return file_exists(path);
-}
-
-// The version of a models--org--name folder that refs/main names; without one, the newest snapshot.
-// 0, and its folder in out; -1: no snapshot has a config.json.
+// The newest version in a folder models--org--name of the cache: 1, and its folder in out. 0: there is none.
 static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
-    char path[PATH_ROOM + 16], one[PATH_ROOM], hash[128] = "", err[256];
+    char path[PATH_ROOM + 64], hash[128] = "", err[256];
     size_t n;
-    struct stat st;
-    time_t newest = 0;
-    snprintf(path, sizeof path, "%.990s/refs/main", repo);
+    snprintf(path, sizeof path, "%s/refs/main", repo);
     char *ref = read_bounded(path, MOST_CONFIG, &n, err);
-    if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
+    int named = ref && sscanf(ref, "%127s", hash) == 1;
     free(ref);
-
-    snprintf(path, sizeof path, "%.760s/snapshots", repo);
-    DIR *d = opendir(path);
-    for (struct dirent *e; d && (e = readdir(d)); ) {
-        snprintf(one, sizeof one, "%.760s/%.255s", path, e->d_name);
-        if (e->d_name[0] == '.' || !holds_config(one) || stat(one, &st)) continue;
-        if (!strcmp(e->d_name, hash)) st.st_mtime = LONG_MAX;
-        if (st.st_mtime <= newest) continue;
-        strcpy(out, one);
-        newest = st.st_mtime;
-    }
-    if (d) closedir(d);
-    return newest ? 0 : -1;
+    snprintf(path, sizeof path, "%.800s/snapshots/%s/config.json", repo, hash);
+    if (!named || !file_exists(path)) return 0;
+    snprintf(out, PATH_ROOM, "%.800s/snapshots/%s", repo, hash);
+    return 1;
 }
 
-// Is it a name as the hub has them: org/name of letters, digits, dots, underlines and dashes?
-static int is_hub_name(const char *name) {
-    size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/");
-    const char *slash = strchr(name, '/');
-    return !name[n] && name[0] != '.' && slash && slash > name && slash[1] && !strchr(slash + 1, '/');
-}
-
-// The folder of a hub name in the cache. Exit 3, with the command that gets it, when it is not there.
-static void hub_find(const char *name, char out[PATH_ROOM]) {
+// The folder of the hub's model `name` in the cache. Exit 3, with the command that gets it, when it is not there.
+static void hub_find(const char *name, const char *slash, char out[PATH_ROOM]) {
     char cache[PATH_ROOM], repo[PATH_ROOM];
-    const char *slash = strchr(name, '/');
     hub_cache(cache);
     snprintf(repo, sizeof repo, "%.600s/models--%.*s--%.200s", cache, min_int((int)(slash - name), 200), name,
              slash + 1);
-    if (*cache && !hub_snapshot(repo, out)) return;
+    if (*cache && hub_snapshot(repo, out)) return;
     const char *what = file_exists(repo) ? "is not complete" : "is not there";
     die(EXIT_MODEL, "%.300s: no such folder, and %.400s %s; if it is a model of the Hugging Face hub, this gets it: "
         "hf download %.300s", name, repo, what, name);
@@ -1390,23 +1362,23 @@ static const char *last_part(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-// The folder that a path or name given by -m stands for. A path that is none of the above stays as
-// it is, and whoever opens it says what is wrong; so does, with files 1, that of a file.
+// The folder that a path or name given by -m stands for. What is none of the above stays as it is, and whoever opens
+// it says what is wrong; so does, with files 1, the path of a file.
 static void model_folder(const char *given, int files, char out[PATH_ROOM]) {
-    char path[PATH_ROOM], found[PATH_ROOM], repo[PATH_ROOM + 16];
+    char path[PATH_ROOM];
     struct stat st;
     size_t n = strlen(given);
     while (n > 1 && given[n - 1] == '/') n--;
-    snprintf(path, sizeof path, "%.*s", (int)min_size(n, PATH_ROOM - 1), given);
+    snprintf(path, sizeof path, "%.*s", (int)n, given);
     snprintf(out, PATH_ROOM, "%s", path);
+    const char *name = last_part(path), *slash = strchr(path, '/');
     if (stat(path, &st)) {
-        if (is_hub_name(path)) hub_find(path, out);
+        int hub = *path != '.' && slash && slash > path && slash + 1 == name && !strpbrk(path, " \t\n\\");
+        if (hub) hub_find(path, slash, out);
     } else if (S_ISREG(st.st_mode) && !files) {
-        size_t folder = (size_t)(last_part(path) - path);
-        snprintf(out, PATH_ROOM, "%.*s", folder ? (int)max_size(folder - 1, 1) : 1, folder ? path : ".");
-    } else if (S_ISDIR(st.st_mode) && !holds_config(path)) {
-        snprintf(repo, sizeof repo, "%s%s", path, strcmp(last_part(path), "snapshots") ? "" : "/..");
-        if (!hub_snapshot(repo, found)) strcpy(out, found);
+        snprintf(out, PATH_ROOM, "%.*s", max_int((int)(name - path) - 1, 1), slash ? path : ".");
+    } else if (!strncmp(name, "models--", 8)) {
+        (void)hub_snapshot(path, out);
     }
 }
 
