@@ -400,42 +400,26 @@ void feed_decode(App *a, int id) {
     if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
 }
 
-// Says into err that -c is too small. Returns -1.
-static int needs_rows(const App *a, char err[512]) {
-    return fault(err, "the dialogue is longer than fits: it needs more rows than -c %d (a larger -c, or a method that "
-                 "drops rows, has room)", ctx_limit(a));
-}
-
-// Do these turns, fed from an empty cache, fit into the positions that the method of s has, and into -c? Of a method
-// that drops rows or adds some the latter is not known beforehand. 0, or -1 with err.
-int record_fits(const App *a, const Session *s, const Turn *turns, char err[512]) {
-    int n = record_tokens(turns), known = 1;
-    long positions = n + (long)arrlen(turns) * s->pos_extra;
-    if (s->pos_end && positions > s->pos_end)
-        return fault(err, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", positions,
-                     s->pos_end);
-    for (int i = 0; i < s->n_part; i++) known &= !s->part[i].m->evicts && !s->part[i].m->enter;
-    return known && n > ctx_limit(a) ? needs_rows(a, err) : 0;
+// Feeds a turn of the record: its message, and then its reply. 0, or -1 with err when there is no room for it.
+static int feed_turn(App *a, const Turn *t, char err[512]) {
+    if (make_room(a, (int)arrlen(t->pre), a->s->pos_extra, err)) return -1;
+    feed_prefill(a, t);
+    for (int i = 0; i < (int)arrlen(t->dec); i++) {
+        if (make_room(a, 1, 0, err)) return -1;
+        feed_decode(a, t->dec[i]);
+    }
+    return 0;
 }
 
 // Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
-// then, it does again. 0; or -1, with err: it does not fit, or the method does not open again, and then the session is
-// as it was or, where a part was fed, waits to be made from the record.
+// then, it does again. 0; or -1, with err: the method does not open again, and the session is as it was, or the record
+// does not fit, and the session waits to be made from one that does.
 int replay(App *a, char err[512]) {
-    int fits = 1;
-    if (record_fits(a, a->s, a->turn, err)) return -1;
+    char why[512];
     if (session_try_reset(a->s)) return fault(err, "%s", a->s->err);
-    for (int i = 0; i < (int)arrlen(a->turn) && fits; i++) {
-        const Turn *t = &a->turn[i];
-        fits = make_room(a, (int)arrlen(t->pre));
-        if (fits) feed_prefill(a, t);
-        for (int j = 0; j < (int)arrlen(t->dec) && fits; j++) {
-            fits = make_room(a, 1);
-            if (fits) feed_decode(a, t->dec[j]);
-        }
-    }
-    a->stale = !fits;
-    return fits ? 0 : needs_rows(a, err);
+    a->stale = 0;
+    for (int i = 0; i < (int)arrlen(a->turn) && !a->stale; i++) a->stale = feed_turn(a, &a->turn[i], why) != 0;
+    return a->stale ? fault(err, "the dialogue is longer than fits: %.400s", why) : 0;
 }
 
 // Makes the session from the record if it was emptied (session_cut). 0, or -1: the method does not
@@ -477,15 +461,21 @@ static int rows_coming(const App *a, int n) {
     return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
 }
 
-// Does every head have room for n more rows, if need be when a method that drops rows may do so now? It does not for n
-// tokens that would not fit then either: they are refused, and a replay of the dialogue, which knows nothing of them,
-// must drop what was dropped.
-int make_room(const App *a, int n) {
-    int least = a->s->ratio >= 0 ? 0 : min_int(rows_held(a), a->s->budget);
-    if (least + (a->s->chunk ? min_int(n, a->s->chunk) : n) > ctx_limit(a)) return 0;
-    while (rows_held(a) + rows_coming(a, n) > ctx_limit(a))
-        if (session_compress(a->s) <= 0) return 0;
-    return 1;
+// Is there room for n tokens more: rows, if need be when a method that drops rows does so now, and positions, `extra`
+// of them for tokens of the method's own? 0; or -1, and err says what is missing. Nothing is dropped for n tokens that
+// would not fit then either: they are refused, and a replay of the dialogue, which knows nothing of them, must drop
+// what was dropped.
+int make_room(const App *a, int n, int extra, char err[512]) {
+    const Session *s = a->s;
+    int least = s->ratio >= 0 ? 0 : min_int(rows_held(a), s->budget);
+    int fits = least + (s->chunk ? min_int(n, s->chunk) : n) <= ctx_limit(a);
+    while (fits && rows_held(a) + rows_coming(a, n) > ctx_limit(a)) fits = session_compress(a->s) > 0;
+    if (!fits)
+        return fault(err, "%d tokens do not fit: %d rows held, -c %d (a larger -c, or a method that drops rows, has "
+                     "room)", n, rows_held(a), ctx_limit(a));
+    if (pos_fits(s, n, extra)) return 0;
+    return fault(err, "%d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (another "
+                 "/method goes on)", n, s->pos_next, a->method, s->pos_end);
 }
 
 // Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
@@ -511,30 +501,17 @@ static void write_text(char **text, FILE *out) {
     fflush(out);
 }
 
-// May a reply go on by one token? It needs a row and a position; when there is none, a line on
-// stderr says so.
-static int reply_has_room(const App *a) {
-    if (!make_room(a, 1)) {
-        fputc('\n', stderr);
-        warn("the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)",
-             rows_held(a), ctx_limit(a));
-        return 0;
-    }
-    if (!pos_fits(a->s, 1, 0)) {
-        fputc('\n', stderr);
-        warn("the positions are used up: %s goes to max_position_embeddings %d", a->method, a->s->pos_end);
-        return 0;
-    }
-    return 1;
-}
-
 // The next id of a reply; -1: it is over, and a->finish says why. What is shown is also fed, counted and
 // recorded, so there must be room for it.
 int reply_next(App *a) {
+    char err[512];
     int id = sample(a);
-    if (is_stop(a, id)) a->finish = "stop";
-    else if (!reply_has_room(a)) a->finish = "context";
-    else return id;
+    if (!is_stop(a, id) && !make_room(a, 1, 0, err)) return id;
+    a->finish = is_stop(a, id) ? "stop" : "context";
+    if (!is_stop(a, id)) {
+        fputc('\n', stderr);
+        warn("the context is full: %s", err);
+    }
     return -1;
 }
 
@@ -1724,13 +1701,8 @@ int ids_known(const Config *c, const int *ids, char err[512]) {
 // nothing to feed.
 static int message_turn(const App *a, const char *text, Turn *t, char err[512]) {
     *t = render_turn(a, text, err);
-    int n = max_int((int)arrlen(t->pre) - t->back, 0), bad = *err || !arrlen(t->pre) || ids_known(a->c, t->pre, err);
-    if (!bad && !make_room(a, n))
-        bad = fault(err, "%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)", n,
-                    rows_held(a), ctx_limit(a));
-    if (!bad && !pos_fits(a->s, n, a->s->pos_extra))
-        bad = fault(err, "%d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see "
-                    "/clear, or /method)", n, a->s->pos_next, a->method, a->s->pos_end);
+    int bad = *err || !arrlen(t->pre) || ids_known(a->c, t->pre, err)
+           || make_room(a, max_int((int)arrlen(t->pre) - t->back, 0), a->s->pos_extra, err);
     if (bad) turn_free(*t);
     return bad ? -1 : 0;
 }
@@ -1826,33 +1798,21 @@ static void confirm_replay(const App *a, double t0) {
 
 enum { LEAST_PICK = 40 };           // rows a head of the smallest budget that the chat picks for a dialogue
 
-// Takes --budget back: a method has its own.
-static void budget_unset(Options *o) {
-    char err[256];
-    options_set(o, "budget", "0", err);
-    (void)shdel(o->given, "budget");
-}
-
 // Opens a session of a method with the options o. Where they have neither --budget nor --ratio, and the method's own
-// budget holds the whole dialogue, so that nothing would happen, a quarter of the dialogue is *picked, if the method
-// takes that. NULL: it is refused, and err says why.
+// budget holds the whole dialogue, so that nothing would happen, it is opened with *picked, a quarter of the dialogue.
+// NULL: it is refused, and err says why.
 static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *picked, char err[512]) {
-    char text[16], why[512];
+    char text[16], why[256];
     int n = record_tokens(a->turn), quarter = max_int(n / 4, LEAST_PICK);
     Session *s = session_try(a->c, a->w, o, spec, err);
     *picked = 0;
     if (!s || opt_given(o, "budget") || opt_given(o, "ratio")) return s;
     if (!uses_budget(s) || s->budget < n || quarter >= n) return s;
+    session_close(s);
     snprintf(text, sizeof text, "%d", quarter);
     options_set(o, "budget", text, why);
-    Session *small = session_try(a->c, a->w, o, spec, why);
-    if (!small) {
-        budget_unset(o);
-        return s;
-    }
-    session_close(s);
     *picked = quarter;
-    return small;
+    return session_try(a->c, a->w, o, spec, err);
 }
 
 // Opens the session again with another method (or the same) and options o, which become the App's, and replays the
@@ -1860,25 +1820,32 @@ static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *
 static void chat_method(App *a, const char *spec, Options *o) {
     char err[512];
     int picked;
+    double t0 = now();
     Session *s = session_for_dialogue(a, spec, o, &picked, err);
-    if (!s || record_fits(a, s, a->turn, err)) {
+    if (!s) {
         warn("%s", err);
-        session_close(s);
         options_free(o);
         return;
     }
-    session_close(a->s);
-    options_free(a->o);
-    char *copy = copy_text(spec);              // before the old name goes: spec may be that name
-    free(a->method);
-    a->method = copy;
+    App was = *a;
+    (void)session_try_reset(was.s);             // two sessions full of rows may be more than there is memory for
     a->s = s;
     a->o = o;
+    a->method = copy_text(spec);
     a->picked = picked;
-    template_differs(a);
-    double t0 = now();
-    a->stale = 1;                               // the new session has no rows yet
-    if (!session_ready(a)) confirm_replay(a, t0);       // else the next message tries again
+    int bad = replay(a, err);
+    App unused = bad ? *a : was;
+    if (bad) {
+        warn("%s", err);
+        *a = was;
+        a->stale = 1;
+    } else {
+        template_differs(a);
+        confirm_replay(a, t0);
+    }
+    session_close(unused.s);
+    options_free(unused.o);
+    free(unused.method);
 }
 
 // Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
@@ -2236,8 +2203,12 @@ static void command_regen(App *a, const char *arg) {
 // Without a name: prints the one in use, and all there are.
 static void command_method(App *a, const char *arg) {
     if (*arg) {
+        char err[256];
         Options *o = options_copy(a->o);
-        if (a->picked) budget_unset(o);
+        if (a->picked) {                        // the new method has its own
+            options_set(o, "budget", "0", err);
+            (void)shdel(o->given, "budget");
+        }
         chat_method(a, arg, o);
         return;
     }

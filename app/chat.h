@@ -100,13 +100,9 @@ void feed_decode(App *a, int id);                       // its logits stay in th
 int  replay(App *a, char err[512]);                     // feeds the record once more: 0, or -1 with err
 int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
-// Do these turns, fed from an empty cache, fit into the positions of the method of s, and into -c, as far as that can
-// be said beforehand? 0, or -1 with err.
-int record_fits(const App *a, const Session *s, const Turn *turns, char err[512]);
-
 // ---- generating a reply
 int ctx_limit(const App *a);                            // the most rows a head may hold: -c, or the model's own limit
-int make_room(const App *a, int n);                     // is there room for n rows more, if need be by dropping rows?
+int make_room(const App *a, int n, int extra, char err[512]); // room for n tokens more, if need be by dropping rows: 0, or -1
 int reply_next(App *a);                                 // its next id; -1: it is over, and a->finish says why
 int stop_place(const char **stop, const char *text, size_t n);         // where the first of the texts begins; -1
 

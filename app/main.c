@@ -625,8 +625,7 @@ static int request_score(App *a, const int *given, FILE *f, char err[512]) {
         sum += logp;
         greedy &= argmax(a->logits, a->c->V) == given[i];
         if (i == n - 1) break;                          // nothing is asked behind the last one
-        if (!make_room(a, 1) || !pos_fits(a->s, 1, 0))
-            return fault(err, "the continuation does not fit into -c %d", ctx_limit(a));
+        if (make_room(a, 1, 0, err)) return -1;
         feed_decode(a, given[i]);
     }
     fprintf(f, "],\"logprob\":");

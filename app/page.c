@@ -414,14 +414,17 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
     App *a = &x->side.app;
     *err = 0;
     if (!goes_on(a->turn, now) && chat_clear(a)) snprintf(err, 512, "the dialogue cannot be begun anew");
-    else (void)record_fits(a, a->s, now, err);
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {
         if (k == (int)arrlen(a->turn)) {
+            if (make_room(a, (int)arrlen(now[k].pre), a->s->pos_extra, err)) return;
             arrput(a->turn, turn_copy(&now[k], 0));
             feed_prefill(a, &a->turn[k]);
             reply_begin(x);
         }
-        for (int j = (int)arrlen(a->turn[k].dec); j < (int)arrlen(now[k].dec); j++) shown_decode(x, now[k].dec[j]);
+        for (int j = (int)arrlen(a->turn[k].dec); j < (int)arrlen(now[k].dec); j++) {
+            if (make_room(a, 1, 0, err)) return;
+            shown_decode(x, now[k].dec[j]);
+        }
     }
 }
 
@@ -735,21 +738,21 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         side_open(&now.side, &web, o, method, NULL);
         options_free(o);
         snprintf(err, sizeof err, "%s", now.side.refused);
-        if (now.side.app.s && x->side.app.turn)
-            (void)record_fits(&now.side.app, now.side.app.s, x->side.app.turn, err);
+    }
+    if (!*err) {
+        if (i == FOLLOWER) now.latest = latest_open(now.side.app.s, 1);
+        now.side.app.turn = x->side.app.turn;
+        (void)replay(&now.side.app, err);
     }
     if (*err) {
+        now.side.app.turn = NULL;
         shown_close(&now);
     } else {
-        if (i == FOLLOWER) now.latest = latest_open(now.side.app.s, 1);
         reply_begin(&now);
         now.made = x->made;
-        now.side.app.turn = x->side.app.turn;
-        now.side.app.stale = 1;
         x->side.app.turn = NULL;
         shown_close(x);
         *x = now;
-        (void)session_ready(&x->side.app);
     }
     fputs(err, f);
     return web_end(f);
