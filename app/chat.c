@@ -1796,14 +1796,16 @@ static void confirm_replay(const App *a, double t0) {
     else tell("%s%s: %d tokens replayed in %.1f s, %s", a->method, budget, tokens_said(s), now() - t0, rows);
 }
 
-enum { LEAST_PICK = 40 };           // rows a head of the smallest budget that the chat picks for a dialogue
+// The budget that the chat picks, so that there is something to lose: a quarter of the dialogue's rows, but not less
+// than every method can do with.
+static int quarter_of_dialogue(const App *a) { return max_int(record_tokens(a->turn) / 4, 40); }
 
 // Opens a session of a method with the options o. Where they have neither --budget nor --ratio, and the method's own
 // budget holds the whole dialogue, so that nothing would happen, it is opened with *picked, a quarter of the dialogue.
 // NULL: it is refused, and err says why.
 static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *picked, char err[512]) {
     char text[16], why[256];
-    int n = record_tokens(a->turn), quarter = max_int(n / 4, LEAST_PICK);
+    int n = record_tokens(a->turn), quarter = quarter_of_dialogue(a);
     Session *s = session_try(a->c, a->w, o, spec, err);
     *picked = 0;
     if (!s || opt_given(o, "budget") || opt_given(o, "ratio")) return s;
@@ -1866,25 +1868,13 @@ int chat_clear(App *a) {
 // side is an App of its own that borrows model, tokenizer and template. Replies are greedy, so that
 // only the method makes a difference. What is printed is the asked-for result: it goes to stdout.
 
-// What each side is there to show, and why its answers are as they are. The methods in this list
-// play, and the one in use if it is none of them.
-static const struct { const char *method, *why; } side_methods[] = {
-    { "full",      "keeps every row and reads all of them in every step: nothing is lost, nothing is saved." },
-    { "streaming", "keeps the first 4 rows and the most recent ones: whatever was told before those is gone." },
-    { "dililazy",  "heads that find facts keep many rows, the others few, and rows outside are dropped: "
-                   "memory is saved, and some facts go. Query heads that share a head read rows of their own, "
-                   "which count for each." },
-    { "lychee",    "keeps every row, but a step reads only the chunks of text that fit it best: "
-                   "reads are saved, memory is not." },
-    { "sonic",     "every finished message is replaced by a few learned Nexus rows, which carry what it "
-                   "said though its own rows are gone." },
-};
+// The methods that play; the one in use does, too, if it is none of them.
+static const char *const side_methods[] = { "full", "streaming", "dililazy", "lychee", "sonic" };
 enum { N_SIDES = sizeof side_methods / sizeof *side_methods };
 
 // Opens a side. Model, tokenizer, template and options are a's; method is what plays.
-void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
-    *x = (Side){ .why = why };
-    x->app = app_beside(a, options_copy(o));
+void side_open(Side *x, const App *a, const Options *o, const char *method) {
+    *x = (Side){ .app = app_beside(a, options_copy(o)) };
     x->app.method = copy_text(method);
     x->app.s = session_try(a->c, a->w, x->app.o, method, x->refused);
     int budget = x->app.s && uses_budget(x->app.s) ? x->app.s->budget : 0;
@@ -1898,8 +1888,7 @@ void side_close(Side *x) {
     free(x->reply);
 }
 
-// The sides of a run (stb_ds), greedy and with this budget where the user has set none: the list's methods, and a's
-// own where the list does not have it.
+// The sides of a run (stb_ds), greedy and with this budget where the user has set none.
 static Side *sides_open(const App *a, int budget) {
     char err[256], text[16];
     Options *o = options_copy(a->o);
@@ -1909,10 +1898,10 @@ static Side *sides_open(const App *a, int budget) {
     options_set(o, "temp", "0", err);
     if (!opt_given(o, "ratio") && opt_int(o, "budget") <= 0) options_set(o, "budget", text, err);
     for (int i = 0; i < N_SIDES; i++) {
-        side_open(arraddnptr(x, 1), a, o, side_methods[i].method, side_methods[i].why);
-        if (!strcmp(a->method, side_methods[i].method)) own = 0;
+        side_open(arraddnptr(x, 1), a, o, side_methods[i]);
+        if (!strcmp(a->method, side_methods[i])) own = 0;
     }
-    if (own) side_open(arraddnptr(x, 1), a, o, a->method, NULL);
+    if (own) side_open(arraddnptr(x, 1), a, o, a->method);
     options_free(o);
     return x;
 }
@@ -1922,20 +1911,17 @@ static void sides_close(Side *x /* stb_ds */) {
     arrfree(x);
 }
 
-// Sends one message to a side and keeps the reply, of at most n tokens, and what a step of it read. 0, or -1 with
-// the reason in x->refused when there are no positions for it.
+// Sends one message to a side and keeps the reply, of at most n tokens. The session's clock has what its steps read.
+// 0, or -1 with the reason in x->refused when there is no room for it.
 static int side_turn(Side *x, const char *text, int n) {
     App *a = &x->app;
-    double bytes = a->s->clk.bytes_attended;
-    long steps = a->s->clk.steps;
     size_t size;
     if (message_feed(a, text, x->refused)) return -1;
+    a->s->clk.bytes_attended = a->s->clk.steps = 0;
     free(x->reply);
     FILE *out = memory_stream(&x->reply, &size);
     generate(a, n, out);
     memory_stream_close(out);
-    steps = a->s->clk.steps - steps;
-    x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
     return 0;
 }
 
@@ -1952,9 +1938,10 @@ static void side_columns(const char *label, const char *mark, const char *reply,
     fflush(stdout);
 }
 
-// The line of a side: what it replied, what it holds, and that a step reads so many bytes.
-static void side_line(const Side *x, const char *mark, const char *reply, double bytes) {
-    side_columns(x->label, mark, reply, human_bytes((double)kv_bytes(x->app.s)).text, human_bytes(bytes).text);
+// The line of a side: what it replied, what it holds, and what a step of the last reply read.
+static void side_line(const Side *x, const char *mark, const char *reply) {
+    side_columns(x->label, mark, reply, human_bytes((double)kv_bytes(x->app.s)).text,
+                 human_bytes(bytes_a_step(x->app.s)).text);
 }
 
 // Names a side that cannot play, and why.
@@ -1978,10 +1965,9 @@ static void sides_turn(Side *x /* stb_ds */, const char *text, const char *answe
             int right = holds_answer(x[i].reply, answer, 0);
             x[i].asked++;
             x[i].right += right;
-            x[i].read_sum += x[i].read;
             mark = right ? "right" : "WRONG";
         }
-        if (answer || !brief || !first || !same) side_line(&x[i], mark, x[i].reply, x[i].read);
+        if (answer || !brief || !first || !same) side_line(&x[i], mark, x[i].reply);
         if (!first) first = x[i].reply;
     }
 }
@@ -2012,7 +1998,7 @@ const DemoLine demo_lines[N_DEMO_LINES] = {
 };
 enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
 
-// The end of the demonstration: what each side got right, what it holds and reads, and why: what it does.
+// The end of the demonstration: what each side got right, what it holds, what the last answer read, and what it does.
 static void demo_summary(const Side *x /* stb_ds */) {
     printf("\n");
     side_columns("method", "right", "what it does", "held", "read");
@@ -2020,9 +2006,9 @@ static void demo_summary(const Side *x /* stb_ds */) {
         char right[32];
         if (*x->refused || !x->asked) continue;
         snprintf(right, sizeof right, "%d of %d", x->right, x->asked);
-        side_line(x, right, "", x->read_sum / x->asked);
+        side_line(x, right, "");
         printf("      ");
-        print_wrapped(stdout, x->why ? x->why : x->app.s->part[0].m->keeps, 6, screen_columns());
+        print_wrapped(stdout, x->app.s->part[0].m->keeps, 6, screen_columns());
     }
 }
 
@@ -2044,8 +2030,7 @@ void demo(App *a, const char *arg) {
     side_columns("method", "", "reply", "held", "read");
     for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) {
         printf("\n> ");
-        print_cut(stdout, demo_lines[i].user, min_int(screen_columns() - 2, (int)strlen(demo_lines[i].user)));
-        printf("\n");
+        print_wrapped(stdout, demo_lines[i].user, 2, screen_columns());
         sides_turn(x, demo_lines[i].user, demo_lines[i].answer, SHOW_REPLY, 1);
     }
     if (!interrupts) demo_summary(x);
@@ -2057,20 +2042,12 @@ void demo(App *a, const char *arg) {
 // /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is. Without a
 // --budget it is a quarter of the dialogue, so that there is something to lose.
 static void command_compare(App *a, const char *question) {
-    char err[512];
-    int n = opt_int(a->o, "n-predict"), budget = max_int(record_tokens(a->turn) / 4, LEAST_PICK);
-    int users = opt_int(a->o, "budget");
-    Turn t = render_turn(a, question, err);
-    if (!*err) (void)ids_known(a->c, t.pre, err);
-    turn_free(t);
-    if (*err) warn("%s", err);
-    if (*err) return;
-
-    Side *x = sides_open(a, budget);
+    int n = opt_int(a->o, "n-predict"), users = opt_int(a->o, "budget"), quarter = quarter_of_dialogue(a);
+    Side *x = sides_open(a, quarter);
     interrupts = 0;
     if (!quiet && !opt_given(a->o, "ratio"))
         fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n",
-                users ? users : budget, users ? "" : " (a quarter of the dialogue; /budget sets another)");
+                users ? users : quarter, users ? "" : " (a quarter of the dialogue; /budget sets another)");
     side_columns("method", "as full", "reply", "held", "read");
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
         x[i].app.turn = turns_copy(a->turn);

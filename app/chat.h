@@ -44,13 +44,10 @@ typedef struct {
 
 typedef struct {
     App app;                // the session of the method, and its own record of the dialogue
-    const char *why;        // its sentence of side_methods; NULL: the method in use, not of the list
     char label[32];         // the method's name, and the budget where it has one
     char refused[512];      // why there is no session; "" when there is one
     char *reply;            // the last reply, malloc'd
-    double read;            // bytes of rows that a decode step of it read, the mean
     int asked, right;       // questions so far, and those answered right
-    double read_sum;        // of `read` over the questions
 } Side;
 
 // --demo and /demo: a scripted dialogue, in words that the shipped model was taught. Facts, a little
@@ -155,7 +152,7 @@ int message_feed(App *a, const char *text, char err[512]);
 
 // ---- several methods side by side
 // A side borrows model, tokenizer and template of a; method is what plays, with the options o.
-void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why);
+void side_open(Side *x, const App *a, const Options *o, const char *method);
 void side_close(Side *x);
 void demo(App *a, const char *arg);                     // --demo and /demo. arg: for the table of commands
 

@@ -505,7 +505,7 @@ static int write_script(Report *r, Shown *x) {
 static void play_run(Report *r, const char *method) {
     Shown x = { 0 };
     char err[512] = "";
-    side_open(&x.side, r->a, r->o, method, NULL);
+    side_open(&x.side, r->a, r->o, method);
     App *a = &x.side.app;
     FILE *f = r->f;
     if (a->s) x.latest = latest_open(a->s, map_step(r->a->c->L));
@@ -735,7 +735,7 @@ WEB const char *web_method(int i, const char *method, const char *options) {
     Options *o = web_options(options, err);
     FILE *f = web_begin();
     if (o) {
-        side_open(&now.side, &web, o, method, NULL);
+        side_open(&now.side, &web, o, method);
         options_free(o);
         snprintf(err, sizeof err, "%s", now.side.refused);
     }

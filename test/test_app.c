@@ -801,7 +801,7 @@ TEST(web_sides,
         Side own;
         OWN_OPTIONS Options *o = options_copy(web.o);
         options_set(o, "budget", "24", err);
-        side_open(&own, &web, o, names[m], NULL);
+        side_open(&own, &web, o, names[m]);
         CHECK(!*web_method(0, names[m], "budget=24"), "%s is refused", names[m]);
         web_clear(0);
         for (int i = 0; i < 3; i++) {
