@@ -248,54 +248,37 @@ static void parse_file(Options *o, const char *path) {
     arrfree(list);
 }
 
-// Does an argument that begins no value name a folder?
-static int is_folder(const char *arg) { return arg[0] != '-' || !arg[1]; }
+// Takes the model: of -m, or a folder that stands alone. *named: how the last one was named, 2: as a folder, 1: by -m.
+// A later one takes the place of an earlier one, but a folder beside another model is a mistake, often a blank in a path.
+static void parse_model(Options *o, const char *value, int how, int *named) {
+    if (*named && how + *named > 2)
+        die(EXIT_USAGE, "two models on the command line: '%.60s' and '%.60s'; give one (-p TEXT asks one question)",
+            opt_str(o, "model"), value);
+    parse_one(o, "model", value);
+    *named = how;
+}
 
-// The option that begins at argv[i], or a folder, which is the model; *known: which option it is. Returns how many
-// arguments it takes: 1, or 2 with its value behind it.
-static int parse_arg(Options *o, int argc, char **argv, int i, const Opt **known) {
-    char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
-    char unknown[96];
+// The option that begins at argv[i], or a folder, which is the model. Returns how many arguments it takes: 1, or 2
+// with its value behind it.
+static int parse_arg(Options *o, int argc, char **argv, int i, int *named) {
+    char flag[64], unknown[96], *arg = argv[i], *eq = strchr(arg, '=');
     const char *value = eq ? eq + 1 : NULL;
-    int merges = *opt_str(o, "eval-merge") != 0;
-    *known = opt_find(o, merges ? "eval-merge" : "model");
-    if (is_folder(arg)) {
-        if (merges) parse_file(o, arg);
-        else parse_one(o, "model", arg);
+    if (arg[0] != '-' || !arg[1]) {
+        if (*opt_str(o, "eval-merge")) parse_file(o, arg);
+        else parse_model(o, arg, 2, named);
         return 1;
     }
     snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
     const char *name = long_of(flag);
     snprintf(unknown, sizeof unknown, "unknown option %s", flag);
     if (!name) unknown_option(unknown, flag + 1);
-    *known = opt_find(o, name);
-    if (value || !*known || (*known)->kind == 'b') {
-        parse_one(o, name, value ? value : "1");
-        return 1;
-    }
-    if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
-    parse_one(o, name, argv[i + 1]);
-    return 2;
-}
-
-// The whole command line. A later option takes the place of an earlier one, but a folder that
-// stands beside another model is a mistake, often a blank in a path.
-static void parse_args(Options *o, int argc, char **argv) {
-    char first[64] = "";
-    int before = 0;                                 // how the last model was named: 2: as a folder, 1: by -m
-    for (int i = 1; i < argc; ) {
-        const Opt *option;
-        int used = parse_arg(o, argc, argv, i, &option);
-        int how = strcmp(option->name, "model") ? 0 : 1 + is_folder(argv[i]);
-        if (how && before && how + before > 2)
-            die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one (-p TEXT asks one question)",
-                first, opt_str(o, "model"));
-        if (how) {
-            snprintf(first, sizeof first, "%.60s", opt_str(o, "model"));
-            before = how;
-        }
-        i += used;
-    }
+    const Opt *known = opt_find(o, name);
+    int takes = value || !known || known->kind == 'b' ? 1 : 2;
+    if (i + takes > argc) die(EXIT_USAGE, "--%s wants a value", name);
+    if (!value) value = takes == 1 ? "1" : argv[i + 1];
+    if (strcmp(name, "model")) parse_one(o, name, value);
+    else parse_model(o, value, 1, named);
+    return takes;
 }
 
 // Options from the environment; the command line, read later, wins.
@@ -674,20 +657,15 @@ static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
     return 0;
 }
 
-// Is there more of a line than the n bytes that batch_read has read?
-static int line_goes_on(const char *line, size_t n) {
-    return n > MOST_REQUEST && line[n - 1] != '\n';
-}
-
 // Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
 static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f) {
     char err[512], *text = NULL;
     size_t size;
     FILE *answer = memory_stream(&text, &size);
-    int most = MOST_REQUEST >> 20, bad = line_goes_on(line, n);
-    Json *j = bad ? NULL : json_parse(line, n, err);
+    int bad = 0;
+    Json *j = n <= MOST_REQUEST ? json_parse(line, n, err) : NULL;
     const Json *id = json_get(j, "id");
-    if (bad) fault(err, "more than %d MiB, the most that a line may have", most);
+    if (n > MOST_REQUEST) bad = fault(err, "more than %d MiB, the most that a line may have", MOST_REQUEST >> 20);
     else if (!j) bad = 1;
     else if (j->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
@@ -723,17 +701,18 @@ static int dump_dialogue(const App *a, const char *line, size_t n, char err[512]
     return ids ? 0 : -1;
 }
 
-// Reads a line into the stb_ds array *line, with its newline. 0: the file is at its end. Of a line that is longer than
-// MOST_REQUEST the rest is still to be read.
+// Reads a line without its newline into the stb_ds array *line; of one that is longer than MOST_REQUEST a byte more
+// than that, and passes over the rest. 0: the file is at its end.
 static int batch_read(FILE *in, char **line) {
-    int c = 0;
+    int c = getc(in), any = c != EOF;
     arrsetlen(*line, 0);
-    while (c != '\n' && arrlen(*line) <= MOST_REQUEST && (c = getc(in)) != EOF) arrput(*line, (char)c);
-    return arrlen(*line) > 0;
+    for (; c != EOF && c != '\n'; c = getc(in))
+        if (arrlen(*line) <= MOST_REQUEST) arrput(*line, (char)c);
+    return any;
 }
 
-// --batch: answers every line that is not blank, one that is too long at once, because its end may be far away. Returns
-// 0, or 1 when a line had an error. With --dump-tokens the ids of each line are the answer, and an error ends it.
+// --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error. With --dump-tokens the ids
+// of each line are the answer, and an error ends it.
 static int batch(App *a) {
     char err[512], *line = NULL;
     const char *path = opt_str(a->o, "batch");
@@ -746,15 +725,10 @@ static int batch(App *a) {
 
     for (long number = 1; batch_read(in, &line); number++) {
         size_t n = arrlenu(line);
-        int goes_on = line_goes_on(line, n);
-        if (is_blank(line, line + n) && !goes_on) continue;
+        if (is_blank(line, line + n) && n <= MOST_REQUEST) continue;
         requests++;
         if (!dumps) failed += batch_line(&b, line, n, number, stdout) != 0;
         else if (dump_dialogue(a, line, n, err)) die(EXIT_USAGE, "--batch %s, line %ld: %s", path, number, err);
-        while (goes_on) {
-            int c = getc(in);
-            goes_on = c != EOF && c != '\n';
-        }
     }
 
     if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
@@ -902,7 +876,7 @@ static int run_program(int argc, char **argv) {
     arg_count = argc;
     args = argv;
     parse_env(a.o);
-    parse_args(a.o, argc, argv);
+    for (int i = 1, named = 0; i < argc; ) i += parse_arg(a.o, argc, argv, i, &named);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
     const char *colors = getenv("CLICOLOR_FORCE");
