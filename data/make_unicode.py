@@ -13,8 +13,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 CATEGORIES = "Cn Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co".split()
-UPPER, LOWER = CATEGORIES.index("Lu"), CATEGORIES.index("Ll")
-UPPER_EVEN, UPPER_ODD = 30, 31          # capitals and small letters in turn
 NFC = normalizers.NFC().normalize_str
 
 
@@ -72,29 +70,8 @@ def check_shorthands(cls):
 
 
 def class_ranges(cls):
-    """(first code point, code) until the next entry; runs of Aa Aa Aa pairs become one entry."""
-    out, c = [], 0
-    while c < 0x110000:
-        pair = (cls[c], cls[c + 1]) if c + 1 < 0x110000 else None
-        if pair in ((UPPER, LOWER), (LOWER, UPPER)):
-            e = c
-            while e < 0x110000 and cls[e] == pair[(e - c) & 1]:
-                e += 1
-            if e - c > 2:
-                even_first = (pair[0] == UPPER) == (c % 2 == 0)
-                out.append((c, UPPER_EVEN if even_first else UPPER_ODD))
-                c = e
-                continue
-        e = c
-        while e < 0x110000 and cls[e] == cls[c]:
-            e += 1
-        cased = cls[c] in (UPPER, LOWER) and e + 1 < 0x110000
-        if e - c > 1 and cased and {cls[e], cls[c]} == {UPPER, LOWER} and cls[e + 1] == cls[c]:
-            e -= 1                      # leave the last one to the alternating run that follows
-        if not out or out[-1][1] != cls[c]:
-            out.append((c, cls[c]))
-        c = e
-    return out
+    """(first code point, code) until the next entry."""
+    return [(c, cls[c]) for c in range(0x110000) if not c or cls[c] != cls[c - 1]]
 
 
 def punctuation_ranges():
@@ -121,11 +98,11 @@ def combining_ranges():
 
 
 def decompositions():
-    """Runs of code points: first << 8 | count, then two numbers for each.
+    """For each code point that decomposes: itself (bit 31: the parts are never composed again) and its parts.
 
-    These are the first part (bit 31: never composed again) and the second part, or 0.
+    The second part is 0 where there is none.
     """
-    table = {}
+    out = []
     for c in POINTS:
         d = unicodedata.decomposition(chr(c))
         if d and not d.startswith("<"):
@@ -133,16 +110,7 @@ def decompositions():
             composes = len(parts) == 2 and NFC("".join(map(chr, parts))) == chr(c)
             if not composes and NFC(chr(c)) == chr(c):
                 continue                # newer than the package
-            table[c] = (parts[0] | (0 if composes else 1 << 31), parts[1] if len(parts) == 2 else 0)
-    out, c = [], sorted(table)
-    while c:
-        n = 1
-        while n < len(c) and n < 255 and c[n] == c[0] + n:
-            n += 1
-        out.append(c[0] << 8 | n)
-        for x in c[:n]:
-            out += table[x]
-        c = c[n:]
+            out += [c | (0 if composes else 1 << 31), parts[0], parts[1] if len(parts) == 2 else 0]
     return out
 
 
@@ -157,7 +125,6 @@ HEAD = """\
 CATEGORY = """\
 // Each entry is first code point << 5 | category and holds up to the code point of the next entry. Categories are
 //   %s
-// and, behind these, 30: capitals (Lu) at even and small letters (Ll) at odd code points, 31: the other way about.
 """ % "\n//   ".join(" ".join("%d %s" % x for x in list(enumerate(CATEGORIES))[i:i + 15]) for i in (0, 15))
 PUNCTUATION = """\
 // First and last code points of runs: in each either all are cut at and none is \\p{P}, or none and all.
@@ -166,9 +133,8 @@ COMBINING = """\
 // Each entry is first code point << 8 | canonical combining class and holds up to the next entry's code point.
 """
 DECOMPOSITION = """\
-// Runs of code points that decompose. A run is first code point << 8 | count, and then for each of its
-// code points two numbers: the first part, with bit 31 set when the parts are never composed again,
-// and the second part, 0 when there is none.
+// Three numbers for each code point that decomposes: itself, with bit 31 set when the parts are never composed
+// again, the first part, and the second part, 0 when there is none.
 """
 
 
@@ -193,27 +159,13 @@ def check_nfc():
             assert NFC(text) == unicodedata.normalize("NFC", text), hex(c)
 
 
-def check_ranges(ranges, cls):
-    """The ranges say what the classes are."""
-    back = bytearray(0x110000)
-    for (a, code), (b, _) in zip(ranges, ranges[1:] + [(0x110000, 0)]):
-        for c in range(a, b):
-            if code < UPPER_EVEN:
-                back[c] = code
-            else:
-                back[c] = UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
-    assert back == cls, "the ranges do not say what the classes are"
-
-
 def main():
     """Makes the tables, checks them, and writes them."""
     check_nfc()
     cls = classes()
     check_shorthands(cls)
-    ranges = class_ranges(cls)
-    check_ranges(ranges, cls)
     print(HEAD)
-    print(c_array("unicode_category", CATEGORY, [a << 5 | code for a, code in ranges]) + "\n")
+    print(c_array("unicode_category", CATEGORY, [a << 5 | code for a, code in class_ranges(cls)]) + "\n")
     print(c_array("unicode_punctuation", PUNCTUATION, punctuation_ranges()) + "\n")
     print(c_array("unicode_combining", COMBINING, [a << 8 | k for a, k in combining_ranges()]) + "\n")
     print(c_array("unicode_decomposition", DECOMPOSITION, decompositions()))

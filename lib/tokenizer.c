@@ -38,7 +38,7 @@ enum {                          // Piece.flags, beside TOKEN_*
 enum {
     MAX_STEPS = 8,              // steps of a normalizer, and of a pre-tokenizer, at most
     MAX_CODE = 1000,            // instructions of a pattern at most
-    MAX_SETS = 200              // sets of characters of all patterns at most
+    MAX_SETS = 400              // characters and sets of all patterns at most
 };
 
 typedef struct {                // one token of the vocabulary
@@ -290,10 +290,9 @@ static int char_byte(uint32_t c) {
 }
 
 // ---- Patterns: sets of characters
-// The general categories, in the order of unicode_category; and what stands there for letters whose case changes
-// from one code point to the next.
+// The general categories, in the order of unicode_category.
 static const char categories[] = "CnLuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCsCo";
-enum { N_CATEGORIES = 30, CATEGORY_LU = 1, CATEGORY_LL = 2, LU_LL_IN_TURN = 30 };
+enum { N_CATEGORIES = 30 };
 
 // The categories that a name of one letter (L, N ..) or two (Lu, Nd ..) stands for, one bit each; 0: it is none.
 static uint32_t category_bits(const char *name, size_t n) {
@@ -309,45 +308,36 @@ static int set_has(const CharSet *set, uint32_t c) {
     return set->bit[c >> 5] >> (c & 31) & 1;
 }
 
-static void set_flip(CharSet *set, uint32_t c) { set->bit[c >> 5] ^= 1u << (c & 31); }
-
 // Adds the code points from first to last.
 static void set_range(CharSet *set, uint32_t first, uint32_t last) {
-    for (uint32_t c = first; c <= last; c++) {
-        if (!(c & 31) && last - c >= 31) {      // 32 of them at a time
-            set->bit[c >> 5] = UINT32_MAX;
-            c += 31;
-        } else {
-            set->bit[c >> 5] |= 1u << (c & 31);
-        }
-    }
+    for (uint32_t c = first; c <= last; c++) set->bit[c >> 5] |= 1u << (c & 31);
 }
 
 // Adds the characters of some categories.
 static void set_categories(CharSet *set, uint32_t bits) {
     size_t n = sizeof unicode_category / sizeof *unicode_category;
     for (size_t i = 0; i < n; i++) {
-        uint32_t c = unicode_category[i] >> 5, kind = unicode_category[i] & 31;
         uint32_t end = i + 1 < n ? unicode_category[i + 1] >> 5 : BROKEN;
-        if (kind < LU_LL_IN_TURN && bits >> kind & 1) set_range(set, c, end - 1);
-        for (; kind >= LU_LL_IN_TURN && c < end; c++) {
-            int category = (c & 1) == (kind & 1) ? CATEGORY_LU : CATEGORY_LL;
-            if (bits >> category & 1) set_range(set, c, c);
-        }
+        if (bits >> (unicode_category[i] & 31) & 1) set_range(set, unicode_category[i] >> 5, end - 1);
     }
 }
 
-// Adds the members of x, or with `others` all that are none.
-static void set_join(CharSet *set, const CharSet *x, int others) {
-    for (size_t i = 0; i < BROKEN / 32; i++) set->bit[i] |= others ? ~x->bit[i] : x->bit[i];
-}
-
-// Adds what \s or \d stands for.
+// Adds what \s, \d, \S or \D stands for. White space is the category Z and some controls.
 static void set_shorthand(CharSet *set, int letter) {
-    if (letter == 'd') set_categories(set, category_bits("Nd", 2));
-    for (uint32_t c = 0; letter == 's' && c <= 0x3000; c++) {
-        if (code_is_space(c)) set_range(set, c, c);
-    }
+    int others = letter < 'a', space = tolower(letter) == 's';
+    uint32_t bits = category_bits(space ? "Z" : "Nd", space ? 1 : 2);
+    if (others) bits = ~bits & ~(space ? category_bits("Cc", 2) : 0);
+    set_categories(set, bits);
+    for (uint32_t c = 0; space && c < 0xa0; c++)
+        if (code_is_space(c) != others) set_range(set, c, c);
+}
+
+// Adds the characters at which the pre-tokenizer step Punctuation cuts to a set that is empty.
+static void set_punctuation(CharSet *set) {
+    set_categories(set, category_bits("P", 1));
+    for (size_t i = 0; i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2)
+        for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++)
+            set->bit[c >> 5] ^= 1u << (c & 31);
 }
 
 // ---- Patterns: reading
@@ -373,7 +363,7 @@ typedef struct {
     Tokenizer *t;               // its `set` grows
     Inst *code;                 // what has been read (stb array)
     const char *start, *p;      // the pattern, NUL-terminated; where the reader stands
-    CharSet *set, *other;       // sets in the making
+    CharSet *set;               // the set in the making, the last one of the tokenizer
     int fold;                   // 1: inside (?i:..)
     int depth;                  // groups open
     int failed;                 // 1: the complaint is in err
@@ -403,22 +393,6 @@ static Inst *regex_emit(RegexReader *r, int op, int x) {
     return &arrlast(r->code);
 }
 
-// Adds the instruction for one character of r->set, or with `others` of what is not in it. The set joins those of
-// the tokenizer, unless it is there.
-static void regex_emit_set(RegexReader *r, int others) {
-    CharSet ***all = &r->t->set;
-    for (size_t i = 0; others && i < BROKEN / 32; i++) r->set->bit[i] = ~r->set->bit[i];
-    int x = 0, n = (int)arrlen(*all);
-    while (x < n && memcmp((*all)[x], r->set, sizeof(CharSet))) x++;
-    if (x == n) {
-        CharSet *copy = xmalloc(sizeof *copy);
-        *copy = *r->set;
-        arrput(*all, copy);
-    }
-    if (n > MAX_SETS) regex_fail(r, r->p, "so large a pattern");
-    regex_emit(r, OP_SET, 0)->set = x;
-}
-
 // Adds the characters from first to last to r->set, and inside (?i:..) the other forms of the letters of ASCII.
 static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
     set_range(r->set, first, last);
@@ -430,7 +404,7 @@ static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
     }
 }
 
-// What stands in \p{..} for the characters that the pre-tokenizer step Punctuation cuts at, which are no category.
+// What stands in \p{..} for set_punctuation.
 #define PUNCTUATION "Punctuation of the step"
 
 // Reads {Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
@@ -442,15 +416,10 @@ static void regex_property(RegexReader *r, const char *at) {
         return;
     }
     r->p = end + 1;
-    int step = !strncmp(name, PUNCTUATION, strlen(PUNCTUATION));
-    uint32_t bits = step ? category_bits("P", 1) : category_bits(name, (size_t)(end - name));
-    if (!bits) regex_fail(r, at, "this property");
-    memset(r->other, 0, sizeof *r->other);
-    set_categories(r->other, bits);
-    for (size_t i = 0; step && i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2) {
-        for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++) set_flip(r->other, c);
-    }
-    set_join(r->set, r->other, others);
+    uint32_t bits = category_bits(name, (size_t)(end - name));
+    if (!strncmp(name, PUNCTUATION, strlen(PUNCTUATION))) set_punctuation(r->set);
+    else if (!bits) regex_fail(r, at, "this property");
+    else set_categories(r->set, others ? ~bits : bits);
 }
 
 // Reads an escape, whose backslash stands at `at` and is read -> the character that it is, or A_SET when it has been
@@ -465,9 +434,7 @@ static int regex_escape(RegexReader *r, const char *at) {
         regex_property(r, at);
         return A_SET;
     case 's': case 'd': case 'S': case 'D':
-        memset(r->other, 0, sizeof *r->other);
-        set_shorthand(r->other, c | 32);
-        set_join(r->set, r->other, isupper(c));
+        set_shorthand(r->set, c);
         return A_SET;
     }
     if (c != ' ' && (c > 127 || !ispunct(c))) regex_fail(r, at, "this escape");
@@ -485,7 +452,7 @@ static int regex_member(RegexReader *r) {
     return c;
 }
 
-// Reads a set, whose bracket at `open` is read, and adds its instruction.
+// Reads a set, whose bracket at `open` is read.
 static void regex_set(RegexReader *r, const char *open) {
     int others = *r->p == '^';
     r->p += others;
@@ -501,27 +468,28 @@ static void regex_set(RegexReader *r, const char *open) {
         if (low != A_SET) regex_add(r, (uint32_t)low, (uint32_t)high);
     }
     if (!r->failed) r->p++;
-    regex_emit_set(r, others);
+    for (size_t i = 0; others && i < BROKEN / 32; i++) r->set->bit[i] = ~r->set->bit[i];
 }
 
 // Reads what takes one character or is an anchor, and adds its instruction.
 static void regex_char(RegexReader *r) {
     const char *at = r->p;
-    int c = regex_next(r);
-    memset(r->set, 0, sizeof *r->set);
+    int c = regex_next(r), sets = (int)arrlen(r->t->set);
     if (c == '$') {
         regex_emit(r, OP_LINE_END, 0);
         return;
     }
-    if (c == '[') {
-        regex_set(r, at);
-        return;
-    }
+    if (sets == MAX_SETS) regex_fail(r, at, "so large a pattern");
     if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing, or of another one,");
     if (strchr("^.", *at)) regex_fail(r, at, "this character, which stands for others,");
+    if (r->failed) return;
+
+    r->set = xcalloc(1, sizeof *r->set);
+    arrput(r->t->set, r->set);
+    regex_emit(r, OP_SET, 0)->set = sets;
     if (c == '\\') c = regex_escape(r, at);
-    if (c != A_SET && !r->failed) regex_add(r, (uint32_t)c, (uint32_t)c);
-    regex_emit_set(r, 0);
+    if (*at == '[') regex_set(r, at);
+    else if (c != A_SET) regex_add(r, (uint32_t)c, (uint32_t)c);
 }
 
 // Reads {m}, {m,n} or {m,}.
@@ -655,8 +623,6 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
     RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
     if (!utf8_whole(pattern, strlen(pattern)))
         return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
-    r.set = xmalloc(sizeof *r.set);
-    r.other = xmalloc(sizeof *r.other);
     regex_alternatives(&r);
     if (*r.p) {
         const char *at = r.p++;
@@ -674,8 +640,6 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
         int next = regex_link(&r, step, pc + 1);
         step->code[r.code[pc].number - 1].first = next;
     }
-    free(r.set);
-    free(r.other);
     arrfree(r.code);
     return -r.failed;
 }
@@ -738,8 +702,8 @@ static void match_all(Matcher *m, CharSet **set, const Step *step, const char *s
 }
 
 // ---- Normalisation
-// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes
-// again. Hangul syllables are decomposed and composed by arithmetic.
+// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes again. Hangul
+// syllables are composed by arithmetic, and need no decomposition: what one composes with is what its parts do.
 enum {
     HANGUL_S = 0xac00,          // the first syllable
     HANGUL_L = 0x1100,          // the first leading consonant
@@ -766,14 +730,10 @@ static void nfc_load(void) {
     }
 
     n = sizeof unicode_decomposition / sizeof *d;
-    for (size_t i = 0; i < n; ) {
-        uint32_t c = d[i] >> 8, end = c + (d[i] & 255);
-        i++;
-        for (; c < end; c++, i += 2) {
-            int composes = d[i + 1] && !(d[i] >> 31);
-            hmput(nfc_parts, c, (int64_t)i);
-            if (composes) hmput(nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
-        }
+    for (size_t i = 0; i < n; i += 3) {
+        uint32_t c = d[i] & INT32_MAX;
+        hmput(nfc_parts, c, (int64_t)i + 1);
+        if (d[i + 2] && c == d[i]) hmput(nfc_pairs, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
     }
 }
 
@@ -782,20 +742,13 @@ static int code_ccc(uint32_t c) { return c < BROKEN ? nfc_ccc[c] : 0; }
 
 // Appends the full decomposition of c to the stb array *out.
 static void nfc_decompose(uint32_t **out, uint32_t c) {
-    uint32_t s = c - HANGUL_S;
-    if (s < N_HANGUL_S) {
-        arrput(*out, HANGUL_L + s / (N_HANGUL_V * N_HANGUL_T));
-        arrput(*out, HANGUL_V + s / N_HANGUL_T % N_HANGUL_V);
-        if (s % N_HANGUL_T) arrput(*out, HANGUL_T + s % N_HANGUL_T);
-        return;
-    }
     int64_t at = c < 0xc0 ? -1 : map_get(nfc_parts, c);    // U+00C0 is the first that decomposes
     if (at < 0) {
         arrput(*out, c);
         return;
     }
     const uint32_t *part = &unicode_decomposition[at];
-    nfc_decompose(out, part[0] & 0x7fffffff);
+    nfc_decompose(out, part[0]);
     if (part[1]) nfc_decompose(out, part[1]);
 }
 
