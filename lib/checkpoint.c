@@ -318,16 +318,11 @@ typedef struct {
 } ConfigReader;
 enum { ABSENT_IS_ERROR = -1000000 };    // as a default: the key must be there
 
-// The families of models by their model_type and by the class that "architectures" names.
-static const struct { const char *type, *arch; } families[] = {
-    { "llama", "LlamaForCausalLM" },
-    { "mistral", "MistralForCausalLM" },
-    { "qwen2", "Qwen2ForCausalLM" },
-    { "qwen3", "Qwen3ForCausalLM" },
-    { NULL, NULL },
-};
-#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), " \
-                 "qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)"
+// The families of models, by their model_type.
+static const char *const families[] = { "llama", "mistral", "qwen2", "qwen3" };
+enum { FAMILIES = sizeof families / sizeof *families };
+#define SUPPORTED "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), " \
+                  "qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)"
 
 // Writes the complaint "file: ..." unless there is one already.
 KV_PRINTF(2, 3)
@@ -403,8 +398,8 @@ static const char *config_str(ConfigReader *r, const Json *o, const char *key, c
 // Is `arch` the class of a family, "LlamaForCausalLM", or the same without its output matrix,
 // "LlamaModel"? Checkpoints of the latter kind are used with a tied output.
 static int family_class(const char *arch, const char *family) {
-    size_t n = strlen(family) - strlen("ForCausalLM");
-    return !strcmp(arch, family) || (!strncmp(arch, family, n) && !strcmp(arch + n, "Model"));
+    size_t n = strlen(family);
+    return !strncasecmp(arch, family, n) && word_place("ForCausalLM|Model", arch + n) >= 0;
 }
 
 // Reads the family of the model into c->model_type. Refuses unknown families, quantized checkpoints
@@ -418,16 +413,13 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
         config_fail(r, "architectures: expected a list of names");
 
     if (!*type && !*arch)
-        config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
+        config_fail(r, "model_type and architectures are missing: not a model's config; " SUPPORTED);
 
     // One of the two may be missing
     int k = 0;
-    while (families[k].type && ((*type && strcmp(type, families[k].type))
-                                || (*arch && !family_class(arch, families[k].arch)))) k++;
-    if (families[k].type)
-        snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
-    else
-        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type, arch);
+    while (k < FAMILIES && ((*type && strcmp(type, families[k])) || (*arch && !family_class(arch, families[k])))) k++;
+    if (k < FAMILIES) snprintf(c->model_type, sizeof c->model_type, "%s", families[k]);
+    else config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " SUPPORTED, type, arch);
 
     if (config_key(o, "quantization_config") || config_key(o, "compression_config")) {
         const char *how = config_str(r, config_key(o, "quantization_config"), "quant_method", "?");
@@ -451,8 +443,9 @@ static const struct { const char *key; int neutral; } foreign_keys[] = {
     { "logit_scale", 1 },             { "lm_head_multiplier", 1 },      { "clip_qkv", 0 },
     { "no_rope_layers", 1 },          { "no_rope_layer_interval", 0 },  { "rope_interleaved", 0 },
     { "alibi", 0 },                   { "use_qk_norm", 0 },             { "qk_layernorm", 0 },
-    { "use_parallel_residual", 0 },   { NULL, 0 },
+    { "use_parallel_residual", 0 },   { "partial_rotary_factor", 1 },   { "llama_4_scaling_beta", 0 },
 };
+enum { FOREIGN_KEYS = sizeof foreign_keys / sizeof *foreign_keys };
 
 // Does the value v of a foreign key change nothing? A list does so when all its items do.
 static int foreign_harmless(const Json *v, int neutral) {
@@ -461,15 +454,14 @@ static int foreign_harmless(const Json *v, int neutral) {
     return v->type == JSON_ARRAY || ((v->type == JSON_BOOL || v->type == JSON_NUMBER) && v->num == neutral);
 }
 
-// Refuses keys that make another model of one of our families.
+// Refuses keys of o that make another model of one of our families.
 static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
-    if (r->err[0]) return;
-    for (int i = 0; foreign_keys[i].key; i++) {
+    for (int i = 0; i < FOREIGN_KEYS; i++) {
         const Json *v = config_key(o, foreign_keys[i].key);
         char buf[64];
-        if (!v || foreign_harmless(v, foreign_keys[i].neutral)) continue;
-        config_fail(r, "%s, %s: other families compute with it, which model_type %s does not do, so the numbers would "
-                    "be wrong", foreign_keys[i].key, json_show(v, buf), c->model_type);
+        if (v && !foreign_harmless(v, foreign_keys[i].neutral))
+            config_fail(r, "%s, %s: other families compute with it, which model_type %s does not do, so the numbers would "
+                        "be wrong", foreign_keys[i].key, json_show(v, buf), c->model_type);
     }
 }
 
@@ -488,6 +480,7 @@ static int config_heads(const Config *c, char err[512]) {
 // Reads the sizes of the model. c->dtype is what the file says; weights_load replaces it by what
 // most tensors have.
 static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
+    int llama = !strcmp(c->model_type, "llama");
     c->C = config_int(r, o, "hidden_size", ABSENT_IS_ERROR, 1, 1 << 18);
     c->F = config_int(r, o, "intermediate_size", ABSENT_IS_ERROR, 1, 1 << 20);
     c->L = config_int(r, o, "num_hidden_layers", ABSENT_IS_ERROR, 1, 1024);
@@ -500,8 +493,8 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->eps = (float)config_real(r, o, "rms_norm_eps", 1e-6, 1e-12, 1);
     c->tied = config_flag(r, o, "tie_word_embeddings", 0);
     c->qk_norm = !strcmp(c->model_type, "qwen3");
-    c->attention_bias = config_flag(r, o, "attention_bias", 0);
-    c->mlp_bias = config_flag(r, o, "mlp_bias", 0);
+    c->attention_bias = config_flag(r, o, "attention_bias", 0) && (llama || c->qk_norm);
+    c->mlp_bias = config_flag(r, o, "mlp_bias", 0) && llama;
     if (r->err[0]) return;
 
     // What is absent is derived, and the sizes must fit each other.
@@ -515,10 +508,8 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     if (config_heads(c, why)) config_fail(r, "%s", why);
 
     const char *key = config_key(o, "dtype") ? "dtype" : "torch_dtype";
-    const char *dtype = config_str(r, o, key, "bfloat16");
-    if (!strcmp(dtype, "float32")) c->dtype = DT_F32;
-    else if (!strcmp(dtype, "float16")) c->dtype = DT_F16;
-    else c->dtype = DT_BF16;
+    int dtype = word_place("float32|float16|bfloat16", config_str(r, o, key, ""));
+    c->dtype = dtype < 0 ? DT_BF16 : dtype;
 }
 
 // Reads which layers have a sliding window (D6, D7). Mistral: all of them. Qwen: those that
@@ -571,6 +562,9 @@ static const Json *config_rope_object(ConfigReader *r, const Json *o) {
     return full ? full : p;
 }
 
+static const char *const rope_types[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
+enum { ROPE_TYPES = sizeof rope_types / sizeof *rope_types };
+
 // Reads what the scaling c->rope_type needs from the object p.
 static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
     c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
@@ -606,24 +600,17 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
         c->theta = 10000;
         if (!r->err[0]) warn("%s: no rope_theta, 10000 is used", r->file);
     }
-    double partial = config_real(r, o, "partial_rotary_factor", 1, 0, 1);
-    partial = config_real(r, p, "partial_rotary_factor", partial, 0, 1);
-    if (partial != 1) config_fail(r, "partial_rotary_factor: only 1 is supported");
-    if (config_real(r, p, "llama_4_scaling_beta", 0, -1e6, 1e6) != 0)
-        config_fail(r, "llama_4_scaling_beta: queries that are scaled by position are not supported");
+    config_foreign(r, c, p);
 
     // The positions of training may stand in either object; the outer one wins.
     c->factor = 1;
     c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
     c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
 
-    if (!strcmp(type, "default")) return;
-    if (!strcmp(type, "linear")) c->rope_type = ROPE_LINEAR;
-    else if (!strcmp(type, "llama3")) c->rope_type = ROPE_LLAMA3;
-    else if (!strcmp(type, "yarn")) c->rope_type = ROPE_YARN;
-    else config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn",
-                     type);
-    config_rope_scaling(r, c, p);
+    while (c->rope_type < ROPE_TYPES && strcmp(type, rope_types[c->rope_type])) c->rope_type++;
+    if (c->rope_type == ROPE_TYPES)
+        config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn", type);
+    if (c->rope_type != ROPE_DEFAULT) config_rope_scaling(r, c, p);
 }
 
 // Adds the eos ids of o, one number or a list, to those of c. An id without an embedding is never
@@ -818,9 +805,10 @@ Config *config_synthetic(const char *shape) {
 // printing walk it.
 enum {
     TENSOR_NEEDED,              // every model has it
-    TENSOR_OPTIONAL,            // taken when the file has it
-    TENSOR_QWEN2,               // needed by Qwen2, optional elsewhere
-    TENSOR_QK_NORM,             // needed by a model with QK-norm, not looked for elsewhere
+    TENSOR_QK_NORM,             // a model with QK-norm has it, and no other one
+    TENSOR_QKV_BIAS,            // Qwen2 has it, and a model with attention_bias may
+    TENSOR_O_BIAS,              // a model with attention_bias may have it
+    TENSOR_MLP_BIAS,            // a model with mlp_bias may have it
 };
 
 // rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector. What stands between
@@ -831,20 +819,20 @@ static const struct { const char *name; size_t at; char rows, cols; int when; } 
     { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
     { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', TENSOR_NEEDED },
     { "self_attn.v_proj.weight",         offsetof(Layer, wv),        'K', 'C', TENSOR_NEEDED },
-    { "self_attn.q_proj.bias",           offsetof(Layer, bq),        '1', 'Q', TENSOR_QWEN2 },
-    { "self_attn.k_proj.bias",           offsetof(Layer, bk),        '1', 'K', TENSOR_QWEN2 },
-    { "self_attn.v_proj.bias",           offsetof(Layer, bv),        '1', 'K', TENSOR_QWEN2 },
+    { "self_attn.q_proj.bias",           offsetof(Layer, bq),        '1', 'Q', TENSOR_QKV_BIAS },
+    { "self_attn.k_proj.bias",           offsetof(Layer, bk),        '1', 'K', TENSOR_QKV_BIAS },
+    { "self_attn.v_proj.bias",           offsetof(Layer, bv),        '1', 'K', TENSOR_QKV_BIAS },
     { "self_attn.q_norm.weight",         offsetof(Layer, q_norm),    '1', 'D', TENSOR_QK_NORM },
     { "self_attn.k_norm.weight",         offsetof(Layer, k_norm),    '1', 'D', TENSOR_QK_NORM },
     { "self_attn.o_proj.weight",         offsetof(Layer, wo),        'C', 'Q', TENSOR_NEEDED },
-    { "self_attn.o_proj.bias",           offsetof(Layer, bo),        '1', 'C', TENSOR_OPTIONAL },
+    { "self_attn.o_proj.bias",           offsetof(Layer, bo),        '1', 'C', TENSOR_O_BIAS },
     { "post_attention_layernorm.weight", offsetof(Layer, mlp_norm),  '1', 'C', TENSOR_NEEDED },
     { "mlp.gate_proj.weight",            offsetof(Layer, gate),      'F', 'C', TENSOR_NEEDED },
-    { "mlp.gate_proj.bias",              offsetof(Layer, bgate),     '1', 'F', TENSOR_OPTIONAL },
+    { "mlp.gate_proj.bias",              offsetof(Layer, bgate),     '1', 'F', TENSOR_MLP_BIAS },
     { "mlp.up_proj.weight",              offsetof(Layer, up),        'F', 'C', TENSOR_NEEDED },
-    { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_OPTIONAL },
+    { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_MLP_BIAS },
     { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', TENSOR_NEEDED },
-    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_OPTIONAL },
+    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_MLP_BIAS },
     { "model.norm.weight",               offsetof(Weights, norm),    '1', 'C', TENSOR_NEEDED },
     { "lm_head.weight",                  offsetof(Weights, head),    'V', 'C', TENSOR_NEEDED },
 };
@@ -863,28 +851,41 @@ static int config_size(const Config *c, char letter) {
     }
 }
 
+// Has a model tensors of this kind? 1: it must, 0: it may, -1: it has not.
+static int model_has(const Config *c, int when) {
+    switch (when) {
+    case TENSOR_QK_NORM:  return c->qk_norm ? 1 : -1;
+    case TENSOR_QKV_BIAS: return !strcmp(c->model_type, "qwen2") ? 1 : c->attention_bias - 1;
+    case TENSOR_O_BIAS:   return c->attention_bias - 1;
+    case TENSOR_MLP_BIAS: return c->mlp_bias - 1;
+    default:              return 1;
+    }
+}
+
 typedef struct {                // one tensor of a model, and how far a walk has come
     int next;                   // tensors before the next one
     int line, layer;            // its line of the table, and its layer; -1: none
     char name[80];              // as files have it
     Tensor *t;                  // where it belongs; nowhere, when the walk has no weights
     int matrix, rows, cols;     // matrix 0: a vector, of one row
-    int needed;                 // 1: this model must have it
+    int needed;                 // 1: this model must have it, 0: it may
 } Place;
 
-// Goes on to the next tensor: for (Place p = {0}; tensor_next(c, w, &p); ). Returns 0 when there is none.
+// Goes on to the next tensor that the model may have: for (Place p = {0}; tensor_next(c, w, &p); ). Returns 0 when
+// there is none.
 static int tensor_next(const Config *c, const Weights *w, Place *p) {
-    int n = p->next++, of_layers = c->L * N_OF_LAYER, inner = n > 0 && n <= of_layers;
-    if (n > of_layers + (c->tied ? 1 : 2)) return 0;
-    p->layer = inner ? (n - 1) / N_OF_LAYER : -1;
-    p->line = inner ? 1 + (n - 1) % N_OF_LAYER : n ? n - of_layers + N_OF_LAYER : 0;
+    int n, inner, of_layers = c->L * N_OF_LAYER;
+    do {
+        n = p->next++;
+        if (n > of_layers + (c->tied ? 1 : 2)) return 0;
+        inner = n > 0 && n <= of_layers;
+        p->layer = inner ? (n - 1) / N_OF_LAYER : -1;
+        p->line = inner ? 1 + (n - 1) % N_OF_LAYER : n ? n - of_layers + N_OF_LAYER : 0;
+        p->needed = model_has(c, tensors[p->line].when);
+    } while (p->needed < 0);
     p->matrix = tensors[p->line].rows != '1';
     p->rows = config_size(c, tensors[p->line].rows);
     p->cols = config_size(c, tensors[p->line].cols);
-
-    int when = tensors[p->line].when;
-    p->needed = when == TENSOR_NEEDED || (when == TENSOR_QK_NORM && c->qk_norm)
-             || (when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
     if (inner) snprintf(p->name, sizeof p->name, "model.layers.%d.%s", p->layer, tensors[p->line].name);
     else snprintf(p->name, sizeof p->name, "%s", tensors[p->line].name);
     if (w) p->t = (Tensor *)((inner ? (char *)&w->layer[p->layer] : (char *)w) + tensors[p->line].at);
@@ -1063,38 +1064,6 @@ static int weights_take(WeightFiles *wf, const Config *c, const Place *p, char e
     return 0;
 }
 
-// Why a model with this config has no use for the tensor p; NULL: it has. Qwen2's q, k and v have biases
-// whatever config.json says.
-static const char *bias_denied(const Config *c, const Place *p) {
-    int llama = !strcmp(c->model_type, "llama"), qwen3 = !strcmp(c->model_type, "qwen3");
-    int mlp = strstr(p->name, ".mlp.") != NULL;
-    if (!strstr(p->name, ".bias") || p->needed) return NULL;
-    if (!mlp && (llama || qwen3)) return c->attention_bias ? NULL : "attention_bias is false in config.json";
-    if (mlp && llama) return c->mlp_bias ? NULL : "mlp_bias is false in config.json";
-    return "its family has no such bias";
-}
-
-// Is every number of the tensor zero?
-static int tensor_is_zero(const Tensor *t) {
-    const unsigned char *p = t->data;
-    for (size_t i = 0, n = tensor_bytes(t); i < n; i++) {
-        if (p[i]) return 0;
-    }
-    return 1;
-}
-
-// A bias that config.json denies: transformers leaves it out, the code it was trained with did not.
-// One of zeros changes nothing and is left out; any other is refused. Returns 0, or -1 with err set.
-static int weights_bias(const Config *c, const Place *p, char err[512]) {
-    const char *why = p->t->data ? bias_denied(c, p) : NULL;
-    if (!why) return 0;
-    if (!tensor_is_zero(p->t))
-        return fault(err, "%.200s: tensor %s is not zero, but %s: transformers would compute without it, the "
-                     "model was made with it", c->dir, p->name, why);
-    *p->t = (Tensor){ 0 };
-    return 0;
-}
-
 // Bytes that the tensor p takes when it is made: as DT_Q8, if that is what matrices become, or in numbers of dtype.
 static size_t made_bytes(const Config *c, const Place *p, int dtype) {
     if (c->as_q8 && p->matrix) return q8_tensor_bytes(p->rows, p->cols);
@@ -1164,16 +1133,13 @@ static void q8_weights(Weights *w, const Config *c) {
     progress_tell("loading", 1);
 }
 
-// Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. QK-norm tensors
-// of a family that does not use them are left alone, so that weights_load reports them. Next to a
-// tied output an lm_head may stand if it is the embedding once more (D7).
+// Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. Next to a tied output an lm_head may
+// stand if it is the embedding once more (D7).
 static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
     if (weights_open(wf, c->dir, err)) return -1;
-    for (Place p = {0}; tensor_next(c, w, &p); ) {
-        if (tensors[p.line].when == TENSOR_QK_NORM && !c->qk_norm) continue;
-        if (weights_take(wf, c, &p, err) || weights_bias(c, &p, err)) return -1;
-    }
+    for (Place p = {0}; tensor_next(c, w, &p); )
+        if (weights_take(wf, c, &p, err)) return -1;
     if (!c->tied) return 0;
     Place head = { .name = "lm_head.weight", .t = &w->head, .matrix = 1, .rows = c->V, .cols = c->C };
     if (weights_take(wf, c, &head, err)) return -1;
@@ -1188,42 +1154,51 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
 // Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
 static void weights_count(Weights *w, Config *c) {
     size_t by[4] = { 0 };       // bytes by DT_*
+    w->bytes = 0;
     for (Place p = {0}; tensor_next(c, w, &p); )
         if (p.t->data) by[p.t->dtype] += tensor_bytes(p.t);
-    w->bytes = by[0] + by[1] + by[2] + by[3];
+    c->dtype = DT_BF16;
+    for (int k = DT_Q8; k >= DT_F32; k--) {
+        w->bytes += by[k];
+        if (by[k] > by[c->dtype]) c->dtype = k;
+    }
     if (by[DT_Q8]) c->dtype = DT_Q8;
-    else if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
-    else if (by[DT_F16] >= by[DT_F32]) c->dtype = DT_F16;
-    else c->dtype = DT_F32;
 }
 
-// Warns of tensors that nobody asked for. Stored RoPE frequencies are none of them: older
-// checkpoints have them.
-static void weights_leftovers(const WeightFiles *wf, const Config *c) {
+// Warns of tensors that nobody asked for. Stored RoPE frequencies are none of them: older checkpoints have them. Nor
+// are biases that config.json denies: transformers leaves them out, the code that the model was trained with did not.
+// If one is not zero, that is -1 with err set; 0 otherwise.
+static int weights_leftovers(const WeightFiles *wf, const Config *c, char err[512]) {
     const char *first = NULL;
     int left = 0;
     for (size_t i = 0; i < arrlenu(wf->file); i++) {
         for (const SafeTensor *t = wf->file[i]->tensor; t < wf->file[i]->tensor + wf->file[i]->n; t++) {
+            size_t n = strlen(t->name);
+            int bias = n > 5 && !strcmp(t->name + n - 5, ".bias");
+            const char *p = t->data;
             if (t->used > t->listed || strstr(t->name, "rotary_emb.inv_freq")) continue;    // the index asked once
-            if (!left) first = t->name;
-            left++;
+            if (bias && t->bytes && (*p || memcmp(p, p + 1, t->bytes - 1)))
+                return fault(err, "%.200s: tensor %.150s is not zero, but by its family, attention_bias and mlp_bias in "
+                             "config.json the model has no such bias", c->dir, t->name);
+            if (!left && !bias) first = t->name;
+            left += !bias;
         }
     }
     if (left)
         warn("warning: %s: %d tensor%s not used, the first: %s", c->dir, left, left > 1 ? "s are" : " is", first);
+    return 0;
 }
 
 // The weights of the checkpoint that c was read from. Exit 3 with the tensor's name. Sets c->dtype.
 Weights *weights_load(Config *c) {
     Weights *w = weights_new(c);
     char err[512] = "";
-    if (weights_read(w, c, err)) {
+    if (weights_read(w, c, err) || weights_leftovers(w->files, c, err)) {
         weights_close(w, NULL);
         die(EXIT_MODEL, "%s", err);
     }
     if (c->as_q8) q8_weights(w, c);
     weights_count(w, c);
-    weights_leftovers(w->files, c);
     return w;
 }
 
@@ -1305,14 +1280,13 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
 // ---- --inspect
 // Prints the config.
 static void inspect_config(FILE *f, const Config *c) {
-    static const char *const ropes[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
     int windowed = 0;
     for (int l = 0; l < c->L; l++) windowed += c->windowed && c->windowed[l];
     fprintf(f, "model      %s, %s\n", c->model_type, c->dir);
     fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, "
             "F %d MLP, V %d vocabulary\n", c->L, c->H, c->G, c->D, c->C, c->F, c->V);
     fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n",
-            ropes[c->rope_type], c->theta, c->factor, c->orig_pos, c->max_pos);
+            rope_types[c->rope_type], c->theta, c->factor, c->orig_pos, c->max_pos);
     fprintf(f, "norm       eps %g, QK-norm %s\n", c->eps, c->qk_norm ? "yes" : "no");
     if (c->window)
         fprintf(f, "window     %d positions in %d of %d layers\n", c->window, windowed, c->L);

@@ -32,8 +32,8 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     float  eps;                 // of every RMSNorm
     int    tied;                // 1: the output matrix is the embedding
     int    qk_norm;             // 1: RMSNorm per head on q and k, before RoPE (Qwen3)
-    int    attention_bias;      // 1: config.json gives q, k, v and o a bias
-    int    mlp_bias;            // 1: config.json gives gate, up and down a bias
+    int    attention_bias;      // 1: q, k, v and o may have a bias, by config.json and the family
+    int    mlp_bias;            // 1: gate, up and down may have one, likewise
     int    window;              // sliding window W: a query at position p sees keys p-W+1..p; 0: none
     unsigned char *windowed;    // (L) 1: this layer uses the window; NULL: no layer does
     int    rope_type;           // ROPE_*
