@@ -2854,7 +2854,7 @@ static int rows_are(Session *s, const char *method, const char *format) {
 // ---- Q8
 // The plain way to halve a cache, after llama.cpp's q8_0: nothing is dropped, but every row is
 // stored in blocks of 32 values, each an 8-bit integer, with one f16 scale a block. The format
-// itself is q8_0 in section 2.
+// itself stands in lib/kernels.h.
 //   value i of a block = scale * integer i,   34 bytes for 32 values: 8.5 bits a value
 // Options: none. The method sets -ctk and -ctv, so it refuses them.
 
@@ -3703,16 +3703,14 @@ const Method quest_method = {
 //     Variant a (--paper, with alpha .955) is the paper's loop with what it leaves out: a chosen
 //     line leaves its list, a gain is at least 0, and a head without a gain left is computed in
 //     full (D33).
-//   - The sampled rows are stratified (D31), and half of them only validate the choice, which must
-//     recover alpha of their attention too. Variant b always takes the first
-//     --sink columns and the last --loopserve-local offsets, variant a offset 0 only
-//     (D33).
-//   - A head whose lines would cover too many cells is computed in full, and so is a short pass.
-//     With alpha 1, or when no head uses its lines, the pass equals full attention bit for
-//     bit.
+//   - The sampled rows are stratified (D31). In variant b half of them, if there are 32 or more, only
+//     validate the choice, which must recover alpha of their attention too. Variant b always takes
+//     the first --sink columns and the last --loopserve-local offsets, variant a offset 0 only (D33).
+//   - A short pass is computed in full, and in variant b a head whose lines would cover too many
+//     cells. With alpha 1, or when no head uses its lines, the pass equals full attention bit for bit.
 //   - Decode chooses at n_o >= 16 only; the paper's formula would also choose at n_o = 0, because
-//     (0 - 16) % 16 is 0 (D37). The candidates are the rows held at the end of the prefill, and the
-//     rows of this answer are read on top of B. A KV head has one set of rows, for all its query
+//     (0 - 16) % 16 is 0. The candidates are the rows held at the end of the prefill, and the rows of
+//     this answer are read on top of B (D29, D37). A KV head has one set of rows, for all its query
 //     heads.
 //   - Algorithm 3 also hands the lines of all prefills to decode, but no formula uses them: here
 //     they are not kept.
@@ -4246,8 +4244,7 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     scratch_reset(s, mark);
 }
 
-// Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included
-// (D37).
+// Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included.
 static int loop_due(const Session *s, const LoopServe *x) {
     int n_o = s->step + 1;                               // Algorithm 3, line 6
     return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
@@ -4960,7 +4957,8 @@ const Method pats_method = {
 //     cluster (D41).
 //   - The paper gives k_g and k_c no value: clusters are taken until the budget is full, and
 //     there are no coarse units unless --lychee-kg says how many a step opens.
-//   - k-means starts from evenly spaced chunks, so that runs repeat.
+//   - k-means starts from evenly spaced chunks, so that runs repeat. Of equally good ends of a chunk
+//     the last one is taken, and a control token ends a chunk as an empty line does.
 // As the paper (Appendix A): 16 sinks, chunks of 8 to 16 tokens, two chunks a cluster, 10 rounds of
 // k-means, and two first layers that read every row.
 //
@@ -5772,7 +5770,8 @@ const Method lychee_method = {
 //     chose.
 //   - Eq. 6 to 14 are the training: models/make_nexus.py. There Eq. 6 is a mean, and w(x) of Eq. 8
 //     belongs to the row that reads (the paper's to history tokens, over which Eq. 8 has no sum).
-//     Eq. 10's target passes no gradient on, and K of Eq. 13 may be a share of a message.
+//     Eq. 10's target passes no gradient on, and K of Eq. 13 may be a share of a message. Beside the
+//     paper's losses stand three of ours (models/README.md).
 //   - The bound h K <= B of Eq. 15 is not enforced.
 //
 // Map:
@@ -5785,8 +5784,8 @@ const Method lychee_method = {
 //   Sec. 4.3 -> sonic_K, sonic_open
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
 // host on both. A device has no kernel for SONIC alone: embed_cuda uploads what sonic_embed makes,
-// the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
-// run of rows, and kv_keep gathers the rows that stay.
+// the attention kernels ask kv_visible, same_weights picks the matrices for a run of rows, and
+// kv_keep gathers the rows that stay.
 //
 // Options: --sonic-k, --sonic-weights, --paper, --sink (4), and --ratio.
 
@@ -6417,9 +6416,9 @@ const Method sonic_method = {
 //   Eq. 1 -> head_scores
 //   Algorithm 1, lines 3, 4, 8, 13, 14, 16, 17, 18, 19 -> dililazy_caps
 //   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
-// Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
-// few hundred numbers. The rows that no view reads any more are given back by kv_compact, on a device
-// through rows_move_cuda and gather_kernel.
+// Both stages are host hooks, stage 1's in app/measure.c (head_scores, head_probe_commit). Algorithm 1
+// runs on the host on either device, because it is a few hundred numbers. The rows that no view reads
+// any more are given back by kv_compact, on a device through rows_move_cuda and gather_kernel.
 //
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --head-scores, --head-beta (1.351),
 // --dililazy-score; stage 1: --calibrate OUT.json, --calibrate-needles, -f.

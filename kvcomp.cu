@@ -557,7 +557,7 @@ static void linear_swiglu(Session *s, const float *x, const Linear in[2], const 
 }
 
 // ==================================================================================================== 1 MODEL
-// pass_cuda is pass() of kvcomp.c line by line, and calls the hooks at the same places. One thing
+// pass_cuda is forward of kvcomp.c line by line, and calls the hooks at the same places. One thing
 // differs: in a decode step the commit hooks run when every layer is done, if none of them is
 // KV_QUERY.
 
@@ -4973,7 +4973,7 @@ static __device__ BestLine segment_best(const Picks &a, int seg, BestLine *part)
 
 // residuals of kvcomp.c: the gains of all lines with the kept ones taken out, a thread a line, over
 // the samples in their order; and rec, tot (2, shared) as in recovered, a warp a sample, whose
-// lanes are folded as the CPU's lanes32 are.
+// lanes are folded as sum_lanes32 of kvcomp.c folds them.
 static __device__ void line_residuals(const Picks &a, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
     double *g = a.gain;

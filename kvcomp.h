@@ -84,7 +84,7 @@ typedef struct Format {         // how raw rows are stored: one Format for K, on
     void (*unpack)(float *row, const char *src, int n, int D);      // n neighbouring rows -> row (n,D)
 } Format;
 
-extern const Format formats[];  // "f32" "f16" "bf16" "q8_0", ended by name NULL
+extern const Format formats[];  // "f16" "f32" "bf16" "q8_0" "q4", ended by name NULL
 
 // ------------------------------------------------------------------------ methods
 typedef struct Session Session;
