@@ -219,7 +219,7 @@ int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     int alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
     int most = min_int(end - t, s->batch), n = 0;
     while (n < most && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
-    *y = alt ? &s->alt[l] : &s->w->layer[l];
+    *y = alt ? &s->alt[l] : &s->w->layer[l];            // SONIC: Sec. 3.1
     return n;
 }
 
@@ -1110,7 +1110,7 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
             int query = t->tok[i], key = hd->src[row_at(rows, r0, j)];
-            if (kv_visible(s->rule, window, &s->tok[query], query, &s->tok[key], key)) any = 1;
+            if (kv_visible(s->rule, window, &s->tok[query], query, &s->tok[key], key)) any = 1;  // SONIC: Eq. 3 to 5
             else x[i * by + j * bx] = -INFINITY;
         }
     return any;
@@ -4518,7 +4518,7 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
-    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);
+    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);     // Sec. 3, b(t)
 }
 
 // ---- rows of w bits an element
@@ -5777,9 +5777,9 @@ const Method lychee_method = {
 // Map:
 //   Eq. 1 -> sonic_enter, sonic_history, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
-//   Eq. 4 -> kv_visible, work_sees, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
-//   Eq. 5 -> kv_visible, work_sees, attn_prefill, attend_kernel, prefill_kernel
+//   Eq. 3 -> kv_visible, mask_tile, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
+//   Eq. 4 -> kv_visible, mask_tile, work_sees, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
+//   Eq. 5 -> kv_visible, mask_tile, work_sees, attn_prefill, attend_kernel, prefill_kernel
 //   Sec. 3.1 -> same_weights, project_rows, mlp_rows
 //   Sec. 4.3 -> sonic_K, sonic_open
 // kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
@@ -6140,7 +6140,7 @@ static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
     // Step 4: the reply again, which now sees the user's message through its Nexus tokens only
     int first = s->n_tok;
     for (int i = 0; i < n_reply; i++)
-        reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
+        reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };      // Eq. 1: m_i
     if (n_reply) s->forward(s, reply, n_reply);
 
     // Step 5
@@ -6230,7 +6230,7 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     // The current turn is t[from..n). Its last n_head tokens open the reply: they belong to the
     // reply's message
     int from = x->cur - s->n_tok, own = n - from;
-    for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
+    for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);               // Eq. 1: Q_curr
     x->n_user = own - min_int(s->n_head, own);
     x->drop = x->h;
 

@@ -4779,6 +4779,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
 //   Eq. 1 -> recovered, select_lines_kernel
+//   Algorithm 1, line 5 -> choose_lines_cuda
 //   Algorithm 2, line 4 -> column_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
 //   Algorithm 2, line 12 -> segment_best
@@ -5123,7 +5124,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
     int heads = ng * (s->c->H / s->c->G);
     size_t mark = scratch_mark(s);
     Picks a = picks_room(s, l, g0, heads, rule, P, T, m);
-    KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);
+    KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);   // Algorithm 1, line 5
 
     size_t bits = (size_t)heads * a.words;
     uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);  // verticals of all heads, then offsets
@@ -5302,7 +5303,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
 // Map:
 //   Eq. 2 -> node_score, cluster_select_kernel
-//   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
+//   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, centres_kernel, cover_kernel
 //   Algorithm 1, line 9 -> open_units
 //   Algorithm 1, line 10 -> open_units
 //   Algorithm 1, line 13 -> cluster_scores
@@ -5362,7 +5363,7 @@ static __device__ void chunk_key(const LayerRows &a, const HeadRef &h, int r0, i
         for (int i = 1; i < n; i++) x += row_value(a, h, 0, r0 + i, d);
         key[d] = x / (float)n;
     }
-    normalise(key, a.D);
+    normalise(key, a.D);                                         // Sec. 4.1: kbar_j
 }
 
 // keys (G,M,D): the key of every chunk; chunk j is rows start[j] .. start[j+1]-1.
@@ -5413,7 +5414,7 @@ static __global__ void assign_kernel(Tree *t, int coarse, const float *x, int n,
             }
         }
     }
-    if (!(threadIdx.x & 1) && i < n) level_of(&t[blockIdx.y], coarse)->of[i] = at;
+    if (!(threadIdx.x & 1) && i < n) level_of(&t[blockIdx.y], coarse)->of[i] = at;      // Sec. 4.3
 }
 
 // mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c. last: the
@@ -5441,7 +5442,7 @@ static __global__ void centres_kernel(Tree *t, int coarse, int last, float *mu, 
 
     for (int c = 0; c < MAX_D / 32; c++)
         if (lane + 32 * c < D) sum[lane + 32 * c] = count ? acc[c] : to[lane + 32 * c];
-    if (count) normalise(sum, D);
+    if (count) normalise(sum, D);                                // Sec. 4.3
     for (int d = lane; d < D; d += 32) {
         uint16_t rounded = f32_to_bf16(sum[d]);
         if (last) u->mu[(size_t)j * D + d] = rounded;
@@ -5465,7 +5466,7 @@ static __global__ void cover_kernel(Tree *trees, int coarse, const float *keys, 
         tokens += start[i + 1] - start[i];
         r = fmaxf(r, above(distance(keys + (size_t)i * D, u->mu + (size_t)j * D, D)));
     }
-    r = lanes_max<32>(r);
+    r = lanes_max<32>(r);                                        // Sec. 4.1: r_u
     tokens = lanes_sum<32>(tokens);
     if (!lane) {
         u->r[j] = r;
@@ -5544,7 +5545,7 @@ static __device__ void node_absorb(Nodes *u, int node, const float *v, int token
     __syncwarp();                                                // the old centre has been read
     for (int i = lane; i < D; i += 32) mu[i] = f32_to_bf16(to[i]);
     __syncwarp();
-    if (!lane) u->r[node] = above(fmax(r + sqrt(shift), distance(v, mu, D)));    // Algorithm 1, line 22
+    if (!lane) u->r[node] = above(fmax(r + sqrt(shift), distance(v, mu, D)));    // Algorithm 1, line 22: Sec. 4.4
     __syncwarp();
 }
 
@@ -5593,7 +5594,7 @@ graft_kernel(Tree *trees, LayerRows a, const int *start, int from, int M) {
         __syncthreads();
         int c = nearest_cluster(&t->fine, v, a.D, best_of, at_of);
         if (threadIdx.x < 32) {
-            node_absorb(&t->fine, c, v, n, a.D, to);
+            node_absorb(&t->fine, c, v, n, a.D, to);             // Sec. 4.4
             if (t->coarse.n) node_absorb(&t->coarse, t->coarse.of[c], v, n, a.D, to);
             if (!threadIdx.x) t->fine.of[j] = c;
         }
@@ -5824,8 +5825,8 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
-//   Eq. 4 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel, rows_move_cuda
-//   Eq. 5 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
+//   Eq. 4 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel, rows_move_cuda
+//   Eq. 5 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
 //   Sec. 3.1 -> same_weights, project, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
