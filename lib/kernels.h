@@ -145,14 +145,16 @@ void add_bias(float *y, const Tensor *b, int T);                // y (T,b.cols) 
 void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps);       // y and x (T,n)
 void swiglu(float *g, const float *u, size_t n);                // g = silu(g) * u
 
-// ---- the products of attention. k and v (n,D) are of dtype, DT_* or ROWS_Q8; next is read afterwards
+// ---- the products of attention. k and v (n,D) are of dtype: DT_F32, DT_F16, DT_BF16, and v also ROWS_Q8; next is
+// read afterwards
 // s (m,n) = scale * q (m,D) k (n,D)^T, and o (m,D) = p (m,n) v (n,D); add 1: o += that
 void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);  // all f32
 void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);                  // o += p v, all f32
 
-// With keys of q8_0 these are sums of integers (D89): q8_pieces(D) of these hold four queries (m,D).
+// Scores of keys of q8_0 are sums of integers (D89). A Q8Query holds up to Q8_COLS columns of four queries, so four of
+// head_dim D take q8_pieces(D) of them.
 typedef struct Q8Query Q8Query;
 enum { Q8_COLS = 512 };         // columns that one factor of an integer query holds for, at most
 static inline int q8_pieces(int D) { return (D + Q8_COLS - 1) / Q8_COLS; }

@@ -56,8 +56,10 @@ int text_id(const Tokenizer *t, const char *s, size_t n);
 // The bytes that id adds to a text, and their number in *len. An id outside adds none.
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
+// The name of a guarded token, *len bytes; NULL: id is none.
+const char *tokenizer_guarded(const Tokenizer *t, int id, int *len);
+
 // The longest guarded token whose text the n bytes at s begin with, and its length in *len; -1 and 0.
-const char *tokenizer_guarded(const Tokenizer *t, int id, int *len);   // its name, *len bytes, if so; NULL
 int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len);
 
 // ---- White space
