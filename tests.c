@@ -1366,7 +1366,7 @@ TEST(pats_ratchet,
             CHECK(pats_bits(x, t, want[i].to) - x->bits[t] <= 10 / 9.0 + 1,
                   "t %d is %d bits under the definition", t,
                   pats_bits(x, t, want[i].to) - x->bits[t]);
-        // The spec's percentages have one more re-pack at the very end.
+        // The percentages that are wanted have one more re-pack at the very end.
         x->T_last = 0;
         pats_commit(s, x, 0, NULL, 1);
         double sum = 0;
