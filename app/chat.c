@@ -162,13 +162,6 @@ int *record_ids(const Turn *turns) {
     return ids;
 }
 
-// How many those are.
-static int record_tokens(const Turn *turns) {
-    int n = 0;
-    for (int i = 0; i < (int)arrlen(turns); i++) n += (int)arrlen(turns[i].pre) + (int)arrlen(turns[i].dec);
-    return n;
-}
-
 // Forgets all turns; the session keeps its rows until it is reset.
 void record_clear(App *a) {
     turns_free(a->turn);
@@ -1798,14 +1791,14 @@ static void confirm_replay(const App *a, double t0) {
 
 // The budget that the chat picks, so that there is something to lose: a quarter of the dialogue's rows, but not less
 // than every method can do with.
-static int quarter_of_dialogue(const App *a) { return max_int(record_tokens(a->turn) / 4, 40); }
+static int quarter_of_dialogue(const App *a) { return max_int(tokens_said(a->s) / 4, 40); }
 
 // Opens a session of a method with the options o. Where they have neither --budget nor --ratio, and the method's own
 // budget holds the whole dialogue, so that nothing would happen, it is opened with *picked, a quarter of the dialogue.
 // NULL: it is refused, and err says why.
 static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *picked, char err[512]) {
     char text[16], why[256];
-    int n = record_tokens(a->turn), quarter = quarter_of_dialogue(a);
+    int n = tokens_said(a->s), quarter = quarter_of_dialogue(a);
     Session *s = session_try(a->c, a->w, o, spec, err);
     *picked = 0;
     if (!s || opt_given(o, "budget") || opt_given(o, "ratio")) return s;
@@ -1926,22 +1919,18 @@ static int side_turn(Side *x, const char *text, int n) {
 }
 
 // ---- several methods side by side: the lines they get
-enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side's line
-
-// One line: label, mark, reply, and in two columns what is held and read in a step.
-static void side_columns(const char *label, const char *mark, const char *reply, const char *held, const char *read) {
-    printf("  ");
-    print_cut(stdout, label, SIDE_LABEL - 1);
-    printf(" %-*s", SIDE_MARK, mark);
-    print_cut(stdout, reply, max_int(screen_columns() - 3 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 11));
-    printf(" %*s%*s\n", SIDE_BYTES, held, SIDE_BYTES, read);
+// One line: label, mark, in two columns what is held and read in a step, and the reply, which takes more lines if it
+// is long.
+static void side_columns(const char *label, const char *mark, const char *held, const char *read, const char *reply) {
+    int before = printf("  %-13s %-8s%9s%9s  ", label, mark, held, read);
+    print_wrapped(stdout, reply, before, max_int(screen_columns(), before + 12));
     fflush(stdout);
 }
 
-// The line of a side: what it replied, what it holds, and what a step of the last reply read.
+// The line of a side: what it holds, and what a step of the last reply read.
 static void side_line(const Side *x, const char *mark, const char *reply) {
-    side_columns(x->label, mark, reply, human_bytes((double)kv_bytes(x->app.s)).text,
-                 human_bytes(bytes_a_step(x->app.s)).text);
+    side_columns(x->label, mark, human_bytes((double)kv_bytes(x->app.s)).text,
+                 human_bytes(bytes_a_step(x->app.s)).text, reply);
 }
 
 // Names a side that cannot play, and why.
@@ -2001,14 +1990,12 @@ enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user 
 // The end of the demonstration: what each side got right, what it holds, what the last answer read, and what it does.
 static void demo_summary(const Side *x /* stb_ds */) {
     printf("\n");
-    side_columns("method", "right", "what it does", "held", "read");
+    side_columns("method", "right", "held", "read", "what it does");
     for (const Side *end = x + arrlen(x); x < end; x++) {
         char right[32];
         if (*x->refused || !x->asked) continue;
         snprintf(right, sizeof right, "%d of %d", x->right, x->asked);
-        side_line(x, right, "");
-        printf("      ");
-        print_wrapped(stdout, x->app.s->part[0].m->keeps, 6, screen_columns());
+        side_line(x, right, x->app.s->part[0].m->keeps);
     }
 }
 
@@ -2016,18 +2003,15 @@ static void demo_summary(const Side *x /* stb_ds */) {
 void demo(App *a, const char *arg) {
     double t0 = now();
     (void)arg;
-    App plain = *a;
-    plain.o = options_copy(a->o);
-    (void)shdel(plain.o->given, "system");
-    Side *x = sides_open(&plain, SHOW_BUDGET);
-    options_free(plain.o);
+    Side *x = sides_open(a, SHOW_BUDGET);
+    for (int i = 0; i < (int)arrlen(x); i++) (void)shdel(x[i].app.o->given, "system");
     interrupts = 0;
     for (int i = 0; i < (int)arrlen(x); i++) side_refused(&x[i]);
     print_wrapped(stdout, "The same messages to several methods, each with its own cache; behind its name stands how "
                   "many rows a head may have. held: bytes of rows in the cache. read: bytes of rows that a step of the "
                   "reply reads. Who replies as full does has a line for answers only.", 0, screen_columns());
     printf("\n");
-    side_columns("method", "", "reply", "held", "read");
+    side_columns("method", "", "held", "read", "reply");
     for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) {
         printf("\n> ");
         print_wrapped(stdout, demo_lines[i].user, 2, screen_columns());
@@ -2048,7 +2032,7 @@ static void command_compare(App *a, const char *question) {
     if (!quiet && !opt_given(a->o, "ratio"))
         fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n",
                 users ? users : quarter, users ? "" : " (a quarter of the dialogue; /budget sets another)");
-    side_columns("method", "as full", "reply", "held", "read");
+    side_columns("method", "as full", "held", "read", "reply");
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
         x[i].app.turn = turns_copy(a->turn);
         if (!*x[i].refused) replay(&x[i].app, x[i].refused);

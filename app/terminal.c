@@ -549,29 +549,6 @@ static int char_width(const char *s, int n) {
     return width < 0 ? 1 : width;
 }
 
-// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
-// it is shorter. Line breaks and control characters become blanks.
-void print_cut(FILE *f, const char *text, int width) {
-    size_t n = strlen(text);
-    int all = 0, used = 0;
-    for (size_t i = 0; i < n; i += (size_t)char_bytes(text + i, n - i))
-        all += char_width(text + i, char_bytes(text + i, n - i));
-    int cut = all > width, room = cut ? width - 2 : width;
-    for (size_t i = 0; i < n; ) {
-        int bytes = char_bytes(text + i, n - i), columns = char_width(text + i, bytes);
-        if (used + columns > room) break;
-        if (is_drawn(text + i, bytes)) fwrite(text + i, 1, (size_t)bytes, f);
-        else fputc(' ', f);
-        used += columns;
-        i += (size_t)bytes;
-    }
-    if (cut && width >= 2) {
-        fputs("..", f);
-        used += 2;
-    }
-    fprintf(f, "%*s", width - used, "");
-}
-
 // ---- replies break between words
 // Far from the end of its line a word does not wait. One of more columns than this may be cut there.
 enum { LONG_WORD = 20 };
@@ -629,11 +606,12 @@ void print_wrapped(FILE *f, const char *text, int indent, int cols) {
     char *out = NULL;
     bytes_put(&out, text, strlen(text));
     wrap_text(&w, &out, 1);
-    for (int i = 0; i < (int)arrlen(out); i++) {
-        fputc(out[i], f);
-        if (out[i] == '\n') fprintf(f, "%*s", indent, "");
+    arrput(out, '\n');
+    for (char *line = out, *end; line < out + arrlen(out); line = end + 1) {
+        end = memchr(line, '\n', (size_t)(out + arrlen(out) - line));
+        if (line > out) fprintf(f, "%*s", indent, "");
+        show(f, line, (size_t)(end - line + 1));
     }
-    fputc('\n', f);
     arrfree(out);
     arrfree(w.word);
 }

@@ -48,7 +48,6 @@ void messages_end(void);                        // gives the terminal back
 
 // ---- columns
 int screen_columns(void);                       // the width of the screen; 80 when the terminal does not say
-void print_cut(FILE *f, const char *text, int width);                   // in exactly so many columns
 void print_wrapped(FILE *f, const char *text, int indent, int cols);    // in lines; the first is begun already
 
 // A reply comes in pieces that end anywhere, so near the end of a line its last word waits until it is
