@@ -956,7 +956,6 @@ static void session_write(const App *a, FILE *f) {
         free(said);
     }
     if (a->asked) write_asked(a->asked, f);
-    else if (a->pending) write_asked(&(Turn){ .user = a->pending }, f);
 }
 
 // Is the open file the one at this path?
@@ -972,23 +971,17 @@ static int session_flock(int fd, const char *path, char err[512]) {
     return fault(err, "%.300s: another kvcomp is using this session (end it, or take another file)", path);
 }
 
-// Opens --session's file, new or old, and locks it. 0, or -1 with err, and then the one that was open stays.
+// Opens --session's file, new or old, and locks it. 0, or -1 with err.
 static int session_lock(App *a, const char *path, char err[512]) {
     struct stat st;
     int low = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
     int fd = low < 0 ? -1 : fcntl(low, F_DUPFD_CLOEXEC, 3);         // none of the first three, which have their uses
     if (low >= 0) close(low);
-    int bad = fd < 0 || fstat(fd, &st);
-    if (!bad && !S_ISREG(st.st_mode)) {
-        errno = EINVAL;
-        bad = 1;
-    }
-    if (bad) fault(err, "%.400s: %s", path, save_reason());
-    else bad = session_flock(fd, path, err);
-    int old = bad ? fd : a->log;
-    if (!bad) a->log = fd;
-    if (old > 0) close(old);
-    return bad ? -1 : 0;
+    int bad = fd < 0 || fstat(fd, &st), other = !bad && !S_ISREG(st.st_mode);
+    if (other) errno = EINVAL;
+    if (bad || other) return fault(err, "%.400s: %s", path, save_reason());
+    a->log = fd;
+    return session_flock(fd, path, err);
 }
 
 // Saves the dialogue as a file, which must be no other chat's. lock: it is --session's, which stays open and locked; it
@@ -1148,35 +1141,22 @@ static int session_lines(App *a, SessionFile *x, const char *text, size_t n, cha
 // Says what is not as it was when the session was saved, a line each.
 static void session_differs(const App *a, const SessionFile *x) {
     char *own = written(a, write_making);
-    if (x->torn && !quiet) warn("%s: the last line was not written to its end, and is left out", x->path);
-    if (strcmp(own, x->made) && !quiet) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
+    if (x->torn) warn("%s: the last line was not written to its end, and is left out", x->path);
+    if (x->asked) warn("%s: the last message got no reply, and is left out: %.400s", x->path, arrlast(x->turn).user);
+    if (strcmp(own, x->made)) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
     free(own);
-}
-
-// Forgets the message that had no reply when its chat ended.
-static void pending_forget(App *a) {
-    free(a->pending);
-    a->pending = NULL;
 }
 
 // The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App keeps its own.
 static int session_take(App *a, SessionFile *x, char err[512]) {
     char why[512];
-    Turn *own = a->turn, last = { 0 };
-    if (x->asked) last = arrpop(x->turn);           // a message whose reply was not finished is none of the dialogue
+    Turn *own = a->turn;
     a->turn = x->turn;
-    int bad = replay(a, why);
-    if (bad) a->turn = own;
-    else x->turn = own;                             // it goes with x
-    if (bad) {
-        fault(err, "%.200s: %.300s", x->path, why);
-    } else {
-        pending_forget(a);
-        a->pending = last.user;
-        last.user = NULL;
-    }
-    turn_free(last);
-    return bad ? -1 : 0;
+    x->turn = own;
+    if (!replay(a, why)) return 0;
+    x->turn = a->turn;
+    a->turn = own;
+    return fault(err, "%.200s: %.300s", x->path, why);
 }
 
 // Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
@@ -1187,7 +1167,8 @@ static int session_read(App *a, const char *path, char err[512]) {
     if (!text) return -1;
     int bad = session_lines(a, &x, text, n, err);
     free(text);
-    if (!bad) session_differs(a, &x);
+    if (!bad && !quiet) session_differs(a, &x);
+    if (!bad && x.asked) turn_free(arrpop(x.turn));
     if (!bad) bad = session_take(a, &x, err);
     turns_free(x.turn);
     free(x.made);
@@ -1617,7 +1598,6 @@ void app_beside_close(App *a) {
     options_free(a->o);
     free(a->method);
     free(a->logits);
-    free(a->pending);
 }
 
 // Closes whatever was opened.
@@ -1729,8 +1709,7 @@ static void turn_begin(void) {
 }
 
 // It ends: the dialogue is saved, and a signal that waited has its way. When that comes before the
-// first token of a reply the file stays as it is: it has the message as pending, or the reply that
-// was to be made again.
+// first token of a reply the file stays as it is: it has the message, or the reply that was to be made again.
 static void turn_end(App *a, int replied) {
     if (replied || !leaving) session_keep(a);
     turn_runs = 0;
@@ -1751,7 +1730,6 @@ int chat_turn(App *a, const char *text, FILE *out) {
     }
     int rewrites = t.back, replied = 0;
     turn_begin();
-    pending_forget(a);
     a->asked = &t;
     session_keep(a);                    // before the reply: whatever ends the program costs the reply only
     a->asked = NULL;
@@ -1851,7 +1829,6 @@ int chat_clear(App *a) {
         return -1;
     }
     record_clear(a);
-    pending_forget(a);
     a->stale = 0;
     return 0;
 }
@@ -2343,14 +2320,6 @@ void session_end(App *a) {
     if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// Says that a message got no reply before its chat ended. offer 1: arrow up brings it back.
-void pending_tell(const App *a, int offer) {
-    if (!a->pending) return;
-    if (offer) message_offer(a->pending);
-    if (quiet) return;
-    warn("the last message got no reply: %s", offer ? "arrow up brings it back" : "it is not part of the dialogue");
-}
-
 // Messages and commands until one of them ends the chat, or the input does.
 static void chat_loop(App *a) {
     char *text = NULL;
@@ -2383,8 +2352,7 @@ static void greet(const App *a) {
 int chat(App *a) {
     watch_keyboard();
     session_begin(a);
-    int edited = messages_begin(!opt_int(a->o, "no-history"), chat_name);
-    pending_tell(a, edited);
+    messages_begin(!opt_int(a->o, "no-history"), chat_name);
     if (isatty(0) && isatty(1) && !quiet) greet(a);
     chat_loop(a);
     messages_end();

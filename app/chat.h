@@ -31,7 +31,6 @@ typedef struct {
     int rewrote;            // 1: the chat has said that its template rewrites history
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
-    char *pending;          // the message of --session's file that got no reply, malloc'd; NULL: none
     const Turn *asked;      // the turn whose reply is to be made; NULL: none
     int log;                // the descriptor of --session's file, locked; 0: there is none
     char *logged;           // what that file holds, malloc'd; "" or NULL: not known
@@ -143,7 +142,6 @@ void  session_end(App *a);                              // keeps the dialogue in
 int  ids_known(const Config *c, const int *ids, char err[512]);        // has the model a row for each? 0, or -1
 int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writes the reply: 0, or -1 with a line
 int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
-void pending_tell(const App *a, int offer);             // that a message got no reply; offer 1: arrow up has it
 int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 
 // Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the

@@ -776,7 +776,6 @@ static char *prompt_text(const App *a) {
 static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
-    pending_tell(a, 0);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
     char *reply = NULL;

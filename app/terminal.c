@@ -448,17 +448,12 @@ static int can_edit(void) {
 
 static int edited;                  // 1: lines are edited
 
-int messages_begin(int keep_history, NameAt *names) {
+void messages_begin(int keep_history, NameAt *names) {
     name_at = names;
     edited = can_edit() && !terminal_take();
-    if (!edited) return 0;
+    if (!edited) return;
     lines_prepare();
     if (keep_history) history_read();
-    return 1;
-}
-
-void message_offer(const char *text) {
-    if (edited) add_history(text);
 }
 
 void messages_end(void) {
@@ -479,13 +474,10 @@ static int read_edited(char **out) {
 
 static void history_keep(const char *text) { (void)text; }
 
-int messages_begin(int keep_history, NameAt *names) {
+void messages_begin(int keep_history, NameAt *names) {
     (void)keep_history;
     (void)names;
-    return edited;
 }
-
-void message_offer(const char *text) { (void)text; }
 
 void messages_end(void) { terminal_restore(); }
 #endif

@@ -36,14 +36,13 @@ enum {                      // how reading a message ends
 typedef const char *NameAt(const char *line, int from, int i, int *paths);
 
 // Begins to read messages: on a terminal, where readline is there, with editing, completion and, with
-// keep_history, the messages of earlier chats. 1: lines are edited.
-int messages_begin(int keep_history, NameAt *names);
+// keep_history, the messages of earlier chats.
+void messages_begin(int keep_history, NameAt *names);
 
 // The next message into *out, an stb_ds array that ends in NUL; a line that ends in \ goes on. Returns READ_*;
 // Ctrl-C on an empty line gives up the lines before it, too.
 int read_message(char **out);
 
-void message_offer(const char *text);           // arrow up brings it back; it is not kept in the file
 void messages_end(void);                        // gives the terminal back
 
 // ---- columns
