@@ -1632,23 +1632,15 @@ int holds_answer(const char *said, const char *gold, int whole) {
 
 // The words of a text: an stb_ds array of malloc'd strings, for words_free.
 char **words_of(const char *text, int how) {
-    char **words = NULL, *w = NULL;
-    for (const char *p = text; ; p++) {
-        unsigned char c = (unsigned char)*p;
-        if (c && !isspace(c)) {
-            if (how == WORDS_RAW) arrput(w, (char)c);
-            else if (!ispunct(c)) arrput(w, (char)tolower(c));
-            continue;
-        }
-        if (arrlen(w)) {
-            arrput(w, 0);
-            int article = !strcmp(w, "a") || !strcmp(w, "an") || !strcmp(w, "the");
-            if (how != WORDS_BARE || !article) arrput(words, copy_text(w));
-            arrsetlen(w, 0);
-        }
-        if (!c) break;
+    char *plain = copy_text(text), *to = plain, *rest = NULL, **words = NULL;
+    for (const char *p = text; *p && how != WORDS_RAW; p++)
+        if (!ispunct((unsigned char)*p)) *to++ = (char)tolower((unsigned char)*p);
+    if (how != WORDS_RAW) *to = 0;
+    for (char *w = strtok_r(plain, " \t\n\v\f\r", &rest); w; w = strtok_r(NULL, " \t\n\v\f\r", &rest)) {
+        int article = word_place("a|an|the", w) >= 0;
+        if (how != WORDS_BARE || !article) arrput(words, copy_text(w));
     }
-    arrfree(w);
+    free(plain);
     return words;
 }
 
