@@ -20,11 +20,10 @@
 enum {                          // bounds, far above what a real program takes
     JINJA_SOURCE = 1 << 20,     // bytes of a program
     JINJA_NESTED = 90,          // brackets, blocks and calls of macros inside one another
-    JINJA_STEPS  = 1000000,     // operands read, members made, and variables passed over in search of one; and for
-    JINJA_STEPS_MESSAGE = 20000,        // each message so many more
-    JINJA_BYTES  = 32 << 20,    // of the program read, of values made and of texts looked through; for each message,
-    JINJA_BYTES_MESSAGE = 100000,       // and for each byte of one, so many more
-    JINJA_BYTES_BYTE = 200,
+    JINJA_STEP   = 32,          // work of an operand read, a member made, and eight variables passed over in search of one
+    JINJA_WORK   = 64 << 20,    // all steps, and bytes of the program read, of values made and of texts looked through;
+    JINJA_WORK_MESSAGE = 740000,        // for each message, and for each byte of one, so much more
+    JINJA_WORK_BYTE = 200,
     JINJA_NUMBER = 1000000000   // the largest number
 };
 
@@ -95,8 +94,7 @@ typedef struct {
     JinjaTable *globals, *scope;        // the variables of the program, and of the innermost scope
     char *out;                  // stb array: the output
     uint16_t *from;             // stb array: where its bytes come from
-    size_t bytes, most_bytes;   // taken so far, and at most
-    size_t steps, most_steps;
+    size_t work, most_work;     // done so far, and at most
 } Jinja;
 
 enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };       // how a turn of a loop has ended; but for RUN_ON the rest is skipped
@@ -121,17 +119,16 @@ KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
 // A name, as %.*s shows it.
 #define NAMED(v) (int)min_size((v).n, 40), (v).s
 
-// Counts a step over n bytes. Too many of either stop the program. Returns 1 when it goes on.
+// Counts a step over n bytes. Too much work stops the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
-    j->bytes += n;
-    j->steps++;
-    if (j->steps > j->most_steps || j->bytes > j->most_bytes) jinja_fail(j, "the program takes too long");
+    j->work += JINJA_STEP + n;
+    if (j->work > j->most_work) jinja_fail(j, "the program takes too long");
     return !j->failed;
 }
 
 // n bytes that last as long as the program runs, or NULL.
 static void *jinja_memory(Jinja *j, size_t n) {
-    return jinja_spend(j, min_size(n, j->most_bytes) + 64) ? arena_take(j->arena, n) : NULL;
+    return jinja_spend(j, min_size(n, j->most_work) + 64) ? arena_take(j->arena, n) : NULL;
 }
 
 // ---- The output
@@ -212,7 +209,7 @@ static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
 
 // The member of a table that has this key; NULL: none.
 static JinjaValue *jinja_find(Jinja *j, JinjaTable *t, JinjaValue key) {
-    j->steps += t->n / 8;
+    j->work += t->n * JINJA_STEP / 8;
     for (size_t i = t->n; i-- > 0;)
         if (jinja_equal(j, t->key[i], key)) return &t->item[i];
     return NULL;
@@ -658,28 +655,24 @@ static void jinja_body(Jinja *j, const char *end);
 // Reads the texts in quotes that stand here; neighbours are one text.
 static JinjaValue jinja_quoted(Jinja *j) {
     static const char code[] = "ntr\\'\"", means[] = "\n\t\r\\'\"";
-    char *text = NULL;
+    size_t at = arrlenu(j->out);
     while (!j->failed && (*j->p == '\'' || *j->p == '"')) {
-        char quote = *j->p++;
-        for (; *j->p && *j->p != quote; j->p++) {
-            char c = *j->p;
-            if (c == '\\' && j->p[1]) {
-                const char *at = strchr(code, *++j->p);
-                if (!at) jinja_fail(j, "the escape \\%.1s", j->p);
-                if (!at) break;
-                c = means[at - code];
-            }
-            arrput(text, c);
+        const char stops[] = { *j->p++, '\\', 0 }, *escape = code;
+        while (escape) {
+            size_t n = strcspn(j->p, stops);
+            jinja_put(j, jinja_own(j->p, n));
+            if (!j->failed) j->p += n;
+            if (*j->p != '\\' || !j->p[1]) break;
+            escape = strchr(code, *++j->p);
+            if (escape) jinja_put(j, jinja_own(means + (escape - code), 1));
+            else jinja_fail(j, "the escape \\%.1s", j->p);
+            j->p += escape != NULL;
         }
-        if (!*j->p) jinja_fail(j, "a text without its closing quote");
+        if (*j->p != *stops) jinja_fail(j, "a text without its closing quote");
         else j->p++;
         jinja_blanks(j);
     }
-    size_t n = arrlenu(text);
-    char *copy = j->skip ? NULL : jinja_memory(j, n + 1);
-    JinjaValue v = copy ? jinja_own(memcpy(copy, text ? text : "", n), n) : undefined;
-    arrfree(text);
-    return v;
+    return j->skip ? undefined : jinja_collect(j, at);
 }
 
 // Reads the digits that stand here.
@@ -1150,8 +1143,7 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
     size_t all = 0;
     for (int i = 0; i < n; i++) all += strlen(m[i].content);
     Jinja j = { .tp = tp, .p = tp->source, .arena = arena_new(), .err = err,
-                .most_bytes = JINJA_BYTES + JINJA_BYTES_MESSAGE * (size_t)n + JINJA_BYTES_BYTE * all,
-                .most_steps = JINJA_STEPS + JINJA_STEPS_MESSAGE * (size_t)n };
+                .most_work = JINJA_WORK + JINJA_WORK_MESSAGE * (size_t)n + JINJA_WORK_BYTE * all };
     set_variables(&j, m, n, how);
     jinja_block(&j, "");
     int all_of_it = RENDER_NO_THINK | RENDER_PROMPT;
@@ -1364,28 +1356,21 @@ static int template_stops(Template *tp, char err[512]) {
     return 0;
 }
 
-// Does the program write a system message, and has it one of its own? Sets no_system and own_system. 0, or -1 and
-// err.
+// Does the program write a system message, and has it one of its own, which an empty one keeps away? Sets no_system and
+// own_system. 0, or -1 and err.
 static int template_system(Template *tp, char err[512]) {
-    const Message *m = short_dialogue;
-    char why[512] = "it writes the words of a system message nowhere", *with, *other = NULL;
-    int words, system, at, end, same = 0, tail = 0;
+    const Message *m = short_dialogue, empty[] = { { .role = "system", .content = "" }, m[1] };
+    char why[512] = "it writes the words of a system message nowhere";
+    int words, system, end;
     char *text = template_probe(tp, m + 1, 1, 1, &words, &end, err);
     if (!text) return -1;
-    with = template_probe(tp, m, 2, 1, &system, &end, why);
-    if (with) other = template_probe(tp, m, 2, 2, &at, &end, why);
-    if (!other || system < 0 || at < 0) {
-        tp->no_system = copy_text(why);
-    } else {
-        // Before the words stands more than what stands there with a system message as well?
-        while (same < words && same < system && text[same] == with[same]) same++;
-        int rest = min_int(words - same, at - system);
-        while (tail < rest && text[words - 1 - tail] == with[at - 1 - tail]) tail++;
-        tp->own_system = same + tail < words;
-    }
+    char *with = template_probe(tp, m, 2, 1, &system, &end, why);
+    if (!with || system < 0) tp->no_system = copy_text(why);
+    char *less = tp->no_system ? NULL : template_probe(tp, empty, 2, 2, &system, &end, why);
+    tp->own_system = less && strlen(less) < strlen(text);
     free(text);
     free(with);
-    free(other);
+    free(less);
     return words < 0 ? fault(err, "it writes the words of a message nowhere") : 0;
 }
 
