@@ -50,7 +50,7 @@ deps:
 # The parts in the order of their floors: each calls only those before it. An object lies in build/FLAVOUR/
 # and is made again when a file that it includes, or a flag, has changed.
 LIB   = lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template
-APP   = app/options app/terminal app/chat app/measure app/page app/main
+APP   = app/options app/terminal app/trace app/chat app/measure app/page app/main
 PARTS = $(LIB) kvcomp $(APP)
 
 # lib/kernels.c is compiled once for each instruction set of the machine that the program is for, by the flags

@@ -51,7 +51,7 @@
 //   11 LYCHEECLUSTER: every step reads the text chunks of the best clusters
 //   12 SONIC INFERENCE: a finished message is compressed into a few learned rows
 //   13 DILILAZYKV: heads that find facts keep more rows than others; HeadKV, its nearest rival
-//   14 TRACES: an observer that writes down what a pass computes
+//   14 TRACES: what a method says of itself while a pass is written down
 //   15 THE TABLE OF METHODS: one line a method
 //   16 MEMORY PLAN: what a dialogue will take, before it takes it
 #define _GNU_SOURCE
@@ -489,6 +489,7 @@ static size_t raw_row_bytes(const Session *s) {
     return s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
 }
 
+// The rows that a head has room for when it holds so many.
 static size_t round_to_step(size_t rows) {
     return (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
 }
@@ -659,7 +660,7 @@ static void near_drop(const Session *s, void *p) {
 }
 
 // The bytes at p, where the host can read them: a copy in scratch memory, if they lie on a device.
-static const void *near_here(Session *s, const void *p, size_t bytes) {
+const void *near_here(Session *s, const void *p, size_t bytes) {
     if (!KV_DEV(s)) return p;
     void *copy = scratch(s, bytes);
     bytes_load_cuda(copy, p, bytes);
@@ -1071,7 +1072,7 @@ static Tile *tiles_new(Session *s) {
 }
 
 // The sliding window of layer l; 0: it has none.
-static int layer_window(const Session *s, int l) {
+int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
@@ -6792,22 +6793,20 @@ const Method headkv_method = {
 };
 
 // ==================================================================================================== 14 TRACES
+// What a method says of itself while somebody writes passes down (Session.trace): its scores, its choices, its
+// index. What every method has (tokens, queries, rows, outputs) is written by an observer, app/trace.c.
 
-// ---- --trace FILE: what every pass computes, as a safetensors file
-// Tensors are written as they are computed, so the data stand in the order of the computation. Rows are
-// named by tokens, never by their place in a head.
+// 1: layer l of this pass is written down; l == L: something of this pass is.
 int trace_wants(const Session *s, int l) {
     return l == s->c->L || s->trace->layer[l];
 }
 
-// x (dim[0], ..), `dims` numbers, by the name passPPPP. and what fmt makes.
-static void trace_put(Session *s, const char *type, size_t size, const void *x, const int *dim, int dims,
-                      const char *fmt, va_list ap) {
+// x (dim[0], ..), `dims` numbers, by the name that fmt makes.
+void trace_put(Session *s, const char *type, size_t size, const void *x, const int *dim, int dims, const char *fmt,
+               va_list ap) {
     char name[160];
-    int n = snprintf(name, sizeof name, "pass%04d.", s->trace->pass - 1);
-    vsnprintf(name + n, sizeof name - (size_t)n, fmt, ap);
-    if (s->trace->put) s->trace->put(s->trace, name + n, type, size, x, dim, dims);
-    else safe_write(&s->trace->out, name, type, size, x, dim, dims);
+    vsnprintf(name, sizeof name, fmt, ap);
+    s->trace->put(s->trace, name, type, size, x, dim, dims);
 }
 
 #define TRACE_AS(function, type, width, T) \
@@ -6821,109 +6820,6 @@ static void trace_put(Session *s, const char *type, size_t size, const void *x, 
 TRACE_AS(trace_f32, "F32", 4, float)
 TRACE_AS(trace_i32, "I32", 4, int)
 TRACE_AS(trace_u8, "U8", 1, void)
-
-// The same of x (T,heads,D), on the host (here 1) or where the rows lie.
-KV_PRINTF(5, 6)
-static void trace_cube(Session *s, const float *x, int heads, int here, const char *fmt, ...) {
-    int dim[] = { s->n_tok - s->base, heads, s->c->D };
-    size_t mark = scratch_mark(s), bytes = (size_t)dim[0] * dim[1] * dim[2] * sizeof *x;
-    va_list ap;
-    va_start(ap, fmt);
-    trace_put(s, "F32", 4, here ? x : near_here(s, x, bytes), dim, 3, fmt, ap);
-    va_end(ap);
-    scratch_reset(s, mark);
-}
-
-// The tokens of the pass: base, step, tokens, positions.
-static void trace_tokens(Session *s) {
-    struct Trace *x = s->trace;
-    int T = s->n_tok - s->base, step = s->decoding ? s->step : -1;
-    x->pass++;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)T * sizeof(int));
-    trace_i32(s, &s->base, 1, 0, "base");
-    trace_i32(s, &step, 1, 0, "step");
-    for (int t = 0; t < T; t++) n[t] = s->tok[s->base + t].id;
-    trace_i32(s, n, T, 0, "tokens");
-    for (int t = 0; t < T; t++) n[t] = s->tok[s->base + t].pos;
-    trace_i32(s, n, T, 0, "positions");
-    scratch_reset(s, mark);
-}
-
-// The queries, and the new rows as attention reads them: keys are rotated, both are rounded.
-static void trace_rows(Session *s, int l, const float *q) {
-    int G = s->c->G, D = s->c->D, T = s->n_tok - s->base;
-    size_t mark = scratch_mark(s), each = (size_t)T * D;
-    float *head = scratch(s, each * sizeof *head), *x = scratch(s, G * each * sizeof *x);
-    trace_cube(s, q, s->c->H, 0, "layer%02d.q", l);
-    for (int v = 0; v < 2; v++) {
-        for (int g = 0; g < G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            load_rows(s, h, v, NULL, h->len - T, T, head, DT_F32);
-            for (int t = 0; t < T; t++)
-                memcpy(x + ((size_t)t * G + g) * D, head + (size_t)t * D, (size_t)D * sizeof *x);
-        }
-        trace_cube(s, x, G, 1, "layer%02d.%s", l, v ? "v" : "k");
-    }
-    scratch_reset(s, mark);
-}
-
-// The rows that query head h reads in this decode step, as tokens: those of its view that lie in the
-// layer's window.
-static void trace_read(Session *s, int l, int h, int *rows) {
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    int n = view_rows(s, l, h, rows), m = 0;
-    for (int i = 0; i < n; i++) {
-        int j = hd->src[rows[i]];
-        if (kv_visible(s->rule, layer_window(s, l), &s->tok[s->base], s->base, &s->tok[j], j)) rows[m++] = j;
-    }
-    trace_i32(s, rows, m, 0, "layer%02d.qhead%02d.read", l, h);
-}
-
-// What attention read, in a decode step, and what it made.
-static void trace_out(Session *s, int l, const float *out) {
-    size_t mark = scratch_mark(s);
-    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
-    for (int h = 0; h < s->c->H && s->decoding; h++) trace_read(s, l, h, rows);
-    trace_cube(s, out, s->c->H, 0, "layer%02d.out", l);
-    scratch_reset(s, mark);
-}
-
-// The end of a pass: the tokens whose rows are held, the methods' values, the logits.
-static void trace_end(Session *s) {
-    int L = s->c->L;
-    for (int l = 0; l < L; l++) {
-        if (!traced(s, l)) continue;
-        for (int g = 0; g < s->c->G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            trace_i32(s, h->src, h->len, 0, "layer%02d.head%02d.kept", l, g);
-        }
-        if (layer_acts(s, l))
-            EACH_HOOK(s, p, trace) p->m->trace(s, p->ms, l);
-    }
-    if (!traced(s, L)) return;
-    EACH_HOOK(s, p, trace) p->m->trace(s, p->ms, L);
-    trace_f32(s, s->logits, s->c->V, 0, "logits");
-}
-
-// Hook watch of the observer that writes traces.
-static void trace_watch(Session *s, void *ms, int moment, int l, const float *x) {
-    if (moment == WATCH_TOKENS) trace_tokens(s);
-    if (moment == WATCH_END) trace_end(s);
-    if (!traced(s, l)) return;
-    if (moment == WATCH_KEYS) trace_cube(s, x, s->c->G, 0, "layer%02d.k_before_rope", l);    // behind bias and norm
-    if (moment == WATCH_ROWS) trace_rows(s, l, x);
-    if (moment == WATCH_OUT) trace_out(s, l, x);
-}
-
-static const Method trace_observer = { .name = "trace", .watch = trace_watch };
-
-// From now on the passes of this session are written down in x; NULL: not any more.
-void trace_session(Session *s, struct Trace *x) {
-    if (s->trace) unobserve(s, &trace_observer);
-    s->trace = x;
-    if (x) observe(s, &trace_observer);
-}
 
 // ==================================================================================================== 15 THE TABLE OF METHODS
 // An entry is a Method (kvcomp.h); every one stands at the end of its method's section. A hook that is NULL
@@ -7002,7 +6898,7 @@ static int rows_at_once(const Session *s, int ctx, int evicts) {
 }
 
 // One line more of the plan; nothing for 0 bytes. -> bytes
-size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host) {
+static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host) {
     if (!bytes) return 0;
     if (p->n_line == PLAN_LINES) die(EXIT_RUN, "a memory plan of more than %d lines", PLAN_LINES);
     p->line[p->n_line++] = (PlanLine){ what, bytes, host };
@@ -7061,7 +6957,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
     p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0, q4 or mixed rows: those of a layer.
-    int halves = s->fk == s->fv && !format_compresses(s->fk) && !s->packing;
+    int halves = s->fk == s->fv && s->fk == full_format(s, OF_K) && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
     plan_room_cuda(p, "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D);
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);

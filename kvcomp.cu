@@ -3016,11 +3016,6 @@ static int *lists_of(const Session *s, int l) {
     return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride;
 }
 
-// The sliding window of layer l, 0 for none (D6).
-static int layer_window(const Session *s, int l) {
-    return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
-}
-
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
     int lo = 0, hi = h->len;

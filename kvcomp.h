@@ -17,6 +17,7 @@
 #ifndef KVCOMP_H
 #define KVCOMP_H
 #include "lib/checkpoint.h"
+#include <stdarg.h>
 
 // ------------------------------------------------------------------------ tokens, rows, views
 enum { MAX_G = 64 };            // KV heads a kernel's argument has room for
@@ -446,7 +447,8 @@ void kv_repos(Session *s, int l, int g, int row, int pos);    // rotate one key 
 void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
 void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
 
-// rows t0.. (n,H,D) of a hook's q, where C can read them
+// the bytes at p, which lie where the rows lie, where C can read them; and rows t0.. (n,H,D) of a hook's q
+const void *near_here(Session *s, const void *p, size_t bytes);
 const float *on_host(Session *s, const float *q, int t0, int n);
 
 int kv_longest(const Session *s, int l);    // rows of the longest head of layer l
@@ -458,6 +460,7 @@ const Format *full_format(const Session *s, int v);
 size_t kv_bytes_full(const Session *s);              // what full attention would hold for the same tokens
 size_t kv_meta_bytes(const Session *s);              // views, and the parts' indexes
 int layer_acts(const Session *s, int l);             // 0: hooks skip this layer, which has a window (D6)
+int layer_window(const Session *s, int l);           // its sliding window; 0: it has none
 int pos_fits(const Session *s, int n, int extra);    // are there positions for n + extra tokens?
 
 // the budget at a prefill's end, which the decode steps behind it have too
@@ -533,6 +536,7 @@ void   note_peak(Session *s);                      // keeps the most bytes of ro
 
 enum { PLAN_LINES = 32 };
 static const size_t DEVICE_OWN = (size_t)256 << 20;    // cuBLAS, the graph of a step, gaps between rows
+
 typedef struct {                // one allocation of a memory plan, or a few that belong together
     const char *what;
     size_t bytes;
@@ -549,8 +553,8 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
     PlanLine line[PLAN_LINES];  // what these sums are made of, and what the host needs
     int n_line;
 } MemoryPlan;
+
 MemoryPlan memory_plan(const Session *s);
-size_t     plan_line(MemoryPlan *p, const char *what, size_t bytes, int host);  // one line more, unless of 0 bytes
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s);
@@ -564,34 +568,30 @@ enum { SCORE_INF, SCORE_DILI, SCORE_LAZY, SCORE_R, SCORE_R2, SCORES };
 extern const char *score_names[SCORES][2];    // ours, and the authors' (NULL: none)
 
 // ------------------------------------------------------------------------ traces (section 14)
-// What a pass computes, written down as tensors whose names say what they are, by an observer. A method
-// calls trace_f32 and its like where traced() says so.
+// A method writes its own values down by trace_f32 and its like, where traced() says so: where it computes them, or
+// in its hook trace. What every method has is written by an observer (app/trace.h).
+typedef struct Trace {
+    // takes a tensor: its name, its type as safetensors names it, bytes of a number, its numbers in memory of the host,
+    // and its shape dim (dims)
+    void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
+                int dims);
+    unsigned char *layer;       // (L) 1: it is written down
+    int pass;                   // passes that have begun
+} Trace;
 
 // 1: layer l of this pass is written down; l == L: something of this pass is.
 int trace_wants(const Session *s, int l);
 static inline int traced(const Session *s, int l) { return s->trace && trace_wants(s, l); }
 
-// x of shape (n,d), or (n) if d is 0, in memory of the host, by the name passPPPP.NAME, where the
-// format makes NAME: "layer%02d.head%02d.snapkv.score".
+// x of shape (n,d), or (n) if d is 0, in memory of the host, by the name that the format makes:
+// "layer%02d.head%02d.snapkv.score".
 void trace_f32(Session *s, const float *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 void trace_i32(Session *s, const int *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 void trace_u8 (Session *s, const void *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 
-// Tensors stand in the file in the order in which they were computed, and their names say what they
-// are: pass0012.layer03.q is (T,H,D). Passes are numbered whether they are written down or not, so
-// that a name means the same in a shorter trace. The model writes what every method has; a method
-// adds its own values where it computes them, or in its trace hook.
-struct Trace {
-    SafeWriter out;             // the file ..
-    // .. or, if it is set, who takes the tensors instead; their names have no pass then
-    void (*put)(struct Trace *x, const char *name, const char *type, size_t size, const void *data, const int *dim,
-                int dims);
-    unsigned char *layer;       // (L) 1: it is written down
-    int pass;                   // passes that have begun
-};
-
-// From now on the passes of this session are written down in x; NULL: not any more.
-void trace_session(Session *s, struct Trace *x);
+// The same of any type, as Trace.put takes it.
+void trace_put(Session *s, const char *type, size_t size, const void *x, const int *dim, int dims, const char *fmt,
+               va_list ap);
 
 // ------------------------------------------------------------------------ the GPU half (kvcomp.cu)
 // When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.

@@ -1222,26 +1222,27 @@ static void trace_meta(const App *a, SafeWriter *w) {
 void trace_open(App *a) {
     const char *path = opt_str(a->o, "trace"), *layers = opt_str(a->o, "trace-layers");
     if (!*path) return;
-    struct Trace *x = a->trace = xcalloc(1, sizeof *x);
-    x->layer = xmalloc((size_t)a->c->L);
-    memset(x->layer, !*layers, (size_t)a->c->L);
+    TraceFile *x = a->trace = xcalloc(1, sizeof *x);
+    unsigned char *written = xmalloc((size_t)a->c->L);
+    memset(written, !*layers, (size_t)a->c->L);
     int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
-    for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
+    for (int i = 0; i < (int)arrlen(list); i++) written[list[i]] = 1;
     arrfree(list);
+    x->trace = (Trace){ .put = trace_file_put, .layer = written };
     safe_write_begin(&x->out, path, "--trace");
     trace_meta(a, &x->out);
-    trace_session(a->s, x);
+    trace_session(a->s, &x->trace);
 }
 
 // Ends it, if there is one. keep 0: the run has failed, and its trace goes.
 void trace_close(App *a, int keep) {
-    struct Trace *x = a->trace;
+    TraceFile *x = a->trace;
     if (!x) return;
     trace_session(a->s, NULL);
     a->trace = NULL;
     if (keep) safe_write_end(&x->out);
     else safe_write_drop(&x->out);
-    free(x->layer);
+    free(x->trace.layer);
     free(x);
 }
 

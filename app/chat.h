@@ -3,6 +3,7 @@
 #define APP_CHAT_H
 #include "options.h"
 #include "terminal.h"
+#include "trace.h"
 #include "../lib/template.h"
 #include "../kvcomp.h"
 #include <stb/stb_ds.h>
@@ -36,7 +37,7 @@ typedef struct {
     char *logged;           // what that file holds, malloc'd; "" or NULL: not known
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
-    struct Trace *trace;    // --trace; NULL: it is not given
+    TraceFile *trace;       // --trace; NULL: it is not given
     const char **stop;      // texts that end a reply (stb_ds array); NULL: none
     const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
 } App;

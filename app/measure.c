@@ -1572,7 +1572,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (a->trace && x.rows > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", x.rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
         trace_session(a->s, NULL);
-        trace_session(open->s, a->trace);
+        trace_session(open->s, &a->trace->trace);
     }
     if (*out) answers_open(&x, out, first_line(a, &e, x.row, open));
     if (!ppl) play_items(a, &e, open, &x);

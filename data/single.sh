@@ -30,11 +30,12 @@ part() {
         { print }' "$1"
 }
 
+app='app/options app/terminal app/trace app/chat app/measure app/page app/main'
 for f in lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template; do
     part $f.h
     part $f.c
 done
 part kvcomp.h
-for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.h; done
+for f in $app; do part $f.h; done
 part kvcomp.c
-for f in app/options app/terminal app/chat app/measure app/page app/main; do part $f.c; done
+for f in $app; do part $f.c; done

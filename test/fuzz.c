@@ -13,6 +13,7 @@
 #include "../kvcomp.c"
 #include "../app/options.c"
 #include "../app/terminal.c"
+#include "../app/trace.c"
 #include "../app/chat.c"
 #include "../app/measure.c"
 #include "../app/page.c"

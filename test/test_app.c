@@ -8,6 +8,7 @@
 #include "../kvcomp.c"
 #include "../app/options.c"
 #include "../app/terminal.c"
+#include "../app/trace.c"
 #include "../app/chat.c"
 #include "../app/measure.c"
 #include "../app/page.c"
@@ -1827,10 +1828,19 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1450 },          { "lib/kernels", 1000, 1760 },  { "lib/checkpoint", 1000, 1500 },
-    { "lib/tokenizer", 1200, 1860 },    { "lib/template", 900, 1570 },  { "kvcomp", 6200, 7900 },
-    { "app/options", 300, 440 },        { "app/terminal", 400, 676 },   { "app/chat", 1000, 2545 },
-    { "app/measure", 1300, 2350 },      { "app/page", 450, 840 },       { "app/main", 650, 915 },
+    { "lib/base", 850, 1450 },
+    { "lib/kernels", 1000, 1760 },
+    { "lib/checkpoint", 1000, 1500 },
+    { "lib/tokenizer", 1200, 1860 },
+    { "lib/template", 900, 1570 },
+    { "kvcomp", 6200, 7755 },
+    { "app/options", 300, 440 },
+    { "app/terminal", 400, 676 },
+    { "app/trace", 140, 140 },
+    { "app/chat", 1000, 2545 },
+    { "app/measure", 1300, 2350 },
+    { "app/page", 450, 840 },
+    { "app/main", 650, 915 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 

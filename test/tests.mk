@@ -26,7 +26,7 @@ $(1)_asan: build/asan/$(2).o $(call objects,asan,$(3))
 	$$(CC) $$(OPENMP) -fsanitize=$$(SANITIZE_C) -o $$@ $$^ -lm
 endef
 EMULATED = build/kvcomp_emu.o
-TESTS_WITH = lib/base lib/kernels lib/tokenizer lib/template app/terminal app/page app/main
+TESTS_WITH = lib/base lib/kernels lib/tokenizer lib/template app/terminal app/trace app/page app/main
 $(eval $(call test_program,tests,tests,$(TESTS_WITH),$(EMULATED)))
 $(eval $(call test_program,tests_kernels,test/test_kernels,lib/base lib/kernels))
 $(eval $(call test_program,tests_lib,test/test_lib,lib/kernels lib/tokenizer lib/template $(APP),$(EMULATED)))
