@@ -4619,8 +4619,8 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 //   max_d, min_d of a page     the largest and smallest key value of its 16 rows in channel d
 //   u(page) = sum_d max(q_d max_d, q_d min_d)
 // Map:
-//   Bounds -> page_bounds, page_bounds_kernel
-//   Scores -> page_scores, page_select_kernel
+//   max_d, min_d -> page_bounds, page_bounds_kernel
+//   u(page) -> page_scores, page_select_kernel
 //
 // Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
 // (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
@@ -4634,7 +4634,7 @@ static __global__ void page_bounds_kernel(LayerRows a, int g, char *bound, int f
     int page = from + blockIdx.x;
     for (int d = threadIdx.x; d < a.D; d += 32) {
         float hi = row_value(a, a.heads.at[g], 0, page * PAGE, d), lo = hi;
-        for (int r = 1; r < PAGE; r++) {                         // Bounds
+        for (int r = 1; r < PAGE; r++) {                         // max_d, min_d
             float k = row_value(a, a.heads.at[g], 0, page * PAGE + r, d);
             hi = k > hi ? k : hi;
             lo = k < lo ? k : lo;
@@ -4713,7 +4713,7 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
         __syncthreads();
         const char *bound = a.bound[g] + (size_t)min_int(p, n - 1) * 2 * D * Stored<DT>::BYTES;
         float dot[DOT_QUERIES];
-        pair_dots<DT>(dot, bound, 2 * D, m.q);                        // Scores
+        pair_dots<DT>(dot, bound, 2 * D, m.q);                        // u(page)
         KV_UNROLL()
         for (int j = 0; j < DOT_QUERIES; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
     }

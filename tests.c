@@ -1328,7 +1328,7 @@ static void pats_table_close(Session *s) {
 }
 
 TEST(pats_ratchet,
-     "re-packs of a long decode: 6, 12, 18 for growth by 2, 4, 8; the spec's savings; B[t] never "
+     "re-packs of a long decode: 6, 12, 18 for growth by 2, 4, 8; the savings of NOTES; B[t] never "
      "falls, is never under the definition by more than an eighth allows") {
     struct {
         const char *opt;

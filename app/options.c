@@ -75,7 +75,8 @@ const Opt program_options[] = {
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
     { "budget",        'i', "0",
-      "rows that a KV head keeps or reads, window included, 0: the method's default", 0, INT_MAX },
+      "rows that a KV head keeps or reads, window included (dililazy, headkv: a query head, on average), 0: the method's "
+      "default", 0, INT_MAX },
     { "ratio",         'f', "0",
       "share of the rows to remove at each prefill end, instead of --budget, 0: off", 0, 0.9999 },
     { "sink",          'i', "-1",
