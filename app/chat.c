@@ -808,14 +808,11 @@ static FILE *dump_open(Saving *x, const char *path) {
     memset(x, 0, sizeof *x);
     if (!*path) return NULL;
     if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
-    int saves = stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode);
-    if (saves && path_descriptor(path) < 0) {
-        if (save_begin_open(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
-        return x->f;
-    }
-    FILE *f = fopen(path, "wb");
-    if (!f) die(open_failure(), "--dump-logits %s: %s", path, strerror(errno));
-    return f;
+    int stream = !stat(path, &st) && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode);
+    FILE *f = stream || path_descriptor(path) >= 0 ? fopen(path, "wb") : NULL;
+    if (f) return f;
+    if (save_begin_open(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
+    return x->f;
 }
 
 // Ends it: the file takes its place. Exit 1 when not everything could be written.
@@ -2075,20 +2072,15 @@ static void command_show(App *a, const char *arg) {
     int all = s->c->L * s->c->G, shade = -1, column = 0, *holders = row_holders(s);
     char *text = NULL;
     for (int t = 0; t < s->n_tok; t++) {
-        int id = s->tok[t].id;
+        int id = s->tok[t].id, next = shade_of(holders[t], all);
         if (id < 0) continue;                                   // no token of the text
-        if (tokenizer_is_special(a->tok, id)) {
-            if (column) fputc('\n', stdout);
-            column = 0;
-            continue;
-        }
         text = decode_token(&d, id, text);
-        int n = (int)arrlen(text), next = shade_of(holders[t], all);
-        if (!column && n == 1 && *text == '\n') n = 0;          // no empty lines behind control tokens
-        if (n) {
+        int n = (int)arrlen(text), ends = tokenizer_is_special(a->tok, id) || (n == 1 && *text == '\n');
+        if (ends && column) fputc('\n', stdout);                // no empty lines behind control tokens
+        if (ends || n) column = !ends && text[n - 1] != '\n';
+        if (n && !ends) {
             shade_begin(stdout, shade, next);
             shade = next;
-            column = text[n - 1] != '\n';
             write_text(&text, stdout);
         }
         arrsetlen(text, 0);
