@@ -63,12 +63,10 @@ static void eval_set_free(EvalSet *e) {
     arrfree(e->line);
 }
 
-// Frees what was said in the answers of an item.
-static void said_free(Score *one) {
-    for (int k = 0; k < (int)arrlen(one->answers); k++) {
-        free((char *)(uintptr_t)one->answers[k].said);
-        one->answers[k].said = NULL;
-    }
+// Frees the answers of a row to one item, with what was said in them.
+static void answers_free(Score *one) {
+    for (int k = 0; k < (int)arrlen(one->answers); k++) free(one->answers[k].said);
+    arrfree(one->answers);
 }
 
 // The number of scored turns of an item.
@@ -244,8 +242,8 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
 }
 
 // ---- how an item is played
-static void note_answer(const EvalItem *it, int turn, const char *said, Answer *x);     // see metrics
-static void note_logits(const float *ref, const float *y, int V, Answer *x);
+static void note_answer(const EvalItem *it, int turn, char *said, Answer *x);           // see metrics
+static void note_logits(const float *ref, const float *y, int V, int right, Answer *x);
 
 // An empty record and an empty cache.
 static void play_start(App *a) {
@@ -339,14 +337,6 @@ static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
     note_cost(a->s, sc);
 }
 
-// Does a token of the reply, its bytes [from,to), touch the answer?
-static int in_answer(const EvalTurn *t, int from, int to) {
-    int hit = !arrlen(t->span);
-    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2)
-        hit |= from < t->span[i + 1] && to > t->span[i];
-    return hit;
-}
-
 // The forced pass: from the turn `first` on, whose message has been read, the right replies are fed whatever
 // the method would say.
 //   x NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
@@ -358,31 +348,16 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Answ
     size_t row = 0;                                                         // the next row of *ref
     for (int i = first; i < turns; i++) {
         const EvalTurn *t = &it->turn[i];
-        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
-        Decoder d = { .t = a->tok };
-        char *text = NULL;
-        double nll = 0;                                 // sum over the `counted` tokens of the answer
+        int *ids = gold_ids(a, t), n = (int)arrlen(ids);
         if (i > first) play_prefill(a, t->user);
         for (int k = 0; k < n; k++) {
-            int from = (int)arrlen(text);
-            text = decode_token(&d, ids[k], text);
             if (t->answers && !x) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
-            if (t->answers && x) {
-                note_logits(*ref + V * row++, a->logits, V, x);
-                if (in_answer(t, from, (int)arrlen(text))) {
-                    nll += log_sum_exp(a->logits, V) - a->logits[ids[k]];
-                    counted++;
-                }
-            }
+            if (t->answers && x) note_logits(*ref + V * row++, a->logits, V, ids[k], x);
             // Nothing is asked behind the last token of the dialogue.
             if (i < turns - 1 || k < n - 1) feed_right(a, ids[k]);
         }
-        if (t->answers && x) {
-            x->nll = counted ? nll / counted : 0;
-            x++;
-        }
+        if (t->answers && x) x++;
         arrfree(ids);
-        arrfree(text);
     }
 }
 
@@ -557,8 +532,8 @@ static char *without_frame(const EvalTurn *t, const char *said) {
     return rest;
 }
 
-// Scores what was said in a turn by all metrics. `said` is the answer's from here on.
-static void note_answer(const EvalItem *it, int turn, const char *said, Answer *x) {
+// Scores what was said in a turn. `said` is the answer's from here on.
+static void note_answer(const EvalItem *it, int turn, char *said, Answer *x) {
     const EvalTurn *t = &it->turn[turn];
     char *rest = without_frame(t, said);
     x->task = it->task;
@@ -570,10 +545,7 @@ static void note_answer(const EvalItem *it, int turn, const char *said, Answer *
     x->length = it->length;
     x->depth = t->depth;
     x->score = best_score(it->metric, rest, t);
-    x->exact = best_score(METRIC_EXACT, rest, t);
     x->found = best_score(METRIC_FOUND, rest, t);
-    x->f1 = best_score(METRIC_F1, rest, t);
-    x->rouge = best_score(METRIC_ROUGE, rest, t);
     free(rest);
 }
 
@@ -593,11 +565,13 @@ static double divergence(const float *p, const float *q, int n) {
     return sum > 0 ? sum : 0;
 }
 
-// Adds one predicted token: full attention's logits ref (V) against the method's y (V).
-static void note_logits(const float *ref, const float *y, int V, Answer *x) {
+// Adds the token `right` that follows the method's logits y (V), beside those of full attention where there are any.
+static void note_logits(const float *ref, const float *y, int V, int right, Answer *x) {
+    x->nll += log_sum_exp(y, V) - y[right];
+    x->predicted++;
+    if (!ref) return;
     x->kld += divergence(ref, y, V);
     x->top1 += argmax(ref, V) == argmax(y, V);
-    x->predicted++;
 }
 
 // ---- scores and intervals
@@ -608,9 +582,9 @@ enum { RESAMPLES = 1000, TEXTS_FOR_INTERVAL = 5 };
 
 // What the answers of a text give to a mean.
 typedef struct {
-    int text;
+    double text;
     double sum;
-    int n;                  // how many numbers the sum is of
+    double n;               // how many numbers the sum is of
 } Sum;
 
 // Which answers of a row: a position -1..2 (see Answer), or one of these.
@@ -626,15 +600,15 @@ static int is_at(const Answer *x, int place) {
     return x->position == place;
 }
 
-// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. A
-// KL divergence is a sum over its tokens, everything else one number. stb_ds; NULL when there are none.
+// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. The
+// numbers of the forced pass are sums over its tokens, the others one number. stb_ds; NULL when there are none.
 static Sum *sums_of(const Answer *x, const char *task, int place, size_t at) {
     Sum *part = NULL;
     for (int i = 0; i < (int)arrlen(x); i++) {
         if ((task && strcmp(task, x[i].task)) || !is_at(&x[i], place)) continue;
         if (!part || arrlast(part).text != x[i].item) arrput(part, ((Sum){ .text = x[i].item }));
         arrlast(part).sum += *(const double *)((const char *)&x[i] + at);
-        arrlast(part).n += at == offsetof(Answer, kld) ? x[i].predicted : 1;
+        arrlast(part).n += at > offsetof(Answer, predicted) ? x[i].predicted : 1;
     }
     return part;
 }
@@ -647,13 +621,12 @@ static int double_order(const void *a, const void *b) {
 
 // The mean of some parts.
 static double mean_of(const Sum *x) {
-    double sum = 0;
-    int n = 0;
+    double sum = 0, n = 0;
     for (int i = 0; i < (int)arrlen(x); i++) {
         sum += x[i].sum;
         n += x[i].n;
     }
-    return n ? sum / n : 0;
+    return n > 0 ? sum / n : 0;
 }
 
 // The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean of these parts, or with base, another row's of the same
@@ -663,14 +636,13 @@ static void bootstrap(const Sum *x, const Sum *base, double *lo, double *hi) {
     int texts = (int)arrlen(x);
     uint64_t seed = 1;
     for (int r = 0; r < RESAMPLES; r++) {
-        double sum = 0;
-        int n = 0;
+        double sum = 0, n = 0;
         for (int i = 0; i < texts; i++) {
             int k = (int)(splitmix64(&seed) % (uint64_t)texts);
             sum += x[k].sum - (base ? base[k].sum : 0);
             n += x[k].n;
         }
-        mean[r] = n ? sum / n : 0;
+        mean[r] = n > 0 ? sum / n : 0;
     }
     qsort(mean, RESAMPLES, sizeof *mean, double_order);
     *lo = mean[RESAMPLES / 40];
@@ -678,57 +650,25 @@ static void bootstrap(const Sum *x, const Sum *base, double *lo, double *hi) {
 }
 
 // ---- tables: the fields of a row
-// A row is a list of fields (stb_ds), which a table shows, CSV and JSON have in full.
-static void add_field(Field **c, int forms, const char *name, double x, const char *fmt, ...)
-    KV_PRINTF(5, 6);
+// A row is a list of fields (stb_ds). A table shows some of them, CSV and JSON have all.
 
-// Appends a number to *c for these forms (IN_*); fmt and what follows print it in a table.
-static void add_field(Field **c, int forms, const char *name, double x, const char *fmt, ...) {
-    Field k = { .x = x, .forms = forms };
-    va_list ap;
-    va_start(ap, fmt);
+// Appends a number to *c; fmt prints it in a table, NULL: as bytes. What is none is a dash there, null in JSON and
+// nothing in CSV.
+static void add_field(Field **c, int shown, const char *name, double x, const char *fmt) {
+    Field k = { .x = x, .shown = shown };
     snprintf(k.name, sizeof k.name, "%s", name);
     for (char *p = k.name; *p; p++)                     // the task name of a file must not break a table
         if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';
-    vsnprintf(k.text, sizeof k.text, fmt, ap);
-    va_end(ap);
+    if (isnan(x)) snprintf(k.text, sizeof k.text, "-");
+    else if (fmt) snprintf(k.text, sizeof k.text, fmt, x);
+    else snprintf(k.text, sizeof k.text, "%s", human_bytes(x).text);
     arrput(*c, k);
 }
 
 // Appends a word, which stays the caller's.
-static void add_word(Field **c, int forms, const char *name, const char *word) {
-    add_field(c, forms, name, NAN, "%s", "");
+static void add_word(Field **c, int shown, const char *name, const char *word) {
+    add_field(c, shown, name, NAN, NULL);
     arrlast(*c).word = word;
-}
-
-// Appends a number of bytes.
-static void add_bytes(Field **c, int forms, const char *name, double x) {
-    add_field(c, forms, name, x, "%s", human_bytes(x).text);
-}
-
-// Appends the interval of a mean, or with base of a gap, as NAME_lo and NAME_hi; the table has one column for both.
-static void add_interval(Field **c, int where, const char *name, const Sum *x, const Sum *base) {
-    const char *form = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
-    char full_name[64];
-    double lo = NAN, hi = NAN;                          // null in JSON, nothing in CSV
-    if (arrlen(x) >= TEXTS_FOR_INTERVAL) bootstrap(x, base, &lo, &hi);
-    snprintf(full_name, sizeof full_name, "%.48s_lo", name);
-    add_field(c, IN_LISTS, full_name, lo, "%.3f", lo);
-    snprintf(full_name, sizeof full_name, "%.48s_hi", name);
-    if (isnan(lo)) add_field(c, where, full_name, hi, "-");
-    else add_field(c, where, full_name, hi, form, lo, hi);
-}
-
-// Appends a mean, which stands in the table, too, with `shown` (IN_*); its interval; and, from the mean of base,
-// its gap. These stand where `where` says.
-static void add_mean(Field **c, int shown, int where, const char *name, const Sum *x, const Sum *base) {
-    char gap[64];
-    add_field(c, shown, name, mean_of(x), "%.3f", mean_of(x));
-    if (!where) return;
-    add_interval(c, where, name, x, NULL);
-    snprintf(gap, sizeof gap, "%.40s_gap", name);
-    add_field(c, where, gap, mean_of(x) - mean_of(base), "%+.3f", mean_of(x) - mean_of(base));
-    add_interval(c, where, gap, x, base);
 }
 
 // The row that the gaps of row s are measured from: that of the first method, the one with the same
@@ -740,12 +680,23 @@ static const Score *base_of(const Score *s, const EvalRun *run) {
     return base;
 }
 
-// Appends the mean score of some answers of the row, if there are any, as add_mean does.
-static void add_score(Field **c, int shown, int where, const char *name, const Score *s, const EvalRun *run,
-                      const char *task, int place) {
-    Sum *x = sums_of(s->answers, task, place, offsetof(Answer, score));
-    Sum *base = sums_of(base_of(s, run)->answers, task, place, offsetof(Answer, score));
-    if (x) add_mean(c, shown, where, name, x, base);
+// Appends, of some answers of the row as sums_of takes them, if there are any: NAME, their mean; _lo and _hi, the ends
+// of its interval; _gap, how far it is above the mean of the base, and the ends of that one's interval. A table shows
+// the mean, and all of it with `whole`.
+static void add_mean(Field **c, int whole, const char *name, const Score *s, const EvalRun *run, const char *task,
+                     int place, size_t at) {
+    static const char *const part[] = { "", "_lo", "_hi", "_gap", "_gap_lo", "_gap_hi" };
+    Sum *x = sums_of(s->answers, task, place, at), *base = sums_of(base_of(s, run)->answers, task, place, at);
+    double value[] = { mean_of(x), NAN, NAN, mean_of(x) - mean_of(base), NAN, NAN };
+    if (arrlen(x) >= TEXTS_FOR_INTERVAL) {
+        bootstrap(x, NULL, &value[1], &value[2]);
+        bootstrap(x, base, &value[4], &value[5]);
+    }
+    for (int i = 0; x && i < 6; i++) {
+        char full_name[64];
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, part[i]);
+        add_field(c, whole || !i, full_name, value[i], i < 3 ? "%.4f" : "%+.4f");
+    }
     arrfree(x);
     arrfree(base);
 }
@@ -757,153 +708,112 @@ static int first_of_task(const Answer *x, int i) {
     return 1;
 }
 
-// Appends the fields of a row that holds answers: the score over everything, by task in the order
-// of the items, by position and over last turns; then the other metrics and the NLL.
+// Appends what a row scored: over everything, by task in the order of the items, by the place of the question (LAST_TURN
+// on), and how often its answers were found.
 static void score_fields(Field **c, const Score *s, const EvalRun *run) {
-    static const char *places[] = { "alone", "begin", "middle", "end" };        // position -1..2
-    static const struct { const char *name; size_t at; int forms; } others[] = {
-        { "exact",   offsetof(Answer, exact), IN_LISTS },   { "found", offsetof(Answer, found), EVERYWHERE },
-        { "f1",      offsetof(Answer, f1), IN_LISTS },      { "rouge_l", offsetof(Answer, rouge), IN_LISTS },
-        { "nll",     offsetof(Answer, nll), EVERYWHERE },
-    };
+    static const char *const places[] = { "last_turn", NULL, "alone", "begin", "middle", "end" };
+    const size_t score = offsetof(Answer, score);
     const Answer *x = s->answers;
-    char name[48];
-    add_score(c, EVERYWHERE, EVERYWHERE, "score", s, run, NULL, ANY_PLACE);
-    for (int i = 0; i < (int)arrlen(x); i++) {
-        if (!first_of_task(x, i)) continue;
-        add_score(c, EVERYWHERE, IN_LISTS, x[i].task, s, run, x[i].task, ANY_PLACE);
-        for (int p = -1; p < 3; p++) {
-            snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]);
-            add_score(c, IN_LISTS, 0, name, s, run, x[i].task, p);
-        }
-    }
-    for (int p = -1; p < 3; p++) add_score(c, EVERYWHERE, IN_LISTS, places[p + 1], s, run, NULL, p);
-    add_score(c, EVERYWHERE, IN_LISTS, "last_turn", s, run, NULL, LAST_TURN);
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-        Sum *part = sums_of(x, NULL, ANY_PLACE, others[i].at);
-        add_mean(c, others[i].forms, 0, others[i].name, part, NULL);
-        arrfree(part);
-    }
+    add_mean(c, 1, "score", s, run, NULL, ANY_PLACE, score);
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if (first_of_task(x, i)) add_mean(c, 0, x[i].task, s, run, x[i].task, ANY_PLACE, score);
+    for (int i = 0; i < 6; i++)
+        if (places[i]) add_mean(c, 0, places[i], s, run, NULL, LAST_TURN + i, score);
+    add_mean(c, 0, "found", s, run, NULL, ANY_PLACE, offsetof(Answer, found));
 }
 
-// Appends the divergence from full attention and the share of best tokens that are its: of answers with intervals.
-static void divergence_fields(Field **c, const Score *s, const EvalRun *run) {
-    double n = s->predicted ? (double)s->predicted : 1;
-    add_field(c, EVERYWHERE, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-    if (s->answers) {
-        Sum *x = sums_of(s->answers, NULL, ANY_PLACE, offsetof(Answer, kld));
-        Sum *base = sums_of(base_of(s, run)->answers, NULL, ANY_PLACE, offsetof(Answer, kld));
-        add_mean(c, 0, IN_LISTS, "kld", x, base);
-        arrfree(x);
-        arrfree(base);
-    }
-    add_field(c, EVERYWHERE, "top1", s->top1 / n, "%.3f", s->top1 / n);
-}
-
-// All fields of a row (stb_ds): whose it is; scores, perplexity and divergence where they were measured;
-// bytes and speed.
+// All fields of a row (stb_ds): whose it is; scores, or the perplexity of a text; divergence from full attention and the
+// share of best tokens that are its; bytes and speed.
 Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
-    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
-    double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
-    double prefill_rate = rate((long)s->n_prefill, s->prefill_s);
-    double decode_rate = rate((long)s->n_decode, s->decode_s);
-    add_word(&c, EVERYWHERE, "method", s->name);
-    add_field(&c, EVERYWHERE, "budget", s->budget, "%d", s->budget);
-    add_word(&c, IN_JSON, "model", run->model);
-    add_field(&c, IN_LISTS, "items", s->items, "%d", s->items);
-    add_field(&c, IN_LISTS, "scored", (double)arrlen(s->answers), "%d", (int)arrlen(s->answers));
-    if (s->answers) score_fields(&c, s, run);
-    if (run->ppl) add_field(&c, EVERYWHERE, "ppl", perplexity, "%.4f", perplexity);
-    if (run->kld || s->answers) divergence_fields(&c, s, run);
-    add_field(&c, EVERYWHERE, "stored", stored, "%.1f %%", 100 * stored);
-    add_bytes(&c, EVERYWHERE, "kv_bytes_stored", s->stored / items);
-    add_bytes(&c, IN_LISTS, "kv_bytes_full", s->full / items);
-    add_bytes(&c, EVERYWHERE, "kv_bytes_attended", s->attended / items);
-    add_bytes(&c, EVERYWHERE, "kv_bytes_peak", s->peak);
-    add_field(&c, EVERYWHERE, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
-    add_field(&c, IN_LISTS, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
-    add_field(&c, EVERYWHERE, "tg_tok_s", decode_rate, "%.4g", decode_rate);
+    const size_t nll = offsetof(Answer, nll);
+    double items = s->items ? s->items : 1;
+    add_word(&c, 1, "method", s->name);
+    add_field(&c, 1, "budget", s->budget, "%.0f");
+    add_field(&c, 0, "items", s->items, "%.0f");
+    add_field(&c, 0, "scored", (double)arrlen(s->answers), "%.0f");
+    if (run->ppl) {
+        Sum *x = sums_of(s->answers, NULL, ANY_PLACE, nll);
+        add_field(&c, 1, "ppl", exp(mean_of(x)), "%.4f");
+        arrfree(x);
+    } else {
+        score_fields(&c, s, run);
+        add_mean(&c, 0, "nll", s, run, NULL, ANY_PLACE, nll);
+    }
+    if (!run->ppl || run->kld) {
+        add_mean(&c, 0, "kld_mean", s, run, NULL, ANY_PLACE, offsetof(Answer, kld));
+        add_mean(&c, 0, "top1", s, run, NULL, ANY_PLACE, offsetof(Answer, top1));
+    }
+    add_field(&c, 1, "stored", s->stored / (s->full > 0 ? s->full : 1), "%.3f");
+    add_field(&c, 1, "kv_bytes_stored", s->stored / items, NULL);
+    add_field(&c, 0, "kv_bytes_full", s->full / items, NULL);
+    add_field(&c, 1, "kv_bytes_attended", s->attended / items, NULL);
+    add_field(&c, 1, "kv_bytes_peak", s->peak, NULL);
+    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f");
+    add_field(&c, 0, "pp_tok_s", rate((long)s->n_prefill, s->prefill_s), "%.4g");
+    add_field(&c, 1, "tg_tok_s", rate((long)s->n_decode, s->decode_s), "%.4g");
+    add_word(&c, 0, "model", run->model);
     return c;
 }
 
 // ---- tables: text, CSV, JSON
-// The cells of a table's row, or with heads 1 those of its first line (stb_ds).
-static const char **table_cells(const Field *c, int heads) {
-    const char **cell = NULL;
-    for (int i = 0; i < (int)arrlen(c); i++) {
-        if (!(c[i].forms & IN_TABLE)) continue;
-        const char *text = c[i].word ? c[i].word : c[i].text;
-        if (heads) text = strstr(c[i].name, "_hi") ? "95 %" : c[i].name;
-        arrput(cell, text);
-    }
-    return cell;
+// What a table has at field i of row r; of row -1 its name.
+static const char *cell_text(Field **rows, int r, int i) {
+    const Field *k = &rows[max_int(r, 0)][i];
+    if (r < 0) return k->name;
+    return k->word ? k->word : k->text;
 }
 
-// Writes the columns from..to-1 of a table, behind its first `key` ones, each `width` wide: the
-// first to the left, the others to the right.
-static void table_block(FILE *f, const char ***row /* stb_ds */, const int *width, int key, int from, int to) {
-    for (int r = 0; r < (int)arrlen(row); r++) {
-        for (int c = 0; c < to; c++)
-            if (c < key || c >= from) fprintf(f, c ? "  %*s" : "%-*s", width[c], row[r][c]);
-        fputc('\n', f);
+// Writes rows that have the same fields as a table: in Markdown with cols 0, else aligned for a screen of so many
+// columns, and in blocks one below the other where the table is wider than that; each begins with the first two fields.
+static void print_text(FILE *f, Field **rows /* stb_ds */, int cols) {
+    int *shown = NULL, *width = NULL, n_rows = (int)arrlen(rows), keys = 0;
+    for (int i = 0; n_rows && i < (int)arrlen(rows[0]); i++) {
+        int w = 0;
+        if (!rows[0][i].shown) continue;
+        for (int r = -1; r < n_rows && cols; r++) w = max_int(w, (int)strlen(cell_text(rows, r, i)));
+        arrput(shown, i);
+        arrput(width, w);
+        if (arrlen(shown) <= 2) keys += w + 2 * (arrlen(shown) > 1);
     }
-}
-
-// Writes rows that have the same fields for a screen of cols columns: aligned, and in blocks one below the
-// other where the table is wider than that; each block begins with the first two columns.
-static void print_for_screen(FILE *f, Field **rows /* stb_ds */, int cols) {
-    const char ***row = NULL;
-    int *width = NULL, keys = 0;
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        if (!r) arrput(row, table_cells(rows[r], 1));
-        arrput(row, table_cells(rows[r], 0));
-    }
-    int n = row ? (int)arrlen(row[0]) : 0, key = min_int(2, n);
-    for (int c = 0; c < n; c++) {
-        arrput(width, 0);
-        for (int r = 0; r < (int)arrlen(row); r++) width[c] = max_int(width[c], (int)strlen(row[r][c]));
-        if (c < key) keys += width[c] + (c ? 2 : 0);
-    }
+    int n = (int)arrlen(shown), key = min_int(2, n);
     for (int from = key, to; from < n; from = to) {
         int x = keys;
-        for (to = from; to < n && (to == from || x + 2 + width[to] <= cols); to++) x += 2 + width[to];
+        for (to = from; to < n && (!cols || to == from || x + 2 + width[to] <= cols); to++) x += 2 + width[to];
         if (from > key) fputc('\n', f);
-        table_block(f, row, width, key, from, to);
+        for (int r = -1; r < n_rows; r++) {
+            for (int i = 0; i < to; i++) {
+                if (i >= key && i < from) continue;
+                fputs(!cols ? i ? " | " : "| " : i ? "  " : "", f);
+                fprintf(f, i ? "%*s" : "%-*s", width[i], cell_text(rows, r, shown[i]));
+            }
+            fputs(cols ? "\n" : " |\n", f);
+            for (int i = 0; i < n && r < 0 && !cols; i++) fputs(i ? "|---:" : "|---", f);
+            if (r < 0 && !cols) fputs("|\n", f);
+        }
     }
-    for (int r = 0; r < (int)arrlen(row); r++) arrfree(row[r]);
-    arrfree(row);
+    arrfree(shown);
     arrfree(width);
 }
 
-// Writes a line of a Markdown table.
-static void print_markdown(const Field *c, int heads, FILE *f) {
-    const char **cell = table_cells(c, heads);
-    for (int i = 0; i < (int)arrlen(cell); i++) fprintf(f, "| %s ", cell[i]);
-    fprintf(f, "|\n");
-    for (int i = 0; heads && i < (int)arrlen(cell); i++) fprintf(f, i ? "|---:" : "|---");
-    if (heads) fprintf(f, "|\n");
-    arrfree(cell);
-}
-
-// Writes a line of CSV. What is no number leaves its place empty.
-static void print_csv(const Field *c, int heads, FILE *f) {
-    int n = 0;
-    for (int i = 0; i < (int)arrlen(c); i++) {
-        if (!(c[i].forms & IN_CSV)) continue;
-        if (n++) fputc(',', f);
-        if (heads) fputs(c[i].name, f);
-        else if (c[i].word) fprintf(f, strchr(c[i].word, ',') ? "\"%s\"" : "%s", c[i].word);
-        else if (isfinite(c[i].x)) json_real(f, c[i].x, 6);
+// Writes rows that have the same fields as CSV, below a line of their names.
+static void print_csv(FILE *f, Field **rows /* stb_ds */) {
+    for (int r = -1; r < (int)arrlen(rows); r++) {
+        for (int i = 0; i < (int)arrlen(rows[0]); i++) {
+            const Field *k = &rows[max_int(r, 0)][i];
+            if (i) fputc(',', f);
+            if (r < 0) fputs(k->name, f);
+            else if (k->word) fprintf(f, strchr(k->word, ',') ? "\"%s\"" : "%s", k->word);
+            else if (isfinite(k->x)) json_real(f, k->x, 6);
+        }
+        fputc('\n', f);
     }
-    fputc('\n', f);
 }
 
 // Writes a row as a JSON object on one line, with the options that the user set.
 void print_json_row(const Field *c, const App *a, FILE *f) {
     fputc('{', f);
     for (int i = 0; i < (int)arrlen(c); i++) {
-        if (!(c[i].forms & IN_JSON)) continue;
         fprintf(f, "\"%s\":", c[i].name);
         if (c[i].word) json_escape(f, c[i].word, strlen(c[i].word));
         else json_real(f, c[i].x, 6);
@@ -913,30 +823,22 @@ void print_json_row(const Field *c, const App *a, FILE *f) {
     fprintf(f, "}\n");
 }
 
-// The form of a table that the options ask for.
-static int table_form(const App *a) {
-    if (opt_int(a->o, "json")) return IN_JSON;
-    return opt_int(a->o, "csv") ? IN_CSV : IN_TABLE;
-}
-
-// Writes rows that have the same fields, and frees them: JSON lines, CSV, or a table, which is aligned for a screen of
-// `cols` columns, and Markdown with cols 0.
-static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int form, int cols) {
-    if (form == IN_TABLE && cols) print_for_screen(f, rows, cols);
+// Writes rows that have the same fields, and frees them, in the form that the options ask for: JSON lines, CSV, or a
+// table for a screen of `cols` columns (0: Markdown).
+static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int cols) {
+    int json = opt_int(a->o, "json"), csv = opt_int(a->o, "csv");
+    if (csv) print_csv(f, rows);
+    if (!csv && !json) print_text(f, rows, cols);
     for (int r = 0; r < (int)arrlen(rows); r++) {
-        if (form == IN_JSON) print_json_row(rows[r], a, f);
-        for (int heads = !r; form == IN_CSV && heads >= 0; heads--) print_csv(rows[r], heads, f);
-        for (int heads = !r; form == IN_TABLE && !cols && heads >= 0; heads--) print_markdown(rows[r], heads, f);
+        if (json) print_json_row(rows[r], a, f);
         arrfree(rows[r]);
     }
     arrfree(rows);
     fflush(f);
 }
 
-// Writes rows on stdout in the form that the options ask for, and frees them.
-static void print_result(Field **rows /* stb_ds */, const App *a) {
-    print_table(stdout, rows, a, table_form(a), isatty(1) ? screen_columns() : 0);
-}
+// How wide a table on stdout may be; 0: that is no terminal.
+static int table_columns(void) { return isatty(1) ? screen_columns() : 0; }
 
 // ---- the modes: the rows of a run
 // Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
@@ -950,10 +852,11 @@ const char *list_word(const char *list, int k, char out[160]) {
     return out;
 }
 
-// Closes a row's session.
-static void open_close(OpenRow *p) {
-    session_close(p->s);
-    options_free(p->o);
+// Closes a session that owns its options.
+static void close_with_options(Session *s) {
+    Options *o = (Options *)(uintptr_t)s->opt;
+    session_close(s);
+    options_free(o);
 }
 
 // Does the budget matter to this session? A method that selects rows has one.
@@ -964,109 +867,94 @@ static int has_budget(const Session *s) {
 }
 
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
-// program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
-// sessions in *open.
-static Score *open_rows(const App *a, OpenRow **open) {
+// program at once. A method without a budget gets one row. Returns the rows (stb_ds).
+static Score *open_rows(const App *a) {
     char name[160], budget[160], err[256];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     const char *budgets = opt_str(a->o, "budgets");
     Score *rows = NULL;
     for (int i = 0; list_word(list, i, name); i++) {
         for (int j = 0; list_word(budgets, j, budget); j++) {
-            OpenRow p = { .o = options_copy(a->o) };
+            App own = { .o = options_copy(a->o), .method = name };
             Score sc = { 0 };
-            if (opt_given(a->o, "budgets")) {
-                if (options_set(p.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
-            }
-            p.s = session_open(a->c, a->w, p.o, name);
+            if (opt_given(a->o, "budgets") && options_set(own.o, "budget", budget, err))
+                die(EXIT_USAGE, "--budgets: %s", err);
+            own.s = sc.s = session_open(a->c, a->w, own.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);
-            sc.budget = has_budget(p.s) ? p.s->budget : 0;
-            arrput(*open, p);
+            sc.made = written(&own, write_making);
+            sc.budget = has_budget(sc.s) ? sc.s->budget : 0;
             arrput(rows, sc);
-            if (!has_budget(p.s)) break;
+            if (!has_budget(sc.s)) break;
         }
     }
     return rows;
 }
 
 // ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
-// A file of answers has JSON lines. The first one says what the run is, and all of its parts have the same. Each
-// further line is an item as one row played it: its answers, with all that the table needs of them, and what it
-// cost. It is written at once, and is the unit of going on: a last line without its end was interrupted, and is
-// played again. A file is written in place, unlike every other one that is kept, because what is in it is the
-// point. Numbers have 17 digits, so what is read is what was written, and a table is made from the same numbers
-// in the same order whether a run was whole, went on, or was spread over machines.
+// A file of answers has a JSON line for each item as one row played it: the run and the row it belongs to, the answers
+// with all that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a last
+// line without its end was interrupted, and is played again. A file is written in place, unlike every other one that is
+// kept, because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and a table is
+// made from the same numbers in the same order whether a run was whole, went on, or was spread over machines.
 
-// A number or text of a line: of an Answer, or of a Score that holds what one item cost.
+// A number of a line, of an Answer or a Score: its name, and where it stands in the struct.
 typedef struct {
     const char *name;
-    size_t at;              // where it stands in the struct
-    char kind;              // 'i' an int, 'd' a double, 's' a text
+    size_t at;
 } Column;
 
 static const Column answer_columns[] = {
-    { "task",              offsetof(Answer, task),      's' },
-    { "prediction",        offsetof(Answer, said),      's' },
-    { "text",              offsetof(Answer, item),      'i' },
-    { "turn",              offsetof(Answer, turn),      'i' },
-    { "turns",             offsetof(Answer, turns),     'i' },
-    { "position",          offsetof(Answer, position),  'i' },
-    { "length",            offsetof(Answer, length),    'i' },
-    { "depth",             offsetof(Answer, depth),     'i' },
-    { "score",             offsetof(Answer, score),     'd' },
-    { "exact",             offsetof(Answer, exact),     'd' },
-    { "found",             offsetof(Answer, found),     'd' },
-    { "f1",                offsetof(Answer, f1),        'd' },
-    { "rouge_l",           offsetof(Answer, rouge),     'd' },
-    { "nll",               offsetof(Answer, nll),       'd' },
-    { "kld",               offsetof(Answer, kld),       'd' },
-    { "predicted",         offsetof(Answer, predicted), 'i' },
-    { "top1",              offsetof(Answer, top1),      'i' },
+    { "text",              offsetof(Answer, item) },
+    { "turn",              offsetof(Answer, turn) },
+    { "turns",             offsetof(Answer, turns) },
+    { "position",          offsetof(Answer, position) },
+    { "length",            offsetof(Answer, length) },
+    { "depth",             offsetof(Answer, depth) },
+    { "score",             offsetof(Answer, score) },
+    { "found",             offsetof(Answer, found) },
+    { "predicted",         offsetof(Answer, predicted) },
+    { "nll",               offsetof(Answer, nll) },
+    { "kld",               offsetof(Answer, kld) },
+    { "top1",              offsetof(Answer, top1) },
     { NULL }
 };
 static const Column cost_columns[] = {
-    { "kv_bytes_stored",   offsetof(Score, stored),     'd' },
-    { "kv_bytes_full",     offsetof(Score, full),       'd' },
-    { "kv_bytes_attended", offsetof(Score, attended),   'd' },
-    { "kv_bytes_peak",     offsetof(Score, peak),       'd' },
-    { "prefill_s",         offsetof(Score, prefill_s),  'd' },
-    { "decode_s",          offsetof(Score, decode_s),   'd' },
-    { "n_prefill",         offsetof(Score, n_prefill),  'd' },
-    { "n_decode",          offsetof(Score, n_decode),   'd' },
+    { "kv_bytes_stored",   offsetof(Score, stored) },
+    { "kv_bytes_full",     offsetof(Score, full) },
+    { "kv_bytes_attended", offsetof(Score, attended) },
+    { "kv_bytes_peak",     offsetof(Score, peak) },
+    { "prefill_s",         offsetof(Score, prefill_s) },
+    { "decode_s",          offsetof(Score, decode_s) },
+    { "n_prefill",         offsetof(Score, n_prefill) },
+    { "n_decode",          offsetof(Score, n_decode) },
     { NULL }
 };
-static const char answers_mark[] = "{\"kvcomp\":\"answers 3\",";     // begins every first line
+static const char answers_mark[] = "{\"kvcomp\":\"answers 4\",";     // begins every line
 enum { EVAL_CELLS = 1 << 20 };                                      // most items times rows of a run
 
-// Makes room for what so many rows make of so many items. 0, or -1 with err.
-static int answers_begin(Answers *x, int items, int rows, char err[512]) {
+// Makes room for what the rows make of so many items. 0, or -1 with err.
+static int answers_begin(Answers *x, int items, char err[512]) {
+    int rows = (int)arrlen(x->row);
     if (items > EVAL_CELLS / rows) return fault(err, "%d items in %d rows are more than %d", items, rows, EVAL_CELLS);
     x->items = items;
-    x->rows = rows;
     x->cell = xcalloc((size_t)items * (size_t)rows + 1, sizeof *x->cell);
     return 0;
 }
 
 // What row r made of item i.
-static Score *cell_of(const Answers *x, int i, int r) { return &x->cell[(size_t)i * (size_t)x->rows + (size_t)r]; }
+static Score *cell_of(const Answers *x, int i, int r) { return &x->cell[(size_t)i * arrlenu(x->row) + (size_t)r]; }
 
 // Is item i there in every row?
 static int item_is_there(const Answers *x, int i) {
-    int r = 0;
-    while (r < x->rows && cell_of(x, i, r)->items) r++;
-    return r == x->rows;
+    int r = 0, rows = (int)arrlen(x->row);
+    while (r < rows && cell_of(x, i, r)->items) r++;
+    return r == rows;
 }
 
 // Adds what a row made of one item to the row.
 static void score_add(Score *sc, const Score *one) {
-    for (int i = 0; i < (int)arrlen(one->answers); i++) {
-        const Answer *x = &one->answers[i];
-        sc->kld += x->kld;
-        sc->top1 += x->top1;
-        sc->predicted += x->predicted;
-        arrput(sc->answers, *x);
-    }
     double peak = fmax(sc->peak, one->peak);
+    for (int i = 0; i < (int)arrlen(one->answers); i++) arrput(sc->answers, one->answers[i]);
     for (const Column *k = cost_columns; k->name; k++)
         *(double *)((char *)sc + k->at) += *(const double *)((const char *)one + k->at);
     sc->peak = peak;
@@ -1080,7 +968,7 @@ static int rows_add(Answers *x, char text[160]) {
     *text = 0;
     for (int i = 0; i < x->items; i++) {
         int there = item_is_there(x, i);
-        for (int r = 0; r < x->rows && there; r++) score_add(&x->row[r], cell_of(x, i, r));
+        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&x->row[r], cell_of(x, i, r));
         if (there) continue;
         size_t n = strlen(text);
         if (++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
@@ -1090,9 +978,13 @@ static int rows_add(Answers *x, char text[160]) {
 
 // Frees what x holds, and closes its file.
 static void answers_close(Answers *x) {
-    for (int i = 0; i < x->items * x->rows; i++) arrfree(x->cell[i].answers);
-    for (int r = 0; r < (int)arrlen(x->row); r++) arrfree(x->row[r].answers);
+    for (int i = 0; i < x->items * (int)arrlen(x->row); i++) answers_free(&x->cell[i]);
+    for (int r = 0; r < (int)arrlen(x->row); r++) {
+        arrfree(x->row[r].answers);
+        free(x->row[r].made);
+    }
     free(x->cell);
+    free(x->run);
     arrfree(x->row);
     strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
@@ -1107,28 +999,16 @@ static void write_eval_options(const App *a, FILE *f) {
     options_free(plain);
 }
 
-// The first line of this run's files, malloc'd: everything that changes a number of the table.
-static char *first_line(App *a, const EvalSet *e, const Score *row, const OpenRow *open) {
-    char *line = NULL, *made = written(a, write_eval_options);
+// What all rows of a run share and what changes a number of the table, as a text, malloc'd.
+static char *run_of(App *a, const EvalSet *e) {
+    char *run = NULL, *options = written(a, write_eval_options);
     size_t n;
-    FILE *f = memory_stream(&line, &n);
-    fprintf(f, "%s\"model\":\"%016llx\",\"items\":%d,\"hash\":\"%016llx\",", answers_mark,
-            (unsigned long long)app_fingerprint(a), (int)arrlen(e->item), (unsigned long long)e->hash);
-    json_pair(f, "asked", made);
-    free(made);
-    fputs("\"rows\":[", f);
-    for (int r = 0; r < (int)arrlen(row); r++) {
-        App own = { .o = open[r].o, .s = open[r].s, .method = (char *)(uintptr_t)row[r].name };
-        made = written(&own, write_making);
-        fputs(r ? ",{" : "{", f);
-        json_pair(f, "method", row[r].name);
-        json_pair(f, "made", made);
-        fprintf(f, "\"budget\":%d}", row[r].budget);
-        free(made);
-    }
-    fputs("]}\n", f);
+    FILE *f = memory_stream(&run, &n);
+    fprintf(f, "model %016llx, %d items %016llx,%s", (unsigned long long)app_fingerprint(a), (int)arrlen(e->item),
+            (unsigned long long)e->hash, options);
     memory_stream_close(f);
-    return line;
+    free(options);
+    return run;
 }
 
 // A number with all its digits; null when it is none.
@@ -1137,36 +1017,35 @@ void json_exact(FILE *f, double x) {
     else fputs("null", f);
 }
 
-// "name":value for each column of a struct. A text is never the last: json_pair puts a comma behind it.
+// Writes the numbers of a struct.
 static void write_columns(const Column *k, const void *from, FILE *f) {
-    for (; k->name; k++) {
-        const void *at = (const char *)from + k->at;
-        if (k->kind == 's') {
-            json_pair(f, k->name, *(char *const *)at);
-            continue;
-        }
-        fprintf(f, "\"%s\":", k->name);
-        if (k->kind == 'i') fprintf(f, "%d", *(const int *)at);
-        else json_exact(f, *(const double *)at);
-        if (k[1].name) fputc(',', f);
+    for (const Column *first = k; k->name; k++) {
+        fprintf(f, k > first ? ",\"%s\":" : "\"%s\":", k->name);
+        json_exact(f, *(const double *)((const char *)from + k->at));
     }
 }
 
 // Writes the line of item i, as row r played it, in one piece. Exit 1 when it cannot be written.
 static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
-    const Score *one = cell_of(x, i, r);
+    const Score *one = cell_of(x, i, r), *row = &x->row[r];
     char *text = NULL;
     size_t size;
     FILE *f = memory_stream(&text, &size);
-    fprintf(f, "{\"item\":%d,\"row\":%d,", i + 1, r + 1);
-    json_pair(f, "method", x->row[r].name);
+    fprintf(f, "%s\"items\":%d,\"rows\":%d,\"item\":%d,\"row\":%d,\"budget\":%d,", answers_mark, x->items,
+            (int)arrlen(x->row), i + 1, r + 1, row->budget);
+    json_pair(f, "run", x->run);
+    json_pair(f, "made", row->made);
+    json_pair(f, "method", row->name);
     json_pair(f, "model", x->model);
     json_pair(f, "build", KVCOMP_VERSION);
     fputs("\"answers\":[", f);
     for (int k = 0; k < (int)arrlen(one->answers); k++) {
+        const Answer *answer = &one->answers[k];
         fputs(k ? ",{" : "{", f);
-        json_pair(f, "gold", it->turn[one->answers[k].turn].answers->item[0].str);
-        write_columns(answer_columns, &one->answers[k], f);
+        json_pair(f, "task", answer->task);
+        json_pair(f, "gold", it->turn[(int)answer->turn].answers->item[0].str);
+        json_pair(f, "prediction", answer->said);
+        write_columns(answer_columns, answer, f);
         fputc('}', f);
     }
     fputs("],", f);
@@ -1189,22 +1068,49 @@ int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char er
     return 0;
 }
 
-// Reads what write_columns wrote; texts go to x->mem. 0, or -1 with err.
-static int read_columns(Answers *x, const Json *obj, const Column *k, void *to, char err[512]) {
+// Reads what write_columns wrote. 0, or -1 with err.
+static int read_columns(const Json *obj, const Column *k, void *to, char err[512]) {
     for (; k->name; k++) {
         const Json *j = json_get(obj, k->name);
-        char *at = (char *)to + k->at;
-        if (k->kind == 'i') {
-            if (read_whole(obj, k->name, INT_MIN, INT_MAX, (int *)at, err)) return -1;
-        } else if (!j || (j->type != (k->kind == 's' ? JSON_STRING : JSON_NUMBER) && j->type != JSON_NULL)) {
-            return fault(err, "'%s' is no %s", k->name, k->kind == 's' ? "text" : "number");
-        } else if (k->kind == 's') {
-            *(char **)at = stralloc(&x->mem, j->str ? j->str : "");
-        } else {
-            *(double *)at = j->type == JSON_NULL ? NAN : j->num;
-        }
+        if (!j || (j->type != JSON_NUMBER && j->type != JSON_NULL)) return fault(err, "'%s' is no number", k->name);
+        *(double *)((char *)to + k->at) = j->type == JSON_NULL ? NAN : j->num;
     }
     return 0;
+}
+
+// Holds a text that every line has against what this run has. 0, or -1 with err.
+static int same_run(const char *found, const char *expected, char err[512]) {
+    int same = 0;
+    if (!strcmp(found, expected)) return 0;
+    while (found[same] == expected[same]) same++;
+    while (same && strncmp(found + same - 1, " --", 3)) same--;         // to the option that differs
+    return fault(err, "of another run: %.160s; expected %.160s", found + same, expected + same);
+}
+
+// Takes the run and the row of a line, which the first line of all and of its row says; x is still empty with
+// --eval-merge. 0, or -1 with err.
+static int read_row(Answers *x, const Json *obj, int *item, int *row, char err[512]) {
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789+-";         // a name goes to a terminal
+    const char *name = json_text(obj, "method"), *run = json_text(obj, "run"), *made = json_text(obj, "made");
+    int items = x->items, rows = (int)arrlen(x->row), first = !x->cell;
+    if (read_whole(obj, "items", first ? 1 : items, first ? EVAL_CELLS : items, &items, err)) return -1;
+    if (read_whole(obj, "rows", first ? 1 : rows, first ? EVAL_CELLS : rows, &rows, err)) return -1;
+    if (read_whole(obj, "item", 1, items, item, err) || read_whole(obj, "row", 1, rows, row, err)) return -1;
+    if (!*name || name[strspn(name, letters)] || strlen(name) >= sizeof x->row->name)
+        return fault(err, "'method' is no name of one");
+    if (first) {
+        memset(arraddnptr(x->row, rows), 0, (size_t)rows * sizeof *x->row);
+        x->run = copy_text(run);
+        snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
+        if (answers_begin(x, items, err)) return -1;
+    }
+    Score *sc = &x->row[*row - 1];
+    if (!sc->made) {
+        sc->made = copy_text(made);
+        snprintf(sc->name, sizeof sc->name, "%s", name);
+        if (read_whole(obj, "budget", 0, INT_MAX, &sc->budget, err)) return -1;
+    }
+    return same_run(run, x->run, err) || same_run(made, sc->made, err) ? -1 : 0;
 }
 
 // Takes what write_item wrote, unless it is there already. 0, or -1 with err.
@@ -1212,63 +1118,49 @@ static int read_item_line(Answers *x, const Json *obj, char err[512]) {
     const Json *answers = json_get(obj, "answers");
     Score one = { .items = 1 };
     int item = 1, row = 1;
-    if (obj->type != JSON_OBJECT || json_holds_nul(obj))
-        return fault(err, "is no object, or a text in it holds \\u0000");
-    if (!answers || answers->type != JSON_ARRAY) return fault(err, "'answers' is no list");
-    int bad = read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "row", 1, x->rows, &row, err)
-           || read_columns(x, obj, cost_columns, &one, err);
+    if (json_holds_nul(obj)) return fault(err, "a text in it holds \\u0000");
+    if (!json_is(answers, JSON_ARRAY)) return fault(err, "'answers' is no list");
+    int bad = read_row(x, obj, &item, &row, err) || read_columns(obj, cost_columns, &one, err);
     for (int i = 0; !bad && i < answers->n; i++) {
-        arrput(one.answers, ((Answer){ 0 }));
-        bad = read_columns(x, &answers->item[i], answer_columns, &arrlast(one.answers), err);
+        Answer answer = { .task = stralloc(&x->mem, (char *)json_text(&answers->item[i], "task")) };
+        bad = read_columns(&answers->item[i], answer_columns, &answer, err);
+        arrput(one.answers, answer);
     }
     Score *cell = bad ? NULL : cell_of(x, item - 1, row - 1);
     if (bad || cell->items) arrfree(one.answers);
     if (bad) return -1;
     x->twice += cell->items;
     if (!cell->items) *cell = one;
-    if (!*x->model) snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
     return 0;
 }
 
-// Reads the lines of text (n), which it frees, from the byte `at` on. Returns the bytes up to the end of the last
-// whole line: what stands behind it was interrupted, and is left out. Exit 2 with the number of a line that is
-// none of a run.
-static size_t read_answers(Answers *x, char *text, size_t n, size_t at) {
+// Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what stands
+// behind it was interrupted, and is left out. Exit 2 with the number of a line that is none of this run.
+static size_t read_answers(Answers *x, char *text, size_t n) {
+    size_t at = 0, size = 0;
     char err[512];
-    int line = 2, bad = 0;
-    for (char *end; at < n && (end = memchr(text + at, '\n', n - at)); at = (size_t)(end + 1 - text), line++) {
-        Json *obj = json_parse(text + at, (size_t)(end - text) - at, err);
+    for (int line = 1, bad = 0; at < n; at += size + 1, line++) {
+        const char *end = memchr(text + at, '\n', n - at);
+        Json *obj = NULL;
+        size = end ? (size_t)(end - text) - at : n - at;
+        if (memcmp(text + at, answers_mark, min_size(size, strlen(answers_mark))))
+            bad = fault(err, "none that --eval-out of this kvcomp wrote");
+        if (!end && !bad) break;
+        if (!bad) obj = json_parse(text + at, size, err);
         bad = !obj || read_item_line(x, obj, err);
         json_free(obj);
-        if (bad) break;
+        if (bad) die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
     }
     free(text);
-    if (bad) die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
     if (at < n && !quiet) warn("%s: an interrupted line at its end: dropped", x->path);
     return at;
 }
 
-// Holds a text (n) against the first line of its run -> the bytes of that line; 0, with err, when it is of another run.
-static size_t same_run(const char *text, size_t n, const char *line, char err[512]) {
-    size_t at = 0, size = strlen(line), mark = strlen(answers_mark);
-    if (n < mark || memcmp(text, answers_mark, mark)) {
-        fault(err, "no file that --eval-out of this kvcomp wrote");
-        return 0;
-    }
-    if (n >= size && !memcmp(text, line, size)) return size;
-    while (at < n && at < size && text[at] == line[at]) at++;
-    while (at && line[at] != ',') at--;                         // the key of what differs
-    int rest = min_int((int)strcspn(text + at, "\n"), 160);
-    fault(err, "of another run: %.*s; expected %.*s", rest, text + at, min_int((int)strlen(line + at) - 1, 160), line + at);
-    return 0;
-}
-
-// ---- answers on disk: a run that writes them
-// Opens --eval-out for this run alone: a new file gets the first line; one of the same run gives the answers it has,
-// and loses what an interruption left at its end. Exit 2 when it is of another run. Frees the line.
-static void answers_open(Answers *x, const char *path, char *line) {
+// Opens --eval-out for this run alone: the answers of a file that is there are taken, and what an interruption left at
+// its end goes. Exit 2 when it is of another run.
+static void answers_open(Answers *x, const char *path) {
     char err[512];
-    size_t n, whole = 0;
+    size_t n;
     struct stat st;
     x->path = path;
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), there = 0;
@@ -1278,46 +1170,17 @@ static void answers_open(Answers *x, const char *path, char *line) {
         die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
     char *text = read_bounded(path, MOST_ANSWERS, &n, err);
     if (!text) die(EXIT_RUN, "--eval-out %s", err);
-
-    int begun = n >= strlen(line) || memcmp(line, text, n);     // the line of a run that was killed at once may be cut
-    if (begun && !(whole = same_run(text, n, line, err))) die(EXIT_USAGE, "--eval-out %s: %s", path, err);
-    if (begun) whole = read_answers(x, text, n, whole);
-    else free(text);
+    size_t whole = read_answers(x, text, n);
     x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
-    if (!x->f || (!begun && (fputs(line, x->f) < 0 || fflush(x->f))))
-        die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
-    free(line);
+    if (!x->f) die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
     for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
     if (there && !quiet)
         fprintf(stderr, "%s: %d of %d items are there, the others are played\n", path, there, x->items);
 }
 
-// ---- answers on disk: parts of a run become one table
-// Takes the number of items and the rows from a first line of n bytes. 0, or -1 with err.
-static int take_run(Answers *x, const char *line, size_t n, char err[512]) {
-    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789+-";         // a name goes to a terminal
-    Json *run = json_parse(line, n, err);
-    const Json *rows = run ? json_get(run, "rows") : NULL;
-    int items = 0, bad = !run || read_whole(run, "items", 1, EVAL_CELLS, &items, err);
-    if (!bad && (!rows || rows->type != JSON_ARRAY || !rows->n)) bad = fault(err, "'rows' is no list");
-    for (int r = 0; !bad && r < rows->n; r++) {
-        const char *name = json_text(&rows->item[r], "method");
-        Score sc = { 0 };
-        bad = read_whole(&rows->item[r], "budget", 0, INT_MAX, &sc.budget, err);
-        if (!*name || name[strspn(name, letters)] || strlen(name) >= sizeof sc.name)
-            bad = fault(err, "'method' is no name of one");
-        snprintf(sc.name, sizeof sc.name, "%s", name);
-        arrput(x->row, sc);
-    }
-    if (!bad) bad = answers_begin(x, items, rows->n, err);
-    json_free(run);
-    return bad ? -1 : 0;
-}
-
-// Reads all files, a path a line; the first one says what the run is. Exit 2 when a file cannot be read, or is of
-// another run.
+// Reads all files, a path a line. Exit 2 when one cannot be read, or is of another run than the first.
 static void merge_files(Answers *x, const char *paths) {
-    char err[512], path[4096], *line = NULL;
+    char err[512], path[4096];
     for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
         size_t n;
         end = p + strcspn(p, "\n");
@@ -1325,12 +1188,8 @@ static void merge_files(Answers *x, const char *paths) {
         x->path = path;
         char *text = read_bounded(path, MOST_ANSWERS, &n, err);
         if (!text) die(EXIT_USAGE, "--eval-merge %s", err);
-        if (!line) line = copy_bytes(text, strcspn(text, "\n") + 1);
-        size_t at = same_run(text, n, line, err);
-        if (!at || (!x->row && take_run(x, text, at, err))) die(EXIT_USAGE, "--eval-merge %s: %s", path, err);
-        read_answers(x, text, n, at);
+        read_answers(x, text, n);
     }
-    free(line);
     if (x->twice && !quiet) warn("--eval-merge: %d items are there more than once; the first of each counts", x->twice);
 }
 
@@ -1362,32 +1221,30 @@ static void count_down(const char *parts, int done, int all, double t0) {
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. What is there already is not played again; what is played goes to the file x->f, if there is one.
-static void play_items(App *a, const EvalSet *e, OpenRow *open, Answers *x) {
-    OpenRow full = { .o = options_copy(a->o) };
+static void play_items(App *a, const EvalSet *e, Answers *x) {
+    Session *full = session_open(a->c, a->w, options_copy(a->o), "full");
     float *ref = NULL;                                  // stb_ds, V a row
     int first = 0, step = 1, done = 0;
     double t0 = now();
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     step = min_int(step, x->items + 1);                 // as good, and i + step stays small
-    full.s = session_open(a->c, a->w, full.o, "full");
     for (int i = first; i < x->items; i += step) {
         const EvalItem *it = &e->item[i];
-        a->s = full.s;
+        a->s = full;
         arrsetlen(ref, 0);
         if (!item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
-        for (int r = 0; r < x->rows; r++) {
+        for (int r = 0; r < (int)arrlen(x->row); r++) {
             Score *one = cell_of(x, i, r);
             if (one->items) continue;
-            a->s = open[r].s;
+            a->s = x->row[r].s;
             play_item(a, it, &ref, one);
             session_reset(a->s);                        // gives its rows back: many sessions are open
             if (x->f) write_item(x, it, i, r);
-            said_free(one);
         }
         count_down("items", ++done, (x->items - first + step - 1) / step, t0);
     }
     arrfree(ref);
-    open_close(&full);
+    close_with_options(full);
 }
 
 // Ends the program if an item with its right replies is longer than the context.
@@ -1439,7 +1296,7 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
 // ---- the modes: perplexity and divergence of a text
 enum { WINDOWS = 8 };       // of a text, unless --eval-items says how many
 
-// Plays windows of a text through a->s. Half a window is prefilled, and each further token is
+// Plays windows of a text through a->s, each as an answer of sc. Half a window is prefilled, and each further token is
 // decoded; every token of the second half is predicted from what came before it. With with_full
 // (--eval kld), a session of full attention sees the same tokens and the logits are compared.
 static void eval_text(App *a, const char *path, int with_full, Score *sc) {
@@ -1460,21 +1317,19 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 
     Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
-    Answer all = { 0 };
     for (int w = 0; w < windows; w++) {
         const int *x = ids + (size_t)w * window;
+        Answer answer = { .task = "text", .item = w, .position = -1, .depth = -1, .length = window };
         session_reset(a->s);
         if (full) session_reset(full);
         for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
-            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
-            sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
-            if (full) note_logits(i < half ? prefill(full, x, half) : decode(full, x[i]), y, V, &all);
+            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]), *ref = NULL;
+            if (full) ref = i < half ? prefill(full, x, half) : decode(full, x[i]);
+            note_logits(ref, y, V, x[i + 1], &answer);
         }
-        sc->predicted += window - half;
+        arrput(sc->answers, answer);
         note_cost(a->s, sc);
     }
-    sc->kld = all.kld;
-    sc->top1 = all.top1;
     session_close(full);
     options_free(plain);
     arrfree(ids);
@@ -1504,10 +1359,10 @@ static void warn_of_hard_tasks(const Score *rows) {
         for (int i = 0; i < (int)arrlen(x); i++) {
             if (!first_of_task(x, i)) continue;
             Sum *task = sums_of(x, x[i].task, ANY_PLACE, offsetof(Answer, score));
-            int answers = 0;
+            double answers = 0;
             for (int k = 0; k < (int)arrlen(task); k++) answers += task[k].n;
             if (mean_of(task) < LEAST_FULL)
-                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %d answers",
+                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %.0f answers",
                      x[i].task, mean_of(task), LEAST_FULL, answers);
             arrfree(task);
         }
@@ -1524,8 +1379,8 @@ static void print_rows(const EvalRun *run, Score *rows) {
                 rows[0].name, rows[r].name);
     Field **table = NULL;
     for (int r = 0; r < (int)arrlen(rows); r++) arrput(table, row_fields(&rows[r], run));
-    print_result(table, run->a);
-    if (!quiet) warn_of_hard_tasks(rows);
+    print_table(stdout, table, run->a, table_columns());
+    if (!quiet && !run->ppl) warn_of_hard_tasks(rows);
 }
 
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
@@ -1553,7 +1408,6 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     char err[512], missing[160];
     EvalSet e = { 0 };
     Answers x = { 0 };
-    OpenRow *open = NULL;
     Session *own = a->s;
     double t0 = now();
 
@@ -1566,52 +1420,72 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (!ppl) eval_items(a, what, &e);
 
     // The rows
-    x.row = open_rows(a, &open);
-    if (answers_begin(&x, (int)arrlen(e.item), (int)arrlen(x.row), err)) die(EXIT_USAGE, "--eval: %s", err);
+    x.row = open_rows(a);
+    if (answers_begin(&x, (int)arrlen(e.item), err)) die(EXIT_USAGE, "--eval: %s", err);
+    int rows = (int)arrlen(x.row);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
-    if (a->trace && x.rows > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", x.rows);
+    if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
         trace_session(a->s, NULL);
-        trace_session(open->s, &a->trace->trace);
+        trace_session(x.row->s, &a->trace->trace);
     }
-    if (*out) answers_open(&x, out, first_line(a, &e, x.row, open));
-    if (!ppl) play_items(a, &e, open, &x);
+    if (*out) x.run = run_of(a, &e);
+    if (*out) answers_open(&x, out);
+    if (!ppl) play_items(a, &e, &x);
     rows_add(&x, missing);
-    for (int r = 0; r < x.rows; r++) {
-        a->s = open[r].s;
+    for (int r = 0; r < rows; r++) {
+        a->s = x.row[r].s;
         if (ppl) eval_text(a, path, kld, &x.row[r]);
-        open_close(&open[r]);
+        close_with_options(a->s);
     }
     EvalRun run = { .a = a, .rows = x.row, .ppl = ppl, .kld = kld, .model = x.model };
     print_rows(&run, x.row);
     if (!quiet)
-        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", x.rows, x.row[0].items,
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, x.row[0].items,
                 (int)arrlen(x.row[0].answers), now() - t0);
     a->s = own;
     if (*opt_str(a->o, "report")) report(a, &run);
 
-    arrfree(open);
     answers_close(&x);
     eval_set_free(&e);
     return 0;
 }
 
 // ==================================================================================================== CALIBRATION
-// Head scores of DiliLazyKV and HeadKV (section 13): the files that hold them, and --calibrate,
-// which measures them, once per model.
+// Head scores of DiliLazyKV and HeadKV (section 13): --calibrate measures them, once per model, and writes the file
+// that holds them. It hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the attention of
+// the last prompt token and of the answer. A run is one needle at one depth. For HeadKV-R2 there is a second run, in
+// which a sentence of reasoning and a wrong answer stand before the needle.
 
-// ---- needles and hay
-// --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the
-// attention of the last prompt token and of the answer. A run is one needle at one depth of a text
-// of one length. For HeadKV-R2 there is a second run, in which a sentence of reasoning and a wrong
-// answer stand before the needle.
+enum {
+    HAY_LENGTH = 2048,          // ids of a prompt, about, where the model can hold so many
+    HAY_DEPTHS = 33,            // a needle stands at 2, 5, .. 98 per cent of the hay
+    HAY_ANSWER = 32,            // ids of an answer, at most
+    LARGEST    = 10,            // |T|, as in the published scores
+    FIRST_RUNS = 24,            // when none of them is accepted, none will be
+};
 
 typedef struct {
-    const char *question, *needle, *answer;
-    const char *distractor;     // a sentence with a wrong answer; NULL: no second run
-    const char *reasoning;      // what tells the right answer from the wrong one; NULL: no second run
-} Needle;
+    // What is gone through
+    Session *s;                 // of method full, with the probe beside it
+    const Tokenizer *t;
+    Json *needles;              // a list of texts: question, needle, answer; for second runs distractor, reasoning
+    char *frame;                // what stands around hay and question
+    int *hay;                   // (stb_ds) ids
+    int length;                 // ids of a prompt, about
+    // One run
+    int at, n;                  // N, the needle's keys: the first one, and how many
+    int right;                  // the first key of c2, the right answer, which ends where N ends
+    double *score;              // (SCORES,L,H)
+    int *top;                   // (L,H) the key with the largest weight of the row looked at last
+    double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
+    // Accepted runs
+    double *sum;                // (SCORES,L,H) of their scores
+    int accepted;               // plain ones
+    int reasoned;               // second ones
+} Calibration;
 
+// ---- needles and hay
 // What is hidden, and in what, unless the user names other files: facts and sentences in plain English.
 static const char own_needles[] = "data/needles.json", own_hay[] = "data/hay.txt";
 
@@ -1630,28 +1504,19 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     return ids;
 }
 
-// The needles of the file at `path`, or, when that is empty, our own, as an stb_ds array. Their texts live in *file,
-// which the caller frees. Exit 2 when the file is no list of needles, of texts of at most 2000 bytes.
-static Needle *needles_load(const char *path, Json **file) {
+// The needles of the file at `path`, or, when that is empty, our own. Exit 2 when it is no list of them, of texts of
+// at most 2000 bytes.
+static Json *needles_load(const char *path) {
     static const char *const keys[] = { "question", "needle", "answer", "distractor", "reasoning" };
     enum { KEYS = 5, NEEDED = 3 };
-    Needle *list = NULL;
-    char why[256], own[PROGRAM_PATH];
-    size_t size;
+    char why[512], own[PROGRAM_PATH];
     if (!*path) path = beside_program(own_needles, own);
-    char *text = read_bounded(path, MOST_CONFIG, &size, why);
-    if (text) *file = json_parse(text, size, why);
-    if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
-    free(text);
-    int bad = json_holds_nul(*file) || !(*file)->n;
-    for (int i = 0; i < (*file)->n && !bad; i++) {
-        const char *part[KEYS];
-        for (int k = 0; k < KEYS; k++) {
-            const Json *x = json_get(&(*file)->item[i], keys[k]);
-            bad |= x ? x->type != JSON_STRING || !x->len || x->len > 2000 : k < NEEDED;
-            part[k] = x && !bad ? x->str : NULL;
-        }
-        arrput(list, ((Needle){ part[0], part[1], part[2], part[3], part[4] }));
+    Json *list = json_read(path, MOST_CONFIG, why);
+    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s", why);
+    int bad = !json_is(list, JSON_ARRAY) || json_holds_nul(list) || !list->n;
+    for (int i = 0; i < list->n * KEYS && !bad; i++) {
+        const Json *x = json_get(&list->item[i / KEYS], keys[i % KEYS]);
+        bad = x ? !json_is(x, JSON_STRING) || !x->len || x->len > 2000 : i % KEYS < NEEDED;
     }
     if (bad)
         die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
@@ -1660,18 +1525,6 @@ static Needle *needles_load(const char *path, Json **file) {
 }
 
 // ---- the scores of one run
-
-enum { LARGEST = 10 };          // |T|, as in the published scores
-
-typedef struct {
-    int at, n;                  // N, the needle's keys: the first one, and how many
-    int right;                  // the first key of c2, the right answer, which ends where N ends
-    double *score;              // (SCORES,L,H) of this run
-    double *sum;                // (SCORES,L,H) their sums over the accepted runs
-    int reasoned;               // accepted runs with a wrong answer, R2's; the others are counted elsewhere
-    int *top;                   // (L,H) the key with the largest weight of the row looked at last
-    double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
-} Calibration;
 
 // The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. idx (n) is room. T is chosen among
 // all keys, those of the first tokens and of the question too, as in the published scores.
@@ -1747,39 +1600,6 @@ static const Method head_probe = {
 };
 
 // ---- one run
-
-typedef struct {
-    const Needle *needle;
-    int length;                 // ids of the prompt, about
-    int depth;                  // where the needle stands, percent of the hay
-    int reasoning;              // 1: the run of HeadKV-R2, with reasoning and a wrong answer
-} Run;
-
-// Where the needle goes among n ids of hay: at the end of the sentence before depth % of them.
-static int needle_place(const Tokenizer *t, const Run *run, const int *hay, int n) {
-    int at = (int)((long)n * run->depth / 100), len;
-    for (; at > 0; at--) {
-        const char *b = tokenizer_bytes(t, hay[at - 1], &len);
-        if (len && b[len - 1] == '.') break;
-    }
-    return at;
-}
-
-// The ids N of a run, as an stb_ds array: the needle, with reasoning and a wrong answer before it in
-// R2's run. *right is the place of the right answer among them. What is planted is encoded by
-// itself, and the right answer too, so that their ids are known exactly.
-static int *run_needle(const Tokenizer *t, const Run *run, int *right) {
-    char text[8192];
-    int *ids = NULL;
-    if (run->reasoning) {
-        snprintf(text, sizeof text, " %s %s", run->needle->reasoning, run->needle->distractor);
-        ids = encode_at(t, text, strlen(text), 0, 0, ids);
-    }
-    *right = (int)arrlen(ids);
-    snprintf(text, sizeof text, " %s", run->needle->needle);
-    return encode_at(t, text, strlen(text), 0, 0, ids);
-}
-
 static const char hay_mark[] = "{hay}", question_mark[] = "{question}";
 
 // What stands around hay and question, as a text with marks in their places, malloc'd: the frame of a chat, where the
@@ -1795,123 +1615,110 @@ static char *frame_make(const Template *tp) {
     return text;
 }
 
-// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame. About 200 of
-// its length are left for what is neither hay nor needle, half of a length below 400. Sets r->at, r->n and r->right.
-// NULL: there is no room for hay.
-static int *run_prompt(const Tokenizer *t, const char *frame, const Run *run, const int *hay, Calibration *r) {
-    int right, len = 0;
-    const char *bos = tokenizer_bytes(t, tokenizer_bos(t), &len);
-    const char *begin = strstr(frame, hay_mark), *ask = begin + strlen(hay_mark), *end = strstr(ask, question_mark);
-    char question[8192];
-    int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
-    int n_hay = run->length - (run->length < 400 ? run->length / 2 : 200) - n_needle;
-    if (n_hay < 1) {
-        arrfree(needle);
-        return NULL;
+// Where a needle goes among n ids of hay: at the end of the sentence before depth % of them.
+static int needle_place(const Calibration *r, int depth, int n) {
+    int at = (int)((long)n * depth / 100), len;
+    for (; at > 0; at--) {
+        const char *b = tokenizer_bytes(r->t, r->hay[at - 1], &len);
+        if (len && b[len - 1] == '.') break;
     }
-    int at = needle_place(t, run, hay, n_hay), *ids = NULL;
-    if (tokenizer_adds_bos(t) && !(len && !strncmp(frame, bos, (size_t)len))) arrput(ids, tokenizer_bos(t));
-    ids = encode_at(t, frame, (size_t)(begin - frame), 1, 1, ids);
-    r->at = (int)arrlen(ids) + at;
-    r->n = n_needle;
-    r->right = r->at + right;
-    ids = ids_append(ids, hay, at);
-    ids = ids_append(ids, needle, n_needle);
-    ids = ids_append(ids, hay + at, n_hay - at);
-    snprintf(question, sizeof question, "%.*s%s%s", (int)(end - ask), ask, run->needle->question,
-             end + strlen(question_mark));
-    ids = encode_at(t, question, strlen(question), 1, 0, ids);
-    arrfree(needle);
-    return ids;
+    return at;
 }
 
-// The greedy answer behind the logits of the prompt ids, of at most n tokens, as an stb_ds array that ends in NUL. What
-// the heads look at meanwhile is added to r.
-static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const int *ids,
-                           const float *logits, int n) {
+// The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame; with
+// `reasoning`, reasoning and a wrong answer stand before the needle. About 200 of its length are left for what is neither
+// hay nor needle, half of a length below 400. Sets r->at, r->n and r->right. NULL: there is no room for hay.
+static int *run_prompt(Calibration *r, const Json *needle, int depth, int reasoning) {
+    const char *bos, *begin = strstr(r->frame, hay_mark), *ask = begin + strlen(hay_mark);
+    const char *end = strstr(ask, question_mark);
+    char text[8192];
+    int *ids = NULL, *planted = NULL, len = 0;
+
+    // What is planted is encoded by itself, and the right answer too, so that their ids are known exactly.
+    if (reasoning) {
+        snprintf(text, sizeof text, " %s %s", json_text(needle, "reasoning"), json_text(needle, "distractor"));
+        planted = encode_at(r->t, text, strlen(text), 0, 0, planted);
+    }
+    int wrong = (int)arrlen(planted);
+    snprintf(text, sizeof text, " %s", json_text(needle, "needle"));
+    planted = encode_at(r->t, text, strlen(text), 0, 0, planted);
+    r->n = (int)arrlen(planted);
+    int n_hay = r->length - (r->length < 400 ? r->length / 2 : 200) - r->n;
+    if (n_hay < 1) {
+        arrfree(planted);
+        return NULL;
+    }
+
+    int at = needle_place(r, depth, n_hay);
+    bos = tokenizer_bytes(r->t, tokenizer_bos(r->t), &len);
+    if (tokenizer_adds_bos(r->t) && !(len && !strncmp(r->frame, bos, (size_t)len))) arrput(ids, tokenizer_bos(r->t));
+    ids = encode_at(r->t, r->frame, (size_t)(begin - r->frame), 1, 1, ids);
+    r->at = (int)arrlen(ids) + at;
+    r->right = r->at + wrong;
+    ids = ids_append(ids, r->hay, at);
+    ids = ids_append(ids, planted, r->n);
+    ids = ids_append(ids, r->hay + at, n_hay - at);
+    snprintf(text, sizeof text, "%.*s%s%s", (int)(end - ask), ask, json_text(needle, "question"),
+             end + strlen(question_mark));
+    arrfree(planted);
+    return encode_at(r->t, text, strlen(text), 1, 0, ids);
+}
+
+// The greedy answer behind the logits of the prompt ids, as an stb_ds array that ends in NUL. What the heads look at
+// meanwhile is added to r.
+static char *greedy_answer(Calibration *r, const int *ids, const float *logits) {
+    const Config *c = r->s->c;
     char *text = NULL;
-    for (int i = 0; i < n; i++) {
-        int id = argmax(logits, s->c->V), end = 0, len;
-        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
+    for (int i = 0; i < HAY_ANSWER; i++) {
+        int id = argmax(logits, c->V), end = 0, len;
+        for (int e = 0; e < c->n_eos; e++) end |= c->eos[e] == id;
         if (end) break;
-        head_said(r, (size_t)s->c->L * s->c->H, ids, i, id);
-        const char *b = tokenizer_bytes(t, id, &len);
+        head_said(r, (size_t)c->L * c->H, ids, i, id);
+        const char *b = tokenizer_bytes(r->t, id, &len);
         bytes_put(&text, b, (size_t)len);
-        if (i + 1 < n) logits = decode(s, id);
+        if (i + 1 < HAY_ANSWER) logits = decode(r->s, id);
     }
     arrput(text, 0);
     return text;
 }
 
-// ---- all runs
-
-// What --calibrate goes through: every depth with every needle is a run.
-typedef struct {
-    int length;                 // tokens of a prompt, about
-    int *depth;                 // (stb_ds) per cent of the text
-    Needle *needle;             // (stb_ds)
-    Json *file;                 // of the needles; NULL: they are ours
-    char *frame;                // what stands around hay and question
-    int answer;                 // tokens of an answer, at most
-    int all;                    // 1: every run is accepted, whatever its answer
-} Plan;
-
-// The plan from the options; exit 2 when they do not fit. The length is cut to what a small model can hold.
-static Plan plan_make(const Config *c, const Template *tp, const Options *o) {
-    Plan p = { .length = min_int(2048, c->max_pos), .answer = 32, .frame = frame_make(tp) };
-    for (int depth = 2; depth <= 98; depth += 3) arrput(p.depth, depth);
-    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
-    return p;
-}
-
-static void plan_free(Plan *p) {
-    arrfree(p->depth);
-    arrfree(p->needle);
-    json_free(p->file);
-    free(p->frame);
-}
-
-// One run, in a session with the probe. It is accepted when its answer has half of the expected words, or when every
-// run is; then its scores are added to r->sum: R2 in the run made for it, which is left out where it has no room, all
-// others in the plain one. Returns 1 for an accepted run, else 0.
-static int calibrate_run(Session *s, const Tokenizer *t, const Plan *p, const Run *run, const int *hay,
-                         Calibration *r) {
-    int *ids = run_prompt(t, p->frame, run, hay, r);
-    if (!ids && run->reasoning) return 0;
-    if (!ids) die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle beside the question", run->length);
-    size_t LH = (size_t)s->c->L * s->c->H;
-    session_reset(s);
+// One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in the
+// run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted run.
+static int calibrate_run(Calibration *r, const Json *needle, int depth, int reasoning) {
+    int *ids = run_prompt(r, needle, depth, reasoning);
+    if (!ids && reasoning) return 0;
+    if (!ids) die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle beside the question", r->length);
+    size_t LH = (size_t)r->s->c->L * r->s->c->H;
+    session_reset(r->s);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
-    const float *logits = prefill(s, ids, (int)arrlen(ids));
-    char *answer = greedy_answer(s, t, r, ids, logits, p->answer);
-    int accepted = p->all || word_recall(run->needle->answer, answer) >= .5;
+    char *answer = greedy_answer(r, ids, prefill(r->s, ids, (int)arrlen(ids)));
+    int accepted = word_recall(json_text(needle, "answer"), answer) >= .5;
     arrfree(answer);
     arrfree(ids);
-    if (!accepted) return 0;
 
-    size_t first = run->reasoning ? SCORE_R2 * LH : 0, end = run->reasoning ? SCORES * LH : SCORE_R2 * LH;
-    for (size_t i = first; i < end; i++) r->sum[i] += r->score[i];
-    return 1;
+    size_t first = reasoning ? SCORE_R2 * LH : 0, end = reasoning ? SCORES * LH : SCORE_R2 * LH;
+    for (size_t i = first; i < end && accepted; i++) r->sum[i] += r->score[i];
+    return accepted;
 }
 
 // ---- the file
 
 // Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had any.
 // The model is named by its folder's last name, because the file travels and the path does not.
-static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibration *r, int accepted) {
-    const char *slash = strrchr(c->dir, '/');
-    const char *name = slash && slash[1] ? slash + 1 : c->dir;
+static void scores_write(FILE *f, const Calibration *r) {
+    const Config *c = r->s->c;
+    const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;
     fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
     json_escape(f, name, strlen(name));
     fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"mass\", \"k\": %d, ", c->L, c->H, LARGEST);
-    fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n",
-            p->all ? "all" : "recall", (int)arrlen(p->needle), accepted, r->reasoned);
-    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", p->length);
-    for (int i = 0; i < (int)arrlen(p->depth); i++) fprintf(f, "%s%d", i ? ", " : "", p->depth[i]);
+    fprintf(f, "\"accept\": \"recall\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n", r->needles->n,
+            r->accepted, r->reasoned);
+    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", r->length);
+    for (int i = 0; i < HAY_DEPTHS; i++) fprintf(f, "%s%d", i ? ", " : "", 2 + 3 * i);
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
-        int runs = k == SCORE_R2 ? r->reasoned : accepted;
+        int runs = k == SCORE_R2 ? r->reasoned : r->accepted;
         if (!runs) continue;
         fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
         for (int i = 0; i < c->L * c->H; i++) {
@@ -1924,83 +1731,62 @@ static void scores_write(FILE *f, const Config *c, const Plan *p, const Calibrat
     fprintf(f, "\n}\n");
 }
 
-// Goes through a plan with a session of method full and the probe beside it: for each run, and for its second one, with
-// a wrong answer, where the needle has one. When none of the first runs is accepted, none will be: it stops. Writes the
-// file, whose saving begins before the work, so that a bad path shows at once. Returns how many plain runs were
-// accepted; of none there is no file.
-static int calibrate_plan(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p) {
-    enum { FIRST = 24 };
-    int n_needles = (int)arrlen(p->needle), runs = (int)arrlen(p->depth) * n_needles, accepted = 0;
+// --calibrate OUT.json: makes the score file of a model, whose saving begins before the work, so that a bad path shows at
+// once. Goes through all depths and needles, each with its second run where it has one. Returns the exit code.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
     size_t LH = (size_t)c->L * c->H;
     char err[512];
     Saving out;
+    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
+    Calibration r = { .t = t, .length = min_int(HAY_LENGTH, c->max_pos), .frame = frame_make(tp) };
+    r.needles = needles_load(opt_str(o, "calibrate-needles"));
     if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
-    Calibration r = { .at = 0 };
+    r.hay = hay_ids(t, opt_str(o, "file"), r.length);
     r.score = xcalloc(SCORES * LH, sizeof(double));
     r.sum = xcalloc(SCORES * LH, sizeof(double));
     r.mass = xcalloc(LH, sizeof(double));
     r.top = xcalloc(LH, sizeof(int));
-    int *hay = hay_ids(t, opt_str(o, "file"), p->length);
-    Session *s = session_open(c, w, o, "full");
+    r.s = session_open(c, w, o, "full");
+    *(Calibration **)observe(r.s, &head_probe) = &r;
+
+    int runs = HAY_DEPTHS * r.needles->n;
     double t0 = now();
-    *(Calibration **)observe(s, &head_probe) = &r;
-    for (int i = 0; i < runs && (accepted || i < FIRST); i++) {
-        Run run = { &p->needle[i % n_needles], p->length, p->depth[i / n_needles], 0 };
-        accepted += calibrate_run(s, t, p, &run, hay, &r);
-        run.reasoning = run.needle->distractor && run.needle->reasoning;
-        if (run.reasoning) r.reasoned += calibrate_run(s, t, p, &run, hay, &r);
+    for (int i = 0; i < runs && (r.accepted || i < FIRST_RUNS); i++) {
+        const Json *needle = &r.needles->item[i % r.needles->n];
+        int depth = 2 + 3 * (i / r.needles->n);
+        int twice = *json_text(needle, "distractor") && *json_text(needle, "reasoning");
+        r.accepted += calibrate_run(&r, needle, depth, 0);
+        if (twice) r.reasoned += calibrate_run(&r, needle, depth, 1);
         count_down("runs", i + 1, runs, t0);
     }
-    if (accepted) scores_write(out.f, c, p, &r, accepted);
-    else save_drop(&out);
-    if (accepted && save_keep(&out, err)) die(EXIT_RUN, "--calibrate: %s", err);
-    session_close(s);
-    arrfree(hay);
+    if (!r.accepted) {
+        save_drop(&out);
+        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the "
+                      "expected words. Give it facts and a text that it can read: --calibrate-needles FILE (our "
+                      "facts are English sentences) and -f FILE", r.length);
+    }
+    scores_write(out.f, &r);
+    if (save_keep(&out, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (!quiet) tell("%d of %d runs accepted: %s", r.accepted, runs, opt_str(o, "calibrate"));
+    session_close(r.s);
+    json_free(r.needles);
+    arrfree(r.hay);
+    free(r.frame);
     free(r.score);
     free(r.sum);
     free(r.mass);
     free(r.top);
-    return accepted;
-}
-
-// --calibrate OUT.json: makes the score file of a model. Returns the exit code.
-int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
-    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
-    Plan p = plan_make(c, tp, o);
-    int accepted = calibrate_plan(c, w, t, o, &p);
-    if (!accepted)
-        die(EXIT_RUN, "--calibrate: the model finds nothing in %d tokens, none of its answers had half of the "
-                      "expected words. Give it facts and a text that it can read: --calibrate-needles FILE (our "
-                      "facts are English sentences) and -f FILE", p.length);
-    int runs = (int)(arrlen(p.depth) * arrlen(p.needle));
-    if (!quiet) tell("%d of %d runs accepted: %s", accepted, runs, opt_str(o, "calibrate"));
-    plan_free(&p);
     return EXIT_OK;
 }
 
 // ==================================================================================================== BENCHMARK
 // --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from
 // an empty cache) and decode ("tg at D": one token with D rows behind it). A decode step is bytes:
-// weights, the K and V rows attention reads, and the method's index. They stand beside the read
-// bandwidth of this machine, measured again before every line, so that the last column says how far
-// from the roofline a step is, whatever else the machine is doing. A deep cache is filled with
+// weights, the K and V rows attention reads, and the method's index; gb_s says how many of them a second. On a
+// GPU the bytes that it copies a second stand beside, measured again before every line, so that the share says
+// how far from the roofline a step is, whatever else the machine is doing. A deep cache is filled with
 // random rows instead of a prefill: only the speed of the layers' products is skipped, every hook
 // of the method runs.
-
-typedef struct {            // one line of the table
-    const char *test;       // "pp": prefill; "tg": decode
-    int n;                  // ids of the prefill, or rows behind the token
-    double tok_s;           // tokens a second, the median of --repeat
-    double attend;          // seconds a token: attention
-    double select;          //   choosing what to read
-    double commit;          //   compressing and bookkeeping
-    double index;           //   building indexes
-    double bandwidth;       // bytes a second that this machine reads (GPU: copies)
-    double weights;         // bytes a decode step moves: weights
-    double kv;              //   rows of K and V
-    double meta;            //   the method's index
-    size_t stored;          // bytes of rows held
-} BenchLine;
 
 // LoopServe chooses rows first at its 16th step and then every 16. By default a repetition is
 // therefore one whole cycle of it, and 16 steps of the methods that choose at every step.
@@ -2009,40 +1795,6 @@ enum {
     BENCH_STEPS = 16,       // decode steps of one repetition
     BENCH_PICKS = 40,       // logits that a step brings from a device: as in a reply with the usual --top-k
 };
-
-// ---- what this machine reads
-// Bytes a second that all threads read together: the best of three passes over a buffer that no cache holds, which the
-// first call makes and keeps. It holds floats i & 255, so each piece's largest value is 255: the reads have a result
-// that is checked and cannot be left out.
-static double read_bandwidth(void) {
-    enum { PIECE = 1024 };                      // floats that a thread reads at a time
-    static float *buf;
-    size_t n = (size_t)1 << 26, bytes = n * sizeof *buf;
-    double best = 0;
-    if (!buf) {
-        buf = aligned_bytes((size_t)1 << 21, bytes);
-        if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
-        ask_huge_pages(buf, bytes);
-        #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < n; i++) buf[i] = (float)(i & 255);
-    }
-    for (int r = 0; r < 3; r++) {
-        int odd = 0;
-        double t = now();
-        #pragma omp parallel for schedule(static) reduction(+ : odd)
-        for (size_t i = 0; i < n; i += PIECE) odd += max_f32(buf + i, PIECE) != 255;
-        t = now() - t;
-        if (odd) die(EXIT_RUN, "--bench: memory gave back other values than were written");
-        best = fmax(best, (double)bytes / t);
-    }
-    return best;
-}
-
-// Bytes a second: what a decode step is measured by. On the GPU a copy's, read and written.
-static double bandwidth(const Session *s) {
-    (void)s;                                // a build without CUDA does not look at it
-    return KV_DEV(s) ? device_copy_rate() : read_bandwidth();
-}
 
 // ---- measuring
 // Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the
@@ -2081,32 +1833,6 @@ static double median(double *x, int n) {
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
 }
 
-// Where the time of so many tokens went, a token, and the rows held.
-static void bench_clock(BenchLine *b, const Session *s, long tokens) {
-    b->attend = s->clk.attend / (double)tokens;
-    b->select = s->clk.select / (double)tokens;
-    b->commit = s->clk.commit / (double)tokens;
-    b->index = s->clk.index / (double)tokens;
-    b->stored = kv_bytes(s);
-}
-
-// Prefill of n ids into an empty cache, `repeat` times. The times by kind are those of the last.
-static BenchLine bench_prefill(Session *s, int n, int repeat) {
-    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s) };
-    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
-    int *ids = random_ids(n, s->c->V);
-    for (int r = 0; r < repeat; r++) {
-        session_reset(s);
-        prefill(s, ids, n);
-        seconds[r] = s->clk.prefill;
-        bench_clock(&b, s, n);
-    }
-    b.tok_s = n / median(seconds, repeat);
-    arrfree(ids);
-    free(seconds);
-    return b;
-}
-
 // A cache of `depth` random rows a head (at least 1 real one), and the steps before the clock
 // starts.
 static void fill_cache(Session *s, int depth) {
@@ -2131,61 +1857,53 @@ static double step_weights(const Session *s) {
     return bytes;
 }
 
-// Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same dialogue.
-static BenchLine bench_decode(Session *s, int depth, int repeat) {
-    BenchLine b = { .test = "tg", .n = depth };
-    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+// A line of the table (stb_ds), measured `repeat` times, of which the median counts: the prefill of n ids into an empty
+// cache; or decode behind n rows, BENCH_STEPS steps each time, which all go on in the same dialogue. Bytes are those of a
+// step: a prefill is not bound by them. Milliseconds a token say where the time went, of a prefill that of the last one.
+static Field *bench_line(Session *s, int decodes, int n, int repeat) {
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds), kv = NAN, index = NAN, copy = NAN;
+    int *ids = random_ids(max_int(n, 1), s->c->V);
     uint64_t steps = 0;
-    fill_cache(s, depth);
-    b.bandwidth = bandwidth(s);
-    for (int r = 0; r < repeat; r++) {
-        double t = s->clk.decode;
-        for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64(steps++) % (uint64_t)s->c->V));
-        seconds[r] = s->clk.decode - t;
-    }
-    b.tok_s = BENCH_STEPS / median(seconds, repeat);
-    b.weights = step_weights(s);
-    b.kv = bytes_a_step(s);
-    EACH_PART(s, p) {
-        if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
-    }
-    bench_clock(&b, s, s->clk.steps);
-    free(seconds);
-    return b;
-}
-
-// ---- the table
-// Appends a number that a table leaves empty for a prefill, which is not bound by bytes.
-static void add_of_step(Field **c, const BenchLine *b, const char *name, double x, const char *fmt, double shown) {
-    if (*b->test == 'p') add_field(c, EVERYWHERE, name, x, "%s", "");
-    else if (fmt) add_field(c, EVERYWHERE, name, x, fmt, shown);
-    else add_bytes(c, EVERYWHERE, name, x);
-}
-
-// The fields of a line (stb_ds).
-static Field *bench_fields(const BenchLine *b, const App *a) {
     Field *c = NULL;
-    double gb_s = (b->weights + b->kv + b->meta) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
-    const struct { const char *name; double seconds; } times[] = {
-        { "attend_ms", b->attend }, { "select_ms", b->select }, { "commit_ms", b->commit }, { "index_ms", b->index },
-    };
-    add_field(&c, IN_TABLE, "test", NAN, *b->test == 'p' ? "pp %d" : "tg at %d", b->n);
-    add_word(&c, IN_LISTS, "test", b->test);
-    add_field(&c, IN_LISTS, "n", b->n, "%d", b->n);
-    add_word(&c, IN_LISTS, "method", opt_str(a->o, "method"));
-    add_word(&c, IN_LISTS, "model", a->c->dir);
-    add_field(&c, EVERYWHERE, "tok_s", b->tok_s, "%.2f", b->tok_s);
-    add_of_step(&c, b, "weight_bytes", b->weights, NULL, 0);
-    add_of_step(&c, b, "kv_bytes_attended", b->kv, NULL, 0);
-    add_of_step(&c, b, "index_bytes", b->meta, NULL, 0);
-    add_of_step(&c, b, "gb_s", gb_s, "%.1f", gb_s);
-    add_field(&c, EVERYWHERE, "read_gb_s", read, "%.1f", read);
-    add_of_step(&c, b, "share", gb_s / read, "%.0f %%", 100 * gb_s / read);
-    for (int i = 0; i < 4; i++)
-        add_field(&c, EVERYWHERE, times[i].name, times[i].seconds * 1e3, "%.3f", times[i].seconds * 1e3);
-    add_bytes(&c, EVERYWHERE, "kv_bytes_stored", (double)b->stored);
-    add_field(&c, IN_LISTS, "threads", n_threads(), "%d", n_threads());
-    add_word(&c, IN_LISTS, "simd", simd_name());
+    if (decodes) fill_cache(s, n);
+    if (KV_DEV(s)) copy = device_copy_rate() * 1e-9;
+    for (int r = 0; r < repeat; r++) {
+        if (!decodes) session_reset(s);
+        double t = decodes ? s->clk.decode : 0;
+        if (!decodes) prefill(s, ids, n);
+        for (int i = 0; i < BENCH_STEPS && decodes; i++) decode(s, (int)(mix64(steps++) % (uint64_t)s->c->V));
+        seconds[r] = (decodes ? s->clk.decode : s->clk.prefill) - t;
+    }
+    if (decodes) {
+        kv = bytes_a_step(s);
+        index = 0;
+        EACH_PART(s, p) {
+            if (p->m->bytes) index += (double)p->m->bytes(s, p->ms);
+        }
+    }
+
+    double tok_s = (decodes ? BENCH_STEPS : n) / median(seconds, repeat), tokens = decodes ? (double)s->clk.steps : n;
+    double weights = decodes ? step_weights(s) : NAN, gb_s = (weights + kv + index) * tok_s * 1e-9;
+    add_field(&c, 1, "n", n, decodes ? "tg at %.0f" : "pp %.0f");
+    add_field(&c, 1, "tok_s", tok_s, "%.2f");
+    add_field(&c, 1, "weight_bytes", weights, NULL);
+    add_field(&c, 1, "kv_bytes_attended", kv, NULL);
+    add_field(&c, 1, "index_bytes", index, NULL);
+    add_field(&c, 1, "gb_s", gb_s, "%.1f");
+    add_field(&c, 1, "read_gb_s", copy, "%.1f");
+    add_field(&c, 1, "share", gb_s / copy, "%.3f");
+    add_field(&c, 1, "attend_ms", s->clk.attend * 1e3 / tokens, "%.3f");
+    add_field(&c, 1, "select_ms", s->clk.select * 1e3 / tokens, "%.3f");
+    add_field(&c, 1, "commit_ms", s->clk.commit * 1e3 / tokens, "%.3f");
+    add_field(&c, 1, "index_ms", s->clk.index * 1e3 / tokens, "%.3f");
+    add_field(&c, 1, "kv_bytes_stored", (double)kv_bytes(s), NULL);
+    add_word(&c, 0, "test", decodes ? "tg" : "pp");
+    add_word(&c, 0, "method", opt_str(s->opt, "method"));
+    add_word(&c, 0, "model", s->c->dir);
+    add_field(&c, 0, "threads", n_threads(), "%.0f");
+    add_word(&c, 0, "simd", simd_name());
+    arrfree(ids);
+    free(seconds);
     return c;
 }
 
@@ -2210,15 +1928,14 @@ int bench(Options *o) {
     Session *s = session_open(a.c, a.w, o, method);
 
     double t0 = now();
-    if (table_form(&a) == IN_TABLE)
+    if (!opt_int(o, "json") && !opt_int(o, "csv"))
         printf("%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n", a.c->dir, dtype_name(a.c->dtype),
                (double)a.w->bytes * 1e-9, method, opt_str(o, "ctk"), opt_str(o, "ctv"), n_threads(), simd_name());
     for (int i = 0; i < lines; i++) {
-        BenchLine b = i < prompts ? bench_prefill(s, prompt[i], repeat) : bench_decode(s, depth[i - prompts], repeat);
-        arrput(table, bench_fields(&b, &a));
+        arrput(table, bench_line(s, i >= prompts, i < prompts ? prompt[i] : depth[i - prompts], repeat));
         count_down("lines", i + 1, lines, t0);
     }
-    print_result(table, &a);
+    print_table(stdout, table, &a, table_columns());
     session_close(s);
     weights_close(a.w, a.c);
     arrfree(prompt);

@@ -29,29 +29,29 @@ typedef struct {
     Json **line;                // stb_ds: the lines of the items, which hold all their texts
 } EvalSet;
 
-// One scored answer. Tables, intervals and the report are made from lists of these.
+// One scored answer, or one window of a text. Tables, intervals and the report are made from lists of these. Whole
+// numbers are doubles, too, so that all of them are written, read and averaged alike.
 typedef struct {
-    const char *task;           // "needle", "multiturn", ... ; a static string or owned by the item set
-    const char *said;           // what was said, malloc'd; NULL once the item was written
-    int item, turn, turns;      // item number in the run, turn of the item, turns the item has
-    int position;               // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
-    int length;                 // tokens of the context
-    int depth;                  // of the evidence in the text, in per cent; -1 does not apply
-    double score;               // 0..1 by the task's own metric
-    double exact, found, f1, rouge;   // by every other one
-    double nll;                 // NLL of the right answer per token, in nats (forced pass)
-    double kld;                 // KL divergence from full attention, summed over its tokens
-    int predicted;              // tokens of the right reply ...
-    int top1;                   // ... and those of them where the best token is that of full attention
+    const char *task;           // "needle", "multiturn", ..; owned by the item set, or by the Answers that read it
+    char *said;                 // what was said, malloc'd; NULL: it was read, or nothing was asked
+    double item, turn, turns;   // text number in the run, turn of the item, turns the item has
+    double position;            // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
+    double length;              // tokens of the context
+    double depth;               // of the evidence in the text, in per cent; -1 does not apply
+    double score;               // 0..1 by the item's own score
+    double found;               // 1: it holds the answer
+    double predicted;           // tokens of the right reply (forced pass) ..
+    double nll;                 // .. their NLL in nats, a sum over them
+    double kld;                 // .. the KL divergence from full attention, likewise
+    double top1;                // .. and those of them where the best token is that of full attention
 } Answer;
 
-// One row of the result: a method at a budget.
+// One row of the result: a method at a budget. Or what such a row made of one item.
 typedef struct {
     char name[160];
+    char *made;                                 // the method, and the options that decide its bits, malloc'd
+    Session *s;                                 // while the run goes on
     int budget, items;
-    double nll;                                 // ppl, kld: sum over predicted tokens
-    double kld, top1;                           // sums over predicted tokens
-    long predicted;                             // predicted tokens
     double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
                                                 //   full attention would hold, those read a step
     double prefill_s, decode_s;                 // seconds, sums over the items
@@ -60,15 +60,12 @@ typedef struct {
     Answer *answers;                            // stb_ds
 } Score;
 
-// The forms of a table.
-enum { IN_TABLE = 1, IN_CSV = 2, IN_JSON = 4, IN_LISTS = IN_CSV | IN_JSON, EVERYWHERE = IN_TABLE | IN_LISTS };
-
 // One number or word of a row.
 typedef struct {
     char name[48];
+    int shown;                  // 1: a table has it, too; CSV and JSON have all
     double x;                   // as CSV and JSON print it
     const char *word;           // in place of x and text; NULL: it is a number
-    int forms;                  // IN_*: which have it
     char text[48];              // as a table prints it
 } Field;
 
@@ -80,17 +77,12 @@ typedef struct {
     int ppl, kld;               // 1: --eval ppl and kld; --eval kld
 } EvalRun;
 
-// The session of a row and the options it was opened with.
-typedef struct {
-    Options *o;
-    Session *s;
-} OpenRow;
-
 // The answers of a run, or of parts of it, in memory and on disk.
 typedef struct {
     const char *path;           // of the file that is read or written
     FILE *f;                    // where the next answers go; NULL: nowhere
-    int items, rows;            // of the whole run
+    char *run;                  // what all rows of the run share, malloc'd; NULL: the first line will say it
+    int items;                  // of the whole run
     Score *row;                 // stb_ds: the rows, which are added up at the end
     Score *cell;                // (items,rows) what a row made of an item; its `items` 0: it is not there
     char model[1024];           // the folder

@@ -446,7 +446,7 @@ static void write_rows(FILE *f, const EvalRun *run) {
         print_json_row(c, run->a, f);
         fputs(",\"needles\":[", f);
         for (int k = 0, n = 0; k < (int)arrlen(x); k++)
-            if (x[k].depth >= 0) fprintf(f, "%s[%d,%d,%.6g]", n++ ? "," : "", x[k].length, x[k].depth, x[k].score);
+            if (x[k].depth >= 0) fprintf(f, "%s[%.0f,%.0f,%.6g]", n++ ? "," : "", x[k].length, x[k].depth, x[k].score);
         fputs("]}", f);
         arrfree(c);
     }

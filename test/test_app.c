@@ -114,13 +114,9 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
         CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest,
               cases[i].rest);
     }
-    int from = (int)(strstr(t.reply, "12") - t.reply);
-    CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) &&
-              !in_answer(&t, from - 4, from) && !in_answer(&t, from + 2, from + 6),
-          "tokens of the answer");
     arrsetlen(t.span, 0);
     OWN char *rest = without_frame(&t, "The numbers\n");
-    CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
+    CHECK(!strcmp(rest, "The numbers\n"), "no frame: '%s'", rest);
     arrfree(t.span);
 }
 
@@ -254,7 +250,8 @@ TEST(eval_means, "means by task, by position and over last turns; no answer give
                              .length = 10,
                              .depth = -1,
                              .score = i * .1,
-                             .nll = i }));
+                             .predicted = 2,
+                             .nll = 2 * i }));
 
     static const struct {
         const char *task;
@@ -267,9 +264,9 @@ TEST(eval_means, "means by task, by position and over last turns; no answer give
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Sum *some = sums_of(x, cases[i].task, cases[i].place, offsetof(Answer, score));
-        int n = 0;
+        double n = 0;
         for (int k = 0; k < (int)arrlen(some); k++) n += some[k].n;
-        CHECK(n == cases[i].n && near_to(mean_of(some), cases[i].mean), "case %d: %d answers, mean %g", (int)i, n,
+        CHECK(n == cases[i].n && near_to(mean_of(some), cases[i].mean), "case %d: %g answers, mean %g", (int)i, n,
               mean_of(some));
         arrfree(some);
     }
@@ -337,7 +334,8 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
 
     for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // labels: the first line alone
         Answer x = { 0 };
-        note_answer(&e.item[1], 1, lines[i].said, &x);
+        note_answer(&e.item[1], 1, copy_text(lines[i].said), &x);
+        free(x.said);
         CHECK(near_to(x.score, lines[i].score) && x.position == -1 && x.turns == 2, "'%s' scores %g", lines[i].said,
               x.score);
     }
@@ -385,7 +383,7 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
 
 // ---- the two passes, and the program
 
-TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, computed by hand; "
+TEST(eval_passes, "NLL is that of the right reply's tokens behind the right replies, computed by hand; "
                   "full differs from itself by nothing; rewritten history is the right one; a forced pass in a "
                   "copy of the process gives the numbers of one that begins again") {
     char err[256];
@@ -408,7 +406,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     for (int k = 0; k < 2; k++) CHECK(sc.answers[k].kld == 0, "answer %d: kld %g", k, sc.answers[k].kld);
     CHECK(sc.answers[0].predicted + sc.answers[1].predicted == n_each &&
               sc.answers[0].top1 + sc.answers[1].top1 == n_each,
-          "%d tokens, top1 %d and %d", n_each, sc.answers[0].top1, sc.answers[1].top1);
+          "%d tokens, top1 %g and %g", n_each, sc.answers[0].top1, sc.answers[1].top1);
 
     // A method that differs from full attention, in a copy (one thread) and beginning again (two).
     Score both[2] = { 0 };
@@ -432,16 +430,10 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     }
     session_close(a.s);
     a.s = full;
-    for (int k = 0; k < 2; k++) {
-        said_free(&both[k]);
-        arrfree(both[k].answers);
-    }
+    for (int k = 0; k < 2; k++) answers_free(&both[k]);
 
     // The last answer again, one flat dialogue.
     double nll = 0;
-    int counted = 0;
-    int from = (int)(strstr(it->turn[2].reply, it->turn[2].answers->item[0].str) - it->turn[2].reply);
-    int to = from + (int)strlen(it->turn[2].answers->item[0].str), at = 0;
     Session *s = session_open(a.c, a.w, a.o, "full");
     record_clear(&a);
     for (int j = 0; j < 3; j++) {
@@ -450,20 +442,13 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
         int *ids = tokenizer_encode(a.tok, it->turn[j].reply, strlen(it->turn[j].reply), 0, NULL);
         const float *y = prefill(s, t.pre, (int)arrlen(t.pre));
         for (int k = 0; k < (int)arrlen(ids); k++) {
-            int n, begin = at;
-            tokenizer_bytes(a.tok, ids[k], &n);
-            if (j == 2) at += n;
-            if (j == 2 && at > from && begin < to) {
-                nll += log_sum_exp(y, a.c->V) - y[ids[k]];
-                counted++;
-            }
+            if (j == 2) nll += log_sum_exp(y, a.c->V) - y[ids[k]];
             y = decode(s, ids[k]);
         }
         arrfree(ids);
         arrput(a.turn, t);
     }
-    CHECK(counted && fabs(nll / counted - sc.answers[1].nll) < 1e-4,
-          "NLL %g, by hand %g over %d tokens", sc.answers[1].nll, nll / counted, counted);
+    CHECK(nll > 0 && fabs(nll - sc.answers[1].nll) < 1e-3, "NLL %g, by hand %g", sc.answers[1].nll, nll);
     Score gold = { 0 };
     it->turn[0].given = it->turn[1].given = 1;
     arrput(gold.answers, ((Answer){ 0 }));
@@ -475,13 +460,11 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
               "turn %d: the history is not the right reply", j);
         arrfree(ids);
     }
-    CHECK(gold.answers[0].turn == 2 && gold.answers[0].said, "the answer of turn %d", gold.answers[0].turn);
+    CHECK(gold.answers[0].turn == 2 && gold.answers[0].said, "the answer of turn %g", gold.answers[0].turn);
     session_close(s);
     arrfree(ref);
-    said_free(&sc);
-    said_free(&gold);
-    arrfree(sc.answers);
-    arrfree(gold.answers);
+    answers_free(&sc);
+    answers_free(&gold);
     eval_set_free(&e);
     // open_tokenizer gave it the tokenizer that goes now.
     token_text = (TokenText){ 0 };
@@ -554,21 +537,31 @@ TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a 
     }
 }
 
+// A field of a line of the table.
+static const Field *field_of(const Field *c, const char *name) {
+    int i = 0;
+    while (i < (int)arrlen(c) - 1 && strcmp(c[i].name, name)) i++;
+    return &c[i];
+}
+
 TEST(bench_bytes, "a decode line counts the weights once and the mean of the rows its steps read; "
                   "a prefill line gives tokens a second") {
     OWN_BENCH Session *s = bench_session("full");
-    BenchLine b = bench_decode(s, 64, 2);
+    Field *b = bench_line(s, 1, 64, 2);
     // Each step reads its own row too.
-    double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
-    CHECK(b.kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2,
-          "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
-    CHECK(b.weights == (double)s->w->bytes - (s->c->tied ? 0 : (double)s->c->V * s->c->C * 2),
-          "weight bytes a step %.0f of %zu", b.weights, s->w->bytes);
-    CHECK(b.tok_s > 0 && b.bandwidth > 1e6 && b.attend > 0 && b.stored == kv_bytes(s),
-          "%g tok/s, %g bytes/s, attend %g s", b.tok_s, b.bandwidth, b.attend);
-    b = bench_prefill(s, 33, 2);
-    CHECK(b.tok_s > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held",
-          b.tok_s, s->n_tok);
+    double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0, kv = field_of(b, "kv_bytes_attended")->x;
+    CHECK(kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", kv, rows);
+    double weights = field_of(b, "weight_bytes")->x, tok_s = field_of(b, "tok_s")->x;
+    CHECK(weights == (double)s->w->bytes - (s->c->tied ? 0 : (double)s->c->V * s->c->C * 2),
+          "weight bytes a step %.0f of %zu", weights, s->w->bytes);
+    CHECK(near_to(field_of(b, "gb_s")->x, (weights + kv) * tok_s * 1e-9), "bytes a second");
+    CHECK(tok_s > 0 && field_of(b, "attend_ms")->x > 0 && field_of(b, "kv_bytes_stored")->x == (double)kv_bytes(s),
+          "%g tok/s, attend %g ms", tok_s, field_of(b, "attend_ms")->x);
+    arrfree(b);
+    b = bench_line(s, 0, 33, 2);
+    CHECK(field_of(b, "tok_s")->x > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held",
+          field_of(b, "tok_s")->x, s->n_tok);
+    arrfree(b);
     double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
     CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
 }
@@ -576,20 +569,16 @@ TEST(bench_bytes, "a decode line counts the weights once and the mean of the row
 TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the clock reads the "
                   "chosen rows and those of the answer, and choosing takes time") {
     OWN_BENCH Session *s = bench_session("loopserve-d");
-    BenchLine b = bench_decode(s, 150, 2);
-    double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
-    CHECK(b.kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2,
-          "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
-    CHECK(b.select > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g s, %d steps",
-          b.select, s->step);
+    Field *b = bench_line(s, 1, 150, 2);
+    double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0, kv = field_of(b, "kv_bytes_attended")->x;
+    CHECK(kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", kv, rows);
+    CHECK(field_of(b, "select_ms")->x > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g ms, %d steps",
+          field_of(b, "select_ms")->x, s->step);
+    arrfree(b);
 }
 
 TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
-    static const int forms[] = { IN_JSON, IN_CSV, IN_TABLE };
-    const BenchLine line[2] = {
-        { .test = "pp", .n = 512, .tok_s = 80, .bandwidth = 33e9 },
-        { .test = "tg", .n = 32768, .tok_s = 9.5, .bandwidth = 33e9, .weights = 2.5e9, .kv = 1.1e9 },
-    };
+    static const char *const forms[] = { "json", "csv", "repeat" };
     for (int i = 0; i < 3; i++) {
         OWN_BENCH Session *s = bench_session("full");
         App a = { .o = options_in(s), .c = (Config *)(uintptr_t)s->c };
@@ -597,8 +586,9 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
         size_t size = 0;
         FILE *f = open_memstream(&text, &size);
         Field **lines = NULL;
-        for (int k = 0; k < 2; k++) arrput(lines, bench_fields(&line[k], &a));
-        print_table(f, lines, &a, forms[i], 0);
+        options_set(a.o, forms[i], "1", err);
+        for (int k = 0; k < 2; k++) arrput(lines, bench_line(s, k, 20, 1));
+        print_table(f, lines, &a, 0);
         fclose(f);
         int rows = 0, first = -1;
         for (char *p = text, *end; *p; p = end + 1, rows++) {
@@ -1838,7 +1828,7 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "app/terminal", 400, 676 },
     { "app/trace", 140, 140 },
     { "app/chat", 1000, 2540 },
-    { "app/measure", 1300, 2350 },
+    { "app/measure", 1300, 2060 },
     { "app/page", 450, 840 },
     { "app/main", 650, 915 },
 };
@@ -2733,11 +2723,11 @@ TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider
             Field **rows = NULL;
             for (int r = 0; r < 2 && n; r++) {
                 Field *c = NULL;
-                for (int k = 0; k < n; k++) add_field(&c, EVERYWHERE, cells[0][k], 0, "%s", cells[r + 1][k]);
+                for (int k = 0; k < n; k++) add_word(&c, 1, cells[0][k], cells[r + 1][k]);
                 arrput(rows, c);
             }
             FILE *f = open_memstream(&out, &size);
-            print_for_screen(f, rows, cols);
+            print_text(f, rows, cols);
             fclose(f);
             // One column beside the keys is the least.
             CHECK(n < 5 || widest_line(out) <= max_int(cols, 31), "%d columns:\n%s", cols, out);
