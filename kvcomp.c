@@ -2256,7 +2256,7 @@ static void trace_scores(Session *s, int l, const char *method, const char *kind
     for (int i = 0; i < lists; i++) {
         const float *x = score + i * N;
         int m = n[i * s->c->G / lists];
-        if (KV_DEV(s)) host_copy_cuda(room, x, m);
+        if (KV_DEV(s)) bytes_load_cuda(room, x, m * sizeof *x);
         for (int r = 0; r < m && KV_DEV(s); r++) room[r] /= (float)sums;
         trace_f32(s, KV_DEV(s) ? room : x, m, 0, "layer%02d.%s%02d.%s.scores", l, kind, i, method);
     }
@@ -4081,7 +4081,7 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pa
             LoopRoom *w = &pass->room[thread_id()];
             LineSample p = head_sample(pass, m, h, w);
             for (int i = 0; i < m; i++)
-                host_copy_cuda(w->P + (size_t)i * p.n, P + ((size_t)(h - h0) * m + i) * N, p.n);
+                bytes_load_cuda(w->P + (size_t)i * p.n, P + ((size_t)(h - h0) * m + i) * N, p.n * sizeof *P);
             loop_choose(x, &p, &lines[h], w, &pass->found[h]);
         }
     }

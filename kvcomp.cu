@@ -126,9 +126,7 @@ struct Rows {
                                 // (mass_fetch_cuda)
     int cap;                    // raw rows there is room for; KVHead.cap is the same, except while
                                 // rows are being packed
-    Packed *pack;               // table of the packed rows' regions
-    Packed *spare;              // the table before, which the next one is written to
-    int n_pack, n_spare;        // regions there is room for in pack and in spare
+    Packed *pack;               // table of the packed rows' regions, behind KVHead.pv
     size_t pk_bytes;            // bytes allocated for KVHead.pk, and for KVHead.pv
 };
 
@@ -156,7 +154,6 @@ struct Chosen {
     char *kept;                 // (L) KEPT_*
     int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length
                                 // added, what is read
-    double *row_bytes;          // (L,G) bytes of a row when the works over the list were made
 };
 
 struct Device {                 // Session.dev
@@ -181,7 +178,6 @@ struct Device {                 // Session.dev
     struct LayerWorks *works;   // (L)
     int grid;                   // items of a layer, at most
     Reader by;                  // the kernel that attends
-    double read, more;          // bytes of rows that the last step read; by how many the next reads more
     cudaGraphExec_t graph;      // the step, or one before the last change; NULL: there is none
     int replays;                // 1: graph is the step as it is now
     int no_graph;               // 1: this device would not take one
@@ -410,18 +406,16 @@ static void gemv_cuda(Session *s, const float *x, const Linear *p, int n, const 
 //                                                                    +-- rows_kernel: SwiGLU, the next input
 //                                                                    +-- finish_kernel: x += y
 
-// rows_kernel over T rows.
-template <int KIND, int OUT>
-static void rows_launch_as(Session *s, void *y, float *scale, const Source &a, int T) {
-    int threads = a.n < 512 ? 32 : KIND == ROWS_SWIGLU ? 512 : 256;
+// rows_kernel over T rows, which become numbers of type out. Plain rows are f32 already.
+static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T, int out) {
+    int threads = a.n < 512 ? 32 : a.kind == ROWS_SWIGLU ? 512 : 256;
     size_t row = (size_t)a.n * sizeof(float), smem = row <= ROWS_KEPT ? row : 0;
-    KV_LAUNCH_WIDE((rows_kernel<KIND, OUT>), T, threads, smem, y, scale, a, s->c->eps, smem > 0);
-}
-template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
-    if (a.kind == ROWS_NORM) rows_launch_as<ROWS_NORM, OUT>(s, y, scale, a, T);
-    if (a.kind == ROWS_SWIGLU) rows_launch_as<ROWS_SWIGLU, OUT>(s, y, scale, a, T);
-    if constexpr (OUT != DT_F32)                // plain rows are f32 already
-        if (a.kind == ROWS_PLAIN) rows_launch_as<ROWS_PLAIN, OUT>(s, y, scale, a, T);
+    as_constant<ROWS_PLAIN, ROWS_NORM, ROWS_SWIGLU>(a.kind, [&](auto KIND) {
+        as_constant<DT_F32, DT_F16, DT_BF16>(out, [&](auto OUT) {
+            if constexpr (KIND != ROWS_PLAIN || OUT != DT_F32)
+                KV_LAUNCH_WIDE((rows_kernel<KIND, OUT>), T, threads, smem, y, scale, a, s->c->eps, smem > 0);
+        });
+    });
 }
 
 struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
@@ -437,13 +431,12 @@ static Factor factor_of(Session *s, const Source &a, int T, int dtype) {
     if (dtype != DT_F32 && !s->dev->base->exact) {
         uint16_t *half = room<uint16_t>(s, ROOM_HALF, all);
         float *scale = room_kept<float>(s, ROOM_SCALE, T);      // kept: a.scale may be here
-        if (dtype == DT_F16) rows_launch<DT_F16>(s, half, scale, a, T);
-        else                 rows_launch<DT_BF16>(s, half, scale, a, T);
+        rows_launch(s, half, scale, a, T, dtype);
         return { NULL, half, scale, a.n };
     }
     if (a.kind == ROWS_PLAIN) return { a.x, NULL, NULL, a.n };
     float *wide = room<float>(s, ROOM_WIDE, all);
-    rows_launch<DT_F32>(s, wide, NULL, a, T);
+    rows_launch(s, wide, NULL, a, T, DT_F32);
     return { wide, NULL, NULL, a.n };
 }
 
@@ -553,7 +546,7 @@ static void linear_swiglu(Session *s, const float *x, const Linear in[2], const 
     int F = in[0].w->rows;
     Linear half[2] = { { in[0].y, in[0].w, NULL }, { in[0].y + F, in[1].w, NULL } };
     gemv_cuda<GEMV_STORE>(s, x, half, 2, norm);
-    rows_launch<DT_F32>(s, in[0].y, NULL, rows_swiglu(s, { in[0].y, NULL, 1, 2 * F }, in), 1);
+    rows_launch(s, in[0].y, NULL, rows_swiglu(s, { in[0].y, NULL, 1, 2 * F }, in), 1, DT_F32);
 }
 
 // ==================================================================================================== 1 MODEL
@@ -813,10 +806,7 @@ float *pass_cuda(Session *s, int T) {
         }
     }
     lists_tell(s);
-    if (s->decoding) {
-        s->dev->settled = s->changes;
-        s->dev->read += s->dev->more;           // a step in one go behind this one reads what it appends
-    }
+    if (s->decoding) s->dev->settled = s->changes;
     commits(s, r.late ? 0 : c->L);
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
     logits_wait(s);
@@ -1147,10 +1137,9 @@ static void project(Session *s, const Layer *y, int l, const Step *step, const f
     Gemv a = gemv_args(s, p, 3, c, &y->attn_norm);
     GemvShared m;
     size_t smem = gemv_carve(&m, NULL);
-    int grid = gemv_blocks(a), dtype = c[0]->dtype;
-    if (dtype == DT_F32)      KV_LAUNCH_EARLY(qkv_kernel<DT_F32>, grid, GEMV_WARPS * 32, smem, a, h, x);
-    else if (dtype == DT_F16) KV_LAUNCH_EARLY(qkv_kernel<DT_F16>, grid, GEMV_WARPS * 32, smem, a, h, x);
-    else                      KV_LAUNCH_EARLY(qkv_kernel<DT_BF16>, grid, GEMV_WARPS * 32, smem, a, h, x);
+    as_constant<DT_F32, DT_F16, DT_BF16>(c[0]->dtype, [&](auto DT) {
+        KV_LAUNCH_EARLY(qkv_kernel<DT>, gemv_blocks(a), GEMV_WARPS * 32, smem, a, h, x);
+    });
 }
 
 // kv_append on the device: k, v (n,G,D) are device memory, k is turned; called before len grows.
@@ -1192,7 +1181,7 @@ void rows_resize_cuda(Session *s, KVHead *h, int cap) {
 // Gives back everything of head h.
 void rows_free_cuda(Session *s, KVHead *h) {
     Rows *r = &s->dev->held[h - s->head];
-    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->mass, r->pack, r->spare };
+    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->mass };
     for (void *p : all) grown((char *)p, 0, 0);
     h->k = h->v = h->pk = h->pv = NULL;
     memset(r, 0, sizeof *r);
@@ -3045,31 +3034,33 @@ static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dens
     return p;
 }
 
-// Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
-// views did not fit into one work, and the one before has counted them. Shared rows count once, as
-// on the CPU.
-static int reads_first(const Session *s, int l, const Work *w) {
-    int h = w->g * (s->c->H / s->c->G) + w->m0;
-    return w->m0 && same_as_before(s, l, h) ? 0 : 1;
-}
-
 // Bytes of a row of K and V, as allocated: raw and packed rows on the average.
 static double row_bytes(const Session *s, const KVHead *h) {
     size_t raw = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
     return (double)(h->cap * raw + 2 * h->pk_bytes) / (h->packed + h->cap);
 }
 
+// Counts what attention reads of layer l in a decode step. Rows that query heads share count once, as in attn_decode of
+// kvcomp.c. Of lists that the device has chosen the host learns later (lists_count).
+static void count_read(Session *s, int l) {
+    int H = s->c->H, R = H / s->c->G;
+    for (int h = 0; h < H && s->dev->chosen.kept[l] == KEPT_NONE; h++) {
+        const KVHead *x = kv_head(s, l, h / R);
+        const View *v = kv_view(s, l, h);
+        if (h % R && same_as_before(s, l, h)) continue;
+        s->clk.bytes_attended += (double)(v->n + x->len - v->tail) * row_bytes(s, x);
+    }
+}
+
 // The works of a decode step: query heads of a KV head whose views are equal share one, up to BQ of them. With KV_MASS
 // each has its own, because sums of columns are a query head's. Where the device has chosen the layer's lists, they
-// are their KV head's, and a work has all rows until read_list says which. What a row costs is noted then, because
-// lists may be older than the way in which the rows are stored.
+// are their KV head's, and a work has all rows until layer_works says which.
 static Plan plan_decode(Session *s, int l) {
-    Chosen *c = &s->dev->chosen;
-    int H = s->c->H, G = s->c->G, R = H / G, total = 0, kept = c->kept[l] != KEPT_NONE;
+    const Chosen *c = &s->dev->chosen;
+    int H = s->c->H, R = H / s->c->G, total = 0, kept = c->kept[l] != KEPT_NONE;
     Plan p = { reader_of(s, 1, 1, 0), (Work *)scratch(s, H * sizeof(Work)) };
     int most = s->wants & KV_MASS ? 1 : p.by.BQ;
     if (kept) p.lists = lists_of(s, l);
-    for (int g = 0; g < G && kept; g++) c->row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int h = 0; h < H && !kept; h++) total += kv_view(s, l, h)->n;
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
     for (int h = 0, m; h < H; h += m) {
@@ -3165,65 +3156,35 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0, float *out, f
     return a;
 }
 
-// attend_kernel over n items.
-template <int QW> static void attend_launch(const Attn &a, int n) {
-    AttendShared m;
-    size_t smem = attend_carve<QW>(&m, NULL, a.D);
-    KV_LAUNCH_WIDE_EARLY((attend_kernel<QW>), n, ATTN_WARPS * 32, smem, a);
-}
-
-// decode_kernel over n items of BQ query rows, up to 8 NT.
-template <int KIND, int D, int NT> static void decode_launch(const Attn &a, int n, int BQ) {
-    DecodeShared m;
-    size_t smem = decode_carve<KIND, D, NT>(&m, NULL);
-    KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
-}
-
-// The same for BQ = 4, 8 or 16, and the head_dim of the argument, which reader_of has allowed.
-template <int KIND> static void decode_width(const Attn &a, int n, int BQ) {
-    if (a.D == 64 && BQ <= 8) decode_launch<KIND, 64, 1>(a, n, BQ);
-    else if (a.D == 64)       decode_launch<KIND, 64, 2>(a, n, BQ);
-    else if (BQ <= 8)         decode_launch<KIND, 128, 1>(a, n, BQ);
-    else                      decode_launch<KIND, 128, 2>(a, n, BQ);
-}
-
-// Launches n items. Their results lie in a.part, what they are together in a.out and a.stat.
-static void items_run(const Attn &a, const Reader &by, int n) {
-    if (!n) return;
-    if (by.kernel == BY_DECODE) {
-        if (by.kind == ROW_F16)       decode_width<ROW_F16>(a, n, by.BQ);
-        else if (by.kind == ROW_BF16) decode_width<ROW_BF16>(a, n, by.BQ);
-        else if (by.kind == ROW_Q8)   decode_width<ROW_Q8>(a, n, by.BQ);
-        else if (by.kind == ROW_Q4)   decode_width<ROW_Q4>(a, n, by.BQ);
-        else                          decode_width<DECODE_PATS>(a, n, by.BQ);
-    } else {
-        if (by.BQ == 4) attend_launch<1>(a, n);
-        else            attend_launch<8>(a, n);
-    }
-}
-
-// Launches prefill_kernel over n works.
-template <int DT, int DIM, int LINES> static void tensor_launch(const Attn &a, int n) {
-    typedef TensorShape<DIM, LINES> Shape;
-    TensorShared m;
-    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, Shape::WARPS * 32, smem, a);
-}
-
-// The same, for the head_dim of the argument.
-template <int DT, int LINES> static void tensor_width(const Attn &a, int n) {
-    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, n);
-    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, n);
-    else                 tensor_launch<DT, 256, LINES>(a, n);
-}
-
-// The same, for its rows.
-static void works_run(const Attn &a, int n) {
-    int f16 = a.kind_k == ROW_F16;
-    if (a.lines && f16) tensor_width<DT_F16, 1>(a, n);
-    else if (a.lines)   tensor_width<DT_BF16, 1>(a, n);
-    else if (f16)       tensor_width<DT_F16, 0>(a, n);
-    else                tensor_width<DT_BF16, 0>(a, n);
+// Launches n items, or n works of prefill_kernel. What they are together lies in a.out and a.stat.
+static void attn_launch(const Attn &a, const Reader &by, int n) {
+    if (n && by.kernel == BY_ATTEND)
+        as_constant<1, 8>(by.BQ / ATTN_WARPS, [&](auto QW) {
+            AttendShared m;
+            size_t smem = attend_carve<QW>(&m, NULL, a.D);
+            KV_LAUNCH_WIDE_EARLY((attend_kernel<QW>), n, ATTN_WARPS * 32, smem, a);
+        });
+    if (n && by.kernel == BY_DECODE)
+        as_constant<ROW_F16, ROW_BF16, ROW_Q8, ROW_Q4, DECODE_PATS>(by.kind, [&](auto KIND) {
+            as_constant<64, 128>(a.D, [&](auto D) {
+                as_constant<1, 2>(blocks(by.BQ, 8), [&](auto NT) {
+                    DecodeShared m;
+                    size_t smem = decode_carve<KIND, D, NT>(&m, NULL);
+                    KV_LAUNCH_WIDE_EARLY((decode_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, by.BQ);
+                });
+            });
+        });
+    if (n && by.kernel == BY_PREFILL)
+        as_constant<DT_F16, DT_BF16>(a.kind_k, [&](auto DT) {
+            as_constant<64, 128, 256>(a.D <= 64 ? 64 : a.D <= 128 ? 128 : 256, [&](auto DIM) {
+                as_constant<0, 1>(a.lines != NULL, [&](auto LINES) {
+                    TensorShared m;
+                    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
+                    const int threads = TensorShape<DIM, LINES>::WARPS * 32;
+                    KV_LAUNCH_WIDE((prefill_kernel<DT, DIM, LINES>), n, threads, smem, a);
+                });
+            });
+        });
 }
 
 // How many pieces the lists of all works are cut into: with one more for each KV head there are as many blocks as the
@@ -3262,13 +3223,13 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
     a.item = w.item;
     a.idx = w.idx;
     if (prefill) {
-        works_run(a, p->n_work);
+        attn_launch(a, p->by, p->n_work);
         return a;
     }
     KV_LAUNCH(items_kernel, 1, 32, 0, w);
     a.part = room<float>(s, ROOM_PART, (size_t)(n_items + 1) * p->by.BQ * (a.D + 2));
     a.ticket = arrivals(s, p->n_work);
-    items_run(a, p->by, n_items);
+    attn_launch(a, p->by, n_items);
     return a;
 }
 
@@ -3439,23 +3400,18 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
         a.idx = w.idx;
         a.part = (float *)d->room[ROOM_PART].p;
         a.ticket = (int *)d->room[ROOM_ARRIVED].p;
-        items_run(a, d->by, d->grid);
+        attn_launch(a, d->by, d->grid);
     } else {
         Plan p = plan_decode(s, l);
         a = plan_run(s, a, &p);
-        for (int i = 0; i < p.n_work && !p.lists; i++) {
-            const Work *w = &p.work[i];
-            s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
-        }
+        count_read(s, l);
     }
     decode_mass(s, a);
     scratch_reset(s, mark);
 }
 
-// n floats to the host.
-void host_copy_cuda(float *to, const float *from, size_t n) {
-    download(to, from, n * sizeof(float));
-}
+// n bytes to the host.
+void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
 // ---- window scores
 
@@ -3541,7 +3497,7 @@ static void lists_count(Session *s) {
     for (int l = 0; l < s->c->L; l++) {
         if (!c->kept[l]) continue;
         for (int i = l * G; i < (l + 1) * G; i++)
-            s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
+            s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * row_bytes(s, &s->head[i]);
         c->kept[l] = KEPT;
     }
 }
@@ -3651,8 +3607,7 @@ static size_t step_carve(StepPlan *p, const Session *s, char *mem, size_t n_idx)
 }
 
 // Puts the works of layer l into p, and their lists after the n_idx rows of those of the layers
-// before. Also notes what will be read, except of lists that are chosen on the device (lists_count
-// will know), and how many items there can be: those of the longest lists the heads' memory allows.
+// before. Also notes how many items there can be: those of the longest lists the heads' memory allows.
 static void step_plan_layer(Session *s, int l, StepPlan *to, int *n_idx) {
     Device *d = s->dev;
     Plan p = plan_decode(s, l);
@@ -3661,12 +3616,7 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n_idx) {
         Work *w = &p.work[i];
         const KVHead *h = kv_head(s, l, w->g);
         pairs += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
-        if (p.lists) continue;
-        if (reads_first(s, l, w)) {
-            d->read += w->n * row_bytes(s, h);
-            d->more += row_bytes(s, h);
-        }
-        w->idx += *n_idx;
+        if (!p.lists) w->idx += *n_idx;
     }
     int pieces = most_pieces(s, p.by);
     d->grid = max_int(d->grid, most_items(pairs, pieces, p.n_work));
@@ -3691,7 +3641,6 @@ static void step_plan(Session *s) {
     step_carve(&there, s, dev, total);
 
     d->grid = 1;
-    d->read = d->more = 0;
     for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n_idx);
     const Step *step = (const Step *)d->room[ROOM_STEP].p;
     Item *item = room<Item>(s, ROOM_ITEM, (size_t)L * d->grid);
@@ -3829,10 +3778,10 @@ static float *step_cuda(Session *s) {
         step_launches(s, &r);
         if (!d->no_graph) step_capture(s, &r);
     }
-    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);
-    d->read += d->more;
-    s->clk.bytes_attended += d->read;
-
+    for (int l = 0; l < s->c->L; l++) {
+        kv_note(s, l, 0, 1);
+        count_read(s, l);
+    }
     logits_wait(s);
     lists_count(s);
     commits(s, 0);
@@ -4023,7 +3972,6 @@ int device_open(Session *s) {
     memset(s->logits, 0, (size_t)s->c->V * sizeof(float));          // a cache that is only filled has no others
     d->held = (Rows *)xcalloc(heads, sizeof(Rows));
     d->chosen.kept = (char *)xcalloc(s->c->L, 1);
-    d->chosen.row_bytes = (double *)xmalloc(heads * sizeof(double));
     KV_CUDA(cudaMallocHost((void **)&d->chosen.rows, heads * sizeof(int)));
     d->base = shared_open(s);
     return 0;
@@ -4054,7 +4002,6 @@ void device_close(Session *s) {
 
     free(d->held);
     free(d->chosen.kept);
-    free(d->chosen.row_bytes);
     free(d->works);
     free(d);
     s->dev = NULL;
@@ -4183,15 +4130,6 @@ static __device__ void seek_end(const LayerWorks &w, int *arrived, int all, int 
     layer_works(w);
 }
 
-// Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
-// (S) on the host; rows NULL: a kernel has put them into ROOM_LIST.
-static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows,
-                         int *idx, int per, int *count) {
-    TopRow *dev = room_kept<TopRow>(s, ROOM_LIST, S);
-    if (rows) upload(dev, rows, S * sizeof(TopRow));
-    KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, dev, idx, per, count);
-}
-
 // top_k_rows of kvcomp.c: of each row i of x (S,stride) on the device the k[i] largest of its first
 // n[i] scores. n, k, idx (S,per) and count (S) lie on the host. Indices and counts come back in one
 // download, so rows of the room are as long as the longest list.
@@ -4208,7 +4146,9 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
     size_t all = (size_t)S * most;
     int *dev = room<int>(s, ROOM_TOP_IDX, all + S);
     int *host = (int *)scratch(s, (all + S) * sizeof(int));
-    top_k_device(s, x, S, stride, rows, dev, most, dev + all);
+    TopRow *told = room<TopRow>(s, ROOM_LIST, S);
+    upload(told, rows, S * sizeof(TopRow));
+    KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, told, dev, most, dev + all);
     download(host, dev, (all + S) * sizeof(int));
     memcpy(count, host + all, S * sizeof(int));
     for (int i = 0; i < S; i++)
@@ -4306,37 +4246,31 @@ void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, in
     KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, tok, sink, n, H, D);
 }
 
-// z (H,N) = mu.k / sqrt(D) + k^T Sg k / 2D for every row held; mu (H,D), cov = Sg (H,D,D), f_mu =
-// 1/sqrt(D), f_cov = 1/2D.
-// Block: 8 rows of the KV head of query head blockIdx.y. Half warp: one row; a lane owns every 16th
-// dimension of a dot product, and all 16 lanes carry the same running sum. Shared: the 8 keys as
-// f32, for a key is read D times. Bound by reading cov, D^2 numbers a row, which 8 rows of a block
-// share through the cache.
+// Of every row held, z (H,N) = mu.k / sqrt(D) + k^T Sg k / 2D for each query head, and squares (G,N) = |v|^2; mu (H,D),
+// cov = Sg (H,D,D), f_mu = 1/sqrt(D), f_cov = 1/2D.
+// Block: 8 rows of the KV head of query head blockIdx.y; of its first query head the values, too. Half
+// warp: one row; a lane owns every 16th dimension of a dot product, and all 16 lanes carry the same
+// running sum. Shared: the 8 keys as f32, for a key is read D times, then the values. Bound by reading cov,
+// D^2 numbers a row, which 8 rows of a block share through the cache.
 static __global__ void expected_kernel(LayerRows a, const float *mu, const float *cov, float f_mu,
-                                       float f_cov, int R, int N, float *z) {
-    KV_DYN_SHARED(float, keys);                                  // (8,D)
-    int h = blockIdx.y, D = a.D, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
-    HeadRef hd = a.heads.at[h / R];
-    float *k = keys + half * D;
-    for (int d = threadIdx.x & 15; d < D; d += 16) k[d] = r < hd.len ? row_value(a, hd, 0, r, d) : 0;
-    __syncwarp();
-    double sum = __fmul_rn(dot_lanes(mu + (size_t)h * D, k, D), f_mu);
-    for (int d = 0; d < D; d++)
-        sum += (double)k[d] * __fmul_rn(dot_lanes(cov + ((size_t)h * D + d) * D, k, D), f_cov);
-    if (!(threadIdx.x & 15) && r < hd.len) z[(size_t)h * N + r] = (float)sum;
-}
-
-// out (G,N) = |v|^2 of every row held. The same division of work as in expected_kernel, with KV
-// heads for query heads. Bound by reading the values once.
-static __global__ void squares_kernel(LayerRows a, int N, float *out) {
+                                       float f_cov, int N, float *z, float *squares) {
     KV_DYN_SHARED(float, rows);                                  // (8,D)
-    int g = blockIdx.y, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
-    HeadRef hd = a.heads.at[g];
-    float *v = rows + half * a.D;
-    for (int d = threadIdx.x & 15; d < a.D; d += 16) v[d] = r < hd.len ? row_value(a, hd, 1, r, d) : 0;
+    int h = blockIdx.y, g = h / a.R, D = a.D, half = threadIdx.x >> 4, lane = threadIdx.x & 15;
+    int r = blockIdx.x * (blockDim.x / 16) + half, held = r < a.heads.at[g].len;
+    float *x = rows + half * D;
+    for (int d = lane; d < D; d += 16) x[d] = held ? row_value(a, a.heads.at[g], 0, r, d) : 0;
     __syncwarp();
-    float sum = dot_lanes(v, v, a.D);
-    if (!(threadIdx.x & 15) && r < hd.len) out[(size_t)g * N + r] = sum;
+    double sum = __fmul_rn(dot_lanes(mu + (size_t)h * D, x, D), f_mu);
+    for (int d = 0; d < D; d++)
+        sum += (double)x[d] * __fmul_rn(dot_lanes(cov + ((size_t)h * D + d) * D, x, D), f_cov);
+    if (!lane && held) z[(size_t)h * N + r] = (float)sum;
+    if (h % a.R) return;                        // the same for the whole block
+
+    __syncwarp();                               // the key has been read
+    for (int d = lane; d < D; d += 16) x[d] = held ? row_value(a, a.heads.at[g], 1, r, d) : 0;
+    __syncwarp();
+    float square = dot_lanes(x, x, D);
+    if (!lane && held) squares[(size_t)g * N + r] = square;
 }
 
 // mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N), all four on the host; only the rows lie on the
@@ -4351,10 +4285,8 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
     upload(dev, mu, n_mu * sizeof(float));
     upload(dev + n_mu, cov, n_cov * sizeof(float));
 
-    dim3 queries(blocks(N, 8), H), heads(blocks(N, 8), G);
-    KV_LAUNCH(expected_kernel, queries, 128, smem, layer_rows(s, l), dev, dev + n_mu, f_mu, f_cov,
-              H / G, N, dev_z);
-    KV_LAUNCH(squares_kernel, heads, 128, smem, layer_rows(s, l), N, dev_z + n_z);
+    dim3 grid(blocks(N, 8), H);
+    KV_LAUNCH(expected_kernel, grid, 128, smem, layer_rows(s, l), dev, dev + n_mu, f_mu, f_cov, N, dev_z, dev_z + n_z);
     download(z, dev_z, n_z * sizeof(float));
     download(squares, dev_z + n_z, n_sq * sizeof(float));
 }
@@ -4735,14 +4667,6 @@ page_select_kernel(const __grid_constant__ QuestSeek a) {
     seek_end(a.works, a.arrived, a.G, &last);
 }
 
-// Launches page_select_kernel for bounds of type DT.
-template <int DT> static void quest_launch(const QuestSeek &a) {
-    QuestShared m;
-    dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
-    size_t smem = quest_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE_EARLY(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
-}
-
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
 // bound (G), q (H,D) on the device. Of the first `pages` pages; a step in one go says itself how
 // many there are, up to cap. u (G,pages) on the host gets the scores, if it is not NULL.
@@ -4756,9 +4680,12 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     a.best_of = room<int>(s, ROOM_TOP_IDX, (size_t)G * best);
     a.n = pages;
     a.best = best;
-    if (dtype == DT_F32)      quest_launch<DT_F32>(a);
-    else if (dtype == DT_F16) quest_launch<DT_F16>(a);
-    else                      quest_launch<DT_BF16>(a);
+    QuestShared m;
+    dim3 grid(blocks(cap, SEEK_UNITS), G);
+    size_t smem = quest_carve(&m, NULL, a);
+    as_constant<DT_F32, DT_F16, DT_BF16>(dtype, [&](auto DT) {
+        KV_LAUNCH_WIDE_EARLY(page_select_kernel<DT>, grid, TOP_THREADS, smem, a);
+    });
     for (int g = 0; g < G && u; g++)
         download(u + (size_t)g * pages, a.score + (size_t)g * cap, pages * sizeof(float));
 }
@@ -5225,69 +5152,46 @@ static __global__ void repack_kernel(Repack a) {
     words[word] = out;
 }
 
-// Uploads the table `head` with the regions reg (head->n_reg) into the spare memory of r, which
-// grows if it must -> the spare.
-static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region *reg) {
-    size_t bytes = offsetof(Packed, reg) + (size_t)head->n_reg * sizeof(Region);
-    size_t mark = scratch_mark(s);
-    if (head->n_reg > r->n_spare) {
-        r->n_spare = head->n_reg + 8;
-        size_t room_for = offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region);
-        r->spare = (Packed *)grown((char *)r->spare, 0, room_for);
-    }
-
-    char *host = (char *)scratch(s, bytes);
-    memcpy(host, head, offsetof(Packed, reg));
-    memcpy(host + offsetof(Packed, reg), reg, (size_t)head->n_reg * sizeof(Region));
-    upload(r->spare, host, bytes);
-    scratch_reset(s, mark);
-    return r->spare;
-}
-
-// The old table and the spare, which now holds the new one, change places.
-static void pack_swap(Rows *r) {
-    Packed *old = r->pack;
-    int n_old = r->n_pack;
-    r->pack = r->spare;
-    r->n_pack = r->n_spare;
-    r->spare = old;
-    r->n_spare = n_old;
-}
-
 // Memory for packed bytes is asked for in steps of this many.
 enum { PACK_STEP = 4096 };
 
 // The packed rows of h become those of the table reg (n_reg), `bytes` bytes for K and for V: row i
-// is row keep[i] of what is stored now (NULL: row i). Sets pk and pv of h; the caller then sets reg,
-// packed and pk_bytes.
+// is row keep[i] of what is stored now (NULL: row i). The table stands behind the values. Sets pk and pv of h; the
+// caller then sets reg, packed and pk_bytes.
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
                       const int *keep, int rows64) {
     Rows *r = &s->dev->held[h - s->head];
-    size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
+    size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP, mark = scratch_mark(s);
+    size_t head = offsetof(Packed, reg), table = n_reg ? head + (size_t)n_reg * sizeof(Region) : 0;
     int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
     char *pk = grown(NULL, 0, want);
-    char *pv = grown(NULL, 0, want);
+    char *pv = grown(NULL, 0, want + table);
+    Packed *next = n ? (Packed *)(pv + want) : NULL;
 
     if (n) {
+        Packed *host = (Packed *)scratch(s, table);
+        host->k = (const uint32_t *)pk;
+        host->v = (const uint32_t *)pv;
+        host->n_reg = n_reg;
+        host->rows64 = rows64;
+        memcpy((char *)host + head, reg, table - head);
+        upload(next, host, table);
         int *rows = keep ? room<int>(s, ROOM_LIST, n) : NULL;
         if (keep) upload(rows, keep, (size_t)n * sizeof(int));
-        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
-        Repack a = { now, pack_table(s, r, &head, reg), rows, (unsigned)((bytes + 3) / 4), s->c->D };
+        Repack a = { now, next, rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
-        pack_swap(r);
     }
     grown(h->pk, 0, 0);
     grown(h->pv, 0, 0);
     h->pk = pk;
     h->pv = pv;
+    r->pack = next;
     r->pk_bytes = want;
     s->changes++;
+    scratch_reset(s, mark);
 }
-
-// n bytes to the host, for methods that look at their device memory.
-void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
 // ==================================================================================================== 11 LYCHEECLUSTER
 // LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV
@@ -5372,15 +5276,6 @@ static __global__ void chunk_keys_kernel(LayerRows a, const int *start, float *k
     for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
 }
 
-// mu (G,K,D): k-means starts from every so many-th of the points x (G,n,D).
-// Block: one warp, centre blockIdx.x. Lane: every 32nd dimension. Bound by latency.
-static __global__ void first_centres_kernel(float *mu, const float *x, int n, int D) {
-    int j = blockIdx.x, K = gridDim.x;
-    size_t point = (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K));
-    const float *from = x + ((size_t)blockIdx.y * n + point) * D;
-    for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
-}
-
 enum { POINTS = 32 };           // points of a block of assign_kernel, and centres it has at hand
 
 // of[] of a level: for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product;
@@ -5412,21 +5307,24 @@ static __global__ void assign_kernel(Tree *t, int coarse, const float *x, int n,
     if (!(threadIdx.x & 1) && i < n) level_of(&t[blockIdx.y], coarse)->of[i] = at;      // Sec. 4.3
 }
 
-// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c. last: the
-// centres are rounded to bf16 and go into the trees' level, too.
+// mu (G,K,D): every centre becomes the direction of its points; an empty one stays. kmeans of kvcomp.c. In round 0 it
+// becomes one of the points, every so many-th. After the last round the centres are rounded to bf16 and go into the
+// trees' level, too.
 // Block: one warp, centre blockIdx.x, which walks through the points' nodes 32 at a time and adds its
 // points in ascending order, so no float is added atomically. Lane: every 32nd dimension, in
 // registers. Shared: the sum while it is normalised. Bound by reading the nodes of the points: K
 // centres read n of them each, from the cache.
-static __global__ void centres_kernel(Tree *t, int coarse, int last, float *mu, const float *x, int n, int D) {
+static __global__ void centres_kernel(Tree *t, int coarse, int round, float *mu, const float *x, int n, int D) {
     __shared__ float sum[MAX_D];
-    int j = blockIdx.x, lane = threadIdx.x, count = 0;
+    int j = blockIdx.x, K = gridDim.x, lane = threadIdx.x, last = round == KMEANS_ITERATIONS, count = 0;
+    int first = (int)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K));
     Nodes *u = level_of(&t[blockIdx.y], coarse);
     const int *of = u->of;
-    float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
+    float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * K + j) * D;
     x += (size_t)blockIdx.y * n * D;
     for (int i = 0; i < n; i += 32) {
-        unsigned m = __ballot_sync(ALL_LANES, i + lane < n && of[i + lane] == j);
+        int own = i + lane;
+        unsigned m = __ballot_sync(ALL_LANES, own < n && (round ? of[own] == j : own == first));
         count += __popc(m);
         for (; m; m &= m - 1) {
             const float *p = x + (size_t)(i + lowest_bit(m)) * D;
@@ -5437,7 +5335,7 @@ static __global__ void centres_kernel(Tree *t, int coarse, int last, float *mu, 
 
     for (int c = 0; c < MAX_D / 32; c++)
         if (lane + 32 * c < D) sum[lane + 32 * c] = count ? acc[c] : to[lane + 32 * c];
-    if (count) normalise(sum, D);                                // Sec. 4.3
+    if (count && round) normalise(sum, D);                       // Sec. 4.3
     for (int d = lane; d < D; d += 32) {
         uint16_t rounded = f32_to_bf16(sum[d]);
         if (last) u->mu[(size_t)j * D + d] = rounded;
@@ -5488,11 +5386,9 @@ static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, 
     int D = s->c->D, G = s->c->G;
     size_t smem = (size_t)POINTS * D * sizeof(float);
     dim3 nodes(K, G), points_of(blocks(n, POINTS), G);
-    KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
     for (int i = 0; i <= KMEANS_ITERATIONS; i++) {  // the last assignment is against the rounded centres
+        KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, i, mu, points, n, D);
         KV_LAUNCH(assign_kernel, points_of, 2 * POINTS, smem, t, coarse, points, n, mu, K, D);
-        if (i == KMEANS_ITERATIONS) break;
-        KV_LAUNCH(centres_kernel, nodes, 32, 0, t, coarse, i == KMEANS_ITERATIONS - 1, mu, points, n, D);
     }
 }
 

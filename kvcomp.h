@@ -618,7 +618,6 @@ void tokens_give_cuda(Session *s);    // s->tok to the device, for hooks without
 float *device_floats(const float *x, size_t n);
 
 void   device_drop(float *x);
-void   host_copy_cuda(float *to, const float *from, size_t n);    // n floats to the host
 void   bytes_load_cuda(void *to, const void *from, size_t n);     // n bytes to the host
 
 // a method's memory on the device: keeps what is there

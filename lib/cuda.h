@@ -222,6 +222,15 @@ static void device_copy(void *to, const void *from, size_t n) {
     if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream));
 }
 
+// Calls f with that one of the numbers N that x is, as a constant: templates can be chosen by what is known only when
+// the program runs.
+template <int N> struct Constant {
+    constexpr operator int() const { return N; }
+};
+template <int... N, class F> static void as_constant(int x, F f) {
+    ((x == N ? f(Constant<N>()) : (void)0), ...);
+}
+
 // How many blocks of `per` things hold n of them.
 static int blocks(size_t n, int per) {
     return (int)((n + per - 1) / per);

@@ -361,13 +361,9 @@ static int gemv_blocks(const Gemv &a) {
 template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
     GemvShared m;
     size_t smem = gemv_carve(&m, NULL);
-    int grid = gemv_blocks(a);
-    if (dtype == DT_F32)
-        KV_LAUNCH_EARLY((gemv_kernel<DT_F32, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
-    else if (dtype == DT_F16)
-        KV_LAUNCH_EARLY((gemv_kernel<DT_F16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
-    else
-        KV_LAUNCH_EARLY((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    as_constant<DT_F32, DT_F16, DT_BF16>(dtype, [&](auto DT) {
+        KV_LAUNCH_EARLY((gemv_kernel<DT, MODE>), gemv_blocks(a), GEMV_WARPS * 32, smem, a, x);
+    });
 }
 
 // ---- products of more tokens: the rows they read, and what they leave

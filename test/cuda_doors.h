@@ -34,10 +34,10 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
         if (op == 'm') KV_CUDA(cudaMemsetAsync(dy, 0, ny * sizeof(float), kv_stream));
         product_add(s, m, p);
     }
-    if (op == 'h') rows_launch<DT_F32>(s, dy, NULL, rows_norm(s, dx, w), T);
+    if (op == 'h') rows_launch(s, dy, NULL, rows_norm(s, dx, w), T, DT_F32);
     if (op == 's') {
         Linear in[2] = { p, p };
-        rows_launch<DT_F32>(s, dy, NULL, rows_swiglu(s, { dx, NULL, T, (int)(nx / T) }, in), T);
+        rows_launch(s, dy, NULL, rows_swiglu(s, { dx, NULL, T, (int)(nx / T) }, in), T, DT_F32);
     }
     download(y, dy, ny * sizeof(float));
     cuda_drop(dy);
