@@ -1,7 +1,6 @@
 // app/page.c - what was measured and traced, as the JSON that data/page.html draws, and what a browser calls.
 #define _GNU_SOURCE
 #include "page.h"
-#include <math.h>
 #include <stdlib.h>
 #include "page_html.h"                  // page_html: the text of data/page.html, from the Makefile
 
@@ -14,7 +13,7 @@
 //     shape      the model's numbers, the methods, the scripted dialogue, the scores of heads
 //     state      of a side: facts (bytes, speed), tokens, and masks that say which heads hold and read each
 //     trace      the newest tensor of every name that --trace writes, for the pictures of the papers
-//     maps       attention of whole heads over the first tokens of a dialogue
+//     lines      what LoopServe's prefill of a dialogue's first tokens traced, queries and keys with it
 //
 // A page reads nothing but itself. What comes from a prompt or a model is text: in the JSON "<" is written
 // \u003c, so that no script element can end in it, and the page makes text nodes of it.
@@ -23,15 +22,16 @@ enum {
     SIDES     = 5,              // of a page in a browser ..
     FOLLOWER  = SIDES - 1,      // .. of which the last one follows another, for the pictures
     BUDGET    = 64,             // rows a KV head when the user gives no budget: the dialogue is short
-    MAP_TOKS  = 512,            // tokens of an attention map, at most
-    MAP_SIDE  = 192,            // its pixels a side, at most
-    MAP_HEADS = 36,             // maps of a report, about
+    MAP_TOKENS    = 512,        // tokens of an attention map in a browser, at most ..
+    REPORT_TOKENS = 192,        // .. and in a report, which holds the queries and keys of all its layers
+    REPORT_LAYERS = 6,          // about
 };
 
 // The newest tensor of every name, as JSON (malloc'd); trace comes first, so that a Trace is a Latest.
 typedef struct {
     struct Trace trace;
     struct { char *key, *value; } *tensor;      // stb_ds string map
+    int prefills;               // 1: the queries and keys of prefills, too
 } Latest;
 
 // A session with its own record of the dialogue, which a page shows.
@@ -219,11 +219,11 @@ static void write_state(Shown *x, int from, FILE *f) {
 // ---- traces
 
 // Does a picture look at the tensor of this name?
-static int looked_at(const char *name) {
+static int looked_at(const Latest *a, const char *name) {
     static const char *parts[] = { "lychee.", "loopserve.", "dililazy.budgets", "pats.bits", "head00.pats.regions",
                                    "head00.pats.packed_k" };
     size_t n = strlen(name);
-    if (n > 2 && !strcmp(name + n - 2, ".q")) return 1;
+    if (n > 2 && (!strcmp(name + n - 2, ".q") || (a->prefills && !strcmp(name + n - 2, ".k")))) return 1;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (strstr(name, parts[i])) return 1;
     return 0;
@@ -235,7 +235,7 @@ static void latest_put(struct Trace *trace, const char *name, const char *type, 
     Latest *a = (Latest *)trace;
     char *text = NULL;
     size_t n;
-    if (!looked_at(name)) return;
+    if (!looked_at(a, name)) return;
     FILE *f = memory_stream(&text, &n);
     fprintf(f, "{\"type\":\"%s\",\"shape\":[", type);
     for (int d = 0; d < dims; d++) {
@@ -243,7 +243,7 @@ static void latest_put(struct Trace *trace, const char *name, const char *type, 
         size *= (size_t)dim[d];
     }
     fputs("],\"x\":", f);
-    json_base64(f, x, dims == 3 && dim[0] > 1 ? 0 : size);      // queries are looked at in decode steps only
+    json_base64(f, x, dims == 3 && dim[0] > 1 && !a->prefills ? 0 : size);
     fputc('}', f);
     memory_stream_close(f);
     free(shget(a->tensor, name));
@@ -278,73 +278,23 @@ static void write_trace(const Latest *a, FILE *f) {
     fputc('}', f);
 }
 
-// ---- maps: the attention of whole heads
+// ---- lines: LoopServe's prefill
 
-typedef struct {
-    FILE *f;
-    int l, h;                   // the head; l -1: heads from all over the model
-    int maps;                   // written so far
-} MapProbe;
+// Every how many layers a report has a trace of one: all of a small model.
+static int report_step(const Config *c) { return (c->L + REPORT_LAYERS - 1) / REPORT_LAYERS; }
 
-// Every how many layers, or heads, of n a map is drawn: all of a small model.
-static int map_step(int n) {
-    int most = (int)sqrt(MAP_HEADS);
-    return (n + most - 1) / most;
-}
-
-// The attention of head h in a pass of T tokens, as a digit 0..f a pixel, row by row up to the diagonal:
-// logarithmic, 0 for 1e-4 and less, f for 1. Where several cells fall on a pixel it shows the largest.
-static void write_map(Session *s, int l, int h, const float *q, int T, FILE *f) {
-    int H = s->c->H, D = s->c->D, side = min_int(T, MAP_SIDE);
-    size_t mark = scratch_mark(s);
-    float *p = scratch(s, (size_t)T * sizeof *p), *out = scratch(s, (size_t)D * sizeof *out);
-    int *rows = scratch(s, (size_t)T * sizeof *rows);
-    char *pixel = scratch(s, (size_t)side * side);
-    memset(pixel, 0, (size_t)side * side);
-    for (int t = 0; t < T; t++) {
-        char *line = pixel + (size_t)(t * side / T) * side;
-        rows[t] = t;
-        attn_rows(s, l, h, q + ((size_t)t * H + h) * D, rows, t + 1, out, p);
-        for (int c = 0; c <= t; c++) {
-            int shade = p[c] > 1e-4f ? min_int((int)((log10f(p[c]) + 4) / 4 * 15 + .5f), 15) : 0;
-            if (shade > line[c * side / T]) line[c * side / T] = (char)shade;
-        }
-    }
-    fprintf(f, "\"%d.%d\":\"", l, h);
-    for (int y = 0; y < side; y++)
-        for (int x = 0; x <= y; x++) fputc("0123456789abcdef"[(int)pixel[y * side + x]], f);
-    fputc('"', f);
-    scratch_reset(s, mark);
-}
-
-// Hook watch. q (T,H,D).
-static void map_watch(Session *s, void *ms, int moment, int l, const float *q) {
-    MapProbe *m = ms;
-    if (moment != WATCH_ROWS) return;
-    for (int h = 0; h < s->c->H; h++) {
-        int from_all = l % map_step(s->c->L) == 0 && h % map_step(s->c->H) == 0;
-        if (m->l < 0 ? !from_all : l != m->l || h != m->h) continue;
-        if (m->maps++) fputc(',', m->f);
-        write_map(s, l, h, q, s->n_tok - s->base, m->f);
-    }
-}
-
-static const Method map_probe = { .name = "map", .state = sizeof(MapProbe), .watch = map_watch };
-
-// The first tokens of a record in one prefill of LoopServe: the maps of head h of layer l (l -1: of many),
-// and what it traced.
-static void write_lines(const App *a, const Turn *turns, const Options *o, int l, int h, FILE *f) {
+// The first tokens of a record, at most `most`, in one prefill of LoopServe: what it traced in every step-th layer, from
+// which a page makes the attention of whole heads, too.
+static void write_lines(const App *a, const Turn *turns, const Options *o, int most, int step, FILE *f) {
     char err[512];
-    int *ids = record_ids(turns), n = min_int((int)arrlen(ids), MAP_TOKS);
+    int *ids = record_ids(turns), n = min_int((int)arrlen(ids), most);
     Session *s = n ? session_try(a->c, a->w, o, "loopserve", err) : NULL;
-    fprintf(f, "{\"tokens\":%d,\"side\":%d,\"maps\":{", s ? n : 0, min_int(n, MAP_SIDE));
-    Latest *latest = NULL;
+    Latest *latest = s ? latest_open(s, step) : NULL;
     if (s) {
-        *(MapProbe *)observe(s, &map_probe) = (MapProbe){ .f = f, .l = l, .h = h };
-        latest = latest_open(s, 1);
+        latest->prefills = 1;
         prefill(s, ids, n);
     }
-    fputs("},\"trace\":", f);
+    fprintf(f, "{\"tokens\":%d,\"trace\":", s ? n : 0);
     write_trace(latest, f);
     fputs("}", f);
     session_close(s);
@@ -508,7 +458,7 @@ static void play_run(Report *r, const char *method) {
     side_open(&x.side, r->a, r->o, method);
     App *a = &x.side.app;
     FILE *f = r->f;
-    if (a->s) x.latest = latest_open(a->s, map_step(r->a->c->L));
+    if (a->s) x.latest = latest_open(a->s, report_step(r->a->c));
     if (*x.side.refused) snprintf(err, sizeof err, "%s", x.side.refused);
     else if (!r->script && write_script(r, &x)) snprintf(err, sizeof err, "the dialogue does not fit");
     else shown_follow(&x, r->asked, err);
@@ -545,18 +495,6 @@ static void play_runs(Report *r) {
     play_run(r, "full");
     for (int i = 0; r->script && list_word(list, i, name); i++)
         if (strcmp(name, "full")) play_run(r, name);
-    fputs("],", r->f);
-}
-
-// Full attention's replies to the scripted dialogue.
-static void write_replies(Report *r) {
-    fputs("\"replies\":[", r->f);
-    for (int i = 0; i < (int)arrlen(r->script); i++) {
-        char *text = reply_text(r->a, &r->script[i]);
-        if (i) fputc(',', r->f);
-        json_escape(r->f, text, strlen(text));
-        free(text);
-    }
     fputs("],", r->f);
 }
 
@@ -603,12 +541,11 @@ void report_write(App *a, const EvalRun *run) {
     fputs("\"rows\":", r.f);
     write_rows(r.f, run);
     play_runs(&r);
-    write_replies(&r);
     json_pair(r.f, "answer", last_answer());
     fputs("\"shape\":", r.f);
     write_shape(a, r.f);
     fputs(",\"lines\":", r.f);
-    write_lines(a, r.script, r.o, -1, 0, r.f);
+    write_lines(a, r.script, r.o, REPORT_TOKENS, report_step(a->c), r.f);
     fputs("}", r.f);
     memory_stream_close(r.f);
     page_write(out.f, json);
@@ -812,11 +749,11 @@ WEB const char *web_trace(void) {
     return web_end(f);
 }
 
-// LoopServe's prefill of the follower's dialogue, with the map of query head h of layer l.
-WEB const char *web_lines(int l, int h) {
+// LoopServe's prefill of the follower's dialogue.
+WEB const char *web_lines(void) {
     const App *a = &web_side[FOLLOWER].side.app;
     FILE *f = web_begin();
-    write_lines(a, a->turn, a->o, l, h, f);
+    write_lines(a, a->turn, a->o, MAP_TOKENS, 1, f);
     return web_end(f);
 }
 #endif  // __EMSCRIPTEN__ or KVCOMP_NO_MAIN

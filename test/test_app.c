@@ -710,12 +710,18 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
             const Json *x = &runs->item[i], *state = json_get(x, "state");
             CHECK(state && json_get(state, "tokens")->n > 300 && json_get(x, "said") && json_get(x, "trace"), "run %d", i);
         }
-        CHECK(json_get(json_get(j, "lines"), "maps")->n == 36, "%d maps", json_get(json_get(j, "lines"), "maps")->n);
+        const Json *traced = json_get(json_get(j, "lines"), "trace");
+        for (int l = 0; l < 6; l++) {
+            char q[16], k[16];
+            snprintf(q, sizeof q, "layer%02d.q", l);
+            snprintf(k, sizeof k, "layer%02d.k", l);
+            CHECK(json_get(traced, q) && json_get(traced, k), "no queries and keys of layer %d", l);
+        }
         CHECK(json_get(&runs->item[0], "right")->i == 1, "full attention is right");
         CHECK(strstr(page, "\\u003cb>&\\\"odd\\\"") && !strstr(page, "<b>&"), "the odd name");
         for (int i = 0; i < row->n; i++)
             CHECK(json_get(json_get(&row->item[i], "row"), "kv_bytes_stored")->num > 0, "fields of row %d", i);
-        CHECK(json_get(j, "replies")->n == N_DEMO_LINES, "%d replies", json_get(j, "replies")->n);
+        CHECK(json_get(json_get(j, "shape"), "script")->n == N_DEMO_LINES, "the messages of the dialogue");
         CHECK(strstr(page, demo_lines[6].user) && !strstr(page, "https://") && !strstr(page, " src=") && !strstr(page, "\n@@"), "the dialogue, and nothing is loaded");
     }
     json_free(j);
@@ -843,10 +849,10 @@ TEST(web_sides,
                   web_side[0].side.app.s->n_tok);
             if (!turn) free(web_reply(0, line[1]));
         }
-        Json *j = web_json(m == 3 ? web_lines(0, 0) : web_trace());
+        Json *j = web_json(m == 3 ? web_lines() : web_trace());
         static const char *const holds[] = { "layer04.head00.lychee.scores", "pats.bits", "layer01.dililazy.budgets" };
-        const Json *part = m == 3 ? json_get(j, "maps") : json_get(j, holds[m]);
-        const Json *x = part ? json_get(part, m == 3 ? "0.0" : "x") : NULL;
+        const Json *part = m == 3 ? json_get(json_get(j, "trace"), "layer00.k") : json_get(j, holds[m]);
+        const Json *x = part ? json_get(part, "x") : NULL;
         CHECK(x && *x->str, "%s: nothing to draw", paper[m]);
         json_free(j);
     }
@@ -1829,7 +1835,7 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "app/trace", 140, 140 },
     { "app/chat", 1000, 2540 },
     { "app/measure", 1300, 2060 },
-    { "app/page", 450, 840 },
+    { "app/page", 450, 780 },
     { "app/main", 650, 915 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
