@@ -667,12 +667,6 @@ const void *near_here(Session *s, const void *p, size_t bytes) {
     return copy;
 }
 
-// (n,H,D): tokens t0 .. t0+n-1 of the queries q (T,H,D) that a hook was given, where C can read them.
-const float *on_host(Session *s, const float *q, int t0, int n) {
-    size_t row = (size_t)s->c->H * s->c->D;
-    return near_here(s, q + t0 * row, n * row * sizeof(float));
-}
-
 // Rows of the longest head of layer l.
 int kv_longest(const Session *s, int l) {
     int n = 0;
@@ -5130,6 +5124,8 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
 }
 
 // ---- the index: Nodes and Tree are in kvcomp.h
+enum { CHUNKS_PER_CLUSTER = 2 };                                  // on average (App. A)
+
 typedef struct {
     int bound;                  // --paper: a node's score is the bound of Eq. 2; 0: without |q| r
     int kg;                     // units opened in a step; 0: there are none
@@ -6795,11 +6791,6 @@ const Method headkv_method = {
 // ==================================================================================================== 14 TRACES
 // What a method says of itself while somebody writes passes down (Session.trace): its scores, its choices, its
 // index. What every method has (tokens, queries, rows, outputs) is written by an observer, app/trace.c.
-
-// 1: layer l of this pass is written down; l == L: something of this pass is.
-int trace_wants(const Session *s, int l) {
-    return l == s->c->L || s->trace->layer[l];
-}
 
 // x (dim[0], ..), `dims` numbers, by the name that fmt makes.
 void trace_put(Session *s, const char *type, size_t size, const void *x, const int *dim, int dims, const char *fmt,

@@ -147,6 +147,8 @@ struct Reader {
     int blocks;                 // that fit on a multiprocessor
 };
 
+enum { LIST_ROWS, LIST_TAIL, LIST_HEAD };       // a View's n and tail, before the rows of a list made on the device
+
 // Views that a select hook chose on the device and that stay there: one list a KV head.
 struct Chosen {
     int stride;                 // ints of one list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, then
@@ -5587,6 +5589,12 @@ static __device__ void cluster_scores(const LycheeSeek &a, const LycheeShared &m
 }
 
 // ---- retrieval: chunks under the budget, and their rows
+
+struct Taken {                  // the clusters whose chunks are read, by the order_key of their scores
+    uint32_t key;               // whole: those with a greater key ..
+    int part;                   // .. and those with this key that come before cluster `part`
+    int stop;                   // of `part`, the chunks before this one
+};
 
 // take_clusters of kvcomp.c: the best first, of equal ones the lower number, as long as they fit into
 // the room; of the first that does not fit, the chunks up to the first that does not.

@@ -119,7 +119,7 @@ enum {                          // Method.role: what a method decides. Two parts
 // prefill goes through a layer in spans of about -b tokens, so that the queries of a whole turn are
 // never held, unless a hook `attend` wants them (D2, D90). With Session.dev set, q, k, v and out are
 // device memory: hand them on to the functions below, which know, or bring them to the host with
-// on_host().
+// near_here().
 typedef struct Method {
     const char *name;
     const char *paper;          // citation, for --help METHOD
@@ -387,17 +387,8 @@ typedef struct {                // the index of one KV head of one layer
 
 enum {
     KMEANS_ITERATIONS = 10,
-    CHUNKS_PER_CLUSTER = 2,     // on average (App. A)
     MOST_UNITS = 64,            // coarse units of a tree
 };
-
-typedef struct {                // the clusters whose chunks are read, by the order_key of their scores
-    uint32_t key;               // whole: those with a greater key ..
-    int part;                   // .. and those with this key that come before cluster `part`
-    int stop;                   // of `part`, the chunks before this one
-} Taken;
-
-enum { LIST_ROWS, LIST_TAIL, LIST_HEAD };       // a View's n and tail, before the rows of a list made on the device
 
 typedef struct {                // what the kernels need to know of a session's index
     int bound;                  // 1: a score is the bound of Eq. 2, 0: q.mu
@@ -447,9 +438,8 @@ void kv_repos(Session *s, int l, int g, int row, int pos);    // rotate one key 
 void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
 void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
 
-// the bytes at p, which lie where the rows lie, where C can read them; and rows t0.. (n,H,D) of a hook's q
+// the bytes at p, which lie where the rows lie, where C can read them
 const void *near_here(Session *s, const void *p, size_t bytes);
-const float *on_host(Session *s, const float *q, int t0, int n);
 
 int kv_longest(const Session *s, int l);    // rows of the longest head of layer l
 size_t kv_bytes(const Session *s);          // what the allocator holds for rows
@@ -580,8 +570,7 @@ typedef struct Trace {
 } Trace;
 
 // 1: layer l of this pass is written down; l == L: something of this pass is.
-int trace_wants(const Session *s, int l);
-static inline int traced(const Session *s, int l) { return s->trace && trace_wants(s, l); }
+static inline int traced(const Session *s, int l) { return s->trace && (l == s->c->L || s->trace->layer[l]); }
 
 // x of shape (n,d), or (n) if d is 0, in memory of the host, by the name that the format makes:
 // "layer%02d.head%02d.snapkv.score".
