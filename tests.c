@@ -3595,15 +3595,29 @@ static int calibrate_child(Tiny m, const Tokenizer *t, const Options *o, char sa
     return in_a_process(calibrate_apart, 0, said, 1024);
 }
 
-// The plan of --calibrate with other lengths, two depths, and every run accepted.
-static Plan short_plan(Tiny m, const Options *o, int length, int answer) {
-    Plan p = plan_make(m.c, NULL, o);
-    p.length = length;
-    p.answer = answer;
-    p.all = 1;
-    arrsetlen(p.depth, 0);
-    for (int depth = 50; depth <= 100; depth += 50) arrput(p.depth, depth);
-    return p;
+// What --calibrate goes through, with our own needles, in the frame of a model without a template; prompts of `length`
+// ids.
+static Calibration calibration_of(Tiny m, const Tokenizer *t, const Options *o, int length) {
+    size_t LH = (size_t)m.c->L * m.c->H;
+    Calibration r = { .t = t, .length = length, .frame = frame_make(NULL), .needles = needles_load("") };
+    r.hay = hay_ids(t, "", length);
+    r.score = xcalloc(SCORES * LH, sizeof(double));
+    r.sum = xcalloc(SCORES * LH, sizeof(double));
+    r.mass = xcalloc(LH, sizeof(double));
+    r.top = xcalloc(LH, sizeof(int));
+    r.s = session_open(m.c, m.w, o, "full");
+    return r;
+}
+
+static void calibration_free(Calibration *r) {
+    session_close(r->s);
+    json_free(r->needles);
+    arrfree(r->hay);
+    free(r->frame);
+    free(r->score);
+    free(r->sum);
+    free(r->mass);
+    free(r->top);
 }
 
 // ---- HeadKV: the pool rule, options, and scores
@@ -3634,18 +3648,18 @@ TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for 
 
 // The prompt of a run: the needle stands at its depth, behind the end of a sentence; with reasoning the wrong answer and
 // the reasoning stand before it.
-static void check_prompt(const Run *run, const int *ids, const int *hay, const Calibration *r) {
-    const Needle *needle = run->needle;
-    int n = (int)arrlen(ids), place = (run->length - 200 - r->n) * run->depth / 100;
+static void check_prompt(const Calibration *r, const Json *needle, int depth, int reasoning, const int *ids) {
+    int n = (int)arrlen(ids), place = (r->length - 200 - r->n) * depth / 100;
     char want[2048], *text = xcalloc(n + 1, 1);
     for (int i = 0; i < n; i++) text[i] = (char)ids[i];
-    while (place > 0 && hay[place - 1] != '.') place--;
-    snprintf(want, sizeof want, run->reasoning ? " %s %s %s" : "%.0s%.0s %s", needle->reasoning, needle->distractor,
-             needle->needle);
+    while (place > 0 && r->hay[place - 1] != '.') place--;
+    snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s", json_text(needle, "reasoning"),
+             json_text(needle, "distractor"), json_text(needle, "needle"));
     CHECK(r->n == (int)strlen(want) && r->at == place && !strncmp(text + r->at, want, (size_t)r->n),
-          "depth %d: at %d, expected %d: \"%.300s\"", run->depth, r->at, place, text + r->at);
-    CHECK(!strncmp(text + r->right + 1, needle->needle, strlen(needle->needle)), "the right answer");
-    CHECK(strstr(text, needle->question) && !strcmp(text + n - 7, "Answer:"), "the question");
+          "depth %d: at %d, expected %d: \"%.300s\"", depth, r->at, place, text + r->at);
+    CHECK(!strncmp(text + r->right + 1, json_text(needle, "needle"), strlen(json_text(needle, "needle"))),
+          "the right answer");
+    CHECK(strstr(text, json_text(needle, "question")) && !strcmp(text + n - 7, "Answer:"), "the question");
     free(text);
 }
 
@@ -3677,9 +3691,9 @@ static int calibrate_says(Tiny m, const Tokenizer *t, const char *text, char sai
 }
 
 TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow twin's, means over all runs; the file reads "
-                       "back; the needle stands where it should; needles without a wrong answer make no R2; no answer is "
+                       "back; the needle stands where it should; without second runs there is no R2; no answer is "
                        "exit 1 and leaves no file") {
-    enum { STEPS_OF_ANSWER = 4, LENGTH = 450 };
+    enum { LENGTH = 450 };
     Tokenizer *t = byte_tokenizer();
     if (!t) return;
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
@@ -3687,20 +3701,28 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300);
     double sum[5][8] = { { 0 } }, some = 0;
     CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
-    snprintf(all, sizeof all, "calibrate=%s quiet", out);
-    Options *o = options_of(all);
-    Plan p = short_plan(m, o, LENGTH, STEPS_OF_ANSWER);
-    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 6, "calibrate");
-    Calibration r = { .at = 0 };
+    OWN_OPTIONS Options *o = options_of("quiet");
+    Calibration r = calibration_of(m, t, o, LENGTH);
+    *(Calibration **)observe(r.s, &head_probe) = &r;
+
+    // Twelve runs, accepted or not: what each gathers is summed.
     CalTwin x = { .r = &r };
     for (int i = 0; i < 12; i++) {
-        Run run = { &p.needle[i / 2 % 3], LENGTH, 50 + i / 6 * 50, i % 2 };
-        int *ids = run_prompt(t, p.frame, &run, hay, &r);
-        check_prompt(&run, ids, hay, &r);
-        x.reasoning = i % 2;
-        twin_answers(m, &x, ids, STEPS_OF_ANSWER, sum);
+        const Json *needle = &r.needles->item[i / 2 % 3];
+        int depth = 50 + i / 6 * 50, second = i % 2;
+        int *ids = run_prompt(&r, needle, depth, second);
+        check_prompt(&r, needle, depth, second, ids);
+        x.reasoning = second;
+        twin_answers(m, &x, ids, HAY_ANSWER, sum);
         arrfree(ids);
+        calibrate_run(&r, needle, depth, second);
+        for (int k = 0; k < 5; k++)
+            for (int h = 0; h < 8 && (k == SCORE_R2) == second; h++) r.sum[k * 8 + h] += r.score[k * 8 + h];
     }
+    r.accepted = r.reasoned = 6;
+    FILE *f = fopen(out, "w");
+    scores_write(f, &r);
+    fclose(f);
     memcpy(sum, x.score, sizeof x.score);
     for (int k = 0; k < 5; k++) {
         OWN double *file = scores_read(out, score_names[k][0], 2, 4, err);
@@ -3712,27 +3734,25 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
         }
     }
     CHECK(some > 1e-3, "no head looks at a right answer: this shows nothing");
-    const char *chat = "<user>{hay}({question})";
+    free(r.frame);
+    r.frame = copy_text("<user>{hay}({question})");
+    r.length = 500;
     for (int depth = 0; depth <= 100; depth += 20) {
-        Run run = { &p.needle[1], 500, depth, 0 };
-        int *ids = run_prompt(t, chat, &run, hay, &r);
+        int *ids = run_prompt(&r, &r.needles->item[1], depth, 0);
         CHECK(ids[0] == '<' && ids[1] == 'u' && ids[5] == '>' && arrlast(ids) == ')', "prefix and prompt");
         CHECK((r.at == 6 || ids[r.at - 1] == '.') && ids[r.at + r.n - 1] == '.' && r.at <= 6 + 300 * depth / 100,
               "depth %d: the needle stands inside a sentence", depth);
         arrfree(ids);
     }
-    plan_free(&p);
-    options_free(o);
 
-    OWN char *plain = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\"}]");
+    // Without a second run there is no R2.
+    r.reasoned = 0;
+    f = fopen(out, "w");
+    scores_write(f, &r);
+    fclose(f);
+    calibration_free(&r);
     OWN char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\", "
                            "\"reasoning\": 3}]");
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, plain);
-    o = options_of(all);
-    p = short_plan(m, o, 300, 32);
-    CHECK(calibrate_plan(m.c, m.w, t, o, &p) == 2, "calibrate");
-    plan_free(&p);
-    options_free(o);
     double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
