@@ -767,6 +767,7 @@ static const char *cell_text(Field **rows, int r, int i) {
 // Writes rows that have the same fields as a table: in Markdown with cols 0, else aligned for a screen of so many
 // columns, and in blocks one below the other where the table is wider than that; each begins with the first two fields.
 static void print_text(FILE *f, Field **rows /* stb_ds */, int cols) {
+    static const char *const before[2][2] = { { "| ", " | " }, { "", "  " } };      // a cell: the first one, the others
     int *shown = NULL, *width = NULL, n_rows = (int)arrlen(rows), keys = 0;
     for (int i = 0; n_rows && i < (int)arrlen(rows[0]); i++) {
         int w = 0;
@@ -784,7 +785,7 @@ static void print_text(FILE *f, Field **rows /* stb_ds */, int cols) {
         for (int r = -1; r < n_rows; r++) {
             for (int i = 0; i < to; i++) {
                 if (i >= key && i < from) continue;
-                fputs(!cols ? i ? " | " : "| " : i ? "  " : "", f);
+                fputs(before[cols > 0][i > 0], f);
                 fprintf(f, i ? "%*s" : "%-*s", width[i], cell_text(rows, r, shown[i]));
             }
             fputs(cols ? "\n" : " |\n", f);
@@ -1861,7 +1862,8 @@ static double step_weights(const Session *s) {
 // cache; or decode behind n rows, BENCH_STEPS steps each time, which all go on in the same dialogue. Bytes are those of a
 // step: a prefill is not bound by them. Milliseconds a token say where the time went, of a prefill that of the last one.
 static Field *bench_line(Session *s, int decodes, int n, int repeat) {
-    double *seconds = xmalloc((size_t)repeat * sizeof *seconds), kv = NAN, index = NAN, copy = NAN;
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    double kv = NAN, index = NAN, copy = NAN;           // not known of a prefill, or on a CPU
     int *ids = random_ids(max_int(n, 1), s->c->V);
     uint64_t steps = 0;
     Field *c = NULL;
