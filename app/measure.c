@@ -708,8 +708,8 @@ static int first_of_task(const Answer *x, int i) {
     return 1;
 }
 
-// Appends what a row scored: over everything, by task in the order of the items, by the place of the question (LAST_TURN
-// on), and how often its answers were found.
+// Appends what a row scored: over everything, by task in the order of the items, by the place of the question
+// (LAST_TURN on), and how often its answers were found.
 static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     static const char *const places[] = { "last_turn", NULL, "alone", "begin", "middle", "end" };
     const size_t score = offsetof(Answer, score);
@@ -722,8 +722,8 @@ static void score_fields(Field **c, const Score *s, const EvalRun *run) {
     add_mean(c, 0, "found", s, run, NULL, ANY_PLACE, offsetof(Answer, found));
 }
 
-// All fields of a row (stb_ds): whose it is; scores, or the perplexity of a text; divergence from full attention and the
-// share of best tokens that are its; bytes and speed.
+// All fields of a row (stb_ds): whose it is; scores, or the perplexity of a text; divergence from full attention and
+// the share of best tokens that are its; bytes and speed.
 Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
     const size_t nll = offsetof(Answer, nll);
@@ -1135,8 +1135,8 @@ static int read_item_line(Answers *x, const Json *obj, char err[512]) {
     return 0;
 }
 
-// Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what stands
-// behind it was interrupted, and is left out. Exit 2 with the number of a line that is none of this run.
+// Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what
+// stands behind it was interrupted, and is left out. Exit 2 with the number of a line that is none of this run.
 static size_t read_answers(Answers *x, char *text, size_t n) {
     size_t at = 0, size = 0;
     char err[512];
@@ -1627,8 +1627,8 @@ static int needle_place(const Calibration *r, int depth, int n) {
 }
 
 // The prompt of a run as an stb_ds array of ids: [BOS] frame, hay with the needle in it, question, frame; with
-// `reasoning`, reasoning and a wrong answer stand before the needle. About 200 of its length are left for what is neither
-// hay nor needle, half of a length below 400. Sets r->at, r->n and r->right. NULL: there is no room for hay.
+// `reasoning`, reasoning and a wrong answer stand before the needle. About 200 of its length are left for what is
+// neither hay nor needle, half of a length below 400. Sets r->at, r->n and r->right. NULL: there is no room for hay.
 static int *run_prompt(Calibration *r, const Json *needle, int depth, int reasoning) {
     const char *bos, *begin = strstr(r->frame, hay_mark), *ask = begin + strlen(hay_mark);
     const char *end = strstr(ask, question_mark);
@@ -1683,8 +1683,8 @@ static char *greedy_answer(Calibration *r, const int *ids, const float *logits) 
     return text;
 }
 
-// One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in the
-// run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted run.
+// One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in
+// the run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted run.
 static int calibrate_run(Calibration *r, const Json *needle, int depth, int reasoning) {
     int *ids = run_prompt(r, needle, depth, reasoning);
     if (!ids && reasoning) return 0;
@@ -1732,8 +1732,8 @@ static void scores_write(FILE *f, const Calibration *r) {
     fprintf(f, "\n}\n");
 }
 
-// --calibrate OUT.json: makes the score file of a model, whose saving begins before the work, so that a bad path shows at
-// once. Goes through all depths and needles, each with its second run where it has one. Returns the exit code.
+// --calibrate OUT.json: makes the score file of a model, whose saving begins before the work, so that a bad path shows
+// at once. Goes through all depths and needles, each with its second run where it has one. Returns the exit code.
 int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
     size_t LH = (size_t)c->L * c->H;
     char err[512];
@@ -1859,8 +1859,8 @@ static double step_weights(const Session *s) {
 }
 
 // A line of the table (stb_ds), measured `repeat` times, of which the median counts: the prefill of n ids into an empty
-// cache; or decode behind n rows, BENCH_STEPS steps each time, which all go on in the same dialogue. Bytes are those of a
-// step: a prefill is not bound by them. Milliseconds a token say where the time went, of a prefill that of the last one.
+// cache; or decode behind n rows, BENCH_STEPS steps each time, which all go on in the same dialogue. Bytes are those of
+// a step: a prefill is not bound by them. Milliseconds a token say where the time went, of a prefill that of the last.
 static Field *bench_line(Session *s, int decodes, int n, int repeat) {
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
     double kv = NAN, index = NAN, copy = NAN;           // not known of a prefill, or on a CPU

@@ -283,8 +283,8 @@ static void write_trace(const Latest *a, FILE *f) {
 // Every how many layers a report has a trace of one: all of a small model.
 static int report_step(const Config *c) { return (c->L + REPORT_LAYERS - 1) / REPORT_LAYERS; }
 
-// The first tokens of a record, at most `most`, in one prefill of LoopServe: what it traced in every step-th layer, from
-// which a page makes the attention of whole heads, too.
+// The first tokens of a record, at most `most`, in one prefill of LoopServe: what it traced in every step-th layer,
+// from which a page makes the attention of whole heads, too.
 static void write_lines(const App *a, const Turn *turns, const Options *o, int most, int step, FILE *f) {
     char err[512];
     int *ids = record_ids(turns), n = min_int((int)arrlen(ids), most);
