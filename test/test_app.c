@@ -1588,7 +1588,7 @@ TEST(cli_threads, "a small model gets one thread, others at least one a core") {
 }
 
 TEST(cli_readme, "every command that README.md and data/course.md print works as typed, each once, but that an evaluation "
-                 "plays an eighth of one text of each task, and a real model makes a few words") {
+                 "plays an eighth of one text of each task, or 128 tokens, and a real model makes a few words") {
     static char text[1 << 18];
     // What a command writes into /tmp another user may own already.
     char folder[] = "/tmp/kvcomp-readme-XXXXXX", command[2048];
@@ -1619,7 +1619,8 @@ TEST(cli_readme, "every command that README.md and data/course.md print works as
         const char *tmp = strstr(line, " /tmp/");
         int dialogues = strstr(line, " --eval ") && !strstr(line, " kld ");
         const char *few = dialogues || strstr(line, " --report ") ? " --eval-items 1 --eval-shard 1/8"
-                        : strstr(line, " --eval ") ? " --eval-items 1" : strstr(line, " -n 60") ? " -n 4" : "";
+                        : strstr(line, " --eval ") ? " --eval-items 1 --eval-length 128"
+                        : strstr(line, " -n 60") ? " -n 4" : "";
         int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
         snprintf(command, sizeof command, "%.*s%s%s%s", before, line, tmp ? folder : "", tmp ? tmp + 5 : "", few);
         CHECK(sh("timeout 120 %s", command) == 0, "%s: %s", command, sh_err);
@@ -1782,7 +1783,8 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     char page[64], report[240];
     snprintf(page, sizeof page, "/tmp/kvt_%d_m.html", (int)getpid());
     snprintf(report, sizeof report,
-             "-m models/kvcomp-tiny -t 1 -d cpu -q -c 512 --method streaming --report %s "
+             "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny "
+             "-t 1 -d cpu -q -c 600 --method streaming --report %s "
              "| cut -d'|' -f2-5", page);
 
     const struct {
