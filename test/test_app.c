@@ -1333,8 +1333,8 @@ static int transcript_lacks(char *line) {
 
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
-// something. $T is a folder of the transcript's own, $SYN, $TINY and $CHAT begin commands. "@ " begins a program on a terminal;
-// test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what follows, up to the next ?, where the
+// something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "@ " begins a program on a
+// terminal; test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what follows, up to the next ?, where the
 // command fails, because this machine lacks WHAT.
 static void transcript(const char *path) {
     static char cmd[8192], out[16384], err[16384], line[4096];
@@ -1385,8 +1385,8 @@ static void transcript_names(void) {
     setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
 }
 
-TEST(cli_transcripts, "test/cli/*.txt: what is typed, and what the program answers and ends with (KVCOMP_TRANSCRIPT=NAME: one "
-                      "of them)") {
+TEST(cli_transcripts, "test/cli/*.txt: what is typed, and what the program answers and ends with "
+                      "(KVCOMP_TRANSCRIPT=NAME: one of them)") {
     DIR *d = opendir("test/cli");
     const char *only = getenv("KVCOMP_TRANSCRIPT");
     char path[600];
