@@ -334,7 +334,9 @@ static void target_dialogues(const char *data, size_t n) {
                 double score = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
                 must(score >= 0 && score <= 1 + 1e-9, "a score lies in 0..1");
             }
-            note_answer(it, j, t->reply ? t->reply : t->user, &x);
+            char *said = copy_text(t->reply ? t->reply : t->user);
+            note_answer(it, j, said, &x);
+            free(said);
         }
     }
 }
@@ -344,13 +346,11 @@ static void target_dialogues(const char *data, size_t n) {
 // A file of answers.
 static void target_answers(const char *data, size_t n) {
     static Answers x;                           // given back here when the last one was refused
-    char err[512], missing[160];
-    const char *end = memchr(data, '\n', n);
-    size_t at = end ? (size_t)(end + 1 - data) : 0;
+    char missing[160];
     answers_close(&x);
     x = (Answers){ .path = "answers" };
-    if (!at || take_run(&x, data, at, err) || x.items > 1000) return;
-    must(read_answers(&x, copy_bytes(data, n), n, at) <= n, "what is kept lies in the file");
+    must(read_answers(&x, copy_bytes(data, n), n) <= n, "what is kept lies in the file");
+    if (!x.items || x.items > 1000) return;
     int left_out = rows_add(&x, missing);
     for (int r = 0; r < (int)arrlen(x.row); r++)
         must(left_out + x.row[r].items == x.items, "rows have the same items");
