@@ -32,11 +32,10 @@ int (*allocation_fails)(void);
 // how many of the bytes that is. Control characters become \x1b, or \u009b where two bytes of UTF-8
 // hold one; newline, tab and everything else stay.
 int shown_char(const char *s, size_t n, char out[8]) {
-    int k = max_int(utf8_length(s, n), 1), c = (unsigned char)s[0], d = k == 2 ? (unsigned char)s[1] : 0;
-    if (k == 2 && c == 0xc2 && d < 0xa0) {
-        snprintf(out, 8, "\\u%04x", (unsigned)d);
-    } else if (c != '\n' && c != '\t' && (c < ' ' || (c >= 127 && c < 0xa0))) {
-        snprintf(out, 8, "\\x%02x", (unsigned)c);
+    uint32_t c = (unsigned char)*s;
+    int k = max_int(utf8_read(s, n, &c), 1);
+    if (c != '\n' && c != '\t' && (c < ' ' || (c >= 127 && c < 0xa0))) {
+        snprintf(out, 8, k == 2 ? "\\u%04x" : "\\x%02x", (unsigned)c);
     } else {
         memcpy(out, s, (size_t)k);
         out[k] = 0;
@@ -965,28 +964,24 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
 }
 
 // ---- numbers
-// Goes behind the decimal digits at *p, of which there must be one. Returns 0, or -1 with r->err set.
-static int json_digits(JsonReader *r, char **p, const char *what) {
-    size_t n = strspn(*p, "0123456789");
-    *p += n;
-    return n ? 0 : json_fail(r, *p, what);
-}
-
 // Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
 // no value at all. The grammar is narrower than strtod's and strtoll's, so they stop at p too.
 static int json_number(JsonReader *r, Json *v) {
-    char *digits = r->p + (*r->p == '-'), *p = digits;
-    if (json_digits(r, &p, digits > r->p ? "expected a digit after '-'" : "expected a value")) return -1;
+    static const char ten[] = "0123456789";
+    char *digits = r->p + (*r->p == '-'), *p = digits + strspn(digits, ten);
+    if (p == digits) return json_fail(r, p, p > r->p ? "expected a digit after '-'" : "expected a value");
     if (*digits == '0' && p - digits > 1) return json_fail(r, digits, "expected no leading zero");
     char *behind = p;           // the whole part
     if (*p == '.') {
-        p++;
-        if (json_digits(r, &p, "expected a digit after '.'")) return -1;
+        size_t n = strspn(++p, ten);
+        if (!n) return json_fail(r, p, "expected a digit after '.'");
+        p += n;
     }
     if (*p == 'e' || *p == 'E') {
-        p++;
-        p += *p == '+' || *p == '-';
-        if (json_digits(r, &p, "expected a digit in the exponent")) return -1;
+        p += 1 + (p[1] == '+' || p[1] == '-');
+        size_t n = strspn(p, ten);
+        if (!n) return json_fail(r, p, "expected a digit in the exponent");
+        p += n;
     }
     v->type = JSON_NUMBER;
     v->num = strtod(r->p, NULL);
@@ -1128,22 +1123,29 @@ const Json *json_get(const Json *obj, const char *key) {
 }
 
 // ---- UTF-8 and the writer
-// The length of the well-formed character that the n bytes at s begin with; 0 when they begin with
-// none.
-int utf8_length(const char *s, size_t n) {
-    static const unsigned least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // the first character of a length
+// The length of the well-formed character that the n bytes at s begin with, and its code point in *c; 0 when they
+// begin with none, and *c stays.
+int utf8_read(const char *s, size_t n, uint32_t *c) {
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // the first character of a length
     const unsigned char *p = (const unsigned char *)s;
     int k = 1;
     if (!n || (p[0] >= 0x80 && p[0] < 0xc0) || p[0] >= 0xf8) return 0;
     if (p[0] >= 0xc0) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
     if ((size_t)k > n) return 0;
-    unsigned c = k > 1 ? p[0] & (0x7f >> k) : p[0];
+    uint32_t code = k > 1 ? p[0] & (0x7f >> k) : p[0];
     for (int i = 1; i < k; i++) {
         if ((p[i] & 0xc0) != 0x80) return 0;
-        c = c << 6 | (p[i] & 63);
+        code = code << 6 | (p[i] & 63);
     }
-    int none = c < least[k] || (c >= 0xd800 && c < 0xe000) || c > 0x10ffff;     // overlong, a surrogate, beyond
-    return none ? 0 : k;
+    if (code < least[k] || (code >= 0xd800 && code < 0xe000) || code > 0x10ffff) return 0;  // overlong, half a pair, beyond
+    *c = code;
+    return k;
+}
+
+// The length alone.
+int utf8_length(const char *s, size_t n) {
+    uint32_t c;
+    return utf8_read(s, n, &c);
 }
 
 // Does any text in v hold a 0 byte ("\\u0000")? Where texts are used as C strings, what stands behind
@@ -1161,13 +1163,12 @@ int json_holds_nul(const Json *v) {
 void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
     for (size_t i = 0; i < n; ) {
-        int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
-        if (k == 2 && c == 0xc2 && (unsigned char)s[i + 1] < 0xa0) c = (unsigned char)s[i + 1];
-        if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        uint32_t c = 0xfffd;
+        int k = utf8_read(s + i, n - i, &c);
+        if (c == '"' || c == '\\') fprintf(f, "\\%c", (int)c);
         else if (c == '\n') fputs("\\n", f);
-        else if (c < ' ' || c == 127 || (k == 2 && c < 0xa0)) fprintf(f, "\\u%04x", (unsigned)c);
-        else if (k) fwrite(s + i, 1, (size_t)k, f);
-        else fputs("\\ufffd", f);
+        else if (!k || c < ' ' || (c >= 127 && c < 0xa0)) fprintf(f, "\\u%04x", (unsigned)c);
+        else fwrite(s + i, 1, (size_t)k, f);
         i += k ? (size_t)k : 1;
     }
     putc('"', f);

@@ -102,7 +102,8 @@ const char *in_color(FILE *f, const char *sequence);
 int  shown_char(const char *s, size_t n, char out[8]);
 void show(FILE *f, const char *s, size_t n);                   // writes n bytes like that
 
-int   utf8_length(const char *s, size_t n);    // bytes of the well-formed character at s; 0: there is none
+int   utf8_read(const char *s, size_t n, uint32_t *c);  // bytes of the well-formed character at s, and its code point;
+int   utf8_length(const char *s, size_t n);             // 0: there is none
 char *utf8_put(char *o, unsigned c);           // writes code point c -> the byte behind it
 void  bytes_put(char **out, const char *s, size_t n);          // appends n bytes to an stb_ds array
 

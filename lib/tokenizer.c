@@ -212,19 +212,9 @@ static int model_id(const Tokenizer *t, const char *s, size_t n) {
 // ---- Characters
 // The code of the character that the n >= 1 bytes at s begin with, and its length in *len.
 static uint32_t char_code(const char *s, size_t n, int *len) {
-    const unsigned char *p = (const unsigned char *)s;
-    *len = 1;
-    if (p[0] < 0x80) return p[0];
-    *len = utf8_length(s, n);
-    if (*len == 0) {
-        *len = 1;
-        return BROKEN + p[0];
-    }
-
-    // The first of k bytes holds 7 - k bits of the code, each other byte 6.
-    uint32_t code = p[0] & (0x7fu >> *len);
-    for (int i = 1; i < *len; i++) code = code << 6 | (p[i] & 63);
-    return code;
+    uint32_t c = BROKEN + (unsigned char)*s;
+    *len = max_int(utf8_read(s, n, &c), 1);
+    return c;
 }
 
 // Where the character begins that ends at s[end], behind s[from].
@@ -1515,18 +1505,15 @@ static int load_merge(Tokenizer *t, const Json *m, int rank, char err[512]) {
 
 // "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
 static int load_model(Tokenizer *t, const Json *m, char err[512]) {
-    const Json *merges = json_get(m, "merges"), *dropout = json_get(m, "dropout");
-    const Json *unk = json_get(m, "unk_token");
+    static const char *const unknown[] = { "dropout", "continuing_subword_prefix", "end_of_word_suffix" };
+    const Json *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
     if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
         return refuse_type(err, "a model", m);
-    for (int i = 0; i < 2; i++) {
-        const char *affix = i ? "end_of_word_suffix" : "continuing_subword_prefix";
-        const Json *j = json_get(m, affix);
-        if (!json_none(j) && (j->type != JSON_STRING || j->len))
-            return fault(err, "model.%s is not supported", affix);
+    for (int i = 0; i < 3; i++) {
+        const Json *j = json_get(m, unknown[i]);
+        int harmless = json_none(j) || (j->type == JSON_NUMBER && j->num == 0) || (j->type == JSON_STRING && !j->len);
+        if (!harmless) return fault(err, "model.%s is not supported", unknown[i]);
     }
-    if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0))
-        return fault(err, "model.dropout is not supported");
     t->ignore_merges = flag(m, "ignore_merges", 0, err);
     t->byte_fallback = flag(m, "byte_fallback", 0, err);
     t->fuse_unk = flag(m, "fuse_unk", 0, err);
