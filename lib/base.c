@@ -1126,7 +1126,7 @@ const Json *json_get(const Json *obj, const char *key) {
 // The length of the well-formed character that the n bytes at s begin with, and its code point in *c; 0 when they
 // begin with none, and *c stays.
 int utf8_read(const char *s, size_t n, uint32_t *c) {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // the first character of a length
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // less is written too long
     const unsigned char *p = (const unsigned char *)s;
     int k = 1;
     if (!n || (p[0] >= 0x80 && p[0] < 0xc0) || p[0] >= 0xf8) return 0;
@@ -1137,7 +1137,7 @@ int utf8_read(const char *s, size_t n, uint32_t *c) {
         if ((p[i] & 0xc0) != 0x80) return 0;
         code = code << 6 | (p[i] & 63);
     }
-    if (code < least[k] || (code >= 0xd800 && code < 0xe000) || code > 0x10ffff) return 0;  // overlong, half a pair, beyond
+    if (code < least[k] || (code >= 0xd800 && code < 0xe000) || code > 0x10ffff) return 0;
     *c = code;
     return k;
 }

@@ -460,8 +460,8 @@ static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
         const Json *v = config_key(o, foreign_keys[i].key);
         char buf[64];
         if (v && !foreign_harmless(v, foreign_keys[i].neutral))
-            config_fail(r, "%s, %s: other families compute with it, which model_type %s does not do, so the numbers would "
-                        "be wrong", foreign_keys[i].key, json_show(v, buf), c->model_type);
+            config_fail(r, "%s, %s: other families compute with it, which model_type %s does not do, so the numbers "
+                        "would be wrong", foreign_keys[i].key, json_show(v, buf), c->model_type);
     }
 }
 
@@ -1178,8 +1178,8 @@ static int weights_leftovers(const WeightFiles *wf, const Config *c, char err[51
             const char *p = t->data;
             if (t->used > t->listed || strstr(t->name, "rotary_emb.inv_freq")) continue;    // the index asked once
             if (bias && t->bytes && (*p || memcmp(p, p + 1, t->bytes - 1)))
-                return fault(err, "%.200s: tensor %.150s is not zero, but by its family, attention_bias and mlp_bias in "
-                             "config.json the model has no such bias", c->dir, t->name);
+                return fault(err, "%.200s: tensor %.150s is not zero, but by its family, attention_bias and mlp_bias "
+                             "in config.json the model has no such bias", c->dir, t->name);
             if (!left && !bias) first = t->name;
             left += !bias;
         }
