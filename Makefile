@@ -153,7 +153,7 @@ demo: kvcomp
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,headkv,quest,lychee,$\
           loopserve,pats,q8,sonic
 compare: kvcomp
-	./kvcomp --eval all --compare $(COMPARE) --budgets 64,128 -t 1
+	./kvcomp --eval all --compare $(COMPARE) --budgets 64,128 --full-layers 1 -t 1
 
 # Some hours of two cores. It goes on where it stopped; data/compare_real.sh says how to do a part.
 compare-real: kvcomp

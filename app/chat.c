@@ -537,7 +537,7 @@ int generate(App *a, int n, FILE *out) {
     while (!a->finish) {
         int id = reply_next(a);
         if (id < 0) break;
-        text = decode_token(&d, id, text);
+        if (a->tok) text = decode_token(&d, id, text);
         if (a->stop) bytes_put(&said, text, arrlenu(text));
         wrap_text(&w, &text, 0);
         write_text(&text, out);
@@ -1542,17 +1542,18 @@ static void open_template(App *a, const char *tokenizer_path, int needed) {
 }
 
 // Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
-// that names ids the model does not have, ends the program; without it a line on stderr says that
-// there is none. (--dump-tokens has no model.)
+// that names ids the model does not have, ends the program; without it, and for --batch, whose lines
+// may be ids, a line on stderr says that there is none. (--dump-tokens has no model.)
 void open_tokenizer(App *a, int needed) {
     char err[512];
     const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
+    int must = needed && (!*opt_str(a->o, "batch") || opt_int(a->o, "dump-tokens"));
     if (!*path) {
-        if (needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
+        if (must) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
         return;
     }
     a->tok = tokenizer_load(path, err);
-    if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
+    if (!a->tok && must) die(EXIT_MODEL, "%s", err);
     if (!a->tok) {
         if (!quiet)
             warn("%s; going on without text (lychee then cuts chunks of 16)", err);
@@ -1857,6 +1858,8 @@ static Side *sides_open(const App *a, int budget) {
     snprintf(text, sizeof text, "%d", budget);
     options_set(o, "temp", "0", err);
     if (!opt_given(o, "ratio") && opt_int(o, "budget") <= 0) options_set(o, "budget", text, err);
+    // Two full layers would be a third of the shipped model, and those in which its copying heads are.
+    if (!opt_given(o, "full-layers") && a->c->L < 8) options_set(o, "full-layers", "1", err);
     for (int i = 0; i < N_SIDES; i++) {
         side_open(arraddnptr(x, 1), a, o, side_methods[i]);
         if (!strcmp(a->method, side_methods[i])) own = 0;

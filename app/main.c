@@ -539,6 +539,8 @@ static int request_read(Batch *b, const Json *j, char err[512]) {
     const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *ids = json_get(j, "ids");
     const Json *given = json_get(j, "continuation");
     if (!!prompt + !!messages + !!ids != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
+    if (!a->tok && (!ids || json_get(j, "stop") || (given && given->type == JSON_STRING)))
+        return fault(err, "a text needs a tokenizer, and the model has none: give 'ids', and no text beside them");
 
     if (given && (json_get(j, "max_tokens") || json_get(j, "stop")))
         return fault(err, "'continuation' is a given reply: 'max_tokens' and 'stop' are for one that is made");

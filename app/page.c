@@ -56,6 +56,7 @@ static const char *short_values[][2] = {
     { "loopserve-obs", "16" },
     { "pats-window", "32" },
     { "sink", "4" },
+    { "full-layers", "1" },
 };
 enum { SHORT_VALUES = sizeof short_values / sizeof *short_values };
 
