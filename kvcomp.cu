@@ -2955,13 +2955,19 @@ window_kernel(const __grid_constant__ Attn a, ColumnPlan c, int rows, int i0, fl
 // through attend_kernel. What a window's sums need of its softmax rows is window_kernel's too, or else attend_kernel's;
 // column_kernel has the sums over lists of rows, in decode, and scores of sampled queries, over any rows.
 //
-// What the papers ask of them:
-//     LoopServe       a prefill reads lines, chosen for every query head: works of one query head, Attn.lines. A
-//                     decode step reads a list of rows for each KV head, chosen by sums of columns
-//     PATS            packed rows, which decode_kernel unpacks
-//     LycheeCluster   a list of rows for each KV head, which cluster_select_kernel has left in ROOM_VIEWS
-//     SONIC           another rule of visibility (Attn.rule): prefill_kernel leaves out other messages' tiles
-//     DiliLazyKV      a list for every query head: works of those that read the same
+// What the papers ask of them. Rows are read in a prefill by prefill_kernel, in decode by decode_kernel, or by
+// attend_kernel where the table above says so:
+//     LoopServe       prefill: the lines that select_lines_kernel has chosen for every query head, as works of one head
+//                     (Attn.lines; prefill_kernel<.., LINES 1>); the sampled rows it chooses by: column_kernel.
+//                     Decode: a list for each KV head, which ring_lists_kernel has left in ROOM_VIEWS; the sums it
+//                     chooses by: window_kernel
+//     PATS            prefill: its packed rows as f16 (rows_as_f16). Decode: packed rows (rows_unpack)
+//     LycheeCluster   prefill: every row. Decode: a list for each KV head, which cluster_select_kernel has left in
+//                     ROOM_VIEWS
+//     SONIC           prefill: another rule of visibility (Attn.rule); other messages' tiles are left out (tile_seen).
+//                     Decode: every row that it has kept
+//     DiliLazyKV      prefill: every row; the sums it chooses by: window_kernel. Decode: a list for every query head,
+//                     and a work for those that read the same (plan_decode)
 
 static int tensor_min = TC_MIN;
 
@@ -3340,12 +3346,6 @@ static int most_rows(const Session *s) {
     return n;
 }
 
-// KV_MASS of a decode step, whose plan has a work for each query head. N is what there is memory for, not what is
-// held, so that the launches stay the same from step to step.
-static void decode_mass(Session *s, const Attn &a) {
-    if (s->wants & KV_MASS) add_mass(s, a, a.work, a.stat, 1, most_rows(s));
-}
-
 // h->mass to the host, for hooks that read it.
 void mass_fetch_cuda(Session *s, KVHead *h) {
     download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float));
@@ -3408,7 +3408,9 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
         a = plan_run(s, a, &p);
         count_read(s, l);
     }
-    decode_mass(s, a);
+    // The plan has a work for each query head then. N is what there is memory for, not what is held, so that the
+    // launches stay the same from step to step.
+    if (s->wants & KV_MASS) add_mass(s, a, a.work, a.stat, 1, most_rows(s));
     scratch_reset(s, mark);
 }
 
@@ -3548,7 +3550,7 @@ void views_drop_cuda(Session *s) {
 // A layer is five launches, each of which reads what the one before has written:
 //
 //     qkv_kernel     norm, W_q W_k W_v, norms of heads, RoPE, append      x -> q, rows of K and V
-//     attention      one of two kernels; its last blocks join           q, rows -> out
+//     attention      decode_kernel or attend_kernel (reader_of)          q, rows -> out
 //     gemv_kernel    W_o, residual                                        out -> x
 //     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
 //     gemv_kernel    W_down, residual                                     gate -> x
@@ -4303,9 +4305,8 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // agree to rounding.
 
 // ---- attention over lines
-// prefill_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest: f32 rows,
-// head_dims that are no multiple of 8, passes of fewer than TC_MIN tokens, and --exact. A work is rows of one
-// query head then. A head of which every cell is chosen goes the way of dense attention.
+// prefill_kernel (section 3) computes it where it computes dense prefills, attend_kernel the rest (reader_of). A work
+// is rows of one query head then. A head of which every cell is chosen goes the way of dense attention.
 //
 // The columns that rows [s0,E) need (block_columns of kvcomp.c): column c is needed if it is a vertical left of
 // them, or if one of the offsets [s0-c, E-1-c] is chosen, which is one look at 64 bits.
@@ -4697,9 +4698,9 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // arXiv 2507.13681.
 // In a prefill all of Algorithm 2 runs here but the drawing of the samples: softmax rows of the
 // sampled queries (section 7), then one block a query head chooses that head's lines from them.
-// Only the chosen lines, as bits, and what they recover come to the host; attention over them is
-// that of section 7. In decode the device keeps the ring of the last queries, scores all rows by it and
-// picks the best (Algorithm 3).
+// Only the chosen lines, as bits, and what they recover come to the host; prefill_kernel reads what lies on
+// them (section 7). In decode the device keeps the ring of the last queries, scores all rows by it and
+// picks the best (Algorithm 3), which decode_kernel reads.
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
 //   Eq. 1 -> recovered, select_lines_kernel
