@@ -860,21 +860,21 @@ static void close_with_options(Session *s) {
     options_free(o);
 }
 
-// Does the budget matter to this session? A method that selects rows has one.
-static int has_budget(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
-    return 0;
-}
-
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
-// program at once. A method without a budget gets one row. Returns the rows (stb_ds).
+// program at once. A method without a budget gets one row. Among several those are left out, and said, which need
+// scores of the model's heads where it has none. Returns the rows (stb_ds).
 static Score *open_rows(const App *a) {
-    char name[160], budget[160], err[256];
+    char name[160], budget[160], err[256], scores[1100];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     const char *budgets = opt_str(a->o, "budgets");
     Score *rows = NULL;
+    snprintf(scores, sizeof scores, "%s/head_scores.json", a->c->dir);
+    int several = strchr(list, ',') != NULL, scored = *opt_str(a->o, "head-scores") || file_exists(scores);
     for (int i = 0; list_word(list, i, name); i++) {
+        if (several && !scored && (strstr(name, "dililazy") || strstr(name, "headkv"))) {
+            warn("%s is left out: the model has no scores of its heads (--calibrate makes them)", name);
+            continue;
+        }
         for (int j = 0; list_word(budgets, j, budget); j++) {
             App own = { .o = options_copy(a->o), .method = name };
             Score sc = { 0 };
@@ -883,11 +883,12 @@ static Score *open_rows(const App *a) {
             own.s = sc.s = session_open(a->c, a->w, own.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);
             sc.made = written(&own, write_making);
-            sc.budget = has_budget(sc.s) ? sc.s->budget : 0;
+            sc.budget = uses_budget(sc.s) ? sc.s->budget : 0;
             arrput(rows, sc);
-            if (!has_budget(sc.s)) break;
+            if (!uses_budget(sc.s)) break;
         }
     }
+    if (!rows) die(EXIT_USAGE, "--compare %s: no method is left", list);
     return rows;
 }
 
