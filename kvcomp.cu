@@ -2231,6 +2231,7 @@ static __device__ void q4_turn(float *to, int to_stride, const float *from, size
     for (int i = threadIdx.x >> 5; i < m * blocks; i += ATTN_WARPS) {
         int row = i / blocks, d = i % blocks * Q4_BLOCK;
         float x = hadamard_lanes(from[row * stride + d + (into ? lane : place)], Q4_BLOCK) / 8;
+        __syncwarp();                           // every lane has read: to may be from
         to[row * to_stride + d + (into ? place : lane)] = x;
     }
 }
