@@ -5536,7 +5536,7 @@ static __device__ void queries_load(const LycheeSeek &a, int g, const LycheeShar
     __syncthreads();
     for (int i = threadIdx.x >> 5; i < a.R; i += TOP_WARPS) {    // both half warps the same
         float length = sqrtf(dot_lanes(m.q + i * a.D, m.q + i * a.D, a.D));
-        m.w[i] = 1 / fmaxf(length, 1e-20f);
+        if (!(threadIdx.x & 31)) m.w[i] = 1 / fmaxf(length, 1e-20f);
     }
     __syncthreads();
 }
