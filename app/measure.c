@@ -243,7 +243,7 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
 
 // ---- how an item is played
 static void note_answer(const EvalItem *it, int turn, char *said, Answer *x);           // see metrics
-static void note_logits(const float *ref, const float *y, int V, int right, Answer *x);
+static double note_logits(const float *ref, const float *y, int V, int right, Answer *x);
 
 // An empty record and an empty cache.
 static void play_start(App *a) {
@@ -337,6 +337,13 @@ static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
     note_cost(a->s, sc);
 }
 
+// Does a token of the reply, its bytes [from,to), touch the answer?
+static int in_answer(const EvalTurn *t, int from, int to) {
+    int hit = !arrlen(t->span);
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2) hit |= from < t->span[i + 1] && to > t->span[i];
+    return hit;
+}
+
 // The forced pass: from the turn `first` on, whose message has been read, the right replies are fed whatever
 // the method would say.
 //   x NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
@@ -348,16 +355,26 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Answ
     size_t row = 0;                                                         // the next row of *ref
     for (int i = first; i < turns; i++) {
         const EvalTurn *t = &it->turn[i];
-        int *ids = gold_ids(a, t), n = (int)arrlen(ids);
+        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
+        Decoder d = { .t = a->tok };
+        char *text = NULL;
         if (i > first) play_prefill(a, t->user);
         for (int k = 0; k < n; k++) {
+            int from = (int)arrlen(text);
+            text = decode_token(&d, ids[k], text);
             if (t->answers && !x) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
-            if (t->answers && x) note_logits(*ref + V * row++, a->logits, V, ids[k], x);
+            if (t->answers && x) {
+                double nll = note_logits(*ref + V * row++, a->logits, V, ids[k], x);
+                int counts = in_answer(t, from, (int)arrlen(text));
+                counted += counts;
+                x->nll += counts ? nll : 0;
+            }
             // Nothing is asked behind the last token of the dialogue.
             if (i < turns - 1 || k < n - 1) feed_right(a, ids[k]);
         }
-        if (t->answers && x) x++;
+        if (t->answers && x) x++->nll /= max_int(counted, 1);
         arrfree(ids);
+        arrfree(text);
     }
 }
 
@@ -565,13 +582,13 @@ static double divergence(const float *p, const float *q, int n) {
     return sum > 0 ? sum : 0;
 }
 
-// Adds the token `right` that follows the method's logits y (V), beside those of full attention where there are any.
-static void note_logits(const float *ref, const float *y, int V, int right, Answer *x) {
-    x->nll += log_sum_exp(y, V) - y[right];
+// Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
+// that follows.
+static double note_logits(const float *ref, const float *y, int V, int right, Answer *x) {
     x->predicted++;
-    if (!ref) return;
-    x->kld += divergence(ref, y, V);
-    x->top1 += argmax(ref, V) == argmax(y, V);
+    x->kld += ref ? divergence(ref, y, V) : 0;
+    x->top1 += ref && argmax(ref, V) == argmax(y, V);
+    return log_sum_exp(y, V) - y[right];
 }
 
 // ---- scores and intervals
@@ -600,8 +617,8 @@ static int is_at(const Answer *x, int place) {
     return x->position == place;
 }
 
-// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. The
-// numbers of the forced pass are sums over its tokens, the others one number. stb_ds; NULL when there are none.
+// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. What
+// stands behind `predicted` is a sum over so many tokens, the others are one number. stb_ds; NULL when there are none.
 static Sum *sums_of(const Answer *x, const char *task, int place, size_t at) {
     Sum *part = NULL;
     for (int i = 0; i < (int)arrlen(x); i++) {
@@ -914,8 +931,8 @@ static const Column answer_columns[] = {
     { "depth",             offsetof(Answer, depth) },
     { "score",             offsetof(Answer, score) },
     { "found",             offsetof(Answer, found) },
-    { "predicted",         offsetof(Answer, predicted) },
     { "nll",               offsetof(Answer, nll) },
+    { "predicted",         offsetof(Answer, predicted) },
     { "kld",               offsetof(Answer, kld) },
     { "top1",              offsetof(Answer, top1) },
     { NULL }
@@ -1327,7 +1344,7 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
         for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
             const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]), *ref = NULL;
             if (full) ref = i < half ? prefill(full, x, half) : decode(full, x[i]);
-            note_logits(ref, y, V, x[i + 1], &answer);
+            answer.nll += note_logits(ref, y, V, x[i + 1], &answer) / (window - half);
         }
         arrput(sc->answers, answer);
         note_cost(a->s, sc);

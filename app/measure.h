@@ -40,9 +40,9 @@ typedef struct {
     double depth;               // of the evidence in the text, in per cent; -1 does not apply
     double score;               // 0..1 by the item's own score
     double found;               // 1: it holds the answer
-    double predicted;           // tokens of the right reply (forced pass) ..
-    double nll;                 // .. their NLL in nats, a sum over them
-    double kld;                 // .. the KL divergence from full attention, likewise
+    double nll;                 // NLL of the right answer per token, in nats (forced pass)
+    double predicted;           // tokens of the right reply, with the frame around the answer (forced pass) ..
+    double kld;                 // .. their KL divergence from full attention, a sum over them
     double top1;                // .. and those of them where the best token is that of full attention
 } Answer;
 
