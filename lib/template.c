@@ -20,10 +20,11 @@
 enum {                          // bounds, far above what a real program takes
     JINJA_SOURCE = 1 << 20,     // bytes of a program
     JINJA_NESTED = 90,          // brackets, blocks and calls of macros inside one another
-    JINJA_STEP   = 32,          // work of an operand read, a member made, and eight variables passed over in search of one
-    JINJA_WORK   = 64 << 20,    // all steps, and bytes of the program read, of values made and of texts looked through;
-    JINJA_WORK_MESSAGE = 740000,        // for each message, and for each byte of one, so much more
-    JINJA_WORK_BYTE = 200,
+    JINJA_BYTE   = 2,           // work of a byte of the program read, of a value made or of a text looked through; and of
+    JINJA_STEP   = 64,          // an operand read, a member made, and eight variables passed over in search of one
+    JINJA_WORK   = 64 << 20,    // all of it, so at most half as many bytes of memory;
+    JINJA_WORK_MESSAGE = 1480000,       // for each message, and for each byte of one, so much more
+    JINJA_WORK_BYTE = 400,
     JINJA_NUMBER = 1000000000   // the largest number
 };
 
@@ -121,7 +122,7 @@ KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
 
 // Counts a step over n bytes. Too much work stops the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
-    j->work += JINJA_STEP + n;
+    j->work += JINJA_STEP + JINJA_BYTE * n;
     if (j->work > j->most_work) jinja_fail(j, "the program takes too long");
     return !j->failed;
 }

@@ -38,7 +38,7 @@ enum {                          // Piece.flags, beside TOKEN_*
 enum {
     MAX_STEPS = 8,              // steps of a normalizer, and of a pre-tokenizer, at most
     MAX_CODE = 1000,            // instructions of a pattern at most
-    MAX_SETS = 400              // characters and sets of all patterns at most
+    MAX_SETS = 200              // characters and sets of all patterns at most
 };
 
 typedef struct {                // one token of the vocabulary
