@@ -154,9 +154,8 @@ char *copy_text(const char *s) {
     return copy_bytes(s, strlen(s));
 }
 
-// n bytes at an address that is a multiple of `align`; NULL when there is no memory. For two places
-// that say what would need less.
-void *aligned_bytes(size_t align, size_t n) {
+// n bytes at an address that is a multiple of `align`; NULL when there is no memory.
+static void *aligned_bytes(size_t align, size_t n) {
     return NO_ALLOCATION ? NULL : aligned_alloc(align, n);
 }
 

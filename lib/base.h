@@ -115,7 +115,6 @@ void *xcalloc(size_t n, size_t size);   // all zero
 void *xrealloc(void *p, size_t n);
 char *copy_bytes(const char *s, size_t n);     // NUL-terminated; the caller frees it
 char *copy_text(const char *s);
-void *aligned_bytes(size_t align, size_t n);   // NULL when there is no memory
 void  ask_huge_pages(void *p, size_t n);       // nothing depends on the answer
 size_t page_bytes(void);
 
