@@ -1775,6 +1775,15 @@ const Method *method_find(const char *name, size_t n) {
     return NULL;
 }
 
+// path = the file that a method needs beside the model: what its option says, else that of its name in the model's
+// folder. 1: the option says it, or it is there; and where the method needs none.
+int method_file(const Method *m, const Config *c, const Options *o, char path[1100]) {
+    const char *given = m->file ? opt_str(o, m->file_option) : "none";
+    if (*given) snprintf(path, 1100, "%s", given);
+    else snprintf(path, 1100, "%s/%s", c->dir, m->file);
+    return *given || file_exists(path);
+}
+
 // Adds a part with this method, in the order of the timeline: prefill, select, store. 0, or -1 with the
 // reason in s->err: two parts that decide the same thing cannot be combined.
 static int part_add(Session *s, const Method *m, const char *spec) {
@@ -6244,12 +6253,9 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
 // untrained one of --sonic-weights none, and sets up the branch, which is the base model's layers with the adapter's
 // matrices in place of its own. Returns 0, or -1 with s->err set.
 static int sonic_adapter(Session *s, Sonic *x) {
-    const char *given = opt_str(s->opt, "sonic-weights");
     char path[1100];
-    int untrained = !strcmp(given, "none");
-    if (*given) snprintf(path, sizeof path, "%s", given);
-    else snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
-    if (!*given && !file_exists(path))
+    int untrained = !strcmp(opt_str(s->opt, "sonic-weights"), "none");
+    if (!method_file(method_find("sonic", 5), s->c, s->opt, path))
         return refuse(s, "sonic: needs trained Nexus weights, and %.300s is not there: "
                          "--sonic-weights FILE, or --sonic-weights none for a trial", path);
 
@@ -6354,6 +6360,8 @@ const Method sonic_method = {
                "prefill",
     .uses    = "--sink 4, --paper",
     .opts    = sonic_opts,
+    .file    = "nexus.safetensors",
+    .file_option = "sonic-weights",
     .role    = ROLE_PREFILL | ROLE_SELECT,
     .rule    = VIS_SEGMENT,
     .evicts  = 1,
@@ -6533,22 +6541,17 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     return bad ? NULL : x;
 }
 
-// Reads x->inf for the method `name`: from the file of --head-scores, or from head_scores.json in the
-// model's folder, the scores that --NAME-score says; and --head-beta, or `beta` where that is not
-// given. Returns 0, or -1 with s->err set.
+// Reads x->inf for the method `name`: from its file (method_file), the scores that --NAME-score says; and --head-beta,
+// or `beta` where that is not given. Returns 0, or -1 with s->err set.
 static int head_scores_open(Session *s, DiliLazy *x, const char *name, double beta) {
     const Config *c = s->c;
     char path[1100], which[32], why[512];
     x->beta = opt_real(s->opt, "head-beta") > 0 ? opt_real(s->opt, "head-beta") : beta;
     if (x->headkv && x->beta <= 1) return refuse(s, "headkv: --head-beta is more than 1, found %g", x->beta);
     snprintf(which, sizeof which, "%s-score", name);
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, "head-scores"));
-    if (!*path) {
-        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
-        if (!file_exists(path))
-            return refuse(s, "%s needs the scores of the model's heads: --head-scores FILE, "
-                             "or make them: --calibrate %.300s", name, path);
-    }
+    if (!method_file(method_find(name, strlen(name)), c, s->opt, path))
+        return refuse(s, "%s needs the scores of the model's heads: --head-scores FILE, "
+                         "or make them: --calibrate %.300s", name, path);
     x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
     if (!x->inf) return refuse(s, "--head-scores: %.470s", why);
     x->cap = xcalloc((size_t)c->L * c->H, sizeof(int));
@@ -6695,6 +6698,8 @@ const Method dililazy_method = {
     .budget  = 128,
     .uses    = "--obs-window 16, --kernel 7, --head-scores FILE, --head-beta 1.351",
     .opts    = dililazy_opts,
+    .file    = "head_scores.json",
+    .file_option = "head-scores",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(DiliLazy),
@@ -6778,6 +6783,8 @@ const Method headkv_method = {
     .budget  = 128,
     .uses    = "--obs-window 8, --kernel 7, --head-scores FILE, --head-beta 1.2",
     .opts    = headkv_opts,
+    .file    = "head_scores.json",
+    .file_option = "head-scores",
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(DiliLazy),

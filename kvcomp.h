@@ -128,6 +128,8 @@ typedef struct Method {
     int         budget;         // --budget when the user gives none; 0: the method has no budget
     const char *uses;           // other options it reads, with their defaults: "--sink 4, ..."
     const Opt  *opts;           // its own options, ended by name NULL; NULL: none
+    // a file beside the model that it cannot do without, and the option that names another; NULL: none
+    const char *file, *file_option;
     int role, wants, rule;      // ROLE_* bits, KV_* bits, VIS_*
     int evicts;                 // 1: rows are really dropped; 0: it saves reads only, or bytes a row
     size_t state;
@@ -405,10 +407,13 @@ extern "C" {
 
 // ------------------------------------------------------------------------ finding by name (sections 2, 4 and 15)
 const Method *method_find(const char *name, size_t n);        // the n bytes at name; NULL: there is none
+int           batch_rows(const Options *o, const char *device); // rows of a prefill block: -b, or what suits it
 const char   *nearest_method(const char *typed, size_t n);    // the one that is meant; NULL: nothing is near
 const Format *format_find(const char *name);                  // NULL: there is none
-int           batch_rows(const Options *o, const char *device); // rows of a prefill block: -b, or what suits it
 void          ids_must_have_rows(const Config *c, const int *ids, int n);       // exit 3
+
+// path = the file that the method needs beside the model. 0: it is not there
+int           method_file(const Method *m, const Config *c, const Options *o, char path[1100]);
 
 // What an open hook returns when its options do not fit: writes the reason into s->err and returns -1.
 int   refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);

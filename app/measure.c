@@ -877,19 +877,29 @@ static void close_with_options(Session *s) {
     options_free(o);
 }
 
+// Does a part of this method need a file beside the model that is not there?
+static int lacks_file(const App *a, const char *spec) {
+    char path[1100];
+    int lacks = 0;
+    for (size_t n; *spec; spec += n + (spec[n] != 0)) {
+        n = strcspn(spec, "+");
+        const Method *m = method_find(spec, n);
+        lacks |= m && !method_file(m, a->c, a->o, path);
+    }
+    return lacks;
+}
+
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
-// program at once. A method without a budget gets one row. Among several those are left out, and said, which need
-// scores of the model's heads where it has none. Returns the rows (stb_ds).
+// program at once. A method without a budget gets one row. Among several those are left out, and said, which need a
+// file beside the model that is not there. Returns the rows (stb_ds).
 static Score *open_rows(const App *a) {
-    char name[160], budget[160], err[256], scores[1100];
+    char name[160], budget[160], err[256];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     const char *budgets = opt_str(a->o, "budgets");
     Score *rows = NULL;
-    snprintf(scores, sizeof scores, "%s/head_scores.json", a->c->dir);
-    int several = strchr(list, ',') != NULL, scored = *opt_str(a->o, "head-scores") || file_exists(scores);
     for (int i = 0; list_word(list, i, name); i++) {
-        if (several && !scored && (strstr(name, "dililazy") || strstr(name, "headkv"))) {
-            warn("%s is left out: the model has no scores of its heads (--calibrate makes them)", name);
+        if (strchr(list, ',') && lacks_file(a, name)) {
+            warn("%s is left out: a file that it needs is not beside the model (--help METHOD names it)", name);
             continue;
         }
         for (int j = 0; list_word(budgets, j, budget); j++) {

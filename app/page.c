@@ -86,9 +86,7 @@ static void json_base64(FILE *f, const void *bytes, size_t n) {
 static void write_scores(const App *a, FILE *f) {
     char path[1100], err[512];
     size_t n;
-    const char *given = opt_str(a->o, "head-scores");
-    if (*given) snprintf(path, sizeof path, "%s", given);
-    else snprintf(path, sizeof path, "%s/head_scores.json", a->c->dir);
+    method_file(method_find("dililazy", 8), a->c, a->o, path);
     char *text = read_bounded(path, (size_t)16 << 20, &n, err);
     Json *j = text ? json_parse(text, n, err) : NULL;
     if (j) fwrite(text, 1, n, f);
