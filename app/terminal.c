@@ -44,8 +44,8 @@ void progress(const char *what, double share) {
 
 // ---- the terminal
 // From the beginning of a chat to its end the terminal shows no keys: while a line is edited readline
-// draws them, and while a reply is made they wait for the next line. Ctrl-C and Ctrl-Z are signals all
-// the time. The terminal's own settings come back when the program stops or ends.
+// draws them, and while a reply is made they wait for the next line. Ctrl-Z is a signal all the time, Ctrl-C while
+// no line is edited. The terminal's own settings come back when the program stops or ends.
 
 // Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
 // a pasted newline does not send the line. Readline asks for it while it edits; it stays on while a
@@ -285,21 +285,20 @@ static NameAt *name_at;             // what Tab completes
 static int name_from;               // where in the line the word to be completed begins
 static sigset_t signals_before;     // those let through while it waits
 
-// Waits for a byte and takes it: 1, or -1 at the end of the input. 0: a signal came first. Ctrl-C drops the bytes
-// before it, even one that pselect has seen, so read() must not wait (line_prepare): it would wait for the next key,
-// and nothing would hear the signal until then. Ctrl-C also comes before the bytes behind it, although pselect lets
-// no signal through where there is a byte.
+// Waits for a byte and takes it: 1, or -1 at the end of the input. 0: a signal came first.
 static int byte_take(unsigned char *c) {
     fd_set f;
-    sigset_t held;
     FD_ZERO(&f);
     FD_SET(0, &f);
-    int came = pselect(1, &f, NULL, NULL, NULL, &signals_before) >= 0 || errno != EINTR;
-    sigprocmask(SIG_SETMASK, &signals_before, &held);
-    sigprocmask(SIG_SETMASK, &held, NULL);
-    if (!came || interrupted || redraw) return 0;
-    ssize_t n = read(0, c, 1);
-    return n ? (int)n : isatty(0) - 1;      // a terminal that is gone has 0 bytes, too
+    if (pselect(1, &f, NULL, NULL, NULL, &signals_before) < 0 && errno == EINTR) return 0;
+    return read(0, c, 1) == 1 ? 1 : -1;
+}
+
+// Is this byte Ctrl-C, or what the user's terminal has in its place? While a line is edited it comes as a key, in its
+// place between the others: a signal would overtake the keys before it.
+static int is_interrupt(unsigned char c) {
+    cc_t key = terminal_before.c_cc[VINTR];
+    return c == key && key != _POSIX_VDISABLE;
 }
 
 // Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C ends
@@ -315,21 +314,23 @@ static int byte_read(FILE *f) {
         }
         redraw = 0;
     }
-    if (n > 0) return c;
+    if (n > 0 && is_interrupt(c)) interrupted = 1;
+    if (n > 0 && !interrupted) return c;
     return interrupted && RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
 }
 
-// Readline takes the terminal. It shows keys only on one that shows them. At the prompt Ctrl-C drops what
-// was typed before it and not read yet.
+// Readline takes the terminal. It shows keys only on one that shows them. A signal of before comes before the keys.
 static void line_prepare(int meta) {
     struct termios shows = terminal_quiet;
+    sigset_t held;
     shows.c_lflag |= ECHO;
     tcsetattr(0, TCSANOW, &shows);
     rl_prep_terminal(meta);
     tcgetattr(0, &terminal_given);
-    terminal_given.c_lflag &= ~(tcflag_t)NOFLSH;
-    terminal_given.c_cc[VMIN] = 0;          // read() never waits: byte_take does
+    terminal_given.c_cc[VINTR] = _POSIX_VDISABLE;
     tcsetattr(0, TCSANOW, &terminal_given);
+    sigprocmask(SIG_SETMASK, &signals_before, &held);
+    sigprocmask(SIG_SETMASK, &held, NULL);
 }
 
 // It gives the terminal back: keys wait unseen.
