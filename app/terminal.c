@@ -284,6 +284,7 @@ static struct termios terminal_quiet;       // the settings while a reply is mad
 static NameAt *name_at;             // what Tab completes
 static int name_from;               // where in the line the word to be completed begins
 static sigset_t signals_before;     // those let through while it waits
+static int line_given_up;           // 1: the line that Ctrl-C ended had some text; readline empties it when a key is cut
 
 // Waits for a byte and takes it: 1, or -1 at the end of the input. 0: a signal came first.
 static int byte_take(unsigned char *c) {
@@ -316,6 +317,7 @@ static int byte_read(FILE *f) {
     }
     if (n > 0 && is_interrupt(c)) interrupted = 1;
     if (n > 0 && !interrupted) return c;
+    line_given_up |= rl_end > 0;
     return interrupted && RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
 }
 
@@ -424,7 +426,7 @@ static int read_edited(char **out) {
     snprintf(prompt, sizeof prompt, *color ? "\001%s\002> \001%s\002" : "> ", color, COLOR_OFF);
     do {
         sigprocmask(SIG_BLOCK, &held, &signals_before);
-        interrupted = redraw = 0;
+        interrupted = redraw = line_given_up = 0;
         rl_reset_screen_size();
         line = readline(prompt);
         sigprocmask(SIG_SETMASK, &signals_before, NULL);
@@ -433,7 +435,7 @@ static int read_edited(char **out) {
         line = NULL;
         fputs("\r\n", stdout);
         fflush(stdout);
-    } while (rl_end);               // Ctrl-C: an empty line is given up, behind another one an empty one begins
+    } while (rl_end || line_given_up);      // Ctrl-C: an empty line is given up, behind another one an empty one begins
     editing = 0;
     if (!line) return interrupted ? READ_INTERRUPTED : READ_END;
     bytes_put(out, line, strlen(line));
