@@ -1037,7 +1037,7 @@ static __device__ void head_finish(const Heads &a, int t, int i, const float *fr
 //   Shared  x (HEADS_WARPS,MAX_D)
 //   Bound   memory, a few operations for each number
 enum { HEADS_WARPS = 8 };
-static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) {
+static __global__ void heads_kernel(KV_PARAMETER(Heads) a, Product m) {
     __shared__ float x[HEADS_WARPS][MAX_D];
     int warp = threadIdx.x / 32, t = blockIdx.x, i = blockIdx.y * HEADS_WARPS + warp;
     if (i >= a.H + 2 * a.G) return;
@@ -1089,7 +1089,7 @@ static __device__ void heads_arrive(const Heads &a, int r0, int r1) {
 // vector finishes it (heads_arrive).
 template <int DT>
 static __global__ void __launch_bounds__(GEMV_WARPS * 32, GEMV_BLOCKS)
-qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, const float *x) {
+qkv_kernel(KV_PARAMETER(Gemv) a, KV_PARAMETER(Heads) h, const float *x) {
     KV_DYN_SHARED(char, mem);
     GemvSpan span = gemv_span(a);
     gemv_rows<DT, GEMV_HEADS>(a, x, mem);
@@ -1608,7 +1608,7 @@ enum { ATTEND_BLOCKS = 4 };     // that fit on a multiprocessor
 
 // QW: query rows of a warp, 1 or 8.
 template <int QW>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_kernel(const __grid_constant__ Attn a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_kernel(KV_PARAMETER(Attn) a) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -2599,7 +2599,7 @@ constexpr int decode_blocks(int unpacks, int D, int NT) {
 // KIND: ROW_F16, ROW_BF16, ROW_Q8, ROW_Q4 or DECODE_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, decode_blocks(DecodeShape<KIND, D, NT>::UNPACKS, D, NT))
-decode_kernel(const __grid_constant__ Attn a, int BQ) {
+decode_kernel(KV_PARAMETER(Attn) a, int BQ) {
     KV_DYN_SHARED(char, mem);
     dependents_launch();
     dependency_wait();
@@ -2878,7 +2878,7 @@ static KV_CALL void window_join(const Attn &a, const float *part, int n_part, in
 // SUMS 1: adds the sums of 16 queries to out (H,N).
 template <int DT, int D, int SUMS>
 static __global__ void __launch_bounds__(WindowShape<DT, D>::WARPS * 32, 2)
-window_kernel(const __grid_constant__ Attn a, ColumnPlan c, int rows, int i0, float *out) {
+window_kernel(KV_PARAMETER(Attn) a, ColumnPlan c, int rows, int i0, float *out) {
     KV_DYN_SHARED(char, mem);
     typedef WindowShape<DT, D> Shape;
     const int LANES = Shape::LANES, ROW = Shape::ROW, SLOT = Shape::SLOT;
@@ -4631,7 +4631,7 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 // which is read too.
 template <int DT>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-page_select_kernel(const __grid_constant__ QuestSeek a) {
+page_select_kernel(KV_PARAMETER(QuestSeek) a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
@@ -4756,7 +4756,7 @@ struct RingLists : Seek {       // argument of ring_lists_kernel
 // candidates. In a step in one go the last block makes the works of the layer. Block: TOP_THREADS
 // threads; what they do is top_k_kernel's. Bound by latency, once in 16 steps.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-ring_lists_kernel(const __grid_constant__ RingLists a) {
+ring_lists_kernel(KV_PARAMETER(RingLists) a) {
     __shared__ TopShared m;
     __shared__ int last;
     int g = blockIdx.x, n = a.n[g], left = a.k[g];
@@ -5663,7 +5663,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
 //           way in a block. What the last block does is bound by latency: it reads M chunks twice
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-cluster_select_kernel(const __grid_constant__ LycheeSeek a) {
+cluster_select_kernel(KV_PARAMETER(LycheeSeek) a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ char open[MOST_UNITS];
@@ -5791,7 +5791,7 @@ static __device__ int pick_best(const float *x, int n, int k, int *idx, TopShare
 // a block and from block to block, the lower place is the lower id. Bound by latency: two selections
 // one behind the other, from shared memory.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
-pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, int *arrived) {
+pick_kernel(const float *x, int V, int k, KV_PARAMETER(PickPlan) p, int *arrived) {
     __shared__ TopShared m;
     __shared__ float near[BEST_CHUNK];
     __shared__ int idx[MAX_BEST], last, worst;

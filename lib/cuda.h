@@ -52,6 +52,9 @@ static cudaError_t launch_early(void (*k)(P...), dim3 grid, int block, size_t sm
 #define KV_PRAGMA(x) _Pragma(#x)
 #define KV_UNROLL(n) KV_PRAGMA(unroll n)
 
+// A struct that a kernel takes and no thread changes: all of them read the one that was launched.
+#define KV_PARAMETER(T) const __grid_constant__ T
+
 // A device function that is called, not inlined.
 #define KV_CALL __device__ __noinline__
 

@@ -347,7 +347,7 @@ enum { GEMV_BLOCKS = 4 };       // that fit on a multiprocessor
 // See gemv_rows.
 template <int DT, int MODE>
 static __global__ void __launch_bounds__(GEMV_WARPS * 32, GEMV_BLOCKS)
-gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
+gemv_kernel(KV_PARAMETER(Gemv) a, const float *x) {
     KV_DYN_SHARED(char, mem);
     gemv_rows<DT, MODE>(a, x, mem);
 }

@@ -70,7 +70,6 @@
 #include <signal.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include "../kvcomp.h"             // f16 and bf16
 
 // EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not
@@ -94,7 +93,6 @@
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
 #define __align__(n) __attribute__((aligned(n)))
 #define warpSize 32
@@ -119,10 +117,10 @@ struct dim3 {
 enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
 
 // A thread of a block. Its fiber lives as long as the program and runs block after block.
-struct EmuThread {
-    void *at[5];                      // where it waits (but under TSan)
-    int made;                         // 1: its emu_ctx is filled in
-    int begun;                        // 1: the fiber has run before, and waits
+struct alignas(128) EmuThread {         // a power of two: which one it is takes no division
+    void *at[5];                      // where it waits
+    char *stack;                      // the end of its stack
+    int made;                         // 1: the fiber is there
     dim3 tid;                         // threadIdx
     int line;                         // on which it waits
     unsigned mask;                    // the lanes of the warp operation it waits in
@@ -131,8 +129,7 @@ struct EmuThread {
     void *tsan;                       // the fiber, as TSan knows it
 };
 
-static ucontext_t emu_ctx[1024];      // of each thread its start and its stack; under TSan where it waits
-
+static EmuThread emu_threads[1024];
 static unsigned char emu_state[1024]; // of each thread: EMU_READY and so forth, why it waits
 static uint64_t emu_in[1024];         // and what it brings to a warp operation
 
@@ -141,10 +138,8 @@ static uint64_t emu_in[1024];         // and what it brings to a warp operation
 static uint64_t emu_brought[32][32];
 
 struct Emu {
-    EmuThread *t;                     // (1024) threads
     int n;                            // those of the block
-    ucontext_t sched;                 // where the scheduler waits, under TSan
-    void *back[5];                    // and otherwise
+    void *back[5];                    // where the scheduler waits
     void *tsan;                       // the scheduler's fiber
     EmuThread *cur;                   // the thread that runs
     int first;                        // of its warp
@@ -221,12 +216,42 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 } while (0)
 
 // ------------------------------------------------------------------------ threads meet here
-// From a fiber to the scheduler and back, by the compiler's own setjmp, which keeps little more than the stack
-// pointer. swapcontext makes a system call, so it is left to TSan, which cannot follow jumps.
+// From a fiber to the scheduler and back, as the compiler's own setjmp would go: a place is a frame pointer, an address
+// of code and a stack pointer.
 
-// Jumps to where `at` was set. A function of its own that the compiler does not look into (noipa): it would take
-// registers for unchanged that another fiber has used meanwhile.
+// Keeps in `from` where the caller is, and goes on at `to`. Returns when somebody goes on at `from`. A kernel's
+// threads do little else than this, and a processor foresees where a function returns to only while calls and returns
+// come in pairs, which a call of longjmp never does: thrice the time.
+extern "C" void emu_switch(void **from, void **to);
+#if defined(__x86_64__)
+enum { EMU_CALLED = sizeof(void *) }; // on the stack of a function that was called: where it returns to
+asm(".text\n"
+    "emu_switch:\n"
+    "    push %rbx\n"
+    "    push %r12\n"
+    "    push %r13\n"
+    "    push %r14\n"
+    "    push %r15\n"
+    "    lea 1f(%rip), %rax\n"
+    "    mov %rbp, (%rdi)\n"
+    "    mov %rax, 8(%rdi)\n"
+    "    mov %rsp, 16(%rdi)\n"
+    "    mov (%rsi), %rbp\n"
+    "    mov 16(%rsi), %rsp\n"
+    "    jmp *8(%rsi)\n"
+    "1:  pop %r15\n"
+    "    pop %r14\n"
+    "    pop %r13\n"
+    "    pop %r12\n"
+    "    pop %rbx\n"
+    "    ret\n");
+#else
+enum { EMU_CALLED = 0 };
 EMU_QUIET __attribute__((noipa)) static void emu_jump(void **at) { __builtin_longjmp(at, 1); }
+EMU_QUIET __attribute__((noipa)) void emu_switch(void **from, void **to) {
+    if (!__builtin_setjmp(from)) emu_jump(to);
+}
+#endif
 
 // The next ready lane of this round, which becomes the running thread; NULL: each has had its turn.
 EMU_INLINE static EmuThread *emu_next(void) {
@@ -235,45 +260,28 @@ EMU_INLINE static EmuThread *emu_next(void) {
         emu.turn += emu.step;
         if (emu.turn == emu.lanes) emu.turn = 0;
         if (emu.turn < 0) emu.turn = emu.lanes - 1;
-        if (emu_state[i] == EMU_READY) return emu.cur = &emu.t[i];
+        if (emu_state[i] == EMU_READY) return emu.cur = &emu_threads[i];
     }
     return NULL;
 }
 
-// Jumps to where fiber t waits, or to its beginning.
-EMU_INLINE static void emu_resume(EmuThread *t) {
-    if (t->begun) emu_jump(t->at);
-    t->begun = 1;
-    setcontext(&emu_ctx[t - emu.t]);
-}
-
 // Fiber t, which runs, hands over to the next lane of its warp, or to the scheduler. Returns when it is entered again.
-EMU_QUIET static void emu_leave(EmuThread *t) {
+EMU_INLINE static void emu_leave(EmuThread *t) {
     EmuThread *next = emu_next();
-#if defined(EMU_UNDER_TSAN)
-    __tsan_switch_to_fiber(next ? next->tsan : emu.tsan, 1);        // 1: no happens-before edge
-    swapcontext(&emu_ctx[t - emu.t], next ? &emu_ctx[next - emu.t] : &emu.sched);
-#else
-    if (__builtin_setjmp(t->at)) return;
-    if (next) emu_resume(next);
-    else emu_jump(emu.back);
-#endif
+    EMU_TSAN(__tsan_switch_to_fiber(next ? next->tsan : emu.tsan, 1));      // 1: no happens-before edge
+    emu_switch(t->at, next ? next->at : emu.back);
 }
 
 // The scheduler lets fiber t run. Returns when it and those behind it in this round have left.
 EMU_QUIET static void emu_enter(EmuThread *t) {
-#if defined(EMU_UNDER_TSAN)
-    __tsan_switch_to_fiber(t->tsan, 1);
-    swapcontext(&emu.sched, &emu_ctx[t - emu.t]);
-#else
-    if (!__builtin_setjmp(emu.back)) emu_resume(t);
-#endif
+    EMU_TSAN(__tsan_switch_to_fiber(t->tsan, 1));
+    emu_switch(emu.back, t->at);
 }
 
 // The running thread waits in `state`, on this line, for the lanes of the mask (0 for EMU_BARRIER).
 EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
     EmuThread *t = emu.cur;
-    emu_state[t - emu.t] = (unsigned char)state;
+    emu_state[t - emu_threads] = (unsigned char)state;
     t->line = line;
     t->mask = mask;
     if (!emu.alike) emu.line = line;
@@ -282,7 +290,7 @@ EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
 }
 
 // What the lanes of the running thread's mask brought to the operation that it has come from.
-EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu.t) / 32]; }
+EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu_threads) / 32]; }
 
 // TSan learns what a meeting orders from an address: what came before a release of it comes before what
 // follows an acquire. Of a block that is &emu.block, of a warp its first thread.
@@ -293,16 +301,16 @@ EMU_QUIET static void emu_syncthreads(int line) {
 }
 
 EMU_QUIET static void emu_syncwarp(unsigned mask, int line) {
-    EMU_TSAN(__tsan_release(&emu.t[(emu.cur - emu.t) & ~31]));
+    EMU_TSAN(__tsan_release(&emu_threads[(emu.cur - emu_threads) & ~31]));
     emu_wait(EMU_WARP, line, mask);
-    EMU_TSAN(__tsan_acquire(&emu.t[(emu.cur - emu.t) & ~31]));
+    EMU_TSAN(__tsan_acquire(&emu_threads[(emu.cur - emu_threads) & ~31]));
 }
 
 // A shuffle: the v of lane src. Ends the program if src is not in the mask.
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
     EmuThread *t = emu.cur;
-    memcpy(&emu_in[t - emu.t], &v, sizeof v);
+    memcpy(&emu_in[t - emu_threads], &v, sizeof v);
     emu_wait(EMU_WARP, line, mask);
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
     if (!(mask >> src & 1))
@@ -314,7 +322,7 @@ template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int 
 // A vote: bit i is 1 where lane i of the mask has a pred that is not 0.
 EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     EmuThread *t = emu.cur;
-    emu_in[t - emu.t] = !!pred;
+    emu_in[t - emu_threads] = !!pred;
     emu_wait(EMU_WARP, line, mask);
     unsigned r = 0;
     const uint64_t *got = emu_got();
@@ -459,7 +467,7 @@ template <int DT> EMU_QUIET static void emu_multiply(EmuProduct *x) {
 template <int DT>
 EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2],
                                   int line = __builtin_LINE()) {
-    int thread = (int)(emu.cur - emu.t);
+    int thread = (int)(emu.cur - emu_threads);
     int group = (int)emu.cur->lane / 4;
     int in_group = (int)emu.cur->lane % 4;
     EmuProduct *x = &emu_product[thread / 32][emu_product_turn[thread]];
@@ -497,7 +505,7 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     EmuThread *t = emu.cur;
     emu_shared_check(line, row, "ldmatrix");
     emu_reads(row, 16);
-    emu_in[t - emu.t] = (uint64_t)(uintptr_t)row;
+    emu_in[t - emu_threads] = (uint64_t)(uintptr_t)row;
     emu_wait(EMU_WARP, line, 0xffffffffu);
     const uint64_t *got = emu_got();
     for (int m = 0; m < 4; m++) {
@@ -539,7 +547,7 @@ static EmuCopies emu_copies[1024];                      // of each thread
 
 // cp.async of 16 bytes. Ends the program if an address is not aligned, or `to` is not in shared memory.
 static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) {
-    EmuCopies *c = &emu_copies[emu.cur - emu.t];
+    EmuCopies *c = &emu_copies[emu.cur - emu_threads];
     emu_shared_check(line, to, "cp.async");
     if ((uintptr_t)from % 16)
         emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
@@ -551,11 +559,11 @@ static inline void copy16_async(void *to, const void *from, int line = __builtin
 }
 
 // The copies since the last commit are a group.
-static inline void copy_commit(void) { emu_copies[emu.cur - emu.t].group++; }
+static inline void copy_commit(void) { emu_copies[emu.cur - emu_threads].group++; }
 
 // Waits until at most N of the committed groups are under way.
 template <int N> static void copy_wait(void) {
-    EmuCopies *c = &emu_copies[emu.cur - emu.t];
+    EmuCopies *c = &emu_copies[emu.cur - emu_threads];
     int left = 0;
     for (int i = 0; i < c->n; i++) {
         EmuCopy x = c->at[i];
@@ -596,31 +604,32 @@ EMU_QUIET static void emu_entry(void) {
         emu.body(emu.arg);
         if (!emu.cur->waited)
             emu_die("a thread of a kernel that may start early returns without dependency_wait");
-        if (emu_copies[emu.cur - emu.t].n)
+        if (emu_copies[emu.cur - emu_threads].n)
             emu_die("a thread returns while %d of its copies are under way",
-                    emu_copies[emu.cur - emu.t].n);
-        EMU_TSAN(__tsan_release(&emu.sched));
-        emu_state[emu.cur - emu.t] = EMU_DONE;
+                    emu_copies[emu.cur - emu_threads].n);
+        EMU_TSAN(__tsan_release(&emu.back));
+        emu_state[emu.cur - emu_threads] = EMU_DONE;
         emu_leave(emu.cur);
     }
 }
 
-// Makes t's fiber, on the stack that emu_init gave it.
+// Makes t's fiber, on the stack that emu_init gave it: it waits at the beginning of emu_entry, which finds its stack
+// pointer as if it had been called.
 EMU_QUIET static void emu_make(EmuThread *t) {
-    ucontext_t *ctx = &emu_ctx[t - emu.t];
-    stack_t room = ctx->uc_stack;
-    getcontext(ctx);
-    ctx->uc_stack = room;
-    ctx->uc_link = NULL;
-    makecontext(ctx, emu_entry, 0);
-    EMU_TSAN(t->tsan = __tsan_create_fiber(0));
+    t->at[0] = NULL;
+    t->at[1] = (void *)emu_entry;
+    t->at[2] = t->stack - EMU_CALLED;
+    EMU_TSAN(char name[32];
+             snprintf(name, sizeof name, "thread %d", (int)(t - emu_threads));
+             t->tsan = __tsan_create_fiber(0);
+             __tsan_set_fiber_name(t->tsan, name));
     t->made = 1;
 }
 
 // Warp operations that all lanes of their mask have come to are done, in the warp that runs: what they brought can be
 // read, and each is ready. Returns how many there were. Ends the program where lanes can never meet.
 EMU_QUIET static int emu_release(void) {
-    EmuThread *w = &emu.t[emu.first];
+    EmuThread *w = &emu_threads[emu.first];
     unsigned char *state = &emu_state[emu.first];
     int n = emu.lanes, done = 0;
     for (int i = 0; i < n; i++) {
@@ -677,7 +686,7 @@ EMU_QUIET static void emu_warp(int first, int end) {
         for (int i = first; i < end; i++) {
             if (emu_state[i] != EMU_WARP) continue;
             waits++;
-            line = emu.t[i].line;
+            line = emu_threads[i].line;
         }
         if (!waits) return;
         if (!emu_release())
@@ -713,7 +722,7 @@ EMU_QUIET static void emu_block(void) {
     memset(emu.dyn + emu.dyn_bytes, EMU_CANARY, room - emu.dyn_bytes);
     emu_forget_shared();
     for (int i = 0; i < emu.n; i++) {
-        EmuThread *t = &emu.t[i];
+        EmuThread *t = &emu_threads[i];
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
         emu_state[i] = EMU_READY;
@@ -721,9 +730,6 @@ EMU_QUIET static void emu_block(void) {
         t->waited = !emu.early;
         emu_copies[i].group = 0;
         if (!t->made) emu_make(t);
-        EMU_TSAN(char nm[64];
-                 snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i);
-                 __tsan_set_fiber_name(t->tsan, nm));
     }
     EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
     for (;;) {
@@ -735,9 +741,9 @@ EMU_QUIET static void emu_block(void) {
                 done++;
                 continue;
             }
-            if (line && emu.t[i].line != line)
-                emu_die("divergent barrier: a thread waits on line %d, thread %d on line %d", line, i, emu.t[i].line);
-            line = emu.t[i].line;
+            if (line && emu_threads[i].line != line)
+                emu_die("divergent barrier: a thread waits on line %d, thread %d on line %d", line, i, emu_threads[i].line);
+            line = emu_threads[i].line;
             emu_state[i] = EMU_READY;
         }
         if (done == emu.n) break;
@@ -746,12 +752,13 @@ EMU_QUIET static void emu_block(void) {
     for (size_t i = emu.dyn_bytes; i < room; i++)
         if (emu.dyn[i] != EMU_CANARY)
             emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
-    EMU_TSAN(__tsan_acquire(&emu.sched));
+    EMU_TSAN(__tsan_acquire(&emu.back));
 }
 
 // ------------------------------------------------------------------------ names and sizes of the device
 #define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
 #define EMU_PAGE  ((size_t)4096)
+#define EMU_STACK (17 * EMU_PAGE)                    // of a thread; of 16 pages all would have the same places in a TLB
 #define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
 
 typedef int cudaError_t;
@@ -984,7 +991,7 @@ static void emu_reads(const void *, size_t) {}
 static void emu_fault(int, siginfo_t *, void *);
 static void emu_key_make(void);
 
-// The device: its addresses, the room of dynamic shared memory and 1024 stacks of 64 KB, with a page that
+// The device: its addresses, the room of dynamic shared memory and 1024 stacks, with a page that
 // nobody may touch where each of them runs over; faults go to emu_fault. EMU_SEED and EMU_ROUND are read.
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -994,13 +1001,12 @@ static void emu_init(void) {
     mprotect(emu.dyn_end, EMU_PAGE, PROT_NONE);
     emu_key_make();
     emu_log_open();
-    emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
+    char *stacks = (char *)mmap(NULL, 1024 * EMU_STACK, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (int i = 0; i < 1024; i++) {
-        char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        char *s = stacks + i * EMU_STACK;
         mprotect(s, EMU_PAGE, PROT_NONE);
-        emu_ctx[i].uc_stack.ss_sp = s;
-        emu_ctx[i].uc_stack.ss_size = (64 << 10) - i % 32 * 512;    // so that caches hold the ends of all
+        emu_threads[i].stack = s + EMU_STACK - i % 32 * 512;      // so that caches hold the ends of all
     }
     static char alt[16384];           // a stack for emu_fault: the thread's own may have run over
     stack_t st = {};
@@ -1793,6 +1799,7 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
 #define KV_LAUNCH_EARLY(...) EMU_LAUNCH(1, __VA_ARGS__)
 #define KV_UNROLL(n)
 #define KV_CALL
+#define KV_PARAMETER(T) const T &     // as a copy it would be made for each thread
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
 // ------------------------------------------------------------------------ device functions
@@ -1936,6 +1943,30 @@ static float emu_get(const void *p, size_t i, cudaDataType t) {
                            : bf16_to_f32(((const uint16_t *)p)[i]);
 }
 
+// n vectors of k numbers as floats, to be freed: vector i begins at element i * apart of p, and its elements lie `step`
+// of p's apart.
+static float *emu_factor(const void *p, cudaDataType t, int apart, int step, int n, int k) {
+    float *x = (float *)malloc((size_t)n * k * sizeof *x);
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < k; j++)
+            x[(size_t)i * k + j] = emu_get(p, (size_t)i * apart + (size_t)j * step, t);
+    return x;
+}
+
+// x y, of k numbers. In the harder modes f32 is summed in four parts, and 16-bit numbers as a tensor core does.
+static float emu_dot(const float *x, const float *y, int k, int f32) {
+    float sum = 0, four[4] = { 0 };
+    double exact[EMU_AT_ONCE];
+    for (int p = 0; p < k; p++) {
+        int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
+        if (!emu_round) sum += x[p] * y[p];
+        else if (f32) four[p % 4] = fmaf(x[p], y[p], four[p % 4]);
+        else exact[p % EMU_AT_ONCE] = (double)x[p] * y[p];
+        if (emu_round && !f32 && last) sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
+    }
+    return emu_round && f32 ? four[0] + four[1] + four[2] + four[3] : sum;
+}
+
 // C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32, and
 // A and B of one type. Ends the program if they are not, or if a matrix does not lie in device memory.
 static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb,
@@ -1960,24 +1991,16 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
     emu_open1(a, PROT_READ | PROT_WRITE);
     emu_open1(b, PROT_READ | PROT_WRITE);
     emu_open1(c, PROT_READ | PROT_WRITE);
+    float *rows = emu_factor(A, tA, ta ? lda : 1, ta ? 1 : lda, m, k);
+    float *columns = emu_factor(B, tB, tb ? 1 : ldb, tb ? ldb : 1, n, k);
     for (int j = 0; j < n; j++)
         for (int i = 0; i < m; i++) {
-            float sum = 0, *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
-            float four[4] = { 0 };    // with emu_round: f32 sums in four parts, or a tensor core's
-            double exact[EMU_AT_ONCE];
-            for (int p = 0; p < k; p++) {
-                float x = emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA);
-                float y = emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
-                int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
-                if (!emu_round) sum += x * y;
-                else if (tA == CUDA_R_32F) four[p % 4] = fmaf(x, y, four[p % 4]);
-                else exact[p % EMU_AT_ONCE] = (double)x * y;
-                if (emu_round && tA != CUDA_R_32F && last)
-                    sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
-            }
-            if (emu_round && tA == CUDA_R_32F) sum = four[0] + four[1] + four[2] + four[3];
+            float *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
+            float sum = emu_dot(rows + (size_t)i * k, columns + (size_t)j * k, k, tA == CUDA_R_32F);
             *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
         }
+    free(rows);
+    free(columns);
     emu_open1(a, PROT_NONE);
     emu_open1(b, PROT_NONE);
     emu_open1(c, PROT_NONE);

@@ -40,9 +40,10 @@ $(eval $(call test_program,tests_app,test/test_app,lib/kernels lib/tokenizer lib
 # report every access to cuda_emu.h, fused multiply-add is what nvcc makes of a product and a sum, and an access
 # that is not aligned to its type ends the program (SIGILL); and under ThreadSanitizer, which knows every CUDA
 # thread as a fiber.
-EMU_emu  = -O2
+EMU_SET  = $(shell grep -w fma /proc/cpuinfo 2>/dev/null | grep -qw avx2 && echo -mavx2 -mfma)
+EMU_emu  = -O2 $(EMU_SET) -ffp-contract=off
 EMU_hard = -O1 -DEMU_HARD=1 -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan \
-           $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
+           $(EMU_SET) -ffp-contract=fast
 EMU_race = -O1 -fsanitize=thread -Wno-tsan
 KERNEL_FILES = kvcomp.cu kvcomp.h $(wildcard lib/*.h)
 build/kvcomp_emu.o build/kvcomp_hard.o build/kvcomp_race.o: \
