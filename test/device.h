@@ -32,16 +32,24 @@ __attribute__((weak)) int emu_is_hard(void);
 
 static const int cuda_seeds[] = { 0, 1, 7 };
 
-// Orders of threads a test goes through: one, another one each time, or with KVCOMP_ORDERS=3 all three (make race).
-// One on a real GPU, and where all accesses are watched, whatever order they come in.
-static int n_seeds(void) {
+// Is every access watched, whatever order threads come in? Then each costs, and tests take fewer variants.
+static int accesses_watched(void) {
 #if defined(__SANITIZE_THREAD__)
     return 1;
 #else
-    const char *orders = getenv("KVCOMP_ORDERS");
-    return emu_set_seed && !emu_is_hard() && orders && atoi(orders) == 3 ? 3 : 1;
+    return emu_set_seed && emu_is_hard();
 #endif
 }
+
+// Is this a run that takes its time (make race)?
+static int thorough(void) {
+    const char *orders = getenv("KVCOMP_ORDERS");
+    return orders && atoi(orders) == 3;
+}
+
+// Orders of threads a test goes through: one, another one each time, or with KVCOMP_ORDERS=3 all three. One on a real
+// GPU, and where all accesses are watched.
+static int n_seeds(void) { return emu_set_seed && !accesses_watched() && thorough() ? 3 : 1; }
 
 // The i-th order of a test.
 static int order_set(int i) {
@@ -52,12 +60,11 @@ static int order_set(int i) {
 
 #define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
 
-// Is variant i of a test tried under this order? With three orders every one of them takes half of the variants. The harder
-// emulator, in which every access costs, takes a fourth of them, or half; where `make test` runs it behind this program
+// Is variant i of a test tried under this order? With three orders every one of them takes half of the variants. Where
+// accesses are watched a fourth of them are, or half; where `make test` runs the harder emulator behind this program
 // (KVCOMP_HARDER), they are left to it: what is asked of them is the same.
 static int variant_here(int order, int i) {
-    const char *orders = getenv("KVCOMP_ORDERS");
-    if (emu_set_seed && emu_is_hard()) return i % (orders && atoi(orders) == 3 ? 2 : 4) == 0;
+    if (accesses_watched()) return i % (thorough() ? 2 : 4) == 0;
     if (n_seeds() == 3) return (i + order) % 2 == 0;
     return !getenv("KVCOMP_HARDER") || i % 4 != 0;
 }
@@ -571,12 +578,13 @@ static Pair pair_shaped(const Shape *x, int seed) {
     return p;
 }
 
-// Window scores of the last 1 to `most` of n queries in layer l, q on the host and dq on the device. Over very many rows,
-// which take seconds, of the most alone.
+// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for, q on the host and dq
+// on the device. Over very many rows, which take seconds, of the most alone.
 static void pair_sums(Pair *p, int l, int n, const float *q, const float *dq, int most, double tol) {
     size_t all = (size_t)p->m.c->H * kv_longest(p->c, l);
     OWN float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
-    for (int W = kv_longest(p->c, l) > 9000 ? most : 1; W <= most; W += (most - 1) / 3) {
+    int W = kv_longest(p->c, l) > 9000 ? most : 1, step = (most - 1) / 3;
+    for (int taken = 0; W <= most && taken < n; taken = W, W += step) {
         window_scores(p->c, l, q, n, W, x);
         window_scores(p->d, l, dq, n, W, y);
         CHECK(worst(y, x, all, 1e-6, tol, NULL) <= 1, "window scores: layer %d, W %d, %d queries, D %d %s", l, W, n,
@@ -1227,15 +1235,15 @@ static void device_agrees(Tiny m, const char *spec, const char *more) {
 
 TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
                  "the CPU's rows, in as many bytes, and its logits are the CPU's within the bound") {
-    int hard = emu_set_seed && emu_is_hard();           // there every access costs
-    for (int windows = 0; windows < (hard ? 1 : 2); windows++) {
+    int few = accesses_watched();
+    for (int windows = 0; windows < (few ? 1 : 2); windows++) {
         OWN_MODEL Tiny m = table_model(2, 4, 2, windows ? 2 : 0);
         EACH_METHOD(p) {
             char spec[96];
             snprintf(spec, sizeof spec, "%s+pats", (*p)->name);
-            if (windows || hard) device_agrees(m, (*p)->name, "");
+            if (windows || few) device_agrees(m, (*p)->name, "");
             else each_variant(*p, m, device_agrees);
-            if (!windows && !hard && !((*p)->role & ROLE_STORE)) device_agrees(m, spec, "");
+            if (!windows && !few && !((*p)->role & ROLE_STORE)) device_agrees(m, spec, "");
         }
     }
 }
