@@ -373,7 +373,12 @@ EMU_QUIET static float emu_off(float y, float x) {
 // x as the nearest float towards zero.
 EMU_QUIET static float emu_cut(double x) {
     float f = (float)x;
-    return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
+    if (!(fabs((double)f) > fabs(x))) return f;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    bits--;                                                 // the next one towards zero
+    memcpy(&f, &bits, 4);
+    return f;
 }
 
 // The power of two that is x at most, and more than half of it; x > 0.
@@ -398,9 +403,9 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
     }
     if (!(top > 0) || !(fabs(plain) < INFINITY)) return (float)plain;
     double unit = emu_power(top) * 0x1p-24, units = 1 / unit;
-    int64_t sum = (int64_t)(c * units);
-    for (int i = 0; i < n; i++) sum += (int64_t)(product[i] * units);
-    return emu_cut((double)sum * unit);
+    int32_t sum = (int32_t)(c * units);                     // each is below 2^25
+    for (int i = 0; i < n; i++) sum += (int32_t)(product[i] * units);
+    return emu_cut(sum * unit);
 }
 
 // ------------------------------------------------------------------------ PTX
