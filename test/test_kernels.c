@@ -129,13 +129,12 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
             double e = matmul_rms(y, x, &w, T);
             CHECK(e >= least[bf16_terms] && e <= most[bf16_terms], "%s, %d terms: rms error %.3g", simd_name(),
                   bf16_terms, e);
-            for (int threads = 1; threads <= 3; threads++)
-                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
-                    int n = Ts[b], t0 = rnd_int(T - n + 1);
-                    set_threads(threads);
-                    matmul(z, x + (size_t)t0 * COLS, &w, n);
-                    wrong += memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * sizeof *z) != 0;
-                }
+            for (int b = 0; b < (int)(sizeof Ts / sizeof *Ts); b++) {
+                int n = Ts[b], t0 = rnd_int(T - n + 1);
+                set_threads(1 + (b + bf16_terms) % 3);
+                matmul(z, x + (size_t)t0 * COLS, &w, n);
+                wrong += memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * sizeof *z) != 0;
+            }
             CHECK(!wrong, "%s, %d terms: %d products have other bits", simd_name(), bf16_terms, wrong);
         }
         bf16_terms = 3;

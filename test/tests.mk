@@ -7,7 +7,7 @@
 #   cuda-check      what the compiler made of each kernel;  traffic: what a decode step moves
 #   gpu-test, gpu-bench     on a machine with a GPU
 #   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
-.PHONY: test test-says mutants traffic asan race fuzz vectors ports-test web-test cuda-check gpu-test gpu-bench
+.PHONY: test test-says mutants traffic asan race race-threads race-orders fuzz vectors ports-test web-test cuda-check gpu-test gpu-bench
 
 # ---- the test programs
 # Each includes the parts whose static functions it tries, and is linked with the others. kvcomp.cu's kernels
@@ -65,7 +65,7 @@ build/kvcomp_nvcc.o: $(KERNEL_FILES)
 # ---- make test
 # What is coming, before it comes: the time, and what this machine leaves out.
 test-says:
-	@echo "make test: 240 to 300 CPU seconds of tests, behind some minutes of compiling"
+	@echo "make test: 180 to 230 CPU seconds of tests, behind some minutes of compiling"
 	@$(if $(CXX_OK),,echo "left out: the GPU kernels under the emulator; g++ brings them back";) \
 	$(if $(NVCC),,echo "left out: kvcomp.cu compiled by nvcc; the CUDA toolkit brings it back";) \
 	python3 -c 'import numpy' 2>/dev/null || echo "left out: the checkers in NumPy; python3-numpy brings them back"; \
@@ -113,9 +113,12 @@ $(eval $(call flavour,race,-Werror -Wno-unknown-pragmas -Wno-unused-function -O1
 tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/kvcomp_race.o
 	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
 
-# ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side comes out wrong.
-race: tests_race tests_hard tests
+# Two that run side by side. ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side
+# comes out wrong.
+race: race-threads race-orders
+race-threads: tests_race
 	KVCOMP_SIMD=avx2 ./tests_race cuda
+race-orders: tests_hard tests
 	KVCOMP_ORDERS=3 ./tests_hard cuda
 	KVCOMP_ORDERS=3 ./tests cuda
 
