@@ -5377,14 +5377,10 @@ static void score_nodes(const Nodes *u, int from, int n, const float *q, const f
 
 // The node with the largest of the scores S (n), equal ones by number; -1: all are -INFINITY.
 static int best_node(const float *S, int n) {
-    int best = -1;
-    float top = -INFINITY;
-    for (int j = 0; j < n; j++) {
-        if (!(S[j] > top)) continue;
-        best = j;
-        top = S[j];
-    }
-    return best;
+    float top = max_f32(S, n);
+    for (int j = 0; j < n && top > -INFINITY; j++)
+        if (S[j] == top) return j;
+    return -1;
 }
 
 // ---- grafting: a chunk that is complete joins the index (Algorithm 1, lines 18-23)
