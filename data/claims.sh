@@ -206,7 +206,8 @@ places() {
 lines() {
     row "LoopServe, Observation 1, Fig. 1 c" \
         "10 % of the vertical and slash lines hold 90 % of the attention"
-    run gcc ${CC:-cc} -std=c11 -O2 -march=native -fopenmp -w -Ibuild -o "$T/lines_bin" data/lines.c -lm
+    run single make -s single
+    run gcc ${CC:-cc} -std=c11 -O2 -march=native -fopenmp -w -o "$T/lines_bin" data/lines.c -lm
     by "\$ lines -q -t 1${MODEL:+ -m $MODEL} ${LINES_ITEMS:+--eval-items $LINES_ITEMS }--eval $(of 512 1 needle)" \
         "-f $FACTS"
     OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 ${MODEL:+-m "$MODEL"} ${LINES_ITEMS:+--eval-items "$LINES_ITEMS"} \

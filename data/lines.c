@@ -2,20 +2,9 @@
 // (Fig. 1 c, 1 d, 2 b, 2 c) and Fig. 4. The rows of every softmax matrix are kept, so texts are short.
 // --eval FILE has the texts (30 needles of models/tiny_tasks.py), of which Observations 1 to 3 take the first 12;
 // -m DIR measures another model, --eval-items N takes fewer texts for Observation 4.
-//   make kvcomp && gcc -std=c11 -O2 -march=native -fopenmp -Ibuild -o build/lines data/lines.c -lm && build/lines
+//   make single && gcc -std=c11 -O2 -march=native -fopenmp -o build/lines data/lines.c -lm && build/lines
 #define KVCOMP_NO_MAIN
-#include "../lib/base.c"
-#include "../lib/kernels.c"
-#include "../lib/checkpoint.c"
-#include "../lib/tokenizer.c"
-#include "../lib/template.c"
-#include "../kvcomp.c"
-#include "../app/options.c"
-#include "../app/terminal.c"
-#include "../app/chat.c"
-#include "../app/measure.c"
-#include "../app/page.c"
-#include "../app/main.c"
+#include "../kvcomp_single.c"           // the whole program: make single
 
 enum {
     MAX_TOKENS = 800,
@@ -240,7 +229,7 @@ static void observe_blocks(App *a, const char *path) {
 int main(int argc, char **argv) {
     App a = { .o = options_of_program() };
     EvalSet few = { 0 }, many = { 0 };
-    parse_args(a.o, argc, argv);
+    for (int i = 1, named = 0; i < argc; ) i += parse_arg(a.o, argc, argv, i, &named);
     open_model(&a);
     open_tokenizer(&a, 1);
     open_session(&a);

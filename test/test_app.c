@@ -2132,7 +2132,7 @@ TEST(text_floors, "every part includes and calls only parts below it, as its obj
 }
 
 TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled as its head says, but not optimised, and "
-                 "replies as the program does") {
+                 "replies as the program does; data/lines.c, which includes it, compiles") {
     const char *ask = "-m models/kvcomp-tiny -p 'Once upon a time' --temp 0 -n 8 -q";
     static char reply[sizeof sh_out];
     char d[64] = "/tmp/kvt-single-XXXXXX";
@@ -2141,6 +2141,8 @@ TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled as
     CHECK(mkdtemp(d), "no folder");
     CHECK(sh("sh data/single.sh >%s/kvcomp_single.c && cd %s && ${CC:-gcc} %s -std=c11 -o single kvcomp_single.c -lm", d, d,
              quick) == 0, "%s", sh_err);
+    CHECK(sh("mkdir %s/data && cp data/lines.c %s/data && ${CC:-gcc} -std=c11 -fsyntax-only "
+             "-Werror=implicit-function-declaration %s/data/lines.c", d, d, d) == 0, "%s", sh_err);
     CHECK(sh("KVCOMP_SIMD=plain ./kvcomp %s", ask) == 0 && *sh_out, "%s", sh_err);
     memcpy(reply, sh_out, sizeof reply);
     CHECK(sh("KVCOMP_SIMD=plain %s/single %s", d, ask) == 0 && !strcmp(sh_out, reply), "%s%s", sh_out, sh_err);
