@@ -255,6 +255,7 @@ static __device__ void gemv_finish(const Gemv &a, const GemvShared &m, const flo
     for (int i = 0; i < GEMV_ROWS; i++) part[i * 33 + lane] = sum[i];
     __syncwarp();
     float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
+    __syncwarp();               // all have read it before one writes the sums of the next rows there
     y = lanes_sum<8>(y);
     ss = lanes_sum<32>(ss);
     if (S > 1) {
