@@ -295,15 +295,9 @@ static int byte_take(unsigned char *c) {
     return read(0, c, 1) == 1 ? 1 : -1;
 }
 
-// Is this byte Ctrl-C, or what the user's terminal has in its place? While a line is edited it comes as a key, in its
-// place between the others: a signal would overtake the keys before it.
-static int is_interrupt(unsigned char c) {
-    cc_t key = terminal_before.c_cc[VINTR];
-    return c == key && key != _POSIX_VDISABLE;
-}
-
-// Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C ends
-// the line, and first the key or the paste whose end it waits for.
+// Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C, or what the
+// user's terminal has in its place, comes as a key, because a signal would overtake the keys before it. It ends the
+// line, and first the key or the paste whose end it waits for.
 static int byte_read(FILE *f) {
     unsigned char c;
     int n = 0;
@@ -315,7 +309,7 @@ static int byte_read(FILE *f) {
         }
         redraw = 0;
     }
-    if (n > 0 && is_interrupt(c)) interrupted = 1;
+    if (n > 0 && c == terminal_before.c_cc[VINTR] && c != _POSIX_VDISABLE) interrupted = 1;
     if (n > 0 && !interrupted) return c;
     line_given_up |= rl_end > 0;
     return interrupted && RL_ISSTATE(RL_STATE_READCMD) ? READERR : EOF;
