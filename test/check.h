@@ -188,6 +188,9 @@ static void put_file(const char *path, const void *data, size_t n) {
     }
 }
 
+// Writes a text to a file.
+static void put_text(const char *path, const char *text) { put_file(path, text, strlen(text)); }
+
 // n normal draws of the given standard deviation, to be freed.
 static float *normals(size_t n, double std) {
     float *x = xmalloc(n * sizeof *x);
@@ -198,13 +201,15 @@ static float *normals(size_t n, double std) {
 // n draws of the standard normal distribution, to be freed.
 static float *random_floats(size_t n) { return normals(n, 1); }
 
-// Sets the number of OpenMP's threads, where there is OpenMP.
-static void set_threads(int n) {
+// Sets the number of OpenMP's threads, where there is OpenMP. Returns the number there was.
+static int set_threads(int n) {
+    int old = 1;
 #ifdef _OPENMP
+    old = omp_get_max_threads();
     omp_set_num_threads(n);
-#else
-    (void)n;
 #endif
+    (void)n;
+    return old;
 }
 
 // The next line of a table of cases, "a | b | c", and its parts without the blanks around them; # begins a comment. Returns

@@ -287,18 +287,14 @@ static int read_lines(const char *text, EvalSet *e) {
     static Tokenizer *tok;
     if (!tok) tok = tiny_tokenizer();
     snprintf(path, sizeof path, "/tmp/kvt_%d_items", (int)getpid());
-    FILE *f = fopen(path, "w");
-    if (f) {
-        fputs(text, f);
-        fclose(f);
-    }
+    put_text(path, text);
     int code;
     EXPECT_DIE(code, read_items(e, tok, path, INT_MAX));
     unlink(path);
     return code;
 }
 
-TEST(eval_files, "dialogues in messages are read as documented; a malformed line ends with 2 and its number") {
+TEST(eval_files, "dialogues in messages are read as documented") {
     EvalSet e = { 0 };
     int code =
         read_lines("{\"task\":\"t\",\"messages\":[{\"role\":\"user\",\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":"
@@ -343,45 +339,6 @@ TEST(eval_files, "dialogues in messages are read as documented; a malformed line
               x.score);
     }
     eval_set_free(&e);
-
-    static const struct {
-        const char *line, *says;
-    } bad[] = {
-        { "{\"messages\":", "byte" },
-        { "[1]", "no object" },
-        { "{\"a\":1}", "no 'messages'" },
-        { "{\"messages\":{}}", "no list of messages" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":4}],\"answers\":[\"x\"]}", "message 1: 'content'" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":\"x\"}", "'answers'" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[]}", "'answers'" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[1]}", "'answers'" },
-        { "{\"score\":\"best\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}]}", "'score'" },
-        { "{\"score\":\"choice\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"x\"]}",
-          "'choices'" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"x\"],\"depth\":101}", "depth" },
-        { "{\"input\":\"i\",\"context\":\"c\",\"answers\":[\"x\"]}", "lm_eval_kvcomp.py" },
-        { "{\"messages\":[]}", "no list of messages" },
-        { "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"}]}", "--system" },
-        { "{\"messages\":[{\"role\":\"user\"}]}", "message 1: no 'content'" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"},7]}", "message 2" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":7}", "'answers'" },
-    };
-
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        char text[512];
-        EvalSet f = { 0 };
-        snprintf(text, sizeof text, "{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],\"answers\":[\"v\"]}\n\n%s\n",
-                 bad[i].line);
-        code = read_lines(text, &f);
-        CHECK(code == EXIT_USAGE && strstr(die_text, "line 3") && strstr(die_text, bad[i].says),
-              "%s: %d %s", bad[i].line, code, die_text);
-        eval_set_free(&f);
-    }
-    EvalSet f = { 0 };
-    CHECK(read_lines("{\"messages\":[{\"role\":\"user\",\"content\":\"u\"}]}\n", &f) == EXIT_USAGE &&
-              strstr(die_text, "no turn has 'answers'"),
-          "%s", die_text);
-    eval_set_free(&f);
 }
 
 // ---- the two passes, and the program
@@ -588,42 +545,6 @@ TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the
     CHECK(field_of(b, "select_ms")->x > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g ms, %d steps",
           field_of(b, "select_ms")->x, s->step);
     arrfree(b);
-}
-
-TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
-    static const char *const forms[] = { "json", "csv", "repeat" };
-    for (int i = 0; i < 3; i++) {
-        OWN_BENCH Session *s = bench_session("full");
-        App a = { .o = options_in(s), .c = (Config *)(uintptr_t)s->c };
-        char err[256], *text = NULL;
-        size_t size = 0;
-        FILE *f = open_memstream(&text, &size);
-        Field **lines = NULL;
-        options_set(a.o, forms[i], "1", err);
-        for (int k = 0; k < 2; k++) arrput(lines, bench_line(s, k, 20, 1));
-        print_table(f, lines, &a, 0);
-        fclose(f);
-        int rows = 0, first = -1;
-        for (char *p = text, *end; *p; p = end + 1, rows++) {
-            end = strchr(p, '\n');
-            *end = 0;
-            if (i == 0) {
-                Json *j = json_parse(p, strlen(p), err);
-                CHECK(j && json_get(j, "share") && json_get(j, "tok_s") && json_get(j, "method"),
-                      "not an object with the keys: %s", p);
-                json_free(j);
-            }
-            int fields = 0;
-            for (char *q = p, in = 0; *q; q++) {
-                in ^= i == 1 && *q == '"';
-                fields += !in && *q == (i == 2 ? '|' : ',');
-            }
-            if (first < 0) first = fields;
-            CHECK(i == 0 || fields == first, "%d separators, the first line has %d: %s", fields, first, p);
-        }
-        CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "form %d: %d lines", i, rows);
-        free(text);
-    }
 }
 
 // ==================================================================================================== 14 REPORT
@@ -926,18 +847,6 @@ static int sh(const char *fmt, ...) {
     return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
 }
 
-TEST(page_needles, "the page puts texts of about one length together, and depths in tens") {
-    if (sh("node -e 0")) leave_out("node");
-    // Answers in no order; the mean of two.
-    CHECK(!sh("sed -n '/^function needlesOf/,/^}/p' data/page.html >/tmp/kvt_%d.js; "
-              "echo 'for (const n of [1, 96, 192, 200, 250, 2048]) console.log(String(needlesOf([[n, 50, 1]])));"
-              "console.log(JSON.stringify(needlesOf([[511, 54, 1], [64, 0, 1], [500, 47, .5]])))' >>/tmp/kvt_%d.js; "
-              "node /tmp/kvt_%d.js; rm /tmp/kvt_%d.js", (int)getpid(), (int)getpid(), (int)getpid(), (int)getpid()),
-          "%s", sh_err);
-    CHECK(!strcmp(sh_out, "64,50,1,1\n96,50,1,1\n192,50,1,1\n192,50,1,1\n256,50,1,1\n2048,50,1,1\n"
-                          "[[64,0,1,1],[512,50,2,0.75]]\n"), "%s", sh_out);
-}
-
 #define SYN "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048 "
 
 // ---- what the program says: test/cli/*.txt
@@ -1035,39 +944,11 @@ typedef struct {
     size_t n, from;  // bytes seen; where the next pty_wait begins
 } Pty;
 
-// Plays the part of a shell for one job in its foreground: when it stops, says how it left the
-// terminal, and lets it go on; leaves with its status, or 128 and its signal.
-static void pty_shell(char *const *argv) {
-    signal(SIGTTOU, SIG_IGN);
-    signal(SIGINT, SIG_IGN);
-    pid_t job = fork();
-    if (!job) {
-        setpgid(0, 0);
-        tcsetpgrp(0, getpid());
-        signal(SIGTTOU, SIG_DFL);
-        signal(SIGINT, SIG_DFL);
-        execv(argv[0], argv);
-        _exit(99);
-    }
-    setpgid(job, job);
-    tcsetpgrp(0, job);
-    int status = 0;
-    while (waitpid(job, &status, WUNTRACED) == job && WIFSTOPPED(status)) {
-        struct termios t;
-        tcsetpgrp(0, getpid());
-        tcgetattr(0, &t);
-        dprintf(1, "[stopped by %d, %s]\n", WSTOPSIG(status),
-                t.c_lflag & ICANON && t.c_lflag & ECHO ? "sane" : "raw");
-        tcsetpgrp(0, job);
-        kill(-job, SIGCONT);
-        dprintf(1, "[goes on]\n");
-    }
-    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
-}
-
-// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`.
-static Pty *pty_start(char *const *argv, int shell) {
+// Starts a command of a transcript on a pseudo-terminal.
+static Pty *pty_start(const char *cmd) {
     Pty *p = xcalloc(1, sizeof *p);
+    char text[4200];
+    snprintf(text, sizeof text, "exec %.4100s", cmd);
     needs_program();
     if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
     p->pid = fork();
@@ -1079,8 +960,7 @@ static Pty *pty_start(char *const *argv, int shell) {
     setenv("TERM", "xterm", 1);
     close(p->fd);
     login_tty(p->tty);
-    if (shell) pty_shell(argv);
-    execv(argv[0], argv);
+    execl("/bin/sh", "sh", "-c", text, (char *)NULL);
     _exit(99);
 }
 
@@ -1265,15 +1145,15 @@ static int pty_line(Pty *p, const char *text, int column) {
     return 0;
 }
 
-// Leaves a chat at its empty prompt.
-static void pty_leave(Pty *p) {
-    pty_type(p, "\x04");
-    CHECK(pty_end(p) == 0 && pty_sane(p),
-          "left with another status, or the terminal is not as it was");
-    pty_close(p);
-}
-
 // ---- what a terminal is asked in a transcript
+
+// The longest line of a text of one column a byte.
+static int widest_line(const char *s) {
+    int most = 0;
+    for (; *s; s += s[strcspn(s, "\n")] == '\n' ? strcspn(s, "\n") + 1 : strcspn(s, "\n"))
+        most = max_int(most, (int)strcspn(s, "\n"));
+    return most;
+}
 
 // A line of a transcript as it is meant: \r, \n, \t, \e and \\, ^X for Ctrl-X, ^? for the key that deletes; $T: the folder.
 static const char *keys_of(const char *line, const char *folder) {
@@ -1316,15 +1196,9 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
     if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
     if (*line == '&') CHECK(!sh("%s", line + 1), "%s: %s: %s", file, line, sh_err);
     if (!strcmp(line, "sane")) CHECK(pty_sane(p), "%s: the terminal is not in its usual mode", file);
+    if (*line == 'w' && times > 0) CHECK(widest_line(p->seen) <= times + 1, "%s: %s: wider: %s", file, line, p->seen);
     if (!strcmp(line, "raw")) CHECK(!pty_sane(p), "%s: the terminal is in its usual mode", file);
     if (!strncmp(line, "kill ", 5)) kill(p->pid, atoi(line + 5));
-}
-
-// Starts a command of a transcript on a terminal.
-static Pty *terminal_start(const char *cmd) {
-    char text[4200];
-    snprintf(text, sizeof text, "exec %.4100s", cmd);
-    return pty_start((char *[]){ "/bin/sh", "-c", text, NULL }, 0);
 }
 
 // Waits for its end. Nobody can give the terminal back after KILL.
@@ -1357,6 +1231,9 @@ static void transcript(const char *path) {
     int want = 0, more = f != NULL, left_out = 0;
     CHECK(f && mkdtemp(folder), "%s: %s", path, strerror(errno));
     setenv("T", folder, 1);
+    setenv("SYN", "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048", 1);
+    setenv("TINY", "./kvcomp --synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", 1);
+    setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
     *cmd = *out = *err = 0;
     while (more) {
         more = fgets(line, sizeof line, f) != NULL;
@@ -1383,7 +1260,7 @@ static void transcript(const char *path) {
         if (pty || !strncmp(line, "@ ", 2)) {
             line[strcspn(line, "\n")] = 0;
             if (pty) terminal_line(path, pty, line, folder);
-            else pty = terminal_start(line + 2);
+            else pty = pty_start(line + 2);
             continue;
         }
         strcat(to, line + (to == out ? 0 : 2));
@@ -1392,35 +1269,28 @@ static void transcript(const char *path) {
     CHECK(!sh("rm -r %s", folder), "%s", sh_err);
 }
 
-static void transcript_names(void) {
-    setenv("SYN", "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048", 1);
-    setenv("TINY", "./kvcomp --synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", 1);
-    setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
-}
-
-TEST(cli_transcripts, "test/cli/*.txt: what is typed, and what the program answers and ends with "
-                      "(KVCOMP_TRANSCRIPT=NAME: one of them)") {
-    DIR *d = opendir("test/cli");
-    const char *only = getenv("KVCOMP_TRANSCRIPT");
-    char path[600];
-    int n = 0;
-    transcript_names();
-    for (struct dirent *e; d && (e = readdir(d));) {
-        if (!strstr(e->d_name, ".txt") || strstr("refusals.txt terminal.txt", e->d_name)) continue;
-        if (only && !strstr(e->d_name, only)) continue;
-        snprintf(path, sizeof path, "test/cli/%s", e->d_name);
-        transcript(path);
-        n++;
+// The transcripts: a test each. The first lines of a file say what it is about.
+#define TRANSCRIPT(name) \
+    TEST(cli_##name, "test/cli/" #name ".txt: what is typed, and what the program answers and ends with") { \
+        transcript("test/cli/" #name ".txt"); \
     }
-    if (d) closedir(d);
-    CHECK(n > (only ? 0 : 2), "%d transcripts", n);
-}
-
-TEST(cli_terminal, "test/cli/terminal.txt: the line and the cursor that keys leave, completion, history, messages of several "
-                   "lines, Ctrl-C, colours") {
-    transcript_names();
-    transcript("test/cli/terminal.txt");
-}
+TRANSCRIPT(basics)
+TRANSCRIPT(batch)
+TRANSCRIPT(chat)
+TRANSCRIPT(compare)
+TRANSCRIPT(evaluation)
+TRANSCRIPT(files)
+TRANSCRIPT(hub)
+TRANSCRIPT(readme)
+TRANSCRIPT(reports)
+TRANSCRIPT(saving)
+TRANSCRIPT(scripts)
+TRANSCRIPT(sessions)
+TRANSCRIPT(signals)
+TRANSCRIPT(strays)
+TRANSCRIPT(templates)
+TRANSCRIPT(terminal)
+TRANSCRIPT(traces)
 
 #ifdef KVCOMP_READLINE
 // Readline has a line, and Ctrl-C comes before it is anybody's: the first time.
@@ -1508,14 +1378,6 @@ TEST(method_defaults, "the budget a method opens with is the one its --help name
           "--ratio .5 of 100 rows: B %d, %d rows after 20 steps", s->applied, s->head[0].len);
 }
 
-// The longest line of a text of one column a byte.
-static int widest_line(const char *s) {
-    int most = 0;
-    for (; *s; s += s[strcspn(s, "\n")] == '\n' ? strcspn(s, "\n") + 1 : strcspn(s, "\n"))
-        most = max_int(most, (int)strcspn(s, "\n"));
-    return most;
-}
-
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option once, at "
                        "most 100 columns wide; there are at most MOST_OPTIONS") {
     enum { MOST_OPTIONS = 100 };
@@ -1534,139 +1396,12 @@ TEST(cli_options_help, "--help is one screen of at most 25 options and 100 colum
     }
 }
 
-// Writes a text to a file, if that can be opened.
-static void write_text_file(const char *path, const char *text) {
-    FILE *f = fopen(path, "w");
-    if (f) {
-        fputs(text, f);
-        fclose(f);
-    }
-}
-
 #define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
-
-// A loop of the shell that waits until a file has a line that begins so, for 20 seconds at most.
-#define WAIT_FOR(begin, file) \
-    "for i in $(seq 400); do grep -qs '^" begin "' " file " && break; sleep .05; done; "
-
-TEST(cli_method_file_gone,
-     "a method's file that goes away in a chat or a batch costs nothing: /regen keeps the reply, /clear "
-     "and /system the dialogue, a request gets an error, and the next ones are answered") {
-    static const char *const file[] = { "nexus.safetensors", "head_scores.json" };
-    static const char *const method[] = { "sonic", "dililazy" };
-    for (int i = 0; i < 2; i++) {
-        char d[] = "/tmp/kvcomp-gone-XXXXXX";
-        CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/%s", d, d, file[i]) == 0, "%s", sh_err);
-        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo hello; " WAIT_FOR("turn", "%s/s") "cp %s/s %s/kept; rm %s/%s; "
-                 "printf '/regen\n/clear\n/system be brief\n/stats\nwho are you?\n'; } | "
-                 "./kvcomp -m %s --temp 0 -n 8 --session %s/s --method=%s",
-                 file[i], d, d, d, d, d, file[i], d, d, method[i]) == 0,
-              "%s: %s", method[i], sh_err);
-        CHECK(strstr(sh_err, "the reply stays: ") && strstr(sh_err, "the dialogue stays: ") &&
-                  strstr(sh_err, "in 1 turns") && strstr(sh_err, "[turn 2 ") && strstr(sh_err, file[i]),
-              "%s: %s", method[i], sh_err);
-        CHECK(sh("grep ^turn %s/kept >%s/a; grep -m 1 ^turn %s/s | cmp - %s/a", d, d, d, d) == 0,
-              "%s: the first turn is another one: %s", method[i], sh_out);
-
-        const char *ask = "{\"prompt\":\"hi\",\"max_tokens\":2,\"method\":";
-        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo '%s\"%s\"}'; " WAIT_FOR("{", "%s/out") "rm %s/%s; "
-                 "echo '%s\"%s\"}'; echo '%s\"full\"}'; } | ./kvcomp -m %s -q --batch - >%s/out",
-                 file[i], d, ask, method[i], d, d, file[i], ask, method[i], ask, d, d) == 1,
-              "%s: %s", method[i], sh_err);
-        CHECK(sh("cat %s/out", d) == 0 && lines_in(sh_out) == 3, "%s: %s", method[i], sh_out);
-        char *line[] = { strtok(sh_out, "\n"), strtok(NULL, "\n"), strtok(NULL, "\n") };
-        CHECK(line[2] && strstr(line[0], "\"text\"") && strstr(line[1], "\"error\"") && strstr(line[1], file[i]) &&
-                  strstr(line[2], "\"text\""),
-              "%s: %s", method[i], line[1]);
-        CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-    }
-}
 
 TEST(cli_threads, "a small model gets one thread, others at least one a core") {
     CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
     CHECK(threads_for((size_t)1 << 30) == physical_cores() && physical_cores() >= 1, "%d cores",
           physical_cores());
-}
-
-TEST(cli_readme, "every command that README.md and data/course.md print works as typed, each once, but that an evaluation "
-                 "plays an eighth of one text of each task, or 128 tokens, and a real model makes a few words") {
-    static char text[1 << 18];
-    // What a command writes into /tmp another user may own already.
-    char folder[] = "/tmp/kvcomp-readme-XXXXXX", command[2048];
-    CHECK(mkdtemp(folder), "%s", folder);
-    slurp_into("README.md", text, sizeof text);
-    size_t readme = strlen(text);
-    struct {
-        char *key;
-        int value;
-    } *played = NULL;
-    slurp_into("data/course.md", text + readme, sizeof text - readme);
-    int n = 0, fence = 0;
-    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
-        if (!strncmp(line, "```", 3)) {
-            fence = !strcmp(line, "```sh") ? 1 : 0;
-            continue;
-        }
-        // `make ...` lines are what runs this test. Where Python has no numpy, cli_transcripts says
-        // so; where SmolLM2 is not, golden_smollm2.
-        if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "printf ", 7) && strncmp(line, "python3 ", 8)))
-            continue;
-        if (!strncmp(line, "python3 ", 8) && sh("python3 -c 'import numpy'")) continue;
-        if (strstr(line, "models/smollm2-135m") && access("models/smollm2-135m/model.safetensors", R_OK)) continue;
-        n++;
-        int known = (int)shgeti(played, line);
-        shput(played, line, 1);
-        if (known >= 0) continue;
-        const char *tmp = strstr(line, " /tmp/");
-        int dialogues = strstr(line, " --eval ") && !strstr(line, " kld ");
-        const char *few = dialogues || strstr(line, " --report ") ? " --eval-items 1 --eval-shard 1/8"
-                        : strstr(line, " --eval ") ? " --eval-items 1 --eval-length 128"
-                        : strstr(line, " -n 60") ? " -n 4" : "";
-        int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
-        snprintf(command, sizeof command, "%.*s%s%s%s", before, line, tmp ? folder : "", tmp ? tmp + 5 : "", few);
-        CHECK(sh("timeout 120 %s", command) == 0, "%s: %s", command, sh_err);
-    }
-    shfree(played);
-    CHECK(n >= 15, "only %d commands found", n);
-    CHECK(sh("rm -r %s", folder) == 0, "%s", sh_err);
-}
-
-TEST(
-    cli_weights,
-    "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
-    "weights; it is planned, inspected, and refused on a GPU") {
-    CHECK(sh("./kvcomp --inspect --weights q8_0") == 0, "%s", sh_err);
-    CHECK(strstr(sh_out, "q8_0") && strstr(sh_out, "mostly q8_0") && !strstr(sh_out, "-d cuda"),
-          "%s", sh_out);
-    CHECK(
-        sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096") == 0,
-        "%s", sh_err);
-    CHECK(strstr(sh_out, "-d cpu") && strstr(sh_out, "weights 8.532 GB"),
-          "%s", sh_out);
-    int rc = sh("./kvcomp --weights q8_0 -d cuda -p hello");
-    int without = rc == 1 && strstr(sh_err, "built without CUDA");
-    CHECK((without || (rc == 2 && strstr(sh_err, "--weights q8_0"))) && lines_in(sh_err) == 1,
-          "%d: %s", rc, sh_err);
-    CHECK(sh("./kvcomp --weights q8_0 --method sonic -p hello -n 1") == 0,
-          "the adapter of the file's weights: %s", sh_err);
-    const char *run = "./kvcomp --ids data/ids/three-turns.txt --dump-logits - --weights";
-    static float x[2][200 * 4096];
-    size_t n[2];
-    for (int i = 0; i < 2; i++) {
-        char cmd[300];
-        snprintf(cmd, sizeof cmd, "%s %s", run, i ? "q8_0" : "file");
-        FILE *f = popen(cmd, "r");
-        n[i] = fread(x[i], sizeof(float), 200 * 4096, f);
-        CHECK(pclose(f) == 0, "%s", cmd);
-    }
-    CHECK(n[0] == n[1] && n[0] % 4096 == 0 && n[0], "%zu and %zu logits", n[0], n[1]);
-    double square = 0, error = 0;
-    for (size_t i = 0; i < n[0]; i++) {
-        square += (double)x[0][i] * x[0][i];
-        error += (double)(x[1][i] - x[0][i]) * (x[1][i] - x[0][i]);
-    }
-    CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size",
-          sqrt(error / square));
 }
 
 TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned "
@@ -1855,33 +1590,6 @@ static const struct { const char *part; int aim, most; } floors[] = {
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
-TEST(no_unchecked_allocation,
-     "every allocation of the program goes through the functions of lib/base, which check it") {
-    static const struct {
-        const char *name;
-        int times;
-    } calls[] = {
-        { "malloc(", 0 },        { "calloc(", 1 },         { "realloc(", 1 },
-        { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 },
-        { "strndup(", 0 },       { "asprintf(", 0 },       { "vasprintf(", 0 },
-        { "getline(", 0 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
-    };
-    enum { CALLS = sizeof calls / sizeof *calls };
-    int times[CALLS] = { 0 };
-    for (int k = 0; k < N_FLOORS; k++) {
-        char path[64], err[256];
-        size_t size;
-        snprintf(path, sizeof path, "%s.c", floors[k].part);
-        OWN char *text = read_file(path, &size, err);
-        CHECK(text, "%s", err);
-        for (int i = 0; text && i < CALLS; i++)
-            for (const char *q = text; (q = strstr(q, calls[i].name)); q++)
-                times[i] += !isalnum((unsigned char)q[-1]) && q[-1] != '_';
-    }
-    for (int i = 0; i < CALLS; i++)
-        CHECK(times[i] == calls[i].times, "%s%d times, %d are known", calls[i].name, times[i], calls[i].times);
-}
-
 // ---- the text itself: contents, banners, maps
 
 typedef struct {
@@ -2026,24 +1734,6 @@ TEST(text_maps, "the equations and functions that a paper's map names exist in b
     arrfree(b);
 }
 
-TEST(cli_readme_code, "the method that README shows as the example is the one in kvcomp.c, line "
-                      "for line, and short") {
-    static char text[1 << 18], code[1 << 21];
-    slurp_into("README.md", text, sizeof text);
-    slurp_into("kvcomp.c", code, sizeof code);
-    int n = 0, fence = 0;
-    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
-        if (!strncmp(line, "```", 3)) {
-            fence = !strcmp(line, "```c");
-            continue;
-        }
-        if (!fence || !line[strspn(line, " ")]) continue;
-        n++;
-        CHECK(strstr(code, line + strspn(line, " ")), "README's line is not in kvcomp.c: %s", line);
-    }
-    CHECK(n >= 60 && n <= 80, "%d lines of example", n);
-}
-
 // ---- the floors, held
 
 // Lines of a file; 0 where there is none.
@@ -2131,24 +1821,6 @@ TEST(text_floors, "every part includes and calls only parts below it, as its obj
     }
 }
 
-TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled as its head says, but not optimised, and "
-                 "replies as the program does; data/lines.c, which includes it, compiles") {
-    const char *ask = "-m models/kvcomp-tiny -p 'Once upon a time' --temp 0 -n 8 -q";
-    static char reply[sizeof sh_out];
-    char d[64] = "/tmp/kvt-single-XXXXXX";
-    // Not optimised, it takes a third of the time; the linker then leaves out what calls the device's half.
-    const char *quick = "$(test $(uname) = Linux && echo -O0 -ffunction-sections -Wl,--gc-sections || echo -O1)";
-    CHECK(mkdtemp(d), "no folder");
-    CHECK(sh("sh data/single.sh >%s/kvcomp_single.c && cd %s && ${CC:-gcc} %s -std=c11 -o single kvcomp_single.c -lm", d, d,
-             quick) == 0, "%s", sh_err);
-    CHECK(sh("mkdir %s/data && cp data/lines.c %s/data && ${CC:-gcc} -std=c11 -fsyntax-only "
-             "-Werror=implicit-function-declaration %s/data/lines.c", d, d, d) == 0, "%s", sh_err);
-    CHECK(sh("KVCOMP_SIMD=plain ./kvcomp %s", ask) == 0 && *sh_out, "%s", sh_err);
-    memcpy(reply, sh_out, sizeof reply);
-    CHECK(sh("KVCOMP_SIMD=plain %s/single %s", d, ask) == 0 && !strcmp(sh_out, reply), "%s%s", sh_out, sh_err);
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
 // ---- what others did to the files
 
 TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id without a row, "
@@ -2175,42 +1847,6 @@ TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id 
     CHECK(s->n_tok == 4, "the session goes on");
 }
 
-// The answers of a side in the demonstration's last table: "NAME ... n of 7". -1: no such line.
-static int demo_right(const char *text, const char *name) {
-    const char *table = strstr(text, "what it does"), *line = table ? strstr(table, name) : NULL;
-    int right = -1;
-    if (line) sscanf(line + strlen(name), " %d of 7", &right);
-    return right;
-}
-
-TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others lie between; every "
-               "line fits into 80 columns; only results on stdout; /demo is the same") {
-    static char text[1 << 16];
-    CHECK(sh("./kvcomp --demo") == 0 && lines_in(sh_err) == 1, "%s", sh_err);
-    snprintf(text, sizeof text, "%.65000s", sh_out);
-    CHECK(demo_right(text, "full  ") == 7, "full:\n%s", text);
-    int streaming = demo_right(text, "streaming 64"), dililazy = demo_right(text, "dililazy 64");
-    CHECK(streaming >= 1 && streaming <= 3, "streaming %d:\n%s", streaming, text);
-    CHECK(dililazy > streaming && dililazy < 7, "dililazy %d", dililazy);
-    int lychee = demo_right(text, "lychee 64");             // with one full layer; with two it has all seven
-    CHECK(lychee > streaming && lychee < 7 && demo_right(text, "sonic  ") >= 6,
-          "lychee, sonic:\n%s", text);
-    CHECK(widest_line(text) <= 80, "%d columns:\n%s", widest_line(text), text);
-    CHECK(sh("printf 'hello\n/demo\nhow are you?\n' | ./kvcomp --temp 0") == 0 &&
-              strstr(sh_out, text),
-          "/demo:\n%s", sh_out);
-    CHECK(strstr(sh_err, "[turn 2 "), "the chat goes on where it was: %s", sh_err);
-    CHECK(sh("./kvcomp --demo -p hi") == 2 && strstr(sh_err, "--demo goes alone"), "%s", sh_err);
-    CHECK(sh(SYN "--tokenizer models/kvcomp-tiny --demo") == 3 &&
-              strstr(sh_err, "do not belong together"),
-          "another model's tokenizer: %s", sh_err);
-    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny "
-             "--demo") == 0 &&
-              strstr(sh_out, "lychee 64") && strstr(sh_err, "dililazy is left out") &&
-              strstr(sh_err, "sonic is left out") && !strstr(sh_out, "sonic"),
-          "another model: %s", sh_err);
-}
-
 // ---- saving, signals, and a prefill that is given up
 
 // An empty folder -> its path. In memory where that can be had: bringing files to a busy disk takes
@@ -2228,15 +1864,6 @@ static int files_in(const char *d) {
         n += strcmp(e->d_name, ".") && strcmp(e->d_name, "..");
     if (dir) closedir(dir);
     return n;
-}
-
-// The file d/name begins with this text?
-static int holds(const char *d, const char *name, const char *text) {
-    static char got[1 << 16];
-    char path[200];
-    snprintf(path, sizeof path, "%s/%s", d, name);
-    slurp_into(path, got, sizeof got);
-    return !strncmp(got, text, strlen(text));
 }
 
 TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
@@ -2365,87 +1992,61 @@ TEST(sample_least, "--top-p and --min-p: the fewest candidates that have the sum
 static const char *long_message = "Here is a long story about a fox and a raven, a cheese, a tree, "
                                   "and a word that was said too early. What is it about?";
 
-TEST(session_resume, "a dialogue that is saved and gone on with has the logits and rows, to the bit, of one that "
-                     "was never interrupted, under every method; an interrupted message leaves nothing in the file") {
+TEST(session_resume, "a dialogue that is saved and gone on with has the replies, logits, rows and bytes, to the bit, of one "
+                     "that was never interrupted, under every method; a message that Ctrl-C takes back in its prefill leaves "
+                     "nothing, in the dialogue and in the file") {
     FILE *out = fopen("/dev/null", "w");
-    int was_quiet = quiet;
+    int was_quiet = quiet, exact = 0, n = 0;
     char d[64], path[100];
     CHECK(save_folder(d), "no folder");
     snprintf(path, sizeof path, "%s/s", d);
     quiet = 1;
     EACH_METHOD (m) {
-        static const char *const said[] = { "hello, my name is Tom", "I have a dog named Bello.", "what is my name?" };
+        static const char *const said[] = { "hello, my name is Tom", "I have a dog named Bello.", "what is my name?",
+                                           "how are you?" };
         App *whole = tiny_app((*m)->name, ""), *part = NULL;
-        for (int i = 0; i < 3; i++) {
-            part = tiny_app((*m)->name, path);
-            session_begin(part);
+        int same = 1;
+        for (int i = 0; i < 4; i++) {       // the fourth message follows in the same chat
             struct stat held;
+            if (i < 3) part = tiny_app((*m)->name, path);
+            if (i < 3) session_begin(part);
             CHECK(arrlen(part->turn) == i && !stat(path, &held) && strlen(part->logged) == (size_t)held.st_size,
                   "%s: %d turns, %zu bytes", (*m)->name, (int)arrlen(part->turn), strlen(part->logged));
-            if (i == 1) {
+            if (i % 2) {
+                int tokens = part->s->n_tok;
                 progress_hook = ctrl_c_in_layers;
                 chat_turn(part, long_message, out);
                 progress_hook = NULL;
+                CHECK(arrlen(part->turn) == i && (part->stale || part->s->n_tok == tokens) && !part->s->coming,
+                      "%s: %d turns", (*m)->name, (int)arrlen(part->turn));
+                exact += i == 3 && !part->stale;
             }
             chat_turn(whole, said[i], out);
             chat_turn(part, said[i], out);
+            same &= !memcmp(whole->logits, part->logits, (size_t)part->c->V * sizeof(float));
             if (i < 2) session_end(part);
             if (i < 2) tiny_app_close(part);
         }
-        int same = !memcmp(whole->logits, part->logits, (size_t)part->c->V * sizeof(float)) &&
-                   whole->s->n_tok == part->s->n_tok;
+        same &= whole->s->n_tok == part->s->n_tok && kv_bytes(whole->s) == kv_bytes(part->s);
         for (int i = 0; i < whole->c->L * whole->c->G; i++) {
             const KVHead *a = &whole->s->head[i], *b = &part->s->head[i];
             same &= a->len == b->len && !memcmp(a->src, b->src, (size_t)a->len * sizeof *a->src);
+        }
+        for (int i = 0; i < 4; i++) {
+            const int *a = whole->turn[i].dec, *b = part->turn[i].dec;
+            same &= arrlen(a) == arrlen(b) && !memcmp(a, b, arrlenu(a) * sizeof *a);
         }
         CHECK(same, "%s: %d and %d tokens", (*m)->name, whole->s->n_tok, part->s->n_tok);
         tiny_app_close(whole);
         tiny_app_close(part);
         unlink(path);
-    }
-    interrupts = 0;
-    quiet = was_quiet;
-    fclose(out);
-    CHECK(files_in(d) == 0 && !rmdir(d), "something is left");
-}
-
-TEST(stop_prefill, "Ctrl-C in a prefill takes the message back under every method: the dialogue "
-                   "goes on to the bit as if it had not been sent") {
-    FILE *out = fopen("/dev/null", "w");
-    int was_quiet = quiet, exact = 0, n = 0;
-    quiet = 1;
-    EACH_METHOD (m) {
-        App *a[2] = { tiny_app((*m)->name, ""), tiny_app((*m)->name, "") };
-        for (int i = 0; i < 2; i++) {
-            chat_turn(a[i], "hello, my name is Tom", out);
-            int tokens = a[i]->s->n_tok;
-            if (i) {
-                progress_hook = ctrl_c_in_layers;
-                chat_turn(a[i], long_message, out);
-                progress_hook = NULL;
-                CHECK(arrlen(a[i]->turn) == 1 && (a[i]->stale || a[i]->s->n_tok == tokens) &&
-                          !a[i]->s->coming,
-                      "%s: %d turns", (*m)->name, (int)arrlen(a[i]->turn));
-                exact += !a[i]->stale;
-            }
-            chat_turn(a[i], "what is my name?", out);
-        }
-        int same = !memcmp(a[0]->logits, a[1]->logits, (size_t)a[0]->c->V * sizeof(float)) &&
-                   a[0]->s->n_tok == a[1]->s->n_tok && kv_bytes(a[0]->s) == kv_bytes(a[1]->s);
-        for (int t = 0; t < 2; t++)
-            same &= arrlen(a[0]->turn[t].dec) == arrlen(a[1]->turn[t].dec) &&
-                    !memcmp(a[0]->turn[t].dec, a[1]->turn[t].dec,
-                            arrlen(a[0]->turn[t].dec) * sizeof(int));
-        CHECK(same, "%s: %d and %d tokens, %zu and %zu bytes", (*m)->name, a[0]->s->n_tok,
-              a[1]->s->n_tok, kv_bytes(a[0]->s), kv_bytes(a[1]->s));
-        tiny_app_close(a[0]);
-        tiny_app_close(a[1]);
         n++;
     }
     CHECK(exact >= 2 && exact < n, "%d of %d methods are undone without a replay", exact, n);
     interrupts = 0;
     quiet = was_quiet;
     fclose(out);
+    CHECK(files_in(d) == 0 && !rmdir(d), "something is left");
 }
 
 static int stop_asked_in;  // where: 0 project, 1 attend
@@ -2590,97 +2191,6 @@ TEST(stop_signal,
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
-#define PROMPT COLOR_USER "> " COLOR_OFF
-static const int ending_signals[] = { SIGTERM, SIGHUP, SIGQUIT };
-
-TEST(cli_signals_reply,
-     "TERM, HUP and QUIT while a reply is made: it is saved as far as it came, the next chat goes "
-     "on behind it; KILL costs the reply and not the message") {
-    char d[64], path[100];
-    CHECK(save_folder(d), "no folder");
-    snprintf(path, sizeof path, "%s/s", d);
-    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos",
-                     "-c",       "0",  "--session",          path,     NULL };
-    for (int i = 0; i < 4; i++) {
-        int sig = i < 3 ? ending_signals[i] : SIGKILL;
-        Pty *p = pty_start(argv, 0);
-        CHECK(pty_wait(p, PROMPT), "no prompt");
-        pty_type(p, "hello\r");
-        CHECK(pty_wait(p, "Hello"), "no reply");
-        kill(p->pid, sig);
-        int status = pty_end(p);
-        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig, "signal %d: status %x", sig, status);
-        // Nobody can give the terminal back after KILL.
-        CHECK(i == 3 || pty_sane(p), "signal %d: the terminal's own settings", sig);
-        int turns = i < 3 ? 1 : 0;
-        CHECK(sh("grep -c 'assistant.*\"ids\":.[0-9]' %s", path) == !turns && atoi(sh_out) == turns,
-              "signal %d: %s", sig, sh_out);
-        CHECK(sh("tail -n 1 %s | grep '\"user\",\"content\":\"hello\"'", path) == turns && files_in(d) == 1,
-              "signal %d: %s", sig, sh_out);
-        CHECK(sh(CHAT "-c 0 -p 'who are you?' -n 4 --session %s", path) == 0 &&
-                  strstr(sh_err, turns ? "[turn 2 " : "[turn 1 "),
-              "signal %d: %s", sig, sh_err);
-        pty_close(p);
-        unlink(path);
-    }
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-TEST(cli_signals_stop, "Ctrl-Z and SIGSTOP at the prompt and in a reply: the shell gets a sane "
-                       "terminal, the program its line and its settings back") {
-    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c",
-                     "0",        NULL };
-    Pty *p = pty_start(argv, 1);
-    char stopped[64];
-    CHECK(pty_wait(p, PROMPT), "no prompt");
-    pty_type(p, "/hel");
-    CHECK(pty_wait(p, "/hel"), "typed");
-    pty_type(p, "\x1a");
-    snprintf(stopped, sizeof stopped, "[stopped by %d, sane]", SIGTSTP);
-    CHECK(pty_wait(p, stopped), "Ctrl-Z at the prompt: %s", p->seen);
-    CHECK(pty_wait(p, PROMPT "/hel") && !pty_sane(p), "the line is drawn again");
-    pty_type(p, "p\r");
-    CHECK(pty_wait(p, "forget the dialogue") && pty_wait(p, PROMPT), "/help");
-    pid_t job = tcgetpgrp(p->tty);
-    CHECK(tcgetpgrp(p->fd) > 0 || job > 0, "a foreground job");
-    if (job <= 0) job = tcgetpgrp(p->fd);
-    // Which nobody can catch: the editor takes the terminal back all the same.
-    kill(job, SIGSTOP);
-    CHECK(pty_wait(p, "[stopped by ") && pty_wait(p, PROMPT) && !pty_sane(p), "SIGSTOP");
-    pty_type(p, "hello\r");
-    CHECK(pty_wait(p, "Hello"), "no reply");
-    pty_type(p, "\x1a");
-    CHECK(pty_wait(p, stopped) && pty_wait(p, "[goes on]"), "Ctrl-Z in a reply");
-    pty_type(p, "\x03");
-    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, PROMPT), "the reply went on, and Ctrl-C ended it");
-    pty_type(p, "\x04");
-    int status = pty_end(p);
-    CHECK(status == 0 && pty_sane(p), "status %x", status);
-    pty_close(p);
-}
-
-TEST(cli_signals_work,
-     "TERM, HUP, QUIT and INT in loading, evaluation and report: the status is the "
-     "signal's, the old file stays, the one in the making goes") {
-    char d[64], path[100];
-    CHECK(save_folder(d), "no folder");
-    snprintf(path, sizeof path, "%s/r.html", d);
-    char *eval[] = { "./kvcomp", "--eval", "all", "--eval-items", "100000", "--report", path, NULL };
-    for (int i = 0; i < 4; i++) {
-        int sig = i < 3 ? ending_signals[i] : SIGINT;
-        write_text_file(path, "old\n");
-        Pty *p = pty_start(eval, 0);
-        CHECK(pty_wait(p, " items, "), "it has not begun: %.300s", p->seen);
-        kill(p->pid, sig);
-        int status = pty_end(p);
-        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p),
-              "signal %d: status %x: %.300s", sig, status, p->seen);
-        CHECK(files_in(d) == 1 && holds(d, "r.html", "old\n"), "%d files", files_in(d));
-        pty_close(p);
-    }
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
 TEST(json_numbers, "the numbers of --json have no exponent; what is none is null") {
     static const struct {
         double x;
@@ -2713,28 +2223,6 @@ TEST(json_numbers, "the numbers of --json have no exponent; what is none is null
     }
 }
 
-// Runs a command on a terminal of so many columns; what it shows into sh_out. Returns its exit
-// code.
-static int on_terminal(int cols, const char *cmd) {
-    struct winsize w = { .ws_row = 24, .ws_col = (unsigned short)cols };
-    int fd, status = 0;
-    size_t n = 0;
-    needs_program();
-    pid_t pid = forkpty(&fd, NULL, NULL, &w);
-    if (pid < 0) leave_out(NO_TERMINAL);
-    if (!pid) {
-        execl("/bin/sh", "sh", "-c", cmd, (char *)NULL);
-        _exit(99);
-    }
-    for (ssize_t got;
-         n + 1 < sizeof sh_out && (got = read(fd, sh_out + n, sizeof sh_out - n - 1)) > 0;)
-        n += (size_t)got;
-    sh_out[n] = 0;
-    close(fd);
-    waitpid(pid, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider than the screen; "
                       "in a pipe it is Markdown") {
     static const char *const cells[][5] = {
@@ -2763,18 +2251,6 @@ TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider
             arrfree(rows);
             free(out);
         }
-    const char *eval = "./kvcomp --eval test/tasks/facts.jsonl --eval-items 1 --compare "
-                       "full,streaming --budgets 24 -q";
-    CHECK(on_terminal(72, eval) == 0 && !strchr(sh_out, '|') && strstr(sh_out, "kv_bytes_peak"),
-          "%s", sh_out);
-    // The line's \r counts.
-    CHECK(widest_line(sh_out) <= 73, "%d columns:\n%s", widest_line(sh_out), sh_out);
-    CHECK(sh("%s", eval) == 0 && strstr(sh_out, "| method | budget | score |"), "%s", sh_out);
-    // The method in use plays too; with room for all, all is right.
-    CHECK(on_terminal(60, "./kvcomp --demo -q --method snapkv --budget 600") == 0 && widest_line(sh_out) <= 61 &&
-              demo_right(sh_out, "full  ") == 7 && demo_right(sh_out, "streaming 600") == 7 &&
-              demo_right(sh_out, "snapkv 600") == 7,
-          "%d columns:\n%s", widest_line(sh_out), sh_out);
 }
 
 TEST(cli_memory, "what a model takes in words; more than is free is a warning, or exit 4 for random weights") {
@@ -2784,15 +2260,6 @@ TEST(cli_memory, "what a model takes in words; more than is free is a warning, o
           "%s", text);
     CHECK(memory_in_words(16.06e9, 4e9, 32768, 19.6e9, text) == 1, "%s", text);
     CHECK(!memory_in_words(16.06e9, 4e9, 32768, -1, text) && !strstr(text, "free"), "%s", text);
-    if (memory_free() < 0) return;  // this system does not say what is free
-    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -c 1073741824") == 0 &&
-              strstr(sh_err, "WARNING: 6.4 MB weights + 2.6 TB rows at -c 1073741824; ") &&
-              strstr(sh_err, " would fit\n") && lines_warned() == 1,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 --ids "
-             "data/ids/three-turns.txt") == 4 &&
-              lines_in(sh_err) == 1 && strstr(sh_err, "too little for these random weights"),
-          "%s", sh_err);
 }
 
 TEST(save_no_memory, "a file whose stream finds no memory ends the program with 4, not 1, and "
@@ -2852,57 +2319,6 @@ TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes 
               method[i], text[i], held, plan);
         session_close(s);
     }
-    const char *cpu = "./kvcomp --inspect | grep -c '^memory .* GB with -d cpu'";
-    const char *cuda = "./kvcomp --inspect | grep -c '^memory .*: at most, with -b [0-9]* and -d cuda$'";
-    int without = sh("./kvcomp -d cuda --inspect >/dev/null") && strstr(sh_err, "without CUDA");
-    CHECK(sh("%s; %s", cpu, cuda) == without, "grep finds nothing: %s", sh_err);
-    CHECK(!strcmp(sh_out, without ? "1\n0\n" : "1\n1\n"), "%s", sh_out);
-}
-
-TEST(cli_resize, "a line is drawn again where the screen gets another size") {
-    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--no-history", NULL };
-    struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
-    Pty *p = pty_start(argv, 0);
-    CHECK(pty_line(p, ">", 2), "no prompt");
-    pty_type(p, "1234567");
-    CHECK(pty_line(p, "> 1234567", 9), "typed");
-    CHECK(!ioctl(p->fd, TIOCSWINSZ, &narrow) && pty_wait(p, "1234567"), "the line");
-    pty_type(p, "890");
-    CHECK(pty_wait(p, "8") && pty_wait(p, "90"), "in its columns: %s", p->seen);
-    pty_type(p, "\x03");
-    CHECK(pty_wait(p, PROMPT), "empty");
-    pty_leave(p);
-}
-
-TEST(cli_typed_ahead, "what is typed while a reply is made is not shown in it, and stands at the "
-                      "next prompt, whole lines and pastes too; "
-                      "Ctrl-C stops the reply and leaves it") {
-    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos",
-                     "-c",       "0",  "--no-history",       NULL };
-    Pty *p = pty_start(argv, 0);
-    CHECK(p && pty_line(p, ">", 2), "no prompt");
-    pty_type(p, "hello\r");
-    CHECK(pty_wait(p, "Hello"), "no reply");
-    size_t before = p->n;
-    pty_type(p, "typed ahead");
-    pty_type(p, "\x1b[D\x1b[DX");
-    pty_type(p, "\x03");
-    CHECK(pty_wait(p, "[turn 1 ") && pty_line(p, "> typed aheXad", 12), "it stands at the prompt");
-    char *prompt = memmem(p->seen + before, p->n - before, PROMPT, strlen(PROMPT));
-    CHECK(prompt && !memmem(p->seen + before, (size_t)(prompt - p->seen) - before, "type", 4) &&
-              !memmem(p->seen + before, (size_t)(prompt - p->seen) - before, "^[", 2),
-          "nothing of it is in the reply");
-    pty_type(p, "\x15\x0bhello\r");
-    CHECK(pty_wait(p, "Hello"), "no reply");
-    pty_type(p, "/budget 9\r\x1b[200~a paste\rof two\x1b[201~\x03");
-    CHECK(pty_wait(p, "[turn 2 ") && pty_line(p, "of two", 6),
-          "a line is sent, a paste stands there");
-    CHECK(memmem(p->seen, p->n, PROMPT "/budget 9", strlen(PROMPT "/budget 9")) &&
-              memmem(p->seen, p->n, "full has no budget", 18),
-          "the line");
-    pty_type(p, "\x03");
-    CHECK(pty_line(p, ">", 2), "empty");
-    pty_leave(p);
 }
 
 // Wraps pieces of text at so many columns; malloc'd.
@@ -2964,49 +2380,6 @@ TEST(cli_wrap, "on a terminal a reply breaks between words, whatever pieces it c
         CHECK(!strcmp(out, cases[i].out), "case %zu, letter by letter:\n%s", i, out);
         free(out);
     }
-
-    const char *story = "./kvcomp -d cpu --temp 0 -q -p 'Tell me a story about a fox.'";
-    CHECK(sh("%s", story) == 0 && lines_in(sh_out) == 1 && strlen(sh_out) > 80, "a pipe: %s", sh_out);
-    CHECK(sh("%s --json", story) == 0 && lines_in(sh_out) == 1 && !strstr(strstr(sh_out, "\"text\":"), "\\n"),
-          "%s", sh_out);
-    CHECK(on_terminal(40, story) == 0 && widest_line(sh_out) <= 41 && lines_in(sh_out) > 1,
-          "the screen's width:\n%s", sh_out);
-    CHECK(sh("%s --wrap 30", story) == 2 && lines_in(sh_err) == 1 &&
-              strstr(sh_err, "--wrap is no option any more: replies break between words"),
-          "%s", sh_err);
-}
-
-TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numbers, never the "
-                "reply; none for a pipe, NO_COLOR or TERM=dumb; CLICOLOR_FORCE always wins") {
-    const char *wrong = "./kvcomp -m models/kvcomp-tiny --temp 0 -n 3 -p hello --budget 7 ";
-    CHECK(sh("TERM=xterm %s", wrong) == 0 && !strchr(sh_err, 27) && !strchr(sh_out, 27),
-          "a pipe: %s", sh_err);
-    CHECK(sh("NO_COLOR=1 TERM=dumb CLICOLOR_FORCE=1 %s", wrong) == 0 &&
-              strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
-              strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
-          "%s", sh_err);
-    CHECK(sh("CLICOLOR_FORCE=1 ./kvcomp -m /nonexistent -p hi") == 3 &&
-              strstr(sh_err, COLOR_ERROR "kvcomp: ") && strstr(sh_err, COLOR_OFF "\n") &&
-              lines_in(sh_err) == 1,
-          "%s", sh_err);
-    static const struct {
-        const char *first;
-        int colors;
-    } cases[] = { { "TERM=xterm", 1 },
-                  { "TERM=xterm NO_COLOR=", 1 },
-                  { "TERM=xterm NO_COLOR=1", 0 },
-                  { "TERM=dumb", 0 },
-                  { "-u TERM", 0 } };
-    char cmd[256];
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        static const char *const modes[] = { "-u CLICOLOR_FORCE", "CLICOLOR_FORCE=0", "CLICOLOR_FORCE=1" };
-        for (int m = 0; m < 3; m++) {
-            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s env %s %s", cases[i].first, modes[m], wrong);
-            int wanted = m == 2 || cases[i].colors;
-            CHECK(on_terminal(80, cmd) == 0 && !strchr(sh_out, 27) == !wanted, "%s: %s", cmd,
-                  sh_out);
-        }
-    }
 }
 
 // ---- traces (--trace)
@@ -3026,7 +2399,7 @@ static const void *trace_get(SafeFile *f, int *n, const char *fmt, ...) {
 }
 
 TEST(trace_selection, "--trace changes no logits; --trace-layers leaves layers out, under the same names; the metadata hold "
-                      "method, shape and options (the numbers themselves: trace_vectors, data/vectors/check_*.py)") {
+                      "method, shape and options (the numbers themselves: test/cli/traces.txt, data/vectors/check_*.py)") {
     Script p = { 2, { 9, 5 }, { 4, 3 }, 4 };
     OWN_MODEL Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
     float *logits;
@@ -3074,80 +2447,6 @@ TEST(trace_selection, "--trace changes no logits; --trace-layers leaves layers o
     m.c->windowed = NULL;
     safetensors_close(window);
     free(logits);
-}
-
-TEST(trace_cli, "--trace with -p, alone and with another method, and with --eval") {
-    char d[64];
-    CHECK(save_folder(d), "no folder");
-    static const char *const good[] = {
-        "-p fox -n 3 --temp 0 -q", "-p fox -n 3 --temp 0 -q --method=q8",
-        "--eval test/tasks/needle.jsonl --eval-items 1 -q --method=snapkv"
-    };
-    for (int i = 0; i < 3; i++) {
-        char err[512], path[100];
-        int n;
-        snprintf(path, sizeof path, "%s/t", d);
-        CHECK(sh("./kvcomp %s --trace %s --trace-layers 1", good[i], path) == 0, "%s: %s", good[i],
-              sh_err);
-        SafeFile *f = safetensors_open(path, err);
-        CHECK(f && trace_get(f, &n, "pass0002.layer01.qhead03.read") &&
-                  !trace_get(f, &n, "pass0000.layer00.q"),
-              "%s: %s", good[i], f ? "no such pass" : err);
-        safetensors_close(f);
-    }
-    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
-}
-
-// How many tensors of trace a differ from those of b, or are not there.
-static int traces_differ(SafeFile *a, SafeFile *b, const char *what) {
-    int bad = 0;
-    for (int i = 0; i < a->n; i++) {
-        SafeTensor *other = safetensors_find(b, a->tensor[i].name);
-        const char *how = other ? trace_differs(&a->tensor[i], other) : "it is not there";
-        CHECK(!*how, "%s: %s: %s", what, a->tensor[i].name, how);
-        bad += *how != 0;
-    }
-    return bad;
-}
-
-// Runs ./kvcomp with the line of data/vectors/commands that begins with the paper's name, and
-// compares its trace with the committed one.
-static void trace_vector(const char *line, const char *path) {
-    char name[32], committed[100], err[512];
-    int n = (int)strcspn(line, " ");
-    struct stat st = { 0 };
-    snprintf(name, sizeof name, "%.*s", n, line);
-    snprintf(committed, sizeof committed, "data/vectors/%s.safetensors", name);
-    CHECK(sh("./kvcomp %s --trace %s", line + n, path) == 0, "%s: %s", name, sh_err);
-    CHECK(!stat(committed, &st) && st.st_size <= 300000, "%s: %ld bytes", committed,
-          (long)st.st_size);
-    SafeFile *a = safetensors_open(committed, err), *b = a ? safetensors_open(path, err) : NULL;
-    CHECK(a && b, "%s: %s", name, err);
-    if (a && b) {
-        int own = 0;
-        CHECK(!traces_differ(a, b, name) && a->n == b->n, "%s: %d tensors, %d are committed", name,
-              b->n, a->n);
-        for (int i = 0; i < a->n; i++) own += strstr(a->tensor[i].name, name) != NULL;
-        CHECK(own >= 10, "%s: %d values of its own", name, own);
-    }
-    safetensors_close(a);
-    safetensors_close(b);
-}
-
-TEST(trace_vectors,
-     "data/vectors: kvcomp's trace of every paper on a tiny model is the committed one, of "
-     "300 KB at most, with values of the method's own") {
-    char err[512], path[400];
-    size_t n;
-    int lines = 0;
-    OWN char *text = read_plain_text("data/vectors/commands", &n, err);
-    CHECK(text, "%s", err);
-    snprintf(path, sizeof path, "%s", tmp_path("vector"));
-    for (char *line = text, *end; line && (end = strchr(line, '\n')); line = end + 1, lines++) {
-        *end = 0;
-        trace_vector(line, path);
-    }
-    CHECK(lines == 5, "%d commands", lines);
 }
 
 // Writes a dialogue of data/golden/smollm2 for --ids: a turn ends at each row, and behind the last but
@@ -3229,233 +2528,7 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
 
 // ---- data/ports: five methods for transformers
 
-TEST(ports,
-     "data/ports: with a paper's port in it, transformers decides and answers as kvcomp does, in one "
-     "process and in two that share the heads") {
-    needs_program();
-    int rc = sh("python3 -B data/ports/check.py --can-run");
-    if (rc == 127 || rc == 3)
-        leave_out("python3 with torch, transformers 5.23 and accelerate (data/ports)");
-    CHECK(rc == 0, "%d: %s", rc, sh_err);
-    rc = sh("timeout 600 nice python3 -B data/ports/check.py --smollm2 none");
-    CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);
-}
-
 // ---- many requests, one process
-
-// Runs these lines through --batch, and parses what comes out into j (up to 32, for json_free).
-// Returns the exit code, or -1 when a line of the output is no JSON object.
-static int batch_run(const char *lines, const char *options, Json **j) {
-    char path[] = "/tmp/kvcomp-batch-XXXXXX", err[256];
-    int fd = mkstemp(path), n = 0;
-    CHECK(write(fd, lines, strlen(lines)) == (ssize_t)strlen(lines), "%s", path);
-    close(fd);
-    memset(j, 0, 32 * sizeof *j);
-    int rc = sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu %s --batch %s", options, path);
-    unlink(path);
-    for (char *line = strtok(sh_out, "\n"); line && n < 32; line = strtok(NULL, "\n")) {
-        j[n] = json_parse(line, strlen(line), err);
-        if (!j[n++]) return -1;
-    }
-    return rc;
-}
-
-// Frees what batch_run parsed.
-static void batch_free(Json **j) {
-    for (int i = 0; i < 32; i++) json_free(j[i]);
-}
-
-static double number_of(const Json *j, const char *key) {
-    const Json *v = json_get(j, key);
-    return v ? v->num : NAN;
-}
-
-TEST(batch_replies, "a line of --batch is answered as -p answers it, by any method, whatever was "
-                    "asked before; messages "
-                    "are played as a chat; stop texts end a reply before them") {
-    Json *j[32];
-    char err[256];
-    const char *ask =
-        "Tell me a story about a fox and a dog who live in a house by the river and like to play.";
-    char lines[4096], first[512];
-    snprintf(
-        lines, sizeof lines,
-        "{\"prompt\":\"%s\",\"max_tokens\":30}\n"
-        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"id\":7}\n\n"
-        "{\"prompt\":\"%s\",\"max_tokens\":30,\"stop\":[\"zzz\",\" a\"],\"id\":\"x\"}\n"
-        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"temp\":0.9,"
-        "\"seed\":5}\n"
-        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12}\n"
-        "{\"prompt\":\"%s\",\"max_tokens\":0}\n",
-        ask, ask, ask, ask, ask, ask);
-    CHECK(batch_run(lines, "", j) == 0 && j[5] && !j[6], "%s", sh_err);
-
-    static const struct {
-        int line;
-        const char *options;
-    } same[] = {
-        { 0, "" },
-        { 1, "--method streaming --budget 12" },
-        { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
-        { 4, "--method streaming --budget 12" },
-    };
-
-    for (size_t i = 0; i < sizeof same / sizeof *same && j[5]; i++) {
-        const Json *b = j[same[i].line];
-        CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'",
-                 same[i].options, ask) == 0,
-              "%s", sh_err);
-        Json *p = json_parse(sh_out, strlen(sh_out), err);
-        CHECK(p && !strcmp(json_text(p, "text"), json_text(b, "text")) && *json_text(b, "text"),
-              "line %d: '%s', -p: '%s'", same[i].line, json_text(b, "text"), json_text(p, "text"));
-        static const char *const keys[] = { "n_prompt",          "n_gen",
-                                            "kv_bytes_stored",   "kv_bytes_full",
-                                            "kv_bytes_attended", "meta_bytes",
-                                            "kv_bytes_peak",     "budget" };
-        for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
-            CHECK(number_of(p, keys[k]) == number_of(b, keys[k]), "line %d: %s", same[i].line,
-                  keys[k]);
-        CHECK(number_of(b, "n_gen") == json_get(b, "ids")->n, "ids");
-        json_free(p);
-    }
-    CHECK(strcmp(json_text(j[1], "text"), json_text(j[0], "text")),
-          "streaming answers as full: this shows nothing");
-    CHECK(number_of(j[1], "id") == 7 && !strcmp(json_text(j[2], "id"), "x") &&
-              number_of(j[2], "line") == 4,
-          "id and line");
-    snprintf(first, sizeof first, "%s", json_text(j[0], "text"));
-    char *stop = strstr(first, " a");
-    if (stop) *stop = 0;
-    CHECK(stop && !strcmp(first, json_text(j[2], "text")) &&
-              !strcmp(json_text(j[2], "finish"), "stop") &&
-              number_of(j[2], "n_gen") < number_of(j[0], "n_gen"),
-          "'%s' before ' a' is '%s'", first, json_text(j[2], "text"));
-    CHECK(!*json_text(j[5], "text") && !strcmp(json_text(j[5], "finish"), "length"), "no token");
-    batch_free(j);
-
-    // A chat's two replies, and the second one asked for with the first as a message
-    const char *told = "My dog is named Rex.", *asked = "What is my dog called?";
-    CHECK(sh("printf '%s\\n%s\\n' | ./kvcomp -t 1 -d cpu -q --temp 0 -n 20", told,
-             asked) == 0,
-          "%s", sh_err);
-    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n"), reply[512];
-    CHECK(one && two, "two replies");
-    snprintf(reply, sizeof reply, "%s", two ? two : "");
-    snprintf(lines, sizeof lines,
-             "{\"messages\":[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"assistant\","
-             "\"content\":\"%s\"},"
-             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":20}\n",
-             told, one ? one : "", asked);
-    CHECK(batch_run(lines, "", j) == 0 && !strcmp(json_text(j[0], "text"), reply) && *reply,
-          "'%s', in a chat '%s'", json_text(j[0], "text"), reply);
-    batch_free(j);
-    CHECK(sh("printf '{\"prompt\":\"hi\",\"max_tokens\":4}\\n{\"prompt\":\"hi\",\"max_tokens\":4}' "
-             "| ./kvcomp --batch -") == 0 &&
-              lines_in(sh_out) == 2,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp --batch /nonexistent") == 2 && sh("./kvcomp --batch - -p x") == 2 &&
-              strstr(sh_err, "goes alone"),
-          "%s", sh_err);
-}
-
-TEST(batch_logprobs, "the log-probabilities of a continuation are those of the logits that --ids "
-                     "writes, token by token and "
-                     "summed; greedy says whether each was the best; text behind text is cut where "
-                     "the prompt's tokens end") {
-    Json *j[32];
-    static const char *const methods[] = { "full", "snapkv", "lychee" };
-    const int V = 4096, given[] = { 300, 17, 981 };
-    char path[64], lines[2048], ids[1024] = "";
-    for (int i = 0; i < 60; i++)
-        snprintf(ids + strlen(ids), sizeof ids - strlen(ids), "%s%d", i ? "," : "",
-                 40 + i * 7 % 900);
-    snprintf(path, sizeof path, "/tmp/kvt_%d_batch", (int)getpid());
-    for (int m = 0; m < 3; m++) {
-        snprintf(lines, sizeof lines,
-                 "{\"ids\":[%s],\"continuation\":[300,17,981],\"method\":\"%s\",\"budget\":40}\n",
-                 ids, methods[m]);
-        CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "logprobs"), "%s", sh_err);
-        FILE *f = fopen(path, "w");
-        for (char *p = ids; *p; p++) fputc(*p == ',' ? ' ' : *p, f);
-        fprintf(f, " | 300 17 981\n");
-        fclose(f);
-        CHECK(sh("./kvcomp -t 1 -d cpu -q --ids %s --dump-logits %s.bin --method %s --budget 40",
-                 path, path, methods[m]) == 0,
-              "%s", sh_err);
-        static float y[4][4096];
-        char bin[80];
-        snprintf(bin, sizeof bin, "%s.bin", path);
-        f = fopen(bin, "rb");
-        CHECK(f && fread(y, sizeof *y, 4, f) == 4, "%s", bin);
-        if (f) fclose(f);
-        double sum = 0;
-        int greedy = 1;
-        for (int i = 0; i < 3 && json_get(j[0], "logprobs"); i++) {
-            double best = -1e30, z = 0;
-            for (int v = 0; v < V; v++)  // (fmax of them: GCC 12 for ARM fails inside)
-                best = y[i][v] > best ? y[i][v] : best;
-            for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
-            double want = y[i][given[i]] - best - log(z),
-                   is = json_get(j[0], "logprobs")->item[i].num;
-            CHECK(fabs(want - is) < 1e-9, "%s: token %d: %.17g, of the logits %.17g", methods[m], i,
-                  is, want);
-            sum += want;
-            greedy &= y[i][given[i]] == best;
-        }
-        CHECK(fabs(sum - number_of(j[0], "logprob")) < 1e-9 &&
-                  json_get(j[0], "greedy")->i == greedy,
-              "%s: the sum", methods[m]);
-        batch_free(j);
-    }
-    CHECK(sh("rm %s %s.bin", path, path) == 0, "%s", sh_err);
-
-    // The reply that a prompt gets is greedy as a continuation; another one is not
-    CHECK(batch_run("{\"prompt\":\"Tell me a story about a fox.\",\"max_tokens\":8}\n", "", j) == 0,
-          "%s", sh_err);
-    snprintf(lines, sizeof lines,
-             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"%s\"}\n"
-             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"Nothing\"}\n"
-             "{\"prompt\":\"Tell me a st\",\"continuation\":\"ory about\",\"raw\":true}\n"
-             "{\"prompt\":\"\",\"continuation\":\"Tell me\",\"raw\":true}\n",
-             json_text(j[0], "text"));
-    batch_free(j);
-    CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "greedy")->i == 1 &&
-              json_get(j[1], "greedy")->i == 0,
-          "%s", sh_err);
-    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a st'") == 0, "%s", sh_err);
-    int before = 1;
-    for (char *p = sh_out; *p; p++) before += *p == ' ';
-    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a story about'") == 0, "%s", sh_err);
-    char *p = sh_out;
-    for (int i = 0; i < before && p; i++) p = strchr(p + 1, ' ');
-    const Json *tail = json_get(j[2], "ids");
-    for (int i = 0; tail && i < tail->n; i++)
-        CHECK(p && strtol(p, &p, 10) == tail->item[i].i, "id %d behind the prompt's %d", i, before);
-    CHECK(tail && tail->n > 0 && number_of(j[3], "n_prompt") == 1,
-          "a text alone follows the token that ends texts");
-    batch_free(j);
-}
-
-TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "
-                    "kvcomp's own evaluation, and "
-                    "its command line plays the tasks of data/lm_eval (where Python has lm_eval)") {
-    needs_program();
-    if (sh("python3 -c 'import lm_eval'")) leave_out("Python's package lm_eval");
-    const char *home =
-        "d=$(mktemp -d) && export HF_HOME=$d HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 &&";
-    const char *end = "rc=$?; rm -r $d; exit $rc";
-    CHECK(sh("%s python3 data/lm_eval/check.py; %s", home, end) == 0 &&
-              strstr(sh_out, "snapkv 80: score 0.75") && !strstr(sh_out, "DIFFERENT"),
-          "%s%s", sh_out, sh_err);
-    CHECK(sh("%s python3 data/lm_eval_kvcomp.py --model kvcomp --model_args "
-             "model=models/kvcomp-tiny,method=dililazy,budget=64 "
-             "--include_path data/lm_eval --tasks kvcomp_facts,kvcomp_choices "
-             "--apply_chat_template --limit 2; %s",
-             home, end) == 0 &&
-              strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") &&
-              strstr(sh_out, "kvcomp_choices"),
-          "%s%s", sh_out, sh_err);
-}
 
 int main(int argc, char **argv) {
     // The program itself, whose n-th allocation fails; 0: says how many there are.
