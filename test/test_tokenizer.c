@@ -635,7 +635,7 @@ TEST(tokenizer_refuses, "what is not supported or malformed is refused with a li
 }
 
 // Writes a file of a folder.
-static void put_text(const char *dir, const char *name, const char *text) {
+static void put_in(const char *dir, const char *name, const char *text) {
     char path[300];
     snprintf(path, sizeof path, "%s/%s", dir, name);
     FILE *f = fopen(path, "wb");
@@ -650,23 +650,23 @@ TEST(tokenizer_folders, "a folder without tokenizer.json, a SentencePiece model 
     CHECK(mkdtemp(dir), "%s", dir);
     CHECK(!tokenizer_load("/nowhere/at/all", err) && strstr(err, "/nowhere"), "%s", err);
     CHECK(!tokenizer_load(dir, err) && strstr(err, "no tokenizer.json here"), "%s", err);
-    put_text(dir, "tokenizer.model", "\n\x05\n\x03<s>");
+    put_in(dir, "tokenizer.model", "\n\x05\n\x03<s>");
     CHECK(!tokenizer_load(dir, err) && strstr(err, "a SentencePiece model") && !strchr(err, '\n'), "%s", err);
     snprintf(path, sizeof path, "%s/tokenizer.model", dir);
     CHECK(!tokenizer_load(path, err) && strstr(err, "a SentencePiece model") && !strchr(err, '\n'), "%s", err);
 
     // A text that begins with a newline is JSON all the same.
-    put_text(dir, "tokenizer.json", "\n{\"model\":{\"vocab\":{\"a\":0,\"</s>\":1,\"aa\":2},\"merges\":[\"a a\"]}}");
+    put_in(dir, "tokenizer.json", "\n{\"model\":{\"vocab\":{\"a\":0,\"</s>\":1,\"aa\":2},\"merges\":[\"a a\"]}}");
     t = tokenizer_load(dir, err);
     CHECK(t && tokenizer_eos(t) == 1 && tokenizer_bos(t) == -1, "%s", err);
     tokenizer_free(t);
-    put_text(dir, "tokenizer_config.json", "{\"bos_token\":{\"content\":\"a\"},\"eos_token\":\"aa\",\"add_bos_token\":true}");
+    put_in(dir, "tokenizer_config.json", "{\"bos_token\":{\"content\":\"a\"},\"eos_token\":\"aa\",\"add_bos_token\":true}");
     t = tokenizer_load(dir, err);
     CHECK(t && tokenizer_eos(t) == 2 && tokenizer_bos(t) == 0 && tokenizer_adds_bos(t), "%s", err);
     tokenizer_free(t);
-    put_text(dir, "tokenizer_config.json", "{\"add_bos_token\":3}");
+    put_in(dir, "tokenizer_config.json", "{\"add_bos_token\":3}");
     CHECK(!tokenizer_load(dir, err) && strstr(err, "add_bos_token"), "%s", err);
-    put_text(dir, "tokenizer_config.json", "{");
+    put_in(dir, "tokenizer_config.json", "{");
     CHECK(!tokenizer_load(dir, err) && strstr(err, "tokenizer_config.json"), "%s", err);
     static const char *const files[] = { "tokenizer.model", "tokenizer.json", "tokenizer_config.json" };
     for (int i = 0; i < 3; i++) {
