@@ -1203,9 +1203,9 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
 
 // Waits for its end. Nobody can give the terminal back after KILL.
 static void terminal_end(const char *file, Pty *p, int want) {
-    int status = pty_end(p), code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    int status = pty_end(p), code = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
     CHECK(status != -1 && code == want, "%s: exit code %d, expected %d: %.2000s", file, code, want, p->seen);
-    CHECK(want == 128 + SIGKILL || pty_sane(p), "%s: the terminal is not as it was", file);
+    CHECK(want == -SIGKILL || pty_sane(p), "%s: the terminal is not as it was", file);
     pty_close(p);
 }
 
@@ -1221,8 +1221,8 @@ static int transcript_lacks(char *line) {
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
 // something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "@ " begins a program on a
-// terminal; test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what follows, up to the next ?, where the
-// command fails, because this machine lacks WHAT.
+// terminal, and "= -N" behind it the signal that ended it; test/cli/terminal.txt says what follows. "? COMMAND | WHAT"
+// leaves out what follows, up to the next ?, where the command fails, because this machine lacks WHAT.
 static void transcript(const char *path) {
     static char cmd[8192], out[16384], err[16384], line[4096];
     char folder[64] = "/tmp/kvcomp-cli-XXXXXX";
