@@ -848,6 +848,7 @@ static int sh(const char *fmt, ...) {
 }
 
 #define SYN "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048 "
+#define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
 
 // ---- what the program says: test/cli/*.txt
 
@@ -1231,9 +1232,9 @@ static void transcript(const char *path) {
     int want = 0, more = f != NULL, left_out = 0;
     CHECK(f && mkdtemp(folder), "%s: %s", path, strerror(errno));
     setenv("T", folder, 1);
-    setenv("SYN", "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048", 1);
+    setenv("SYN", SYN, 1);
     setenv("TINY", "./kvcomp --synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", 1);
-    setenv("CHAT", "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24", 1);
+    setenv("CHAT", CHAT, 1);
     *cmd = *out = *err = 0;
     while (more) {
         more = fgets(line, sizeof line, f) != NULL;
@@ -1395,8 +1396,6 @@ TEST(cli_options_help, "--help is one screen of at most 25 options and 100 colum
         CHECK(strstr(sh_out, want), "%s", want);
     }
 }
-
-#define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
 
 TEST(cli_threads, "a small model gets one thread, others at least one a core") {
     CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
@@ -2523,12 +2522,6 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
     unlink(logits);
     free(said);
 }
-
-// ---- evaluation that goes on and spreads
-
-// ---- data/ports: five methods for transformers
-
-// ---- many requests, one process
 
 int main(int argc, char **argv) {
     // The program itself, whose n-th allocation fails; 0: says how many there are.
