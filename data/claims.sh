@@ -244,7 +244,7 @@ lines() {
     row "LoopServe, Fig. 4 a" \
         "blocks of the output find the tokens the output needs better than blocks of the input"
     by "the same"
-    awk '/^last block of the input|^16 blocks/ { print "  here     " $0 }' "$T/lines"
+    awk '/^last block of the input|^16 blocks|^of [0-9]* stretches/ { print "  here     " $0 }' "$T/lines"
     verdict "$(seen "$(blk 2) > $(blk 1)") on the mean of the blocks;" \
         "$(if_so "$(last_block) > $(blk 2)" "but the input's last block alone is above the output's mean" \
             "and above the input's last block alone")"

@@ -13,6 +13,7 @@ enum {
     WINDOW = 32,                // last queries of a prompt, as SnapKV's
     BLOCK = 16,                 // tokens of a block of Fig. 4
     PROMPT = 512, OUTPUT = 256, // tokens of Fig. 4's input and output
+    BLOCKS = OUTPUT / BLOCK,
 };
 
 // The softmax rows of the dialogue: (L H, MAX_TOKENS, MAX_TOKENS), row and column. They stand here,
@@ -190,38 +191,56 @@ static void observe_window(App *a, const EvalSet *e) {
         printf("question at the %s: overlap_with_answer %.3f (%d texts)\n", place[p], sum[p] / count[p], count[p]);
 }
 
-// Fig. 4: blocks of the input and of the output against what the whole output attends to, and blocks of
-// the output against each other. The text is -f; its first PROMPT tokens are the input.
-static void observe_blocks(App *a, const char *path) {
-    enum { BLOCKS = OUTPUT / BLOCK };
-    char why[256], truth[MAX_TOKENS], guess[MAX_TOKENS], out[BLOCKS][MAX_TOKENS];
-    size_t size;
+// Fig. 4, on one stretch of a text, ids (PROMPT + OUTPUT), of which the first PROMPT are the input: how much of what the
+// whole output attends to is found by the input's last block (*last), by a block of the input and of the output (means);
+// and what blocks of the output 1, 2, 4 and 8 apart share (means).
+static void observe_stretch(App *a, const int *ids, double *last, double *input, double *output, double apart[4]) {
+    char truth[MAX_TOKENS], guess[MAX_TOKENS], out[BLOCKS][MAX_TOKENS];
     int heads = a->c->L * a->c->H, B = PROMPT / 10;
-    char *text = read_file(path, &size, why);
-    if (!text) die(EXIT_USAGE, "lines: %s", why);
-    int *ids = encode_at(a->tok, text, size, 0, 1, NULL);
-    if ((int)arrlen(ids) < PROMPT + OUTPUT) die(EXIT_USAGE, "lines: %s is too short", path);
     session_reset(a->s);
     prefill(a->s, ids, PROMPT);
     for (int i = 0; i < OUTPUT; i++) decode(a->s, ids[PROMPT + i]);
 
     important(heads, PROMPT, PROMPT, PROMPT + OUTPUT, B, truth);
-    double input = 0, output = 0;
     for (int b = 1; b <= BLOCKS; b++) {
         important(heads, PROMPT, PROMPT - b * BLOCK, PROMPT - (b - 1) * BLOCK, B, guess);
-        input += common(guess, truth, PROMPT, B) / BLOCKS;
-        if (b == 1) printf("last block of the input: overlap_with_output %.3f\n", common(guess, truth, PROMPT, B));
+        *input += common(guess, truth, PROMPT, B) / BLOCKS;
+        if (b == 1) *last = common(guess, truth, PROMPT, B);
     }
     for (int b = 0; b < BLOCKS; b++) {
         important(heads, PROMPT, PROMPT + b * BLOCK, PROMPT + (b + 1) * BLOCK, B, out[b]);
-        output += common(out[b], truth, PROMPT, B) / BLOCKS;
+        *output += common(out[b], truth, PROMPT, B) / BLOCKS;
     }
+    for (int i = 0; i < 4; i++)
+        for (int b = 0, d = 1 << i; b + d < BLOCKS; b++)
+            apart[i] += common(out[b], out[b + d], PROMPT, B) / (BLOCKS - d);
+}
+
+// Fig. 4 on every stretch of the text -f, and the means over them.
+static void observe_blocks(App *a, const char *path) {
+    char why[256];
+    size_t size;
+    double last = 0, input = 0, output = 0, apart[4] = { 0 };
+    int above_last = 0, nearest_first = 0;
+    char *text = read_file(path, &size, why);
+    if (!text) die(EXIT_USAGE, "lines: %s", why);
+    int *ids = encode_at(a->tok, text, size, 0, 1, NULL), n = (int)arrlen(ids) / (PROMPT + OUTPUT);
+    if (!n) die(EXIT_USAGE, "lines: %s is too short", path);
+    for (int i = 0; i < n; i++) {
+        double l = 0, in = 0, out = 0, d[4] = { 0 };
+        observe_stretch(a, ids + i * (PROMPT + OUTPUT), &l, &in, &out, d);
+        last += l / n;
+        input += in / n;
+        output += out / n;
+        for (int k = 0; k < 4; k++) apart[k] += d[k] / n;
+        above_last += out > l;
+        nearest_first += d[0] > d[1] && d[0] > d[2] && d[0] > d[3];
+    }
+    printf("last block of the input: overlap_with_output %.3f\n", last);
     printf("%d blocks of the input: overlap_with_output %.3f; of the output: %.3f\n", BLOCKS, input, output);
-    for (int apart = 1; apart < BLOCKS; apart *= 2) {
-        double sum = 0;
-        for (int b = 0; b + apart < BLOCKS; b++) sum += common(out[b], out[b + apart], PROMPT, B) / (BLOCKS - apart);
-        printf("blocks of the output %d apart: overlap %.3f\n", apart, sum);
-    }
+    for (int k = 0; k < 4; k++) printf("blocks of the output %d apart: overlap %.3f\n", 1 << k, apart[k]);
+    printf("of %d stretches: output above the last block of the input in %d, neighbours share most in %d\n", n,
+           above_last, nearest_first);
     arrfree(ids);
     free(text);
 }
