@@ -1,21 +1,22 @@
 #!/bin/sh
 # Every method on a real model: SmolLM2-135M-Instruct reads passages of a book of 1,000, 2,000 and 4,000
-# tokens, and every method keeps (or reads) 12.5, 25 and 50 % of so many rows. A table a length and budget:
-# found, KL and top-1 agreement with full attention, bytes held, read and at the peak, seconds.
+# tokens, and every method keeps (or reads) 12.5, 25 and 50 % of so many rows; the sparse prefills read 25 %. A
+# table a length: found, KL and top-1 agreement with full attention, bytes held, read and at the peak, seconds.
 #
-# Usage: sh data/compare_real.sh [LENGTH[:BUDGET]]...     (default: 1k, 2k and 4k, three budgets each)
+# Usage: sh data/compare_real.sh [LENGTH[:BUDGET,..]]...     (default: 1k, 2k and 4k, three budgets each)
 #
 # Answers go to build/real as they come, so that the same command goes on where it stopped; what is
-# there already becomes a table by ./kvcomp --eval-merge build/real/1k-256-?of2.jsonl
+# there already becomes a table by ./kvcomp --eval-merge build/real/1k-128-256-512-?of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
-# METHODS names others, ITEMS another number of items of each task than 6 (2k: 3, 4k: 2). An item costs a method
-# about 5, 11 and 30 seconds of a core of an Intel Xeon at 1k, 2k and 4k: 39 rows of the three budgets are four core
-# hours. Threads change no number but the seconds.
+# METHODS names others, ITEMS another number of items of each task than 6 (2k: 3, 4k: 2). An item costs a row of
+# the table about 5, 11 and 30 seconds of a core of an Intel Xeon at 1k, 2k and 4k: 54 rows of the three lengths
+# are HOURS core hours. Threads change no number but the seconds.
 set -e
 cd "$(dirname "$0")/.."
 M=models/smollm2-135m
 JOBS=${JOBS:-2}
-METHODS=${METHODS:-full,streaming,tova,h2o,snapkv,adakv,pyramidkv,expected-attention,keydiff,quest,lychee,loopserve,pats}
+METHODS=${METHODS:-full,streaming,window,tova,h2o,snapkv,adakv,pyramidkv,expected-attention,knorm,keydiff,dililazy,\
+headkv,quest,lychee,loopserve,minference,tri-shape,a-shape,pats,q8,q4,sonic}
 OUT=build/real
 
 [ -f $M/model.safetensors ] || { echo "compare_real.sh: $M/model.safetensors is missing; make smollm2 fetches it" >&2; exit 1; }
@@ -37,15 +38,18 @@ items() {
     done | sort -s -k 1,1 | cut -f 2-
 }
 
-# play LENGTH BUDGET: the answers of one table, by $JOBS processes, then the table.
+# play LENGTH BUDGETS: the answers of one table, by $JOBS processes, then the table.
 play() {
     items "$1" >$OUT/items-"$1".jsonl
+    case $1 in 1k) quarter=256 ;; 2k) quarter=512 ;; *) quarter=1024 ;; esac
     files=
     pids=
     for job in $(seq "$JOBS"); do
-        f=$OUT/$1-$2-${job}of$JOBS.jsonl
-        ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval $OUT/items-"$1".jsonl --compare "$METHODS" \
-            --budgets "$2" --lychee-buffer 32 --eval-shard "$job/$JOBS" --eval-out "$f" >/dev/null &
+        f=$OUT/$1-$(echo "$2" | tr , -)-${job}of$JOBS.jsonl
+        ./kvcomp -q -m $M -c 8192 -n 32 -t 1 --eval $OUT/items-"$1".jsonl --compare "$METHODS" --budgets "$2" \
+            --obs-window 32 --lychee-buffer 32 --sonic-weights none --shape-init 16 --shape-local $((quarter - 16)) \
+            --shape-last 32 --minference-verticals $((quarter / 4)) --minference-slashes $((quarter * 3 / 4)) \
+            --eval-shard "$job/$JOBS" --eval-out "$f" >/dev/null &
         pids="$pids $!"
         files="$files $f"
     done
@@ -54,13 +58,13 @@ play() {
     ./kvcomp --eval-merge $files
 }
 
-[ $# -gt 0 ] || set -- 1k:256 1k:128 1k:512 2k:512 2k:256 2k:1024 4k:1024 4k:512 4k:2048
+[ $# -gt 0 ] || set -- 1k 2k 4k
 for what; do
     case $what in
         *:*) play "${what%:*}" "${what#*:}" ;;
-        1k)  play 1k 256; play 1k 128; play 1k 512 ;;
-        2k)  play 2k 512; play 2k 256; play 2k 1024 ;;
-        4k)  play 4k 1024; play 4k 512; play 4k 2048 ;;
+        1k)  play 1k 128,256,512 ;;
+        2k)  play 2k 256,512,1024 ;;
+        4k)  play 4k 512,1024,2048 ;;
         *)   echo "compare_real.sh: wants 1k, 2k, 4k or one with :BUDGET, found '$what'" >&2; exit 2 ;;
     esac
 done

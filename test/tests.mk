@@ -18,10 +18,13 @@ SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
 $(eval $(call flavour,test,$(TEST_FLAGS) $(if $(CXX_OK),-DKVCOMP_CUDA)))
 $(eval $(call flavour,asan,-Werror -O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN -fsanitize=$(SANITIZE_C)))
 
+# The objects of the parts $(1). Those of lib/ are the program's own, because no flag of a test changes them.
+tested = $(call objects,$(if $(CUDA),cuda,cpu),$(filter lib/%,$(1))) $(call objects,test,$(filter-out lib/%,$(1)))
+
 # $(1): a program; $(2): its source; $(3): parts that it is linked with; $(4): and the emulated device
 define test_program
 TESTS += $(1)
-$(1): build/test/$(2).o $(call objects,test,$(3)) $(if $(CXX_OK),$(4))
+$(1): build/test/$(2).o $(call tested,$(3)) $(if $(CXX_OK),$(4))
 	$$(CC) $$(OPENMP) -o $$@ $$^ $$(READLINE) -lm -lpthread
 $(1)_asan: build/asan/$(2).o $(call objects,asan,$(3))
 	$$(CC) $$(OPENMP) -fsanitize=$$(SANITIZE_C) -o $$@ $$^ -lm
@@ -54,7 +57,7 @@ build/kvcomp_emu.o build/kvcomp_hard.o build/kvcomp_race.o: \
 	g++ -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST \
 	  -include test/cuda_emu.h $(EMU_$*) -c -o $@ kvcomp.cu
 
-tests_hard: build/test/tests.o $(call objects,test,$(TESTS_WITH)) build/kvcomp_hard.o
+tests_hard: build/test/tests.o $(call tested,$(TESTS_WITH)) build/kvcomp_hard.o
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
 # So that it cannot rot where no GPU is: does nvcc take it?
@@ -164,10 +167,10 @@ cuda-check: $(KERNEL_FILES)
 # The CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed.
 SANITIZE  = memcheck racecheck synccheck
 SANITIZED = cuda_math cuda_rows cuda_attention cuda_table cuda_steps
-gpu-test: tests.c kvcomp.cu test/cuda_doors.h $(call objects,test,$(TESTS_WITH)) | deps
+gpu-test: tests.c kvcomp.cu test/cuda_doors.h $(call tested,$(TESTS_WITH)) | deps
 	$(NVCC) $(NVFLAGS) -arch=native -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
 	$(CC) $(WARN) -Wno-unused-function -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
-	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(call objects,test,$(TESTS_WITH)) $(NVLINK)
+	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(call tested,$(TESTS_WITH)) $(NVLINK)
 	./tests_gpu cuda
 	@s="$(SANITIZER)"; if [ -z "$$s" ]; then echo "compute-sanitizer is not installed: its checks are left out"; \
 	else for t in $(SANITIZE); do "$$s" --tool $$t --error-exitcode 1 ./tests_gpu $(SANITIZED) || exit 1; done; fi
