@@ -646,7 +646,7 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
         }
         const Json *traced = json_get(json_get(j, "lines"), "trace");
         for (int l = 0; l < 6; l++) {
-            char q[16], k[16];
+            char q[32], k[32];
             snprintf(q, sizeof q, "layer%02d.q", l);
             snprintf(k, sizeof k, "layer%02d.k", l);
             CHECK(json_get(traced, q) && json_get(traced, k), "no queries and keys of layer %d", l);
