@@ -13,7 +13,7 @@
 # More goals are those of test/tests.mk, which says what they do.
 
 CFLAGS ?= -O3
-WARN    = -std=c11 -Wall -Wextra -Wno-missing-field-initializers# errors in the tests; other compilers have others
+WARN    = -std=c11 -Wall -Wextra -Wno-missing-field-initializers $(if $(filter test,$(MAKECMDGOALS)),-Werror)# other compilers have other warnings
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 comma  := ,
 

@@ -830,9 +830,10 @@ int *number_list(const char *name, const char *text, long lo, long hi) {
         }
     }
     free(listed);
-    if (bad) arrfree(list);
-    if (bad)
+    if (bad) {
+        arrfree(list);
         die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
+    }
     return list;
 }
 
