@@ -1,7 +1,8 @@
 #!/bin/sh
 # Every method on a real model: SmolLM2-135M-Instruct reads passages of a book of 1,000, 2,000 and 4,000
 # tokens, and every method keeps (or reads) 12.5, 25 and 50 % of so many rows; the sparse prefills read 25 %. A
-# table a length: found, KL and top-1 agreement with full attention, bytes held, read and at the peak, seconds.
+# table a length: found, KL and top-1 agreement with full attention, nll (perplexity is its exponential), bytes
+# held, read and at the peak, seconds.
 #
 # Usage: sh data/compare_real.sh [LENGTH[:BUDGET,..]]...     (default: 1k, 2k and 4k, three budgets each)
 #
