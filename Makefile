@@ -155,7 +155,7 @@ COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,
 compare: kvcomp
 	./kvcomp --eval all --compare $(COMPARE) --budgets 64,128 --full-layers 1 -t 1
 
-# Almost three hours of two cores. It goes on where it stopped; data/compare_real.sh says how to do a part.
+# Two to three hours of two cores. It goes on where it stopped; data/compare_real.sh says how to do a part.
 compare-real: kvcomp
 	sh data/compare_real.sh
 

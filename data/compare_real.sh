@@ -10,8 +10,8 @@
 # there already becomes a table by ./kvcomp --eval-merge build/real/1k-128-256-512-?of2.jsonl
 # JOBS=1 takes one core instead of two (the files' names hold the number, so finish with what you began).
 # METHODS names others, ITEMS another number of items of each task than 6 (2k: 3, 4k: 2). An item costs a row of
-# the table about 5, 11 and 30 seconds of a core of an Intel Xeon at 1k, 2k and 4k: 53 rows of the three lengths
-# are five and a half core hours. Threads change no number but the seconds.
+# the table about 4, 9 and 22 seconds of a core of an Intel Xeon with AMX at 1k, 2k and 4k: 53 rows of the three
+# lengths are four and a half core hours. Threads change no number but the seconds.
 set -e
 cd "$(dirname "$0")/.."
 M=models/smollm2-135m
