@@ -1696,8 +1696,11 @@ static int emu_mapped(uintptr_t a) {
 }
 
 // Ends the program if eight bytes of the argument are an address of the host: of less than 2^47, not a small
-// number, and mapped.
+// number, and mapped. Padding holds what the stack held, half an address perhaps, and is no part of it.
 template <class T> static void emu_arg(T a) {
+#if __GNUC__ >= 11 && !defined(__clang__)
+    __builtin_clear_padding(&a);
+#endif
     for (size_t i = 0; i + 8 <= sizeof a; i += 8) {
         uintptr_t w;
         memcpy(&w, (char *)&a + i, 8);
@@ -2020,6 +2023,12 @@ struct EmuHolder {
     const void *p;                    // a host's, which is the mistake
 };
 
+struct EmuPadded {                    // too large for registers, so that padding is copied, too
+    long all[16];
+    int n;
+    long behind;
+};
+
 // Every block writes the same words.
 static void emu_bad_neighbours(int *x) { x[threadIdx.x] = (int)blockIdx.x; }
 
@@ -2045,6 +2054,7 @@ static void emu_bad_read(int *x) {
 }
 
 static void emu_bad_holder(EmuHolder) {}
+static void emu_good_padded(EmuPadded) {}
 
 static void emu_first(int *x) { x[1] = x[0]; }
 
@@ -2097,6 +2107,13 @@ extern "C" void emu_provoke(int kind) {
     }
     if (kind == 10) emu_launch("last", 3, 32, 0, emu_good_blocks, x, 0);
     if (kind == 11) emu_launch("unwritten", 1, 1, 8, emu_bad_read, x);
+    if (kind == 12) {                 // half an address in padding
+        const void *stale = &host;
+        EmuPadded s;
+        memset((void *)&s, 0, sizeof s);
+        memcpy((void *)&s.n, &stale, sizeof stale);
+        emu_launch("padded", 1, 32, 0, emu_good_padded, s);
+    }
     if (kind >= 6 && kind < 10) {
         emu_launch("first", 1, 1, 0, emu_first, x);
         emu_launch_as(1, "waits", 1, 1, 0, emu_good_early, x);

@@ -2484,7 +2484,8 @@ __attribute__((unused)) static void provoke(long kind) { emu_provoke((int)kind);
 TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shared memory run "
                     "over, host pointers in structs, old contents of rooms, host memory changed "
                     "too early, kernels that start early and do not wait, a last block without its "
-                    "fence, shared memory that nobody has written; and lets pass what is right") {
+                    "fence, shared memory that nobody has written; and lets pass what is right, stale padding "
+                    "among it") {
 #if !defined(__SANITIZE_THREAD__)
     static const char *want[] = {
         NULL,
@@ -2498,9 +2499,10 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
         "early: writes device memory before dependency_wait",
         "returns without dependency_wait",
         "last: block 2,0,0 reads offset 0",
-        "unwritten: reads shared memory that nobody has written"
+        "unwritten: reads shared memory that nobody has written",
+        NULL
     };
-    for (int i = 0; emu_provoke && i < 12; i++) {
+    for (int i = 0; emu_provoke && i < 13; i++) {
         char line[1000];
         emu_set_seed(0);
         int rc = in_a_process(provoke, i, line, sizeof line);
