@@ -24,17 +24,21 @@ OUT=build/real
 mkdir -p $OUT
 
 # Some items of needle, facts and turns, in turn, so that a part of a run has all three. Of the 12 needles and
-# facts every second one is taken, for all depths; turns come as begin, middle and end of a text, side by side.
-# A digit of the task's own goes before a text's number: texts of two tasks are two.
+# facts every second one is taken, from the earliest depth on (1k: all depths); of turns one of each text, whose
+# question stands at its begin, middle, end, begin, and so on. A digit of the task's own goes before a text's
+# number: texts of two tasks are two.
 items() {
     own=0
     case $1 in 1k) many=6 ;; 2k) many=3 ;; *) many=2 ;; esac
     for task in needle facts turns; do
         own=$((own + 1))
-        awk -v turns=$((own == 3)) -v own=$own -v n="${ITEMS:-$many}" '(turns || NR % 2) && k < n {
+        awk -v turns=$((own == 3)) -v own=$own -v n="${ITEMS:-$many}" '{
+            taken = turns ? (NR - 1) % 3 == int((NR - 1) / 3) % 3 : NR % 2
+        }
+        taken && k < n {
             k++
             sub(/"text": /, "&" own)
-            printf "%03d\t%s\n", turns ? 3 * int((k + 2) / 3) : k, $0
+            printf "%03d\t%s\n", k, $0
         }' data/tasks/book-$task-"$1".jsonl
     done | sort -s -k 1,1 | cut -f 2-
 }
