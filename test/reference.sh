@@ -80,6 +80,9 @@ cpu/wi*/loopserve-p*/*                     lines are summed in the order of thei
 device/*lychee*/trace                      a device lists the clusters of a step in another order (the same ones)
 device/*/@(a-shape|tri-shape|a-shape+lychee+pats)/* lines of short passes go through the general kernel: other roundings, the same rows
 device/@(small|bf16)/@(adakv|dililazy|expected-attention|full|headkv|loopserve?(-d|-p|-p+lychee)|lychee|pyramidkv|quest|snapkv|sonic|tova)/* decode of these head_dims goes through the general kernel: other roundings, the same rows
+device/grouped/@(dililazy|headkv|loopserve?(-d)|pyramidkv|snapkv)/trace scores of windows and samples are added in another order: other roundings, the same rows
+device/grouped/@(?(dililazy+|loopserve+|loopserve-p+snapkv+|sonic+)pats|?(headkv+|loopserve-d+|quest+|snapkv+)q8)/@(logits|trace) decode over packed rows is one kernel: other roundings, the same rows
+device/grouped/lychee+@(pats|q8)/logits    decode over packed rows is one kernel: other roundings, the same rows
 cpu/[!c]*/tri-shape/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
 '
 
