@@ -2,7 +2,7 @@
 # Every method on a real model: SmolLM2-135M-Instruct reads passages of a book of 1,000, 2,000 and 4,000
 # tokens, and every method keeps (or reads) 12.5, 25 and 50 % of so many rows; the sparse prefills read 25 %. A
 # table a length: found, KL and top-1 agreement with full attention, nll (perplexity is its exponential), bytes
-# held, read and at the peak, seconds.
+# held, read and at the peak, seconds; and a second one: the fastest item's times, in shares of the first row's.
 #
 # Usage: sh data/compare_real.sh [LENGTH[:BUDGET,..]]...     (default: 1k, 2k and 4k, three budgets each)
 #
@@ -23,9 +23,33 @@ OUT=build/real
 [ -f $M/model.safetensors ] || { echo "compare_real.sh: $M/model.safetensors is missing; make smollm2 fetches it" >&2; exit 1; }
 mkdir -p $OUT
 
+# fastest FILE..: of every row the least time a token of a prefill, and the largest rate of decode, among its items.
+# Sums of seconds scatter by a quarter where a machine is shared; these do by a tenth.
+fastest() {
+    awk 'function field(name) {
+        match($0, "\"" name "\":[^,}]*")
+        return substr($0, RSTART + length(name) + 3, RLENGTH - length(name) - 3)
+    }
+    {
+        row = field("row") + 0
+        name[row] = "| " field("method") " | " field("budget")
+        gsub("\"", "", name[row])
+        a_token = field("prefill_s") / field("n_prefill")
+        rate = field("n_decode") / field("decode_s")
+        if (!(row in least) || a_token < least[row]) least[row] = a_token
+        if (rate > most[row]) most[row] = rate
+        if (row > rows) rows = row
+    }
+    END {
+        print "| method | budget | prefill, seconds a token | decode, tokens a second |\n|---|---:|---:|---:|"
+        for (row = 1; row <= rows; row++)
+            printf "%s | %.2f | %.2f |\n", name[row], least[row] / least[1], most[row] / most[1]
+    }' "$@"
+}
+
 # Some items of needle, facts and turns, in turn, so that a part of a run has all three. Of the 12 needles and
 # facts every second one is taken, from the earliest depth on (1k: all depths); of turns one of each text, whose
-# question stands at its begin, middle, end, begin, and so on. A digit of the task's own goes before a text's
+# question stands before, amid, behind it, before it, and so on. A digit of the task's own goes before a text's
 # number: texts of two tasks are two.
 items() {
     own=0
@@ -61,6 +85,7 @@ play() {
     for pid in $pids; do wait "$pid" || exit 1; done
     echo "$1 tokens, $2 rows"
     ./kvcomp --eval-merge $files
+    fastest $files
 }
 
 [ $# -gt 0 ] || set -- 1k 2k 4k
