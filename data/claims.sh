@@ -12,8 +12,7 @@
 #
 # Usage: sh data/claims.sh [lines|loopserve|pats|lychee|sonic|dililazy|speed|"n_d N"]...  (default: all but the last,
 # two at a time; n_d is LoopServe's Fig. 8 with one N). Exit code 1: a part failed.
-# MODEL=models/smollm2-135m sh data/claims.sh     the part "lines" (LoopServe's observations) on that model;
-# LINES_ITEMS=6 takes fewer texts of Observation 4 than 30 a place
+# MODEL=models/smollm2-135m sh data/claims.sh     the part "lines" (LoopServe's observations) on that model
 #
 # Needs ./kvcomp, awk, python3 for items, and a C compiler for data/lines.c. One thread, greedy, seeded: all but clocks is
 # the same on every machine. Intervals resample texts; a gap is of the same answers (paired).
@@ -208,10 +207,9 @@ lines() {
         "10 % of the vertical and slash lines hold 90 % of the attention"
     run single make -s single
     run gcc ${CC:-cc} -std=c11 -O2 -march=native -fopenmp -w -o "$T/lines_bin" data/lines.c -lm
-    by "\$ lines -q -t 1${MODEL:+ -m $MODEL} ${LINES_ITEMS:+--eval-items $LINES_ITEMS }--eval $(of 512 1 needle)" \
+    by "\$ lines -q -t 1${MODEL:+ -m $MODEL} --eval $(of 512 1 needle)" \
         "-f $FACTS"
-    OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 ${MODEL:+-m "$MODEL"} ${LINES_ITEMS:+--eval-items "$LINES_ITEMS"} \
-        --eval "$(of 512 1 needle)" -f "$FACTS" >"$T/lines"
+    OMP_NUM_THREADS=1 "$T/lines_bin" -q -t 1 ${MODEL:+-m "$MODEL"} --eval "$(of 512 1 needle)" -f "$FACTS" >"$T/lines"
     here "5 / 10 / 20 / 30 % of the lines hold" \
         "$(line 0.05 attention_on_them) / $(line 0.10 attention_on_them) /" \
         "$(line 0.20 attention_on_them) / $(line 0.30 attention_on_them);" \
