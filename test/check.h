@@ -212,25 +212,29 @@ static int set_threads(int n) {
     return old;
 }
 
-// The next line of a table of cases, "a | b | c", and its parts without the blanks around them; # begins a comment. Returns
-// how many parts there are, 0: there is no more line.
-static int next_case(FILE *f, char *line, int size, char **part, int most) {
-    while (f && fgets(line, size, f)) {
-        int n = 0, end = 0;
-        line[strcspn(line, "\n")] = 0;
-        if (*line == '#' || !*line) continue;
-        for (char *p = line, *from = line; n < most && !end; p++) {
-            end = !*p;
-            if (!end && !(*p == '|' && p > line && p[-1] == ' ' && (p[1] == ' ' || !p[1]))) continue;
-            if (!end && n + 1 == most) continue;        // the last part may hold what looks so
-            for (char *blank = p; blank > from && blank[-1] == ' ';) *--blank = 0;
-            if (!end) *p = 0;
-            part[n++] = from;
-            from = p + 1 + strspn(p + 1, " ");
-        }
-        return n;
+// The parts of a line "a | b | c" of a table of cases, without the blanks around them; the last may hold what looks like
+// one more. # begins a comment. Returns how many parts there are, 0: none.
+static int case_parts(char *line, char **part, int most) {
+    int n = 0;
+    line[strcspn(line, "\n")] = 0;
+    if (*line == '#' || !*line) return 0;
+    for (char *p = line, *next; p && n < most; p = next) {
+        next = n + 1 < most ? strstr(p, " |") : NULL;
+        while (next && next[2] && next[2] != ' ') next = strstr(next + 1, " |");
+        if (next) *next = 0;
+        if (next) next += 2;
+        p += strspn(p, " ");
+        for (size_t k = strlen(p); k && p[k - 1] == ' ';) p[--k] = 0;
+        part[n++] = p;
     }
-    return 0;
+    return n;
+}
+
+// The next line of a table of cases, and its parts. Returns how many parts there are, 0: there is no more line.
+static int next_case(FILE *f, char *line, int size, char **part, int most) {
+    int n = 0;
+    while (!n && f && fgets(line, size, f)) n = case_parts(line, part, most);
+    return n;
 }
 
 // How many lines a text has.

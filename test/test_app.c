@@ -873,28 +873,6 @@ static int matches(const char *text, const char *pattern) {
     return !*pattern;
 }
 
-// The lines that a program has said on stderr but for the one behind a reply.
-static int lines_warned(void) { return lines_in(sh_err) - (strstr(sh_err, "[turn 1 | ") != NULL); }
-
-TEST(cli_refusals, "every line of test/cli/refusals.txt: these arguments end with this exit code and one line with "
-                   "these words") {
-    char line[1024], args[1100], *part[3];
-    FILE *f = fopen("test/cli/refusals.txt", "r");
-    int n = 0;
-    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
-        char *from = part[1], *says = part[2];
-        if (!strncmp(from, "SYN ", 4)) snprintf(args, sizeof args, SYN "%s", from + 4);
-        else if (!strncmp(from, "CHAT ", 5)) snprintf(args, sizeof args, "./kvcomp -p hi -n 1 --temp 0 %s", from + 5);
-        else snprintf(args, sizeof args, "./kvcomp %s", from);
-        int want = atoi(part[0]), code = sh("%s", args), lines = *says != 0;
-        CHECK(code == want && strstr(sh_err, says) && lines_warned() == lines, "%s: exit code %d: %s", args, code,
-              sh_err);
-        CHECK(!want || !*sh_out, "%s: on stdout: %s", args, sh_out);
-    }
-    CHECK(n > 100, "%d lines", n);
-    if (f) fclose(f);
-}
-
 // The lines of `got` against the patterns of `want`, in order; a pattern "*" is any number of lines. Says where they
 // part.
 static void lines_match(const char *file, const char *cmd, const char *which, char *got, const char *want) {
@@ -928,14 +906,6 @@ static void lines_match(const char *file, const char *cmd, const char *which, ch
     CHECK(any || !*rest, "%s: $ %.*s\n  %s goes on: %.400s", file, c, cmd, which, rest);
 }
 
-// Runs a command of a transcript and compares. out, err: patterns a line.
-static void transcript_step(const char *file, const char *cmd, int want, const char *out, const char *err) {
-    int code = sh("{ %s}", cmd);
-    CHECK(code == want, "%s: $ %s\n  exit code %d, expected %d: %.400s", file, cmd, code, want, sh_err);
-    lines_match(file, cmd, "stdout", sh_out, out);
-    lines_match(file, cmd, "stderr", sh_err, err);
-}
-
 // ---- a program on a terminal that is waited for, not slept for
 
 typedef struct {
@@ -965,41 +935,28 @@ static Pty *pty_start(const char *cmd) {
     _exit(99);
 }
 
-// Reads until the text has come, for a minute at most. 1: it has.
-static int pty_wait(Pty *p, const char *text) {
-    double end = now() + 60;
-    while (now() < end) {
-        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
-        if (at) {
-            p->from = (size_t)(at - p->seen) + strlen(text);
-            return 1;
-        }
-        fd_set f;
-        struct timeval t = { 0, 100000 };
-        FD_ZERO(&f);
-        FD_SET(p->fd, &f);
-        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
-        if (p->n + 1 == sizeof p->seen) {
-            memmove(p->seen, p->seen + p->n / 2, p->n - p->n / 2);
-            p->n -= p->n / 2;
-            p->from = 0;
-        }
-        ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
-        if (r > 0) p->n += (size_t)r;
-    }
-    return 0;
-}
-
-// Reads what has come, for a tenth of a second at most.
+// Reads what has come, for a hundredth of a second at most.
 static void pty_read(Pty *p) {
     fd_set f;
-    struct timeval t = { 0, 100000 };
+    struct timeval t = { 0, 10000 };
     FD_ZERO(&f);
     FD_SET(p->fd, &f);
     if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) return;
-    ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+    if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
+    ssize_t r = read(p->fd, p->seen + p->n, 4096);
     if (r > 0) p->n += (size_t)r;
     p->seen[p->n] = 0;
+}
+
+// Reads until the text has come, for a minute at most. 1: it has.
+static int pty_wait(Pty *p, const char *text) {
+    for (double end = now() + 60; now() < end; pty_read(p)) {
+        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
+        if (!at) continue;
+        p->from = (size_t)(at - p->seen) + strlen(text);
+        return 1;
+    }
+    return 0;
 }
 
 // Types keys.
@@ -1013,137 +970,18 @@ static int pty_sane(const Pty *p) {
     return !tcgetattr(p->tty, &t) && t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG;
 }
 
-// Waits for the end, for a minute at most -> the status as waitpid gives it; -1: it had to be
-// killed.
+// Waits for the end, for a minute at most, and closes the terminal. Its exit code, or what signal ended it, below 0; -99:
+// it had to be killed. Nobody can give the terminal back after KILL.
 static int pty_end(Pty *p) {
-    int status = -1, over = 0;
-    for (double end = now() + 60; !over && now() < end;) {
-        over = waitpid(p->pid, &status, WNOHANG) == p->pid;
-        fd_set f;
-        struct timeval t = { 0, 10000 };
-        FD_ZERO(&f);
-        FD_SET(p->fd, &f);
-        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
-        if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
-        ssize_t r = read(p->fd, p->seen + p->n, 4096);
-        if (r > 0) p->n += (size_t)r;
-        p->seen[p->n] = 0;
-    }
-    if (!over) {
-        kill(p->pid, SIGKILL);
-        waitpid(p->pid, &status, 0);
-        status = -1;
-    }
-    return status;
-}
-
-// Closes a pseudo-terminal.
-static void pty_close(Pty *p) {
+    int status = 0, over = 0, code = -99;
+    for (double end = now() + 60; !over && now() < end; pty_read(p)) over = waitpid(p->pid, &status, WNOHANG) == p->pid;
+    if (!over) kill(p->pid, SIGKILL);
+    if (!over) waitpid(p->pid, &status, 0);
+    else code = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+    CHECK(code == -SIGKILL || pty_sane(p), "the terminal is not as it was");
     close(p->fd);
     close(p->tty);
-    free(p);
-}
-
-// ---- what a terminal shows of a chat
-
-enum { SCREEN_ROWS = 400, SCREEN_COLUMNS = 80 };
-
-// A terminal of 80 columns that never scrolls: each cell holds the bytes of its character.
-typedef struct {
-    char cell[SCREEN_ROWS][SCREEN_COLUMNS][8];
-    int x, y;
-} Screen;
-
-// Obeys ESC [ number letter as far as the editor uses it.
-static void screen_obey(Screen *s, int number, char letter) {
-    if (letter == 'K' && !number)
-        for (int x = s->x; x < SCREEN_COLUMNS; x++) s->cell[s->y][x][0] = 0;
-    if (letter == 'P' || letter == '@') {
-        char(*row)[8] = s->cell[s->y];
-        int k = min_int(max_int(number, 1), SCREEN_COLUMNS - s->x), rest = SCREEN_COLUMNS - s->x - k;
-        if (letter == 'P') memmove(row[s->x], row[s->x + k], (size_t)rest * sizeof *row);
-        else memmove(row[s->x + k], row[s->x], (size_t)rest * sizeof *row);
-        memset(row[letter == 'P' ? SCREEN_COLUMNS - k : s->x], 0, (size_t)k * sizeof *row);
-    }
-    if (letter == 'A') s->y = max_int(s->y - max_int(number, 1), 0);
-    if (letter == 'C') s->x = min_int(s->x + max_int(number, 1), SCREEN_COLUMNS - 1);
-    if (letter == 'H') s->x = s->y = 0;
-    if (letter == 'J' && number == 2) memset(s->cell, 0, sizeof s->cell);
-    if (letter != 'J' || number) return;
-    for (int i = s->y * SCREEN_COLUMNS + s->x; i < SCREEN_ROWS * SCREEN_COLUMNS; i++)
-        s->cell[i / SCREEN_COLUMNS][i % SCREEN_COLUMNS][0] = 0;
-}
-
-// Writes one character of n bytes.
-static void screen_put(Screen *s, const char *c, int n) {
-    int width = char_width(c, n);
-    if (s->x + width > SCREEN_COLUMNS) {
-        s->x = 0;
-        s->y++;
-    }
-    if (s->y >= SCREEN_ROWS || !width) return;
-    char *cell = s->cell[s->y][s->x];
-    memcpy(cell, c, (size_t)n);
-    cell[n] = 0;
-    if (width == 2) strcpy(s->cell[s->y][s->x + 1], "\x01");  // the right half shows nothing itself
-    s->x += width;
-}
-
-// What a terminal shows that was sent these n bytes.
-static const Screen *screen_of(const char *text, size_t n) {
-    static Screen s;
-    memset(&s, 0, sizeof s);
-    for (size_t i = 0, k; i < n; i += k) {
-        int number = 0, used = 0;
-        char letter = 0;
-        k = 1;
-        if (text[i] == '\r') {
-            s.x = 0;
-        } else if (text[i] == '\b') {
-            s.x = max_int(s.x - 1, 0);
-        } else if (text[i] == '\n') {
-            s.y++;
-        } else if (text[i] == '\x1b') {
-            if (sscanf(text + i, "\x1b[%d%c%n", &number, &letter, &used) < 2)
-                sscanf(text + i, "\x1b[%c%n", &letter, &used);
-            if (letter == '?') used += (int)strcspn(text + i + used, "hl") + 1;
-            screen_obey(&s, number, letter);
-            k = (size_t)max_int(used, 1);
-        } else if (text[i] != '\a') {
-            k = (size_t)max_int(utf8_length(text + i, n - i), 1);
-            screen_put(&s, text + i, (int)k);
-        }
-    }
-    return &s;
-}
-
-// A row of the screen as text, without blanks at its end.
-static const char *screen_row(const Screen *s, int y) {
-    static char row[SCREEN_COLUMNS * 8 + 1];
-    int n = 0, end = 0;
-    for (int x = 0; y >= 0 && y < SCREEN_ROWS && x < SCREEN_COLUMNS; x++) {
-        const char *cell = s->cell[y][x];
-        if (*cell == 1) continue;
-        n += sprintf(row + n, "%s", *cell ? cell : " ");
-        if (row[n - 1] != ' ') end = n;
-    }
-    row[end] = 0;
-    return row;
-}
-
-// Waits until the cursor's row reads so and the cursor stands in this column (-1: anywhere), for a
-// minute at most. 1: it does.
-static int pty_line(Pty *p, const char *text, int column) {
-    const Screen *s = NULL;
-    for (double end = now() + 60; now() < end; pty_read(p)) {
-        s = screen_of(p->seen, p->n);
-        if (strcmp(screen_row(s, s->y), text) || (column >= 0 && s->x != column)) continue;
-        p->from = p->n;
-        return 1;
-    }
-    fprintf(stderr, "  the line is '%s', cursor in column %d\n", s ? screen_row(s, s->y) : "",
-            s ? s->x : -1);
-    return 0;
+    return code;
 }
 
 // ---- what a terminal is asked in a transcript
@@ -1172,15 +1010,16 @@ static const char *keys_of(const char *line, const char *folder) {
     return keys;
 }
 
-// "| ": the row of the cursor reads so, and the cursor stands at the _, if there is one. text is changed.
-static int terminal_row(Pty *p, char *text) {
-    char *at = strrchr(text, '_');
-    int column = at ? 0 : -1, n = (int)strlen(text);
-    for (char *c = text; at && c < at; c += utf8_length(c, (size_t)(at - c)))
-        column += char_width(c, utf8_length(c, (size_t)(at - c)));
-    if (at) memmove(at, at + 1, strlen(at));
-    for (n = (int)strlen(text); n && text[n - 1] == ' ';) text[--n] = 0;
-    return pty_line(p, text, column);
+// "|": a prompt has come. "| TEXT": the line is drawn anew by Ctrl-L, and reads so: what follows only moves the cursor.
+static int prompt_reads(Pty *p, const char *text) {
+    static const char prompt[] = "\x1b[32m> \x1b[0m";
+    char want[2100];
+    if (!*text) return pty_wait(p, prompt);
+    snprintf(want, sizeof want, "\x1b[2J%s%s", prompt, text);
+    pty_type(p, "\f");
+    if (!pty_wait(p, want)) return 0;
+    const char *rest = p->seen + p->from;
+    return strspn(rest, "\b\r") == strlen(rest);
 }
 
 // A line of a transcript behind "@ ": what is typed, waited for, or must not have come.
@@ -1192,7 +1031,7 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
     for (*all = 0; *line == '<' && times > 1; times--) strcat(all, text);
     if (*line == '<') pty_type(p, strcat(all, text));
     if (*line == '~') CHECK(pty_wait(p, text), "%s: %s\n  has not come: %.2000s", file, line, p->seen);
-    if (*line == '|') CHECK(terminal_row(p, text), "%s: %s", file, line);
+    if (*line == '|') CHECK(prompt_reads(p, text), "%s: %s: %.2000s", file, line, p->seen);
     for (char *at = p->seen; *line == '-' && (at = memmem(at, p->n - (size_t)(at - p->seen), text, strlen(text))); at++) come++;
     if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
     if (*line == '&') CHECK(!sh("%s", line + 1), "%s: %s: %s", file, line, sh_err);
@@ -1200,14 +1039,6 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
     if (*line == 'w' && times > 0) CHECK(widest_line(p->seen) <= times + 1, "%s: %s: wider: %s", file, line, p->seen);
     if (!strcmp(line, "raw")) CHECK(!pty_sane(p), "%s: the terminal is in its usual mode", file);
     if (!strncmp(line, "kill ", 5)) kill(p->pid, atoi(line + 5));
-}
-
-// Waits for its end. Nobody can give the terminal back after KILL.
-static void terminal_end(const char *file, Pty *p, int want) {
-    int status = pty_end(p), code = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
-    CHECK(status != -1 && code == want, "%s: exit code %d, expected %d: %.2000s", file, code, want, p->seen);
-    CHECK(want == -SIGKILL || pty_sane(p), "%s: the terminal is not as it was", file);
-    pty_close(p);
 }
 
 // "COMMAND | WHAT": does this machine lack WHAT? The command fails then.
@@ -1219,53 +1050,80 @@ static int transcript_lacks(char *line) {
     return 1;
 }
 
+// A step of a transcript: a command, what its lines on stdout and stderr match, and its exit code.
+typedef struct {
+    char kind, cmd[8192], out[16384], err[16384];
+    int want;
+    Pty *pty;
+} Step;
+
+// Ends a step: what it was to do is done, and compared.
+static void step_end(const char *file, Step *s) {
+    int code = s->pty ? pty_end(s->pty) : s->kind == '$' ? sh("{ %s}", s->cmd) : s->want;
+    CHECK(code == s->want, "%s: %c %s\n  exit code %d, expected %d: %.2000s", file, s->kind, s->cmd, code, s->want,
+          s->pty ? s->pty->seen : sh_err);
+    if (s->kind == '$') lines_match(file, s->cmd, "stdout", sh_out, s->out);
+    if (s->kind == '$') lines_match(file, s->cmd, "stderr", sh_err, s->err);
+    free(s->pty);
+    memset(s, 0, sizeof *s);
+}
+
+// A line of a table, "CODE | $L | WORDS": the command ends with this code, and with one line on stderr, which holds the
+// words (* is any text), beside that of a reply; no words: it says nothing. What is refused has nothing on stdout.
+static void step_of_table(const char *file, const char *cmd, char *line) {
+    char *part[3], words[1024];
+    int n = case_parts(line, part, 3);
+    CHECK(n == 3, "%s: %d parts: %s", file, n, line);
+    if (n < 3) return;
+    setenv("L", part[1], 1);
+    snprintf(words, sizeof words, "*%s*", part[2]);
+    int want = atoi(part[0]), code = sh("{ %s}", cmd), lines = lines_in(sh_err) - (strstr(sh_err, "[turn 1 | ") != NULL);
+    CHECK(code == want && matches(sh_err, words) && lines == (*part[2] != 0), "%s: %s | %s: exit code %d: %s", file,
+          part[1], part[2], code, sh_err);
+    CHECK(!want || !*sh_out, "%s: %s: on stdout: %s", file, part[1], sh_out);
+}
+
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
-// something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "@ " begins a program on a
-// terminal, and "= -N" behind it the signal that ended it; test/cli/terminal.txt says what follows. "? COMMAND | WHAT"
-// leaves out what follows, up to the next ?, where the command fails, because this machine lacks WHAT.
+// something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "+ " begins a command that is
+// run for every line of the table below it, with $L (see step_of_table). "@ " begins a program on a terminal, and "= -N"
+// behind it the signal that ended it; test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what
+// follows, up to the next ?, where the command fails, because this machine lacks WHAT.
 static void transcript(const char *path) {
-    static char cmd[8192], out[16384], err[16384], line[4096];
+    static char line[4096];
+    static Step s;
     char folder[64] = "/tmp/kvcomp-cli-XXXXXX";
     FILE *f = fopen(path, "r");
-    Pty *pty = NULL;
-    int want = 0, more = f != NULL, left_out = 0;
+    int left_out = 0;
+    memset(&s, 0, sizeof s);
     CHECK(f && mkdtemp(folder), "%s: %s", path, strerror(errno));
     setenv("T", folder, 1);
     setenv("SYN", SYN, 1);
     setenv("TINY", "./kvcomp --synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", 1);
     setenv("CHAT", CHAT, 1);
-    *cmd = *out = *err = 0;
-    while (more) {
-        more = fgets(line, sizeof line, f) != NULL;
-        if (!more || !strncmp(line, "$ ", 2) || !strncmp(line, "@ ", 2) || !strncmp(line, "? ", 2)) {
-            if (*cmd) transcript_step(path, cmd, want, out, err);
-            if (pty) terminal_end(path, pty, want);
-            *cmd = *out = *err = 0;
-            pty = NULL;
-            want = 0;
-        }
-        if (!more) break;
-        if (!strncmp(line, "? ", 2)) {
-            left_out = transcript_lacks(line + 2);
-            continue;
-        }
-        if (left_out) continue;
-        if (!strcmp(line, ">\n")) strcpy(line, "> \n");
-        char *to = !strncmp(line, "$ ", 2) || !strncmp(line, "> ", 2) ? cmd : !strncmp(line, "! ", 2) ? err : out;
-        if (*line == '\n' || *line == '#') continue;
-        if (!strncmp(line, "= ", 2)) {
-            want = atoi(line + 2);
-            continue;
-        }
-        if (pty || !strncmp(line, "@ ", 2)) {
+    while (f && fgets(line, sizeof line, f)) {
+        int begins = strchr("$@+?", *line) && line[1] == ' ';
+        if (begins) step_end(path, &s);
+        if (begins && *line == '?') left_out = transcript_lacks(line + 2);
+        if (left_out || *line == '\n' || *line == '#' || (begins && *line == '?')) continue;
+        if (begins) s.kind = *line;
+        if (begins || !strncmp(line, "> ", 2) || !strcmp(line, ">\n")) {
+            strcat(s.cmd, line[1] == ' ' ? line + 2 : line + 1);
+            if (s.kind == '@') s.pty = pty_start(s.cmd);
+        } else if (!strncmp(line, "= ", 2)) {
+            s.want = atoi(line + 2);
+        } else if (s.kind == '+') {
+            step_of_table(path, s.cmd, line);
+        } else if (s.pty) {
             line[strcspn(line, "\n")] = 0;
-            if (pty) terminal_line(path, pty, line, folder);
-            else pty = pty_start(line + 2);
-            continue;
+            terminal_line(path, s.pty, line, folder);
+        } else if (!strncmp(line, "! ", 2)) {
+            strcat(s.err, line + 2);
+        } else {
+            strcat(s.out, line);
         }
-        strcat(to, line + (to == out ? 0 : 2));
     }
+    step_end(path, &s);
     if (f) fclose(f);
     CHECK(!sh("rm -r %s", folder), "%s", sh_err);
 }
@@ -1283,6 +1141,7 @@ TRANSCRIPT(evaluation)
 TRANSCRIPT(files)
 TRANSCRIPT(hub)
 TRANSCRIPT(readme)
+TRANSCRIPT(refusals)
 TRANSCRIPT(reports)
 TRANSCRIPT(saving)
 TRANSCRIPT(scripts)
