@@ -67,30 +67,30 @@ static _Thread_local struct {
 } twin;
 
 // The tiles get these shapes, and are zeros.
-void twin_tile_shape(const void *shape) {
+static void twin_tile_shape(const void *shape) {
     memset(&twin, 0, sizeof twin);
     memcpy(&twin.shape, shape, sizeof twin.shape);
 }
 
 // The end of the tiles' use.
-void twin_tile_end(void) {
+static void twin_tile_end(void) {
     memset(&twin.shape, 0, sizeof twin.shape);
 }
 
 // Tile t is zeros.
-void twin_tile_zero(int t) {
+static void twin_tile_zero(int t) {
     memset(twin.tile[t], 0, TILE_BYTES);
 }
 
 // The rows of tile t are those at p, `stride` bytes apart.
-void twin_tile_load(int t, const void *p, size_t stride) {
+static void twin_tile_load(int t, const void *p, size_t stride) {
     twin_tile_zero(t);
     for (int i = 0; i < twin.shape.rows[t]; i++)
         memcpy(twin.tile[t][i], (const char *)p + i * stride, twin.shape.bytes[t]);
 }
 
 // The rows of tile t go to p, `stride` bytes apart.
-void twin_tile_store(int t, void *p, size_t stride) {
+static void twin_tile_store(int t, void *p, size_t stride) {
     for (int i = 0; i < twin.shape.rows[t]; i++)
         memcpy((char *)p + i * stride, twin.tile[t][i], twin.shape.bytes[t]);
 }
@@ -106,7 +106,7 @@ static float tile_number(const unsigned char *p) {
 // numbers of all pairs are summed, pair after pair, and so are the second ones; then the two sums are
 // added, and that is added to c. Every sum is rounded to the nearest f32. A product of two bf16
 // has 16 bits, so it is exact in f32.
-void twin_tile_product(int c, int a, int b) {
+static void twin_tile_product(int c, int a, int b) {
     int pairs = twin.shape.bytes[a] / 4, n = twin.shape.bytes[c] / 4;
     float x[TILE][2][TILE];                     // the numbers of b
     for (int k = 0; k < pairs; k++)
@@ -431,9 +431,7 @@ static void product_tiles(float *y, const float *x, const Tensor *w, int T, void
         matmul_tiles(y + (size_t)t * w->rows, x + (size_t)t * w->cols, w, min_int(T - t, TILE_ROWS), block_of);
 }
 
-// Tests call this one without AMX, too, and trap its instructions.
-void product_amx(float *y, const float *x, const Tensor *w, int T);
-void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
+static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
 
 static void product_twins(float *y, const float *x, const Tensor *w, int T) {
     product_tiles(y, x, w, T, tile_block_twins);

@@ -3,10 +3,6 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "../lib/kernels.h"
-#include <signal.h>
-#if defined(__linux__)
-#include <ucontext.h>
-#endif
 
 // Every kernel of every instruction set this machine runs, against double, at sizes that enter the
 // main loop, its tail and neither; the promises "no result depends on T, on the number of threads
@@ -96,6 +92,27 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
     simd_set(NULL);
 }
 
+// Products of rows from anywhere in x, for some T and one to three threads: how many rows have other bits than in
+// y (T,rows), the product of all. Rows with a NaN are left out.
+static int rows_with_other_bits(const float *y, const float *x, const Tensor *w, int T) {
+    static const int Ts[] = { 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 129 };
+    size_t rows = (size_t)w->rows;
+    OWN float *z = xmalloc((size_t)T * rows * sizeof *z);
+    int other = 0;
+    for (int threads = 1; threads <= 3; threads++)
+        for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+            int n = Ts[b] < T ? Ts[b] : T, t0 = rnd_int(T - n + 1);
+            set_threads(threads);
+            matmul(z, x + (size_t)t0 * w->cols, w, n);
+            for (int t = 0; t < n; t++) {
+                const float *row = y + (size_t)(t0 + t) * rows;
+                other += !isnan(row[0]) && memcmp(z + (size_t)t * rows, row, rows * sizeof *z) != 0;
+            }
+        }
+    set_threads(2);
+    return other;
+}
+
 // The rms of y (T,rows) less x w^T in double, as a share of the rms of x w^T.
 static double matmul_rms(const float *y, const float *x, const Tensor *w, int T) {
     double off = 0, all = 0;
@@ -113,7 +130,6 @@ static double matmul_rms(const float *y, const float *x, const Tensor *w, int T)
 TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states for 3, 2 and 1 terms, the same "
                  "bits whatever T and the threads, and a NaN or an infinity in its own row") {
     static const double least[] = { 0, 1.5e-3, 2.3e-6, 1.25e-7 }, most[] = { 0, 1.9e-3, 2.7e-6, 1.55e-7 };
-    static const int Ts[] = { 1, 2, 16, 17, 32, 33, 67 };
 
     enum { T = 67, ROWS = 75, COLS = 2048 };
 
@@ -124,18 +140,12 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
     EACH_SIMD(i) {
         if (strncmp(simd_name(), "amx", 3)) continue;
         for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--) {
-            int wrong = 0;
             matmul(y, x, &w, T);
             double e = matmul_rms(y, x, &w, T);
+            int other = rows_with_other_bits(y, x, &w, T);
             CHECK(e >= least[bf16_terms] && e <= most[bf16_terms], "%s, %d terms: rms error %.3g", simd_name(),
                   bf16_terms, e);
-            for (int b = 0; b < (int)(sizeof Ts / sizeof *Ts); b++) {
-                int n = Ts[b], t0 = rnd_int(T - n + 1);
-                set_threads(1 + (b + bf16_terms) % 3);
-                matmul(z, x + (size_t)t0 * COLS, &w, n);
-                wrong += memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * sizeof *z) != 0;
-            }
-            CHECK(!wrong, "%s, %d terms: %d products have other bits", simd_name(), bf16_terms, wrong);
+            CHECK(!other, "%s, %d terms: %d rows have other bits", simd_name(), bf16_terms, other);
         }
         bf16_terms = 3;
         matmul(y, x, &w, T);
@@ -153,14 +163,12 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
         }
     }
     free((void *)w.data);
-    set_threads(2);
     simd_set(NULL);
 }
 
 TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels_x86.c states, the bits of "
                  "plain C whatever T, the threads and the number of columns, and a NaN in its own row") {
     static const int shape[][2] = { { 1, 1 }, { 9, 31 }, { 7, 33 }, { 75, 2048 }, { 131, 1100 }, { 64, 2080 } };
-    static const int Ts[] = { 1, 2, 3, 4, 5, 17, 129 };
 
     enum { T = 129 };
 
@@ -171,7 +179,7 @@ TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels
         int rows = shape[a][0], cols = shape[a][1];
         size_t ldx = (size_t)cols, bytes = (size_t)rows * sizeof(float);
         Tensor w = random_tensor(DT_BF16, rows, cols);
-        OWN float *x = random_floats(T * ldx), *y = xmalloc(T * bytes), *z = xmalloc(T * bytes);
+        OWN float *x = random_floats(T * ldx), *y = xmalloc(T * bytes);
         x[cols / 2] = from_bits(0x00000007);                    // subnormal: counts as zero
         x[ldx + cols / 2] = from_bits(0x7fffffff);              // a NaN that rounding would carry over
         CHECK(!simd_set("pairs-plain"), "there is no set pairs-plain");
@@ -184,117 +192,14 @@ TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels
         }
         for (int i = 0; simd_names[i]; i++) {
             if (!in_pairs(simd_names[i]) || simd_set(simd_names[i])) continue;
-            int wrong = 0;
-            for (int threads = 1; threads <= 3; threads++)
-                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
-                    int n = Ts[b], t0 = n == T ? 0 : 2 + rnd_int(T - n - 1);
-                    set_threads(threads);
-                    matmul(z, x + t0 * ldx, &w, n);
-                    for (int t = 0; t < n; t++)
-                        wrong += t0 + t != 1 && memcmp(z + t * rows, y + (t0 + t) * rows, bytes) != 0;
-                }
-            CHECK(!wrong, "%s, %d x %d: %d rows have other bits", simd_name(), rows, cols, wrong);
+            int other = rows_with_other_bits(y, x, &w, T);
+            CHECK(!other, "%s, %d x %d: %d rows have other bits", simd_name(), rows, cols, other);
         }
         free((void *)w.data);
     }
     bf16_terms = 3;
-    set_threads(2);
     simd_set(NULL);
 }
-
-#if defined(KERNELS_X86) && defined(__linux__)
-void twin_tile_shape(const void *shape);
-void twin_tile_end(void);
-void twin_tile_zero(int t);
-void twin_tile_load(int t, const void *p, size_t stride);
-void twin_tile_store(int t, void *p, size_t stride);
-void twin_tile_product(int c, int a, int b);
-void product_amx(float *y, const float *x, const Tensor *w, int T);
-
-// ---- the tile instructions as they are compiled
-// A processor without AMX raises SIGILL at each of them. The handler reads the instruction, lets its
-// twin in plain C do the work, and goes on behind it. So the compiled kernel runs on processors that
-// have the rest of its set.
-static int tile_traps;
-
-// An instruction is c4, a byte with the inverted bits R X B and the map, a byte W vvvv L pp, the
-// opcode, a byte mod reg rm, and for a place in memory base, index and displacement.
-static void tile_trap(int sig, siginfo_t *info, void *context) {
-    static const int reg[] = { REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                               REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15 };
-    greg_t *g = ((ucontext_t *)context)->uc_mcontext.gregs;
-    const unsigned char *p = (const unsigned char *)g[REG_RIP], *end = p + 5;
-    int high_base = p[1] & 32 ? 0 : 8, high_index = p[1] & 64 ? 0 : 8, third = ~p[2] >> 3 & 15, pp = p[2] & 3;
-    int mod = p[4] >> 6, t = p[4] >> 3 & 7, rm = p[4] & 7, known = p[0] == 0xc4 && (p[1] & 0x9f) == 0x82;
-    int32_t wide = 0;
-    size_t at = 0, stride = 0;
-    (void)info;
-    if (mod != 3 && rm == 4) {
-        int index = (*end >> 3 & 7) + high_index;
-        known &= mod != 0 || (*end & 7) != 5;               // a base, always
-        at = (size_t)g[reg[(*end & 7) + high_base]];
-        if (index != 4) stride = (size_t)g[reg[index]] << (*end >> 6);
-        end++;
-    } else if (mod != 3) {
-        known &= mod != 0 || rm != 5;
-        at = (size_t)g[reg[rm + high_base]];
-    }
-    if (mod == 1) wide = (signed char)*end;
-    if (mod == 2) memcpy(&wide, end, sizeof wide);
-    at += (size_t)wide;
-    end += mod == 1 ? 1 : mod == 2 ? 4 : 0;
-
-    int op = p[3] << 4 | pp << 1 | (mod == 3);
-    __atomic_add_fetch(&tile_traps, 1, __ATOMIC_RELAXED);
-    g[REG_RIP] = (greg_t)end;
-    if (known && op == 0x490) twin_tile_shape((const void *)(at + stride));
-    else if (known && op == 0x491) twin_tile_end();
-    else if (known && op == 0x497) twin_tile_zero(t);
-    else if (known && op == 0x4b6) twin_tile_load(t, (const void *)at, stride);
-    else if (known && op == 0x4b4) twin_tile_store(t, (void *)at, stride);
-    else if (known && op == 0x5c5) twin_tile_product(t, rm, third);
-    else {
-        signal(sig, SIG_DFL);                               // not ours: it traps again, and ends the program
-        g[REG_RIP] = (greg_t)p;
-    }
-}
-
-// A processor that has AMX computes here itself, and must agree up to rounding.
-TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trapped and done by their twins: "
-                             "the bits of plain C's tiles") {
-    static const int shape[][2] = { { 1, 1 }, { 40, 70 }, { 33, 576 }, { 64, 1024 } };
-    static const int Ts[] = { 1, 5, 17, 33, 49 };
-
-    enum { T = 49 };
-
-    int hardware = !simd_set("amx");
-    if (simd_set("amx-plain")) leave_out("AVX-512 with VNNI");
-    struct sigaction trap = { .sa_sigaction = tile_trap, .sa_flags = SA_SIGINFO }, was;
-    sigaction(SIGILL, &trap, &was);
-    rnd_seed(62);
-    for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
-        int rows = shape[a][0], cols = shape[a][1];
-        Tensor w = random_tensor(DT_BF16, rows, cols);
-        OWN float *x = random_floats((size_t)T * cols), *y = xmalloc((size_t)T * rows * sizeof *y);
-        OWN float *z = xmalloc((size_t)T * rows * sizeof *z);
-        for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--)
-            for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
-                matmul(y, x, &w, Ts[b]);
-                tile_traps = 0;
-                product_amx(z, x, &w, Ts[b]);
-                size_t n = (size_t)Ts[b] * rows;
-                double apart = worst(z, y, n, sqrt(cols), 0, NULL);         // of the size of y
-                CHECK(hardware ? apart < 3e-6 : tile_traps && !memcmp(y, z, n * sizeof *z),
-                      "%d x %d, T %d, %d terms: %g of y's size apart, %d instructions trapped", rows, cols, Ts[b],
-                      bf16_terms, apart, tile_traps);
-            }
-        bf16_terms = 3;
-        free((void *)w.data);
-    }
-    sigaction(SIGILL, &was, NULL);
-    simd_set(NULL);
-}
-#endif
 
 // A matrix of dtype DT_Q8 and what its bytes mean, worked out from the format's definition: values
 // (rows,cols).
@@ -365,14 +270,7 @@ TEST(math_q8_weights,
         }
         CHECK(!wrong && y[T * ldy] == -77, "%s %d x %d: %d products are off", simd_name(), rows, cols, wrong);
 
-        static const int Ts[] = { 1, 2, 3, 7, 8, 9, 129 };
-        for (int threads = 1; threads <= 3; threads++)
-            for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
-                int n = Ts[b], t0 = rnd_int(T - n + 1);
-                set_threads(threads);
-                matmul(z, x + t0 * ldx, &q, n);
-                wrong += memcmp(z, y + t0 * ldy, n * ldy * sizeof *z) != 0;
-            }
+        wrong = rows_with_other_bits(y, x, &q, T);
         CHECK(!wrong, "%s %d x %d: %d rows have other bits", simd_name(), rows, cols, wrong);
 
         // Every set that has a fused multiply-add gives these bits, by one or two instructions a
@@ -402,46 +300,28 @@ TEST(math_q8_weights,
     tensor_row(row, &q, 0);
     CHECK(row[0] == 0 && isnan(row[35]), "a NaN among the weights is lost");
     free((void *)q.data);
-    set_threads(2);
     simd_set(NULL);
 }
 
-TEST(math_row_independence, "a row of a product is the same bits whatever T, the number of threads "
-                            "and the rows of W around it") {
-    static const int Ts[] = { 1, 2, 3, 4, 5, 17, 33, 129 };
-
-    enum { T = 129, ROWS = 197, COLS = 1100 };
+TEST(math_row_independence, "a row of a product is the same bits whatever T, the number of threads and the rows of W around "
+                            "it") {
+    enum { T = 129, ROWS = 197, COLS = 1100, R0 = 31, N = 50 };
 
     rnd_seed(42);
     EACH_SIMD(i)
     for (int dt = DT_F32; dt <= DT_BF16; dt++) {
         Tensor w = random_tensor(dt, ROWS, COLS);
-        OWN float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * 4);
-        OWN float *z = xmalloc((size_t)T * ROWS * 4);
+        Tensor part = { (const char *)w.data + (size_t)R0 * COLS * dtype_size(dt), dt, N, COLS };
+        OWN float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * 4), *z = xmalloc(3 * N * 4);
         set_threads(1);
         matmul(y, x, &w, T);
-        for (int threads = 1; threads <= 3; threads++)
-            for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
-                int n = Ts[b], t0 = rnd_int(T - n + 1);
-                set_threads(threads);
-                matmul(z, x + (size_t)t0 * COLS, &w, n);
-                CHECK(!memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * 4),
-                      "%s dtype %d: rows %d..%d differ with T %d, %d threads", simd_name(), dt, t0,
-                      t0 + n, n, threads);
-            }
-        // The same rows of W in another place of a block.
-        int r0 = 31, n = 50;
-        Tensor part = { (const char *)w.data + (size_t)r0 * COLS * dtype_size(dt), dt, n, COLS };
+        int other = rows_with_other_bits(y, x, &w, T);
         matmul(z, x, &part, 3);
-        for (int t = 0; t < 3; t++)
-            CHECK(!memcmp(z + t * n, y + t * ROWS + r0, n * 4),
-                  "%s dtype %d: rows of W moved the result", simd_name(), dt);
+        for (int t = 0; t < 3; t++) other += memcmp(z + t * N, y + t * ROWS + R0, N * 4) != 0;
+        CHECK(!other, "%s dtype %d: %d rows have other bits", simd_name(), dt, other);
         free((void *)w.data);
     }
     simd_set(NULL);
-#ifdef _OPENMP
-    set_threads(omp_get_num_procs());
-#endif
 }
 
 TEST(math_simd_agree,
