@@ -40,54 +40,16 @@ static const char *as_file(const char *data, size_t n) {
 }
 
 // ---- what the targets that need a model use
-// Random weights, and a tokenizer with the tokens of the chat templates.
-enum { FUZZ_V = 64 };
+// Random weights, and a tokenizer with the tokens of chat templates.
+enum { FUZZ_V = 424 };
 
-static const char *const special_tokens[] = {
-    "<s>", "</s>",
-    "<|im_start|>", "<|im_end|>",
-    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "[INST]", "[/INST]",
-    "<|endoftext|>", "<|user|>", "<|assistant|>",
-    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
-    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
-    "<|end|>", "<|im_sep|>",
-};
-enum { N_SPECIAL = sizeof special_tokens / sizeof *special_tokens };
-
-// A tokenizer.json with the letters a to z, newline, blank and some signs, one merge, and the special
-// tokens. The caller frees it.
-static char *text_of_tokenizer(void) {
-    static const char letters[] = "abcdefghijklmnopqrstuvwxyz{}:/-.0";
-    char *text = NULL;
-    size_t size = 0;
-    int id = 0;
-    FILE *f = memory_stream(&text, &size);
-    fprintf(f, "{\"added_tokens\":[");
-    for (int i = 0; i < N_SPECIAL; i++, id++)
-        fprintf(f, "%s{\"id\":%d,\"content\":\"%s\",\"special\":true}", i ? "," : "", id,
-                special_tokens[i]);
-    fprintf(f, "],\"model\":{\"type\":\"BPE\",\"vocab\":{");
-    for (const char *p = letters; *p; p++) fprintf(f, "\"%c\":%d,", *p, id++);
-    fprintf(f, "\"\u0120\":%d,\"\u010a\":%d,\"he\":%d},\"merges\":[\"h e\"]},", id, id + 1, id + 2);
-    fprintf(f, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
-               "\"use_regex\":true},"
-               "\"decoder\":{\"type\":\"ByteLevel\"}}");
-    memory_stream_close(f);
-    return text;
-}
-
-// That tokenizer, loaded once.
+// The tokenizer, loaded once.
 static const Tokenizer *the_tokenizer(void) {
     static Tokenizer *t;
     char err[512] = "";
-    if (t) return t;
-    char *text = text_of_tokenizer();
-    t = tokenizer_parse(text, strlen(text), err);
-    free(text);
-    if (!t) fprintf(stderr, "%s\n", err);
-    must(t != NULL, "the tokenizer of the targets loads");
-    must(tokenizer_size(t) <= FUZZ_V, "its ids have rows in the embedding");
+    if (!t) t = tokenizer_load("data/tokenizers/marks", err);
+    must(t != NULL, err);
+    must(tokenizer_size(t) == FUZZ_V, "its ids have rows in the embedding");
     return t;
 }
 
@@ -435,27 +397,6 @@ static void target_chat(const char *data, size_t n) {
 
 // ---- seeds: whole inputs of each target
 
-static const char *const seeds_json[] = {
-    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]",
-    "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL,
-};
-
-static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
-
-static const char *const seeds_answers[] = {
-    "{\"kvcomp\":\"answers 3\",\"items\":2,\"rows\":[{\"method\":\"full\",\"budget\":0}]}\n"
-    "{\"item\":1,\"row\":1,\"answers\":[{\"task\":\"t\",\"prediction\":\"p\",\"text\":0,\"turn\":0,\"turns\":1,"
-    "\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,\"f1\":0.5,\"rouge_l\":0,"
-    "\"nll\":null,\"kld\":1e-3,\"predicted\":2,\"top1\":1}],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,"
-    "\"kv_bytes_attended\":1.5,\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n",
-    NULL,
-};
-
-static const char *const seeds_chat[] = {
-    "hello\n/stats\n/regen\n", "/method streaming\na\n/budget 64\nb\n",
-    "/system you\na\n/clear\n/help\n/load /nonexistent\n", NULL,
-};
-
 // An adapter that fits the model of app_begin; its weights are 0. *n: its bytes. The caller frees it.
 static char *adapter_bytes(size_t *n) {
     App a = app_begin(0);
@@ -526,65 +467,54 @@ static char *session_bytes(size_t *n) {
     return text;
 }
 
-// Writes a seed into the corpus as a file of its own.
-static void seed_put(const char *folder, int number, const char *data, size_t n) {
+// Writes a seed into the corpus as a file of its own, and frees it.
+static void seed_put(const char *folder, int number, char *data, size_t n) {
     char path[4200];
     snprintf(path, sizeof path, "%.4000s/seed-%d", folder, number);
-    FILE *f = fopen(path, "wb");
+    FILE *f = data ? fopen(path, "wb") : NULL;
     must(f && fwrite(data, 1, n, f) == n && !fclose(f), "a seed is written");
+    free(data);
 }
 
 // ---- the table
-// dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. seeds: texts, with a
-// NULL behind the last. seed: a function that makes a seed of bytes. files: those that match are seeds.
+// dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. files: those that match are
+// seeds. seed: a function that makes one.
 static const struct Target {
     const char *name;
     void (*run)(const char *data, size_t n);
     int dies;
-    const char *const *seeds;
-    char *(*seed)(size_t *n);
     const char *files;
+    char *(*seed)(size_t *n);
 } targets[] = {
-    { "json",        target_json,        0, seeds_json,      NULL },
-    { "safetensors", target_safetensors, 0, NULL,            adapter_bytes },
-    { "config",      target_config,      0, NULL,            NULL, "data/golden/*/config.json" },
-    { "tokenizer",   target_tokenizer,   0, NULL,            NULL },
-    { "session",     target_session,     1, NULL,            session_bytes },
-    { "adapter",     target_adapter,     1, NULL,            adapter_bytes },
-    { "scores",      target_scores,      0, NULL,            NULL, "data/vectors/head_scores.json" },
-    { "ids",         target_ids,         1, seeds_ids,       NULL },
-    { "dialogues",   target_dialogues,   1, NULL,            NULL, "test/tasks/*.jsonl" },
-    { "answers",     target_answers,     1, seeds_answers,   NULL },
-    { "batch",       target_batch,       0, NULL,            NULL, "data/requests.jsonl" },
-    { "template",    target_template,    0, NULL,            NULL, "test/seeds/*.jinja" },
-    { "chat",        target_chat,        1, seeds_chat,      NULL },
+    { "json",        target_json,        0, "models/kvcomp-tiny/*config.json", NULL },
+    { "safetensors", target_safetensors, 0, NULL,                              adapter_bytes },
+    { "config",      target_config,      0, "data/golden/*/config.json",       NULL },
+    { "tokenizer",   target_tokenizer,   0, "data/tokenizers/*/tokenizer.json", NULL },
+    { "session",     target_session,     1, NULL,                              session_bytes },
+    { "adapter",     target_adapter,     1, NULL,                              adapter_bytes },
+    { "scores",      target_scores,      0, "data/vectors/head_scores.json",   NULL },
+    { "ids",         target_ids,         1, "data/ids/*.txt",                  NULL },
+    { "dialogues",   target_dialogues,   1, "test/tasks/*.jsonl",              NULL },
+    { "answers",     target_answers,     1, "test/seeds/answers.jsonl",        NULL },
+    { "batch",       target_batch,       0, "data/requests.jsonl",             NULL },
+    { "template",    target_template,    0, "test/seeds/*.jinja",              NULL },
+    { "chat",        target_chat,        1, "test/seeds/*.chat",               NULL },
 };
 static const struct Target *chosen;
 
 // All seeds of the chosen target.
 static void write_seeds(const char *folder) {
-    int k = 0;
-    size_t n;
-    for (const char *const *s = chosen->seeds; s && *s; s++) seed_put(folder, k++, *s, strlen(*s));
-    if (chosen->seed) {
-        char *data = chosen->seed(&n);
-        seed_put(folder, k++, data, n);
-        free(data);
-    }
+    char err[512];
+    size_t n = 0;
     glob_t found = { 0 };
-    if (chosen->files && !glob(chosen->files, 0, NULL, &found))
-        for (size_t i = 0; i < found.gl_pathc; i++) {
-            char err[512], *text = read_file(found.gl_pathv[i], &n, err);
-            must(text != NULL, err);
-            seed_put(folder, k++, text, n);
-            free(text);
-        }
-    globfree(&found);
-    if (chosen->run == target_tokenizer) {
-        char *text = text_of_tokenizer();
-        seed_put(folder, k++, text, strlen(text));
-        free(text);
+    if (chosen->files) must(!glob(chosen->files, 0, NULL, &found), "there are files of seeds");
+    for (int i = 0; i < (int)found.gl_pathc; i++) {
+        char *text = read_file(found.gl_pathv[i], &n, err);
+        seed_put(folder, i, text, n);
     }
+    char *made = chosen->seed ? chosen->seed(&n) : NULL;
+    if (made) seed_put(folder, (int)found.gl_pathc, made, n);
+    globfree(&found);
 }
 
 // What the program says is no finding, and standard input is empty.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Does a build still compute what commit e4c8844 computed, bit for bit?
+# Does a build still compute what another commit computes, bit for bit?
 #
-#   test/reference.sh record                     builds e4c8844 and records what it does on the CPU
-#   test/reference.sh record device              the same for its CUDA half, under the emulator (slow)
+#   test/reference.sh record [COMMIT]            builds a commit (HEAD) and records what it does on the CPU
+#   test/reference.sh record device [COMMIT]     the same on the emulated device (slow)
 #   test/reference.sh compare [PROGRAM [DEVICE_PROGRAM]]
 #                                                plays the same cases with PROGRAM (default ./kvcomp), and
 #                                                with DEVICE_PROGRAM, if it is given, those of the device
@@ -22,16 +22,16 @@
 # now/, until the next comparison.
 #
 # Everything lies in the folder $KVCOMP_REFERENCE (default build/reference, which git ignores): source/ is
-# a worktree of e4c8844, input/ the ids, texts and head scores that both programs read, records/ what was
+# a worktree of the commit, input/ the ids, texts and head scores that both programs read, records/ what was
 # recorded. Records hold for one kind of processor: another one has other vector sets, which sum in
-# another order. DEVICE_PROGRAM is kvcomp.c compiled with -DKVCOMP_CUDA and linked with kvcomp_emu.o, as
-# build_device does it here.
+# another order. A file `expected` there names differences that are meant: lines of a pattern of the shell
+# over CASE/THING, and why, as "cpu/*/h2o/* h2o evicts in every decode step". THING is one of those above,
+# and of totals one field: totals.1.kv_bytes_peak. DEVICE_PROGRAM is made by `make kvcomp_emulated`.
 
 set -u
 export LC_ALL=C
 unset KVCOMP_SIMD OMP_NUM_THREADS
 
-COMMIT=e4c8844
 TOP=$(cd "$(dirname "$0")/.." && pwd)
 PLACE=${KVCOMP_REFERENCE:-$TOP/build/reference}
 case $PLACE in /*) ;; *) PLACE=$PWD/$PLACE ;; esac
@@ -46,45 +46,6 @@ fail() {
 }
 
 # ---- the cases
-
-# Differences that are meant. A line is a pattern of the shell over CASE/THING, and why; THING is one of
-# those above, and of totals one field: totals.1.kv_bytes_peak. A case that a line names and in which
-# nothing of what it names differs is reported, too, so that no line outlives its reason. For instance
-#   cpu/*/h2o/*  h2o evicts in every decode step
-EXPECTED='
-*lychee*/totals.*.meta_bytes               an index holds fewer numbers: a node has no list of its children
-cpu/[!s]*/quest*/totals.*.meta_bytes       every query head has a list of its own
-cpu/[!s]*/loopserve-d*/totals.*.meta_bytes every query head has a list of its own
-device/*/quest*/totals.*.meta_bytes        every query head has a list of its own
-device/*/loopserve-d*/totals.*.meta_bytes  every query head has a list of its own
-device/*/loopserve[+/]*meta_bytes          every query head has a list of its own
-cpu/[!tsw]*/loopserve[+/]*meta_bytes       every query head has a list of its own
-cpu/we*/loopserve[+/]*meta_bytes           every query head has a list of its own
-cpu/[!c]*/*a-shape*/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/chat/minference+*/totals.*.meta_bytes  every query head has a list of its own
-*/[!c]*/minference*/*                      a row reads the cells of its lines, not those of blocks of 64 rows; 60 diagonals are 60
-*/[!w]*/adakv*/*                            scores of heads compete raw, as those of the authors do
-*/we*/adakv*/*                             scores of heads compete raw, as those of the authors do
-*/*/h2o*/*                                 drops a row in every decode step, as its paper does
-*/*/streaming*/*                           drops a row in every decode step, as its paper does
-*/*/window/*                               drops a row in every decode step, as its paper does
-cpu/text*/loopserve/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/text*/loopserve+pats/*                 lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/text*/loopserve-p*/*                   lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/un*/loopserve/totals.1.pass_bytes      the choice of lines works in memory of other sizes
-cpu/un*/loopserve+pats/totals.1.pass_bytes the choice of lines works in memory of other sizes
-cpu/un*/loopserve-p*/totals.1.pass_bytes   the choice of lines works in memory of other sizes
-cpu/wi*/loopserve/*                        lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve+pats/*                   lines are summed in the order of their columns: other roundings, and what hangs on them
-cpu/wi*/loopserve-p*/*                     lines are summed in the order of their columns: other roundings, and what hangs on them
-device/*lychee*/trace                      a device lists the clusters of a step in another order (the same ones)
-device/*/@(a-shape|tri-shape|a-shape+lychee+pats)/* lines of short passes go through the general kernel: other roundings, the same rows
-device/@(small|bf16)/@(adakv|dililazy|expected-attention|full|headkv|loopserve?(-d|-p|-p+lychee)|lychee|pyramidkv|quest|snapkv|sonic|tova)/* decode of these head_dims goes through the general kernel: other roundings, the same rows
-device/grouped/@(dililazy|headkv|loopserve?(-d)|pyramidkv|snapkv)/trace scores of windows and samples are added in another order: other roundings, the same rows
-device/grouped/@(?(dililazy+|loopserve+|loopserve-p+snapkv+|sonic+)pats|?(headkv+|loopserve-d+|quest+|snapkv+)q8)/@(logits|trace) decode over packed rows is one kernel: other roundings, the same rows
-device/grouped/lychee+@(pats|q8)/logits    decode over packed rows is one kernel: other roundings, the same rows
-cpu/[!c]*/tri-shape/*                      lines are summed in the order of their columns: other roundings, and what hangs on them
-'
 
 # What is played, beside every method of --list-methods.
 COMBINATIONS='
@@ -144,8 +105,8 @@ adakv               all    --budget 48
 pyramidkv           all    --budget 60
 h2o                 all    --budget 48
 expected-attention  all    --budget 48
-a-shape             all    --a-shape-init 8 --a-shape-local 40
-tri-shape           all    --tri-shape-init 8 --tri-shape-local 40 --tri-shape-last 12
+a-shape             all    --shape-init 8 --shape-local 40
+tri-shape           all    --shape-init 8 --shape-local 40 --shape-last 12
 minference          all    --minference-verticals 30 --minference-slashes 60
 quest               all    --budget 48
 loopserve           all    --budget 48
@@ -157,14 +118,14 @@ snapkv              short  --obs-window 8
 adakv               short  --obs-window 8
 pyramidkv           short  --obs-window 8
 dililazy            short  --obs-window 8
-quest               short  --quest-full-layers 1
+quest               short  --full-layers 1
 loopserve           short  --loopserve-min-context 0 --loopserve-samples 8 --loopserve-local 4
 loopserve           short  --loopserve-alpha .7 --loopserve-first 2 --loopserve-interval 2
 loopserve-p         short  --loopserve-min-context 0 --loopserve-samples 8 --loopserve-local 4
 loopserve-p         short  --loopserve-alpha .7
 loopserve-d         short  --loopserve-first 2 --loopserve-interval 2
-pats                short  --pats-window 8 --pats-sink 4
-lychee              short  --lychee-buffer 8 --lychee-sink 4 --lychee-full-layers 1
+pats                short  --pats-window 8 --sink 4
+lychee              short  --lychee-buffer 8 --sink 4 --full-layers 1
 lychee              short  --lychee-chunk-min 4 --lychee-chunk-max 6
 sonic               short  --sonic-k 4
 '
@@ -191,8 +152,8 @@ options_of() {
         done
         [ "$2" = tiny ] && continue
         case $part in
-        sonic) printf -- '--sonic-untrained ' ;;
-        dililazy | headkv) printf -- '--%s-scores %s ' "$part" "$INPUT/scores-$2.json" ;;
+        sonic) printf -- '--sonic-weights=none ' ;;
+        dililazy | headkv) printf -- '--head-scores %s ' "$INPUT/scores-$2.json" ;;
         esac
     done
 }
@@ -322,19 +283,11 @@ split_trace() {
     rm -f "$1/raw"
 }
 
-# new_names OPTION..: what is called otherwise since, one a line: each shape and each method had its own.
-new_names() { printf '%s\n' "$@" | sed -E 's/^--(a|tri)-shape-/--shape-/; s/^--(pats|lychee)-sink/--sink/
-    s/^--(quest|lychee)-full-layers/--full-layers/; s/^--(dililazy|headkv)-scores/--head-scores/
-    s/^--sonic-untrained/--sonic-weights=none/'; }
-
 # play PROGRAM FOLDER VECTORS TURNS OPTION..: runs a case and leaves what it made in FOLDER.
 play() {
     local program=$1 folder=$2 vectors=$3 turns=$4 code=0
     shift 4
     mkdir -p "$folder"
-    # The options of a case are words without spaces.
-    # shellcheck disable=SC2046
-    case $program in "$SOURCE"/*) ;; *) set -- $(new_names "$@") ;; esac
     [ "$vectors" = best ] || export KVCOMP_SIMD=$vectors
     if [ "$turns" = chat ]; then
         set -- "$@" --temp 0 -q
@@ -356,23 +309,17 @@ play() {
 
 # ---- recording
 
+# build_reference COMMIT GOAL
 build_reference() {
     if [ ! -d "$SOURCE" ]; then
         git -C "$TOP" worktree prune
-        git -C "$TOP" worktree add --quiet --detach "$SOURCE" "$COMMIT" || fail "git has no commit $COMMIT here"
+        git -C "$TOP" worktree add --quiet --detach "$SOURCE" "$1" || fail "git has no commit $1 here"
     fi
-    [ -x "$SOURCE/kvcomp" ] || make -C "$SOURCE" NVCC= kvcomp >&2 || fail "$COMMIT does not build"
+    git -C "$SOURCE" checkout --quiet --detach "$(git -C "$TOP" rev-parse "$1")" &&
+        make -C "$SOURCE" NVCC= kvcomp "$2" >&2 || fail "$1 does not build"
 }
 
-build_device() {
-    [ -x "$SOURCE/kvcomp_device" ] && return
-    make -C "$SOURCE" NVCC= kvcomp_emu.o >&2 &&
-        (cd "$SOURCE" && gcc -std=c11 -O3 -fopenmp -DKVCOMP_CUDA -c -o kvcomp_device.o kvcomp.c &&
-            gcc -fopenmp -o kvcomp_device kvcomp_device.o kvcomp_emu.o -lm -lpthread) ||
-        fail "the emulated device of $COMMIT does not build"
-}
-
-# vector_set: the name of the vectors that this processor has, as the reference calls them.
+# vector_set: the name of the vectors that this processor has, as the program calls them.
 vector_set() {
     "$SOURCE/kvcomp" -q --json --synthetic L1,H1,G1,D8,C32,F32,V256 --ids "$INPUT/short.ids" |
         sed 's/.*"simd":"\([^"]*\)".*/\1/'
@@ -404,33 +351,23 @@ as_expected=0
 # Patterns may have @(one|another).
 shopt -s extglob
 
-# expectation ITEM: the line of EXPECTED that names ITEM; none is exit code 1.
-expectation() {
-    local pattern why
-    while read -r pattern why; do
-        [ -n "$pattern" ] || continue
-        # shellcheck disable=SC2254
-        case $1 in $pattern) echo "$pattern $why"; return 0 ;; esac
-    done <<<"$EXPECTED"
-    return 1
-}
-
-# seen ITEM WORDS: counts what was compared; WORDS say how it differs, or are empty. Remembers for the
-# case which expectations were met.
+# seen ITEM WORDS: counts what was compared; WORDS say how it differs, or are empty.
 seen() {
-    local line=
+    local pattern why
     compared=$((compared + 1))
-    [ -z "${EXPECTED//[[:space:]]/}" ] || line=$(expectation "$1")
-    if [ -n "$line" ]; then named+=("$line"); fi
     [ -n "$2" ] || return 0
-    if [ -n "$line" ]; then
-        met+=("$line")
-        as_expected=$((as_expected + 1))
-        echo "$1 differs as expected: ${line#* }"
-    else
-        differing=$((differing + 1))
-        echo "$1 differs: $2"
-    fi
+    while read -r pattern why; do
+        # shellcheck disable=SC2254
+        case $1 in
+        $pattern)
+            as_expected=$((as_expected + 1))
+            echo "$1 differs as expected: $why"
+            return
+            ;;
+        esac
+    done < <(grep -s . "$PLACE/expected")
+    differing=$((differing + 1))
+    echo "$1 differs: $2"
 }
 
 # first_difference A B: the place of the first byte that differs, from 0; empty if the files are the same.
@@ -490,8 +427,8 @@ compare_totals() {
 
 # compare PLACE PROGRAM: with what the reference recorded.
 compare() {
-    local name rest before line old new named met words reference=$SOURCE/kvcomp
-    [ "$1" = cpu ] || reference=$SOURCE/kvcomp_device
+    local name rest before old new words reference=$SOURCE/kvcomp
+    [ "$1" = cpu ] || reference=$SOURCE/kvcomp_emulated
     [ -f "$RECORDS/$1/vectors" ] || fail "nothing is recorded for the $1 in $RECORDS: say 'record' first"
     [ "$(cat "$RECORDS/$1/vectors")" = "$(vector_set)" ] ||
         fail "the records are of a processor with $(cat "$RECORDS/$1/vectors"), this one has $(vector_set): record again"
@@ -501,8 +438,6 @@ compare() {
         new=$NOW/$name
         [ -f "$old/exit" ] || fail "$name is not recorded: say 'record' again"
         before=$((differing + as_expected))
-        named=()
-        met=()
         # shellcheck disable=SC2086
         play "$2" "$new" $rest
         words=
@@ -514,12 +449,6 @@ compare() {
             # shellcheck disable=SC2086
             compare_trace "$name" "$old" "$new" $rest
         fi
-        while read -r line; do
-            [ -n "$line" ] || continue
-            case " ${met[*]-} " in *" $line "*) continue ;; esac
-            differing=$((differing + 1))
-            echo "$name does not differ, although it is expected to: $line"
-        done < <(printf '%s\n' "${named[@]-}" | sort -u)
         [ "$before" -ne $((differing + as_expected)) ] || rm -rf "$new"
     done <"$PLACE/cases"
 }
@@ -535,16 +464,14 @@ whole() {
 case ${1-} in
 record)
     mkdir -p "$PLACE"
-    build_reference
+    where=cpu program=kvcomp
+    if [ "${2-}" = device ]; then
+        where=device program=kvcomp_emulated
+        shift
+    fi
+    build_reference "${2-HEAD}" $program
     write_input
-    case ${2-cpu} in
-    cpu) record cpu "$SOURCE/kvcomp" ;;
-    device)
-        build_device
-        record device "$SOURCE/kvcomp_device"
-        ;;
-    *) fail "record what? Expected nothing or 'device', found '$2'" ;;
-    esac
+    record $where "$SOURCE/$program"
     ;;
 compare)
     [ -x "$SOURCE/kvcomp" ] || fail "nothing is recorded in $PLACE: say 'record' first"
@@ -563,5 +490,5 @@ cases)
     cases cpu
     cases device
     ;;
-*) fail "expected 'record', 'record device', 'compare [PROGRAM [DEVICE_PROGRAM]]' or 'cases'" ;;
+*) fail "expected 'record [device] [COMMIT]', 'compare [PROGRAM [DEVICE_PROGRAM]]' or 'cases'" ;;
 esac

@@ -1149,6 +1149,7 @@ TRANSCRIPT(sessions)
 TRANSCRIPT(signals)
 TRANSCRIPT(strays)
 TRANSCRIPT(templates)
+TRANSCRIPT(text)
 TRANSCRIPT(terminal)
 TRANSCRIPT(traces)
 
@@ -1427,7 +1428,7 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     unlink("/tmp/kvt_chat");
 }
 
-// ---- the floors: who calls whom
+// ---- the floors
 
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
@@ -1448,152 +1449,6 @@ static const struct { const char *part; int aim, most; } floors[] = {
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
-// ---- the text itself: contents, banners, maps
-
-typedef struct {
-    int number;
-    char title[64];
-    const char *at, *end;  // its text, banner included
-} TextSection;
-
-// The sections of a source file, whose banners are `// ====.. N TITLE`: an stb array.
-static TextSection *text_sections(const char *text) {
-    TextSection *s = NULL;
-    for (const char *p = text; (p = strstr(p, "\n// =====")); p++) {
-        TextSection x = { 0, "", p + 1, NULL };
-        if (sscanf(p + 1, "// %*[=] %d %63[^\n]", &x.number, x.title) != 2) continue;
-        if (s) arrlast(s).end = p;
-        arrput(s, x);
-    }
-    if (s) arrlast(s).end = text + strlen(text);
-    return s;
-}
-
-// Holds the contents in a file's head, lines of `//   N TITLE: what is in it`, against its banners.
-static void text_contents(const char *file, const char *text) {
-    TextSection *s = text_sections(text);
-    int n = 0;
-    const char *stop = strstr(text, "\n#");
-    for (const char *p = text; p && p < stop; p = strchr(p + 1, '\n')) {
-        int number;
-        char title[64];
-        if (sscanf(p, "\n// %d %63[^:]:", &number, title) != 2) continue;
-        if (n < (int)arrlen(s))
-            CHECK(number == s[n].number && !strcmp(title, s[n].title),
-                  "%s: contents say %d %s, the banner %d %s", file, number, title, s[n].number,
-                  s[n].title);
-        n++;
-    }
-    CHECK(n > 10 && n == (int)arrlen(s), "%s: %d lines of contents, %d banners", file, n,
-          (int)arrlen(s));
-    arrfree(s);
-}
-
-// 1 if `word` stands in [p,end) as a whole word with `after` behind it (0: anything), outside the
-// map's own lines.
-static int text_has(const char *p, const char *end, const char *word, char after) {
-    size_t n = strlen(word);
-    for (const char *q = p; (q = strstr(q, word)) && q < end; q++) {
-        if ((q > p && (isalnum((unsigned char)q[-1]) || q[-1] == '_')) ||
-            isalnum((unsigned char)q[n]))
-            continue;
-        if (after && q[n] != after) continue;
-        const char *line = q;
-        while (line > p && line[-1] != '\n') line--;
-        const char *arrow = strstr(line, " -> "), *eol = strchr(line, '\n');
-        if (!strncmp(line, "//   ", 5) && arrow && arrow < eol) continue;
-        return 1;
-    }
-    return 0;
-}
-
-// Does the text say `what`? "Algorithm 1, lines 3, 4" is said where both lines are, "lines 9 to 17" where
-// the first one is.
-static int text_says(const char *p, const char *end, const char *what) {
-    const char *lines = strstr(what, "lines ");
-    char one[512];
-    if (!lines) return text_has(p, end, what, 0);
-    for (const char *n = lines + 6; n; n = strncmp(n, ", ", 2) ? NULL : n + 2) {
-        size_t digits = strspn(n, "0123456789");
-        snprintf(one, sizeof one, "%.*sline %.*s", (int)(lines - what), what, (int)digits, n);
-        if (!text_has(p, end, one, 0)) return 0;
-        n += digits;
-    }
-    return 1;
-}
-
-// Every line `//   Eq. N -> function, function` of a section: the functions exist, and the equation
-// is named elsewhere in the section, where it is computed, or in `elsewhere`: kvcomp.h, which has
-// what both halves compute, DiliLazyKV's calibration in app/measure, and what all methods share on the device.
-// Returns the number of such lines.
-static int text_map(const char *file, const TextSection *s, const char *c, const char *cu,
-                    const char *elsewhere) {
-    const char *map = strstr(s->at, "// Map:");
-    int n = 0;
-    if (!map || map > s->end) return 0;
-    for (const char *p = strchr(map, '\n') + 1; !strncmp(p, "//   ", 5); p = strchr(p, '\n') + 1) {
-        char line[512], *word, *rest = NULL;
-        snprintf(line, sizeof line, "%.*s", (int)strcspn(p + 5, "\n"), p + 5);
-        char *arrow = strstr(line, " -> ");
-        if (!arrow) continue;  // a line that goes on
-        *arrow = 0;
-        CHECK(text_says(s->at, s->end, line) || text_says(elsewhere, elsewhere + strlen(elsewhere), line),
-              "%s, %s: no line of the section says \"%s\"", file, s->title, line);
-        for (word = strtok_r(arrow + 4, ", ", &rest); word; word = strtok_r(NULL, ", ", &rest))
-            CHECK(text_has(c, c + strlen(c), word, '(') ||
-                      text_has(cu, cu + strlen(cu), word, '(') ||
-                      text_has(elsewhere, elsewhere + strlen(elsewhere), word, '('),
-                  "%s, %s, %s: there is no function %s", file, s->title, line, word);
-        n++;
-    }
-    return n;
-}
-
-TEST(text_order,
-     "contents and banners agree in both halves, and kvcomp.cu's sections are kvcomp.c's") {
-    static char c[1 << 21], cu[1 << 20];
-    slurp_into("kvcomp.c", c, sizeof c);
-    slurp_into("kvcomp.cu", cu, sizeof cu);
-    text_contents("kvcomp.c", c);
-    text_contents("kvcomp.cu", cu);
-    TextSection *a = text_sections(c), *b = text_sections(cu);
-    for (int i = 0; i < (int)arrlen(a); i++)
-        CHECK(a[i].number == i + 1, "banner %d is numbered %d", i + 1, a[i].number);
-    for (int i = 0; i < (int)arrlen(b); i++) {
-        int k = b[i].number - 1;
-        CHECK(k >= 0 && k < (int)arrlen(a) && !strcmp(a[k].title, b[i].title), "kvcomp.cu: %d %s",
-              k + 1, b[i].title);
-    }
-    arrfree(a);
-    arrfree(b);
-}
-
-TEST(text_maps, "the equations and functions that a paper's map names exist in both halves") {
-    static char c[1 << 21], cu[1 << 20], elsewhere[1 << 19];
-    slurp_into("kvcomp.c", c, sizeof c);
-    slurp_into("kvcomp.cu", cu, sizeof cu);
-    TextSection *a = text_sections(c), *b = text_sections(cu);
-    slurp_into("kvcomp.h", elsewhere, sizeof elsewhere / 2);
-    size_t said = strlen(elsewhere);
-    slurp_into("app/measure.c", elsewhere + said, sizeof elsewhere - (1 << 16) - said);    // calibration
-    for (int i = 0; i < (int)arrlen(b); i++)
-        if (b[i].number == 1 || b[i].number == 7)
-            strncat(elsewhere, b[i].at, (size_t)(b[i].end - b[i].at));
-    for (int number = 9; number <= 13; number++) {
-        int n = 0, device = 0;
-        for (int i = 0; i < (int)arrlen(a); i++)
-            if (a[i].number == number) n = text_map("kvcomp.c", &a[i], c, cu, elsewhere);
-        for (int i = 0; i < (int)arrlen(b); i++)
-            if (b[i].number == number) device = text_map("kvcomp.cu", &b[i], c, cu, elsewhere);
-        CHECK(n >= 3, "section %d of kvcomp.c maps %d equations", number, n);
-        CHECK(device >= 1, "section %d of kvcomp.cu maps %d equations", number, device);
-    }
-    arrfree(a);
-    arrfree(b);
-}
-
-// ---- the floors, held
-
 // Lines of a file; 0 where there is none.
 static int lines_of_file(const char *path) {
     size_t n;
@@ -1603,75 +1458,13 @@ static int lines_of_file(const char *path) {
     return lines;
 }
 
-// The names that the parts define, and the floor of each (stb_ds string map).
-static struct { char *key; int value; } *names_of;
-
-// What nm says of the objects of floor k: the kernels have one for each instruction set.
-static FILE *names_open(int k, const char *which) {
-    char command[200];
-    const char *more = strcmp(floors[k].part, "lib/kernels") ? "" : "*";
-    snprintf(command, sizeof command, "nm %s --format=posix build/cpu/%s%s.o | grep -v ':$'", which, floors[k].part, more);
-    return popen(command, "r");
-}
-
-// Puts what the objects of floor k define into names_of -> how many names they are.
-static int take_names(int k) {
-    char name[200];
-    FILE *f = names_open(k, "-g --defined-only");
-    int n = 0;
-    while (f && fscanf(f, "%199s %*[^\n]", name) == 1) {
-        shput(names_of, name, k);
-        n++;
-    }
-    return f && !pclose(f) ? n : 0;
-}
-
-// Every file that a part's file includes is of its own floor or of one below.
-static void includes_hold(int k, const char *path) {
-    char err[256], name[100];
-    size_t size;
-    OWN char *text = read_file(path, &size, err);
-    for (const char *p = text; p && (p = strstr(p, "#include \"")) != NULL; p++) {
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(p + 10, "\""), p + 10);
-        for (int above = k + 1; above < N_FLOORS; above++) {
-            const char *part = strrchr(floors[above].part, '/'), *file = strrchr(name, '/');
-            size_t n = strlen(part = part ? part + 1 : floors[above].part);
-            file = file ? file + 1 : name;
-            CHECK(strncmp(file, part, n) || file[n] != '.', "%s includes %s, which stands above it", path, name);
-        }
-    }
-}
-
-TEST(text_floors, "every part includes and calls only parts below it, as its objects say, so that no circle of files "
-                  "exists; no part has more lines than it may have") {
-    if (access("build/cpu/kvcomp.o", R_OK)) leave_out("the objects of the CPU program (make NVCC= kvcomp)");
-    sh_new_strdup(names_of);
-    for (int k = 0; k < N_FLOORS; k++)
-        CHECK(take_names(k) > 0, "%s defines nothing", floors[k].part);
-
-    int calls = 0;
-    for (int k = 0; k < N_FLOORS; k++) {
-        char name[200];
-        FILE *f = names_open(k, "-u");
-        while (f && fscanf(f, "%199s %*[^\n]", name) == 1) {
-            int at = shgeti(names_of, name);
-            if (at < 0) continue;               // of a library
-            calls++;
-            CHECK(names_of[at].value <= k, "%s calls %s, which stands above it in %s", floors[k].part, name,
-                  floors[names_of[at].value].part);
-        }
-        if (f) pclose(f);
-    }
-    CHECK(calls > 100, "%d calls between parts", calls);
-    shfree(names_of);
-
+TEST(text_floors, "no part has more lines than it may have (who calls whom: test/cli/text.txt)") {
     for (int k = 0; k < N_FLOORS; k++) {
         int lines = 0;
         for (int header = 0; header < 2; header++) {
             char path[64];
             snprintf(path, sizeof path, "%s.%c", floors[k].part, "ch"[header]);
             lines += lines_of_file(path);
-            includes_hold(k, path);
         }
         CHECK(lines <= floors[k].most, "%s has %d lines and may have %d", floors[k].part, lines, floors[k].most);
         if (lines > floors[k].aim)

@@ -57,6 +57,10 @@ build/kvcomp_emu.o build/kvcomp_hard.o build/kvcomp_race.o: \
 	g++ -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST \
 	  -include test/cuda_emu.h $(EMU_$*) -c -o $@ kvcomp.cu
 
+# The program with the emulated device as its GPU: test/reference.sh records and compares it.
+kvcomp_emulated: $(call objects,cuda,$(PARTS)) build/kvcomp_emu.o
+	$(LINK) -o $@ $^ $(READLINE) -lm -lpthread
+
 tests_hard: build/test/tests.o $(call tested,$(TESTS_WITH)) build/kvcomp_hard.o
 	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
