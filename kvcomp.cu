@@ -2173,10 +2173,10 @@ prefill_kernel(Attn a) {
 //           numbers are looked up another tile ahead, so that a list costs no second wait. Over f16 rows 32 N D to
 //           64 N D bytes a warp are under way: at D 128 64 to 128 KB on a multiprocessor, where 23 hide the wait
 //           for memory (4.3 TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows (make cuda-check); over q4 instructions, of which 16 rows take 810,
+//   Bound   memory, for any number of query rows (make cuda-check); over q4 instructions, of which 16 rows take 809,
 //           as many as fit into .4 of the time that f16 rows take
-//   Gain    240 instructions for 16 x 8 cells over f16 rows are 1.9 a cell, where attend_kernel takes 16; over PATS's
-//           of 8 bits 3.4, q8_0 5.1, q4 6.3
+//   Gain    239 instructions for 16 x 8 cells over f16 rows are 1.9 a cell, where attend_kernel takes 16; over PATS's
+//           of 8 bits 3.4, q8_0 5.0, q4 6.3
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
@@ -2424,14 +2424,13 @@ template <int NT, int N> static __device__ void decode_hide(float (*s)[4 * N], u
 // times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
 // whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
 template <int N> static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
-    float high = s[0], add = 0;
+    float high = s[0];
     for (int i = 1; i < 4 * N; i++) high = fmaxf(high, s[i]);
     high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
     float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < 4 * N; i++) {
-        s[i] = exp2_flush(s[i] * c + low);
-        add += s[i];
-    }
+    for (int i = 0; i < 4 * N; i++) s[i] = exp2_flush(s[i] * c + low);
+    float add = s[0];
+    for (int i = 1; i < 4 * N; i++) add += s[i];
     *sum = *sum * shrink + add;
     *top = high;
     return shrink;
@@ -4875,7 +4874,7 @@ static __device__ BestLine better(BestLine a, BestLine b, int n) {
 }
 
 // The best of the block's, in every thread. part (PICK_WARPS) shared.
-static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
+static KV_CALL BestLine best_block(BestLine x, int n, BestLine *part) {
     for (int d = 16; d; d >>= 1) {
         BestLine y;
         y.key = __shfl_xor_sync(ALL_LANES, x.key, d);
@@ -4891,7 +4890,7 @@ static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
 
 // The best line of a segment that is not taken and gains something; key 0: none. A thread has one
 // line.
-static __device__ BestLine segment_best(const Picks &a, int seg, BestLine *part) {
+static KV_CALL BestLine segment_best(const Picks &a, int seg, BestLine *part) {
     int id = seg * SEG + threadIdx.x, y = id < a.n ? id : id - a.n;
     double g = id < 2 * a.n && !bit_of(id < a.n ? a.v : a.s, y) ? a.gain[id] : 0;
     BestLine own = { g > 1e-12 ? g / (double)line_len(a, y) : 0, id };  // Algorithm 2, line 12

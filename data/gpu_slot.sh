@@ -46,7 +46,7 @@ full:tg:0:share         | 81 | 90  | 3.49 of 3.9 to 4.3 ms, above
 full:tg:0:ms            | 3.9 | 4.3 | the same in time
 full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.8 ms
 full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
-                                      80 % of it; 225 instructions for 8 KB are .23 ms of issue
+                                      80 % of it; 239 instructions for 8 KB are .24 ms of issue
 full:rows:32768:rate    | 64 | 95  | a goal: one sequence, level with FlashAttention-3 and FlashInfer
 full:rows:65536:rate    | 75 | 95  | a goal
 q8:tg:65536:ms          | 5.0 | 5.8 | depth 0, 4,565 MB of rows: 1.06 ms at the copy rate
@@ -61,7 +61,7 @@ quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selection
 loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all
                                       rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
 pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4
-                                      here; 3.7 instructions of a lane an element are .06), some steps
+                                      here; 3.4 instructions of a lane an element are .06), some steps
                                       packed anew
 full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250
                                       to 400, 28 to 60 ms of rounding, scaling, adding
