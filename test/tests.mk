@@ -35,8 +35,7 @@ $(eval $(call test_program,tests,tests,$(TESTS_WITH),$(EMULATED)))
 $(eval $(call test_program,tests_kernels,test/test_kernels,lib/base lib/kernels))
 $(eval $(call test_program,tests_lib,test/test_lib,lib/kernels lib/tokenizer lib/template $(APP),$(EMULATED)))
 $(eval $(call test_program,tests_tokenizer,test/test_tokenizer,lib/base))
-$(eval $(call test_program,tests_template,test/test_template,lib/base lib/kernels lib/checkpoint lib/template))
-$(eval $(call test_program,tests_turns,test/test_turns,$(filter-out lib/tokenizer,$(PARTS)),$(EMULATED)))
+$(eval $(call test_program,tests_template,test/test_template,$(filter-out lib/tokenizer,$(PARTS)),$(EMULATED)))
 $(eval $(call test_program,tests_app,test/test_app,lib/kernels lib/tokenizer lib/template,$(EMULATED)))
 
 # kvcomp.cu by g++: as it is; in the emulator's harder modes (cuda_emu.h: arithmetic as a GPU rounds it, accesses
