@@ -283,14 +283,12 @@ TEST(eval_means, "means by task, by position and over last turns; no answer give
 
 // Returns the exit code; die_text holds the message.
 static int read_lines(const char *text, EvalSet *e) {
-    char path[64];
     static Tokenizer *tok;
-    if (!tok) tok = tiny_tokenizer();
-    snprintf(path, sizeof path, "/tmp/kvt_%d_items", (int)getpid());
-    put_text(path, text);
+    const char *path = tmp_path("items");
     int code;
+    if (!tok) tok = tiny_tokenizer();
+    put_text(path, text);
     EXPECT_DIE(code, read_items(e, tok, path, INT_MAX));
-    unlink(path);
     return code;
 }
 
@@ -605,10 +603,10 @@ static Json *page_json(const char *page) {
 TEST(report_page, "the page of the shipped model: rows, needles, every method's tokens and masks; "
                   "markup in a name stays text, and nothing is loaded") {
     App a = { .o = options_of_program() };
-    char err[256], html[64];
+    char err[256];
+    const char *html = tmp_path("report.html");
     size_t n;
     quiet = 1;
-    snprintf(html, sizeof html, "/tmp/kvt_%d_report.html", (int)getpid());
     options_set(a.o, "model", "models/kvcomp-tiny", err);
     options_set(a.o, "report", html, err);
     open_model(&a);
@@ -645,7 +643,6 @@ TEST(report_page, "the page of the shipped model: rows, needles, every method's 
     json_free(j);
     for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
     arrfree(rows);
-    unlink(html);
     Config big = *a.c;
     App b = a;
     b.c = &big;
@@ -1353,12 +1350,12 @@ static int run_short(long n, const char *args) {
 TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one "
                 "line and exit 4, or full success") {
     static char want[1 << 16];
-    char page[64], report[240];
-    snprintf(page, sizeof page, "/tmp/kvt_%d_m.html", (int)getpid());
+    char report[1000], chat[1000];
     snprintf(report, sizeof report,
              "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny "
-             "-t 1 -d cpu -q -c 600 --method streaming --report %s "
-             "| cut -d'|' -f2-5", page);
+             "-t 1 -d cpu -q -c 600 --method streaming --report %s | cut -d'|' -f2-5", tmp_path("m.html"));
+    snprintf(chat, sizeof chat, "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < %s", tmp_path("chat"));
+    put_text(tmp_path("chat"), "hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n");
 
     const struct {
         const char *args;
@@ -1366,16 +1363,13 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     } runs[] = {
         { "-m models/kvcomp-tiny -t 1 -d cpu --inspect | grep -v ^memory", 6 },
         { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 24 },
+        { chat, 24 },
         { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval test/tasks/facts.jsonl --eval-items 1 "
           "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8",
           16 },
         { report, 8 },
     };
 
-    CHECK(sh("printf 'hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system "
-             "be kind\nhi\n' > /tmp/kvt_chat") == 0,
-          "%s", sh_err);
     rnd_seed(19);
     for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
         int piped = strchr(runs[i].args, '|') != NULL;  // the exit code is then cut's
@@ -1402,8 +1396,6 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
                       "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
         }
     }
-    unlink(page);
-    unlink("/tmp/kvt_chat");
 }
 
 // ---- the floors
@@ -2000,7 +1992,8 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
     static const char *const golden = "data/golden/smollm2/top50.jsonl";
     enum { V = 49152 };
     const double tol = 5e-4;    // measured: 3e-5; rows in f16 are off by 2e-3 and more
-    char turns[64], logits[64], err[512] = "";
+    const char *turns = tmp_path("turns"), *logits = tmp_path("logits");
+    char err[512] = "";
     size_t n, m, at = 0;
 
     if (access("models/smollm2-135m/model.safetensors", R_OK)) leave_out("models/smollm2-135m (make smollm2)");
@@ -2009,8 +2002,6 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
     if (!text) return;
     CHECK(!sh("./kvcomp -m models/smollm2-135m --dump-tokens --batch %s", golden), "%s", sh_err);
     char *said = strdup(sh_out), *p = said;
-    snprintf(turns, sizeof turns, "/tmp/kvt_%d_turns", (int)getpid());
-    snprintf(logits, sizeof logits, "/tmp/kvt_%d_logits", (int)getpid());
 
     for (char *line = text, *end; line < text + n; line = end + 1) {
         end = memchr(line, '\n', (size_t)(text + n - line));
@@ -2042,8 +2033,6 @@ TEST(golden_smollm2, "SmolLM2-135M-Instruct gives the ids of apply_chat_template
         json_free(j);
     }
     CHECK(at == 600 && !*p, "%zu logits", at);
-    unlink(turns);
-    unlink(logits);
     free(said);
 }
 
