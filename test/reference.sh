@@ -271,16 +271,15 @@ fields() {
         }'
 }
 
-# split_trace FOLDER: of the safetensors file FOLDER/raw, the tensors' names, shapes and places as lines
-# (tensors), their bytes (values), and a checksum of both (trace). The head says its own length in its
-# first 8 bytes.
-split_trace() {
+# sum_trace FOLDER: leaves in FOLDER/trace a checksum of the safetensors file FOLDER/raw: of the tensors' names, shapes and
+# places, and of their bytes. The head says its own length in its first 8 bytes.
+sum_trace() {
     local head
     head=$(od -An -tu8 -N8 "$1/raw" | tr -d ' ')
-    tail -c +9 "$1/raw" | head -c "$head" | grep -ao '"[A-Za-z0-9._+-]*":{"dtype[^}]*}' >"$1/tensors"
-    tail -c "+$((head + 9))" "$1/raw" >"$1/values"
-    cat "$1/tensors" "$1/values" | cksum >"$1/trace"
-    rm -f "$1/raw"
+    {
+        tail -c +9 "$1/raw" | head -c "$head" | grep -ao '"[A-Za-z0-9._+-]*":{"dtype[^}]*}'
+        tail -c "+$((head + 9))" "$1/raw"
+    } | cksum >"$1/trace"
 }
 
 # play PROGRAM FOLDER VECTORS TURNS OPTION..: runs a case and leaves what it made in FOLDER.
@@ -302,7 +301,7 @@ play() {
     fi
     unset KVCOMP_SIMD
     echo "$code" >"$folder/exit"
-    [ -f "$folder/raw" ] && split_trace "$folder"
+    [ -f "$folder/raw" ] && sum_trace "$folder"
     fields <"$folder/json" >"$folder/totals"
     rm -f "$folder/json"
 }
@@ -335,7 +334,7 @@ record() {
         # shellcheck disable=SC2086
         play "$2" "$RECORDS/$name" $rest
         [ "$(cat "$RECORDS/$name/exit")" = 0 ] || fail "$name ends badly: $(cat "$RECORDS/$name/stderr")"
-        rm -f "$RECORDS/$name/values" "$RECORDS/$name/tensors" "$RECORDS/$name/stderr"
+        rm -f "$RECORDS/$name/raw" "$RECORDS/$name/stderr"
         count=$((count + 1))
     done <"$PLACE/cases"
     vector_set >"$RECORDS/$1/vectors"
@@ -393,23 +392,16 @@ compare_logits() {
 }
 
 # Of a trace only the checksum is recorded. If it differs, the reference plays the case once more, so that
-# the first tensor that differs can be named.
+# the first value that differs can be named.
 compare_trace() {
-    local at words= again=$3/reference
+    local words=
     [ -f "$2/trace" ] || return 0
     if [ ! -f "$3/trace" ]; then
         words="none was written"
     elif ! cmp -s "$2/trace" "$3/trace"; then
-        play "$reference" "$again" "${@:4}"
-        if ! cmp -s "$2/trace" "$again/trace"; then
-            words="and so does the reference from its own record"
-        elif ! cmp -s "$again/tensors" "$3/tensors"; then
-            words="other tensors, first $(diff "$again/tensors" "$3/tensors" | sed -n 's/^[<>] //p' | head -n 1)"
-        else
-            at=$(first_difference "$again/values" "$3/values")
-            words="first in $(awk -F '[][,"]' -v at="$at" '
-                $(NF - 2) <= at && at < $(NF - 1) { print $2 }' "$again/tensors")"
-        fi
+        play "$reference" "$3/reference" "${@:4}"
+        words=$(python3 -B "$TOP/data/trace_diff.py" "$3/reference/raw" "$3/raw" 2>&1 | head -n 1)
+        words=${words:-"python3 could say where"}
     fi
     seen "$1/trace" "$words"
 }
