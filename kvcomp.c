@@ -1966,7 +1966,6 @@ int session_try_reset(Session *s) {
     Session fresh = *s;
     fresh.alt = NULL;
     fresh.packing = NULL;
-    fresh.made_for = NULL;
     fresh.pos_end = fresh.pos_extra = 0;
     budget_options(&fresh);
     for (int i = 0; i < s->n_part; i++) fresh.part[i].ms = xcalloc(1, s->part[i].m->state + 1);
@@ -6286,7 +6285,6 @@ static int sonic_open(Session *s, void *ms) {
     s->pos_end = s->c->max_pos;
     int most = x->ratio >= 0 ? x->K_max : x->K;
     s->pos_extra = x->original ? 0 : 2 * most;  // two messages finish when a turn begins
-    s->made_for = x->file ? safetensors_meta(x->file, "chat_template") : NULL;
     s->alt = x->alt;                            // Sec. 3.1: the matrices of Nexus rows
     s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
     return 0;

@@ -272,7 +272,6 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     View   *view;               // (L,H), see kv_view()
     const Packing *packing;     // storage of rows [0,packed); NULL: no part packs
     const Layer *alt;           // (L) weights for tokens of kind TOK_EXTRA; NULL: the model's own
-    const char *made_for;       // chat template that a method's weights were trained with; NULL: not said
 
     int chunk;                  // --chunk: most tokens of a prefill's pass; 0: a prefill is one pass
     int batch;                  // rows of a prefill block: -b, or what suits the device

@@ -33,8 +33,7 @@ typedef struct {
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     const Turn *asked;      // the turn whose reply is to be made; NULL: none
-    int log;                // the descriptor of --session's file, locked; 0: there is none
-    char *logged;           // what that file holds, malloc'd; "" or NULL: not known
+    char *logged;           // what --session's file holds, malloc'd; NULL: nothing of this chat's
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     TraceFile *trace;       // --trace; NULL: it is not given
@@ -79,6 +78,7 @@ void  record_clear(App *a);                             // forgets all turns; th
 int  *record_ids(const Turn *turns);                    // all ids, as they are fed (stb_ds array)
 int  *ids_append(int *to, const int *ids, int n);       // appends to an stb_ds array, and returns it
 char *reply_text(const App *a, const Turn *t);          // of its reply, malloc'd
+Message *messages_of_json(const Json *list, char err[512]);            // stb_ds array; NULL, and err: they are none
 
 // The turn that the next message of the record prefills: text as the chat template renders it
 // behind the turns so far, or, without a template, the plain text, with BOS in front of the first
@@ -136,7 +136,8 @@ void  write_option(const App *a, const Options *plain, const char *name, FILE *f
 void  write_making(const App *a, FILE *f);              // the method, and the options that decide a session's bits
 char *written(const App *a, void (*write)(const App *a, FILE *f));     // what `write` writes, malloc'd
 int   ids_of_json(const Json *list, int V, int **ids, char why[512]);  // appends ids below V: 0, or -1 with why
-void  session_begin(App *a);                            // --session FILE: locks it, and goes on with what is in it
+int   read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);     // 0, or -1 with err
+void  session_begin(App *a);                            // --session FILE: goes on with what is in it
 void  session_end(App *a);                              // keeps the dialogue in it, for the last time
 
 // ---- a turn of the chat
@@ -164,7 +165,7 @@ int    holds_answer(const char *said, const char *gold, int whole);    // as who
 enum { PROGRAM_PATH = 1200 };
 const char *beside_program(const char *name, char path[PROGRAM_PATH]); // a file that comes with the program
 void   default_model(Options *o);                       // --model becomes the shipped one
-void   find_models(Options *o);                         // --model and --tokenizer become the folders they stand for
+void   find_model(Options *o);                          // -m org/name becomes its folder in the hub's cache
 double memory_free(void);                               // bytes that may still be used; -1: not known
 size_t parameters_of(const Config *c);                  // the numbers in a model's matrices
 void   open_config(App *a);                             // of --model, of the shipped model, or of --synthetic

@@ -7,7 +7,7 @@
 
 // main at the end of this file does what the command line asks for. Reading order, from there:
 //
-//     run_program    help, options from the environment and the command line, their checks
+//     run_program    help, the options, their checks
 //     run_options    what needs no model: --eval-merge; what opens its own: --bench
 //     run_app        opens config, tokenizer, template, weights, device and session, each when it is needed
 //     run_mode       the one thing that is asked for: --ids, --batch, --eval, --report, --demo, -p, or a chat
@@ -63,8 +63,8 @@ static int print_memory(const App *a, const char *device, FILE *f, char err[512]
 }
 
 // ==================================================================================================== COMMAND LINE
-// Options are read from the environment, then from the command line, then checked against each
-// other. What they name is opened, the rest of the program runs, everything is closed.
+// Options are read, then checked against each other. What they name is opened, the rest of the program runs,
+// everything is closed.
 
 // Flags with an option's other name.
 static const struct { const char *flag, *name; } short_options[] = {
@@ -248,24 +248,16 @@ static void parse_file(Options *o, const char *path) {
     arrfree(list);
 }
 
-// Takes the model: of -m, or a folder that stands alone. *named: how the last one was named, 2: as a folder, 1: by -m.
-// A later one takes the place of an earlier one, but a folder beside another model is a mistake, often a blank in a path.
-static void parse_model(Options *o, const char *value, int how, int *named) {
-    if (*named && how + *named > 2)
-        die(EXIT_USAGE, "two models on the command line: '%.60s' and '%.60s'; give one (-p TEXT asks one question)",
-            opt_str(o, "model"), value);
-    parse_one(o, "model", value);
-    *named = how;
-}
-
 // The option that begins at argv[i], or a folder, which is the model. Returns how many arguments it takes: 1, or 2
 // with its value behind it.
-static int parse_arg(Options *o, int argc, char **argv, int i, int *named) {
+static int parse_arg(Options *o, int argc, char **argv, int i) {
     char flag[64], unknown[96], *arg = argv[i], *eq = strchr(arg, '=');
     const char *value = eq ? eq + 1 : NULL;
     if (arg[0] != '-' || !arg[1]) {
         if (*opt_str(o, "eval-merge")) parse_file(o, arg);
-        else parse_model(o, arg, 2, named);
+        else if (!opt_given(o, "model")) parse_one(o, "model", arg);
+        else die(EXIT_USAGE, "two models on the command line: '%.60s' and '%.60s'; give one (-p TEXT asks one question)",
+                 opt_str(o, "model"), arg);         // often a blank in a path
         return 1;
     }
     snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
@@ -276,64 +268,23 @@ static int parse_arg(Options *o, int argc, char **argv, int i, int *named) {
     int takes = value || !known || known->kind == 'b' ? 1 : 2;
     if (i + takes > argc) die(EXIT_USAGE, "--%s wants a value", name);
     if (!value) value = takes == 1 ? "1" : argv[i + 1];
-    if (strcmp(name, "model")) parse_one(o, name, value);
-    else parse_model(o, value, 1, named);
+    parse_one(o, name, value);
     return takes;
 }
 
-// Options from the environment; the command line, read later, wins.
-static void parse_env(Options *o) {
-    static const struct { const char *variable, *name; } env[] = {
-        { "KVCOMP_MODEL",    "model" },
-        { "KVCOMP_DEVICE",   "device" },
-        { "KVCOMP_THREADS",  "threads" },
-        { "KVCOMP_CTX_SIZE", "ctx-size" },
-    };
-    char err[256];
-    for (size_t i = 0; i < sizeof env / sizeof *env; i++) {
-        const char *value = getenv(env[i].variable);
-        if (!value || !*value) continue;
-        if (options_set(o, env[i].name, value, err)) die(EXIT_USAGE, "%s: %s", env[i].variable, err);
-    }
-}
-
-// Options that do not go together: exit 2.
+// Options that do not go together: exit 2. One that this run never looks at is only said (say_without_effect).
 static void check_options(const Options *o) {
-    int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
-    int asks = !*opt_str(o, "eval");              // -f is then no prompt
-    int text = opt_given(o, "prompt") || (*opt_str(o, "file") && asks), report = *opt_str(o, "report") != 0;
-    int batch = *opt_str(o, "batch") && !opt_int(o, "dump-tokens"), demo = opt_int(o, "demo");
-    int merge = *opt_str(o, "eval-merge") != 0, trace = *opt_str(o, "trace") != 0;
-    int json = opt_int(o, "json"), csv = opt_int(o, "csv"), compare = *opt_str(o, "compare") != 0;
+    int text = opt_given(o, "prompt") || (*opt_str(o, "file") && !*opt_str(o, "eval")), first, step;
     const struct { int wrong; const char *why; } rules[] = {
         { opt_given(o, "budget") && opt_given(o, "ratio"), "--budget and --ratio both say how much to keep; give one" },
         { opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one" },
-        { *opt_str(o, "dump-logits") && !ids, "--dump-logits goes with --ids FILE" },
-        { !strcmp(opt_str(o, "dump-logits"), "-") && json,
-          "--dump-logits - and --json both write to standard output; give a file" },
-        { json && csv, "--json and --csv both say how to print; give one" },
-        { trace && ((!ids && !text && !*opt_str(o, "file") && !eval) || bench),
+        { *opt_str(o, "trace") && !text && !*opt_str(o, "ids") && !evaluates(o),
           "--trace goes with --ids, -p, -f or --eval" },
-        { trace && compare, "--trace goes with one method, not with --compare" },
-        { !trace && *opt_str(o, "trace-layers"), "--trace-layers goes with --trace FILE" },
-        { *opt_str(o, "budgets") && !eval && !report, "--budgets goes with --compare, --eval or --report" },
-        { csv && !eval && !bench && !merge, "--csv goes with --eval or --bench" },
-        { opt_int(o, "json-rows") && !json, "--json-rows goes with --json" },
-        { compare && asks && text, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
+        { *opt_str(o, "compare") && text, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
           "/compare QUESTION asks several methods" },
-        { report && (ids || text || bench),
-          "--report goes alone or with --eval, not with -p, -f, --ids or --bench" },
-        { merge && (eval || ids || bench || *opt_str(o, "batch") || report || demo),
-          "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo" },
-        { batch && (ids || eval || bench || text || report || demo),
-          "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo" },
-        { demo && (ids || eval || bench || text || report),
-          "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report" },
     };
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
         if (rules[i].wrong) die(EXIT_USAGE, "%s", rules[i].why);
-    if (opt_int(o, "kernel") % 2 == 0)
-        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
         die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
 }
@@ -346,31 +297,16 @@ static void print_ids(int *ids) {
     arrfree(ids);
 }
 
-// The n messages of a list [{"role": .., "content": ..}, ..], malloc'd; their texts are the list's. NULL
-// and err when it is no dialogue that the template takes.
-static Message *messages_read(const App *a, const Json *list, int *n, char err[512]) {
-    int bad = 0, count = json_is(list, JSON_ARRAY) ? list->n : 0;
-    int from = count && !strcmp(json_text(&list->item[0], "role"), "system");
-    if (!count) bad = fault(err, "no \"messages\", or none in it");
-
-    Message *m = xcalloc((size_t)count + 1, sizeof *m);
-    for (int i = 0; i < count && !bad; i++) {
-        const Json *words = json_get(&list->item[i], "content");
-        const char *role = json_text(&list->item[i], "role");
-        const char *want = i < from ? "system" : (i - from) % 2 ? "assistant" : "user";
-        if (!words || words->type != JSON_STRING || strlen(words->str) != words->len)
-            bad = fault(err, "message %d: 'content' is no text", i + 1);
-        else if (strcmp(role, want))
-            bad = fault(err, "message %d: expected role %s, found '%.40s'", i + 1, want, role);
-        else m[i] = (Message){ .role = role, .content = words->str };
-    }
-    if (!bad && (count - from) % 2 == 0) bad = fault(err, "the last message is not the user's");
-    if (!bad && from && a->tp->no_system)
+// The messages of a list, the last of which the user's has to be (stb_ds). NULL and err: the template takes no such
+// dialogue.
+static Message *messages_asked(const App *a, const Json *list, char err[512]) {
+    Message *m = messages_of_json(list, err);
+    int bad = 0;
+    if (m && strcmp(arrlast(m).role, "user")) bad = fault(err, "the last message is not the user's");
+    if (m && !strcmp(m->role, "system") && a->tp->no_system)
         bad = fault(err, "this chat template has no system message (%.300s)", a->tp->no_system);
-    *n = count;
-    if (!bad) return m;
-    free(m);
-    return NULL;
+    if (bad) arrfree(m);
+    return m;
 }
 
 // ---- many requests, one process (--batch)
@@ -381,17 +317,8 @@ static Message *messages_read(const App *a, const Json *list, int *n, char err[5
 //   or it is given      "continuation": TEXT or [id,..]; its log-probabilities are the answer
 //   how                 "method": SPEC, "budget": N, and other options of methods, sampler and template
 //   whose it is         "id": TEXT or N, which comes back
-// Every request begins with an empty cache, and a method's session is kept while requests ask for the
-// same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
-// is given. A line that is none of this, or is longer than 16 MiB, gets {"error":..,"line":N}, and the
-// next one is read (D87).
-
-typedef struct {
-    App app;                // borrows model and tokenizer; session, options and record are its own
-    const App *base;        // the program's: its template, and options as the command line has them
-    char *making;           // what the session was made with, malloc'd; NULL: there is no session
-    int *given;             // stb_ds: the ids of the continuation
-} Batch;
+// Every request has a session of its own. Messages are played turn by turn, as a chat would have gone. Replies are
+// greedy unless `temp` is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D87).
 
 // The fields of a request that are no options.
 static const char request_fields[] = "id|prompt|messages|ids|continuation|max_tokens|stop|method";
@@ -439,7 +366,6 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         if (request_option(o, name, &j->item[i], err)) return -1;
     }
 
-    if (opt_int(o, "kernel") % 2 == 0) return fault(err, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (!json_get(j, "max_tokens")) return 0;
     if (read_whole(j, "max_tokens", 0, INT_MAX, &n, err)) return -1;
     return request_option(o, "n-predict", json_get(j, "max_tokens"), err);
@@ -464,18 +390,9 @@ static int request_stops(App *a, const Json *stop, char err[512]) {
     return 0;
 }
 
-// Refuses a text that is fed in one pass and cannot fit, before it is encoded: a request may bring
-// megabytes. 0, or -1 with err.
-static int request_fits(const App *a, const char *text, char err[512]) {
-    size_t least = fewest_tokens(a->tok, text, strlen(text));
-    if (least <= (size_t)ctx_limit(a)) return 0;
-    return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
-}
-
 // Appends a turn to the record: what the user said is prefilled, what the assistant said (NULL: it is asked for) is
 // decoded. 0, or -1 with err.
 static int request_turn(App *a, const char *text, const char *reply, char err[512]) {
-    if (request_fits(a, text, err)) return -1;
     Turn t = render_turn(a, text, err);
     if (reply) t.dec = tokenizer_encode(a->tok, reply, strlen(reply), 0, NULL);
     record_take_back(a, &t);
@@ -483,19 +400,16 @@ static int request_turn(App *a, const char *text, const char *reply, char err[51
     return *err ? -1 : 0;
 }
 
-// The turns of a dialogue. 0, or -1 with err.
+// The turns of a dialogue, whose last message is the user's. 0, or -1 with err.
 static int request_messages(App *a, const Json *list, char err[512]) {
     char why[256];
-    int n;
     if (!a->tp) return fault(err, "'messages' want a chat template");
-    Message *m = messages_read(a, list, &n, err);
-    if (!m) return -1;
-
-    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->content, err) : 0;
+    Message *m = messages_asked(a, list, err);
+    int n = (int)arrlen(m), bad = !m, from = m && !strcmp(m->role, "system");
     if (from) options_set(a->o, "system", m->content, why);
     for (int i = from; i < n && !bad; i += 2)
         bad = request_turn(a, m[i].content, i + 1 < n ? m[i + 1].content : NULL, err);
-    free(m);
+    arrfree(m);
     return bad;
 }
 
@@ -510,15 +424,12 @@ static int request_prompt(App *a, const Json *prompt, char err[512]) {
     return arrlen(t->pre) ? 0 : fault(err, "'prompt' has no token");
 }
 
-// The ids of the continuation. Behind a plain text they are those that the two texts together have
-// more than the prompt alone, because a tokenizer may join what stands on both sides of the border (as
-// lm-evaluation-harness has it); behind a template's turn, or ids, the text is encoded by itself. 0, or
-// -1 with err.
-static int request_continuation(Batch *b, const Json *prompt, const Json *given, char err[512]) {
-    const App *a = &b->app;
-    if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
+// Appends the ids of the continuation to *ids (stb_ds). Behind a plain text they are those that the two texts together
+// have more than the prompt alone, because a tokenizer may join what stands on both sides of the border (as
+// lm-evaluation-harness has it); behind a template's turn, or ids, the text is encoded by itself. 0, or -1 with err.
+static int request_continuation(const App *a, const Json *prompt, const Json *given, int **ids, char err[512]) {
+    if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", ids, err);
     if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
-    if (request_fits(a, given->str, err)) return -1;
 
     char *text = NULL;
     int special = opt_int(a->o, "parse-special");
@@ -526,57 +437,27 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
     int *alone = tokenizer_encode(a->tok, text ? text : "", arrlenu(text), special, NULL), before = (int)arrlen(alone);
     bytes_put(&text, given->str, given->len);
     int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && special, NULL);
-    for (int i = before; i < (int)arrlen(all); i++) arrput(b->given, all[i]);
+    *ids = ids_append(*ids, all + before, (int)arrlen(all) - before);
     arrfree(alone);
     arrfree(all);
     arrfree(text);
-    return arrlen(b->given) ? 0 : fault(err, "'continuation' adds no token");
+    return arrlen(*ids) ? 0 : fault(err, "'continuation' adds no token");
 }
 
-// Reads what is asked into the record, and the continuation. 0, or -1 with err.
-static int request_read(Batch *b, const Json *j, char err[512]) {
-    App *a = &b->app;
-    const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *ids = json_get(j, "ids");
+// Reads what is asked into the record, and the continuation into *ids. 0, or -1 with err.
+static int request_read(App *a, const Json *j, int **ids, char err[512]) {
+    const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *asked = json_get(j, "ids");
     const Json *given = json_get(j, "continuation");
-    if (!!prompt + !!messages + !!ids != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
-    if (!a->tok && (!ids || json_get(j, "stop") || (given && given->type == JSON_STRING)))
-        return fault(err, "a text needs a tokenizer, and the model has none: give 'ids', and no text beside them");
-
+    if (!!prompt + !!messages + !!asked != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
     if (given && (json_get(j, "max_tokens") || json_get(j, "stop")))
         return fault(err, "'continuation' is a given reply: 'max_tokens' and 'stop' are for one that is made");
     if (prompt && request_prompt(a, prompt, err)) return -1;
     if (messages && request_messages(a, messages, err)) return -1;
-    if (ids) {
+    if (asked) {
         arrput(a->turn, (Turn){ 0 });
-        if (request_ids(a->c, ids, "ids", &arrlast(a->turn).pre, err)) return -1;
+        if (request_ids(a->c, asked, "ids", &arrlast(a->turn).pre, err)) return -1;
     }
-    return given ? request_continuation(b, prompt, given, err) : request_stops(a, json_get(j, "stop"), err);
-}
-
-// A session for the request: the last one, if it was made with the same, or a new one. o becomes the
-// App's. 0, or -1 with err.
-static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
-    App *a = &b->app;
-    Options *old = a->o;
-    int bad = 0;
-    free(a->method);
-    a->method = copy_text(method);
-    a->o = o;
-
-    char *making = a->s ? written(a, write_making) : NULL;
-    if (making && !strcmp(making, b->making)) {
-        a->s->opt = o;
-        if (session_try_reset(a->s)) bad = fault(err, "%s", a->s->err);
-    } else {
-        session_close(a->s);
-        free(b->making);
-        b->making = NULL;
-        a->s = session_try(a->c, a->w, o, method, err);
-        if (a->s) b->making = written(a, write_making);
-    }
-    free(making);
-    options_free(old);
-    return a->s && !bad ? 0 : -1;
+    return given ? request_continuation(a, prompt, given, ids, err) : request_stops(a, json_get(j, "stop"), err);
 }
 
 // Makes the reply, and writes it as far as a stop text.
@@ -619,61 +500,61 @@ static int request_score(App *a, const int *given, FILE *f, char err[512]) {
     return 0;
 }
 
-// Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
-static int request_play(Batch *b, FILE *f, char err[512]) {
-    App *a = &b->app;
+// Feeds the record, then scores the continuation (NULL: there is none) or makes the reply. 0, or -1 with err.
+static int request_play(App *a, const int *given, FILE *f, char err[512]) {
     for (int i = 0; i < (int)arrlen(a->turn); i++)
         if (ids_known(a->c, a->turn[i].pre, err) || ids_known(a->c, a->turn[i].dec, err)) return -1;
-    if (ids_known(a->c, b->given, err) || replay(a, err)) return -1;
-    if (b->given) return request_score(a, b->given, f, err);
+    if (ids_known(a->c, given, err) || replay(a, err)) return -1;
+    if (given) return request_score(a, given, f, err);
     request_reply(a, f);
     return 0;
 }
 
-// Plays the request j, and writes the fields of its answer. 0, or -1 with err.
-static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
-    App *a = &b->app;
+// Plays the request j with a session of its own, and writes the fields of its answer. 0, or -1 with err.
+static int request_answer(App *base, const Json *j, FILE *f, char err[512]) {
     double t0 = now();
     char why[256];
-
+    int *given = NULL;
     const Json *method = json_get(j, "method");
-    Options *o = options_copy(b->base->o);
-    if (!opt_given(o, "temp")) options_set(o, "temp", "0", why);
-    int bad = request_options(o, j, err);
-    a->tp = opt_int(o, "raw") ? NULL : b->base->tp;
+    App a = app_beside(base, options_copy(base->o));
+    if (!opt_given(a.o, "temp")) options_set(a.o, "temp", "0", why);
+    int bad = request_options(a.o, j, err);
+    if (opt_int(a.o, "raw")) a.tp = NULL;
+    if (opt_int(a.o, "seed") >= 0) a.rng = (uint64_t)opt_int(a.o, "seed");
     if (!bad && method && method->type != JSON_STRING) bad = fault(err, "'method' is no text");
-    if (!bad && *opt_str(o, "system") && a->tp && a->tp->no_system)
+    if (!bad && *opt_str(a.o, "system") && a.tp && a.tp->no_system)
         bad = fault(err, "this chat template has no system message");
-    if (bad) {
-        options_free(o);
-        return -1;
-    }
 
-    if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
-    if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
-    if (request_read(b, j, err) || request_play(b, f, err)) return -1;
-    json_pair(f, "method", a->method);
-    fprintf(f, "\"budget\":%d,", a->s->turn ? a->s->applied : budget_now(a->s));
-    json_numbers(a, f);
-    fprintf(f, "\"seconds\":%.6f", now() - t0);
-    return 0;
+    if (!bad) a.method = copy_text(method ? method->str : base->method);
+    if (!bad) bad = !(a.s = session_try(a.c, a.w, a.o, a.method, err));
+    if (!bad) bad = request_read(&a, j, &given, err) || request_play(&a, given, f, err);
+    if (!bad) {
+        json_pair(f, "method", a.method);
+        fprintf(f, "\"budget\":%d,", a.s->turn ? a.s->applied : budget_now(a.s));
+        json_numbers(&a, f);
+        fprintf(f, "\"seconds\":%.6f", now() - t0);
+    }
+    base->rng = a.rng;
+    arrfree(given);
+    arrfree(a.stop);
+    app_beside_close(&a);
+    return bad ? -1 : 0;
 }
 
 // Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
-static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f) {
+static int batch_line(App *a, const char *line, size_t n, long number, FILE *f) {
     char err[512], *text = NULL;
     size_t size;
     FILE *answer = memory_stream(&text, &size);
     int bad = 0;
-    Json *j = n <= MOST_REQUEST ? json_parse(line, n, err) : NULL;
+    Json *j = json_parse(line, n, err);
     const Json *id = json_get(j, "id");
-    if (n > MOST_REQUEST) bad = fault(err, "more than %d MiB, the most that a line may have", MOST_REQUEST >> 20);
-    else if (!j) bad = 1;
+    if (!j) bad = 1;
     else if (j->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
     else if (id && id->type != JSON_STRING && !id->is_int)
         bad = fault(err, "'id' is neither a text nor a whole number");
-    else bad = request_answer(b, j, answer, err);
+    else bad = request_answer(a, j, answer, err);
     memory_stream_close(answer);
 
     fputc('{', f);
@@ -685,31 +566,25 @@ static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f
     fflush(f);
     json_free(j);
     free(text);
-    record_clear(&b->app);
-    arrfree(b->app.stop);
-    arrfree(b->given);
     return bad ? -1 : 0;
 }
 
 // Prints the ids of a line of n bytes, {"messages": [..]}. 0, or -1 with err.
 static int dump_dialogue(const App *a, const char *line, size_t n, char err[512]) {
-    int count, *ids = NULL;
     Json *j = json_parse(line, n, err);
-    Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
-    if (m) ids = template_ids(a->tp, m, count, render_how(a), err);
+    Message *m = j ? messages_asked(a, json_get(j, "messages"), err) : NULL;
+    int *ids = m ? template_ids(a->tp, m, (int)arrlen(m), render_how(a), err) : NULL, bad = !ids;
     if (ids) print_ids(ids);
-    free(m);
+    arrfree(m);
     json_free(j);
-    return ids ? 0 : -1;
+    return bad ? -1 : 0;
 }
 
-// Reads a line without its newline into the stb_ds array *line; of one that is longer than MOST_REQUEST a byte more
-// than that, and passes over the rest. 0: the file is at its end.
+// Reads a line without its newline into the stb_ds array *line. 0: the file is at its end.
 static int batch_read(FILE *in, char **line) {
     int c = getc(in), any = c != EOF;
     arrsetlen(*line, 0);
-    for (; c != EOF && c != '\n'; c = getc(in))
-        if (arrlen(*line) <= MOST_REQUEST) arrput(*line, (char)c);
+    for (; c != EOF && c != '\n'; c = getc(in)) arrput(*line, (char)c);
     return any;
 }
 
@@ -720,16 +595,12 @@ static int batch(App *a) {
     const char *path = opt_str(a->o, "batch");
     FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     long requests = 0, failed = 0;
-    int dumps = opt_int(a->o, "dump-tokens");
-    Batch b = { .base = a };
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
-    if (!dumps) b.app = app_beside(a, NULL);
-
     for (long number = 1; batch_read(in, &line); number++) {
         size_t n = arrlenu(line);
-        if (is_blank(line, line + n) && n <= MOST_REQUEST) continue;
+        if (is_blank(line, line + n)) continue;
         requests++;
-        if (!dumps) failed += batch_line(&b, line, n, number, stdout) != 0;
+        if (!opt_int(a->o, "dump-tokens")) failed += batch_line(a, line, n, number, stdout) != 0;
         else if (dump_dialogue(a, line, n, err)) die(EXIT_USAGE, "--batch %s, line %ld: %s", path, number, err);
     }
 
@@ -737,8 +608,6 @@ static int batch(App *a) {
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
     arrfree(line);
-    app_beside_close(&b.app);
-    free(b.making);
     return failed ? EXIT_RUN : 0;
 }
 
@@ -860,7 +729,7 @@ static int run_options(App *a) {
     if (!strcmp(opt_str(o, "device"), "cuda"))
         die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
 #endif
-    find_models(o);
+    find_model(o);
     if (opt_int(o, "bench")) return bench(o);
     if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
     char *text = prompt_text(a);
@@ -876,8 +745,7 @@ static int run_program(int argc, char **argv) {
     int rc = 0;
     arg_count = argc;
     args = argv;
-    parse_env(a.o);
-    for (int i = 1, named = 0; i < argc; ) i += parse_arg(a.o, argc, argv, i, &named);
+    for (int i = 1; i < argc; ) i += parse_arg(a.o, argc, argv, i);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
     const char *colors = getenv("CLICOLOR_FORCE");

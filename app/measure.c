@@ -8,7 +8,6 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -114,15 +113,6 @@ static int read_list(const Json *obj, const char *key, const Json **list, char e
     return 0;
 }
 
-// Reads the text obj[key]. *text stays as it is when there is none.
-static int read_text(const Json *obj, const char *key, const char **text, char err[512]) {
-    const Json *j = json_get(obj, key);
-    if (json_none(j)) return 0;
-    if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
-    *text = j->str;
-    return 0;
-}
-
 // Notes where the first answer stands in the right reply: as a whole, else word by word ("12 7" in "They are
 // 12 and 7."). Of an answer that is not there nothing is noted.
 static void mark_answer(EvalTurn *t) {
@@ -155,31 +145,26 @@ static int read_gold(const Json *obj, EvalTurn *t, char err[512]) {
 // Reads the messages of an item into *it: a user's begins a turn, the assistant's ends it. What stands beside the
 // messages is about the last one of the user.
 static int read_messages(const Json *obj, const Json *list, EvalItem *it, char err[512]) {
-    char why[512];
-    if (list->type != JSON_ARRAY || !list->n) return fault(err, "'messages' is no list of messages");
-    for (int i = 0; i < list->n; i++) {
-        const Json *m = &list->item[i];
-        const char *role = json_text(m, "role"), *want = i % 2 ? "assistant" : "user";
-        if (m->type != JSON_OBJECT || strcmp(role, want))
-            return fault(err, "message %d is of '%.20s', expected '%s' (a system message: --system)", i + 1, role,
-                         want);
-        if (i % 2 == 0) arrput(it->turn, ((EvalTurn){ .position = -1, .depth = -1 }));
+    Message *m = messages_of_json(list, err);
+    int n = (int)arrlen(m), bad = !m;
+    if (m && !strcmp(m->role, "system")) bad = fault(err, "a system message is given by --system");
+    for (int i = 0; i < n && !bad; i++) {
+        if (i % 2 == 0) arrput(it->turn, ((EvalTurn){ .user = m[i].content, .position = -1, .depth = -1 }));
         EvalTurn *t = &arrlast(it->turn);
-        int bad = read_text(m, "content", i % 2 ? &t->reply : &t->user, why);
-        if (!bad && i % 2) bad = read_gold(m, t, why);
-        if (!bad && i % 2 == 0 && !t->user) bad = fault(why, "no 'content'");
-        if (bad) return fault(err, "message %d: %.400s", i + 1, why);
+        if (i % 2 && *m[i].content) t->reply = m[i].content;
+        if (i % 2) bad = read_gold(&list->item[i], t, err);
     }
-    if (list->n % 2 == 0) return 0;
+    arrfree(m);
+    if (bad || n % 2 == 0) return bad;
     EvalTurn *last = &arrlast(it->turn);
     for (EvalTurn *t = it->turn; t < last; t++) t->given = !t->answers;
-    return read_text(obj, "reply", &last->reply, err) || read_gold(obj, last, err) ? -1 : 0;
+    if (*json_text(obj, "reply")) last->reply = json_text(obj, "reply");
+    return read_gold(obj, last, err);
 }
 
 // Reads an item from the object of its line and appends it to the set, a faulty one as well: the set frees it. The
 // texts of its file are numbered from `first` on.
 static int read_item(EvalSet *e, const Tokenizer *tok, const Json *obj, int first, char err[512]) {
-    const Json *messages = json_get(obj, "messages");
     const char *task = json_text(obj, "task"), *score = json_text(obj, "score");
     int text = arrlen(e->item) ? arrlast(e->item).number + 1 - first : 0, bad;      // unless it names another
     EvalItem it = { .task = *task ? task : "file" };
@@ -189,8 +174,7 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const Json *obj, int firs
     else if (it.metric < 0)
         bad = fault(err, "'score' wants one of f1, choice, rouge, found, exact, found '%.40s' (other benchmarks: "
                     "data/lm_eval_kvcomp.py)", score);
-    else if (messages) bad = read_messages(obj, messages, &it, err);
-    else bad = fault(err, "no 'messages' (LongBench, RULER and others are played by data/lm_eval_kvcomp.py)");
+    else bad = read_messages(obj, json_get(obj, "messages"), &it, err);
 
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
         const EvalTurn *t = &it.turn[i];
@@ -705,7 +689,7 @@ static void add_mean(Field **c, int whole, const char *name, const Score *s, con
     static const char *const part[] = { "", "_lo", "_hi", "_gap", "_gap_lo", "_gap_hi" };
     Sum *x = sums_of(s->answers, task, place, at), *base = sums_of(base_of(s, run)->answers, task, place, at);
     double value[] = { mean_of(x), NAN, NAN, mean_of(x) - mean_of(base), NAN, NAN };
-    if (arrlen(x) >= TEXTS_FOR_INTERVAL) {
+    if (arrlen(x) >= TEXTS_FOR_INTERVAL && arrlen(base) == arrlen(x)) {
         bootstrap(x, NULL, &value[1], &value[2]);
         bootstrap(x, base, &value[4], &value[5]);
     }
@@ -844,9 +828,9 @@ void print_json_row(const Field *c, const App *a, FILE *f) {
 // Writes rows that have the same fields, and frees them, in the form that the options ask for: JSON lines, CSV, or a
 // table for a screen of `cols` columns (0: Markdown).
 static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int cols) {
-    int json = opt_int(a->o, "json"), csv = opt_int(a->o, "csv");
-    if (csv) print_csv(f, rows);
-    if (!csv && !json) print_text(f, rows, cols);
+    int json = opt_int(a->o, "json");
+    if (!json && opt_int(a->o, "csv")) print_csv(f, rows);
+    else if (!json) print_text(f, rows, cols);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         if (json) print_json_row(rows[r], a, f);
         arrfree(rows[r]);
@@ -877,37 +861,26 @@ static void close_with_options(Session *s) {
     options_free(o);
 }
 
-// Does a part of this method need a file beside the model that is not there?
-static int lacks_file(const App *a, const char *spec) {
-    char path[1100];
-    int lacks = 0;
-    for (size_t n; *spec; spec += n + (spec[n] != 0)) {
-        n = strcspn(spec, "+");
-        const Method *m = method_find(spec, n);
-        lacks |= m && !method_file(m, a->c, a->o, path);
-    }
-    return lacks;
-}
-
-// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
-// program at once. A method without a budget gets one row. Among several those are left out, and said, which need a
-// file beside the model that is not there. Returns the rows (stb_ds).
+// Opens every row of --compare x --budgets before anything runs. A method without a budget gets one row. Among several
+// those that cannot be opened, as where a file beside the model is missing, are left out, and said; one alone ends the
+// program. Returns the rows (stb_ds).
 static Score *open_rows(const App *a) {
-    char name[160], budget[160], err[256];
+    char name[160], budget[160], err[512] = "no method is named";
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
-    const char *budgets = opt_str(a->o, "budgets");
     Score *rows = NULL;
+    int several = strchr(list, ',') != NULL;
     for (int i = 0; list_word(list, i, name); i++) {
-        if (strchr(list, ',') && lacks_file(a, name)) {
-            warn("%s is left out: a file that it needs is not beside the model (--help METHOD names it)", name);
-            continue;
-        }
-        for (int j = 0; list_word(budgets, j, budget); j++) {
+        for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
             App own = { .o = options_copy(a->o), .method = name };
             Score sc = { 0 };
             if (opt_given(a->o, "budgets") && options_set(own.o, "budget", budget, err))
                 die(EXIT_USAGE, "--budgets: %s", err);
-            own.s = sc.s = session_open(a->c, a->w, own.o, name);
+            own.s = sc.s = several ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
+            if (!sc.s) {
+                options_free(own.o);
+                warn("%s is left out: %s", name, err);
+                break;
+            }
             snprintf(sc.name, sizeof sc.name, "%s", name);
             sc.made = written(&own, write_making);
             sc.budget = uses_budget(sc.s) ? sc.s->budget : 0;
@@ -915,7 +888,7 @@ static Score *open_rows(const App *a) {
             if (!uses_budget(sc.s)) break;
         }
     }
-    if (!rows) die(EXIT_USAGE, "--compare %s: no method is left", list);
+    if (!rows) die(EXIT_USAGE, "%s", err);
     return rows;
 }
 
@@ -924,7 +897,8 @@ static Score *open_rows(const App *a) {
 // with all that the table needs of them, and what it cost. It is written at once, and is the unit of going on: a last
 // line without its end was interrupted, and is played again. A file is written in place, unlike every other one that is
 // kept, because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and a table is
-// made from the same numbers in the same order whether a run was whole, went on, or was spread over machines.
+// made from the same numbers in the same order whether a run was whole, went on, or was spread over machines. A run
+// with other methods or budgets may share the file: it takes the lines of its own rows, and adds what is missing.
 
 // A number of a line, of an Answer or a Score: its name, and where it stands in the struct.
 typedef struct {
@@ -959,24 +933,12 @@ static const Column cost_columns[] = {
     { NULL }
 };
 static const char answers_mark[] = "{\"kvcomp\":\"answers 4\",";     // begins every line
-enum { EVAL_CELLS = 1 << 20 };                                      // most items times rows of a run
-
-// Makes room for what the rows make of so many items. 0, or -1 with err.
-static int answers_begin(Answers *x, int items, char err[512]) {
-    int rows = (int)arrlen(x->row);
-    if (items > EVAL_CELLS / rows) return fault(err, "%d items in %d rows are more than %d", items, rows, EVAL_CELLS);
-    x->items = items;
-    x->cell = xcalloc((size_t)items * (size_t)rows + 1, sizeof *x->cell);
-    return 0;
-}
-
-// What row r made of item i.
-static Score *cell_of(const Answers *x, int i, int r) { return &x->cell[(size_t)i * arrlenu(x->row) + (size_t)r]; }
+enum { EVAL_ITEMS = 1 << 20 };                                      // most items of a run
 
 // Is item i there in every row?
 static int item_is_there(const Answers *x, int i) {
     int r = 0, rows = (int)arrlen(x->row);
-    while (r < rows && cell_of(x, i, r)->items) r++;
+    while (r < rows && x->row[r].part[i].items) r++;
     return r == rows;
 }
 
@@ -997,7 +959,7 @@ static int rows_add(Answers *x, char text[160]) {
     *text = 0;
     for (int i = 0; i < x->items; i++) {
         int there = item_is_there(x, i);
-        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&x->row[r], cell_of(x, i, r));
+        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&x->row[r], &x->row[r].part[i]);
         if (there) continue;
         size_t n = strlen(text);
         if (++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
@@ -1007,12 +969,12 @@ static int rows_add(Answers *x, char text[160]) {
 
 // Frees what x holds, and closes its file.
 static void answers_close(Answers *x) {
-    for (int i = 0; i < x->items * (int)arrlen(x->row); i++) answers_free(&x->cell[i]);
-    for (int r = 0; r < (int)arrlen(x->row); r++) {
-        arrfree(x->row[r].answers);
-        free(x->row[r].made);
+    for (Score *row = x->row; row < x->row + arrlen(x->row); row++) {
+        for (int i = 0; i < x->items; i++) answers_free(&row->part[i]);
+        arrfree(row->answers);
+        free(row->part);
+        free(row->made);
     }
-    free(x->cell);
     free(x->run);
     arrfree(x->row);
     strreset(&x->mem);
@@ -1056,12 +1018,11 @@ static void write_columns(const Column *k, const void *from, FILE *f) {
 
 // Writes the line of item i, as row r played it, in one piece. Exit 1 when it cannot be written.
 static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
-    const Score *one = cell_of(x, i, r), *row = &x->row[r];
+    const Score *row = &x->row[r], *one = &row->part[i];
     char *text = NULL;
     size_t size;
     FILE *f = memory_stream(&text, &size);
-    fprintf(f, "%s\"items\":%d,\"rows\":%d,\"item\":%d,\"row\":%d,\"budget\":%d,", answers_mark, x->items,
-            (int)arrlen(x->row), i + 1, r + 1, row->budget);
+    fprintf(f, "%s\"items\":%d,\"item\":%d,\"row\":%d,\"budget\":%d,", answers_mark, x->items, i + 1, r + 1, row->budget);
     json_pair(f, "run", x->run);
     json_pair(f, "made", row->made);
     json_pair(f, "method", row->name);
@@ -1088,15 +1049,6 @@ static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
 }
 
 // ---- answers on disk: reading
-// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
-int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]) {
-    const Json *j = json_get(obj, key);
-    if (!j || j->type != JSON_NUMBER || !j->is_int || j->i < lo || j->i > hi)
-        return fault(err, "'%s' is no whole number from %d to %d", key, lo, hi);
-    *x = (int)j->i;
-    return 0;
-}
-
 // Reads what write_columns wrote. 0, or -1 with err.
 static int read_columns(const Json *obj, const Column *k, void *to, char err[512]) {
     for (; k->name; k++) {
@@ -1107,60 +1059,49 @@ static int read_columns(const Json *obj, const Column *k, void *to, char err[512
     return 0;
 }
 
-// Holds a text that every line has against what this run has. 0, or -1 with err.
-static int same_run(const char *found, const char *expected, char err[512]) {
-    int same = 0;
-    if (!strcmp(found, expected)) return 0;
-    while (found[same] == expected[same]) same++;
-    while (same && strncmp(found + same - 1, " --", 3)) same--;         // to the option that differs
-    return fault(err, "of another run: %.160s; expected %.160s", found + same, expected + same);
+// The number of the row that a line belongs to, which --eval-merge takes from the first of its lines; -1: this run has
+// no such row.
+static int row_of_line(Answers *x, const Json *obj) {
+    const char *made = json_text(obj, "made");
+    for (int r = 0; r < (int)arrlen(x->row); r++)
+        if (!strcmp(x->row[r].made, made)) return r;
+    if (!x->merges) return -1;
+    Score row = { .made = copy_text(made), .part = xcalloc((size_t)x->items, sizeof row) };
+    const Json *budget = json_get(obj, "budget");
+    row.budget = budget && budget->is_int ? (int)budget->i : 0;
+    snprintf(row.name, sizeof row.name, "%s", json_text(obj, "method"));
+    arrput(x->row, row);
+    return (int)arrlen(x->row) - 1;
 }
 
-// Takes the run and the row of a line, which the first line of all and of its row says; x is still empty with
-// --eval-merge. 0, or -1 with err.
-static int read_row(Answers *x, const Json *obj, int *item, int *row, char err[512]) {
-    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789+-";         // a name goes to a terminal
-    const char *name = json_text(obj, "method"), *run = json_text(obj, "run"), *made = json_text(obj, "made");
-    int items = x->items, rows = (int)arrlen(x->row), first = !x->cell;
-    if (read_whole(obj, "items", first ? 1 : items, first ? EVAL_CELLS : items, &items, err)) return -1;
-    if (read_whole(obj, "rows", first ? 1 : rows, first ? EVAL_CELLS : rows, &rows, err)) return -1;
-    if (read_whole(obj, "item", 1, items, item, err) || read_whole(obj, "row", 1, rows, row, err)) return -1;
-    if (!*name || name[strspn(name, letters)] || strlen(name) >= sizeof x->row->name)
-        return fault(err, "'method' is no name of one");
-    if (first) {
-        memset(arraddnptr(x->row, rows), 0, (size_t)rows * sizeof *x->row);
-        x->run = copy_text(run);
-        snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
-        if (answers_begin(x, items, err)) return -1;
-    }
-    Score *sc = &x->row[*row - 1];
-    if (!sc->made) {
-        sc->made = copy_text(made);
-        snprintf(sc->name, sizeof sc->name, "%s", name);
-        if (read_whole(obj, "budget", 0, INT_MAX, &sc->budget, err)) return -1;
-    }
-    return same_run(run, x->run, err) || same_run(made, sc->made, err) ? -1 : 0;
-}
-
-// Takes what write_item wrote, unless it is there already. 0, or -1 with err.
+// Takes what write_item wrote, unless it is there already, or of a row that this run has not. 0, or -1 with err.
 static int read_item_line(Answers *x, const Json *obj, char err[512]) {
     const Json *answers = json_get(obj, "answers");
+    const char *run = json_text(obj, "run");
     Score one = { .items = 1 };
-    int item = 1, row = 1;
-    if (json_holds_nul(obj)) return fault(err, "a text in it holds \\u0000");
+    int item, bad = 0;
+    if (!x->run) {
+        if (read_whole(obj, "items", 1, EVAL_ITEMS, &x->items, err)) return -1;
+        x->run = copy_text(run);
+        snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
+    }
+    if (strcmp(run, x->run)) return fault(err, "of another run: %.200s; expected %.200s", run, x->run);
+    if (read_whole(obj, "item", 1, x->items, &item, err)) return -1;
     if (!json_is(answers, JSON_ARRAY)) return fault(err, "'answers' is no list");
-    int bad = read_row(x, obj, &item, &row, err) || read_columns(obj, cost_columns, &one, err);
+    int r = row_of_line(x, obj);
+    Score *part = r < 0 ? NULL : &x->row[r].part[item - 1];
+    if (!part) return 0;
+    x->twice += part->items;
+    if (part->items) return 0;
+    bad = read_columns(obj, cost_columns, &one, err);
     for (int i = 0; !bad && i < answers->n; i++) {
         Answer answer = { .task = stralloc(&x->mem, (char *)json_text(&answers->item[i], "task")) };
         bad = read_columns(&answers->item[i], answer_columns, &answer, err);
         arrput(one.answers, answer);
     }
-    Score *cell = bad ? NULL : cell_of(x, item - 1, row - 1);
-    if (bad || cell->items) arrfree(one.answers);
-    if (bad) return -1;
-    x->twice += cell->items;
-    if (!cell->items) *cell = one;
-    return 0;
+    if (bad) arrfree(one.answers);
+    else *part = one;
+    return bad;
 }
 
 // Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what
@@ -1192,15 +1133,13 @@ static void answers_open(Answers *x, const char *path) {
     size_t n;
     struct stat st;
     x->path = path;
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), there = 0;
+    int fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666), there = 0;
     if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die(EXIT_RUN, "--eval-out %s: is no regular file", path);
-    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
-        die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
     char *text = read_bounded(path, MOST_ANSWERS, &n, err);
     if (!text) die(EXIT_RUN, "--eval-out %s", err);
     size_t whole = read_answers(x, text, n);
-    x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
+    x->f = ftruncate(fd, (off_t)whole) ? NULL : descriptor_stream(fd);
     if (!x->f) die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
     for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
     if (there && !quiet)
@@ -1263,7 +1202,7 @@ static void play_items(App *a, const EvalSet *e, Answers *x) {
         arrsetlen(ref, 0);
         if (!item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
         for (int r = 0; r < (int)arrlen(x->row); r++) {
-            Score *one = cell_of(x, i, r);
+            Score *one = &x->row[r].part[i];
             if (one->items) continue;
             a->s = x->row[r].s;
             play_item(a, it, &ref, one);
@@ -1365,57 +1304,17 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 }
 
 // ---- the run
-// Have two rows answered the same questions? Their scores are compared one by one.
-static int same_questions(const Score *a, const Score *b) {
-    int n = (int)arrlen(a->answers), same = n == (int)arrlen(b->answers);
-    for (int i = 0; i < n && same; i++) {
-        const Answer *x = &a->answers[i], *y = &b->answers[i];
-        same = !strcmp(x->task, y->task) && x->item == y->item && x->turn == y->turn && x->turns == y->turns
-            && x->position == y->position;
-    }
-    return same;
-}
-
-// A task that full attention answers more rarely than this shows nothing about a method: what is not found
-// with all rows cannot be lost.
-static const double LEAST_FULL = .3;
-
-// Says which tasks of a run are too hard for the model, where a row of full attention shows it.
-static void warn_of_hard_tasks(const Score *rows) {
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        if (strcmp(rows[r].name, "full")) continue;
-        const Answer *x = rows[r].answers;
-        for (int i = 0; i < (int)arrlen(x); i++) {
-            if (!first_of_task(x, i)) continue;
-            Sum *task = sums_of(x, x[i].task, ANY_PLACE, offsetof(Answer, score));
-            double answers = 0;
-            for (int k = 0; k < (int)arrlen(task); k++) answers += task[k].n;
-            if (mean_of(task) < LEAST_FULL)
-                warn("%s tests nothing here: full attention itself scores %.3f, under %.1f, on %.0f answers",
-                     x[i].task, mean_of(task), LEAST_FULL, answers);
-            arrfree(task);
-        }
-        return;
-    }
-}
-
-// Prints the rows of a run. Exit 2 when they have not answered the same questions, as those of a damaged file of
-// answers.
-static void print_rows(const EvalRun *run, Score *rows) {
-    for (int r = 1; r < (int)arrlen(rows); r++)
-        if (!same_questions(&rows[0], &rows[r]))
-            die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
-                rows[0].name, rows[r].name);
+// Prints the rows of a run.
+static void print_rows(const EvalRun *run) {
     Field **table = NULL;
-    for (int r = 0; r < (int)arrlen(rows); r++) arrput(table, row_fields(&rows[r], run));
+    for (int r = 0; r < (int)arrlen(run->rows); r++) arrput(table, row_fields(&run->rows[r], run));
     print_table(stdout, table, run->a, table_columns());
-    if (!quiet && !run->ppl) warn_of_hard_tasks(rows);
 }
 
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
-    Answers x = { 0 };
+    Answers x = { .merges = 1 };
     char text[160];
     merge_files(&x, opt_str(a->o, "eval-merge"));
     int missing = rows_add(&x, text);
@@ -1423,7 +1322,7 @@ int eval_merge(App *a) {
     if (missing)
         warn("--eval-merge: %d of %d items are missing: %s%s", missing, x.items, text, missing > 8 ? ", .." : "");
     EvalRun run = { .a = a, .rows = x.row, .model = x.model };
-    print_rows(&run, x.row);
+    print_rows(&run);
     answers_close(&x);
     return missing ? EXIT_RUN : 0;
 }
@@ -1450,10 +1349,11 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
 
     // The rows
     x.row = open_rows(a);
-    if (answers_begin(&x, (int)arrlen(e.item), err)) die(EXIT_USAGE, "--eval: %s", err);
+    x.items = (int)arrlen(e.item);
     int rows = (int)arrlen(x.row);
+    for (int r = 0; r < rows; r++) x.row[r].part = xcalloc((size_t)x.items + 1, sizeof *x.row);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
-    if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", rows);
+    if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one row, not with %d", rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
         trace_session(a->s, NULL);
         trace_session(x.row->s, &a->trace->trace);
@@ -1468,7 +1368,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
         close_with_options(a->s);
     }
     EvalRun run = { .a = a, .rows = x.row, .ppl = ppl, .kld = kld, .model = x.model };
-    print_rows(&run, x.row);
+    print_rows(&run);
     if (!quiet)
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, x.row[0].items,
                 (int)arrlen(x.row[0].answers), now() - t0);
@@ -1533,23 +1433,17 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     return ids;
 }
 
-// The needles of the file at `path`, or, when that is empty, our own. Exit 2 when it is no list of them, of texts of
-// at most 2000 bytes.
+// The needles of the file at `path`, or, when that is empty, our own. Exit 2 when it is no list of them.
 static Json *needles_load(const char *path) {
-    static const char *const keys[] = { "question", "needle", "answer", "distractor", "reasoning" };
-    enum { KEYS = 5, NEEDED = 3 };
+    static const char *const keys[] = { "question", "needle", "answer" };
     char why[512], own[PROGRAM_PATH];
     if (!*path) path = beside_program(own_needles, own);
     Json *list = json_read(path, MOST_CONFIG, why);
     if (!list) die(EXIT_USAGE, "--calibrate-needles: %s", why);
-    int bad = !json_is(list, JSON_ARRAY) || json_holds_nul(list) || !list->n;
-    for (int i = 0; i < list->n * KEYS && !bad; i++) {
-        const Json *x = json_get(&list->item[i / KEYS], keys[i % KEYS]);
-        bad = x ? !json_is(x, JSON_STRING) || !x->len || x->len > 2000 : i % KEYS < NEEDED;
-    }
+    int bad = !json_is(list, JSON_ARRAY) || !list->n;
+    for (int i = 0; i < list->n * 3 && !bad; i++) bad = !*json_text(&list->item[i / 3], keys[i % 3]);
     if (bad)
-        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
-                        "each a text up to 2000 bytes", path);
+        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}", path);
     return list;
 }
 

@@ -47,7 +47,8 @@ typedef struct {
 } Answer;
 
 // One row of the result: a method at a budget. Or what such a row made of one item.
-typedef struct {
+typedef struct Score Score;
+struct Score {
     char name[160];
     char *made;                                 // the method, and the options that decide its bits, malloc'd
     Session *s;                                 // while the run goes on
@@ -58,7 +59,8 @@ typedef struct {
     double n_prefill, n_decode;                 // tokens of those seconds
     double peak;                                // bytes of rows, the most that any item held
     Answer *answers;                            // stb_ds
-} Score;
+    Score *part;                                // of a row: what it made of each item; `items` 0: it is not there
+};
 
 // One number or word of a row.
 typedef struct {
@@ -84,7 +86,7 @@ typedef struct {
     char *run;                  // what all rows of the run share, malloc'd; NULL: the first line will say it
     int items;                  // of the whole run
     Score *row;                 // stb_ds: the rows, which are added up at the end
-    Score *cell;                // (items,rows) what a row made of an item; its `items` 0: it is not there
+    int merges;                 // 1: the rows are those that the lines name; 0: other lines are passed over
     char model[1024];           // the folder
     int twice;                  // items that were there already when they were read
     stbds_string_arena mem;     // the texts that were read
@@ -92,7 +94,6 @@ typedef struct {
 
 void put_part(char **text, const char *sep, const char *part);         // appends a part, behind sep unless it is the first
 const char *list_word(const char *list, int k, char out[160]);         // the k-th word of "a,b,c"; NULL behind the last
-int    read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);    // 0, or -1 with err
 void   json_exact(FILE *f, double x);                                  // with all its digits; null when it is none
 double log_sum_exp(const float *x, int n);                             // of n logits: log p_i = x_i - log_sum_exp(x)
 

@@ -19,7 +19,7 @@
 const Opt program_options[] = {
     // Model and run
     { "model",         's', "",
-      "a Hugging Face folder, org/name in the hub's cache, or a .safetensors file (default: the shipped model)" },
+      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024 },
@@ -63,7 +63,7 @@ const Opt program_options[] = {
     { "demo",          'b', "0",
       "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
     { "session",       'p', "",
-      "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
+      "go on with the dialogue in this file, and save it after every turn" },
 
     // Sampling
     { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100 },
@@ -265,8 +265,8 @@ enum {                      // what a run does, one bit each
     RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
 };
 
-// The option that makes a run what it is, and how a line names it. The first of those that are set decides.
-static const struct { int run; const char *name, *flag; } run_flags[] = {
+// The option that makes a run what it is, and how a line names it. The first of those that are given decides.
+static const struct Run { int run; const char *name, *flag; } run_flags[] = {
     { RUN_MERGE,     "eval-merge",  "--eval-merge" },   { RUN_BENCH,   "bench",   "--bench" },
     { RUN_TOKENS,    "dump-tokens", "--dump-tokens" },  { RUN_PLAN,    "plan",    "--plan" },
     { RUN_INSPECT,   "inspect",     "--inspect" },      { RUN_CALIBRATE, "calibrate", "--calibrate" },
@@ -274,6 +274,7 @@ static const struct { int run; const char *name, *flag; } run_flags[] = {
     { RUN_EVAL,      "eval",        "--eval" },         { RUN_EVAL,    "compare", "--eval" },
     { RUN_REPORT,    "report",      "--report" },       { RUN_DEMO,    "demo",    "--demo" },
     { RUN_PROMPT,    "file",        "-p or -f" },       { RUN_PROMPT,  "prompt",  "-p or -f" },
+    { RUN_CHAT,      NULL,          "a chat" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -289,7 +290,7 @@ static const struct { const char *names; int runs; } option_runs[] = {
     { "session", RUN_TALKS },
     { "temp|top-k|top-p|min-p", RUN_SAMPLES },
     { "batch", RUN_BATCH | RUN_TOKENS },
-    { "trace", RUN_PROMPT | RUN_IDS | RUN_EVAL },
+    { "trace|trace-layers", RUN_PROMPT | RUN_IDS | RUN_EVAL },
     { "method|budget|ratio", RUN_SESSION },
     { "ids|dump-logits", RUN_IDS },
     { "eval|compare|eval-length|eval-out", RUN_EVAL },
@@ -305,13 +306,11 @@ static const struct { const char *names; int runs; } option_runs[] = {
     { "bench-depths|bench-prompts|repeat", RUN_BENCH },
 };
 
-// What the run does: one RUN_* bit.
-static int run_kind(const Options *o) {
-    for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
-        const char *value = opt_str(o, run_flags[i].name);
-        if (*value && strcmp(value, "0")) return run_flags[i].run;
-    }
-    return opt_given(o, "prompt") ? RUN_PROMPT : RUN_CHAT;
+// What the run does.
+static const struct Run *run_kind(const Options *o) {
+    const struct Run *r = run_flags;
+    while (r->name && !(opt_find(o, r->name)->kind == 'b' ? opt_int(o, r->name) : opt_given(o, r->name))) r++;
+    return r;
 }
 
 // Does method m look at the option? The options of several methods stand in the program's table:
@@ -353,14 +352,6 @@ static void flag_add(char text[512], const char *name) {
     if (n + strlen(name) + 5 < 512) snprintf(text + n, 512 - n, "%s--%s", n ? ", " : "", name);
 }
 
-// The flag of a run, "a chat" when there is none.
-static const char *run_flag(int run) {
-    for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
-        if (run_flags[i].run == run) return run_flags[i].flag;
-    }
-    return "a chat";
-}
-
 // Has the option an effect in this run, as far as the kind of run goes?
 static int run_looks_at(const char *name, int run) {
     if (!strncmp(name, "calibrate", 9)) return run == RUN_CALIBRATE;
@@ -371,31 +362,23 @@ static int run_looks_at(const char *name, int run) {
 }
 
 // Says in one line which of the given options this run never looks at, and in another one which the
-// methods do not; and which ones --temp 0 and --raw leave without effect. Greedy sampling is what an
-// evaluation does anyway, so --temp 0 there is no mistake. The report, the demonstration
-// and the lines of a batch name their own methods.
+// methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no mistake. The report, the
+// demonstration and the lines of a batch name their own methods.
 void say_without_effect(const Options *o) {
-    char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
+    char run_text[512] = "", method_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
-    int run = run_kind(o);
-    int own_choice = *opt_str(o, "report") || run & (RUN_DEMO | RUN_BATCH);
-    int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
-    int greedy = run & RUN_TALKS && opt_real(o, "temp") <= 0, raw = run & RUN_REPLIES && opt_int(o, "raw");
+    const struct Run *r = run_kind(o);
+    int own_choice = *opt_str(o, "report") || r->run & (RUN_DEMO | RUN_BATCH);
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
-        int zero = !strcmp(name, "temp") && opt_real(o, name) == 0;
-        if (greedy && word_place("top-k|top-p|min-p", name) >= 0) flag_add(greedy_text, name);
-        if (raw && word_place("chat-template|system|no-think", name) >= 0) flag_add(raw_text, name);
-        if (!run_looks_at(name, run)) {
-            if (!zero) flag_add(run_text, name);
-        } else if (asked && is_of_methods(name) && !methods_look_at(methods, name)) {
+        if (!run_looks_at(name, r->run)) {
+            if (strcmp(name, "temp") || opt_real(o, name) > 0) flag_add(run_text, name);
+        } else if (r->run & RUN_SESSION && !own_choice && is_of_methods(name) && !methods_look_at(methods, name)) {
             flag_add(method_text, name);
         }
     }
 
-    if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
-    if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
-    if (*raw_text) warn("without effect with --raw: %s", raw_text);
+    if (*run_text) warn("without effect in %s: %s", r->flag, run_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
     if (opt_given(o, "bf16-terms") && !terms_matter(opt_int(o, "bf16-terms")))

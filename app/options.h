@@ -14,7 +14,7 @@ int is_of_methods(const char *name);    // is the option one that only some meth
 void unknown_option(const char *reason, const char *name);
 
 // Says in one line which of the given options this run never looks at, and in another one which the
-// methods do not; and which ones --temp 0 and --raw leave without effect.
+// methods do not.
 void say_without_effect(const Options *o);
 
 #endif

@@ -557,51 +557,30 @@ void report_write(App *a, const EvalRun *run) {
 }
 
 // ---- the default evaluation
-enum { DEFAULT_TOKENS = 640 };          // what its longest item may need
+enum {
+    QUICK_MODEL = 20 * 1000 * 1000,     // most parameters of a model that is evaluated unasked
+    QUICK_TOKENS = 640,                 // what the longest item may need
+};
 
-// Does this model get one? It takes one core some six seconds with the shipped model's 3 million
-// parameters.
-static int evaluates_quickly(const App *a) {
-    enum { MILLIONS = 20 };             // most parameters
-    return parameters_of(a->c) <= (size_t)MILLIONS * 1000000 && ctx_limit(a) >= DEFAULT_TOKENS;
-}
-
-// The methods of the demonstration that fit the model and the options, for --compare (stb_ds array).
-static char *default_methods(const App *a) {
-    const char *list = opt_given(a->o, "method") ? opt_str(a->o, "method") : page_methods;
-    char name[160], err[512], *text = NULL;
-    put_part(&text, ",", "full");
-    for (int i = 0; list_word(list, i, name); i++) {
-        Session *s = strcmp(name, "full") ? session_try(a->c, a->w, a->o, name, err) : NULL;
-        int fits = s && (!s->pos_end || s->pos_end >= DEFAULT_TOKENS);
-        if (fits) put_part(&text, ",", name);
-        else if (s && !quiet)
-            warn("%s is left out of the default evaluation: its items take %d positions, this method goes to "
-                 "max_position_embeddings %d", name, DEFAULT_TOKENS, s->pos_end);
-        session_close(s);
-    }
-    arrput(text, 0);
-    return text;
-}
-
-// --report without --eval: evaluates a little where that takes seconds, then writes the page. Returns 0.
+// --report without --eval: evaluates a little where that takes seconds, then writes the page. It takes one core some six
+// seconds with the shipped model's 3 million parameters. Returns 0.
 int report(App *a) {
     EvalRun none = { .a = a };
-    char err[256], budget[16];
-    if (!evaluates_quickly(a)) {
+    char err[256], text[256];
+    const char *names = opt_given(a->o, "method") ? opt_str(a->o, "method") : page_methods;
+    if (parameters_of(a->c) > QUICK_MODEL || min_int(ctx_limit(a), a->c->max_pos) < QUICK_TOKENS) {
         if (!quiet)
             warn("no scores in the report: give --eval; unasked, only models of up to 20 million parameters with "
-                 "a context of %d tokens are evaluated", DEFAULT_TOKENS);
+                 "a context of %d tokens are evaluated", QUICK_TOKENS);
         report_write(a, &none);
         return 0;
     }
     options_set(a->o, "eval", "needle-short", err);
-    snprintf(budget, sizeof budget, "%d", BUDGET);
+    snprintf(text, sizeof text, "%d", BUDGET);
     if (!opt_given(a->o, "budgets") && !opt_given(a->o, "budget") && !opt_given(a->o, "ratio"))
-        options_set(a->o, "budgets", budget, err);
-    char *names = default_methods(a);
-    options_set(a->o, "compare", names, err);
-    arrfree(names);
+        options_set(a->o, "budgets", text, err);
+    snprintf(text, sizeof text, strcmp(names, "full") ? "full,%s" : "%s", names);
+    options_set(a->o, "compare", text, err);
     return evaluate(a, report_write);
 }
 

@@ -215,7 +215,6 @@ void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 enum {
     HISTORY_LINES = 1000,           // messages: so many of the newest are there
     HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
-    MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
 };
 
 static char *history_file;          // where it is kept (malloc'd); NULL: it is not
@@ -239,11 +238,8 @@ static void history_give_up(const char *why) {
     history_file = NULL;
 }
 
-// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way. What
-// stands in its place and is no file is left alone.
+// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way.
 static void history_read(void) {
-    char err[256];
-    struct stat st;
     history_file = history_path();
     if (!history_file) return;
     for (char *p = strchr(history_file + 1, '/'); p; p = strchr(p + 1, '/')) {
@@ -251,15 +247,12 @@ static void history_read(void) {
         (void)mkdir(history_file, 0700);
         *p = '/';
     }
-    int made = open(history_file, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    int fd = open_input(history_file, &st, err);
-    if (made >= 0) close(made);
-    if (fd >= 0) close(fd);
-    if (fd >= 0 && st.st_size > MOST_HISTORY) snprintf(err, sizeof err, "more than %d MiB", MOST_HISTORY >> 20);
-    if (fd < 0 || st.st_size > MOST_HISTORY) {
-        history_give_up(err);
+    int fd = open(history_file, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0) {
+        history_give_up(strerror(errno));
         return;
     }
+    close(fd);
     history_comment_char = '#';
     history_write_timestamps = history_multiline_entries = 1;
     stifle_history(HISTORY_LINES);

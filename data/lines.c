@@ -248,7 +248,7 @@ static void observe_blocks(App *a, const char *path) {
 int main(int argc, char **argv) {
     App a = { .o = options_of_program() };
     EvalSet few = { 0 }, many = { 0 };
-    for (int i = 1, named = 0; i < argc; ) i += parse_arg(a.o, argc, argv, i, &named);
+    for (int i = 1; i < argc; ) i += parse_arg(a.o, argc, argv, i);
     open_model(&a);
     open_tokenizer(&a, 1);
     open_session(&a);

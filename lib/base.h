@@ -148,7 +148,6 @@ enum {
     MOST_CONFIG    = 64 << 20,          // bytes of config.json and its like: an index, scores, needles
     MOST_TOKENIZER = 256 << 20,
     MOST_TEXT      = 256 << 20,         // of a prompt, ids, dialogues, a chat template, a session
-    MOST_REQUEST   = 16 << 20,          // of a line of --batch
     MOST_ANSWERS   = 1 << 30,           // of --eval-out, which a long run itself makes long
 };
 int file_exists(const char *path);

@@ -1428,24 +1428,6 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     return NULL;
 }
 
-// See template.h. Both write the same short dialogue.
-int template_like(const Template *tp, const char *name) {
-    const Message *m = short_dialogue + 1;
-    char err[512];
-    int at, at_other, end;
-    if (!named_template(name)) return -1;
-    Template *like = template_load(NULL, name, tp->t, err);
-    char *text = template_probe(tp, m, 3, 1, &at, &end, err);
-    char *other = like ? template_probe(like, m, 3, 1, &at_other, &end, err) : NULL;
-
-    // What stands before the first message may be a default text.
-    int same = text && other && at >= 0 && at_other >= 0 && !strcmp(text + at, other + at_other);
-    free(text);
-    free(other);
-    template_free(like);
-    return same;
-}
-
 // ---- Does the tokenizer belong to the model?
 // The first id without a row in the embedding that the template writes, or -1 when all have rows.
 static int template_stray_id(const Template *tp, const Config *c) {

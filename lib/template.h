@@ -54,9 +54,6 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
 // wants one and the template writes none.
 int *template_ids(const Template *tp, const Message *m, int n, int how, char err[512]);
 
-// Does the template write messages as the one called name does? 1, 0; -1: no template has that name.
-int template_like(const Template *tp, const char *name);
-
 // Has the embedding a row for every id that any dialogue needs: those of the BPE vocabulary, the
 // tokens with a role, and what the template (NULL: none) writes? Returns 0, or -1 with the reason in
 // err.

@@ -1163,20 +1163,6 @@ int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_
     return encode_at(t, text, n, parse_special, 1, ids);
 }
 
-// A number of tokens that a text of n bytes has at least, without encoding it: its characters that are
-// no white space, in pieces as long as the longest. A normalizer may shorten a text before, never to
-// less than an eighth. 0: nothing can be said, where characters may vanish.
-size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n) {
-    size_t solid = 0, longest = 1;
-    int len;
-    for (size_t i = 0; i < n; i += (size_t)len)
-        if (!is_space(text + i, n - i, &len)) solid += (size_t)len;
-    for (int i = 0; i < tokenizer_size(t); i++)
-        longest = max_size(longest, (size_t)max_int(t->piece[i].n_text, t->piece[i].n_bytes));
-    if (arrlen(t->norm)) longest *= 8;
-    return t->byte_level || t->byte_fallback ? solid / longest : 0;
-}
-
 // ---- Decoding
 // Can the n bytes at s, which hold no whole character, still become one? Some continuations of a
 // beginning may be illegal, but the lowest one or the highest one is legal.

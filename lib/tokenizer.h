@@ -82,9 +82,6 @@ int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, 
 // encode_at for a text with which everything begins.
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids);
 
-// A number of tokens that a text of n bytes has at least, without encoding it; 0: nothing can be said.
-size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n);
-
 // ---- Decoding
 // A Decoder is a stream: ids go in, whole characters come out. Bytes that may still become a character are held
 // back. Bytes that cannot become one come out as U+FFFD, one for each longest beginning of a character. A new

@@ -257,10 +257,6 @@ static void settle(char **argv) {
     spin_shortly(argv);
     snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - argv[0]) : 1, slash ? argv[0] : ".");
     if (*folder && chdir(folder)) fprintf(stderr, "%s: %s\n", folder, strerror(errno));
-    setenv("KVCOMP_DEVICE", "cpu", 1);
-    unsetenv("KVCOMP_MODEL");
-    unsetenv("KVCOMP_THREADS");
-    unsetenv("KVCOMP_CTX_SIZE");
     unsetenv("NO_COLOR");
     if (mkdtemp(state_folder)) setenv("XDG_STATE_HOME", state_folder, 1);
 }

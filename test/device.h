@@ -1661,6 +1661,17 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
     }
 }
 
+// The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
+static double largest_difference(const float *x, const float *y, int n) {
+    double worst = 0, top = 0;
+    for (int i = 0; i < n; i++) {
+        double e = fabs((double)x[i] - y[i]);
+        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+        top = fmax(top, fabs((double)x[i]));
+    }
+    return worst / top;
+}
+
 // The largest difference of a device's logits from the CPU's, by the largest logit: a prefill of 40
 // tokens and two steps.
 static double path_error(Config *c, Weights *w, const char *text) {
@@ -2082,31 +2093,21 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     }
 }
 
-// The bytes that the memory plan asks for on the device.
-static size_t cuda_plan(Tiny m, const char *text) {
-    OWN_SESSION Session *s = session_of(m, "full", text);
-    MemoryPlan p = memory_plan(s);
-    return p.weights + p.kv + p.parts + p.pass;
-}
-
 // The first call sets the mark to what is held.
 static size_t held_now(void) {
     emu_most_memory();
     return emu_most_memory();
 }
 
-TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the "
-                "model or for the trial keeps it on the CPU") {
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model keeps it on the CPU") {
     OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
     weights_count(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
-    for (int i = 0; i < (emu_set_memory ? 3 : 1); i++) {
+    for (int i = 0; i < (emu_set_memory ? 2 : 1); i++) {
         App a = { .o = options_of("ctx-size=300"), .c = m.c, .w = m.w };
-        size_t few[3] = { 0, 1000, 0 };
-        // Enough for this model, not for the trial's.
-        if (i == 2) few[i] = cuda_plan(m, "ctx-size=300") + 1000;
+        size_t few[2] = { 0, 1000 };
         if (emu_set_memory) emu_set_memory(few[i]);
         int was = quiet;
         quiet = 1;
@@ -2114,7 +2115,6 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
         quiet = was;
         CHECK(!strcmp(opt_str(a.o, "device"), i ? "cpu" : "cuda"), "%zu bytes: -d %s", few[i],
               opt_str(a.o, "device"));
-        if (i == 2) CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
         options_free(a.o);
     }
     if (emu_set_memory) emu_set_memory(0);

@@ -310,7 +310,7 @@ static void target_answers(const char *data, size_t n) {
     static Answers x;                           // given back here when the last one was refused
     char missing[160];
     answers_close(&x);
-    x = (Answers){ .path = "answers" };
+    x = (Answers){ .path = "answers", .merges = 1 };
     must(read_answers(&x, copy_bytes(data, n), n) <= n, "what is kept lies in the file");
     if (!x.items || x.items > 1000) return;
     int left_out = rows_add(&x, missing);
@@ -328,7 +328,6 @@ static void target_batch(const char *data, size_t n) {
     App a = app_begin(1);
     a.tp = template_load("/nonexistent", "chatml", a.tok, err);
     must(a.tp != NULL, err);
-    Batch b = { .base = &a, .app = app_beside(&a, NULL) };
     FILE *f = memory_stream(&out, &size);
     int lines = 0;
     die_jump = &here;
@@ -336,7 +335,7 @@ static void target_batch(const char *data, size_t n) {
     for (const char *p = data, *end; p < data + n && lines < 8; p = end + 1) {
         end = memchr(p, '\n', (size_t)(data + n - p));
         if (!end) end = data + n;
-        batch_line(&b, p, (size_t)(end - p), ++lines, f);
+        batch_line(&a, p, (size_t)(end - p), ++lines, f);
     }
     memory_stream_close(f);
     for (char *p = out; lines--; p = line_end + 1) {
@@ -347,8 +346,6 @@ static void target_batch(const char *data, size_t n) {
         json_free(j);
     }
     free(out);
-    app_beside_close(&b.app);
-    free(b.making);
     template_free(a.tp);
     app_end(&a);
 }
@@ -459,7 +456,7 @@ static char *session_bytes(size_t *n) {
     must(fd >= 0, "a temporary file");
     close(fd);
     if (chat_turn(&a, "hello", stdout) || chat_turn(&a, "he is there", stdout)) must(0, "two turns");
-    if (session_save(&a, path, 0, err)) must(0, err);
+    if (session_save(&a, path, err)) must(0, err);
     char *text = read_file(path, n, err);
     must(text != NULL, err);
     unlink(path);
