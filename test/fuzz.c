@@ -41,7 +41,7 @@ static const char *as_file(const char *data, size_t n) {
 
 // ---- what the targets that need a model use
 // Random weights, and a tokenizer with the tokens of chat templates.
-enum { FUZZ_V = 424 };
+enum { FUZZ_V = 512 };
 
 // The tokenizer, loaded once.
 static const Tokenizer *the_tokenizer(void) {
@@ -49,7 +49,7 @@ static const Tokenizer *the_tokenizer(void) {
     char err[512] = "";
     if (!t) t = tokenizer_load("data/tokenizers/marks", err);
     must(t != NULL, err);
-    must(tokenizer_size(t) == FUZZ_V, "its ids have rows in the embedding");
+    must(tokenizer_size(t) <= FUZZ_V, "its ids have rows in the embedding");
     return t;
 }
 
