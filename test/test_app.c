@@ -1009,6 +1009,10 @@ static void terminal_line(const char *file, Pty *p, const char *line, const char
     if (*line == '|') CHECK(prompt_reads(p, text), "%s: %s: %.2000s", file, line, p->seen);
     for (char *at = p->seen; *line == '-' && (at = memmem(at, p->n - (size_t)(at - p->seen), text, strlen(text))); at++) come++;
     if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
+    char *words = *line == ':' ? strstr(text, " | ") : NULL;        // ": KEYS | WORDS": a line, its answer, the next prompt
+    if (words) *words = 0;
+    if (words) pty_type(p, strcat(strcpy(all, text), "\r"));
+    if (words) CHECK(pty_wait(p, words + 3) && prompt_reads(p, ""), "%s: %s\n  has not come: %.2000s", file, line, p->seen);
     if (*line == '&') CHECK(!sh("%s", line + 1), "%s: %s: %s", file, line, sh_err);
     if (!strcmp(line, "sane")) CHECK(pty_sane(p), "%s: the terminal is not in its usual mode", file);
     if (*line == 'w' && times > 0) CHECK(widest_line(p->seen) <= times + 1, "%s: %s: wider: %s", file, line, p->seen);
