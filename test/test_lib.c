@@ -503,6 +503,12 @@ static size_t good_header(char *out, size_t cap, int shard) {
     return h.at;
 }
 
+// Writes the model's file, with its header changed in one place and so many bytes of data.
+static void put_model(const char *header, const char *old, const char *with, size_t data) {
+    OWN char *text = replaced(header, old, with);
+    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
+}
+
 TEST(weights_broken, "every line of test/lib/weights.txt: a tensor that is missing, misshapen or of a wrong dtype ends "
                      "with exit code 3 and its name") {
     const char *dir = model_dir();
@@ -513,9 +519,8 @@ TEST(weights_broken, "every line of test/lib/weights.txt: a tensor that is missi
     FILE *f = fopen("test/lib/weights.txt", "r");
     int n = 0;
     for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
-        OWN char *text = replaced(header, part[0], part[1]);
-        put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
         Weights *w;
+        put_model(header, part[0], part[1], data);
         int code = try_weights(c, &w);
         if (strcmp(part[2], "good"))
             CHECK(code == EXIT_MODEL && strstr(die_text, part[2]), "%s -> %s: code %d, \"%s\"", part[0], part[1], code,
@@ -606,50 +611,34 @@ static void load_and_close(void *dir) {
     weights_close(weights_load(c), c);
 }
 
-TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_freq none; a tied "
-                        "model's lm_head that differs is refused, the embedding once more is not") {
+TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head that differs "
+                        "is refused, the embedding once more is not") {
     char *dir = (char *)(uintptr_t)model_dir();
     static char header[8192];
     size_t data = good_header(header, sizeof header, 3);
-    char with[300];
-    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+    put_model(header, "", "", data);
     const char *said = stderr_of(load_and_close, dir);
     CHECK(!*said, "a clean folder: %s", said);
-    snprintf(
-        with, sizeof with,
-        "{\"extra.one\":%s,\"extra.two\":%s,\"model.layers.0.self_attn.rotary_emb.inv_freq\":%s,",
-        ST("\"F32\"", "[0]", "[0,0]"), ST("\"I64\"", "[0]", "[0,0]"),
-        ST("\"F32\"", "[0]", "[0,0]"));
-    char *text = replaced(header, "{", with);
-    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
-    free(text);
+    put_model(header, "{", "{\"extra.one\":" ST("\"F32\"", "[0]", "[0,0]") ",\"extra.two\":" ST("\"I64\"", "[0]", "[0,0]")
+                           ",\"model.layers.0.self_attn.rotary_emb.inv_freq\":" ST("\"F32\"", "[0]", "[0,0]") ",", data);
     said = stderr_of(load_and_close, dir);
-    CHECK(strstr(said, "2 tensors are not used, the first: extra.one") &&
-              strchr(said, '\n') == said + strlen(said) - 1,
-          "%s", said);
-    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
-    text = replaced(good_config, "\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
-    put_text(tmp_path("model/config.json"), text);
-    free(text);
-    Config *c = config_load(dir);
-    Weights *bad;
-    int code = try_weights(c, &bad);
-    CHECK(code == EXIT_MODEL &&
-              strstr(die_text,
-                     "ties the output to the embedding, but lm_head.weight is there and differs"),
+    CHECK(strstr(said, "2 tensors are not used, the first: extra.one") && lines_in(said) == 1, "%s", said);
+    put_model(header, "", "", data);
+    Config *c = config_of("\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
+    Weights *w;
+    int code = try_weights(c, &w);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "ties the output to the embedding, but lm_head.weight is there and differs"),
           "%d %s", code, die_text);
     FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
     uint16_t embed[80];
     long at = 8 + (long)strlen(header);
-    CHECK(f && !fseek(f, at, SEEK_SET) && fread(embed, 2, 80, f) == 80 &&
-              !fseek(f, -160, SEEK_END) && fwrite(embed, 2, 80, f) == 80 && !fclose(f),
+    CHECK(f && !fseek(f, at, SEEK_SET) && fread(embed, 2, 80, f) == 80 && !fseek(f, -160, SEEK_END) &&
+              fwrite(embed, 2, 80, f) == 80 && !fclose(f),
           "lm_head = embedding");
     said = stderr_of(load_and_close, dir);
     CHECK(!*said, "the embedding once more: %s", said);
-    text = replaced(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"");
-    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
-    free(text);
-    Weights *w = weights_load(c);
+    put_model(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"", data);
+    w = weights_load(c);
     CHECK(w->head.data == w->embed.data && w->head.rows == 10, "tied without lm_head");
     weights_close(w, c);
 }
@@ -1008,8 +997,7 @@ TEST(weights_denied, "biases that config.json denies: refused, unless they are z
             snprintf(with, sizeof with,
                      "{\"%s\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},", name,
                      data, data + 16);
-            OWN char *text = replaced(header, "{", with);
-            put_safetensors(tmp_path("model/model.safetensors"), text, -1, data + 16);
+            put_model(header, "{", with, data + 16);
             if (zero) {
                 static const char none[16];
                 FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
