@@ -1823,19 +1823,28 @@ TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider
         }
 }
 
+// Begins to save a file, and gives it up. Returns the exit code, 0 if it could be begun. It has a frame of its own, so that
+// longjmp out of die() cannot clobber a caller's variables.
+static int try_save(const char *path) {
+    char err[512];
+    int code;
+    Saving x;
+    EXPECT_DIE(code, if (!save_begin(&x, path, err)) save_drop(&x));
+    return code;
+}
+
 TEST(save_no_memory, "a file whose stream finds no memory ends the program with 4, not 1, and leaves nothing behind") {
-    char d[64], path[100], err[512];
-    int code = 0, n = 0, bad = 0, status = -1;
+    char d[64], path[100];
+    int n = 0, bad = 0, status = -1;
     CHECK(save_folder(d), "no folder");
     snprintf(path, sizeof path, "%s/f", d);
     // In a child: what die() jumps over stays allocated, as in a program that ends there.
     fflush(NULL);
     pid_t child = fork();
     for (int k = 1; !child && k == n + 1; k++) {
-        Saving x;
         allocations = 0;
         allocation_to_fail = k;
-        EXPECT_DIE(code, if (!save_begin(&x, path, err)) save_drop(&x));
+        int code = try_save(path);
         allocation_to_fail = 0;
         n += code != 0;
         bad += code && code != EXIT_MEMORY;
