@@ -374,23 +374,11 @@ static void session_cut(App *a, int n_tok) {
     }
 }
 
-// Undoes a prefill that was given up in the middle, before which the session had n_tok tokens and this clock.
-static void undo_prefill(App *a, int n_tok, const Clock *clk) {
-    Session *s = a->s;
-    free(s->coming);
-    s->coming = NULL;
-    session_cut(a, n_tok);
-    if (a->stale) return;
-    s->clk = *clk;
-    s->n_sys = s->n_foot = s->n_head = 0;
-}
-
 // The prefill of a new turn, which Ctrl-C and signals can end within a layer. 0, or -1: it was
 // ended, and session and record are what they were.
 static int feed_message(App *a, const Turn *t) {
     const int n_tok = a->s->n_tok;
     const size_t mark = scratch_mark(a->s);
-    const Clock clk = a->s->clk;
     jmp_buf stop;
     if (!setjmp(stop)) {
         a->s->unwanted = stop_asked;
@@ -402,7 +390,9 @@ static int feed_message(App *a, const Turn *t) {
     a->s->stop = NULL;
     progress("prefill", 1);
     scratch_reset(a->s, mark);
-    undo_prefill(a, n_tok, &clk);
+    free(a->s->coming);
+    a->s->coming = NULL;
+    session_cut(a, n_tok);
     return -1;
 }
 

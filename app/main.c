@@ -14,52 +14,43 @@
 //
 // Everything that can be refused is refused before anything slow begins. stdout has the asked-for result alone.
 
-// ---- --inspect and --plan: what a dialogue takes
+// ---- --plan: what a dialogue takes
 // The lines of one memory and their sum. extra: bytes that the runtime itself takes.
-static void print_lines(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+static void print_lines(const MemoryPlan *p, int host, size_t extra) {
     size_t sum = extra;
-    fprintf(f, "%s\n", host ? "host" : "device");
+    printf("%s\n", host ? "host" : "device");
     for (int i = 0; i < p->n_line; i++) {
         if (p->line[i].host != host) continue;
-        fprintf(f, "  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
+        printf("  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
         sum += p->line[i].bytes;
     }
-    if (extra) fprintf(f, "  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
-    fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
+    if (extra) printf("  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
+    printf("  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
 }
 
-// The sums of a run on the CPU.
-static void print_sums(const MemoryPlan *p, FILE *f) {
-    fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p->weights * 1e-9, (double)p->kv * 1e-9);
-    fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p->parts * 1e-9, (double)p->pass_cpu * 1e-9);
-    fprintf(f, "%.3f GB with -d cpu", (double)(p->weights + p->kv + p->parts + p->pass_cpu) * 1e-9);
-    if (memory_free() >= 0) fprintf(f, "; %.3f GB free here", 1e-9 * memory_free());
-    fputc('\n', f);
-}
+// --plan: what a dialogue of -c tokens takes at most: on the CPU in sums, on a GPU every allocation, by memory. The
+// weights are shapes, and a session on the CPU is asked, which has opened its parts and holds no rows. Returns 0.
+static int plan(App *a) {
+    char err[512];
+    if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
+    a->w = weights_planned(a->c);
+    options_set(a->o, "device", "cpu", err);
+    Session *s = a->s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    MemoryPlan p = memory_plan(s);
+    printf("-c %d, method %s, K %s, V %s: ", p.ctx, opt_str(a->o, "method"), s->fk->name, s->fv->name);
+    printf("weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
+    printf("method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)p.pass_cpu * 1e-9);
+    printf("%.3f GB with -d cpu", (double)(p.weights + p.kv + p.parts + p.pass_cpu) * 1e-9);
+    if (memory_free() >= 0) printf("; %.3f GB free here", 1e-9 * memory_free());
+    printf("\n");
+    if (a->c->as_q8) return 0;
 
-// Prints what a dialogue of -c tokens takes at most: on the CPU in sums, on a GPU every allocation, by memory. A
-// session on the CPU is asked, which has opened its parts and holds no rows. 0, or -1 with err.
-static int print_memory(const App *a, const char *device, FILE *f, char err[512]) {
-    const char *method = opt_str(a->o, "method");
-    Options *o = options_copy(a->o);
-    options_set(o, "device", "cpu", err);
-    Session *s = session_try(a->c, a->w, o, method, err);
-    if (s) {
-        s->batch = batch_rows(o, device);
-        const MemoryPlan p = memory_plan(s);
-        fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
-        if (!strcmp(device, "cpu")) {
-            print_sums(&p, f);
-        } else {
-            fprintf(f, "at most, with -b %d and -d %s\n", s->batch, device);
-            print_lines(&p, 0, DEVICE_OWN, f);
-            print_lines(&p, 1, 0, f);
-        }
-    }
-    int bad = !s;
-    session_close(s);
-    options_free(o);
-    return bad ? -1 : 0;
+    s->batch = batch_rows(a->o, "cuda");
+    p = memory_plan(s);
+    printf("with -d cuda and -b %d at most\n", s->batch);
+    print_lines(&p, 0, DEVICE_OWN);
+    print_lines(&p, 1, 0);
+    return 0;
 }
 
 // ==================================================================================================== COMMAND LINE
@@ -678,26 +669,6 @@ static int run_mode(App *a, const char *text) {
     return chat(a);
 }
 
-// --plan: the weights are shapes. Returns the exit code.
-static int plan(App *a) {
-    char err[512];
-    if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
-    a->w = weights_planned(a->c);
-    if (print_memory(a, a->c->as_q8 ? "cpu" : "cuda", stdout, err)) die(EXIT_USAGE, "%s", err);
-    return 0;
-}
-
-// --inspect: also on a GPU, if this program was built for one. Returns the exit code.
-static int inspect_model(const App *a) {
-    char err[512];
-    inspect(a->c, a->w, stdout);
-    if (print_memory(a, "cpu", stdout, err)) printf("memory     not known: %s\n", err);
-#ifdef KVCOMP_CUDA
-    else if (!a->c->as_q8) (void)print_memory(a, "cuda", stdout, err);
-#endif
-    return 0;
-}
-
 // Opens what the mode needs, step by step, and runs it. Returns the exit code.
 static int run_app(App *a, const char *text) {
     Options *o = a->o;
@@ -708,8 +679,11 @@ static int run_app(App *a, const char *text) {
     if (opt_int(o, "plan")) return plan(a);
     if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
     open_weights(a);
+    if (opt_int(o, "inspect")) {
+        inspect(a->c, a->w, stdout);
+        return 0;
+    }
     choose_device(a);
-    if (opt_int(o, "inspect")) return inspect_model(a);
     if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, a->tp, o);
     open_session(a);
     trace_open(a);

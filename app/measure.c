@@ -936,9 +936,9 @@ static const char answers_mark[] = "{\"kvcomp\":\"answers 4\",";     // begins e
 enum { EVAL_ITEMS = 1 << 20 };                                      // most items of a run
 
 // Is item i there in every row?
-static int item_is_there(const Answers *x, int i) {
-    int r = 0, rows = (int)arrlen(x->row);
-    while (r < rows && x->row[r].part[i].items) r++;
+static int item_is_there(const EvalRun *x, int i) {
+    int r = 0, rows = (int)arrlen(x->rows);
+    while (r < rows && x->rows[r].part[i].items) r++;
     return r == rows;
 }
 
@@ -954,12 +954,12 @@ static void score_add(Score *sc, const Score *one) {
 
 // Adds up the rows. Only an item that every row has played counts, so that rows stay comparable. Returns how many
 // are missing; the numbers of the first ones go to text.
-static int rows_add(Answers *x, char text[160]) {
+static int rows_add(EvalRun *x, char text[160]) {
     int missing = 0;
     *text = 0;
     for (int i = 0; i < x->items; i++) {
         int there = item_is_there(x, i);
-        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&x->row[r], &x->row[r].part[i]);
+        for (int r = 0; r < (int)arrlen(x->rows) && there; r++) score_add(&x->rows[r], &x->rows[r].part[i]);
         if (there) continue;
         size_t n = strlen(text);
         if (++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
@@ -968,15 +968,15 @@ static int rows_add(Answers *x, char text[160]) {
 }
 
 // Frees what x holds, and closes its file.
-static void answers_close(Answers *x) {
-    for (Score *row = x->row; row < x->row + arrlen(x->row); row++) {
+static void answers_close(EvalRun *x) {
+    for (Score *row = x->rows; row < x->rows + arrlen(x->rows); row++) {
         for (int i = 0; i < x->items; i++) answers_free(&row->part[i]);
         arrfree(row->answers);
         free(row->part);
         free(row->made);
     }
     free(x->run);
-    arrfree(x->row);
+    arrfree(x->rows);
     strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
@@ -1017,8 +1017,8 @@ static void write_columns(const Column *k, const void *from, FILE *f) {
 }
 
 // Writes the line of item i, as row r played it, in one piece. Exit 1 when it cannot be written.
-static void write_item(const Answers *x, const EvalItem *it, int i, int r) {
-    const Score *row = &x->row[r], *one = &row->part[i];
+static void write_item(const EvalRun *x, const EvalItem *it, int i, int r) {
+    const Score *row = &x->rows[r], *one = &row->part[i];
     char *text = NULL;
     size_t size;
     FILE *f = memory_stream(&text, &size);
@@ -1061,21 +1061,21 @@ static int read_columns(const Json *obj, const Column *k, void *to, char err[512
 
 // The number of the row that a line belongs to, which --eval-merge takes from the first of its lines; -1: this run has
 // no such row.
-static int row_of_line(Answers *x, const Json *obj) {
+static int row_of_line(EvalRun *x, const Json *obj) {
     const char *made = json_text(obj, "made");
-    for (int r = 0; r < (int)arrlen(x->row); r++)
-        if (!strcmp(x->row[r].made, made)) return r;
+    for (int r = 0; r < (int)arrlen(x->rows); r++)
+        if (!strcmp(x->rows[r].made, made)) return r;
     if (!x->merges) return -1;
     Score row = { .made = copy_text(made), .part = xcalloc((size_t)x->items, sizeof row) };
     const Json *budget = json_get(obj, "budget");
     row.budget = budget && budget->is_int ? (int)budget->i : 0;
     snprintf(row.name, sizeof row.name, "%s", json_text(obj, "method"));
-    arrput(x->row, row);
-    return (int)arrlen(x->row) - 1;
+    arrput(x->rows, row);
+    return (int)arrlen(x->rows) - 1;
 }
 
 // Takes what write_item wrote, unless it is there already, or of a row that this run has not. 0, or -1 with err.
-static int read_item_line(Answers *x, const Json *obj, char err[512]) {
+static int read_item_line(EvalRun *x, const Json *obj, char err[512]) {
     const Json *answers = json_get(obj, "answers");
     const char *run = json_text(obj, "run");
     Score one = { .items = 1 };
@@ -1089,7 +1089,7 @@ static int read_item_line(Answers *x, const Json *obj, char err[512]) {
     if (read_whole(obj, "item", 1, x->items, &item, err)) return -1;
     if (!json_is(answers, JSON_ARRAY)) return fault(err, "'answers' is no list");
     int r = row_of_line(x, obj);
-    Score *part = r < 0 ? NULL : &x->row[r].part[item - 1];
+    Score *part = r < 0 ? NULL : &x->rows[r].part[item - 1];
     if (!part) return 0;
     x->twice += part->items;
     if (part->items) return 0;
@@ -1106,7 +1106,7 @@ static int read_item_line(Answers *x, const Json *obj, char err[512]) {
 
 // Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what
 // stands behind it was interrupted, and is left out. Exit 2 with the number of a line that is none of this run.
-static size_t read_answers(Answers *x, char *text, size_t n) {
+static size_t read_answers(EvalRun *x, char *text, size_t n) {
     size_t at = 0, size = 0;
     char err[512];
     for (int line = 1, bad = 0; at < n; at += size + 1, line++) {
@@ -1128,7 +1128,7 @@ static size_t read_answers(Answers *x, char *text, size_t n) {
 
 // Opens --eval-out for this run alone: the answers of a file that is there are taken, and what an interruption left at
 // its end goes. Exit 2 when it is of another run.
-static void answers_open(Answers *x, const char *path) {
+static void answers_open(EvalRun *x, const char *path) {
     char err[512];
     size_t n;
     struct stat st;
@@ -1147,7 +1147,7 @@ static void answers_open(Answers *x, const char *path) {
 }
 
 // Reads all files, a path a line. Exit 2 when one cannot be read, or is of another run than the first.
-static void merge_files(Answers *x, const char *paths) {
+static void merge_files(EvalRun *x, const char *paths) {
     char err[512], path[4096];
     for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
         size_t n;
@@ -1189,7 +1189,7 @@ static void count_down(const char *parts, int done, int all, double t0) {
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. What is there already is not played again; what is played goes to the file x->f, if there is one.
-static void play_items(App *a, const EvalSet *e, Answers *x) {
+static void play_items(App *a, const EvalSet *e, EvalRun *x) {
     Session *full = session_open(a->c, a->w, options_copy(a->o), "full");
     float *ref = NULL;                                  // stb_ds, V a row
     int first = 0, step = 1, done = 0;
@@ -1201,10 +1201,10 @@ static void play_items(App *a, const EvalSet *e, Answers *x) {
         a->s = full;
         arrsetlen(ref, 0);
         if (!item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
-        for (int r = 0; r < (int)arrlen(x->row); r++) {
-            Score *one = &x->row[r].part[i];
+        for (int r = 0; r < (int)arrlen(x->rows); r++) {
+            Score *one = &x->rows[r].part[i];
             if (one->items) continue;
-            a->s = x->row[r].s;
+            a->s = x->rows[r].s;
             play_item(a, it, &ref, one);
             session_reset(a->s);                        // gives its rows back: many sessions are open
             if (x->f) write_item(x, it, i, r);
@@ -1245,9 +1245,6 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
     static const char all[] = "needle,multiturn,coref,facts,json,fewshot,summary";
     int most = opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : INT_MAX;
     size_t n;
-    if (opt_given(a->o, "eval-length"))
-        die(EXIT_USAGE, "--eval-length goes with --eval ppl and kld; the texts of a task have the length that they "
-                        "have (models/tiny_tasks.py makes others)");
     for (const char *p = strcmp(what, "all") ? what : all; *p; p += n + (p[n] != 0)) {
         n = strcspn(p, ",");
         char *word = copy_bytes(p, n), *path = task_path(word);
@@ -1270,9 +1267,7 @@ enum { WINDOWS = 8 };       // of a text, unless --eval-items says how many
 static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     char err[256];
     size_t n;
-    int *length = number_list("eval-length", opt_str(a->o, "eval-length"), 4, 1 << 20);
-    int V = a->c->V, window = length[0], half = window / 2;
-    arrfree(length);
+    int V = a->c->V, window = opt_int(a->o, "eval-length"), half = window / 2;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
     int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
@@ -1314,15 +1309,14 @@ static void print_rows(const EvalRun *run) {
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
-    Answers x = { .merges = 1 };
+    EvalRun x = { .a = a, .merges = 1 };
     char text[160];
     merge_files(&x, opt_str(a->o, "eval-merge"));
     int missing = rows_add(&x, text);
     if (missing == x.items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
     if (missing)
         warn("--eval-merge: %d of %d items are missing: %s%s", missing, x.items, text, missing > 8 ? ", .." : "");
-    EvalRun run = { .a = a, .rows = x.row, .model = x.model };
-    print_rows(&run);
+    print_rows(&x);
     answers_close(&x);
     return missing ? EXIT_RUN : 0;
 }
@@ -1335,45 +1329,45 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     int kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
     char err[512], missing[160];
     EvalSet e = { 0 };
-    Answers x = { 0 };
+    EvalRun x = { .a = a, .ppl = ppl, .kld = kld };
     Session *own = a->s;
     double t0 = now();
 
     // The items
     if (ppl && !*path) die(EXIT_USAGE, "--eval %s wants -f FILE", what);
-    if (!ppl && *path && !quiet) warn("without effect with --eval %s: --file", what);
+    if (!ppl && !quiet && (*path || opt_given(a->o, "eval-length")))
+        warn("without effect with --eval %s: --file and --eval-length", what);
     if (ppl && (*out || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
     if (!ppl) eval_items(a, what, &e);
 
     // The rows
-    x.row = open_rows(a);
+    x.rows = open_rows(a);
     x.items = (int)arrlen(e.item);
-    int rows = (int)arrlen(x.row);
-    for (int r = 0; r < rows; r++) x.row[r].part = xcalloc((size_t)x.items + 1, sizeof *x.row);
+    int rows = (int)arrlen(x.rows);
+    for (int r = 0; r < rows; r++) x.rows[r].part = xcalloc((size_t)x.items + 1, sizeof *x.rows);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
     if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one row, not with %d", rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
         trace_session(a->s, NULL);
-        trace_session(x.row->s, &a->trace->trace);
+        trace_session(x.rows->s, &a->trace->trace);
     }
     if (*out) x.run = run_of(a, &e);
     if (*out) answers_open(&x, out);
     if (!ppl) play_items(a, &e, &x);
     rows_add(&x, missing);
     for (int r = 0; r < rows; r++) {
-        a->s = x.row[r].s;
-        if (ppl) eval_text(a, path, kld, &x.row[r]);
+        a->s = x.rows[r].s;
+        if (ppl) eval_text(a, path, kld, &x.rows[r]);
         close_with_options(a->s);
     }
-    EvalRun run = { .a = a, .rows = x.row, .ppl = ppl, .kld = kld, .model = x.model };
-    print_rows(&run);
+    print_rows(&x);
     if (!quiet)
-        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, x.row[0].items,
-                (int)arrlen(x.row[0].answers), now() - t0);
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, x.rows[0].items,
+                (int)arrlen(x.rows[0].answers), now() - t0);
     a->s = own;
-    if (*opt_str(a->o, "report")) report(a, &run);
+    if (*opt_str(a->o, "report")) report(a, &x);
 
     answers_close(&x);
     eval_set_free(&e);

@@ -32,7 +32,7 @@ typedef struct {
 // One scored answer, or one window of a text. Tables, intervals and the report are made from lists of these. Whole
 // numbers are doubles, too, so that all of them are written, read and averaged alike.
 typedef struct {
-    const char *task;           // "needle", "multiturn", ..; owned by the item set, or by the Answers that read it
+    const char *task;           // "needle", "multiturn", ..; owned by the item set, or by the EvalRun that read it
     char *said;                 // what was said, malloc'd; NULL: it was read, or nothing was asked
     double item, turn, turns;   // text number in the run, turn of the item, turns the item has
     double position;            // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
@@ -71,26 +71,20 @@ typedef struct {
     char text[48];              // as a table prints it
 } Field;
 
-// What the rows of a run share.
+// A run, or parts of one that are merged: its rows, and their answers in memory and on disk.
 typedef struct {
     const App *a;
-    const Score *rows;          // all rows (stb_ds)
-    const char *model;          // its folder
+    Score *rows;                // stb_ds: they are added up at the end
+    char model[1024];           // the folder
     int ppl, kld;               // 1: --eval ppl and kld; --eval kld
-} EvalRun;
-
-// The answers of a run, or of parts of it, in memory and on disk.
-typedef struct {
+    int items;                  // of the whole run
     const char *path;           // of the file that is read or written
     FILE *f;                    // where the next answers go; NULL: nowhere
     char *run;                  // what all rows of the run share, malloc'd; NULL: the first line will say it
-    int items;                  // of the whole run
-    Score *row;                 // stb_ds: the rows, which are added up at the end
     int merges;                 // 1: the rows are those that the lines name; 0: other lines are passed over
-    char model[1024];           // the folder
     int twice;                  // items that were there already when they were read
     stbds_string_arena mem;     // the texts that were read
-} Answers;
+} EvalRun;
 
 void put_part(char **text, const char *sep, const char *part);         // appends a part, behind sep unless it is the first
 const char *list_word(const char *list, int k, char out[160]);         // the k-th word of "a,b,c"; NULL behind the last

@@ -48,7 +48,7 @@ const Opt program_options[] = {
       "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
     { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
     { "plan",          'b', "0",
-      "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
+      "print what a dialogue of -c tokens takes, on a GPU every allocation, and leave; needs no weights" },
 
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
@@ -120,7 +120,7 @@ const Opt program_options[] = {
     { "eval-items",    'i', "0",
       "the first texts of each task or file, in all their versions, 0: all; ppl, kld: most windows of the text, 0: 8",
       0, 1 << 20 },
-    { "eval-length",   's', "512",  "ppl, kld: tokens of a window, half prefilled, half decoded" },
+    { "eval-length",   'i', "512",  "ppl, kld: tokens of a window, half prefilled, half decoded", 4, 1 << 20 },
     { "eval-out",      'p', "",
       "write a line per item and row to this file as it goes; the same run with the same file goes on where "
       "it stopped" },
@@ -262,7 +262,7 @@ enum {                      // what a run does, one bit each
     RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
     RUN_SAMPLES = RUN_TALKS | RUN_BATCH,
     RUN_REPLIES = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
-    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
+    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_PLAN,
 };
 
 // The option that makes a run what it is, and how a line names it. The first of those that are given decides.

@@ -351,14 +351,6 @@ static char **names_for(const char *word, int from, int to) {
     return first ? rl_completion_matches(word, name_next) : NULL;
 }
 
-// Where words begin: behind a blank, and behind the + of methods, but not of files.
-static char *word_breaks(void) {
-    static char blank[] = " ", plus[] = " +";
-    int paths = 0;
-    name_at(rl_line_buffer, INT_MAX, 0, &paths);
-    return paths ? blank : plus;
-}
-
 // Alt-Enter: a line break in the message.
 static int line_break(int count, int key) {
     (void)count;
@@ -378,7 +370,7 @@ static void lines_prepare(void) {
     rl_prep_term_function = line_prepare;
     rl_deprep_term_function = line_release;
     rl_attempted_completion_function = names_for;
-    rl_completion_word_break_hook = word_breaks;
+    rl_completer_word_break_characters = " +";          // methods are joined by +
     rl_bind_keyseq("\\e\\C-m", line_break);
     rl_bind_keyseq("\\e\\C-j", line_break);
 }

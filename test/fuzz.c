@@ -307,15 +307,15 @@ static void target_dialogues(const char *data, size_t n) {
 
 // A file of answers.
 static void target_answers(const char *data, size_t n) {
-    static Answers x;                           // given back here when the last one was refused
+    static EvalRun x;                           // given back here when the last one was refused
     char missing[160];
     answers_close(&x);
-    x = (Answers){ .path = "answers", .merges = 1 };
+    x = (EvalRun){ .path = "answers", .merges = 1 };
     must(read_answers(&x, copy_bytes(data, n), n) <= n, "what is kept lies in the file");
     if (!x.items || x.items > 1000) return;
     int left_out = rows_add(&x, missing);
-    for (int r = 0; r < (int)arrlen(x.row); r++)
-        must(left_out + x.row[r].items == x.items, "rows have the same items");
+    for (int r = 0; r < (int)arrlen(x.rows); r++)
+        must(left_out + x.rows[r].items == x.items, "rows have the same items");
 }
 
 // ---- --batch
