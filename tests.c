@@ -3751,8 +3751,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     scores_write(f, &r);
     fclose(f);
     calibration_free(&r);
-    OWN char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\", "
-                           "\"reasoning\": 3}]");
+    OWN char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": 3}]");
     double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
