@@ -7,11 +7,10 @@
 // ==================================================================================================== OPTIONS OF THE PROGRAM
 // One table has every option that is no method's: its name, its kind, its default, what --help says of it,
 // and its bounds (Opt in lib/base.h). Parsing, help, -v and suggestions all read it, as they read the tables of
-// the methods, so a new option is one line here. Three more tables say what the names alone do not:
+// the methods, so a new option is one line here. Two more tables say what the names alone do not:
 //
 //     option_runs        in which runs an option has an effect; a run says which of the given ones have none
-//     retired            options that are gone, and what to use instead
-//     foreign_options    what other programs call an option of ours
+//     no_options         options that are gone, or other programs' names of ours, and what to use instead
 //
 // An option stays if a claim, a table of NOTES or a user needs it. One that many methods share stands here,
 // under Compression, and each of them names it in Method.uses.
@@ -152,41 +151,33 @@ Options *options_of_program(void) {
     return o;
 }
 
-// What other programs call an option, without dashes, and what to type here instead.
-static const struct { const char *theirs, *ours; } foreign_options[] = {
-    { "temperature",    "--temp" },
-    { "system-prompt",  "--system" },
-    { "prompt-file",    "-f" },
-    { "predict",        "-n" },
-    { "max-tokens",     "-n" },
-    { "max-new-tokens", "-n" },
-    { "ctx",            "--ctx-size" },
-    { "ngl",            "-d cuda" },
-    { "gpu-layers",     "-d cuda" },
-    { "n-gpu-layers",   "-d cuda" },
-};
-
-enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
-
 // ---- suggestions for misspelt options
-// A name that is none is taken for a slip of the finger where it is near to one of ours or of another program
-// (farthest_misspelling in lib/base.h).
+// A name that is none is taken for a slip of the finger where it is near to one of ours (farthest_misspelling in
+// lib/base.h).
 
-// Takes into *best the option, ours or another program's, that is nearer to name than *distance.
+// Takes into *best the option that is nearer to name than *distance.
 static void nearer_option(const char *name, const char **best, int *distance) {
     for (const Opt *o = program_options; o->name; o++) nearer_name(name, o->name, best, distance);
     EACH_METHOD(m)
         for (const Opt *o = (*m)->opts; o && o->name; o++) nearer_name(name, o->name, best, distance);
-    for (int i = 0; i < FOREIGN_OPTIONS; i++) nearer_name(name, foreign_options[i].theirs, best, distance);
 }
 
-// ---- options that are gone: what to use instead
-// A script of last year's ends with 2 and one line that says how to write it now. Variants of methods that nobody but
-// an experiment asked for, and that have nothing in their place, are refused as any other word is. A line here may go
-// when nobody can have the option in a script any more.
-typedef struct { const char *name, *instead; } Retired;
-
-static const Retired retired[] = {
+// ---- options that are none: what to use instead
+// What other programs call an option of ours; and options that are gone: a script of last year's ends with 2 and one
+// line that says how to write it now. Variants of methods that nobody but an experiment asked for, and that have nothing
+// in their place, are refused as any other word is. A line here may go when nobody can have the option in a script any
+// more.
+static const struct { const char *name, *instead; } no_options[] = {
+    { "temperature",              "--temp" },
+    { "system-prompt",            "--system" },
+    { "prompt-file",              "-f" },
+    { "predict",                  "-n" },
+    { "max-tokens",               "-n" },
+    { "max-new-tokens",           "-n" },
+    { "ctx",                      "--ctx-size" },
+    { "ngl",                      "-d cuda" },
+    { "gpu-layers",               "-d cuda" },
+    { "n-gpu-layers",             "-d cuda" },
     { "h2o",                      "h2o drops rows in every decode step, as its paper does" },
     { "keep",                     "each method says what it keeps: --help METHOD" },
     { "think",                    "a thinking model thinks, unless --no-think" },
@@ -233,20 +224,17 @@ static const Retired retired[] = {
 };
 
 // Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
-// when the name is that of an option that is gone, or near to one here or in other programs.
+// when the name is in that table, or near to one here.
 void unknown_option(const char *reason, const char *name) {
     const char *best = NULL;
-    for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
-        if (!strcmp(name, retired[i].name)) die(EXIT_USAGE, "--%s is no option any more: %s", name, retired[i].instead);
+    for (size_t i = 0; i < sizeof no_options / sizeof *no_options; i++)
+        if (!strcmp(name, no_options[i].name)) die(EXIT_USAGE, "%s: %s", reason, no_options[i].instead);
 
-    // A word of another program; or methods had an option each, and one serves them now: --lychee-sink is --sink.
+    // Methods had an option each, and one serves them now: --lychee-sink is --sink.
     int distance = 1;                                   // the same word
     for (const char *p = name; p; p = strchr(p + 1, '-')) nearer_option(p + (*p == '-'), &best, &distance);
     if (!best) distance = farthest_misspelling(name);
     nearer_option(name, &best, &distance);
-    for (int i = 0; i < FOREIGN_OPTIONS; i++)
-        if (best == foreign_options[i].theirs)
-            die(EXIT_USAGE, "%s (did you mean %s?)", reason, foreign_options[i].ours);
     if (best) die(EXIT_USAGE, "%s (did you mean --%s?)", reason, best);
     die(EXIT_USAGE, "%s (kvcomp --help lists them)", reason);
 }

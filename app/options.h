@@ -10,7 +10,7 @@ int evaluates(const Options *o);        // is the run an evaluation?
 int is_of_methods(const char *name);    // is the option one that only some methods look at?
 
 // Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
-// when the name without dashes is near to that of an option here or in other programs.
+// when the name without dashes is near to that of an option here, or one of other programs or of before.
 void unknown_option(const char *reason, const char *name);
 
 // Says in one line which of the given options this run never looks at, and in another one which the
