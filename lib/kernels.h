@@ -49,6 +49,14 @@ KV_HD static inline uint16_t f32_to_bf16(float f) {
     return (uint16_t)r;
 }
 
+// The bf16 nearest to x, which does not saturate: for products, in which an infinity must not look finite.
+static inline uint16_t bf16_nearest(float x) {
+    FloatBits a;
+    a.f = x;
+    if (a.f != a.f) return 0x7fc0;
+    return (uint16_t)((a.u + 0x7fff + (a.u >> 16 & 1)) >> 16);
+}
+
 KV_HD static inline float f16_to_f32(uint16_t h) {
     FloatBits x;
     uint32_t sign = (uint32_t)(h & 0x8000) << 16;
@@ -181,14 +189,6 @@ float max_f32(const float *x, int n);                           // the largest; 
 int   top_k(const float *x, int n, int k, int *idx);            // places of the k largest (ties: the lower), ascending -> count
 extern void (*top_k_chosen)(const float *x, int n, const int *idx, int k);     // tests look at a choice
 
-// Asks for the next `bytes` bytes of a, or for what is left of it, and moves a past them.
-static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
-    if (bytes > a->bytes) bytes = a->bytes;
-    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
-    a->p += bytes;
-    a->bytes -= bytes;
-}
-
 // "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
 // "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
 const char *simd_name(void);
@@ -208,7 +208,7 @@ struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor 
 typedef struct {        // a block of dot products: y (m,n) = scale * x (m,K) w (n,K)^T, or y += that
     float *y;
     size_t ldy;         // numbers from a row of y to the next
-    const float *x;
+    const void *x;      // of f32; dots_pairs: of bf16
     size_t ldx;         // numbers from a row of x to the next
     const Q8Query *q8;  // dots_q8: x as integers, group after group of four rows
     const char *w;      // of the dtype whose function is called
@@ -244,6 +244,7 @@ typedef struct {        // a block of weighted sums of rows: o (m,D) = p (m,n) v
 typedef struct {
     const char *name;
     void (*dots[3])(const Dots *a);
+    void (*dots_pairs)(const Dots *a);          // w and x of bf16, in pairs
     void (*dots_q8)(const Dots *a);             // w: rows of q8_0, of whole blocks
     void (*integers)(Q8Query *to, const float *x, size_t ldx, int m, int n);    // m <= 4 rows, n <= Q8_COLS
     void (*dots8)(const Dots8 *a);
@@ -260,8 +261,8 @@ typedef struct {
     float (*max)(const float *x, size_t n);
     int (*count_from)(const float *x, int n, uint32_t key);                     // keys (order_key) of at least `key`
 
-    // Instructions for matrices (kernels_x86.c), for weights of bf16: a product by numbers of bf16, and the
-    // bytes of room that it takes. terms: the most for which it is used; 0: the set has none.
+    // For weights of bf16, a product by numbers of bf16 and the bytes of room that it takes (kernels_x86.c); NULL:
+    // dots_pairs. terms: the most numbers for which it is used; 0: none, dots serves.
     void (*product)(float *y, const float *x, const Tensor *w, int T);
     size_t (*product_room)(size_t T, size_t n);
     int terms;
@@ -269,7 +270,7 @@ typedef struct {
 
 extern const char *const simd_names[];  // of all sets this program has, best first; NULL ends the list
 int simd_set(const char *name);         // takes that set, NULL: the best -> 0; -1: this machine cannot run it
-int simd_x86(Kernels *k, const char *name);     // makes that set of *k, which is avx512vnni -> 0, or -1
+int simd_x86(Kernels *k, const char *name);     // adds to *k what that set has beside vectors -> 0, or -1
 void *product_room(size_t bytes);       // one room for another form of x, 64-byte aligned, kept and reused
 
 #ifdef __cplusplus

@@ -1,11 +1,10 @@
-// lib/kernels_x86.c - instructions of x86-64 that multiply matrices, behind the table of kernels.c: the tiles of
-// Intel's AMX and the pairs of bf16 of AVX-512, for weights of bf16. And the packed rows of PATS by AVX-512 VBMI.
-// A reader of the methods never needs this file.
+// lib/kernels_x86.c - the tiles of Intel's AMX, which multiply matrices, for weights of bf16, behind the table of
+// kernels.c. And the packed rows of PATS by AVX-512 VBMI. A reader of the methods never needs this file.
 //
-// It is compiled for AVX-512 with VNNI, which every processor with tiles or pairs has; what needs more says so
-// by TARGET. simd_find in kernels.c sees to it that nothing here runs where it cannot. Every kernel can be made
-// with twins of its instructions in plain C, which say what the instructions mean, from Intel's manual. So what
-// is built on them is tested on machines without them.
+// It is compiled for AVX-512 with VNNI, which every processor with tiles has; what needs more says so by TARGET.
+// simd_find in kernels.c sees to it that nothing here runs where it cannot. Products in tiles can be made with
+// twins of their instructions in plain C, which say what the instructions mean, from Intel's manual. So what is
+// built on them is tested on machines without them.
 #define _GNU_SOURCE
 #include "kernels.h"
 #if defined(KERNELS_X86)
@@ -33,19 +32,7 @@ enum {
     TILE_ROWS  = 512,   // rows of x that are split into terms at a time, a multiple of TILE_BLOCK
     TILES      = 8,     // of a thread
     TILE_BYTES = TILE * 64,
-
-    PAIR_CHUNK = 1024,  // products in pairs: columns of a sum
-    PAIR_T     = 128,   // rows of x of a job
-    PAIR_ROWS  = 64,    // rows of W of a job
-    PM = 2, PN = 8, P1 = 4,     // rows of x and of w in a tile; of w where a block has no more
 };
-
-// The bf16 nearest to x. Unlike f32_to_bf16 it does not saturate: an infinity must not look finite.
-INLINE uint16_t bf16_nearest(float x) {
-    FloatBits a = { x };
-    if (a.f != a.f) return 0x7fc0;
-    return (uint16_t)((a.u + 0x7fff + (a.u >> 16 & 1)) >> 16);
-}
 
 // Subnormal numbers count as zero, as they come in and as they go out.
 static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
@@ -440,151 +427,6 @@ static void product_twins(float *y, const float *x, const Tensor *w, int T) {
 // Kernels.product_room
 static size_t room_amx(size_t T, size_t n) { return min_size(T, TILE_ROWS) * n * (2 * (size_t)bf16_terms + 4); }
 
-// ---- products in pairs
-// x is rounded to bf16 (--bf16-terms 1), as W is. A vector of 32 columns of x meets 32 of W: lane j adds
-// the products of columns 2 j + 1 and 2 j to its sum, and 32 columns follow 32 columns; then the lanes
-// are folded, as everywhere. A product of two bf16 is exact in f32. So the error is that of rounding x:
-// 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. Subnormal numbers count
-// as zero. Again the order does not depend on tiles, batch or threads. The instruction does twice the
-// multiply-adds of f32.
-
-// Lane j: sum + a b at place 2 j + 1, and then + a b at place 2 j. Each of the two sums is rounded once.
-static __m512 twin_pairs(__m512 sum, __m512i a, __m512i b) {
-    float lane[16];
-    uint16_t x[32], w[32];
-    memcpy(lane, &sum, sizeof lane);
-    memcpy(x, &a, sizeof x);
-    memcpy(w, &b, sizeof w);
-    for (int i = 31; i >= 0; i--) {
-        float f = no_subnormal(bf16_to_f32(x[i])), g = no_subnormal(bf16_to_f32(w[i]));
-        lane[i / 2] = no_subnormal(fmaf(f, g, no_subnormal(lane[i / 2])));
-    }
-    return _mm512_loadu_ps(lane);
-}
-
-// n numbers of bf16 at p; the others are 0.
-INLINE __m512i pairs_load(const void *p, int n) {
-    if (n == 32) return _mm512_loadu_si512(p);
-    return _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
-}
-
-// out (n) = the sum of the lanes of each of a (n), n <= 16: 8 onto 8, 4 onto 4, 2 onto 2, 1 onto 1. Each step puts
-// one part of two vectors side by side and adds the other parts; lane i of the last one is the sum of a[i].
-#define FOLD(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
-INLINE void pairs_folds(float *out, const __m512 *a, int n) {
-    __m512 b[8], c[4], d[2];
-    UNROLL for (int i = 0; i < 8; i++) {
-        int x = min_int(i / 4 * 8 + i % 4, n - 1), y = min_int(i / 4 * 8 + i % 4 + 4, n - 1);
-        b[i] = FOLD(_mm512_shuffle_f32x4, a[x], a[y], 0x44, 0xee);
-    }
-    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
-    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
-    _mm512_mask_storeu_ps(out, (__mmask16)((1u << n) - 1), FOLD(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd));
-}
-
-typedef struct {        // a block: y (m,n) = x (m,K) w (n,K)^T, both of bf16
-    float *y;
-    const uint16_t *x;
-    const char *w;
-    size_t ldy, ldx, ldw;       // ldw: in bytes
-    int m, n, K, add;
-    const char *next;   // what is read after it; NULL: nothing
-} Pairs;
-
-// acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, pair by pair.
-TARGET("avx512bf16") INLINE void pairs_step(__m512 *acc, const uint16_t *const *x, const char *const *w, int M, int N,
-                                            int k, int n, int twins) {
-    __m512i b[PN];
-    UNROLL for (int j = 0; j < N; j++) b[j] = pairs_load(w[j] + (size_t)k * 2, n);
-    UNROLL for (int i = 0; i < M; i++) {
-        __m512i v = pairs_load(x[i] + k, n);
-        UNROLL for (int j = 0; j < N; j++)
-            acc[i * N + j] = twins ? twin_pairs(acc[i * N + j], v, b[j])
-                                   : _mm512_dpbf16_ps(acc[i * N + j], (__m512bh)v, (__m512bh)b[j]);
-    }
-}
-
-// The tile of M rows of x from i0 on and N rows of w from j0 on. Where the block ends before the tile does, its
-// last row is read again in place of the missing ones. The first tile of a panel asks for as many bytes of what
-// is read next as it reads.
-TARGET("avx512bf16") INLINE void pairs_tile(const Pairs *a, int M, int N, int i0, int j0, int twins) {
-    __m512 acc[PM * PN];
-    const uint16_t *x[PM];
-    const char *w[PN], *ahead = a->next && !i0 ? a->next + (size_t)j0 * a->K * 2 : NULL;
-    int m = min_int(a->m - i0, M), n = min_int(a->n - j0, N), k = 0;
-    float sum[PM * PN];
-    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
-    UNROLL for (int j = 0; j < N; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw;
-    UNROLL for (int i = 0; i < M * N; i++) acc[i] = _mm512_setzero_ps();
-    for (; k + 32 <= a->K; k += 32) {
-        if (ahead) {
-            UNROLL for (int j = 0; j < N; j++, ahead += 64) __builtin_prefetch(ahead);
-        }
-        pairs_step(acc, x, w, M, N, k, 32, twins);
-    }
-    if (k < a->K) pairs_step(acc, x, w, M, N, k, a->K - k, twins);
-    pairs_folds(sum, acc, M * N);
-    for (int i = 0; i < m; i++) {
-        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0;
-        for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * N + j] : sum[i * N + j];
-    }
-}
-
-// All tiles of a block: panels of N rows of w, and for each panel PM rows of x at a time.
-TARGET("avx512bf16") INLINE void pairs_panels(const Pairs *a, int N, int twins) {
-    for (int j = 0; j < a->n; j += N) {
-        int i = 0;
-        for (; a->m - i > 1; i += PM) pairs_tile(a, PM, N, i, j, twins);
-        if (i < a->m) pairs_tile(a, 1, N, i, j, twins);         // one row is left
-    }
-}
-
-// Few rows of x (decode) come with P1 rows of w.
-TARGET("avx512bf16") static void pairs_block(const Pairs *a) {
-    if (a->n <= P1) pairs_panels(a, P1, 0);
-    else pairs_panels(a, PN, 0);
-}
-
-TARGET("avx512bf16") static void pairs_block_twins(const Pairs *a) { pairs_panels(a, 1, 1); }
-
-// y (T,rows) = x (T,cols) W^T, x rounded to bf16. Jobs and panels are those of matmul.
-static void matmul_pairs(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Pairs *)) {
-    int K = w->cols, panels = T <= 4, panel = panels ? P1 : PAIR_ROWS;
-    size_t n = (size_t)T * K, ldy = (size_t)w->rows;
-    uint16_t *x16 = product_room(n * sizeof *x16);
-    #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
-    {
-        #pragma omp for schedule(static)
-        for (size_t i = 0; i < n; i++) x16[i] = bf16_nearest(x[i]);
-
-        #pragma omp for collapse(2) schedule(static)
-        for (int t = 0; t < T; t += PAIR_T)
-            for (int r0 = 0; r0 < w->rows; r0 += PAIR_ROWS)
-                for (int r = r0, end = min_int(r0 + PAIR_ROWS, w->rows); r < end; r += panel)
-                    for (int k = 0; k < K; k += PAIR_CHUNK) {
-                        const char *row = (const char *)w->data + (size_t)r * K * 2;
-                        block_of(&(Pairs){
-                            .y = y + t * ldy + r, .ldy = ldy,
-                            .x = x16 + (size_t)t * K + k, .ldx = (size_t)K,
-                            .w = row + (size_t)k * 2, .ldw = (size_t)K * 2,
-                            .m = min_int(T - t, PAIR_T), .n = min_int(end - r, panel),
-                            .K = min_int(K - k, PAIR_CHUNK), .add = k > 0,
-                            .next = panels ? row + (size_t)panel * (K + k) * 2 : NULL,
-                        });
-                    }
-    }
-}
-
-// Kernels.product
-static void product_pairs(float *y, const float *x, const Tensor *w, int T) { matmul_pairs(y, x, w, T, pairs_block); }
-
-static void product_pairs_twins(float *y, const float *x, const Tensor *w, int T) {
-    matmul_pairs(y, x, w, T, pairs_block_twins);
-}
-
-// Kernels.product_room
-static size_t room_pairs(size_t T, size_t n) { return T * n * 2; }
-
 // ---- packed rows by VBMI: 32 elements from the bytes they stand in, 4 from each lane of 64 bits
 // For every w, the 8 bytes of each lane, and for each byte of a result the bit of the lane it begins at.
 static struct {
@@ -640,29 +482,18 @@ static int amx_can(void) {
 #endif
 }
 
-// Adds to *k, which is avx512vnni, what the set of that name has -> 0; -1: this processor cannot.
+// Adds to *k, which is avx512vnni or avx512bf16, what the set of that name has -> 0; -1: this processor cannot.
 int simd_x86(Kernels *k, const char *name) {
-    static const Kernels sets[] = {
-        { .name = "amx",         .product = product_amx,         .product_room = room_amx,   .terms = 3 },
-        { .name = "amx-plain",   .product = product_twins,       .product_room = room_amx,   .terms = 3 },
-        { .name = "avx512bf16",  .product = product_pairs,       .product_room = room_pairs, .terms = 1 },
-        { .name = "pairs-plain", .product = product_pairs_twins, .product_room = room_pairs, .terms = 1 },
-    };
+    int amx = !strcmp(name, "amx"), twins = !strcmp(name, "amx-plain");
     if (__builtin_cpu_supports("avx512vbmi")) {
         packed_init();
         k->unpack = unpack_vbmi;
     }
-    if (!strcmp(name, "avx512vnni")) return 0;
-    if (!strcmp(name, "amx") && !amx_can()) return -1;
-    if (!strcmp(name, "avx512bf16") && !__builtin_cpu_supports("avx512bf16")) return -1;
-    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
-        if (strcmp(sets[i].name, name)) continue;
-        k->name = sets[i].name;
-        k->product = sets[i].product;
-        k->product_room = sets[i].product_room;
-        k->terms = sets[i].terms;
-        return 0;
-    }
-    return -1;
+    if (!amx && !twins) return 0;
+    k->name = amx ? "amx" : "amx-plain";
+    k->product = amx ? product_amx : product_twins;
+    k->product_room = room_amx;
+    k->terms = 3;
+    return amx && !amx_can() ? -1 : 0;
 }
 #endif  // KERNELS_X86
