@@ -981,11 +981,11 @@ int layer_acts(const Session *s, int l) {
 //   Pass 1   s_j = q . k_j / sqrt(D)      scores; -infinity where the query may not see the row
 //   Pass 2   p_j = exp(s_j - max s) / sum_i exp(s_i - max s)      softmax
 //   Pass 3   out = sum_j p_j v_j          the weighted sum of the values
-// attn_rows is exactly that. attn_prefill and attn_decode do the same for many queries at once,
-// without keeping n scores a query: they take the rows in tiles of KV_TILE and fold each tile into
-// a running softmax (tile_fold), which holds for every query the largest score so far, and the sums
-// of exp(s_j - max) and of exp(s_j - max) v_j. Rows are taken KV_CHUNK at a time; what each chunk
-// gives is joined in order (chunks_join), so that threads can share the rows of one query.
+// attn_prefill and attn_decode do that for many queries at once, without keeping n scores a query: they
+// take the rows in tiles of KV_TILE and fold each tile into a running softmax (tile_fold), which holds
+// for every query the largest score so far, and the sums of exp(s_j - max) and of exp(s_j - max) v_j.
+// Rows are taken KV_CHUNK at a time; what each chunk gives is joined in order (chunks_join), so that
+// threads can share the rows of one query.
 //
 // A query's result depends only on its own list of rows: never on the queries beside it, on -b, or
 // on the number of threads. Prefill and decode do the same arithmetic, so a token's logits do not
@@ -996,40 +996,6 @@ enum {
     Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
     KV_CHUNK = 2048,        // rows of one running softmax
 };
-
-// ---- the definition: one query, all three passes
-// One softmax of query head h over exactly the rows listed; which of them are visible is the
-// caller's business. q, out (D); prob (n): the probabilities, or NULL.
-void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n, float *out,
-               float *prob) {
-    int D = s->c->D;
-    size_t mark = scratch_mark(s);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    float *kv = scratch(s, (size_t)KV_TILE * D * sizeof(float));
-    float *p = prob ? prob : scratch(s, (size_t)(n + 1) * sizeof(float));
-    float scale = 1 / sqrtf((float)D), max = -INFINITY, sum = 0;
-
-    // Pass 1: the scores, and the largest of them.
-    for (int r = 0; r < n; r += KV_TILE) {
-        int m = min_int(KV_TILE, n - r);
-        kv_load_k(s, hd, rows + r, 0, m, kv);
-        attn_scores(p + r, q, kv, 1, m, D, scale);
-        for (int j = 0; j < m; j++) max = p[r + j] > max ? p[r + j] : max;
-    }
-
-    // Passes 2 and 3: p = exp(score - max) and its sum; the values weighted by p.
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int r = 0; r < n; r += KV_TILE) {
-        int m = min_int(KV_TILE, n - r);
-        exp_shift(p + r, max, m, &sum);
-        kv_load_v(s, hd, rows + r, 0, m, kv);
-        attn_mix(out, p + r, kv, 1, m, D);
-    }
-    for (int d = 0; d < D; d++) out[d] /= sum;
-    if (prob)
-        for (int i = 0; i < n; i++) prob[i] /= sum;
-    scratch_reset(s, mark);
-}
 
 // ---- tiles: m queries meet n rows
 typedef struct {            // keys or values as a kernel takes them
@@ -1203,8 +1169,8 @@ static void chunks_join(const float *part, size_t stride, int chunks, int D, flo
 // ---- chunks of a view: what attention reads, in a prefill and in decode
 // A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
 // side are read where they are: the processor sees the pattern, and the kernel asks for what lies
-// beyond. Others are brought together in a tile, and meanwhile what is read next is asked for: the next
-// tile by the kernel (Ahead), and rows of a list, which lie anywhere, one by one.
+// beyond. Others are brought together in a tile, and meanwhile the kernel asks for what is read next, the
+// next tile (Ahead). To ask for single rows of a list gains nothing: each has its own page to be found.
 
 // The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
 // computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
@@ -1214,14 +1180,6 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     if (n <= 0) return (Ahead){0};
     if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
     return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
-}
-
-// Asks for the keys (OF_K) or values (OF_V) of n listed rows that are not packed.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    for (int i = 0; i < n; i++) {
-        size_t bytes = format_of(s, v)->row_bytes(s->c->D);
-        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw_row(s, h, v, rows[i]), bytes }, bytes);
-    }
 }
 
 // Single rows from anywhere come from memory at a fraction of its speed, however early they are asked
@@ -1254,10 +1212,7 @@ void view_near(Session *s, int l, int h) {
     for (int v = 0; v < 2; v++) {
         size_t bytes = format_of(s, v)->row_bytes(s->c->D);
         char *to = near_rows(s, w, v);
-        for (int i = 0; i < w->n; i++, to += bytes) {
-            if (i % 16 == 0 && i + 16 < w->n) fetch_rows(s, hd, v, w->idx + i + 16, min_int(16, w->n - i - 16));
-            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
-        }
+        for (int i = 0; i < w->n; i++, to += bytes) memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
     }
     w->is_near = 1;
 }
@@ -1278,8 +1233,6 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
         else f->unpack(buf, from, a->n, s->c->D);
         return t;
     }
-    if (a->rows && v == OF_K) fetch_rows(s, h, OF_V, a->rows, a->n);
-    if (a->rows && v == OF_V) fetch_rows(s, h, OF_K, a->rows + a->n, min_int(w->n - a->p - a->n, KV_TILE));
     if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
     else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
     if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);

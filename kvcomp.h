@@ -480,8 +480,6 @@ void view_all(Session *s);                                   // every view: ever
 int view_rows(const Session *s, int l, int h, int *rows);    // rows (N): the view spelled out -> count
 
 // ------------------------------------------------------------------------ attention (section 3)
-// One softmax over exactly these n rows: q and out (D); prob (n), or NULL.
-void attn_rows    (Session *s, int l, int h, const float *q, const int *rows, int n, float *out, float *prob);
 // One token through the views: q and out (H,D).
 void attn_decode  (Session *s, int l, float *out, const float *q);
 // Tokens base+t0 .. base+t0+n-1 of this pass over every row that the rule lets them see: q and out
