@@ -795,19 +795,23 @@ static void move_rows(Session *s, const Move *move, int n_moves) {
     }
 }
 
-// Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of
-// keep. Its query heads read every row afterwards.
-void kv_keep(Session *s, int l, const int *keep, size_t stride, const int *n) {
+// Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of keep.
+static void heads_keep(Session *s, int l, const int *keep, size_t stride, const int *n) {
     size_t mark = scratch_mark(s);
     Move *move = scratch(s, s->c->G * sizeof *move);
     int n_moves = 0;
     for (int g = 0; g < s->c->G; g++) {
         Move m = move_of(kv_head(s, l, g), keep + g * stride, n[stride ? g : 0]);
         if (m.n < m.h->len) move[n_moves++] = m;
-        view_group(s, l, g, NULL, 0, 0);
     }
     move_rows(s, move, n_moves);
     scratch_reset(s, mark);
+}
+
+// The same, and query heads read every row afterwards.
+void kv_keep(Session *s, int l, const int *keep, size_t stride, const int *n) {
+    for (int g = 0; g < s->c->G; g++) view_group(s, l, g, NULL, 0, 0);
+    heads_keep(s, l, keep, stride, n);
 }
 
 // keep (len) = the rows of KV head g that one of its query heads reads -> how many. Renumbers their views. map
@@ -841,15 +845,12 @@ static int views_compact(Session *s, int l, int g, int *keep, int *map) {
 
 // Drops the rows of layer l that no query head of their group reads, and renumbers the views.
 void kv_compact(Session *s, int l) {
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
-    Move *move = scratch(s, s->c->G * sizeof *move);
-    int *keep = scratch(s, (N + 1) * s->c->G * sizeof *keep), *map = scratch(s, (N + 1) * sizeof *map);
-    int n_moves = 0;
-    for (int g = 0; g < s->c->G; g++, keep += N + 1) {
-        Move m = move_of(kv_head(s, l, g), keep, views_compact(s, l, g, keep, map));
-        if (m.n < m.h->len) move[n_moves++] = m;
-    }
-    move_rows(s, move, n_moves);
+    int G = s->c->G, N = kv_longest(s, l) + 1;
+    size_t mark = scratch_mark(s);
+    int *keep = scratch(s, (size_t)G * N * sizeof *keep), *n = scratch(s, G * sizeof *n);
+    int *map = scratch(s, N * sizeof *map);
+    for (int g = 0; g < G; g++) n[g] = views_compact(s, l, g, keep + (size_t)g * N, map);
+    heads_keep(s, l, keep, N, n);
     scratch_reset(s, mark);
 }
 
@@ -3174,6 +3175,44 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
     }
 }
 
+typedef struct {                // the choice of lines in one layer of one prefill
+    int l, T;                   // layer; tokens of the pass
+    const float *q;             // (T,H,D) queries
+    const int *rows;            // (m) sampled rows of the pass, from 0; the same for all heads
+    int m;
+    Lines *lines;               // (H) the choice
+    LoopFound *found;           // (H) what it recovers and costs; LoopServe only
+} LineChoice;
+
+// Chooses the lines of one head from its sample, for a method with the state x. room (5 n). Sets a->dense when the
+// choice fails.
+typedef void ChooseLines(const void *x, const LineSample *p, Lines *a, double *room, LoopFound *f);
+
+// The choice for query heads h0 .. h1-1, as far as they are not dense already, a head a thread. In a device session
+// it has computed their probabilities P (heads,m,N).
+static void lines_choose(Session *s, const LineChoice *c, int h0, int h1, const float *P, ChooseLines *choose,
+                         const void *x) {
+    size_t mark = scratch_mark(s), N = kv_longest(s, c->l), m = c->m, threads = n_threads();
+    Tile *tiles = tiles_new(s);
+    double *rooms = scratch(s, threads * 5 * N * sizeof *rooms);
+    float *probs = scratch(s, threads * m * N * sizeof *probs);
+    int *rows = scratch(s, threads * m * sizeof *rows);
+    #pragma omp parallel for schedule(dynamic) if (worth_threads(m * N * (h1 - h0) * s->c->D))
+    for (int h = h0; h < h1; h++) {
+        size_t own = thread_id();
+        Lines *a = &c->lines[h];
+        float *p = probs + own * m * N;
+        int *R = rows + own * m;
+        if (a->dense) continue;
+        for (size_t i = 0; i < m; i++) R[i] = a->p0 + c->rows[i];
+        if (!KV_DEV(s)) line_probs(s, c->l, h, c->q, c->T, R, c->m, p, &tiles[own]);
+        for (size_t i = 0; i < m && KV_DEV(s); i++)
+            bytes_load_cuda(p + i * a->n, P + ((h - h0) * m + i) * N, a->n * sizeof *P);
+        choose(x, &(LineSample){ c->m, a->n, a->p0, R, p }, a, rooms + own * 5 * N, &c->found[h]);
+    }
+    scratch_reset(s, mark);
+}
+
 // ---- A-SHAPE
 // Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks.
 // arXiv 2309.17453.
@@ -3299,37 +3338,36 @@ static int minference_open(Session *s, void *ms) {
     return lines_open(s, "minference");
 }
 
-// Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
-// (n) are room. Lines always taken get an infinite weight.
-static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P,
-                             float *sum, int *idx) {
+// ChooseLines. Lines always taken get an infinite weight.
+static void minference_choose(const void *x, const LineSample *p, Lines *a, double *room, LoopFound *f) {
+    float *sum = (float *)room;
+    int *idx = (int *)(sum + a->n);
     for (int slash = 0; slash < 2; slash++) {
         memset(sum, 0, (size_t)a->n * sizeof(float));
-        for (int i = 0; i < m; i++)
-            for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
+        for (int i = 0; i < p->m; i++)
+            for (int c = 0; c <= p->R[i]; c++) sum[slash ? p->R[i] - c : c] += p->P[(size_t)i * a->n + c];
         for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, x->n[slash], idx);
+        int k = top_k(sum, a->n, ((const Minference *)x)->n[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
 
-// Chooses the lines a (H) of all heads of layer l in a device session, some KV heads at a time,
-// from the last m tokens of the pass. Dense heads get lines too, which nothing reads. q (T,H,D).
-static void minference_device(Session *s, const Minference *x, int l, const float *q, int T,
-                              Lines *a, int m) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
-    int ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
+// Chooses the lines of all heads in a device session, some KV heads at a time. Dense heads get lines too, which
+// nothing reads.
+static void minference_device(Session *s, const Minference *x, const LineChoice *c) {
+    int G = s->c->G, R = s->c->H / G, l = c->l, N = kv_longest(s, l);
+    int ng = line_batch_cuda(s, l, c->m), heads = ng * R;
     int *idx = scratch(s, (size_t)heads * N * sizeof(int));
     int *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
-    for (int i = 0; i < m; i++) t[i] = T - m + i;
-    for (int g = 0; g < G; g += ng, a += heads) {
-        float *P = line_probs_cuda(s, l, g, ng, q, t, m);
+    for (int g = 0; g < G; g += ng) {
+        Lines *a = c->lines + g * R;
+        float *P = line_probs_cuda(s, l, g, ng, c->q, c->rows, c->m);
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
                 k[i] = x->n[slash];
             }
-            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least[slash]);
+            float *sum = line_sums_cuda(s, l, g, ng, P, c->T, c->m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
             for (int i = 0; i < heads; i++) {
                 uint64_t *bits = slash ? a[i].s : a[i].v;
@@ -3339,39 +3377,20 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
     }
 }
 
-// The same on the host, a head a thread, for the heads that are not dense.
-static void minference_host(Session *s, const Minference *x, int l, const float *q, int T,
-                            Lines *a, int m) {
-    int H = s->c->H, N = kv_longest(s, l);
-    size_t room = (size_t)n_threads();
-    Tile *tiles = tiles_new(s);
-    float *P = scratch(s, room * m * N * sizeof(float));
-    float *sum = scratch(s, room * N * sizeof(float));
-    int *idx = scratch(s, room * N * sizeof(int));
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        int R[MINF_LAST];
-        size_t own = thread_id();
-        if (a[h].dense) continue;
-        for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        line_probs(s, l, h, q, T, R, m, P + own * m * N, &tiles[own]);
-        minference_lines(x, &a[h], R, m, P + own * m * N, sum + own * N, idx + own * N);
-    }
-}
-
 // Prefill attention: chooses the lines of every head, then attends over them. out, q (T,H,D). A
 // head with no more rows than it takes offsets is dense.
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     const Minference *x = ms;
-    int m = min_int(T, MINF_LAST);
+    int H = s->c->H, m = min_int(T, MINF_LAST), rows[MINF_LAST];
     size_t mark = scratch_mark(s);
-    Lines *a = lines_new(s, l, T);
     double t = now();
-    for (int h = 0; h < s->c->H; h++) a[h].dense = a[h].n <= x->n[1];
-    if (KV_DEV(s)) minference_device(s, x, l, q, T, a, m);
-    else minference_host(s, x, l, q, T, a, m);
+    LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
+    for (int i = 0; i < m; i++) rows[i] = T - m + i;
+    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= x->n[1];
+    if (KV_DEV(s)) minference_device(s, x, &c);
+    else lines_choose(s, &c, 0, H, NULL, minference_choose, x);
     timed(&s->clk.index, t);
-    lines_attend(s, l, a, out, q, T);
+    lines_attend(s, l, c.lines, out, q, T);
     scratch_reset(s, mark);
 }
 
@@ -3679,7 +3698,7 @@ const Method quest_method = {
 //   Definition 1 -> loopserve_enter
 //   Eq. 1 -> cells_of, tally_done, select_exact, recovered, select_lines_kernel
 //   Algorithm 1, line 3 -> loopserve_enter
-//   Algorithm 1, line 5 -> loopserve_attend, loop_heads, loop_heads_device, choose_lines_cuda
+//   Algorithm 1, line 5 -> loopserve_attend, lines_choose, loop_heads_device, choose_lines_cuda
 //   Algorithm 1, line 7 -> loopserve_select
 //   Algorithm 2, line 1 -> sample_rows
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
@@ -3698,16 +3717,6 @@ typedef struct {                // variant a: a line in the sorted list of its k
     double key;                 // its weight
     int id;                     // its number
 } LineItem;
-
-typedef struct {                // working memory of one thread; a head holds at most N rows
-    float *P;                   // (m,N) softmax rows
-    double *g;                  // (2N) variant b: residuals on the selecting samples, of slashes, then of verticals,
-    double *gain;               // (2N) the same per length,
-    double *best;               // (2N/GAIN_BLOCK + 1) and the largest of them, block by block
-    float *top;                 // (2N) variant a: w^max, the largest cell of every line
-    LineItem *item;             // (2N) variant a: two sorted lists of N
-    int *R;                     // (m) sampled rows
-} LoopRoom;
 
 typedef struct {
     // The prefill.
@@ -3796,13 +3805,14 @@ static double line_sums(const LineSample *p, LineItem *v, LineItem *s, float *to
 // lower bound of what the lines recover: a cell that a slash and a vertical share is charged once,
 // by at least its own size, because it is no larger than w^max of the line that was chosen first.
 // Offset 0 is added at the end: a row must see itself (D33). Returns 1 when no line promises a gain
-// before alpha is reached, which makes the head dense; otherwise 0.
-static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+// before alpha is reached, which makes the head dense; otherwise 0. room (5 n).
+static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
     int n = p->n;
     int n_v = 0, n_s = 0;                                // |V^|, |S^|: so much of a list is used up
-    LineItem *v = w->item, *s = w->item + n;
+    LineItem *v = (LineItem *)room, *s = v + n;
+    float *top = (float *)(s + n);                       // w^max: the largest cell of every line
     double ol_v = 0, ol_s = 0, sum = 0;
-    double tot = line_sums(p, v, s, w->top);
+    double tot = line_sums(p, v, s, top);
     qsort(v, n, sizeof *v, by_weight);                   // Algorithm 2, line 6
     qsort(s, n, sizeof *s, by_weight);
 
@@ -3820,12 +3830,12 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
         if (gain_s / len_s >= gain_v / len_v) {          // Algorithm 2, line 12
             int o = s[n_s++].id;
             bit_set(a->s, o);                            // Algorithm 2, lines 13-14
-            ol_s += w->top[n + o];
+            ol_s += top[n + o];
             sum += gain_s;
         } else {
             int c = v[n_v++].id;
             bit_set(a->v, c);                            // Algorithm 2, lines 16-17
-            ol_v += w->top[c];
+            ol_v += top[c];
             sum += gain_v;
         }
     }
@@ -3914,10 +3924,10 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
 
 // Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one
 // line of the other kind crosses it: the shared cell, if it was not covered before, leaves that line's residual.
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, int id, Tally *t) {
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, double *gain, int id, Tally *t) {
     int n = p->n, slash = id < n, x = slash ? id : id - n;
-    t->rec[0] += w->g[id];
-    w->gain[id] = 0;
+    t->rec[0] += g[id];
+    gain[id] = 0;
     bit_set(slash ? a->s : a->v, x);
     for (int i = 0; i < p->m; i++) {
         int other = p->R[i] - x;
@@ -3928,28 +3938,30 @@ static void take_line(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom
             t->rec[1] += cell;
             continue;
         }
-        w->g[crossing] -= cell;
-        w->gain[crossing] = line_gain(p, w->g[crossing], crossing);
+        g[crossing] -= cell;
+        gain[crossing] = line_gain(p, g[crossing], crossing);
     }
 }
 
 // Greedy for Eq. 1: takes the line with the largest residual per length until both halves of the
 // samples recover alpha. Returns 1, and the head is dense, when the lines cover more than max_cells
-// of the pass or no line is left before the validating half recovers alpha; otherwise 0.
-static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+// of the pass or no line is left before the validating half recovers alpha; otherwise 0. room (5 n).
+static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
+    double *g = room, *gain = g + 2 * (size_t)p->n;      // of slashes, then of verticals: residuals, and per length;
+    double *best = gain + 2 * (size_t)p->n;              // the largest of these, block by block
     int failed = 0;
     double all = cells_all(a);
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);      // lines that are always taken
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
     double cells = cells_of(a, a->v) + cells_of(a, a->s);
-    Tally t = residuals(p, u, w->g);
-    for (int id = 0; id < 2 * p->n; id++) w->gain[id] = line_gain(p, w->g[id], id);
-    for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) w->best[i] = INFINITY;
+    Tally t = residuals(p, u, g);
+    for (int id = 0; id < 2 * p->n; id++) gain[id] = line_gain(p, g[id], id);
+    for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) best[i] = INFINITY;
 
     while (!tally_done(&t, u->alpha) && !failed) {       // Eq. 1: the constraint
-        int id = best_line(w->gain, w->best, 2 * p->n);
+        int id = best_line(gain, best, 2 * p->n);
         if (id < 0) break;
-        take_line(p, u, a, w, id, &t);
+        take_line(p, u, a, g, gain, id, &t);
         cells += (double)line_len(id % p->n, p->p0, p->n);       // Eq. 1: the cost so far
         failed = cells > u->max_cells * all;
     }
@@ -3961,99 +3973,40 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
 
 // ---- prefill: Algorithm 1, line 5
 
-typedef struct {                // one layer of one prefill
-    int l, T;                   // layer; tokens of the pass
-    const float *q;             // (T,H,D) queries
-    const int *rows;            // (m) sampled rows of the pass, from 0; the same for all heads
-    Lines *lines;               // (H) the choice
-    LoopFound *found;           // (H) what it recovers and costs; not set where nothing was chosen
-    LoopRoom *room;             // (threads) working memory; NULL where the GPU chooses
-} LoopPass;
-
-// Working memory for every thread, in scratch: m samples of heads with at most N rows.
-static LoopRoom *loop_rooms(Session *s, int m, int N) {
-    int threads = n_threads();
-    LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
-    size_t n = (size_t)N;
-    for (int i = 0; i < threads; i++) {
-        w[i].P = scratch(s, m * n * sizeof(float));
-        w[i].g = scratch(s, 2 * n * sizeof(double));
-        w[i].gain = scratch(s, 2 * n * sizeof(double));
-        w[i].best = scratch(s, (2 * n / GAIN_BLOCK + 1) * sizeof(double));
-        w[i].top = scratch(s, 2 * n * sizeof(float));
-        w[i].item = scratch(s, 2 * n * sizeof(LineItem));
-        w[i].R = scratch(s, m * sizeof(int));
-    }
-    return w;
+// ChooseLines, by the variant that the options say.
+static void loop_choose(const void *ms, const LineSample *p, Lines *a, double *room, LoopFound *f) {
+    const LoopServe *x = ms;
+    a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, room, f);
 }
 
-// The sample of head h: its row numbers are filled in, its probabilities are not.
-static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
-    const Lines *a = &pass->lines[h];
-    for (int i = 0; i < m; i++) w->R[i] = a->p0 + pass->rows[i];
-    return (LineSample){ m, a->n, a->p0, w->R, w->P };
-}
-
-// Chooses the lines of one head from its sample, by the variant the options say. Sets a->dense when
-// the choice fails.
-static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
-    a->dense = (x->variant_a ? select_faithful : select_exact)(p, &x->rule, a, w, f);
-}
-
-// Chooses the lines of every head that is not dense already, on the CPU.
-static void loop_heads(Session *s, const LoopServe *x, const LoopPass *pass) {
-    int H = s->c->H, l = pass->l, m = x->m;
-    Tile *tiles = tiles_new(s);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        if (pass->lines[h].dense) continue;
-        LoopRoom *w = &pass->room[thread_id()];
-        LineSample p = head_sample(pass, m, h, w);
-        // Algorithm 2, line 4: A[X~], the softmax rows of the samples
-        line_probs(s, l, h, pass->q, pass->T, w->R, m, w->P, &tiles[thread_id()]);
-        loop_choose(x, &p, &pass->lines[h], w, &pass->found[h]);
-    }
-}
-
-// The same on a device, some KV heads at a time: the GPU computes the probabilities and chooses the
-// lines. Only the paper's own loop (variant a) sorts and chooses on the host.
-static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pass) {
-    int G = s->c->G, R = s->c->H / G, l = pass->l, N = kv_longest(s, l), m = x->m;
-    int groups = line_batch_cuda(s, l, m), heads = groups * R;
-    Lines *lines = pass->lines;
+// The choice on a device, some KV heads at a time: the GPU computes the probabilities and chooses the lines. Only
+// the paper's own loop (variant a) sorts and chooses on the host.
+static void loop_heads_device(Session *s, const LoopServe *x, const LineChoice *c) {
+    int G = s->c->G, R = s->c->H / G, l = c->l, groups = line_batch_cuda(s, l, c->m), heads = groups * R;
     for (int h0 = 0; h0 < G * R; h0 += heads) {
         // Algorithm 2, line 4: A[X~]
-        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->rows, m);
-        if (!x->variant_a) {
-            choose_lines_cuda(s, l, h0 / R, groups, &x->rule, P, pass->T, m, lines + h0,
-                              pass->found + h0);
-            for (int h = h0; h < h0 + heads; h++) lines[h].dense |= lines[h].n <= x->min_context;
+        float *P = line_probs_cuda(s, l, h0 / R, groups, c->q, c->rows, c->m);
+        if (x->variant_a) {
+            lines_choose(s, c, h0, h0 + heads, P, loop_choose, x);
             continue;
         }
-        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * heads))
-        for (int h = h0; h < h0 + heads; h++) {
-            if (lines[h].dense) continue;
-            LoopRoom *w = &pass->room[thread_id()];
-            LineSample p = head_sample(pass, m, h, w);
-            for (int i = 0; i < m; i++)
-                bytes_load_cuda(w->P + (size_t)i * p.n, P + ((size_t)(h - h0) * m + i) * N, p.n * sizeof *P);
-            loop_choose(x, &p, &lines[h], w, &pass->found[h]);
-        }
+        choose_lines_cuda(s, l, h0 / R, groups, &x->rule, P, c->T, c->m, c->lines + h0, c->found + h0);
+        for (int h = h0; h < h0 + heads; h++) c->lines[h].dense |= c->lines[h].n <= x->min_context;
     }
 }
 
 // For --trace: the sampled tokens and, of every query head, the chosen columns as tokens, the chosen
 // offsets row - column, the share of the sampled attention and of the cells. A head in full has none
 // of the former, and 1 for both shares.
-static void loop_trace(Session *s, const LoopPass *pass, int m) {
-    int H = s->c->H, l = pass->l;
+static void loop_trace(Session *s, const LineChoice *c) {
+    int H = s->c->H, l = c->l, m = c->m;
     size_t mark = scratch_mark(s), N = kv_longest(s, l);
     int *at = scratch(s, max_size(N, m) * sizeof *at), *dense = scratch(s, H * sizeof *dense);
     float *mass = scratch(s, H * sizeof *mass), *cells = scratch(s, H * sizeof *cells);
-    for (int i = 0; i < m; i++) at[i] = s->base + pass->rows[i];
+    for (int i = 0; i < m; i++) at[i] = s->base + c->rows[i];
     trace_i32(s, at, m, 0, "layer%02d.loopserve.sampled", l);
     for (int h = 0; h < H; h++) {
-        const Lines *a = &pass->lines[h];
+        const Lines *a = &c->lines[h];
         const int *src = kv_head(s, l, h * s->c->G / H)->src;
         int n = a->dense ? 0 : bit_list(a->v, a->n, at);
         for (int i = 0; i < n; i++) at[i] = src[at[i]];
@@ -4061,8 +4014,8 @@ static void loop_trace(Session *s, const LoopPass *pass, int m) {
         n = a->dense ? 0 : bit_list(a->s, a->n, at);
         trace_i32(s, at, n, 0, "layer%02d.qhead%02d.loopserve.slashes", l, h);
         dense[h] = a->dense;
-        mass[h] = a->dense ? 1 : (float)pass->found[h].mass;
-        cells[h] = a->dense ? 1 : (float)pass->found[h].cells;
+        mass[h] = a->dense ? 1 : (float)c->found[h].mass;
+        cells[h] = a->dense ? 1 : (float)c->found[h].cells;
     }
     trace_i32(s, dense, H, 0, "layer%02d.loopserve.dense", l);
     trace_f32(s, mass, H, 0, "layer%02d.loopserve.recovered", l);
@@ -4083,27 +4036,22 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
 
     size_t mark = scratch_mark(s);
     double t = now();
-    LoopPass pass = { .l = l, .T = T, .q = q };
-    pass.lines = lines_new(s, l, T);
-    if (!KV_DEV(s) || x->variant_a) pass.room = loop_rooms(s, m, kv_longest(s, l));
-    pass.found = scratch(s, (size_t)H * sizeof *pass.found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
-
+    LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
     sample_rows(T, m, s->turn, l, rows);
-    pass.rows = rows;
     for (int h = 0; h < H; h++) {
-        pass.lines[h].dense = pass.lines[h].n <= x->min_context;
-        all_dense &= pass.lines[h].dense;
+        c.lines[h].dense = c.lines[h].n <= x->min_context;
+        all_dense &= c.lines[h].dense;
     }
 
     if (!all_dense) {                                    // Algorithm 1, line 5
-        if (KV_DEV(s)) loop_heads_device(s, x, &pass);
-        else loop_heads(s, x, &pass);
+        if (KV_DEV(s)) loop_heads_device(s, x, &c);
+        else lines_choose(s, &c, 0, H, NULL, loop_choose, x);
     }
     timed(&s->clk.index, t);
-    if (traced(s, l)) loop_trace(s, &pass, m);
+    if (traced(s, l)) loop_trace(s, &c);
 
-    lines_attend(s, l, pass.lines, out, q, T);
+    lines_attend(s, l, c.lines, out, q, T);
     scratch_reset(s, mark);
 }
 
@@ -4428,6 +4376,8 @@ enum {
 };
 
 typedef struct {
+    Packing packing;                // what the storage of rows calls (Session.packing)
+
     // Options.
     int schedule;                   // PATS_MIDDLE, ..
     int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
@@ -4572,14 +4522,8 @@ static Region *region_add(Region *reg, int w, int rows64, int D) {
 
 // ---- reading rows: what attention calls
 
-static int pats_open(Session *s, void *ms);
-
 // The session's Pats, for the storage hooks: they are called without it.
-static const Pats *pats_of(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->open == pats_open) return s->part[i].ms;
-    return NULL;
-}
+static const Pats *pats_of(const Session *s) { return (const Pats *)s->packing; }
 
 // Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
@@ -4765,11 +4709,6 @@ static size_t pats_plan(const Session *s, int n, int *raw) {
     return cut ? 2 * all : 0;
 }
 
-static const Packing pats_packing[] = {                  // by Pats.rows64
-    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
-    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
-};
-
 // Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
 // s->err set.
 static int pats_check(Session *s, const Pats *x) {
@@ -4802,7 +4741,8 @@ static int pats_open(Session *s, void *ms) {
     x->is_static = x->T_end > 0;
     if (pats_check(s, x)) return -1;
     s->fk = s->fv = format_find("f16");
-    s->packing = &pats_packing[x->rows64];
+    x->packing = (Packing){ pats_load, pats_stored, pats_keep, pats_plan, !x->rows64 };
+    s->packing = &x->packing;
     return 0;
 }
 
@@ -5207,26 +5147,20 @@ static float above(double r) {
     return nextafterf((float)r, INFINITY);
 }
 
-// label (n): the centre of mu (K,D) with the largest product for every point x (n,D); equal ones: the
-// lower number. Tiles of points meet tiles of centres, so that both stay in the nearest cache.
-static void assign_points(const float *x, int n, const float *mu, int K, int D, int *label) {
-    float sc[KV_TILE * KV_TILE];
-    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
-        int m = min_int(KV_TILE, n - i0);
-        float best[KV_TILE];                    // of these points, over the centres so far
-        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
-            int k = min_int(KV_TILE, K - j0);
-            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
-            for (int i = 0; i < m; i++) {
-                const float *row = sc + (size_t)i * k;
-                float top = max_f32(row, k);
-                int j = 0;
-                if (j0 && !(top > best[i])) continue;
-                while (j < k - 1 && row[j] != top) j++;
-                best[i] = top;
-                label[i0 + i] = j0 + j;
-            }
-        }
+// The node with the largest of the scores S (n), equal ones by number; -1: all are -INFINITY.
+static int best_node(const float *S, int n) {
+    float top = max_f32(S, n);
+    for (int j = 0; j < n && top > -INFINITY; j++)
+        if (S[j] == top) return j;
+    return -1;
+}
+
+// label (n): the centre of mu (K,D) with the largest product for every point x (n,D); equal ones: the lower
+// number. sc (K) is room.
+static void assign_points(const float *x, int n, const float *mu, int K, int D, int *label, float *sc) {
+    for (int i = 0; i < n; i++) {
+        attn_scores(sc, x + (size_t)i * D, mu, 1, K, D, 1);
+        label[i] = max_int(best_node(sc, K), 0);
     }
 }
 
@@ -5242,7 +5176,7 @@ static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu,
         memcpy(mu + (size_t)j * D, x + (size_t)from * D, row);
     }
     for (int it = 0; it < iters; it++) {                          // Sec. 4.3
-        assign_points(x, n, mu, K, D, u->of);
+        assign_points(x, n, mu, K, D, u->of, sum);
         memset(sum, 0, K * row);
         memset(points, 0, (size_t)K * sizeof *points);
         for (int i = 0; i < n; i++) {
@@ -5258,7 +5192,7 @@ static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu,
     }
     from_f32(u->mu, mu, DT_BF16, numbers);
     to_f32(mu, u->mu, DT_BF16, numbers);
-    assign_points(x, n, mu, K, D, u->of);
+    assign_points(x, n, mu, K, D, u->of, sum);
     memset(u->r, 0, (size_t)K * sizeof *u->r);
     memset(u->tokens, 0, (size_t)K * sizeof *u->tokens);
 }
@@ -5325,14 +5259,6 @@ static void score_nodes(const Nodes *u, int from, int n, const float *q, const f
     }
     for (int j = 0; bound && j < n; j++) S[j] += u->r[from + j];      // Eq. 2: q.mu_u + |q| r_u, |q| = 1
     for (int j = 0; j < n; j++) S[j] = u->tokens[from + j] ? S[j] : -INFINITY;
-}
-
-// The node with the largest of the scores S (n), equal ones by number; -1: all are -INFINITY.
-static int best_node(const float *S, int n) {
-    float top = max_f32(S, n);
-    for (int j = 0; j < n && top > -INFINITY; j++)
-        if (S[j] == top) return j;
-    return -1;
 }
 
 // ---- grafting: a chunk that is complete joins the index (Algorithm 1, lines 18-23)
@@ -5858,33 +5784,17 @@ static uint64_t sonic_fingerprint(const Weights *w) {
     return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
 }
 
-// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree.
+// Is it an adapter as this program knows them, and was it trained for this base? Sizes are those of its tensors.
 static int sonic_check_base(Session *s, const SafeFile *f) {
-    const Config *c = s->c;
     const struct { const char *key, *want, *or; } words[] = {
         { "format", "sonic-nexus", NULL },
         { "version", "1", NULL },
-        { "model_type", c->model_type, NULL },
         { "body", "full_message", NULL },
-        { "attention_bias", s->w->layer[0].bq.data ? "true" : "false", NULL },
         { "position_mode", "augmented", "original" },
         { "mlp", "dedicated", "shared" },
     };
-    const struct { const char *key; int want; } sizes[] = {
-        { "hidden_size", c->C },
-        { "num_hidden_layers", c->L },
-        { "num_attention_heads", c->H },
-        { "num_key_value_heads", c->G },
-        { "head_dim", c->D },
-        { "intermediate_size", c->F },
-    };
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (sonic_meta(s, f, words[i].key, words[i].want, words[i].or)) return -1;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        char want[16];
-        snprintf(want, sizeof want, "%d", sizes[i].want);
-        if (sonic_meta(s, f, sizes[i].key, want, NULL)) return -1;
-    }
 
     // The fingerprint is written in hexadecimal, with or without 0x.
     char own[20];
@@ -6399,10 +6309,8 @@ const char *score_names[SCORES][2] = {
     [SCORE_R2]   = { "r2",   NULL },
 };
 
-// The map of score `which` in the file j: the object under one of its names, else the only object
-// inside j, else j itself.
+// The map of score `which` in the file j: the object under one of its names, else j itself.
 static const Json *scores_find(const Json *j, const char *which) {
-    if (j->type != JSON_OBJECT) return j;
     for (int i = 0; i < SCORES; i++) {
         if (strcmp(which, score_names[i][0])) continue;
         for (int k = 0; k < 2 && score_names[i][k]; k++) {
@@ -6410,14 +6318,7 @@ static const Json *scores_find(const Json *j, const char *which) {
             if (v && v->type == JSON_OBJECT) return v;
         }
     }
-    const Json *only = NULL;
-    int objects = 0;
-    for (int i = 0; i < j->n; i++) {
-        if (j->item[i].type != JSON_OBJECT) continue;
-        only = &j->item[i];
-        objects++;
-    }
-    return objects == 1 ? only : j;
+    return j;
 }
 
 // The place layer * H + head of a key "layer-head"; -1: not a head of a model with L layers and H
@@ -6843,16 +6744,16 @@ static int rows_at_once(const Session *s, int ctx, int evicts) {
 }
 
 // One line more of the plan; nothing for 0 bytes. -> bytes
-static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host) {
+static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes) {
     if (!bytes) return 0;
     if (p->n_line == PLAN_LINES) die(EXIT_RUN, "a memory plan of more than %d lines", PLAN_LINES);
-    p->line[p->n_line++] = (PlanLine){ what, bytes, host };
+    p->line[p->n_line++] = (PlanLine){ what, bytes };
     return bytes;
 }
 
 // A growing buffer of a pass on a device for n bytes.
 static void plan_room_cuda(MemoryPlan *p, const char *what, size_t n) {
-    p->pass += plan_line(p, what, n ? room_bytes(n) : 0, 0);
+    p->pass += plan_line(p, what, n ? room_bytes(n) : 0);
 }
 
 // The same of a buffer that the CPU needs as well, where a block of the arena is half as large again.
@@ -6929,22 +6830,11 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx, evicts));
     size_t others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
-    p->kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
+    p->kv += plan_line(p, "packed rows of every layer", heads * packed);
     p->kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one",
-                       others * held * row, 0);
-    p->kv += plan_line(p, "raw rows of the layer that is computed", c->G * all * row, 0);
-    p->kv += plan_line(p, "tokens of the rows", tokens * sizeof(int), 0);
-}
-
-// What the host holds beside a device: the books of the rows, the tokens, and what a prefill sends.
-static void plan_host(MemoryPlan *p, const Session *s, int evicts) {
-    const Config *c = s->c;
-    size_t T = p->ctx, heads = (size_t)c->L * c->G, kept = rows_kept(s, p->ctx, evicts);
-    size_t rows = (heads - c->G) * kept + c->G * T;
-    plan_line(p, "token and position of every row", rows * 2 * sizeof(int), 1);
-    plan_line(p, "tokens of the dialogue, and of the turn", 3 * T * sizeof(Token), 1);
-    plan_line(p, "RoPE angles and ids of the turn", T * (c->D + 1) * sizeof(float), 1);
-    plan_line(p, "logits", 2 * (size_t)c->V * sizeof(float), 1);
+                       others * held * row);
+    p->kv += plan_line(p, "raw rows of the layer that is computed", c->G * all * row);
+    p->kv += plan_line(p, "tokens of the rows", tokens * sizeof(int));
 }
 
 // What a dialogue of -c tokens takes on a device, every allocation a line.
@@ -6954,16 +6844,15 @@ MemoryPlan memory_plan(const Session *s) {
     if (!ctx) ctx = c->max_pos;
 
     MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx, .pass_cpu = ARENA_BLOCK };
-    plan_line(&p, "weights", p.weights, 0);
+    plan_line(&p, "weights", p.weights);
     plan_rows(&p, s, evicts);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
         const void *ms = s->part[i].ms;
         size_t bytes = m->plan ? m->plan(s, ms, ctx) : m->bytes ? m->bytes(s, ms) : 0;
         sparse |= m->attend && m->role & ROLE_PREFILL;
-        p.parts += plan_line(&p, m->name, bytes, 0);
+        p.parts += plan_line(&p, m->name, bytes);
     }
     plan_pass(&p, s, evicts, turn_hooks(s), sparse);
-    plan_host(&p, s, evicts);
     return p;
 }

@@ -532,7 +532,6 @@ static const size_t DEVICE_OWN = (size_t)256 << 20;    // cuBLAS, the graph of a
 typedef struct {                // one allocation of a memory plan, or a few that belong together
     const char *what;
     size_t bytes;
-    int host;                   // 1: in the host's memory, beside a device
 } PlanLine;
 
 typedef struct {                // bytes that a dialogue of ctx tokens needs on a device
@@ -542,7 +541,7 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
     size_t pass;                // scratch memory of the largest pass on a GPU
     size_t pass_cpu;            // and on the CPU
     int ctx;
-    PlanLine line[PLAN_LINES];  // what these sums are made of, and what the host needs
+    PlanLine line[PLAN_LINES];  // what these sums are made of
     int n_line;
 } MemoryPlan;
 

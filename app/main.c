@@ -15,16 +15,14 @@
 // Everything that can be refused is refused before anything slow begins. stdout has the asked-for result alone.
 
 // ---- --plan: what a dialogue takes
-// The lines of one memory and their sum. extra: bytes that the runtime itself takes.
-static void print_lines(const MemoryPlan *p, int host, size_t extra) {
-    size_t sum = extra;
-    printf("%s\n", host ? "host" : "device");
+// The lines of a device's memory and their sum.
+static void print_lines(const MemoryPlan *p) {
+    size_t sum = DEVICE_OWN;
     for (int i = 0; i < p->n_line; i++) {
-        if (p->line[i].host != host) continue;
         printf("  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
         sum += p->line[i].bytes;
     }
-    if (extra) printf("  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
+    printf("  %-58s %10.3f GB\n", "CUDA's own", (double)DEVICE_OWN * 1e-9);
     printf("  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
 }
 
@@ -48,8 +46,7 @@ static int plan(App *a) {
     s->batch = batch_rows(a->o, "cuda");
     p = memory_plan(s);
     printf("with -d cuda and -b %d at most\n", s->batch);
-    print_lines(&p, 0, DEVICE_OWN);
-    print_lines(&p, 1, 0);
+    print_lines(&p);
     return 0;
 }
 

@@ -1007,16 +1007,17 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
                        i % 4 ? .9 : .3 };
         Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
         LoopFound f[16], g[16];
-        LoopRoom *w = loop_rooms(p->c, m, N);
+        double *room = scratch(p->c, (size_t)5 * N * sizeof *room);
+        float *P = scratch(p->c, (size_t)m * N * sizeof *P);
+        int *r = scratch(p->c, m * sizeof *r);
         choose_lines_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
         for (int h = 0; h < c->H; h++) {
             for (int j = 0; j < m; j++) {
-                w->R[j] = a[h].p0 + t[j];
-                memcpy(w->P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N,
-                       a[h].n * sizeof(float));
+                r[j] = a[h].p0 + t[j];
+                memcpy(P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
             }
-            LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
-            a[h].dense = select_exact(&x, &u, &a[h], w, &f[h]);
+            LineSample x = { m, a[h].n, a[h].p0, r, P };
+            a[h].dense = select_exact(&x, &u, &a[h], room, &f[h]);
             CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells,
                   "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g",
                   i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
@@ -2309,7 +2310,7 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     MemoryPlan plan = memory_plan(s);
     size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
     size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
-    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].host ? 0 : plan.line[i].bytes;
+    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].bytes;
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
     CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
           raw, plan.pass);

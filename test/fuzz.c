@@ -401,8 +401,6 @@ static char *adapter_bytes(size_t *n) {
     char path[] = "/tmp/kvcomp-fuzz-XXXXXX", err[512] = "", text[32], name[80];
     const int HD = c->H * c->D, GD = c->G * c->D;
     const struct { const char *key; int value; } sizes[] = {
-        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H },
-        { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F },
         { "k_max", 4 }, { "k_default", 2 }, { "t_max", 2 },
     };
     const struct { const char *what; int dim[2]; } part[] = {
@@ -420,9 +418,7 @@ static char *adapter_bytes(size_t *n) {
     safe_write_begin(&w, path, "fuzz");
     safe_write_meta(&w, "format", "sonic-nexus");
     safe_write_meta(&w, "version", "1");
-    safe_write_meta(&w, "model_type", c->model_type);
     safe_write_meta(&w, "body", "full_message");
-    safe_write_meta(&w, "attention_bias", "false");
     safe_write_meta(&w, "position_mode", "augmented");
     safe_write_meta(&w, "mlp", "dedicated");
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
