@@ -1079,22 +1079,12 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
 }
 
 // Pass 1 for a tile: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row.
-static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m,
-                          const int *rows, int r0, int n, TileRows k) {
-    int D = s->c->D;
+static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const ViewTile *a, TileRows k) {
+    int D = s->c->D, n = a->n;
     float scale = 1 / sqrtf((float)D);
     if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, m, n, D, scale, k.next);
     else scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, scale, k.next);
-    return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
-}
-
-// The same where many queries read the keys, which are brought to t->k as f32 first. Keys of q8_0
-// have their own product (D89) and stay as they are.
-static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m,
-                       const int *rows, int r0, int n) {
-    int dtype = dtype_in_place(s->fk, s->c->D) == ROWS_Q8 ? ROWS_Q8 : DT_F32;
-    load_rows(s, hd, OF_K, rows, r0, n, t->k, dtype);
-    return tile_scores_of(s, l, hd, t, m, rows, r0, n, (TileRows){ .x = t->k, .dtype = dtype });
+    return mask_tile(s, l, hd, t, m, a->rows, a->r0, n, t->sc, (size_t)n, 1);
 }
 
 // The running softmax of m queries begins: no row has been seen.
@@ -1252,7 +1242,7 @@ static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *
 
         // Pass 1: scores.
         TileRows k = tile_read(s, hd, w, &a, OF_K, many, p1, t->k);
-        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
+        if (!tile_scores(s, l, hd, t, m, &a, k)) continue;
 
         // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys: two tiles, and the
         // rows they come from, would not fit into the first-level cache.
@@ -1281,7 +1271,7 @@ static void add_mass(const Session *s, int l, KVHead *hd, const View *w, Tile *t
     for (int p = 0; p < n_rows; p += KV_TILE) {
         float mass[KV_TILE] = { 0 };
         ViewTile a = view_tile(w, p, min_int(KV_TILE, n_rows - p), t->rows);
-        if (!tile_scores(s, l, hd, t, m, a.rows, a.r0, a.n)) continue;
+        if (!tile_scores(s, l, hd, t, m, &a, tile_read(s, hd, w, &a, OF_K, 1, n_rows, t->k))) continue;
         for (int i = 0; i < m; i++) {
             float *x = t->sc + (size_t)i * a.n;
             exp_shift(x, t->max[i], a.n, &unused);
@@ -2137,11 +2127,6 @@ static int snap_due(const Session *s, int l, int B) {
     return !s->decoding && l < s->c->L && s->n_tok > B;
 }
 
-// The last rows that always stay: w of them, or B where --ratio makes B the smaller number.
-static int snap_kept_window(const Snap *x, int B) {
-    return min_int(x->window, B);
-}
-
 // The number of candidates of a head: its rows before the last w.
 static int candidates(const KVHead *h, int w) {
     return max_int(h->len - w, 0);
@@ -2237,7 +2222,7 @@ static void top_k_rows(Session *s, const float *x, int S, size_t stride, const i
 // q (T,H,D) are the last queries of the pass; `method` is its name in a trace.
 static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T, const char *method,
                         void (*caps)(Session *s, int l, const float *score, const int *n, int base, int *cap)) {
-    int G = s->c->G, B = budget_now(s), w = snap_kept_window(x, B);
+    int G = s->c->G, B = budget_now(s), w = min_int(x->window, B);           // --ratio may make B the smaller one
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s), N = kv_longest(s, l), ints = G * sizeof(int);
     int *n = scratch(s, ints), *cap = scratch(s, ints), *kept = scratch(s, ints);
@@ -2413,14 +2398,6 @@ const Method pyramidkv_method = {
 // **Differs from the paper:** a prefill is dense over the rows held.
 // Options: --budget (1024).
 
-// keep: the `cap` best of rows [0,n) by score, and every row of [n,len), ascending. Returns their
-// number.
-static int keep_best(int *keep, const float *score, int n, int cap, int len) {
-    int kept = top_k(score, n, cap, keep);
-    for (int r = n; r < len; r++) keep[kept++] = r;
-    return kept;
-}
-
 // The end of a prefill, and of every decode step: the KV heads of layer l drop rows.
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), recent = B / 2;
@@ -2429,8 +2406,10 @@ static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int *keep = scratch(s, N * ints), *kept = scratch(s, ints);
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
+        int n = candidates(h, recent), *to = keep + g * N;
         if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        kept[g] = keep_best(keep + g * N, h->mass, candidates(h, recent), B - recent, h->len);
+        kept[g] = top_k(h->mass, n, B - recent, to);
+        for (int r = n; r < h->len; r++) to[kept[g]++] = r;
     }
     kv_keep(s, l, keep, N, kept);
     scratch_reset(s, mark);
@@ -3146,6 +3125,7 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
     int n = hd->len, p0 = n - T;
+    const View all = { 0 };                 // every row
 
     // The scores, a block of queries against a tile of keys at a time.
     for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
@@ -3158,11 +3138,11 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
         }
         if (t->q8) q8_queries(t->q8, t->q, mb, D);
         for (int r = 0; r < n; r += KV_TILE) {
-            int nr = min_int(n - r, KV_TILE);
-            tile_scores(s, l, hd, t, mb, NULL, r, nr);
+            ViewTile a = view_tile(&all, r, min_int(n - r, KV_TILE), NULL);
+            tile_scores(s, l, hd, t, mb, &a, tile_read(s, hd, &all, &a, OF_K, 1, n, t->k));
             for (int i = 0; i < mb; i++) {
                 float *to = P + (size_t)(i0 + i) * n + r;
-                memcpy(to, t->sc + (size_t)i * nr, (size_t)nr * sizeof(float));
+                memcpy(to, t->sc + (size_t)i * a.n, (size_t)a.n * sizeof(float));
             }
         }
     }
@@ -4436,17 +4416,9 @@ static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
     int fill = 0;
     for (int i = 0; i < n; i++) {
         acc |= (uint64_t)(h[i] >> (16 - w)) << fill;
-        fill += w;
-        if (fill < 32) continue;
-        memcpy(p, &acc, 4);
-        p += 4;
-        acc >>= 32;
-        fill -= 32;
+        for (fill += w; fill >= 8; fill -= 8, acc >>= 8) *p++ = (unsigned char)acc;
     }
-    for (; fill > 0; fill -= 8) {
-        *p++ = (unsigned char)acc;
-        acc >>= 8;
-    }
+    if (fill) *p = (unsigned char)acc;
 }
 
 // Elements of w bits that one of the paper's blocks holds.
@@ -4865,14 +4837,14 @@ const Method pats_method = {
 //   Sec. 4.4 -> node_absorb, graft_kernel
 //   Eq. 2 -> score_nodes, node_score, cluster_select_kernel
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
-//   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
+//   Algorithm 1, line 3 -> lychee_update, tree_build, lychee_build_cuda
 //   Algorithm 1, line 9 -> score_clusters, open_units
 //   Algorithm 1, line 10 -> open_units
 //   Algorithm 1, line 13 -> score_clusters, cluster_scores
 //   Algorithm 1, line 14 -> take_clusters
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 21 -> cut_chunks
-//   Algorithm 1, line 22 -> lychee_commit, lychee_graft, tree_graft, graft_kernel
+//   Algorithm 1, line 22 -> lychee_commit, lychee_update, tree_graft, graft_kernel
 // Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut on the host in
 // a device session too.
 //
@@ -5223,27 +5195,6 @@ static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead 
     }
 }
 
-// Builds the index of all layers from the M chunks there are, on the session's device.
-static void lychee_build(Session *s, Lychee *x) {
-    int G = s->c->G, D = s->c->D, n = s->c->L * G, K, P;
-    tree_shape(x, x->M, &K, &P);
-    LycheeRule rule = lychee_rule(x);
-    for (int i = 0; i < n; i++) {
-        if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
-    }
-    size_t mark = scratch_mark(s), per = ((size_t)x->M + K + P + max_int(K, x->max)) * D;
-    float *room = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *room);
-    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s))
-    for (int i = 0; i < n; i++) {
-        if (!indexed_layer(s, x, i / G)) continue;
-        if (!KV_DEV(s)) tree_build(s, x, &x->tree[i], &s->head[i], room + thread_id() * per);
-        else if (i % G == 0) lychee_build_cuda(s, &rule, i / G, &x->tree[i]);
-    }
-    scratch_reset(s, mark);
-    x->M_built = x->M;
-    s->changes++;                               // the trees may lie elsewhere now
-}
-
 // ---- scores
 
 // S (n): the scores of nodes from..from+n-1 of a level for the query heads q (R,D) of a group;
@@ -5294,22 +5245,32 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
     if (t->coarse.n) node_absorb(&t->coarse, t->coarse.of[c], key, tokens, D);
 }
 
-// Grafts chunks from..M-1 onto the index, in order in every tree, on the session's device.
-static void lychee_graft(Session *s, Lychee *x, int from) {
-    int G = s->c->G, n = s->c->L * G, K, P;
+// The chunks from..M-1 are new: they are grafted onto every tree, in order, or all trees are built anew from all
+// chunks, when these have doubled (D41). On the session's device.
+static void lychee_update(Session *s, Lychee *x, int from) {
+    int G = s->c->G, D = s->c->D, n = s->c->L * G, anew = x->M >= 2 * x->M_built, K, P;
+    if (anew) x->M_built = x->M;
     tree_shape(x, x->M_built, &K, &P);
     LycheeRule rule = lychee_rule(x);
-    size_t mark = scratch_mark(s), keys = (size_t)(x->max + 1) * s->c->D, per = keys + 2 * (size_t)K;
-    float *all = scratch(s, (size_t)n_threads() * per * sizeof *all);
-    #pragma omp parallel for schedule(static) if (x->M > 256 && !KV_DEV(s))
+    for (int i = 0; i < n && anew; i++)
+        if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
+    size_t keys = (size_t)(x->max + 1) * D, all = ((size_t)x->M + K + P + max_int(K, x->max)) * D;
+    size_t mark = scratch_mark(s), per = anew ? all : keys + 2 * (size_t)K;
+    float *rooms = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *rooms);
+    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && (anew || x->M > 256))
     for (int i = 0; i < n; i++) {
-        float *room = all + thread_id() * per;
+        float *room = rooms + thread_id() * per;
         if (!indexed_layer(s, x, i / G)) continue;
-        if (KV_DEV(s) && i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);
-        for (int j = from; j < x->M && !KV_DEV(s); j++)
-            tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
+        if (KV_DEV(s)) {
+            if (i % G == 0 && anew) lychee_build_cuda(s, &rule, i / G, &x->tree[i]);     // Algorithm 1, line 3
+            else if (i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);
+            continue;
+        }
+        if (anew) tree_build(s, x, &x->tree[i], &s->head[i], room);
+        for (int j = from; j < x->M && !anew; j++) tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
     }
     scratch_reset(s, mark);
+    if (anew) s->changes++;                     // the trees may lie elsewhere now
 }
 
 // ---- retrieval (Algorithm 1, lines 8-16)
@@ -5482,8 +5443,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     double t0 = now();
     cut_chunks(s, x);                                             // Algorithm 1, line 2
     if (x->M == old) return;
-    if (x->M >= 2 * x->M_built) lychee_build(s, x);               // Algorithm 1, line 3
-    else lychee_graft(s, x, old);                                 // Algorithm 1, line 22: LazyUpdate
+    lychee_update(s, x, old);                                     // Algorithm 1, lines 3 and 22: LazyUpdate
     x->changed = 1;
     timed(&s->clk.index, t0);
 }
@@ -6493,7 +6453,7 @@ static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const fl
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
-    int L = s->c->L, H = s->c->H, B = budget_now(s), w = snap_kept_window(&x->snap, B);
+    int L = s->c->L, H = s->c->H, B = budget_now(s), w = min_int(x->snap.window, B);
     if (!snap_due(s, l, B)) return;
 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
@@ -6762,18 +6722,6 @@ static void plan_room(MemoryPlan *p, const char *what, size_t n) {
     p->pass_cpu += n + n / 2;
 }
 
-// Do products want their input in f32? f32 weights do, and so does --exact. Weights that are only
-// planned have the config's type.
-static int wide_inputs(const Session *s) {
-    int wide = opt_int(s->opt, "exact");
-    for (int l = 0; l < s->c->L; l++) {
-        const Layer *y = &s->w->layer[l];
-        const Tensor *all[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
-        for (int i = 0; i < 7; i++) wide |= (all[i]->data ? all[i]->dtype : s->c->dtype) == DT_F32;
-    }
-    return wide;
-}
-
 // The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of
 // every row may be needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of
 // pass_cuda; the CPU has the same but those that plan_room_cuda adds.
@@ -6786,6 +6734,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, (int)T);        // tokens whose queries live at once
     size_t scores = H * N * f;
+    int wide = opt_int(s->opt, "exact") || c->dtype == DT_F32;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
     // block does not have fewer pairs of tiles.
@@ -6797,9 +6746,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
               2 * span * (H + G) * D * f);
     plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
     plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
-    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * widest);
-    plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
-    plan_room_cuda(p, "scales of inputs", block * f);
+    plan_room_cuda(p, "inputs of products in 16 bits, with a scale each", block * (2 * widest + f));
+    plan_room_cuda(p, "inputs of products in 32 bits", wide ? block * max_size(C, F) * f : 0);
     p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0, q4 or mixed rows: those of a layer.

@@ -441,7 +441,7 @@ TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, sam
     base_agree(2, 2, 1, 19, &rests);
 }
 
-TEST(baselines_links, "by hand: join_heads, pool, keep_best") {
+TEST(baselines_links, "by hand: join_heads, pool") {
     float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
     join_heads(out, a[0], 5, 5, 2);
     CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
@@ -452,11 +452,6 @@ TEST(baselines_links, "by hand: join_heads, pool, keep_best") {
     pool(&(Snap){ .kernel = 2000000001 }, out, x, 6);
     CHECK(out[0] == 5 && out[5] == 5, "a kernel wider than the rows");
     // 0, 1, 3 are equal: the lower two; then 4, 5.
-    int keep[64], k = keep_best(keep, one, 4, 2, 6);
-    CHECK(k == 4 && keep[0] == 0 && keep[1] == 1 && keep[2] == 4 && keep[3] == 5,
-          "keep_best took %d rows", k);
-    CHECK(keep_best(keep, one, 0, 2, 3) == 3 && keep[0] == 0, "no candidates");
-    CHECK(keep_best(keep, one, 4, 0, 6) == 2 && keep[0] == 4, "cap 0");
 }
 
 // Hook commit of a method that has asked for the last query alone, and wants eight.
