@@ -136,7 +136,6 @@ typedef struct {
     double ratio;
     double **seen;
     int mean;                   // --pool avg
-    double epsilon;             // --ea-epsilon
 } BaseTwin;
 
 // The rows a head may keep of N, by budget or by ratio.
@@ -325,7 +324,7 @@ static void twin_expected(BaseTwin *b, Twin *t, int l, int B) {
         for (int r = first; r < rows; r++) {
             double vv = 0;
             for (int d = 0; d < t->c->D; d++) vv += row[r].v[d] * row[r].v[d];
-            x[r] = (x[r] / R + b->epsilon) * sqrt(vv);
+            x[r] = x[r] / R * sqrt(vv);
         }
         for (int r = 0; r < first; r++) x[r] = INFINITY;  // always kept
         twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
@@ -389,7 +388,6 @@ static const struct {
     { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
       { BT_SNAP, 24, 8, 5, 0, -1, NULL, .mean = 1 } },
     { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL, .mean = 1 } },
-    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL, .epsilon = .02 } },
     { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, .6, NULL } },
     { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, 0, .6, NULL } },
     { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, 0, -1, NULL } },
@@ -445,13 +443,12 @@ TEST(baselines_links, "by hand: join_heads, pool") {
     float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
     join_heads(out, a[0], 5, 5, 2);
     CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
-    float x[6] = { 1, 0, 0, 5, 0, 2 }, one[6] = { 1, 1, 0, 1, 1, 1 };
+    float x[6] = { 1, 0, 0, 5, 0, 2 };
     pool(&(Snap){ .kernel = 3 }, out, x, 6);
     CHECK(out[0] == 1 && out[1] == 1 && out[2] == 5 && out[3] == 5 && out[4] == 5 && out[5] == 2,
           "pool of 3");
     pool(&(Snap){ .kernel = 2000000001 }, out, x, 6);
     CHECK(out[0] == 5 && out[5] == 5, "a kernel wider than the rows");
-    // 0, 1, 3 are equal: the lower two; then 4, 5.
 }
 
 // Hook commit of a method that has asked for the last query alone, and wants eight.

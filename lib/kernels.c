@@ -1065,23 +1065,14 @@ static int simd_find(Kernels *k, const char *name) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");        // and F16C
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
               && __builtin_cpu_supports("avx512vl");
-    int vnni = avx512 && __builtin_cpu_supports("avx512vnni"), bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-    const struct { const char *name; const Kernels *k; int can; } own[] = {
-        { "plain", &kernels_plain, 1 },
-        { "avx2", &kernels_avx2, avx2 },
-        { "avx512", &kernels_avx512, avx512 },
-        { "avx512bf16", &kernels_avx512bf16, bf16 },
-        { name, &kernels_avx512vnni, vnni },
-    };
-    int i = 0;
-    while (strcmp(own[i].name, name)) i++;
-    *k = *own[i].k;
-    if (!own[i].can) return -1;
-    if (!strcmp(name, "pairs-plain")) {
-        k->name = name;
-        k->terms = 1;
-    }
-    return i < 3 ? 0 : simd_x86(k, name);
+    int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    int bf16 = vnni && __builtin_cpu_supports("avx512bf16"), pairs = !strcmp(name, "avx512bf16");
+    *k = !strcmp(name, "plain") ? kernels_plain : !strcmp(name, "avx2") ? kernels_avx2
+       : !strcmp(name, "avx512") ? kernels_avx512 : pairs ? kernels_avx512bf16 : kernels_avx512vnni;
+    if (!strcmp(name, "plain")) return 0;
+    if (!strcmp(name, "avx2")) return avx2 - 1;
+    if (!strcmp(name, "avx512")) return avx512 - 1;
+    return (pairs ? bf16 : vnni) ? simd_x86(k, name) : -1;
 }
 #else
 static int simd_find(Kernels *k, const char *name) {
@@ -1455,37 +1446,28 @@ void from_f32(void *dst, const float *src, int dtype, size_t n) {
 
 void unpack_f16(uint16_t *h, const unsigned char *p, int n, int w) { simd.unpack(h, p, n, w); }
 
-enum { PIECE = 256 };       // elements of a weight vector widened at a time
-
-// piece = elements c .. of a vector of weights, at most PIECE of them -> how many
-static int widen_piece(float *piece, const Tensor *w, int c, int n) {
-    int m = min_int(n - c, PIECE);
-    to_f32(piece, (const char *)w->data + c * dtype_size(w->dtype), w->dtype, (size_t)m);
-    return m;
+// A vector of weights as f32, in the room.
+static const float *widened(const Tensor *w) {
+    float *to = product_room(w->cols * sizeof *to);
+    to_f32(to, w->data, w->dtype, (size_t)w->cols);
+    return to;
 }
 
 void add_bias(float *y, const Tensor *b, int T) {
-    float piece[PIECE];
     if (!b->data) return;
-    for (int c = 0; c < b->cols; c += PIECE) {
-        int n = widen_piece(piece, b, c, b->cols);
-        for (int t = 0; t < T; t++) {
-            for (int i = 0; i < n; i++) y[(size_t)t * b->cols + c + i] += piece[i];
-        }
-    }
+    const float *wide = widened(b);
+    for (int t = 0; t < T; t++, y += b->cols)
+        for (int i = 0; i < b->cols; i++) y[i] += wide[i];
 }
 
 // y (T,n) = x / sqrt(mean(x^2) + eps) * w, row by row; y may be x.
 void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps) {
+    const float *wide = widened(w);
     #pragma omp parallel for schedule(static) if ((size_t)T * n > 1 << 15)
     for (int t = 0; t < T; t++) {
         const float *a = x + (size_t)t * n;
-        float *o = y + (size_t)t * n, piece[PIECE];
-        float inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
-        for (int c = 0; c < n; c += PIECE) {
-            int m = widen_piece(piece, w, c, n);
-            for (int i = 0; i < m; i++) o[c + i] = a[c + i] * inv * piece[i];
-        }
+        float *o = y + (size_t)t * n, inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
+        for (int i = 0; i < n; i++) o[i] = a[i] * inv * wide[i];
     }
 }
 

@@ -484,10 +484,14 @@ static int amx_can(void) {
 
 // Adds to *k, which is avx512vnni or avx512bf16, what the set of that name has -> 0; -1: this processor cannot.
 int simd_x86(Kernels *k, const char *name) {
-    int amx = !strcmp(name, "amx"), twins = !strcmp(name, "amx-plain");
+    int amx = !strcmp(name, "amx"), twins = !strcmp(name, "amx-plain"), pairs = !strcmp(name, "pairs-plain");
     if (__builtin_cpu_supports("avx512vbmi")) {
         packed_init();
         k->unpack = unpack_vbmi;
+    }
+    if (pairs) {
+        k->name = "pairs-plain";
+        k->terms = 1;
     }
     if (!amx && !twins) return 0;
     k->name = amx ? "amx" : "amx-plain";

@@ -1402,11 +1402,11 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/base", 850, 1368 },
-    { "lib/kernels", 1000, 1760 },
+    { "lib/kernels", 1000, 1800 },
     { "lib/checkpoint", 1000, 1426 },
     { "lib/tokenizer", 1200, 1653 },
     { "lib/template", 900, 1383 },
-    { "kvcomp", 6200, 7739 },
+    { "kvcomp", 6200, 7514 },
     { "app/options", 300, 399 },
     { "app/terminal", 400, 657 },
     { "app/trace", 140, 137 },
