@@ -687,7 +687,7 @@ int kv_longest(const Session *s, int l) {
 // says that the copy is valid. Whatever changes the list, or a key that it names, clears is_near.
 
 // Makes room for a list of n rows of query head h, so that no later step has to ask for memory.
-void view_room(Session *s, int l, int h, int n) {
+static void view_room(Session *s, int l, int h, int n) {
     View *w = kv_view(s, l, h);
     if (n <= w->cap) return;
     w->cap = n;
@@ -1181,7 +1181,7 @@ static int copies_views(const Session *s) {
 }
 
 // Makes room for the copy of a list of n rows of query head h, so that no later step has to ask for memory.
-void view_near_room(Session *s, int l, int h, int n) {
+static void view_near_room(Session *s, int l, int h, int n) {
     View *w = kv_view(s, l, h);
     size_t bytes = n * raw_row_bytes(s);
     if (!copies_views(s) || bytes <= w->room) return;
@@ -1195,7 +1195,7 @@ static char *near_rows(const Session *s, const View *w, int v) {
 }
 
 // Copies the rows that the list of query head h names side by side: its keys, then its values.
-void view_near(Session *s, int l, int h) {
+static void view_near(Session *s, int l, int h) {
     View *w = kv_view(s, l, h);
     const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
     if (!copies_views(s) || !w->n) return;
@@ -5254,7 +5254,7 @@ static void lychee_update(Session *s, Lychee *x, int from) {
         if (!indexed_layer(s, x, i / G)) continue;
         if (KV_DEV(s)) {
             if (i % G == 0 && anew) lychee_build_cuda(s, &rule, i / G, &x->tree[i]);     // Algorithm 1, line 3
-            else if (i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);
+            else if (i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);               // Algorithm 1, line 22: LazyUpdate
             continue;
         }
         if (anew) tree_build(s, x, &x->tree[i], &s->head[i], room);
@@ -5434,7 +5434,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     double t0 = now();
     cut_chunks(s, x);                                             // Algorithm 1, line 2
     if (x->M == old) return;
-    lychee_update(s, x, old);                                     // Algorithm 1, lines 3 and 22: LazyUpdate
+    lychee_update(s, x, old);
     x->changed = 1;
     timed(&s->clk.index, t0);
 }

@@ -4513,7 +4513,7 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const 
     return P;
 }
 
-// ---- MInference: what every line gathers (minference_lines of kvcomp.c)
+// ---- MInference: what every line gathers (minference_choose of kvcomp.c)
 // sum (ng R,N) = the mass of column x, or with `slash` of offset x, over the m sampled rows P (ng
 // R,m,N) of tokens t (m), in their order; INFINITY for the first `least` lines, which always win.
 // Block: 256 lines of query head blockIdx.y. Thread: one line; its neighbour reads the neighbouring

@@ -470,12 +470,6 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
 // the same for all query heads of KV head g
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
 
-void view_room(Session *s, int l, int h, int n);         // room for a list of n rows
-void view_near_room(Session *s, int l, int h, int n);    // room for the copy of a list of n rows
-
-// copies the listed rows side by side, for the steps that read the same list
-void view_near(Session *s, int l, int h);
-
 void view_all(Session *s);                                   // every view: every row
 int view_rows(const Session *s, int l, int h, int *rows);    // rows (N): the view spelled out -> count
 

@@ -190,7 +190,7 @@ int   top_k(const float *x, int n, int k, int *idx);            // places of the
 extern void (*top_k_chosen)(const float *x, int n, const int *idx, int k);     // tests look at a choice
 
 // "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
-// "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
+// "amx-plain" and "pairs-plain" are for tests: the tiles of AMX in plain C, products in pairs without their instruction
 const char *simd_name(void);
 
 // ---- behind the interface: for lib/kernels.c, lib/kernels_x86.c and tests

@@ -166,8 +166,8 @@ TEST(math_tiles, "products in tiles: the rms errors that kernels_x86.c states fo
     simd_set(NULL);
 }
 
-TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels_x86.c states, the bits of "
-                 "plain C whatever T, the threads and the number of columns, and a NaN in its own row") {
+TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that kernels.c states, the bits of another "
+                 "set whatever T, the threads and the number of columns, and a NaN in its own row") {
     static const int shape[][2] = { { 1, 1 }, { 9, 31 }, { 7, 33 }, { 75, 2048 }, { 131, 1100 }, { 64, 2080 } };
 
     enum { T = 129 };
