@@ -54,7 +54,7 @@ function least(a, b) { return a < b ? a : b }
 # ---- what a block takes
 
 # Bytes of dynamic shared memory of a block, where the template arguments decide on them: the carve functions of
-# kvcomp.cu, which a test holds against these lines. -1: the launch decides.
+# kvcomp.cu. -1: the launch decides.
 function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     split(kernel, part, /[<>, ]+/)              # name and template arguments
     if (!with_room[part[1]]) return 0

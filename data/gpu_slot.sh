@@ -30,7 +30,7 @@ BAD=0
 # and FIELDs are its keys; ms: milliseconds a token. TEST "rows" is what a step behind N rows takes more than one
 # behind none. rate: the per cent of the copy rate at which it reads what it reads more; time: per cent of that of full.
 #
-# The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth
+# The arithmetic, from launches and bytes counted, and `make cuda-check` (instructions). A step at depth
 # 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164
 # launches 161 begin early and cost .5 us each; 32 attentions over nothing cost a latency of 3 us beside; the
 # best of the logits and the two at the start 15 us: .19 ms. Together 3.9 to 4.3 ms, 81 to 90 %.

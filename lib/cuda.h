@@ -329,7 +329,7 @@ static __device__ int arrives_last(int *counter, int all, int *last, int parts =
 
 // ---- what only PTX can say
 // Instructions that CUDA C++ has no words for. cuda_emu.h has functions of the same names, written
-// from the tables of the PTX ISA; the test cuda_fragments compares both with those tables.
+// from the same tables of the PTX ISA.
 //
 // A warp's lane is 4 g + t, with g = 0..7 and t = 0..3. A word is two 16-bit numbers, the one with the
 // lower index in the lower half. What lane (g,t) holds of a matrix:

@@ -289,7 +289,6 @@ static int check_main(int argc, char **argv) {
     // Static, because a test that is left out jumps back here.
     static int passed, failed, i;
     const char *stop = getenv("KVCOMP_TEST_STOP");      // the first test that fails is the last
-    const char *half = getenv("KVCOMP_TEST_HALF");      // 0 or 1: every other test alone
     static double before;                               // of whoever became this program
     static double t0, cpu;
     if (help_asked(argv)) return 0;
@@ -303,7 +302,7 @@ static int check_main(int argc, char **argv) {
     for (i = 0; i < n_tests; i++) {
         int wanted = argc < 2;
         for (int j = 1; j < argc; j++) wanted |= strstr(test_table[i].name, argv[j]) != NULL;
-        if (!wanted || (half && i % 2 != atoi(half))) continue;
+        if (!wanted) continue;
         t0 = now();
         cpu = cpu_seconds();
         checks_failed = 0;

@@ -6,7 +6,7 @@
 //
 // What it is. Every CUDA thread of a block is a fiber. Fibers change only where CUDA threads meet
 // (__syncthreads, __syncwarp, shuffles, votes); blocks run one after the other. Between two meetings the
-// order comes from EMU_SEED or emu_set_seed(): 0 ascending, 1 descending, other values random, so a kernel
+// order comes from emu_set_seed(): 0 ascending, 1 descending, other values random, so a kernel
 // that counts on lockstep gives another answer. Device memory is a range of addresses with guard pages. The
 // runtime and cuBLAS are the few calls that kvcomp.cu makes. A mistake ends the program, with the kernel's
 // name and where threads meet the line, or it gives another answer, most often NaN.
@@ -20,8 +20,7 @@
 // emu_block, which calls emu_warp for each warp: begin with these three.
 //
 // Device calls from several host threads are fine, one at a time. Tests may let a call of the runtime fail:
-// emu_fail_at(). Built with -fsanitize=thread every CUDA thread is a TSan fiber, and races on shared and
-// global memory inside a block are reported with both stacks.
+// emu_fail_at().
 //
 // WHAT IS CAUGHT
 // Threads that meet:
@@ -45,11 +44,11 @@
 //     again when launched
 //
 // HARDER MODES (`make test` runs the tests of kernels a second time with all of them, built with -DEMU_HARD)
-//   - EMU_ROUND=1, or emu_set_round(1): arithmetic rounds as the hardware does. Tensor cores align products
+//   - arithmetic rounds as the hardware does. Tensor cores align products
 //     to the largest and cut, expf is off by a unit in the last place either way. The build adds fused
 //     multiply-add, as nvcc does
-//   - between blocks: two blocks of one launch that touch the same four bytes, one of them writing, without
-//     atomics
+//   - between threads of a block that have not met since, and between blocks of one launch: two touch the same
+//     four bytes, one of them writing, without atomics
 //   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes
 //     device memory or reads what a kernel wrote that may still run
 //   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
@@ -72,30 +71,17 @@
 #include <sys/mman.h>
 #include "../kvcomp.h"             // f16 and bf16
 
-// EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not
-// in TSan.
-#if defined(__SANITIZE_THREAD__) && !EMU_HARD
-#define EMU_UNDER_TSAN
-#include <sanitizer/tsan_interface.h>
-#define EMU_TSAN(x) x             // code for builds under TSan only
-#else
-#define EMU_TSAN(x)
-#endif
-
-// Functions of the emulator itself, whose accesses are nobody's race; and those that others of it inline.
+// Functions of the emulator itself, whose accesses are nobody's; and those that others of it inline.
 #define EMU_QUIET __attribute__((no_sanitize("thread"), noinline))
 #define EMU_INLINE __attribute__((no_sanitize("thread"), always_inline)) inline
 
 // ------------------------------------------------------------------------ the language
 #define __global__
 #define __device__
-#define __host__
-#define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
 #define __align__(n) __attribute__((aligned(n)))
-#define warpSize 32
 
 // Vectors that are loaded and stored at once, aligned to their size.
 struct alignas(8) float2 { float x, y; };
@@ -126,7 +112,6 @@ struct alignas(128) EmuThread {         // a power of two: which one it is takes
     unsigned mask;                    // the lanes of the warp operation it waits in
     unsigned lane;                    // its own lane
     int waited;                       // 1: all earlier kernels have ended, for it
-    void *tsan;                       // the fiber, as TSan knows it
 };
 
 static EmuThread emu_threads[1024];
@@ -140,7 +125,6 @@ static uint64_t emu_brought[32][32];
 struct Emu {
     int n;                            // those of the block
     void *back[5];                    // where the scheduler waits
-    void *tsan;                       // the scheduler's fiber
     EmuThread *cur;                   // the thread that runs
     int first;                        // of its warp
     int lanes;                        // threads of its warp
@@ -189,23 +173,11 @@ struct EmuLock {
     ~EmuLock() { pthread_mutex_unlock(&emu_mutex); }
 };
 
-#if defined(EMU_UNDER_TSAN)           // the emulator's own state must not count as a race
-EMU_QUIET static dim3 emu_tid(void) { return emu.cur->tid; }
-EMU_QUIET static dim3 emu_bid(void) { return emu.bid; }
-EMU_QUIET static dim3 emu_bdim(void) { return emu.block; }
-EMU_QUIET static dim3 emu_gdim(void) { return emu.grid; }
-EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
-#define threadIdx emu_tid()
-#define blockIdx  emu_bid()
-#define blockDim  emu_bdim()
-#define gridDim   emu_gdim()
-#else
 #define threadIdx (emu.cur->tid)
 #define blockIdx  (emu.bid)
 #define blockDim  (emu.block)
 #define gridDim   (emu.grid)
 #define emu_dyn() (emu.dyn)
-#endif
 
 // Ends the program with a message, as printf takes it.
 #define emu_die(...) do { \
@@ -268,13 +240,11 @@ EMU_INLINE static EmuThread *emu_next(void) {
 // Fiber t, which runs, hands over to the next lane of its warp, or to the scheduler. Returns when it is entered again.
 EMU_INLINE static void emu_leave(EmuThread *t) {
     EmuThread *next = emu_next();
-    EMU_TSAN(__tsan_switch_to_fiber(next ? next->tsan : emu.tsan, 1));      // 1: no happens-before edge
     emu_switch(t->at, next ? next->at : emu.back);
 }
 
 // The scheduler lets fiber t run. Returns when it and those behind it in this round have left.
 EMU_QUIET static void emu_enter(EmuThread *t) {
-    EMU_TSAN(__tsan_switch_to_fiber(t->tsan, 1));
     emu_switch(emu.back, t->at);
 }
 
@@ -291,20 +261,6 @@ EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
 
 // What the lanes of the running thread's mask brought to the operation that it has come from.
 EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu_threads) / 32]; }
-
-// TSan learns what a meeting orders from an address: what came before a release of it comes before what
-// follows an acquire. Of a block that is &emu.block, of a warp its first thread.
-EMU_QUIET static void emu_syncthreads(int line) {
-    EMU_TSAN(__tsan_release(&emu.block));
-    emu_wait(EMU_BARRIER, line, 0);
-    EMU_TSAN(__tsan_acquire(&emu.block));
-}
-
-EMU_QUIET static void emu_syncwarp(unsigned mask, int line) {
-    EMU_TSAN(__tsan_release(&emu_threads[(emu.cur - emu_threads) & ~31]));
-    emu_wait(EMU_WARP, line, mask);
-    EMU_TSAN(__tsan_acquire(&emu_threads[(emu.cur - emu_threads) & ~31]));
-}
 
 // A shuffle: the v of lane src. Ends the program if src is not in the mask.
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
@@ -336,30 +292,20 @@ static inline unsigned emu_mask(unsigned m = 0xffffffffu) { return m; }
 
 EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 
-#define __syncthreads()                emu_syncthreads(__LINE__)
-#define __syncwarp(...)                emu_syncwarp(emu_mask(__VA_ARGS__), __LINE__)
+#define __syncthreads()                emu_wait(EMU_BARRIER, __LINE__, 0)
+#define __syncwarp(...)                emu_wait(EMU_WARP, __LINE__, emu_mask(__VA_ARGS__))
 #define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
 #define __shfl_xor_sync(m, v, x)       emu_shfl(m, v, emu_lane() ^ (x), __LINE__)
-#define __shfl_down_sync(m, v, d)      emu_shfl(m, v, emu_lane() + (int)(d), __LINE__)
 #define __shfl_up_sync(m, v, d)        emu_shfl(m, v, emu_lane() - (int)(d), __LINE__)
 #define __ballot_sync(m, p)            emu_ballot(m, p, __LINE__)
 #define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
 // ------------------------------------------------------------------------ rounding like the hardware's
-#if EMU_HARD
-static int emu_round = 1;
-#else
-static int emu_round;
-#endif
-
-// Tests: 1 rounds as the hardware does, 0 as the CPU does.
-extern "C" void emu_set_round(int on) { emu_round = on; }
-
 // Exponential functions are off by a unit in the last place on a GPU: y = f(x), moved by -1, 0 or 1 of them,
 // as the bits of x say.
 EMU_QUIET static float emu_off(float y, float x) {
-    if (!emu_round || y == 0 || y == 1 || !(y < INFINITY)) return y;
+    if (!EMU_HARD || y == 0 || y == 1 || !(y < INFINITY)) return y;
     uint32_t bits;
     int32_t up;
     memcpy(&bits, &x, 4);
@@ -418,6 +364,10 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
 static void emu_wrote(const void *p, size_t n);
 static void emu_reads(const void *p, size_t n);
 
+// All threads of the block have met, or lanes of a warp.
+static void emu_all_met(void);
+static void emu_some_met(int warp);
+
 // Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
 static void emu_shared_check(int line, const void *p, const char *what);
 
@@ -457,7 +407,7 @@ template <int DT> EMU_QUIET static void emu_multiply(EmuProduct *x) {
         for (int j = 0; j < 16; j += 8) emu_halves<DT>(&x->a16[i][j], (EmuRow *)&x->a[i][j]);
         emu_halves<DT>(x->b16[i], (EmuRow *)x->b[i]);
     }
-    for (int i = 0; i < 16 && !emu_round; i++) {
+    for (int i = 0; i < 16 && !EMU_HARD; i++) {
         EmuRow sum = {};
         for (int k = 0; k < 16; k++) sum += x->a[i][k] * *(const EmuRow *)x->b[k];
         *(EmuRow *)x->sum[i] = sum;
@@ -489,7 +439,7 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
     for (int i = 0; i < 4; i++) {                           // c0..c3
         int row = i < 2 ? group : group + 8;
         int col = in_group * 2 + (i & 1);
-        if (!emu_round) {
+        if (!EMU_HARD) {
             d[i] += x->sum[row][col];
             continue;
         }
@@ -605,14 +555,12 @@ static inline void dependents_launch(void) {}
 // dependency_wait where it is due, or with copies under way.
 EMU_QUIET static void emu_entry(void) {
     for (;;) {                                              // block after block
-        EMU_TSAN(__tsan_acquire(&emu.bid));
         emu.body(emu.arg);
         if (!emu.cur->waited)
             emu_die("a thread of a kernel that may start early returns without dependency_wait");
         if (emu_copies[emu.cur - emu_threads].n)
             emu_die("a thread returns while %d of its copies are under way",
                     emu_copies[emu.cur - emu_threads].n);
-        EMU_TSAN(__tsan_release(&emu.back));
         emu_state[emu.cur - emu_threads] = EMU_DONE;
         emu_leave(emu.cur);
     }
@@ -624,10 +572,6 @@ EMU_QUIET static void emu_make(EmuThread *t) {
     t->at[0] = NULL;
     t->at[1] = (void *)emu_entry;
     t->at[2] = t->stack - EMU_CALLED;
-    EMU_TSAN(char name[32];
-             snprintf(name, sizeof name, "thread %d", (int)(t - emu_threads));
-             t->tsan = __tsan_create_fiber(0);
-             __tsan_set_fiber_name(t->tsan, name));
     t->made = 1;
 }
 
@@ -686,6 +630,7 @@ EMU_QUIET static void emu_warp(int first, int end) {
         if (emu.alike == 32) {                              // all lanes are at one operation
             memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
             memset(&emu_state[first], EMU_READY, 32);
+            emu_some_met(first / 32);
             continue;
         }
         for (int i = first; i < end; i++) {
@@ -697,6 +642,7 @@ EMU_QUIET static void emu_warp(int first, int end) {
         if (!emu_release())
             emu_die("deadlock: %d lanes wait in warp operations (line %d), the rest of their warp at __syncthreads", waits,
                     line);
+        emu_some_met(first / 32);
     }
 }
 
@@ -736,9 +682,9 @@ EMU_QUIET static void emu_block(void) {
         emu_copies[i].group = 0;
         if (!t->made) emu_make(t);
     }
-    EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
     for (;;) {
         int warps = (emu.n + 31) / 32, step, w = emu_order(warps, &step), done = 0, line = 0;
+        emu_all_met();
         for (int k = 0; k < warps; k++, w = (w + step + warps) % warps)
             emu_warp(32 * w, 32 * w + 32 < emu.n ? 32 * w + 32 : emu.n);
         for (int i = 0; i < emu.n; i++) {
@@ -757,7 +703,6 @@ EMU_QUIET static void emu_block(void) {
     for (size_t i = emu.dyn_bytes; i < room; i++)
         if (emu.dyn[i] != EMU_CANARY)
             emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
-    EMU_TSAN(__tsan_acquire(&emu.back));
 }
 
 // ------------------------------------------------------------------------ names and sizes of the device
@@ -800,9 +745,24 @@ struct EmuTouch {
     unsigned char atomic;             // 1: all of it by atomics
     unsigned char many;               // 1: several blocks
 };
+// And which thread of the running block touched them last, since all threads of the block met.
+struct EmuStep {
+    uint32_t barriers;                // emu_barriers then
+    uint32_t meetings;                // and emu_meetings of its warp
+    uint16_t thread;
+    unsigned char bytes;
+    unsigned char atomic;
+    unsigned char many;               // 1: several threads of a warp, 2: of several warps
+};
+struct EmuSteps {
+    EmuStep write;
+    EmuStep read;
+};
+
 struct EmuWord {
     EmuTouch write;
     EmuTouch read;
+    EmuSteps steps;
 };
 
 // What a block has told the others, and seen of them. Times are those of emu_clock.
@@ -863,11 +823,63 @@ EMU_INLINE static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
     t->when = emu_clock;
 }
 
+// ---- what threads of one block touch
+static uint32_t emu_barriers;                           // meetings of whole blocks, and blocks begun
+static uint32_t emu_meetings[32];                       // operations that lanes of a warp have met in
+
+EMU_INLINE static void emu_all_met(void) { emu_barriers++; }
+EMU_INLINE static void emu_some_met(int warp) { emu_meetings[warp]++; }
+
+// Has another thread touched some of these bytes, and has the running one not met it since? A meeting of some lanes of a
+// warp counts as one of all.
+EMU_INLINE static int emu_races(const EmuStep *t, unsigned bytes, int atomic) {
+    unsigned mine = (unsigned)(emu.cur - emu_threads);
+    if (t->barriers != emu_barriers || !(t->bytes & bytes) || (t->atomic && atomic)) return 0;
+    if (t->thread == mine && !t->many) return 0;
+    return t->many == 2 || t->thread / 32 != mine / 32 || t->meetings == emu_meetings[mine / 32];
+}
+
+// Writes down the running thread's touch, as emu_note does of blocks.
+EMU_INLINE static void emu_step(EmuStep *t, unsigned bytes, int atomic) {
+    unsigned mine = (unsigned)(emu.cur - emu_threads);
+    int warp = t->many < 2 && t->thread / 32 == mine / 32;
+    int now = t->barriers == emu_barriers && !(warp && t->meetings != emu_meetings[mine / 32]);
+    int same = now && !t->many && t->thread == mine, meet = now && !same && t->bytes & bytes;
+    t->bytes = (unsigned char)(same ? t->bytes | bytes : meet ? t->bytes & bytes : bytes);
+    t->atomic = (unsigned char)(same || meet ? t->atomic & atomic : atomic);
+    t->many = (unsigned char)(meet ? 2 - warp : 0);
+    t->thread = (uint16_t)mine;
+    t->barriers = emu_barriers;
+    t->meetings = emu_meetings[mine / 32];
+}
+
+// The running thread touches these bytes of a word. Ends the program if that is a race within the block.
+EMU_INLINE static void emu_steps(EmuSteps *x, unsigned bytes, int write, int atomic) {
+    const EmuStep *by = emu_races(&x->write, bytes, atomic)         ? &x->write
+                      : write && emu_races(&x->read, bytes, atomic) ? &x->read
+                                                                    : NULL;
+    if (by)
+        emu_die("thread %d of block %u,%u,%u %s what another thread has %s, and they have not met since",
+                (int)(emu.cur - emu_threads), emu.bid.x, emu.bid.y, emu.bid.z, write ? "writes" : "reads",
+                by == &x->write ? "written" : "read");
+    emu_step(write ? &x->write : &x->read, bytes, atomic);
+}
+
+// Which bytes of word w are among those from `at` to `end`.
+EMU_INLINE static unsigned emu_bytes(size_t w, size_t at, size_t end) {
+    unsigned bytes = 15;
+    if (w * 4 < at) bytes &= 15u << (at - w * 4);
+    if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
+    return bytes;
+}
+
+// ---- shared memory
 // Which bytes of shared memory the running block has written: the static ones, then the dynamic ones. A struct
 // may have gaps that nobody writes, so a read of more than 8 bytes is a mistake only if all of them are new, and
 // one of up to 8 if all bytes of one of its words are.
-enum { EMU_STATIC = 1 << 18 };
-static unsigned char emu_written[EMU_STATIC + (128 << 10)];
+enum { EMU_STATIC = 1 << 18, EMU_SHARED = EMU_STATIC + (128 << 10) };
+static unsigned char emu_written[EMU_SHARED];
+static EmuSteps emu_shared_steps[EMU_SHARED / 4];
 
 // The place of n bytes at p in emu_written; NULL: they are not shared memory.
 EMU_INLINE static unsigned char *emu_shared_at(const char *p, size_t n) {
@@ -882,17 +894,17 @@ EMU_QUIET static void emu_forget_shared(void) {
     memset(emu_written + EMU_STATIC, 0, emu.dyn_bytes);
 }
 
-EMU_INLINE static void emu_wrote(const void *p, size_t n) {
-    unsigned char *at = emu_shared_at((const char *)p, n);
-    if (at) memset(at, 1, n);
-}
-
-EMU_INLINE static void emu_reads(const void *p, size_t n) {
-    const unsigned char *at = emu_shared_at((const char *)p, n);
-    if (!at || !emu.kernel) return;
+// The running thread reads or writes n bytes of shared memory, whose place in emu_written is given.
+EMU_QUIET static void emu_touch_shared(unsigned char *written, size_t n, int write, int atomic) {
+    size_t at = (size_t)(written - emu_written), end = at + n;
+    for (size_t w = at / 4; w * 4 < end; w++) emu_steps(&emu_shared_steps[w], emu_bytes(w, at, end), write, atomic);
+    if (write) {
+        memset(written, 1, n);
+        return;
+    }
     uint64_t word = 0;
-    if (n <= 8) memcpy(&word, at, n);
-    int none = n > 8 ? !memchr(at, 1, n) : !(uint32_t)word || (n > 4 && !(word >> 32));
+    if (n <= 8) memcpy(&word, written, n);
+    int none = n > 8 ? !memchr(written, 1, n) : !(uint32_t)word || (n > 4 && !(word >> 32));
     if (none) emu_die("reads shared memory that nobody has written");
 }
 
@@ -901,10 +913,9 @@ EMU_INLINE static void emu_reads(const void *p, size_t n) {
 EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int atomic) {
     size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
     for (size_t w = at / 4; w * 4 < end; w++) {
-        unsigned bytes = 15;
-        if (w * 4 < at) bytes &= 15u << (at - w * 4);
-        if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
+        unsigned bytes = emu_bytes(w, at, end);
         EmuWord *x = &emu_words[w];
+        emu_steps(&x->steps, bytes, write, atomic);
         if (!emu.cur->waited && (write || x->write.launch > emu.ended))
             emu_die("%s before dependency_wait",
                     write ? "writes device memory" : "reads what a kernel wrote that may still run");
@@ -927,11 +938,14 @@ EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int a
 
 // The same of any memory.
 EMU_INLINE static void emu_touch(const void *p, size_t n, int write, int atomic) {
-    int device = (size_t)((const char *)p - emu.arena) < EMU_ARENA;
-    if (!device && write) emu_wrote(p, n);
-    else if (!device) emu_reads(p, n);
-    else if (emu.kernel) emu_touch_device(p, n, write, atomic);
+    if (!emu.kernel) return;
+    unsigned char *shared = emu_shared_at((const char *)p, n);
+    if (shared) emu_touch_shared(shared, n, write, atomic);
+    else if ((size_t)((const char *)p - emu.arena) < EMU_ARENA) emu_touch_device(p, n, write, atomic);
 }
+
+static void emu_wrote(const void *p, size_t n) { emu_touch(p, n, 1, 0); }
+static void emu_reads(const void *p, size_t n) { emu_touch(p, n, 0, 0); }
 
 // An atomic of the running block, of n bytes at p.
 EMU_QUIET static void emu_atomic(const void *p, size_t n) {
@@ -987,6 +1001,8 @@ static void emu_log_open(void) {}
 static void emu_log_forget(const char *, size_t) {}
 static void emu_fence(void) {}
 static void emu_forget_shared(void) {}
+static void emu_all_met(void) {}
+static void emu_some_met(int) {}
 static void emu_wrote(const void *, size_t) {}
 static void emu_reads(const void *, size_t) {}
 #endif
@@ -997,7 +1013,7 @@ static void emu_fault(int, siginfo_t *, void *);
 static void emu_key_make(void);
 
 // The device: its addresses, the room of dynamic shared memory and 1024 stacks, with a page that
-// nobody may touch where each of them runs over; faults go to emu_fault. EMU_SEED and EMU_ROUND are read.
+// nobody may touch where each of them runs over; faults go to emu_fault.
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     size_t dyn = (EMU_DYN + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE;
@@ -1022,13 +1038,6 @@ static void emu_init(void) {
     sa.sa_sigaction = emu_fault;
     sa.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigaction(SIGSEGV, &sa, NULL);
-    EMU_TSAN(emu.tsan = __tsan_get_current_fiber());
-    const char *e = getenv("EMU_SEED"), *round = getenv("EMU_ROUND");
-    if (e) {
-        emu.seed = atoi(e);
-        emu.rng = emu.seed;
-    }
-    if (round) emu_round = atoi(round);
 }
 
 // The live allocation that p lies in, or just behind; -1: none.
@@ -1180,8 +1189,6 @@ static int emu_copy_ahead;                              // 1: what was captured 
 typedef EmuOps *cudaGraph_t, *cudaGraphExec_t;
 typedef long *cudaEvent_t;                              // emu_queued when it was recorded
 enum cudaStreamCaptureMode {
-    cudaStreamCaptureModeGlobal,
-    cudaStreamCaptureModeThreadLocal,
     cudaStreamCaptureModeRelaxed
 };
 
@@ -1361,34 +1368,24 @@ static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t
     return cudaSuccess;
 }
 
-// Fails with cudaErrorMemoryAllocation when 64 ranges are pinned.
-static inline cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
+// Fails with cudaErrorMemoryAllocation, also when 64 ranges are pinned.
+template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
     EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
-    return emu_pin(p, NULL, n) ? cudaSuccess : emu_error(cudaErrorMemoryAllocation);
+    *p = (T *)malloc(n ? n : 1);
+    if (*p && emu_pin(*p, NULL, n)) return cudaSuccess;
+    free(*p);
+    return emu_error(cudaErrorMemoryAllocation);
 }
 
-// Ends the program if p was not registered.
-static inline cudaError_t cudaHostUnregister(void *p) {
+// Ends the program if p is no such memory.
+static inline cudaError_t cudaFreeHost(void *p) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
-    emu_settle("cudaHostUnregister");
-    if (!emu_pin(NULL, p, 0)) emu_die("cudaHostUnregister of memory that was not registered");
+    emu_settle("cudaFreeHost");
+    if (!emu_pin(NULL, p, 0)) emu_die("cudaFreeHost of memory that is not pinned");
+    free(p);
     return cudaSuccess;
-}
-
-// Fails with cudaErrorMemoryAllocation.
-template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
-    *p = (T *)malloc(n ? n : 1);
-    cudaError_t e = *p ? cudaHostRegister(*p, n, 0) : emu_error(cudaErrorMemoryAllocation);
-    if (e != cudaSuccess) free(*p);
-    return e;
-}
-
-static inline cudaError_t cudaFreeHost(void *p) {
-    cudaError_t e = cudaHostUnregister(p);
-    if (e == cudaSuccess) free(p);
-    return e;
 }
 
 // ------------------------------------------------------------------------ the runtime: the device
@@ -1682,17 +1679,11 @@ template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), c
 }
 
 // ---- arguments
-// A kernel argument: a struct must hold no address of the host, and neither must a pointer. ThreadSanitizer's
-// runtime maps low addresses, which two neighbouring small numbers look like, so nothing is said there.
-#if defined(__SANITIZE_THREAD__) && !EMU_HARD
-enum { EMU_SEES_HOST_POINTERS = 0 };
-#else
-enum { EMU_SEES_HOST_POINTERS = 1 };
-#endif
+// A struct must hold no address of the host, and a pointer must not be one.
 
 // Does this process have memory at address a?
 static int emu_mapped(uintptr_t a) {
-    return EMU_SEES_HOST_POINTERS && msync((void *)(a & ~(uintptr_t)(EMU_PAGE - 1)), 1, MS_ASYNC) == 0;
+    return msync((void *)(a & ~(uintptr_t)(EMU_PAGE - 1)), 1, MS_ASYNC) == 0;
 }
 
 // Ends the program if eight bytes of the argument are an address of the host: of less than 2^47, not a small
@@ -1816,12 +1807,8 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
 static inline float emu_expf(float x) { return emu_off((expf)(x), x); }
 #define expf(x) emu_expf(x)
 
-static inline float __ldg(const float *p) { return *p; }
-static inline int   __ldg(const int *p) { return *p; }
 static inline float __ldcg(const float *p) { return *p; }
 static inline float2 __ldcg(const float2 *p) { return *p; }
-static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define __expf(x) expf(x)             // glibc owns the name
 
 // ---- sums and products that are never fused
 #if EMU_HARD                          // the compiler must not see that a product goes into a sum
@@ -1899,11 +1886,6 @@ static inline unsigned atomicAdd(unsigned *p, unsigned v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 
-static inline int atomicCAS(int *p, int c, int v) {
-    __atomic_compare_exchange_n(p, &c, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    return c;
-}
-
 static inline int atomicMax(int *p, int v) {
     int o = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -1967,12 +1949,12 @@ static float emu_dot(const float *x, const float *y, int k, int f32) {
     double exact[EMU_AT_ONCE];
     for (int p = 0; p < k; p++) {
         int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
-        if (!emu_round) sum += x[p] * y[p];
+        if (!EMU_HARD) sum += x[p] * y[p];
         else if (f32) four[p % 4] = fmaf(x[p], y[p], four[p % 4]);
         else exact[p % EMU_AT_ONCE] = (double)x[p] * y[p];
-        if (emu_round && !f32 && last) sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
+        if (EMU_HARD && !f32 && last) sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
     }
-    return emu_round && f32 ? four[0] + four[1] + four[2] + four[3] : sum;
+    return EMU_HARD && f32 ? four[0] + four[1] + four[2] + four[3] : sum;
 }
 
 // C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32, and
@@ -2016,109 +1998,65 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
 }
 
 // ------------------------------------------------------------------------ tests of the emulator itself
-// Kernels with a mistake each, so that a test can see it caught.
-
 struct EmuHolder {
     int n;
-    const void *p;                    // a host's, which is the mistake
+    const void *p;                    // a host's, which is a mistake
 };
 
-struct EmuPadded {                    // too large for registers, so that padding is copied, too
-    long all[16];
-    int n;
-    long behind;
-};
-
-// Every block writes the same words.
-static void emu_bad_neighbours(int *x) { x[threadIdx.x] = (int)blockIdx.x; }
-
-// One block reads what another writes.
-static void emu_bad_reader(int *x) {
-    if (!blockIdx.x) x[0] = 1;
-    else if (x[0] > 5) x[64] = 1;
-}
-
-// Dynamic shared memory is written past its end.
-static void emu_bad_shared(int *x) {
-    int *own = (int *)emu_dyn();
-    own[threadIdx.x + 1] = 1;
-    x[threadIdx.x] = 0;
-}
-
-// A word of shared memory is read that nobody has written, and not used.
-static void emu_bad_read(int *x) {
-    volatile int *own = (volatile int *)emu_dyn();
-    own[0] = 1;
-    int unused = own[1];
-    x[0] = own[0] + 0 * unused;
-}
-
-static void emu_bad_holder(EmuHolder) {}
-static void emu_good_padded(EmuPadded) {}
-
-static void emu_first(int *x) { x[1] = x[0]; }
-
-// A kernel that may start early reads (way 0), writes (1) or ends (2) too early.
-static void emu_bad_early(int *x, int way) {
-    int last = way == 0 ? x[1] : 0;
-    if (way == 1) x[2] = 1;
-    if (way != 2) dependency_wait();
-    if (last) x[3] = 1;
-}
-
-// Allowed: it reads early what no kernel writes.
-static void emu_good_early(int *x) {
-    int old = x[64];
-    dependency_wait();
-    x[2] = x[1] + old;
-}
-
-// Allowed: bytes of their own in one word, atomics, and the last block that arrives: fenced, it reads what
-// the others left. Not fenced, it is a mistake.
-static void emu_good_blocks(int *x, int fenced) {
-    ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
-    if (threadIdx.x) return;
-    x[blockIdx.x] = 7;
-    __threadfence();
-    int last = atomicAdd(x + 32, 1) == (int)gridDim.x - 1;
-    if (fenced) __threadfence();
-    if (last) x[33] = x[0] + x[gridDim.x - 1];
-}
-
-// Tests: runs one of these kernels. 0 to 4, 10 and 11 are of one launch, 5 is about host memory, 6 to 9 are about
-// kernels that start early; 0, 5 and 6 are right.
+// Tests: runs kernels with a mistake each, so that a test can see it caught; 0, 5 and 6 are right.
 extern "C" void emu_provoke(int kind) {
     static int host;
     int *x = NULL, zero[65] = { 0 };
+    auto first = [](int *x) { x[1] = x[0]; };
+    // Bytes of their own in one word, atomics, and the last block that arrives: fenced, it reads what the others left.
+    // Not fenced, it is a mistake.
+    auto blocks = [](int *x, int fenced) {
+        if (threadIdx.x) return;
+        ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
+        x[blockIdx.x] = 7;
+        __threadfence();
+        int last = atomicAdd(x + 32, 1) == (int)gridDim.x - 1;
+        if (fenced) __threadfence();
+        if (last) x[33] = x[0] + x[gridDim.x - 1];
+    };
+    // What no kernel writes may be read early.
+    auto waits = [](int *x) {
+        int old = x[64];
+        dependency_wait();
+        x[2] = x[1] + old;
+    };
+    // Reads (way 0), writes (1) or ends (2) too early.
+    auto early = [](int *x, int way) {
+        int last = way == 0 ? x[1] : 0;
+        if (way == 1) x[2] = 1;
+        if (way != 2) dependency_wait();
+        if (last) x[3] = 1;
+    };
     cudaMalloc(&x, sizeof zero);
     cudaMemcpy(x, zero, sizeof zero, cudaMemcpyHostToDevice);
-    if (kind == 0) emu_launch("good", 3, 32, 0, emu_good_blocks, x, 1);
-    if (kind == 1) emu_launch("neighbours", 2, 32, 0, emu_bad_neighbours, x);
-    if (kind == 2) emu_launch("reader", 2, 1, 0, emu_bad_reader, x);
-    if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), emu_bad_shared, x);
-    if (kind == 4) emu_launch("holder", 1, 32, 0, emu_bad_holder, EmuHolder{ 1, &host });
+    if (kind == 0) emu_launch("good", 3, 32, 0, +blocks, x, 1);
+    if (kind == 1) emu_launch("neighbours", 2, 32, 0, +[](int *x) { x[threadIdx.x] = (int)blockIdx.x; }, x);
+    if (kind == 2) emu_launch("reader", 2, 1, 0, +[](int *x) { x[blockIdx.x && x[0] > 5 ? 64 : 0] = 1; }, x);
+    if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), +[] { ((int *)emu_dyn())[threadIdx.x + 1] = 1; });
+    if (kind == 4) emu_launch("holder", 1, 32, 0, +[](EmuHolder) {}, EmuHolder{ 1, &host });
     if (kind == 5) {                  // host memory that changes while its copy is under way
         zero[0] = 1;
         cudaMemcpyAsync(x, zero, sizeof(int), cudaMemcpyHostToDevice, 0);
         zero[0] = 2;
-        emu_launch("first", 1, 1, 0, emu_first, x);
+        emu_launch("first", 1, 1, 0, +first, x);
         cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
         fprintf(stderr, "%d read", zero[1]);
     }
-    if (kind == 10) emu_launch("last", 3, 32, 0, emu_good_blocks, x, 0);
-    if (kind == 11) emu_launch("unwritten", 1, 1, 8, emu_bad_read, x);
-    if (kind == 12) {                 // half an address in padding
-        const void *stale = &host;
-        EmuPadded s;
-        memset((void *)&s, 0, sizeof s);
-        memcpy((void *)&s.n, &stale, sizeof stale);
-        emu_launch("padded", 1, 32, 0, emu_good_padded, s);
-    }
     if (kind >= 6 && kind < 10) {
-        emu_launch("first", 1, 1, 0, emu_first, x);
-        emu_launch_as(1, "waits", 1, 1, 0, emu_good_early, x);
-        if (kind > 6) emu_launch_as(1, "early", 1, 1, 0, emu_bad_early, x, kind - 7);
+        emu_launch("first", 1, 1, 0, +first, x);
+        emu_launch_as(1, "waits", 1, 1, 0, +waits, x);
+        if (kind > 6) emu_launch_as(1, "early", 1, 1, 0, +early, x, kind - 7);
     }
+    if (kind == 10) emu_launch("last", 3, 32, 0, +blocks, x, 0);
+    if (kind == 11) {                 // a word of shared memory that nobody has written, and whose value does not count
+        emu_launch("unwritten", 1, 1, 8, +[](int *x) { x[0] = 0 * ((volatile int *)emu_dyn())[1]; }, x);
+    }
+    if (kind == 12) emu_launch("race", 1, 64, 0, +[](int *x) { x[threadIdx.x / 2] = (int)threadIdx.x; }, x);
     cudaFree(x);
 }
 

@@ -1924,8 +1924,8 @@ TEST(trace_selection, "--trace changes no logits; --trace-layers leaves layers o
     OWN_MODEL Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
     float *logits, *again;
     int wrong = 0;
-    SafeFile *all = trace_of(m, "snapkv", "budget=20 obs-window=4", "cpu", &p, &logits);
-    SafeFile *few = trace_of(m, "snapkv", "budget=20 obs-window=4 trace-layers=0,2", "cpu", &p, &again);
+    SafeFile *all = trace_of(m, "snapkv", "budget=20 obs-window=4", &p, &logits);
+    SafeFile *few = trace_of(m, "snapkv", "budget=20 obs-window=4 trace-layers=0,2", &p, &again);
     OWN_SESSION Session *untraced = session_of(m, "snapkv", "budget=20 obs-window=4 batch-size=4");
     OWN float *same_logits = run_session(untraced, &p);
     CHECK(!memcmp(logits, same_logits, (size_t)script_rows(&p) * m.c->V * sizeof *logits), "--trace changes logits");

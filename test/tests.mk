@@ -2,12 +2,13 @@
 #
 #   test, test-says every check that this machine can make; what that takes and leaves out
 #   mutants         faults planted in a copy: do the tests see them? WHICH= names some
-#   asan, race      the tests under sanitizers;  fuzz: strange files, with clang, FUZZ_SECONDS each
+#   asan            the tests under sanitizers;  fuzz: strange files, with clang, FUZZ_SECONDS each
+#   race            the kernels at length, with every access watched
 #   web-test        the page beside ./kvcomp, in node and in headless Chromium
-#   cuda-check      what the compiler made of each kernel;  traffic: what a decode step moves
+#   cuda-check      what the compiler made of each kernel
 #   gpu-test, gpu-bench     on a machine with a GPU
 #   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
-.PHONY: test test-says mutants traffic asan race race-0 race-1 race-orders fuzz vectors ports-test web-test cuda-check \
+.PHONY: test test-says mutants asan race fuzz vectors ports-test web-test cuda-check \
         gpu-test gpu-bench
 
 # ---- the test programs
@@ -38,19 +39,16 @@ $(eval $(call test_program,tests_tokenizer,test/test_tokenizer,lib/base))
 $(eval $(call test_program,tests_template,test/test_template,$(filter-out lib/tokenizer,$(PARTS)),$(EMULATED)))
 $(eval $(call test_program,tests_app,test/test_app,lib/kernels lib/tokenizer lib/template,$(EMULATED)))
 
-# kvcomp.cu by g++: as it is; in the emulator's harder modes (cuda_emu.h: arithmetic as a GPU rounds it, accesses
-# of different blocks watched, memory that is used again poisoned), where -fsanitize=thread makes the compiler
+# kvcomp.cu by g++: as it is; and in the emulator's harder modes (cuda_emu.h: arithmetic as a GPU rounds it, accesses
+# of threads and blocks watched, memory that is used again poisoned), where -fsanitize=thread makes the compiler
 # report every access to cuda_emu.h, fused multiply-add is what nvcc makes of a product and a sum, and an access
-# that is not aligned to its type ends the program (SIGILL); and under ThreadSanitizer, which knows every CUDA
-# thread as a fiber.
+# that is not aligned to its type ends the program (SIGILL).
 EMU_SET  = $(shell grep -w fma /proc/cpuinfo 2>/dev/null | grep -qw avx2 && echo -mavx2 -mfma)
 EMU_emu  = -O2 $(EMU_SET) -ffp-contract=off
 EMU_hard = -O1 -DEMU_HARD=1 -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan \
            $(EMU_SET) -ffp-contract=fast
-EMU_race = -O1 -fsanitize=thread -Wno-tsan
 KERNEL_FILES = kvcomp.cu kvcomp.h $(wildcard lib/*.h)
-build/kvcomp_emu.o build/kvcomp_hard.o build/kvcomp_race.o: \
-  build/kvcomp_%.o: $(KERNEL_FILES) test/cuda_emu.h test/cuda_doors.h Makefile test/tests.mk
+build/kvcomp_emu.o build/kvcomp_hard.o: build/kvcomp_%.o: $(KERNEL_FILES) test/cuda_emu.h test/cuda_doors.h Makefile test/tests.mk
 	@mkdir -p $(@D)
 	@echo "compiling kvcomp.cu for the emulator: about a minute"
 	g++ -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST \
@@ -80,9 +78,9 @@ test-says:
 
 # Each runs, whether one before it failed or not. The emulated device needs g++: where there is none it is
 # installed first, or left out.
-HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
-             cuda_packed cuda_select cuda_pooled cuda_lines cuda_table cuda_index cuda_model \
-             cuda_dialogues cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
+HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_prefill_error cuda_token cuda_rows cuda_attention cuda_tensor \
+             cuda_packed cuda_select cuda_lines cuda_table cuda_index \
+             cuda_dialogues cuda_emulator cuda_seek cuda_columns cuda_best
 ifeq ($(CXX_OK)$(CXX_TRIED),)
 test: deps
 	@$(SHELL) data/install.sh g++ || true
@@ -92,10 +90,6 @@ test: test-says kvcomp $(TESTS) $(if $(CXX_OK),tests_hard) $(if $(NVCC),build/kv
 	bad=0; for t in $(TESTS); do echo "$$t"; $(if $(CXX_OK),KVCOMP_HARDER=1) ./$$t || bad=1; done; exit $$bad
 	$(if $(CXX_OK),./tests_hard $(HARD_TESTS))
 endif
-
-# What a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (two minutes).
-traffic: tests
-	KV_TRAFFIC=1 ./tests cuda_step_launches
 
 # Faults planted one by one: which of them do the tests see?
 mutants:
@@ -115,17 +109,8 @@ web-test: kvcomp
 	@MAKE="$(MAKE)" sh data/web.sh test
 
 # ---- sanitizers and strange files
-build/race/%.o: OPENMP =
-$(eval $(call flavour,race,-Werror -Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -DKVCOMP_NO_MAIN))
-tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/kvcomp_race.o
-	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
-
-# Three jobs, side by side as far as there are cores: ten minutes of two. ThreadSanitizer's runtime does not keep all
-# registers of AVX-512: with them the CPU's side comes out wrong.
-race: race-0 race-1 race-orders
-race-0 race-1: tests_race
-	KVCOMP_TEST_HALF=$(@:race-%=%) KVCOMP_ORDERS=3 KVCOMP_SIMD=avx2 ./tests_race cuda
-race-orders: tests_hard tests
+# Every kernel in the harder emulator, and in three orders of threads: ten minutes of two cores.
+race: tests_hard tests
 	KVCOMP_ORDERS=3 ./tests_hard cuda
 	KVCOMP_ORDERS=3 ./tests cuda
 

@@ -398,7 +398,7 @@ static void tiny_free(Tiny m) {
     }
     free((void *)m.w->embed.data);
     free((void *)m.w->norm.data);
-    free((void *)m.w->head.data);
+    if (m.w->head.data != m.w->embed.data) free((void *)m.w->head.data);
     free((void *)m.w->inv_freq64);
     free(m.w->layer);
     free(m.w);
@@ -502,6 +502,41 @@ static void tiny_window(Tiny m, unsigned layers, int width) {
     for (int l = 0; l < m.c->L; l++) m.c->windowed[l] = layers >> l & 1;
 }
 
+// What a tiny model may have beside f32 weights. HALVES: f16 ones; MIXED: bf16 ones, f16 and f32 among them.
+enum { NORMS = 1, BIASES = 2, TIED = 4, WINDOW = 8, HALVES = 16, MIXED = 32 };
+
+// Gives these to a tiny model.
+static void tiny_give(Tiny m, int has) {
+    int L = m.c->L, H = m.c->H, G = m.c->G, D = m.c->D;
+    if (has & WINDOW) tiny_window(m, 2, 9);
+    for (int l = 0; l < L; l++) {
+        Layer *y = &m.w->layer[l];
+        if (has & NORMS) {
+            y->q_norm = tiny_norm(D);
+            y->k_norm = tiny_norm(D);
+        }
+        if (has & BIASES) {
+            y->bq = tiny_tensor(1, H * D, .1);
+            y->bk = tiny_tensor(1, G * D, .1);
+            y->bv = tiny_tensor(1, G * D, .1);
+            y->bo = tiny_tensor(1, m.c->C, .1);
+        }
+        Tensor *all[] = { &y->attn_norm, &y->wq,   &y->wk, &y->wv, &y->wo,    &y->gate,
+                          &y->up,        &y->down, &y->bq, &y->bk, &y->q_norm };
+        for (int i = 0; has & (HALVES | MIXED) && i < 11; i++) {
+            int dtype = l && i == 6 ? DT_F32 : DT_BF16;
+            if (has & HALVES || (l && i == 2)) dtype = DT_F16;
+            if (all[i]->data) *all[i] = tiny_as(*all[i], dtype);
+        }
+    }
+    if (has & (HALVES | MIXED)) m.w->embed = tiny_as(m.w->embed, has & HALVES ? DT_F16 : DT_BF16);
+    if (has & TIED) {
+        free((void *)m.w->head.data);
+        m.w->head = m.w->embed;
+        m.c->tied = 1;
+    }
+}
+
 // A session of this method with these options, which are freed with it by session_done.
 static Session *session_of(Tiny m, const char *method, const char *text) {
     return session_open(m.c, m.w, options_of(text), method);
@@ -599,28 +634,27 @@ static void ctrl_c_in_layers(const char *what, double share) {
         interrupts = 1;
 }
 
-// Runs a script with --trace and these options, a method's and more, on a model; device: "cpu" or
-// "cuda". Returns the trace, and all logits in *logits, to be freed. Two traces can be open at a
-// time.
-static SafeFile *trace_of(Tiny m, const char *method, const char *text, const char *device,
-                          const Script *p, float **logits) {
+// Plays a script with --trace on a session, which is closed. Returns the trace, and all logits in *logits, to be freed.
+// Two traces can be open at a time.
+static SafeFile *trace_played(Tiny m, Session *s, const char *method, const Script *p, float **logits) {
     static int made;
     char err[512], name[64];
     snprintf(name, sizeof name, "trace-%d", made++ % 2);
     const char *path = tmp_path(name);
-    Options *o = options_of(text);
-    options_set(o, "trace", path, err);
-    options_set(o, "device", device, err);
-    App a = { .o = o, .c = m.c, .w = m.w, .s = session_open(m.c, m.w, o, method) };
-    a.method = (char *)method;
+    App a = { .o = options_in(s), .c = m.c, .w = m.w, .s = s, .method = (char *)(uintptr_t)method };
+    options_set(a.o, "trace", path, err);
     trace_open(&a);
-    *logits = run_session(a.s, p);
+    *logits = run_session(s, p);
     trace_close(&a, 1);
-    session_close(a.s);
-    options_free(o);
+    session_done(s);
     SafeFile *f = safetensors_open(path, err);
     CHECK(f, "%s", err);
     return f;
+}
+
+// The same of a session of this method with these options.
+static SafeFile *trace_of(Tiny m, const char *method, const char *text, const Script *p, float **logits) {
+    return trace_played(m, session_of(m, method, text), method, p, logits);
 }
 
 // How tensor b differs from a: "" if it does not. Numbers may differ by rounding, and so one packed
