@@ -2436,20 +2436,21 @@ const Method h2o_method = {
 // the rows that will draw most stay.
 //   mu <- Rbar mu,   Sg <- Rbar Sg Rbar^T,   Rbar = mean RoPE matrix of positions N .. N+511
 //   z_c     = mu . k_c / sqrt(D) + k_c^T Sg k_c / (2 D)
-//   score_c = (mean over the group of softmax_c(z)) * |v_c|
+//   score_c = (mean over the group of softmax_c(z) + epsilon) * |v_c|
 // The rows of the first --sink tokens always stay and count inside B. The candidates, over which
 // the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
 // less one) are those of all queries that the prefills of the dialogue have fed at positions >=
 // --sink.
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
-// when tokens are truncated. Nothing is added to the mean, as in kvpress's expected_attention_press.py; its leaderboard
-// adds .01, which lets long values stay that little attention is expected for.
-// Options: --budget (1024), --sink (4).
+// when tokens are truncated. epsilon is 0, as in kvpress's expected_attention_press.py; its leaderboard
+// takes .01, which lets long values stay that little attention is expected for.
+// Options: --budget (1024), --sink (4), --ea-epsilon (0).
 
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
     int sink;                   // --sink
+    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
     double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
@@ -2459,6 +2460,7 @@ typedef struct {
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
     x->sink = sinks(s, 4);
+    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
     x->n = xcalloc(s->c->L, sizeof(long));
@@ -2654,7 +2656,8 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
         int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B), *to = keep + (size_t)g * N;
         join_heads(score, p + (size_t)g * R * N + n0, n, N, R);
         for (int r = 0; r < n; r++) {
-            score[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);                  // score_c
+            float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
+            score[r] = (score[r] + x->epsilon) * length;                    // score_c
         }
         kept[g] = first + top_k(score, n, B - first, to + first);
         for (int i = 0; i < first; i++) to[i] = i;
@@ -2664,6 +2667,11 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     scratch_reset(s, mark);
 }
 
+static const Opt expected_opts[] = {
+    { "ea-epsilon", 'f', "0", "added to every expected attention before the value's length multiplies it", 0, 1 },
+    { NULL, 0, NULL, NULL },
+};
+
 const Method expected_attention_method = {
     .name    = "expected-attention",
     .paper   = "Expected Attention, arXiv 2510.00636",
@@ -2672,6 +2680,7 @@ const Method expected_attention_method = {
     .limits  = "B must exceed --sink",
     .budget  = 1024,
     .uses    = "--sink 4",
+    .opts    = expected_opts,
     .role    = ROLE_SELECT,
     .evicts  = 1,
     .state   = sizeof(Expected),

@@ -125,6 +125,7 @@ typedef struct {
     double ratio;
     double **seen;
     int mean;                   // --pool avg
+    double epsilon;             // --ea-epsilon
 } BaseTwin;
 
 // The rows a head may keep of N, by budget or by ratio.
@@ -313,7 +314,7 @@ static void twin_expected(BaseTwin *b, Twin *t, int l, int B) {
         for (int r = first; r < rows; r++) {
             double vv = 0;
             for (int d = 0; d < t->c->D; d++) vv += row[r].v[d] * row[r].v[d];
-            x[r] = x[r] / R * sqrt(vv);
+            x[r] = (x[r] / R + b->epsilon) * sqrt(vv);
         }
         for (int r = 0; r < first; r++) x[r] = INFINITY;  // always kept
         twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
@@ -379,6 +380,7 @@ static const struct {
     { "snapkv", "budget=24 obs-window=8 kernel=5 pool=avg",
       { BT_SNAP, 24, 8, 5, 0, -1, NULL, .mean = 1 } },
     { "pyramidkv", "budget=24 obs-window=8 pool=avg", { BT_PYRAMID, 24, 8, 7, 0, -1, NULL, .mean = 1 } },
+    { "expected-attention", "budget=24 ea-epsilon=.02", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL, .epsilon = .02 } },
     { "keydiff", "ratio=.6", { BT_KEYDIFF, 0, 0, 0, 0, .6, NULL } },
     { "snapkv", "ratio=.6 obs-window=32", { BT_SNAP, 0, 32, 7, 0, .6, NULL } },
     { "adakv", "budget=24 obs-window=8", { BT_ADA, 24, 8, 7, 0, -1, NULL } },
