@@ -177,5 +177,4 @@ include test/tests.mk
 
 clean:
 	rm -rf $(filter-out build/real,$(wildcard build/*))
-	rm -f *.o kvcomp kvcomp_dev kvcomp_emulated kvcomp_single.c kvcomp.html kvcomp_web.js kvcomp_web.wasm
-	rm -f $(TESTS) $(TESTS:=_asan) tests_hard tests_gpu fuzz_targets fuzz_ignored
+	rm -f *.o kvcomp kvcomp_* kvcomp.html $(TESTS) $(TESTS:=_asan) tests_hard tests_gpu fuzz_targets fuzz_ignored
