@@ -2044,6 +2044,46 @@ TEST(lychee_kmeans, "k-means worked by hand; ties; empty clusters keep their cen
     for (int i = 0; i < 130; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
 }
 
+TEST(lychee_absorb, "a node covers every chunk after 1,000 additions; a radius that is only as large as the new "
+                    "chunk is far does not") {
+    enum { D = 24, N = 1003 };
+    static float v[N][D];
+    for (int trial = 0; trial < 4; trial++) {
+        uint16_t mu[D];
+        float r[1] = { 0 }, mean[D] = { 0 }, q[D], literal = 0;
+        int tokens[1] = { 0 }, outside = 0;
+        rnd_seed(500 + trial);
+        for (int i = 0; i < N; i++) {
+            float spread = i < 3 ? .2f : .1f + .4f * (float)trial;
+            for (int d = 0; d < D; d++) v[i][d] = (d ? 0 : 1) + spread * rnd_normal();
+            normalise(v[i], D);
+        }
+        for (int i = 0; i < 3; i++)
+            for (int d = 0; d < D; d++) mean[d] += v[i][d] / 3;
+        from_f32(mu, mean, DT_BF16, D);
+        Nodes u = { .n = 1, .mu = mu, .r = r, .tokens = tokens };
+        for (int i = 0; i < 3; i++) node_cover(&u, 0, v[i], 8, D);
+        for (int i = 3; i < N; i++) {
+            float before = r[0];
+            node_absorb(&u, 0, v[i], 8, D);
+            CHECK(r[0] >= before && tokens[0] == 8 * (i + 1), "a radius shrank, or %d tokens", tokens[0]);
+            // The paper's text: expand to hold the new chunk, and no more.
+            literal = fmaxf(literal, (float)distance(v[i], mu, D));
+            if (i % 100 && i + 1 < N) continue;
+            for (int d = 0; d < D; d++) q[d] = rnd_normal();
+            float len = sqrtf(dot_f32(q, q, D)), top[D];
+            to_f32(top, mu, DT_BF16, D);
+            for (int j = 0; j <= i; j++) {
+                double far = distance(v[j], mu, D);
+                CHECK(far <= r[0], "chunk %d of %d is %g away, radius %g", j, i, far, r[0]);
+                CHECK(dot_f32(q, v[j], D) <= dot_f32(q, top, D) + len * r[0] + 1e-5 * len, "Eq. 2");
+                outside += far > literal;
+            }
+        }
+        CHECK(outside > 0 || !trial, "the paper's literal rule held: this case shows nothing");
+    }
+}
+
 TEST(lychee_rollback_edge, "an index survives a rollback to its very end and not one token "
                            "further; with few rows left it is kept but not used") {
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
