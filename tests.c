@@ -432,6 +432,29 @@ TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, sam
     base_agree(2, 2, 1, 19, &rests);
 }
 
+// Hook commit of a method that has asked for the last query alone, and wants eight.
+static void greedy_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    if (l == s->c->L) return;
+    size_t mark = scratch_mark(s);
+    window_scores(s, l, q, T, 8, scratch(s, (size_t)s->c->H * kv_longest(s, l) * sizeof(float)));
+    scratch_reset(s, mark);
+}
+
+static const Method greedy_method = { .name = "greedy", .wants = KV_QUERY, .commit = greedy_commit };
+
+TEST(window_unasked, "a method that reads more queries than it has had kept ends with a line; a turn that is as short "
+                     "as what is kept is not refused") {
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 7);
+    OWN_SESSION Session *s = session_of(m, "full", "");
+    int ids[20];
+    draw_ids(ids, 20, 61);
+    observe(s, &greedy_method);
+    CHECK(try_prefill(s, ids, 1) == 0, "a turn of one token: %s", die_text);
+    int code = try_prefill(s, ids, 20);
+    CHECK(code == EXIT_RUN && strstr(die_text, "8 queries are asked for, 1 are kept"), "exit %d, \"%s\"", code, die_text);
+}
+
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     OWN_MODEL Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
@@ -2767,6 +2790,21 @@ TEST(sonic_refusals,
     CHECK(code == EXIT_RUN && strstr(die_text, "max_position_embeddings 20"), "%d %s", code,
           die_text);
     nexus_free(a);
+}
+
+TEST(sonic_mask, "the mask, cell by cell, of two finished messages and a turn: 1 is seen, * by the exact mask alone") {
+    static const char *const want[13] = { "1............", "11...........", "111..........", "1111.........",
+                                          "111111...**..", "111111...**..", "1...111......", "1...1111.....",
+                                          "1...11111....", "1...1111111..", "1...1111111..", "1...11...111.",
+                                          "1...11...1111" };
+    static const int kind[13] = { 0, 0, 0, 0, TOK_EXTRA, TOK_EXTRA, 1, 1, 1, TOK_EXTRA, TOK_EXTRA, 0, 0 };
+    static const int seg[13] = { -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2 };
+    for (int p = 0; p < 13; p++)
+        for (int q = 0; q < 13; q++) {
+            Token a = { 1, p, seg[p], kind[p] }, b = { 1, q, seg[q], kind[q] };
+            CHECK(kv_visible(VIS_SEGMENT, 0, &a, p, &b, q) == (want[p][q] == '1'), "row %d column %d", p, q);
+            CHECK(kv_visible(VIS_SEGMENT_EXACT, 0, &a, p, &b, q) == (want[p][q] != '.'), "exact, row %d column %d", p, q);
+        }
 }
 
 TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddings are drawn once "
