@@ -8,6 +8,9 @@
 #                                                with DEVICE_PROGRAM, if it is given, those of the device
 #   test/reference.sh cases                      prints the cases, one a line
 #
+# Cases are played with the options of today, so COMMIT is one that has them; records that were made of an older one
+# can be compared with as well.
+#
 # A case is a method in a setting (a model, its rows and weights, the turns that are played). Of a case
 # these things are kept and compared:
 #   exit      the exit code
