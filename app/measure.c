@@ -969,7 +969,8 @@ static int rows_add(EvalRun *x, char text[160]) {
 
 // Frees what x holds, and closes its file.
 static void answers_close(EvalRun *x) {
-    for (Score *row = x->rows; row < x->rows + arrlen(x->rows); row++) {
+    for (int r = 0; r < (int)arrlen(x->rows); r++) {
+        Score *row = &x->rows[r];
         for (int i = 0; i < x->items; i++) answers_free(&row->part[i]);
         arrfree(row->answers);
         free(row->part);
