@@ -41,7 +41,7 @@ const Opt program_options[] = {
       "1 (.002 off) on AVX-512 BF16, too" },
     { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored" },
-    { "tokenizer",     's', "",     "a folder with a tokenizer.json, instead of the model's" },
+    { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
     { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
     { "synthetic",     's', "",
       "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },

@@ -295,7 +295,7 @@ def byte_level(text, size, pre, added, first=(), normalizer=None, ignore_merges=
     return j
 
 
-def spm_vocabulary(text, size):
+def spm_vocabulary(text, size, byte_fallback):
     """The names and the merges of a model of the SentencePiece family: trained ones, and runs of blanks."""
     t = Tokenizer(models.BPE(unk_token="<unk>"))
     t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -306,7 +306,7 @@ def spm_vocabulary(text, size):
         show_progress=False,
     ))
     trained = json.loads(t.to_str())["model"]
-    names = ["<unk>", "<s>", "</s>"] + ["<0x%02X>" % b for b in range(256)]
+    names = ["<unk>", "<s>", "</s>"] + (["<0x%02X>" % b for b in range(256)] if byte_fallback else [])
     merges = [m if isinstance(m, list) else m.split(" ") for m in trained["merges"]]
     chars = [x for x in trained["vocab"] if len(x) == 1]
     names += ["".join(m) for m in merges] + chars + ["▁▁", "▁▁▁▁"]
@@ -314,17 +314,18 @@ def spm_vocabulary(text, size):
     return list(dict.fromkeys(names)), merges
 
 
-def spm_like(text, size, form, added=(), special_normalized=False):
+def spm_like(text, size, form, added=(), byte_fallback=True, fuse_unk=True, split=False,
+             special_normalized=False):
     """A tokenizer.json of the SentencePiece family; form: legacy, first, always, never."""
-    names, merges = spm_vocabulary(text, size)
+    names, merges = spm_vocabulary(text, size, byte_fallback)
     model = {
         "type": "BPE",
         "dropout": None,
         "unk_token": "<unk>",
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": True,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
         "ignore_merges": False,
         "vocab": {x: i for i, x in enumerate(names)},
         "merges": merges,
@@ -335,7 +336,7 @@ def spm_like(text, size, form, added=(), special_normalized=False):
         {"type": "Prepend", "prepend": "▁"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
     ]}
-    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": form, "split": False}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": form, "split": split}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if form != "never" else []
     decoder = {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -1710,7 +1711,8 @@ def families(text):
             pairs=False),
         "smollm2": byte_level(
             text, 800, [digit, words],
-            [token("<|left|>"), token("<|right|>"), token("<|both|>"), plain("<both>")],
+            [token("<|left|>", lstrip=True), token("<|right|>", rstrip=True),
+             token("<|both|>", lstrip=True, rstrip=True), plain("<both>", lstrip=True, rstrip=True)],
             first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pairs=False),
         "tekken": byte_level(
             text, 900, split(TEKKEN), [],
@@ -1720,11 +1722,18 @@ def families(text):
         "deepseek-llm": byte_level(text, 400, isolated(DEEPSEEK_LLM) + [digit, plain_bytes], []),
         "deepseek-coder": byte_level(text, 400, isolated(DEEPSEEK_CODER) + [digit, plain_bytes], []),
         "deepseek-v3": byte_level(text, 400, isolated(DEEPSEEK_V3) + [plain_bytes], []),
+        "falcon": byte_level(
+            text, 400,
+            [pre_tokenizers.Punctuation("contiguous"), words, digits] + isolated(["[0-9][0-9][0-9]"]), []),
+        "punctuation": byte_level(
+            text, 300, [pre_tokenizers.Punctuation("isolated"), plain_bytes, digit], []),
         "spm-legacy": spm_like(text, 900, "legacy", [plain("ABC"), plain("▁▁▁", normalized=False)]),
         "spm-normalized": spm_like(text, 300, "legacy", special_normalized=True),
         "spm-first": spm_like(text, 600, "first", [token("[INST]"), token("[/INST]")]),
-        "spm-always": spm_like(text, 300, "always"),
+        "spm-always": spm_like(text, 300, "always", split=True),
         "spm-never": spm_like(text, 300, "never"),
+        "spm-unk": spm_like(text, 300, "first", byte_fallback=False, fuse_unk=True),
+        "spm-unks": spm_like(text, 300, "legacy", byte_fallback=False, fuse_unk=False),
         "marks": byte_level(text, 400, split(LLAMA3), [], first=MARKS),
     }
 
@@ -1752,23 +1761,29 @@ def write_pieces(name, t, cases):
     write(name + ".pieces", out)
 
 
-# Patterns of known parts that no model has.
+# Patterns of known parts that no model has: pattern, behavior, invert.
 PATTERNS = [
-    r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Nd}{1,2}|\s+$|\s",
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n]|"
-    r"\s+(?!\S)|\s",
-    r"\d{1,3}(?=(?:\d{3})*(?:\D|$))",
-    r"[\p{L}\p{M}]+(?:['’](?i:s|t|re))?|[+-]?\d+(?:[.,]\d+)*|[^\p{L}\d\s]|\s+",
-    r"[\d\p{L}½-]+",
-    r"(?:ab|a)(?:c|bcd)?|x*y|[^\n]",
-    r"\s*$",
-    r"a*",
-    r"\p{Zs}?\P{Z}(?:\p{Mn}|\u200d\P{Z})*".replace(r"\u200d", "\u200d"),
-    r"(?!\d)[\d\p{L}]{2,}|(?=[\d_])[^\s.]{2}",
-    r"[一-龥぀-ヿ]+|[\p{Lt}\p{Lm}\p{Lo}]|\P{L}+",
-    r"(?i:k|the|[x-z'])+",
-    r"\p{S}+|\p{Pd}|\p{Ps}[^\p{Pe}\n]*\p{Pe}|\p{C}",
-    r"(\r?\n)+|\t{1,2}|[ ]{2,}",
+    (r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Nd}{1,2}|\s+$|\s", "Isolated", False),
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
+     r"\s+(?!\S)|\s", "Isolated", False),
+    (r"\d{1,3}(?=(?:\d{3})*(?:\D|$))", "Isolated", False),
+    (r"[\p{L}\p{M}]+(?:['’](?i:s|t|re))?|[+-]?\d+(?:[.,]\d+)*|[^\p{L}\d\s]|\s+", "Isolated", False),
+    (r"\p{L}+|[^\p{L}\s]+", "Isolated", True),
+    (r"[\d\p{L}½-]+", "Isolated", False),
+    (r"\s", "Removed", False),
+    (r"\S+", "Removed", True),
+    (r"[aeiou]", "MergedWithPrevious", False),
+    (r"[A-Z\p{P}]", "MergedWithNext", False),
+    (r"\p{N}", "Contiguous", False),
+    (r"(?:ab|a)(?:c|bcd)?|x*y|[^\n]", "Isolated", False),
+    (r"\s*$", "Isolated", False),
+    (r"a*", "Isolated", False),
+    (r"\p{Zs}?\P{Z}(?:\p{Mn}|\u200d\P{Z})*".replace(r"\u200d", "\u200d"), "Isolated", False),
+    (r"(?!\d)[\d\p{L}]{2,}|(?=[\d_])[^\s.]{2}", "Isolated", False),
+    (r"[一-龥぀-ヿ]+|[\p{Lt}\p{Lm}\p{Lo}]|\P{L}+", "Isolated", False),
+    (r"(?i:k|the|[x-z'])+", "Isolated", False),
+    (r"\p{S}+|\p{Pd}|\p{Ps}[^\p{Pe}\n]*\p{Pe}|\p{C}", "Isolated", False),
+    (r"(\r?\n)+|\t{1,2}|[ ]{2,}", "Isolated", False),
 ]
 PATTERN_TEXTS = [
     "The ABCs: HTMLParser2 reads 1234567 bytes (or 3.14, -2,5)  in camelCase_words_2!  ",
@@ -1784,10 +1799,11 @@ PATTERN_TEXTS = [
 def patterns():
     """The words that the patterns cut the texts into."""
     out = []
-    for pattern in PATTERNS:
-        step = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for pattern, behavior, invert in PATTERNS:
+        name = {"MergedWithPrevious": "merged_with_previous", "MergedWithNext": "merged_with_next"}
+        step = pre_tokenizers.Split(Regex(pattern), name.get(behavior, behavior.lower()), invert)
         words = [[len(w.encode()) for w, _ in step.pre_tokenize_str(t)] for t in PATTERN_TEXTS]
-        out.append({"pattern": pattern, "words": words})
+        out.append({"pattern": pattern, "behavior": behavior, "invert": invert, "words": words})
     return {"texts": PATTERN_TEXTS, "patterns": out}
 
 
@@ -1817,6 +1833,8 @@ def main():
         if name == "marks":                                 # for programs.json only
             continue
         write_ids(name, t, cases)
+        if name in ("falcon", "punctuation"):               # whose pieces may end inside a character
+            continue
         if j["decoder"]["type"] == "ByteLevel":
             write_pieces(name, t, cases)
     write("patterns.json", patterns())

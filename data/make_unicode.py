@@ -74,6 +74,19 @@ def class_ranges(cls):
     return [(c, cls[c]) for c in range(0x110000) if not c or cls[c] != cls[c - 1]]
 
 
+def punctuation_ranges():
+    """First and last code points of the runs where the step Punctuation and \\p{P} differ, one after the other."""
+    step = found(pre_tokenizers.Punctuation("removed"))
+    differ = sorted(step ^ found(pre_tokenizers.Split(Regex(r"\p{P}"), "removed")))
+    out = []
+    for c in differ:
+        if out and out[-1] == c - 1:
+            out[-1] = c
+        else:
+            out += [c, c]
+    return out
+
+
 def combining_ranges():
     """(first code point, canonical combining class) until the next entry."""
     out = [(0, 0)]
@@ -102,9 +115,10 @@ def decompositions():
 
 
 HEAD = """\
-// unicode.h - what lib/tokenizer.c knows of Unicode: three tables. data/make_unicode.py writes this file.
+// unicode.h - what lib/tokenizer.c knows of Unicode: four tables. data/make_unicode.py writes this file.
 //
 // unicode_category        The general category of every code point (Unicode 16), for the patterns of pre-tokenizers.
+// unicode_punctuation     Where the pre-tokenizer step Punctuation, which has a table of its own, differs from \\p{P}.
 // unicode_combining       The canonical combining class of every code point, for NFC.
 // unicode_decomposition   The canonical decompositions, for NFC, which composes by them too.
 """
@@ -112,6 +126,9 @@ CATEGORY = """\
 // Each entry is first code point << 5 | category and holds up to the code point of the next entry. Categories are
 //   %s
 """ % "\n//   ".join(" ".join("%d %s" % x for x in list(enumerate(CATEGORIES))[i:i + 15]) for i in (0, 15))
+PUNCTUATION = """\
+// First and last code points of runs: in each either all are cut at and none is \\p{P}, or none and all.
+"""
 COMBINING = """\
 // Each entry is first code point << 8 | canonical combining class and holds up to the next entry's code point.
 """
@@ -149,6 +166,7 @@ def main():
     check_shorthands(cls)
     print(HEAD)
     print(c_array("unicode_category", CATEGORY, [a << 5 | code for a, code in class_ranges(cls)]) + "\n")
+    print(c_array("unicode_punctuation", PUNCTUATION, punctuation_ranges()) + "\n")
     print(c_array("unicode_combining", COMBINING, [a << 8 | k for a, k in combining_ranges()]) + "\n")
     print(c_array("unicode_decomposition", DECOMPOSITION, decompositions()))
 

@@ -1306,6 +1306,7 @@ int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char
         { "the tokenizer's vocabulary goes up to", vocab },
         { "the tokenizer's BOS is", tokenizer_adds_bos(t) ? tokenizer_bos(t) : -1 },
         { "the tokenizer's EOS is", tokenizer_eos(t) },
+        { "the tokenizer's unknown token is", tokenizer_unk(t) },
         { "the chat template writes", tp ? template_stray_id(tp, c) : -1 },
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {

@@ -30,7 +30,9 @@ static int64_t map_get(Entry *map, uint64_t key) {
 
 // ---- What a tokenizer is made of
 enum {                          // Piece.flags, beside TOKEN_*
-    PIECE_NORMALIZED = 16       // an added token that stands for its normalized text
+    PIECE_NORMALIZED = 16,      // an added token that stands for its normalized text
+    PIECE_LSTRIP = 32,          // an added token that swallows the white space before it ..
+    PIECE_RSTRIP = 64           // .. and behind it
 };
 
 enum {
@@ -60,7 +62,7 @@ typedef struct {                // a set of characters
 
 typedef struct {                // an instruction of a pattern; see "Patterns" below
     int op;                     // OP_*
-    int set;                    // of OP_SET: the number of its set
+    int set;                    // of OP_SET and OP_STRICT: the number of its set
     int x;                      // how far another instruction lies behind this one; 0: there is none
     int first, second;          // once it is linked: the instructions that it asks, by their numbers
     int number;                 // 1 + its number once it is linked; 0 before, -1 meanwhile
@@ -71,7 +73,17 @@ typedef struct {                // a step of the pre-tokenizer
     Inst *code;                 // the pattern that words are cut by, linked (stb array): its n_sets OP_SET, the others
     int n_sets;
     int start;                  // the instruction that it begins with
+    int behavior;               // CUT_*
+    int invert;                 // 1: what the pattern matches and what lies between change places
 } Step;
+
+enum {                          // what becomes of a match
+    CUT_ISOLATED,               // it is a word
+    CUT_REMOVED,                // it vanishes
+    CUT_PREVIOUS,               // it ends the word before it
+    CUT_NEXT,                   // it begins the word behind it
+    CUT_CONTIGUOUS              // it makes one word with matches beside it
+};
 
 enum {                          // where an added token is looked for
     ADDED_RAW,                  // in the text as it is given
@@ -112,6 +124,8 @@ struct Tokenizer {
     int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
     int byte_fallback;          // 1: a character that is not in the vocabulary becomes its bytes
     int byte_id[256];           // id of the piece <0xNN>, or -1
+    int unk;                    // id for characters that are not in the vocabulary; -1: they vanish
+    int fuse_unk;               // 1: neighbouring unknown characters make one unk
 
     // Decoding
     int dec_byte_level;         // 1: pieces are written in the byte alphabet
@@ -143,6 +157,7 @@ int text_id(const Tokenizer *t, const char *s, size_t n) {
 int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
 int tokenizer_bos(const Tokenizer *t) { return t->bos; }
 int tokenizer_eos(const Tokenizer *t) { return t->eos; }
+int tokenizer_unk(const Tokenizer *t) { return t->unk; }
 int tokenizer_adds_bos(const Tokenizer *t) { return t->add_bos; }
 
 int tokenizer_flags(const Tokenizer *t, int id) {
@@ -307,16 +322,25 @@ static void set_shorthand(CharSet *set, int letter) {
         if (code_is_space(c) != others) set_range(set, c, c);
 }
 
+// Adds the characters at which the pre-tokenizer step Punctuation cuts to a set that is empty.
+static void set_punctuation(CharSet *set) {
+    set_categories(set, category_bits("P", 1));
+    for (size_t i = 0; i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2)
+        for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++)
+            set->bit[c >> 5] ^= 1u << (c & 31);
+}
+
 // ---- Patterns: reading
 // A pattern is a regular expression as Oniguruma reads it, which is what `tokenizers` asks: characters, sets
 // [a-z\p{L}] and [^..], the shorthands \s \S \d \D and \p{..} \P{..} with general categories, the anchor $ of a
 // line's end, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the quantifiers
-// ? * + {m} {m,} {m,n}, which are greedy. It becomes a list of instructions.
+// ? * + {m} {m,} {m,n}, greedy and, of one character, possessive (*+). It becomes a list of instructions.
 // Blocks of them may be moved and copied, because a jump says how far it goes. regex_fail notes the first complaint
 // and lets the pattern end there, so that nobody has to look whether something failed before.
 enum {
     OP_SET,                     // one character of a set
     OP_SPLIT,                   // goes on behind it, or if that leads to no match x further
+    OP_STRICT,                  // the same, but x further only where no character of the set stands
     OP_JUMP,                    // goes on x further
     OP_LINE_END,                // $
     OP_AHEAD, OP_NOT_AHEAD,     // what follows up to its OP_MATCH must match here, or must not; goes on x further
@@ -370,6 +394,9 @@ static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
     }
 }
 
+// What stands in \p{..} for set_punctuation.
+#define PUNCTUATION "Punctuation of the step"
+
 // Reads {Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
 static void regex_property(RegexReader *r, const char *at) {
     int others = at[1] == 'P';
@@ -380,7 +407,8 @@ static void regex_property(RegexReader *r, const char *at) {
     }
     r->p = end + 1;
     uint32_t bits = category_bits(name, (size_t)(end - name));
-    if (!bits) regex_fail(r, at, "this property");
+    if (!strncmp(name, PUNCTUATION, strlen(PUNCTUATION))) set_punctuation(r->set);
+    else if (!bits) regex_fail(r, at, "this property");
     else set_categories(r->set, others ? ~bits : bits);
 }
 
@@ -467,10 +495,11 @@ static void regex_counts(RegexReader *r, int *least, int *most) {
         regex_fail(r, at, "this count");
 }
 
-// Repeats the block of instructions from `from` on. at: where the quantifier stands.
-static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most) {
-    int n = (int)arrlen(r->code) - from;
+// Repeats the block of instructions from `from` on. at: where the quantifier stands; strict: 1: it is possessive.
+static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most, int strict) {
+    int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET;
     int copies = most == ANY_NUMBER ? least + 1 : most;
+    if (strict && !one) regex_fail(r, at, "a possessive quantifier of more than one character");
     if (from + copies * (n + 2) > MAX_CODE) regex_fail(r, at, "so large a pattern");
     if (r->failed) return;
 
@@ -478,8 +507,11 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
     memcpy(block, r->code + from, (size_t)n * sizeof *block);
     arrsetlen(r->code, from);
     for (int k = 0; k < copies; k++) {
-        if (k >= least)         // without one copy all later ones are left out, too
-            regex_emit(r, OP_SPLIT, most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1));
+        if (k >= least) {       // without one copy all later ones are left out, too
+            int behind = most == ANY_NUMBER ? n + 2 : (most - k) * (n + 1);
+            Inst *split = regex_emit(r, strict ? OP_STRICT : OP_SPLIT, behind);
+            split->set = one ? block->set : 0;
+        }
         if (n) memcpy(arraddnptr(r->code, n), block, (size_t)n * sizeof *block);
         if (most == ANY_NUMBER && k == least) regex_emit(r, OP_JUMP, -(n + 1));
     }
@@ -489,11 +521,15 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
 // Reads the quantifier, if there is one, of the block of instructions from `from` on.
 static void regex_quantifier(RegexReader *r, int from) {
     const char *at = r->p;
-    int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER;
+    int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, counted = *at == '{', strict;
     if (!*at || !strchr("?*+{", *at)) return;
-    if (*at == '{') regex_counts(r, &least, &most);
+    if (counted) regex_counts(r, &least, &most);
     else r->p++;
-    regex_repeat(r, from, at, least, most);
+
+    strict = !counted && *r->p == '+';          // behind {m,n} a + repeats once more
+    r->p += strict;
+    regex_repeat(r, from, at, least, most, strict);
+    if (counted && *r->p == '+') regex_quantifier(r, from);
 }
 
 // Refuses what (?i:..) from `open` to the reader's place holds beside ASCII without escapes, of which it is known what
@@ -621,6 +657,9 @@ static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s,
         switch (in->op) {
         case OP_SPLIT:
             end = here[in->first] != NOWHERE ? here[in->first] : here[in->second];
+            break;
+        case OP_STRICT:
+            end = set_has(set[in->set], c) ? here[in->first] : here[in->second];
             break;
         case OP_LINE_END:
             end = at == n || c == '\n' ? here[in->first] : NOWHERE;
@@ -881,19 +920,35 @@ static void symbol_put(Encoder *e, int id) {
     arrput(e->sym, s);
 }
 
-// Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes its bytes <0xNN>,
-// where the model has them, else nothing.
+// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0 when the model has no byte
+// fallback or a byte has no piece: then it appends nothing.
+static int symbols_of_bytes(Encoder *e, const char *s, int n) {
+    int known = e->t->byte_fallback;
+    for (int i = 0; i < n; i++) known = known && e->t->byte_id[(unsigned char)s[i]] >= 0;
+    for (int i = 0; i < n && known; i++) symbol_put(e, e->t->byte_id[(unsigned char)s[i]]);
+    return known;
+}
+
+// Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes
+// its bytes, else unk, else nothing. Bytes do not end the wait of an unk, and so stand before it.
 static void word_symbols(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->t;
+    int waits = 0;              // 1: an unk waits for the characters it may swallow
     int len;
     arrsetlen(e->sym, 0);
     for (size_t i = 0; i < n; i += (size_t)len) {
         char_code(s + i, n - i, &len);
         int id = text_id(t, s + i, (size_t)len);
-        if (bpe_may_make(e, id)) symbol_put(e, id);
-        else if (t->byte_fallback)
-            for (int k = 0; k < len; k++) symbol_put(e, t->byte_id[(unsigned char)s[i + (size_t)k]]);
+        if (bpe_may_make(e, id)) {
+            if (waits) symbol_put(e, t->unk);
+            waits = 0;
+            symbol_put(e, id);
+        } else if (!symbols_of_bytes(e, s + i, len) && t->unk >= 0) {
+            if (waits && !t->fuse_unk) symbol_put(e, t->unk);
+            waits = 1;
+        }
     }
+    if (waits) symbol_put(e, t->unk);
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
 }
 
@@ -932,8 +987,39 @@ static void word_bpe(Encoder *e, const char *s, size_t n) {
 }
 
 // ---- Pre-tokenizers
-// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words on. A match of a step's pattern
-// is a word, and so is what lies between two of them.
+// A step of the pre-tokenizer cuts each word of the step before it. Parts are matches of its pattern and what lies
+// between them; neighbouring parts may belong to one word.
+static void split(Encoder *e, const char *s, size_t n, int step);
+
+typedef struct {                // a word in the making
+    size_t from, end;
+    int hit;                    // 1: its last part is a match; -1: there is no part yet
+} Word;
+
+// Hands the word on to the next step, unless it is empty or a match that is to vanish.
+static void word_done(Encoder *e, const char *s, const Word *w, int step) {
+    int removed = e->t->step[step].behavior == CUT_REMOVED && w->hit == 1;
+    if (w->end > w->from && !removed) split(e, s + w->from, w->end - w->from, step + 1);
+}
+
+// Adds the part that ends at `end` to the word, or ends the word and begins one. hit: 1: it is a match.
+static void word_part(Encoder *e, const char *s, Word *w, size_t end, int hit, int step) {
+    int joins = 0;
+    hit ^= e->t->step[step].invert;
+    switch (e->t->step[step].behavior) {
+    case CUT_PREVIOUS:   joins = w->hit == 0 && hit; break;
+    case CUT_NEXT:       joins = w->hit == 1 && !hit; break;
+    case CUT_CONTIGUOUS: joins = w->hit == hit; break;
+    }
+    if (!joins) {
+        word_done(e, s, w, step);
+        w->from = w->end;
+    }
+    w->end = end;
+    w->hit = hit;
+}
+
+// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words on.
 static void split(Encoder *e, const char *s, size_t n, int step) {
     const Tokenizer *t = e->t;
     if (step == (int)arrlen(t->step)) {
@@ -948,17 +1034,22 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
     }
 
     Matcher *m = &e->match[step];
-    size_t from = 0;
+    Word word = { .hit = -1 };
+    const int matched = 1 ^ t->step[step].invert;       // what word_part notes of a match
     match_all(m, t->set, &t->step[step], s, n);
-    for (size_t at = 0; at <= n; at++) {
-        if (m->end[at] == NOWHERE) continue;
+    for (size_t at = 0; at <= n;) {
         size_t end = (size_t)m->end[at];
-        if (at > from) split(e, s + from, at - from, step + 1);
-        if (end > at) split(e, s + at, end - at, step + 1);
-        from = end;
-        at = max_size(end, at + 1) - 1;         // behind an empty match a character is passed over
+        int again = end == at && end == word.end && word.hit == matched;    // an empty match right behind a match
+        if (m->end[at] == NOWHERE || again) {
+            at++;
+            continue;
+        }
+        if (at > word.end) word_part(e, s, &word, at, 0, step);
+        word_part(e, s, &word, end, 1, step);
+        at = end;
     }
-    if (n > from) split(e, s + from, n - from, step + 1);
+    if (n > word.end) word_part(e, s, &word, n, 0, step);
+    word_done(e, s, &word, step);
 }
 
 // ---- Encoding
@@ -985,18 +1076,41 @@ static size_t own_bytes(const Encoder *e, size_t i, size_t n) {
     return end - i;
 }
 
-// Cuts the added tokens of a kind (which) out of s[0,n): the leftmost ones, and the longest of those that begin at one
-// place. Appends their ids, and calls `between` for every text between them.
+// The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
+// Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
+static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start,
+                      size_t *end) {
+    for (size_t i = from, size; i < n; i += max_size(size, 1)) {
+        int id = added_here(e->t, which, s + i, which == ADDED_GUARDED ? own_bytes(e, i, n) : n - i, &size);
+        if (id < 0) continue;
+        int flags = e->t->piece[id].flags;
+        if (flags & TOKEN_GUARDED && !e->special && which != ADDED_GUARDED) continue;   // here it is plain text
+
+        *start = i;
+        *end = i + size;
+        while (flags & PIECE_LSTRIP) {
+            size_t blank = space_before(s, from, *start);
+            if (!blank) break;
+            *start -= blank;
+        }
+        int len;
+        while (flags & PIECE_RSTRIP && *end < n && is_space(s + *end, n - *end, &len)) *end += (size_t)len;
+        return id;
+    }
+    return -1;
+}
+
+// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls `between` for every text
+// between them.
 static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
                       void (*between)(Encoder *e, const char *s, size_t n, int at_start)) {
-    size_t from = 0;
-    for (size_t i = 0, size; i < n; i += max_size(size, 1)) {
-        int id = added_here(e->t, which, s + i, which == ADDED_GUARDED ? own_bytes(e, i, n) : n - i, &size);
-        int plain = id < 0 || (e->t->piece[id].flags & TOKEN_GUARDED && !e->special && which != ADDED_GUARDED);
-        if (plain) continue;
-        if (i > from) between(e, s + from, i - from, at_start && !from);
+    size_t from = 0, start, end;
+    for (;;) {
+        int id = added_next(e, which, s, n, from, &start, &end);
+        if (id < 0) break;
+        if (start > from) between(e, s + from, start - from, at_start && !from);
         arrput(e->ids, id);
-        from = i + size;
+        from = end;
     }
     if (n > from) between(e, s + from, n - from, at_start && !from);
 }
@@ -1253,21 +1367,30 @@ static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
 // GPT-2's pattern, which ByteLevel with use_regex stands for
 #define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
-// Appends a step that cuts by a pattern.
-static int step_add(Tokenizer *t, const char *pattern, char err[512]) {
-    Step step = { 0 };
+// Appends a step that cuts by a pattern. behavior: as the file calls it.
+static int step_add(Tokenizer *t, const char *pattern, const char *behavior, int invert, char err[512]) {
+    int place = word_place("Isolated|Removed|MergedWithPrevious|MergedWithNext|Contiguous", behavior);
+    Step step = { .behavior = place, .invert = invert };
+    if (place < 0) return fault(err, "pre_tokenizer: behavior '%.50s' is not supported", behavior);
     int bad = regex_compile(t, &step, pattern, err);
     arrput(t->step, step);
     return bad;
 }
 
-// Pre-tokenizer "Split" by a regular expression.
+// Pre-tokenizer "Split": a regular expression, or a text, whose characters are escaped.
 static int read_split(Tokenizer *t, const Json *p, char err[512]) {
-    const char *pattern = json_text(json_get(p, "pattern"), "Regex"), *behavior = json_text(p, "behavior");
-    if (!*pattern) return fault(err, "pre_tokenizer Split: no pattern that is a regular expression");
-    if (strcmp(behavior, "Isolated")) return fault(err, "pre_tokenizer Split: behavior '%.50s' is not supported", behavior);
-    if (flag(p, "invert", 0, err)) return fault(err, "pre_tokenizer Split: invert is not supported");
-    return step_add(t, pattern, err);
+    const Json *pattern = json_get(p, "pattern");
+    const char *regex = json_text(pattern, "Regex"), *text = json_text(pattern, "String");
+    char *escaped = NULL;
+    if (!*regex && !*text) return fault(err, "pre_tokenizer Split: no pattern that is a text");
+    for (; *text; text++) {
+        if (ispunct((unsigned char)*text)) arrput(escaped, '\\');
+        arrput(escaped, *text);
+    }
+    arrput(escaped, 0);
+    int bad = step_add(t, *regex ? regex : escaped, json_text(p, "behavior"), flag(p, "invert", 0, err), err);
+    arrfree(escaped);
+    return bad;
 }
 
 // Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer ones say
@@ -1284,7 +1407,7 @@ static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
     if (!strcmp(scheme, "first")) t->meta = META_FIRST;
     else if (!strcmp(scheme, "never") || !flag(p, "add_prefix_space", 1, err)) t->meta = META_NEVER;
     else t->meta = META_ALWAYS;
-    return flag(p, "split", 1, err) ? fault(err, "pre_tokenizer Metaspace: split is not supported") : 0;
+    return flag(p, "split", 1, err) ? step_add(t, BLANK_MARK, "MergedWithNext", 0, err) : 0;
 }
 
 // Pre-tokenizer "ByteLevel": words are written in the byte alphabet; with use_regex a pattern splits them first.
@@ -1293,7 +1416,7 @@ static int read_byte_level(Tokenizer *t, const Json *p, char err[512]) {
         return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
     if (t->meta || t->byte_level)
         return fault(err, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
-    if (flag(p, "use_regex", 1, err) && step_add(t, GPT2_PATTERN, err)) return -1;
+    if (flag(p, "use_regex", 1, err) && step_add(t, GPT2_PATTERN, "Isolated", 0, err)) return -1;
     Step step = { .bytes = 1 };
     arrput(t->step, step);
     t->byte_level = 1;
@@ -1302,13 +1425,15 @@ static int read_byte_level(Tokenizer *t, const Json *p, char err[512]) {
 
 // A step of "pre_tokenizer". Behind ByteLevel a pattern sees the characters of the byte alphabet.
 static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
+    const char *behavior = json_text(p, "behavior");
     if (arrlen(t->step) + 2 > MAX_STEPS)
         return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
-    switch (word_place("Split|Metaspace|ByteLevel|Digits", json_text(p, "type"))) {
+    switch (word_place("Split|Metaspace|ByteLevel|Digits|Punctuation", json_text(p, "type"))) {
     case 0:  return read_split(t, p, err);
     case 1:  return read_metaspace(t, p, err);
     case 2:  return read_byte_level(t, p, err);
-    case 3:  return step_add(t, flag(p, "individual_digits", 0, err) ? "\\p{N}" : "\\p{N}+", err);
+    case 3:  return step_add(t, flag(p, "individual_digits", 0, err) ? "\\p{N}" : "\\p{N}+", "Isolated", 0, err);
+    case 4:  return step_add(t, "\\p{" PUNCTUATION "}", *behavior ? behavior : "Isolated", 0, err);
     default: return refuse_type(err, "a pre_tokenizer", p);
     }
 }
@@ -1324,21 +1449,12 @@ static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
             return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
         if (piece_add(t, id->i, text, strlen(text), TOKEN_MODEL, err)) return -1;
     }
-    return 0;
-}
-
-// Finds the pieces of single bytes, <0xNN> or those of the byte alphabet. unk: the file names a token for characters
-// that are not in the vocabulary; it is never used, because every one has bytes.
-static int load_bytes(Tokenizer *t, int unk, char err[512]) {
-    int missing = 0;
     for (int b = 0; b < 256; b++) {
-        char name[8], *end = utf8_put(name, byte_char(b));
-        if (!t->byte_level) end = name + snprintf(name, sizeof name, "<0x%02X>", b);
-        t->byte_id[b] = text_id(t, name, (size_t)(end - name));
-        missing += t->byte_id[b] < 0;
+        char name[8];
+        snprintf(name, sizeof name, "<0x%02X>", b);
+        t->byte_id[b] = text_id(t, name, 6);
     }
-    if (!missing || !(unk || t->byte_fallback)) return 0;
-    return fault(err, "model: %d bytes have no token, and unknown characters are not supported", missing);
+    return 0;
 }
 
 // One member of model.merges: "left right", or ["left", "right"].
@@ -1373,10 +1489,10 @@ static int load_merge(Tokenizer *t, const Json *m, int rank, char err[512]) {
     return bad;
 }
 
-// "model": vocabulary, and merges, whose rank is their index.
+// "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
 static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     static const char *const unknown[] = { "dropout", "continuing_subword_prefix", "end_of_word_suffix" };
-    const Json *merges = json_get(m, "merges");
+    const Json *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
     if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
         return refuse_type(err, "a model", m);
     for (int i = 0; i < 3; i++) {
@@ -1386,14 +1502,16 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     }
     t->ignore_merges = flag(m, "ignore_merges", 0, err);
     t->byte_fallback = flag(m, "byte_fallback", 0, err);
+    t->fuse_unk = flag(m, "fuse_unk", 0, err);
 
     if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
-    if (load_bytes(t, !json_none(json_get(m, "unk_token")), err)) return -1;
     if (!json_is(merges, JSON_ARRAY) || !merges->n)
         return fault(err, "model.merges: expected a list with merges");
     int bad = 0;
     for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, err);
-    return bad;
+    if (bad || json_none(unk)) return bad;
+    t->unk = unk->type == JSON_STRING ? model_id(t, unk->str, unk->len) : -1;
+    return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
 }
 
 // Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in their files, but a
@@ -1405,7 +1523,6 @@ static int looks_special(const char *s, size_t n) {
 
 // "added_tokens". Needs the normalizer, which rewrites those that are normalized.
 static int load_added(Tokenizer *t, const Json *list, char err[512]) {
-    static const char *const unsupported[] = { "single_word", "lstrip", "rstrip" };
     if (json_none(list)) return 0;
     if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
@@ -1414,15 +1531,16 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
             return fault(err, "added_tokens[%d].id is not an integer", i);
         if (!json_is(content, JSON_STRING) || !content->len)
             return fault(err, "added_tokens[%d].content is no text, or empty", i);
-        for (int k = 0; k < 3; k++)
-            if (flag(j, unsupported[k], 0, err))
-                return fault(err, "added token '%.100s': %s is not supported", content->str, unsupported[k]);
+        if (flag(j, "single_word", 0, err))
+            return fault(err, "added token '%.100s': single_word is not supported", content->str);
 
         int special = flag(j, "special", 0, err), normalized = flag(j, "normalized", !special, err);
         int flags = TOKEN_ADDED;
         if (special) flags |= TOKEN_SPECIAL;
         if (special || looks_special(content->str, content->len)) flags |= TOKEN_GUARDED;
         if (normalized) flags |= PIECE_NORMALIZED;
+        if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
+        if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
         if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
         added_put(t, (int)id->i, normalized ? ADDED_NORMALIZED : ADDED_RAW);
         if (flags & TOKEN_GUARDED) added_put(t, (int)id->i, ADDED_GUARDED);
@@ -1503,7 +1621,7 @@ Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
         return NULL;
     }
     Tokenizer *t = xcalloc(1, sizeof *t);
-    t->bos = t->eos = -1;
+    t->unk = t->bos = t->eos = -1;
     t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
     int bad = load_members(t, j, err);
     json_free(j);
@@ -1533,13 +1651,19 @@ static int load_config(Tokenizer *t, const char *path, char err[512]) {
     return *err ? -1 : 0;
 }
 
-Tokenizer *tokenizer_load(const char *dir, char err[512]) {
-    char file[1200], config[1200], why[512];
+Tokenizer *tokenizer_load(const char *path, char err[512]) {
+    char file[1200], config[1300], why[512];
+    struct stat st;
     size_t n;
-    snprintf(file, sizeof file, "%.1100s/tokenizer.json", dir);
-    snprintf(config, sizeof config, "%.1100s/tokenizer_config.json", dir);
-    if (!file_exists(file)) {
-        fault(err, "%.300s: no tokenizer.json here (a SentencePiece model, tokenizer.model, is not read)", dir);
+    if (strlen(path) > 1100) {
+        fault(err, "the path of the tokenizer is too long");
+        return NULL;
+    }
+    const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
+    int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+    snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
+    if (folder ? !file_exists(file) : !strcmp(name, "tokenizer.model")) {
+        fault(err, "%.300s: no tokenizer.json here (a SentencePiece model, tokenizer.model, is not read)", path);
         return NULL;
     }
     char *text = read_bounded(file, MOST_TOKENIZER, &n, err);
@@ -1548,6 +1672,8 @@ Tokenizer *tokenizer_load(const char *dir, char err[512]) {
     free(text);
     if (!t) return NULL;
 
+    const char *slash = strrchr(file, '/');
+    snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);
     if (!load_config(t, config, err)) return t;
     tokenizer_free(t);
     return NULL;

@@ -23,9 +23,9 @@
 typedef struct Tokenizer Tokenizer;
 
 // ---- Loading
-// The tokenizer of a folder: tokenizer.json, and tokenizer_config.json if it is there (BOS, EOS). NULL, with the
-// reason in err, when there is none or it is refused.
-Tokenizer *tokenizer_load(const char *dir, char err[512]);
+// Loads a tokenizer. path: tokenizer.json, or a folder that holds one; tokenizer_config.json beside it is read
+// too (BOS, EOS). NULL, with the reason in err, when there is none or it is refused.
+Tokenizer *tokenizer_load(const char *path, char err[512]);
 
 // The tokenizer of the text of a tokenizer.json alone; NULL, with the reason in err.
 Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]);
@@ -47,6 +47,7 @@ int tokenizer_flags     (const Tokenizer *t, int id);   // TOKEN_*; 0: a hole, o
 int tokenizer_is_special(const Tokenizer *t, int id);   // 1: TOKEN_SPECIAL
 int tokenizer_bos       (const Tokenizer *t);           // the token that begins a text; -1: none
 int tokenizer_eos       (const Tokenizer *t);           // the token that ends one; -1: none
+int tokenizer_unk       (const Tokenizer *t);           // stands for characters outside the vocabulary; -1: none
 int tokenizer_adds_bos  (const Tokenizer *t);           // 1: the model was trained with BOS before every text
 
 // The id of the token whose text, as the file writes it, is s; -1: there is none.
