@@ -1228,6 +1228,93 @@ SMOLLM3 = r"""{%- set system_message = messages[0].content if messages[0].role =
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
 
+SMOLLM3_FULL = r"""{# ---- defaults ---- #}
+{%- if enable_thinking is not defined -%}
+{%- set enable_thinking = true -%}
+{%- endif -%}
+
+{# ---- reasoning mode ---- #}
+{%- if enable_thinking -%}
+  {%- set reasoning_mode = "/think" -%}
+{%- else -%}
+  {%- set reasoning_mode = "/no_think" -%}
+{%- endif -%}
+
+{# ---- header (system message) ---- #}
+{{- "<|im_start|>system\n" -}}
+
+{%- if messages[0].role == "system" -%}
+  {%- set system_message = messages[0].content -%}
+  {%- if "/no_think" in system_message -%}
+    {%- set reasoning_mode = "/no_think" -%}
+  {%- elif "/think" in system_message -%}
+    {%- set reasoning_mode = "/think" -%}
+  {%- endif -%}
+  {%- set custom_instructions = system_message.replace("/no_think", "").replace("/think", "").rstrip() -%}
+{%- endif -%}
+
+{%- if "/system_override" in system_message -%}
+  {{- custom_instructions.replace("/system_override", "").rstrip() -}}
+  {{- "<|im_end|>\n" -}}
+{%- else -%}
+  {{- "## Metadata\n\n" -}}
+  {{- "Knowledge Cutoff Date: June 2025\n" -}}
+  {%- set today = strftime_now("%d %B %Y") -%}
+  {{- "Today Date: " ~ today ~ "\n" -}}
+  {{- "Reasoning Mode: " + reasoning_mode + "\n\n" -}}
+
+  {{- "## Custom Instructions\n\n" -}}
+  {%- if custom_instructions -%}
+    {{- custom_instructions + "\n\n" -}}
+  {%- elif reasoning_mode == "/think" -%}
+    {{- "You are a helpful AI assistant who thinks first.\n\n" -}}
+  {%- else -%}
+    {{- "You are a helpful AI assistant.\n\n" -}}
+  {%- endif -%}
+
+  {%- if xml_tools or python_tools or tools -%}
+    {{- "### Tools\n\n" -}}
+    {%- if xml_tools or tools -%}
+      {%- if tools -%}
+        {%- set xml_tools = tools -%}
+      {%- endif -%}
+      {%- set ns = namespace(xml_tool_string="You may call one or more functions.\n\n<tools>\n") -%}
+      {%- for tool in xml_tools[:] -%} {# The slicing makes sure that xml_tools is a list #}
+        {%- set ns.xml_tool_string = ns.xml_tool_string ~ (tool | string) ~ "\n" -%}
+      {%- endfor -%}
+      {%- set xml_tool_string = ns.xml_tool_string + "</tools>" -%}
+      {{- xml_tool_string -}}
+    {%- endif -%}
+    {{- "\n\n" -}}
+  {%- endif -%}
+  {{- "<|im_end|>\n" -}}
+{%- endif -%}
+{# ---- main loop ---- #}
+{%- for message in messages -%}
+    {%- set content = message.content if message.content is string else "" -%}
+    {%- if message.role == "user" -%}
+        {{ "<|im_start|>" + message.role + "\n"  + content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}
+        {%- if reasoning_mode == "/think" -%}
+            {{ "<|im_start|>assistant\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- else -%}
+            {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- endif -%}
+        {% endgeneration %}
+    {%- elif message.role == "tool" -%}
+    {{ "<|im_start|>" + "user\n"  + content + "<|im_end|>\n" }}
+    {%- endif -%}
+{%- endfor -%}
+{# ---- generation prompt ---- #}
+{%- if add_generation_prompt -%}
+    {%- if reasoning_mode == "/think" -%}
+        {{ "<|im_start|>assistant\n" }}
+    {%- else -%}
+        {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n"  }}
+    {%- endif -%}
+{%- endif -%}"""
+
 SMALL32 = r"""{%- set today = strftime_now("%Y-%m-%d") %}
 {%- set default_system_message = "You are Mistral-Small-3.2.\nThe current date is " + today + ".\n\nWhen asked """ \
     r"""you answer (\"What are some good restaurants around me?\" => \"Where are you?\")." %}
@@ -1334,6 +1421,38 @@ GRANITE33 = r"""{# Alias tools -> available_tools #}
          {{- '<|end_of_role|>' }}
      {%- endif %}
  {%- endfor %}"""
+
+THOUGHT_MACRO = r"""{%- macro shown(content, last=false) -%}
+    {%- if '</think>' in content and not last -%}
+        {{- content.split('</think>', 1)[1] | trim -}}
+    {%- else -%}
+        {{- content -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(n=0, names=['a']) -%}
+{%- for role, group in {'user': 'Q', 'assistant': 'A', 'system': 'S'}.items() -%}
+    {%- set ns.n = ns.n + messages | selectattr('role', '==', role) | list | length -%}
+{%- endfor -%}
+{%- if ns.n != messages | length or ns.n // 2 * 2 > ns.n -%}{{ raise_exception('count') }}{%- endif -%}
+{%- set header -%}
+<|im_start|>
+{%- endset -%}
+{%- for m in messages if m.content -%}
+    {%- if m.role == 'tool' -%}{%- continue -%}{%- endif -%}
+    {{- header ~ m['role'] ~ '\n' ~ shown(m.content, last=loop.last) ~ '<|im_end|>' ~ "\n" -}}
+    {%- if loop.revindex0 < -1 -%}{%- break -%}{%- endif -%}
+{%- else -%}
+    nothing
+{%- endfor -%}
+{{- ('<|im_start|>', 'assistant\n') | join if add_generation_prompt -}}"""
+
+COMMAND = (
+    r"{{ bos_token }}{%- set names = {'user': '<|user|>', 'assistant': '<|assistant|>', 'system': '<|system|>'} -%}"
+    r"{% for m in messages %}{{ names[m.role] ~ m.content[:40].strip() }}"
+    r"{%- if m.content | length > 40 %}{{ m.content[40:] }}{% endif -%}"
+    r"{{ '<|end_of_turn|>' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ names.get('assistant') + (names.nobody or '') }}{% endif %}"
+)
 
 # what, kind, program, BOS, EOS
 PROGRAMS = [
@@ -1474,8 +1593,11 @@ PROGRAMS = [
     ("Gemma's way in other words", "custom", GEMMA, "<s>", "<|end|>"),
     ("Granite 3", "custom", GRANITE, "<|end_of_text|>", "<|end_of_text|>"),
     ("OpenChat", "custom", OPENCHAT, "<s>", "<|end_of_turn|>"),
+    ("SmolLM3", "custom", SMOLLM3_FULL, None, "<|im_end|>"),
     ("Mistral Small 3.2", "custom", SMALL32, "<s>", "</s>"),
     ("Granite 3.3", "custom", GRANITE33, "<|end_of_text|>", "<|end_of_text|>"),
+    ("Hunyuan's way, thoughts by a macro", "custom", THOUGHT_MACRO, None, "<|im_end|>"),
+    ("Command R's way", "custom", COMMAND, "<s>", "<|end_of_turn|>"),
 ]
 
 # programs that are refused: why, program
@@ -1491,7 +1613,7 @@ REFUSED = [
     ("line 1: a text + a number", "{{ 'a' + 1 }}"),
     ("line 1: the test fresh of a text", "{{ 'a' is fresh }}"),
     ("line 1: a loop over a number", "{% for c in 5 %}{{ c }}{% endfor %}"),
-    ("line 1: x is no namespace", "{% set x = [] %}{% set x.a = 1 %}"),
+    ("line 1: x is no namespace", "{% set x = {} %}{% set x.a = 1 %}"),
     ("writes the words of a message nowhere", "x<|im_start|>y"),
     ("line 3: the program ends before endif", "{% if 1 %}\na\nb"),
     ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
@@ -1502,10 +1624,7 @@ REFUSED = [
     ("line 1: more than 90 brackets", "{{ " + "not " * 100 + "1 }}"),
     ("line 1: more than 90 brackets", "{% if 1 %}" * 100),
     ("writes the words of a message nowhere", "{{ 1" + "+1" * 1000 + " }}"),
-    ("line 1: the function f", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
-    ("line 1: replace of a text", "{{ 'a'.replace('a', 'b') }}"),
-    ("line 1: a loop over pairs", "{% for a, b in messages %}{% endfor %}"),
-    ("line 1: a part of a text", "{{ 'abc'[1:] }}"),
+    ("line 1: more than 90 brackets", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
 ]
 
 # what: the tokenizer that its program is run with; the others have "marks"

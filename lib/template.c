@@ -7,36 +7,37 @@
 #include <stb/stb_ds.h>
 
 // ==================================================================================================== THE LANGUAGE
-// What follows runs the part of Jinja that chat templates use to write messages: {{ }}, if, for, set, break, continue,
+// What follows runs the part of Jinja that chat templates use: {{ }}, if, for, set, macro, break, continue,
 // the operators, and the functions, methods, filters and tests named below. A program is run as it is read: there is
-// no tree. What shall not be done now - a branch not taken, what follows a break, a macro - is read all the same, and
-// nothing comes of it (Jinja.skip). The body of a loop is read once for each turn. So a program that has run once has
-// been read whole, and what is no Jinja in it has been found. What it may not do is refused when it does it, with the
-// line: what a program has for tools alone need not be known. Line breaks and indentation around tags go as
-// transformers asks for (trim_blocks, lstrip_blocks).
+// no tree. What shall not be done now - a branch not taken, what follows a break - is read all the same, and nothing
+// comes of it (Jinja.skip). The body of a loop is read once for each turn, that of a macro once for each call. So a
+// program that has run once has been read whole, and what is no Jinja in it has been found. What it may not do is
+// refused when it does it, with the line. Line breaks and indentation around tags go as transformers asks for
+// (trim_blocks, lstrip_blocks).
 //
 // Every byte of a text knows where it comes from: from the program, or from which message. Cutting, joining
 // and replacing keep that, so that it is known of every byte of the output.
 enum {                          // bounds, far above what a real program takes
     JINJA_SOURCE = 1 << 20,     // bytes of a program
-    JINJA_NESTED = 90,          // brackets and blocks inside one another
-    JINJA_WORK   = 32 << 20,    // bytes of the program read, of values made and of texts looked through, together;
-    JINJA_STEP   = 32,          // so many is also what an operand, a member or a search for eight variables counts as
-    JINJA_WORK_MESSAGE = 740000,        // so many more for each message, and for each byte of one
-    JINJA_WORK_BYTE = 200,
+    JINJA_NESTED = 90,          // brackets, blocks and calls of macros inside one another
+    JINJA_BYTE   = 2,           // work of a byte of the program read, of a value made or of a text looked through; and of
+    JINJA_STEP   = 64,          // an operand read, a member made, and eight variables passed over in search of one
+    JINJA_WORK   = 64 << 20,    // all of it, so at most half as many bytes of memory;
+    JINJA_WORK_MESSAGE = 1480000,       // for each message, and for each byte of one, so much more
+    JINJA_WORK_BYTE = 400,
     JINJA_NUMBER = 1000000000   // the largest number
 };
 
 // ---- Values
-enum { J_UNDEFINED, J_NONE, J_BOOL, J_INT, J_TEXT, J_LIST, J_DICT, J_FUNCTION };
+enum { J_UNDEFINED, J_NONE, J_BOOL, J_INT, J_TEXT, J_LIST, J_DICT, J_FUNCTION, J_MACRO };
 static const char *const jinja_kinds[] = {
-    "something undefined", "none", "a bool", "a number", "a text", "a list", "a dict", "a function"
+    "something undefined", "none", "a bool", "a number", "a text", "a list", "a dict", "a function", "a macro"
 };
 
 typedef struct {
     int kind;                   // J_*
     long i;                     // a bool or a number
-    const char *s;              // a text, without a NUL
+    const char *s;              // a text, without a NUL; of a macro where its arguments stand in the program
     const uint16_t *from;       // (n) where its bytes come from, as in template_render; NULL: the program
     size_t n;                   // its bytes
     struct JinjaTable *t;       // a list or a dict; several values may share it
@@ -78,7 +79,7 @@ static int jinja_is(JinjaValue v, const char *words) { return jinja_place(v, wor
 static int jinja_truth(JinjaValue v) {
     if (v.kind == J_TEXT) return v.n > 0;
     if (v.kind == J_LIST || v.kind == J_DICT) return v.t->n > 0;
-    return v.kind == J_FUNCTION || v.i != 0;
+    return v.kind >= J_FUNCTION || v.i != 0;
 }
 
 // ---- A program that runs
@@ -88,10 +89,10 @@ typedef struct {
     Arena *arena;               // takes the values
     int skip;                   // above 0: what is read is not done
     int ended;                  // RUN_*
-    int depth;                  // how many brackets and blocks the present place lies in
+    int depth;                  // how many brackets, blocks and calls the present place lies in
     int failed;                 // 1: err is set, nothing is left to read, and everything returns
     char *err;                  // (512) the first reason, with its line
-    JinjaTable *scope;          // the variables of the innermost scope
+    JinjaTable *globals, *scope;        // the variables of the program, and of the innermost scope
     char *out;                  // stb array: the output
     uint16_t *from;             // stb array: where its bytes come from
     size_t work, most_work;     // done so far, and at most
@@ -121,7 +122,7 @@ KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
 
 // Counts a step over n bytes. Too much work stops the program. Returns 1 when it goes on.
 static int jinja_spend(Jinja *j, size_t n) {
-    j->work += JINJA_STEP + n;
+    j->work += JINJA_STEP + JINJA_BYTE * n;
     if (j->work > j->most_work) jinja_fail(j, "the program takes too long");
     return !j->failed;
 }
@@ -204,7 +205,7 @@ static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
     if (numbers) return a.i == b.i;
     if (a.kind != b.kind) return 0;
     if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
-    return a.t == b.t;
+    return a.t == b.t && a.s == b.s;
 }
 
 // The member of a table that has this key; NULL: none.
@@ -229,6 +230,20 @@ static JinjaValue jinja_variable(Jinja *j, JinjaValue name) {
     return v ? *v : undefined;
 }
 
+// What a loop goes over: the members of a list, the names of a dict, the characters of a text. A stray byte is a
+// character.
+static JinjaValue jinja_list(Jinja *j, JinjaValue v) {
+    if (v.kind == J_LIST) return v;
+    JinjaValue list = jinja_table(j, J_LIST);
+    if (v.kind > J_DICT || (v.kind && v.kind < J_TEXT)) jinja_fail(j, "a loop over %s", jinja_kinds[v.kind]);
+    for (size_t i = 0; v.kind == J_DICT && i < v.t->n; i++) jinja_push(j, list, v.t->key[i]);
+    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n && !j->failed; i += n) {
+        n = (size_t)max_int(utf8_length(v.s + i, v.n - i), 1);
+        jinja_push(j, list, jinja_cut(v, i, i + n));
+    }
+    return j->failed ? undefined : list;
+}
+
 // a[b] and a.name
 static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
     if (j->skip) return undefined;
@@ -237,9 +252,11 @@ static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
         JinjaValue *found = jinja_find(j, a.t, b);
         return found ? *found : undefined;
     }
-    if (b.kind != J_INT || a.kind != J_LIST) return undefined;
-    long i = b.i + (b.i < 0 ? (long)a.t->n : 0);
-    return i >= 0 && i < (long)a.t->n ? a.t->item[i] : undefined;
+    if (b.kind != J_INT || (a.kind != J_LIST && a.kind != J_TEXT)) return undefined;
+    JinjaValue list = jinja_list(j, a);
+    if (j->failed) return list;
+    long i = b.i + (b.i < 0 ? (long)list.t->n : 0);
+    return i >= 0 && i < (long)list.t->n ? list.t->item[i] : undefined;
 }
 
 // Is a in b?
@@ -252,6 +269,16 @@ static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
     for (size_t i = 0; b.kind == J_LIST && i < b.t->n && jinja_spend(j, 0); i++)
         if (jinja_equal(j, a, b.t->item[i])) return 1;
     return 0;
+}
+
+// The members of a list as one text, with `between` between two of them.
+static JinjaValue jinja_join(Jinja *j, JinjaValue list, JinjaValue between) {
+    size_t at = arrlenu(j->out);
+    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
+        if (i) jinja_put(j, between);
+        jinja_put(j, jinja_written(j, list.t->item[i]));
+    }
+    return jinja_collect(j, at);
 }
 
 // The parts of a text between the texts `by`, at most `most` cuts; any number if that is negative.
@@ -269,19 +296,19 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
     return list;
 }
 
-// v[from:to:by] of a list, as Python has it. given: from, to, by.
+// v[from:to:by] as Python has it, of a list or of the characters of a text. given: from, to, by.
 static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3]) {
     if (j->skip) return undefined;
     for (int k = 0; k < 3; k++) {
         int kind = given[k].kind;
         if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
     }
-    if (v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
-    JinjaValue list = jinja_table(j, J_LIST);
+    if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
+    JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
     if (j->failed) return undefined;
 
     // Where it begins, and before which member it ends, moved into the list.
-    long n = (long)v.t->n, step = given[2].kind == J_INT ? given[2].i : 1;
+    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1;
     if (!step) return jinja_fail(j, "a part in steps of 0");
     long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
     long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
@@ -291,8 +318,8 @@ static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3])
         edge[k] = x < low ? low : x > high ? high : x;
     }
     for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
-        jinja_push(j, list, v.t->item[i]);
-    return list;
+        jinja_push(j, list, all.t->item[i]);
+    return v.kind == J_TEXT ? jinja_join(j, list, undefined) : list;
 }
 
 // ---- Filters and tests
@@ -332,11 +359,19 @@ static JinjaValue jinja_case(Jinja *j, JinjaValue v, JinjaValue name) {
     return v;
 }
 
-// Argument k of a call, or the one of this name; undefined when it is not given.
+// Argument k of a call, or the one of this name; NULL when it is not given.
+static const JinjaValue *jinja_given(JinjaValue args, size_t k, JinjaValue name) {
+    for (size_t i = 0; args.t && i < args.t->n; i++) {
+        JinjaValue key = args.t->key[i];
+        if (key.kind && key.n == name.n && !memcmp(key.s, name.s, key.n)) return &args.t->item[i];
+    }
+    return args.t && k < args.t->n && !args.t->key[k].kind ? &args.t->item[k] : NULL;
+}
+
+// The same; undefined when it is not given.
 static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
-    for (size_t i = 0; args.t && i < args.t->n; i++)
-        if (jinja_is(args.t->key[i], name)) return args.t->item[i];
-    return args.t && k < args.t->n && !args.t->key[k].kind ? args.t->item[k] : undefined;
+    const JinjaValue *v = jinja_given(args, k, jinja_string(name));
+    return v ? *v : undefined;
 }
 
 // v is name args; k: the argument that stands behind the name
@@ -372,7 +407,19 @@ static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaValue args, size_
     return chosen;
 }
 
-// Filters of texts: trim, split ..
+// The pairs of key and value of a dict.
+static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
+    JinjaValue pairs = jinja_table(j, J_LIST);
+    for (size_t i = 0; i < dict.t->n && !j->failed; i++) {
+        JinjaValue pair = jinja_table(j, J_LIST);
+        jinja_push(j, pair, dict.t->key[i]);
+        jinja_push(j, pair, dict.t->item[i]);
+        jinja_push(j, pairs, pair);
+    }
+    return pairs;
+}
+
+// Filters of texts: trim, replace, split ..
 static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
     jinja_spend(j, v.n);
@@ -390,17 +437,29 @@ static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, Jinj
     }
     if (x.kind == J_TEXT && jinja_is(name, "split"))
         return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
+    if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_is(name, "replace"))
+        return jinja_join(j, jinja_split(j, v, x, -1), y);
     return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
 }
 
-// Filters of lists.
-static JinjaValue jinja_apply_list(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
-    size_t n = v.t->n;
+// Filters of lists and dicts, and what goes over the characters of a text.
+static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
+    JinjaValue x = jinja_arg(args, 0, "d"), list = jinja_list(j, v);
+    if (j->failed) return undefined;
+    size_t n = list.t->n;
     if (jinja_is(name, "length|count")) return jinja_int((long)n);
-    if (jinja_is(name, "list")) return v;
-    if (jinja_is(name, "first|last")) return n ? v.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
-    if (jinja_is(name, "select|reject")) return jinja_select(j, v, args, 0, *name.s == 's');
-    if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, v, args, 1, *name.s == 's');
+    if (jinja_is(name, "list|keys")) return list;
+    if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
+    if (jinja_is(name, "join")) return jinja_join(j, list, x);
+    if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
+    if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
+    if (v.kind == J_DICT && jinja_is(name, "items")) return jinja_items(j, v);
+    if (v.kind == J_DICT && jinja_is(name, "get")) {
+        JinjaValue found = jinja_item(j, v, x);
+        const JinjaValue *other = jinja_given(args, 1, jinja_string("default"));
+        if (found.kind) return found;
+        return other ? *other : (JinjaValue){ .kind = J_NONE };
+    }
     return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
 }
 
@@ -413,9 +472,10 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValu
     }
     if (jinja_is(name, "string")) return jinja_written(j, v);
     if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
-    if (v.kind == J_LIST) return jinja_apply_list(j, v, name, args);
-    if (v.kind == J_TEXT) return jinja_apply_text(j, v, name, args);
-    return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    if (v.kind != J_TEXT || jinja_is(name, "list|first|last|select|reject|join"))
+        return jinja_apply_table(j, v, name, args);
+    return jinja_apply_text(j, v, name, args);
 }
 
 // ---- Functions and operators
@@ -430,13 +490,19 @@ static JinjaValue jinja_date(Jinja *j, JinjaValue format) {
 
 // The functions.
 static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, "");
+    JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
     if (x.kind == J_TEXT && jinja_is(name, "raise_exception"))
         return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
     if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) return jinja_date(j, x);
-    if (!jinja_is(name, "namespace")) return jinja_fail(j, "the function %.*s", NAMED(name));
+    if (x.kind == J_INT && jinja_is(name, "range")) {
+        JinjaValue list = jinja_table(j, J_LIST);
+        long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
+        for (long i = from; i < to && !j->failed; i++) jinja_push(j, list, jinja_int(i));
+        return list;
+    }
+    if (!jinja_is(name, "namespace|dict")) return jinja_fail(j, "the function %.*s", NAMED(name));
     JinjaValue dict = jinja_table(j, J_DICT);
-    if (dict.t) dict.t->space = 1;
+    if (dict.t) dict.t->space = *name.s == 'n';
     for (size_t i = 0; args.t && i < args.t->n; i++) jinja_add(j, dict.t, args.t->key[i], args.t->item[i]);
     return dict;
 }
@@ -489,6 +555,12 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
         jinja_put(j, b);
         return jinja_collect(j, at);
     }
+    if (op == OP_PLUS && a.kind == J_LIST && b.kind == J_LIST) {
+        JinjaValue list = jinja_table(j, J_LIST);
+        for (size_t i = 0; i < a.t->n && !j->failed; i++) jinja_push(j, list, a.t->item[i]);
+        for (size_t i = 0; i < b.t->n && !j->failed; i++) jinja_push(j, list, b.t->item[i]);
+        return list;
+    }
     if ((a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT))
         return jinja_arithmetic(j, a.i, op, b.i);
     return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_operators[op].name, jinja_kinds[b.kind]);
@@ -505,7 +577,7 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
 //     unary         -a                                        jinja_unary
 //     filters       a | name(b), a is name                    jinja_filters
 //     postfix       a.name, a[b], a[b:c], a.name(b)           jinja_postfix
-//     primary       'text', 12, name, f(a), [a, b]            jinja_primary
+//     primary       'text', 12, name, f(a), [a, b], {a: b}    jinja_primary
 //     block         text, {{ a }}, {% tag %} ..               jinja_block
 
 // Goes on reading at p, which has been read before or was passed over.
@@ -513,10 +585,10 @@ static void jinja_go(Jinja *j, const char *p) {
     if (!j->failed) j->p = p;
 }
 
-// Goes a bracket or a block further inside.
+// Goes a bracket, a block or a call further inside.
 static void jinja_nest(Jinja *j) {
     if (++j->depth > JINJA_NESTED)
-        jinja_fail(j, "more than %d brackets and blocks inside one another", JINJA_NESTED);
+        jinja_fail(j, "more than %d brackets, blocks and calls inside one another", JINJA_NESTED);
 }
 
 // May the byte stand in a name?
@@ -579,6 +651,7 @@ static void jinja_close(Jinja *j, const char *end) {
 
 // ---- Reading: expressions
 static JinjaValue jinja_expression(Jinja *j);
+static void jinja_body(Jinja *j, const char *end);
 
 // Reads the texts in quotes that stand here; neighbours are one text.
 static JinjaValue jinja_quoted(Jinja *j) {
@@ -610,20 +683,41 @@ static JinjaValue jinja_number(Jinja *j) {
     return n > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
 }
 
-// Reads what stands between brackets up to `end` as a list: values, for a call also name=value.
+// Reads what stands between brackets up to `end` as a list or, up to }, a dict: values, for a call also name=value,
+// for a dict key:value.
 static JinjaValue jinja_members(Jinja *j, const char *end) {
-    JinjaValue list = j->skip ? undefined : jinja_table(j, J_LIST);
+    JinjaValue table = j->skip ? undefined : jinja_table(j, *end == '}' ? J_DICT : J_LIST);
     while (!j->failed && !jinja_take(j, end)) {
         const char *from = j->p;
-        JinjaValue key = jinja_maybe_name(j);
+        JinjaValue key = jinja_maybe_name(j), v;
         if (*end != ')' || !key.n || !jinja_take(j, "=")) {
             jinja_go(j, from);
             key = undefined;
         }
-        jinja_add(j, list.t, key, jinja_expression(j));
+        v = jinja_expression(j);
+        if (*end == '}') {
+            key = v;
+            jinja_want(j, ":");
+            v = jinja_expression(j);
+        }
+        jinja_add(j, table.t, key, v);
         if (!jinja_take(j, ",") && *j->p != *end) jinja_want(j, end);
     }
-    return list;
+    return table;
+}
+
+// Reads the arguments (a, b=value) of a macro and gives each its value in the innermost scope.
+static void jinja_parameters(Jinja *j, JinjaValue args) {
+    jinja_want(j, "(");
+    for (size_t k = 0; !j->failed && !jinja_take(j, ")"); k++) {
+        JinjaValue name = jinja_name(j, "a name"), v = undefined;
+        const JinjaValue *given = jinja_given(args, k, name);
+        j->skip += given != NULL;
+        if (jinja_take(j, "=")) v = jinja_expression(j);
+        j->skip -= given != NULL;
+        if (!j->skip) jinja_store(j, j->scope, name, given ? *given : v);
+        if (!jinja_take(j, ",") && *j->p != ')') jinja_want(j, ")");
+    }
 }
 
 // From here on variables are set in a new scope inside `outer`. Returns 0 when the program is to end.
@@ -635,12 +729,31 @@ static int jinja_scope(Jinja *j, JinjaTable *outer) {
     return 1;
 }
 
-// A literal, a variable, a call of a function, a list or brackets.
+// What a macro writes, which is read once more for that. It sees its arguments and the program's variables, not those
+// of who calls it.
+static JinjaValue jinja_call_macro(Jinja *j, JinjaValue macro, JinjaValue args) {
+    const char *behind = j->p;
+    JinjaTable *caller = j->scope;
+    size_t at = arrlenu(j->out);
+    jinja_nest(j);
+    if (jinja_scope(j, j->globals)) {
+        jinja_go(j, macro.s);
+        jinja_parameters(j, args);
+        jinja_body(j, "endmacro");
+    }
+    j->depth--;
+    j->scope = caller;
+    jinja_go(j, behind);
+    return jinja_collect(j, at);
+}
+
+// A literal, a variable, a call of a function or a macro, a list, a dict or brackets.
 static JinjaValue jinja_primary(Jinja *j) {
     jinja_blanks(j);
     if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
     if (isdigit((unsigned char)*j->p)) return jinja_number(j);
     if (jinja_take(j, "[")) return jinja_members(j, "]");
+    if (jinja_take(j, "{")) return jinja_members(j, "}");
     if (jinja_take(j, "(")) {                               // around one value, or a list
         JinjaValue list = jinja_members(j, ")");
         return list.t && list.t->n == 1 ? list.t->item[0] : list;
@@ -650,8 +763,9 @@ static JinjaValue jinja_primary(Jinja *j) {
     if (jinja_is(name, "true|True|false|False")) return jinja_bool(name.s[0] == 't' || name.s[0] == 'T');
     if (jinja_is(name, "none|None")) return (JinjaValue){ .kind = J_NONE };
     if (!jinja_take(j, "(")) return jinja_variable(j, name);
-    JinjaValue args = jinja_members(j, ")");
-    return j->skip ? undefined : jinja_function(j, name, args);
+    JinjaValue args = jinja_members(j, ")"), v = jinja_variable(j, name);
+    if (j->skip) return undefined;
+    return v.kind == J_MACRO ? jinja_call_macro(j, v, args) : jinja_function(j, name, args);
 }
 
 // Reads what stands behind `of[`: an index b, or a slice b:c:d, of which any may be left out.
@@ -687,14 +801,20 @@ static JinjaValue jinja_postfix(Jinja *j, JinjaValue v) {
     return v;
 }
 
-// The same by the filters and tests behind it.
+// The same by the filters and tests behind it. A test may have one literal as its argument without brackets.
 static JinjaValue jinja_filters(Jinja *j, JinjaValue v) {
     while (!j->failed) {
         int filter = jinja_take(j, "|");
         if (!filter && !jinja_take(j, "is")) break;
         int want = filter || !jinja_take(j, "not");
         JinjaValue name = jinja_name(j, "a name"), args = undefined;
-        if (jinja_take(j, "(")) args = jinja_members(j, ")");
+        jinja_blanks(j);
+        if (jinja_take(j, "(")) {
+            args = jinja_members(j, ")");
+        } else if (!filter && *j->p && strchr("'\"[0123456789", *j->p)) {
+            args = j->skip ? undefined : jinja_table(j, J_LIST);
+            jinja_push(j, args, jinja_primary(j));
+        }
         v = filter ? jinja_apply(j, v, name, args) : jinja_bool(jinja_test(j, v, name, args, 0) == want);
     }
     return v;
@@ -784,6 +904,13 @@ static JinjaValue jinja_expression(Jinja *j) {
 // These read a tag whose name is read, and what belongs to it up to its end.
 static JinjaValue jinja_block(Jinja *j, const char *stops);
 
+// Reads a block that ends with the tag `end` alone, and this tag, from the end of the tag before it on.
+static void jinja_body(Jinja *j, const char *end) {
+    jinja_close(j, "%}");
+    jinja_block(j, end);
+    jinja_close(j, "%}");
+}
+
 // {% if %} .. {% elif %} .. {% else %} .. {% endif %}
 static void jinja_if(Jinja *j) {
     int done = 0;               // 1: a branch has been run
@@ -802,49 +929,56 @@ static void jinja_if(Jinja *j) {
 }
 
 // Begins turn i of a loop over a list: a new scope with its variables.
-static void jinja_turn(Jinja *j, JinjaValue name, JinjaTable *outer, const JinjaTable *t, size_t i) {
-    JinjaValue loop = jinja_table(j, J_DICT);
+static void jinja_turn(Jinja *j, const JinjaValue name[2], JinjaTable *outer, const JinjaTable *t, size_t i) {
+    JinjaValue loop = jinja_table(j, J_DICT), x = t->item[i];
     if (!jinja_scope(j, outer)) return;
     jinja_enter(j, loop.t, "index", jinja_int((long)i + 1));
     jinja_enter(j, loop.t, "index0", jinja_int((long)i));
+    jinja_enter(j, loop.t, "revindex", jinja_int((long)(t->n - i)));
+    jinja_enter(j, loop.t, "revindex0", jinja_int((long)(t->n - i) - 1));
     jinja_enter(j, loop.t, "first", jinja_bool(!i));
     jinja_enter(j, loop.t, "last", jinja_bool(i == t->n - 1));
     jinja_enter(j, loop.t, "length", jinja_int((long)t->n));
     jinja_enter(j, loop.t, "previtem", i ? t->item[i - 1] : undefined);
     jinja_enter(j, loop.t, "nextitem", i < t->n - 1 ? t->item[i + 1] : undefined);
     jinja_enter(j, j->scope, "loop", loop);
-    jinja_store(j, j->scope, name, t->item[i]);
+    int pair = name[1].n > 0;
+    if (pair && (x.kind != J_LIST || x.t->n != 2)) jinja_fail(j, "a loop with two names over %s", jinja_kinds[x.kind]);
+    for (int k = 0; k <= pair && !j->failed; k++) jinja_store(j, j->scope, name[k], pair ? x.t->item[k] : x);
 }
 
-// {% for a in list %} .. {% endfor %}, whose body is passed over first. Pairs and conditions, which programs have for
-// tools, are read and not done.
+// {% for a in list if c %} .. {% else %} .. {% endfor %}. Condition and body are passed over first.
 static void jinja_for(Jinja *j) {
     JinjaTable *outer = j->scope;
-    JinjaValue name = jinja_name(j, "a name");
-    const char *more = NULL;
-    if (jinja_take(j, ",") && jinja_name(j, "a name").n) more = "pairs";
+    JinjaValue name[2] = { jinja_name(j, "a name") };
+    if (jinja_take(j, ",")) name[1] = jinja_name(j, "a name");
     jinja_want(j, "in");
-    JinjaValue list = jinja_binary(j, LEVEL_OR);
-    if (list.kind && list.kind != J_LIST) more = jinja_kinds[list.kind];
+    JinjaValue list = jinja_binary(j, LEVEL_OR), all = list;
+    if (!j->skip) list = all = jinja_list(j, list);
     if (jinja_take(j, "if")) {
+        const char *condition = j->p;
         j->skip++;
         jinja_binary(j, LEVEL_OR);
         j->skip--;
-        more = "what a condition chooses";
+        if (!j->skip) list = jinja_table(j, J_LIST);
+        for (size_t i = 0; !j->skip && i < all.t->n; i++) {
+            jinja_turn(j, name, outer, all.t, i);
+            jinja_go(j, condition);
+            if (jinja_truth(jinja_binary(j, LEVEL_OR))) jinja_push(j, list, all.t->item[i]);
+        }
     }
-    if (more && !j->skip) jinja_fail(j, "a loop over %s", more);
     jinja_close(j, "%}");
 
     const char *body = j->p;
     j->skip++;
-    jinja_block(j, "endfor");
+    JinjaValue tag = jinja_block(j, "endfor|else");
     j->skip--;
     const char *behind = j->p;
     size_t turns = list.t && !j->skip ? list.t->n : 0;
     for (size_t i = 0; i < turns && !j->failed; i++) {
         jinja_turn(j, name, outer, list.t, i);
         jinja_go(j, body);
-        jinja_block(j, "endfor");
+        jinja_block(j, "endfor|else");
         int ended = j->ended;
         j->skip -= ended != RUN_ON;
         j->ended = RUN_ON;
@@ -852,16 +986,27 @@ static void jinja_for(Jinja *j) {
     }
     j->scope = outer;
     jinja_go(j, behind);
-    jinja_close(j, "%}");
+    if (!jinja_is(tag, "else")) {
+        jinja_close(j, "%}");
+        return;
+    }
+    j->skip += turns > 0;
+    jinja_body(j, "endfor");
+    j->skip -= turns > 0;
 }
 
-// {% set a = value %}, {% set space.a = value %}
+// {% set a = value %}, {% set space.a = value %}, {% set a %} text {% endset %}
 static void jinja_set(Jinja *j) {
-    JinjaValue name = jinja_name(j, "a name"), member = undefined;
+    JinjaValue name = jinja_name(j, "a name"), member = undefined, v;
     if (jinja_take(j, ".")) member = jinja_name(j, "a name");
-    jinja_want(j, "=");
-    JinjaValue v = jinja_expression(j);
-    jinja_close(j, "%}");
+    if (jinja_take(j, "=")) {
+        v = jinja_expression(j);
+        jinja_close(j, "%}");
+    } else {
+        size_t at = arrlenu(j->out);
+        jinja_body(j, "endset");
+        v = jinja_collect(j, at);
+    }
     if (j->skip) return;
     JinjaValue space = member.n ? jinja_variable(j, name) : undefined;
     if (!member.n) jinja_store(j, j->scope, name, v);
@@ -869,15 +1014,13 @@ static void jinja_set(Jinja *j) {
     else jinja_fail(j, "%.*s is no namespace", NAMED(name));
 }
 
-// {% macro name(a, b=value) %} .. {% endmacro %}, which programs have for tools, is passed over.
+// {% macro name(a, b=value) %} .. {% endmacro %}
 static void jinja_macro(Jinja *j) {
+    JinjaValue name = jinja_name(j, "a name");
+    if (!j->skip) jinja_store(j, j->scope, name, (JinjaValue){ .kind = J_MACRO, .s = j->p });
     j->skip++;
-    jinja_name(j, "a name");
-    jinja_want(j, "(");
-    jinja_members(j, ")");
-    jinja_close(j, "%}");
-    jinja_block(j, "endmacro");
-    jinja_close(j, "%}");
+    jinja_parameters(j, undefined);
+    jinja_body(j, "endmacro");
     j->skip--;
 }
 
@@ -975,7 +1118,7 @@ static JinjaValue message_value(Jinja *j, const char *text, int number) {
 
 // Gives the program its variables.
 static void set_variables(Jinja *j, const Message *m, int n, int how) {
-    static const char *const functions[] = { "raise_exception", "strftime_now", "namespace" };
+    static const char *const functions[] = { "raise_exception", "strftime_now", "namespace", "range", "dict" };
     JinjaValue messages = jinja_table(j, J_LIST);
     for (int i = 0; i < n && !j->failed; i++) {
         JinjaValue message = jinja_table(j, J_DICT);
@@ -984,14 +1127,15 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
         jinja_push(j, messages, message);
     }
     jinja_scope(j, NULL);
-    jinja_enter(j, j->scope, "messages", messages);
-    jinja_enter(j, j->scope, "tools", (JinjaValue){ .kind = J_NONE });
-    jinja_enter(j, j->scope, "documents", (JinjaValue){ .kind = J_NONE });
-    jinja_enter(j, j->scope, "add_generation_prompt", jinja_bool(how & RENDER_PROMPT));
-    if (j->tp->bos) jinja_enter(j, j->scope, "bos_token", jinja_string(j->tp->bos));
-    if (j->tp->eos) jinja_enter(j, j->scope, "eos_token", jinja_string(j->tp->eos));
-    if (how & RENDER_NO_THINK) jinja_enter(j, j->scope, "enable_thinking", jinja_bool(0));
-    for (int k = 0; k < 3; k++) jinja_enter(j, j->scope, functions[k], (JinjaValue){ .kind = J_FUNCTION });
+    j->globals = j->scope;
+    jinja_enter(j, j->globals, "messages", messages);
+    jinja_enter(j, j->globals, "tools", (JinjaValue){ .kind = J_NONE });
+    jinja_enter(j, j->globals, "documents", (JinjaValue){ .kind = J_NONE });
+    jinja_enter(j, j->globals, "add_generation_prompt", jinja_bool(how & RENDER_PROMPT));
+    if (j->tp->bos) jinja_enter(j, j->globals, "bos_token", jinja_string(j->tp->bos));
+    if (j->tp->eos) jinja_enter(j, j->globals, "eos_token", jinja_string(j->tp->eos));
+    if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
+    for (int k = 0; k < 5; k++) jinja_enter(j, j->globals, functions[k], (JinjaValue){ .kind = J_FUNCTION });
 }
 
 // See template.h. What may be spent grows with the dialogue.
