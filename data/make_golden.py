@@ -79,6 +79,9 @@ MODELS = {
     "qwen3-bare": (Qwen3Config, base(hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1,
                                      vocab_size=139, tie_word_embeddings=True),
                    "BF16", {"no_head_dim", "no_prefix"}, {"q_norm": 1}),
+    "llama-yarn": (LlamaConfig, base(rope_parameters=rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=64,
+                                                          mscale=2.0, mscale_all_dim=0.5, truncate=False)),
+                   "F16", set(), {"truncate": True}),
 }
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -104,6 +107,8 @@ def logits_of(folder, ids, change=None):
     change = dict(change or {})
     if "rope_type" in change:
         config.rope_parameters = {"rope_type": change.pop("rope_type"), "rope_theta": config.rope_parameters["rope_theta"]}
+    if "truncate" in change:
+        config.rope_parameters["truncate"] = change.pop("truncate")
     if "sliding_window" in change:
         config.sliding_window = change.pop("sliding_window")
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()

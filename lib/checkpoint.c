@@ -427,8 +427,6 @@ static const struct { const char *key; int neutral; } foreign_keys[] = {
     { "no_rope_layers", 1 },          { "no_rope_layer_interval", 0 },  { "rope_interleaved", 0 },
     { "alibi", 0 },                   { "use_qk_norm", 0 },             { "qk_layernorm", 0 },
     { "use_parallel_residual", 0 },   { "partial_rotary_factor", 1 },   { "llama_4_scaling_beta", 0 },
-    { "mscale", 0 },                  { "mscale_all_dim", 0 },          { "truncate", 1 },
-    { "full_attention", 0 },          { "sliding_attention", 0 },
 };
 enum { FOREIGN_KEYS = sizeof foreign_keys / sizeof *foreign_keys };
 
@@ -536,6 +534,17 @@ static void config_window(ConfigReader *r, Config *c, const Json *o) {
     }
 }
 
+// The object with the parameters of RoPE, or NULL: rope_scaling in old files, rope_parameters in
+// new ones. The new one may hold one object per layer type, which is supported where there is one type.
+static const Json *config_rope_object(ConfigReader *r, const Json *o) {
+    const Json *p = config_typed(r, o, "rope_scaling", JSON_OBJECT, "an object");
+    if (!p || !p->n) p = config_typed(r, o, "rope_parameters", JSON_OBJECT, "an object");
+    const Json *full = config_key(p, "full_attention");
+    if (config_key(p, "sliding_attention"))
+        config_fail(r, "rope_parameters: full_attention and sliding_attention that may differ are not supported");
+    return full ? full : p;
+}
+
 static const char *const rope_types[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
 enum { ROPE_TYPES = sizeof rope_types / sizeof *rope_types };
 
@@ -555,6 +564,9 @@ static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
         c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
         if (c->beta_fast < c->beta_slow)
             config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
+        c->mscale = config_real(r, p, "mscale", 0, 0, 1e6);
+        c->mscale_all_dim = config_real(r, p, "mscale_all_dim", 0, 0, 1e6);
+        c->yarn_exact = !config_flag(r, p, "truncate", 1);
     }
 }
 
@@ -562,8 +574,7 @@ static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
 // ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
 // ignoring it gives fluent nonsense after a few thousand tokens.
 static void config_rope(ConfigReader *r, Config *c, const Json *o) {
-    const Json *p = config_typed(r, o, "rope_scaling", JSON_OBJECT, "an object");
-    if (!p || !p->n) p = config_typed(r, o, "rope_parameters", JSON_OBJECT, "an object");
+    const Json *p = config_rope_object(r, o);
     const char *type = config_str(r, p, "type", "default");
     type = config_str(r, p, "rope_type", type);
     c->theta = config_real(r, o, "rope_theta", 0, 1.5, 1e12);
@@ -878,6 +889,16 @@ static double yarn_pair(const Config *c, double beta) {
     return c->D * log_ratio / (2 * log(c->theta));
 }
 
+// yarn: the factor on cos and sin. It is attention_factor; without it s(mscale) / s(mscale_all_dim);
+// without those two s(1), where s(m) = 0.1 m ln(factor) + 1.
+static double yarn_scale(const Config *c) {
+    if (c->attn_factor > 0) return c->attn_factor;
+    if (c->factor <= 1) return 1;
+    double step = 0.1 * log(c->factor);
+    if (c->mscale == 0 || c->mscale_all_dim == 0) return step + 1;
+    return (step * c->mscale + 1) / (step * c->mscale_all_dim + 1);
+}
+
 // llama3: the frequency x after scaling. With wavelen = 2 pi / x:
 //   wavelen < orig_pos / high_freq:  x            a short wave stays
 //   wavelen > orig_pos / low_freq:   x / factor   a long one is stretched
@@ -899,10 +920,10 @@ static void rope_frequencies(const Config *c, double *f, float *scale) {
     if (c->rope_type == ROPE_YARN) {
         low = yarn_pair(c, c->beta_fast);
         high = yarn_pair(c, c->beta_slow);
-        low = fmax(floor(low), 0);
-        high = fmin(ceil(high), c->D - 1);
+        low = fmax(c->yarn_exact ? low : floor(low), 0);
+        high = fmin(c->yarn_exact ? high : ceil(high), c->D - 1);
         if (low == high) high += 0.001;
-        *scale = (float)(c->attn_factor > 0 ? c->attn_factor : 0.1 * log(c->factor) + 1);
+        *scale = (float)yarn_scale(c);
     }
     for (int i = 0; i < c->D / 2; i++) {
         double x = pow(c->theta, -2.0 * i / c->D);
@@ -989,19 +1010,24 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     for (int i = 0; !bad && i < map->n; i++) {
         const Json *v = &map->item[i];
         SafeFile *f = v->type == JSON_STRING ? weights_file(wf, dir, v->str, err) : NULL;
+        SafeTensor *t = f ? safetensors_find(f, map->key[i]) : NULL;
+        if (t) t->listed = 1;
         if (v->type != JSON_STRING)
             fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
         bad = f ? 0 : -1;
     }
+    wf->indexed = 1;
     json_free(index);
     return bad;
 }
 
-// The tensor of that name, in the first file that has it; NULL: there is none.
+// The tensor of that name, in the file that the index says; NULL: there is none.
 static SafeTensor *weights_find(WeightFiles *wf, const char *name) {
-    SafeTensor *t = NULL;
-    for (size_t i = 0; i < arrlenu(wf->file) && !t; i++) t = safetensors_find(wf->file[i], name);
-    return t;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        SafeTensor *t = safetensors_find(wf->file[i], name);
+        if (t && (t->listed || !wf->indexed)) return t;
+    }
+    return NULL;
 }
 
 // Finds the tensor p, checks its dtype and its shape and sets *p->t. Returns 0, or -1 with err set. A tensor that
@@ -1133,7 +1159,7 @@ static int weights_leftovers(const WeightFiles *wf, const Config *c, char err[51
             size_t n = strlen(t->name);
             int bias = n > 5 && !strcmp(t->name + n - 5, ".bias");
             const char *p = t->data;
-            if (t->used || strstr(t->name, "rotary_emb.inv_freq")) continue;
+            if (t->used > t->listed || strstr(t->name, "rotary_emb.inv_freq")) continue;    // the index asked once
             if (bias && t->bytes && (*p || memcmp(p, p + 1, t->bytes - 1)))
                 return fault(err, "%.200s: tensor %.150s is not zero, but by its family, attention_bias and mlp_bias "
                              "in config.json the model has no such bias", c->dir, t->name);

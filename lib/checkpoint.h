@@ -19,6 +19,7 @@ typedef struct SafeFile SafeFile;       // a mapped safetensors file, see below
 // What Weights.files points to: the mapped files of a checkpoint, and what is not used as it lies there.
 typedef struct {
     SafeFile **file;            // stb_ds array
+    int indexed;                // 1: an index says which of their tensors count (SafeTensor.listed)
     char *block;                // tensors made from a seed, and matrices as DT_Q8 (--weights q8_0)
     size_t block_bytes, block_used;
     Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
@@ -39,7 +40,9 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     double theta, factor;       // RoPE's base and its scaling factor
     double low_freq, high_freq; // llama3
     double beta_fast, beta_slow;// yarn
-    double attn_factor;         // yarn: factor on cos and sin; 0: 0.1 ln(factor) + 1
+    double attn_factor;         // yarn: factor on cos and sin; 0: from mscale and mscale_all_dim
+    double mscale, mscale_all_dim;  // yarn: see yarn_scale; 0: not given
+    int    yarn_exact;          // 1: the ends of yarn's ramp are not rounded ("truncate": false)
     int    orig_pos;            // original_max_position_embeddings
     int    bos;                 // -1: none
     int    eos[8], n_eos;       // end tokens of config and generation_config together
@@ -98,6 +101,7 @@ typedef struct {
     int dtype;                  // DT_* or DT_OTHER
     int n_dim;
     int used;                   // how often safetensors_find has returned it
+    int listed;                 // 1: an index says that it is in this file
     int64_t dim[SAFE_DIMS];
     const void *data;           // at any address
     size_t bytes;
