@@ -1429,7 +1429,7 @@ static void open_template(App *a, const char *tokenizer_path, int needed) {
 void open_tokenizer(App *a, int needed) {
     char err[512];
     const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
-    if (!*path && needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FOLDER");
+    if (!*path && needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
     if (!*path) return;
     a->tok = tokenizer_load(path, err);
     if (!a->tok && needed) die(EXIT_MODEL, "%s", err);

@@ -1140,8 +1140,8 @@ static void answers_open(EvalRun *x, const char *path) {
     char *text = read_bounded(path, MOST_ANSWERS, &n, err);
     if (!text) die(EXIT_RUN, "--eval-out %s", err);
     size_t whole = read_answers(x, text, n);
-    x->f = ftruncate(fd, (off_t)whole) ? NULL : fdopen(fd, "w+b");
-    if (!x->f) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
+    x->f = ftruncate(fd, (off_t)whole) ? NULL : descriptor_stream(fd);
+    if (!x->f) die(open_failure(), "--eval-out %s: %s", path, strerror(errno));
     for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
     if (there && !quiet)
         fprintf(stderr, "%s: %d of %d items are there, the others are played\n", path, there, x->items);

@@ -1,4 +1,4 @@
-// lib/base.c - see base.h, which says what each function that it offers does. Here stands what it does not say.
+// lib/base.c - see base.h.
 #define _GNU_SOURCE
 #include "base.h"
 #include <ctype.h>
@@ -27,6 +27,10 @@ int (*allocation_fails)(void);
 // arena a pass works in, whole files, how files are saved, and how a method refuses.
 
 // ---- texts from outside
+
+// What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
+// how many of the bytes that is. Control characters become \x1b, or \u009b where two bytes of UTF-8
+// hold one; newline, tab and everything else stay.
 int shown_char(const char *s, size_t n, char out[8]) {
     uint32_t c = (unsigned char)*s;
     int k = max_int(utf8_read(s, n, &c), 1);
@@ -39,6 +43,7 @@ int shown_char(const char *s, size_t n, char out[8]) {
     return k;
 }
 
+// Writes n bytes of text with its control characters shown.
 void show(FILE *f, const char *s, size_t n) {
     char one[8];
     for (size_t i = 0; i < n; ) {
@@ -48,8 +53,10 @@ void show(FILE *f, const char *s, size_t n) {
 }
 
 // ---- colours
-int color_mode;
+int color_mode;                  // COLOR_*
 
+// The sequence if this stream gets colours, else "". auto: a terminal that has a name other than
+// dumb does, unless NO_COLOR says that the user wants none.
 const char *in_color(FILE *f, const char *sequence) {
     const char *none = getenv("NO_COLOR"), *term = getenv("TERM");
     int knows = term && *term && strcmp(term, "dumb") && !(none && *none);
@@ -75,6 +82,7 @@ void say(const char *color, const char *who, const char *fmt, ...) {
     fprintf(stderr, "%s%s%s\n", in_color(stderr, color), shown, in_color(stderr, *color ? COLOR_OFF : ""));
 }
 
+// Writes one line into err. Returns -1.
 int fault(char err[512], const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
@@ -83,17 +91,20 @@ int fault(char err[512], const char *fmt, ...) {
     return -1;
 }
 
+// Who watches something long; NULL: nobody.
 void (*progress_hook)(const char *what, double share);
 
+// Tells whoever watches that a share (0..1) of something long is done.
 void progress_tell(const char *what, double share) {
     if (progress_hook) progress_hook(what, share);
 }
 
 // ---- the end of the program
-void (*before_leaving)(int say);
-jmp_buf *die_jump;
-char die_text[1024];
+void (*before_leaving)(int say);        // puts right what a program that ends must; NULL: nothing
+jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
+char die_text[1024];            // the message of the last die()
 
+// Ends the program with this exit code and one line on stderr.
 void die(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
@@ -117,10 +128,12 @@ void *xrealloc(void *p, size_t n) {
     return r;
 }
 
+// malloc.
 void *xmalloc(size_t n) {
     return xrealloc(NULL, n);
 }
 
+// calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
     if (size && n > SIZE_MAX / size) die(EXIT_MEMORY, "out of memory: %zu x %zu bytes overflow", n, size);
     void *p = NO_ALLOCATION ? NULL : calloc(max_size(n, 1), max_size(size, 1));
@@ -128,6 +141,7 @@ void *xcalloc(size_t n, size_t size) {
     return p;
 }
 
+// A copy of the first n bytes of a text, NUL-terminated; the caller frees it.
 char *copy_bytes(const char *s, size_t n) {
     char *copy = xmalloc(n + 1);
     if (n) memcpy(copy, s, n);
@@ -135,6 +149,7 @@ char *copy_bytes(const char *s, size_t n) {
     return copy;
 }
 
+// A copy of a text; the caller frees it.
 char *copy_text(const char *s) {
     return copy_bytes(s, strlen(s));
 }
@@ -155,6 +170,8 @@ void ask_huge_pages(void *p, size_t n) {
 #endif
 }
 
+// A stream that writes into memory: *text (malloc'd) and *n hold what was written once
+// memory_stream_close has closed it.
 FILE *memory_stream(char **text, size_t *n) {
     FILE *f = NO_ALLOCATION ? NULL : open_memstream(text, n);
     if (!f) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
@@ -166,8 +183,21 @@ void memory_stream_close(FILE *f) {
     if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
 }
 
+// A stream for writing to an open file, and for reading it again. NULL, and errno is ENOMEM when there is no memory
+// for it.
+FILE *descriptor_stream(int fd) {
+    errno = ENOMEM;
+    return NO_ALLOCATION ? NULL : fdopen(fd, "w+b");
+}
+
+// The exit code of a file that could not be opened: no memory for its stream is no memory.
+int open_failure(void) {
+    return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN;
+}
+
 // ---- the clock
 
+// Seconds of a clock that only goes forward.
 double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -236,10 +266,12 @@ void *arena_take(struct Arena *a, size_t bytes) {
     return b->p;
 }
 
+// How much is handed out now, for arena_reset.
 size_t arena_mark(const struct Arena *a) {
     return a->used;
 }
 
+// Takes back everything handed out since the mark.
 void arena_reset(struct Arena *a, size_t mark) {
     a->used = mark;
 }
@@ -247,6 +279,7 @@ void arena_reset(struct Arena *a, size_t mark) {
 // ---- files
 enum { READ_BLOCK = 65536 };
 
+// The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
 int path_descriptor(const char *path) {
     int fd = -1, end = 0;
     if (!strcmp(path, "/dev/stdin")) return 0;
@@ -262,6 +295,8 @@ static const char *file_kind(mode_t mode) {
     return "a device";
 }
 
+// Opens a regular file for reading, and describes it in *st. A FIFO, a device, a socket or a folder
+// is refused without waiting. Returns the descriptor; -1, and the reason without the path in err.
 int open_input(const char *path, struct stat *st, char err[256]) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     int why = errno;
@@ -299,6 +334,8 @@ static ssize_t read_all(int fd, size_t most, char **buf) {
     return (ssize_t)n;
 }
 
+// The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
+// with the reason in err, when it cannot be read or has more than `most` bytes.
 char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
     struct stat st = { 0 };
     char why[256], *buf = NULL;
@@ -323,11 +360,13 @@ char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
     return NULL;
 }
 
+// The same for a file whose kind has no bound of its own.
 char *read_file(const char *path, size_t *size, char err[256]) {
     return read_bounded(path, MOST_TEXT, size, err);
 }
 
-// A text that is used as a C string: what stands behind a 0 byte would be lost.
+// The same of a text that is used as a C string: what stands behind a 0 byte would be lost, so a
+// text that holds one is refused.
 char *read_plain_text(const char *path, size_t *size, char err[256]) {
     char *text = read_file(path, size, err);
     size_t n = text ? strlen(text) : 0;
@@ -337,6 +376,7 @@ char *read_plain_text(const char *path, size_t *size, char err[256]) {
     return NULL;
 }
 
+// 1: there is something at `path`, a file or a folder.
 int file_exists(const char *path) {
     struct stat st;
     return stat(path, &st) == 0;
@@ -345,8 +385,9 @@ int file_exists(const char *path) {
 // ---- a hash
 enum { HASH_SUMS = 8, HASH_STEP = 64 };     // words that are taken together, and their bytes
 
-// It goes in steps, of which the last one is filled up with zeros. The sums do not wait for each other, so that
-// memory sets the pace.
+// Goes on with the 64-bit hash h over n bytes, in steps of which the last one is filled up with zeros. It finds
+// damage and tells models apart; it does not stop anybody who wants two texts with the same hash. The sums do
+// not wait for each other, so that memory sets the pace.
 uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
     uint64_t sum[HASH_SUMS];
     for (int i = 0; i < HASH_SUMS; i++) sum[i] = mix64(h + (uint64_t)i);
@@ -421,7 +462,8 @@ static void folder_sync(const char *path) {
 
 // Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. Symbolic links
 // are followed. A file that is there lends the new one its permissions, and its owner if we may; a new
-// one is for its owner alone.
+// one is for its owner alone. 0, or -1 with err when nothing can be saved there. Exit 4 when there is
+// no memory.
 int save_begin(Saving *x, const char *path, char err[512]) {
     struct stat st = { 0 };
     memset(x, 0, sizeof *x);
@@ -445,16 +487,19 @@ int save_begin(Saving *x, const char *path, char err[512]) {
         fd = mkostemp(x->temp, O_CLOEXEC);          // O_EXCL: never a file or a link that is there
     }
     if (fd >= 0 && x->old) (void)!fchown(fd, st.st_uid, st.st_gid);
-    if (fd >= 0 && (!x->old || !fchmod(fd, st.st_mode & 0777))) x->f = fdopen(fd, "w+b");
+    if (fd >= 0 && (!x->old || !fchmod(fd, st.st_mode & 0777))) x->f = descriptor_stream(fd);
     if (x->f) return 0;
 
+    int code = open_failure();
     snprintf(err, 512, "%.400s: %s", path, save_reason());
     if (fd >= 0) close(fd);
     if (fd >= 0) unlink(x->temp);
     save_free(x);
+    if (code == EXIT_MEMORY) die(code, "out of memory: %s", err);
     return -1;
 }
 
+// The same for a file in which nothing is secret: a new one has the permissions that the umask gives.
 int save_begin_open(Saving *x, const char *path, char err[512]) {
     if (save_begin(x, path, err)) return -1;
     mode_t mask = umask(0);
@@ -463,6 +508,7 @@ int save_begin_open(Saving *x, const char *path, char err[512]) {
     return 0;
 }
 
+// Gives up a file in the making. One that was never begun is left alone.
 void save_drop(Saving *x) {
     if (!x->f) return;
     fclose(x->f);
@@ -470,7 +516,8 @@ void save_drop(Saving *x) {
     save_free(x);
 }
 
-// Some file systems cannot bring a file to the disk on demand (EINVAL), which is no failure.
+// Ends the saving of a file: brought to the disk, it takes its place. 0, or -1 with err, and then the old one
+// stays. Some file systems cannot bring a file to the disk on demand (EINVAL), which is no failure.
 int save_keep(Saving *x, char err[512]) {
     errno = 0;
     int bad = ferror(x->f) || fflush(x->f) || (fsync(fileno(x->f)) && errno != EINVAL);
@@ -485,6 +532,7 @@ int save_keep(Saving *x, char err[512]) {
     return 0;
 }
 
+// Can a file be saved there? 0, or -1 with err. Asked before hours of work.
 int save_check(const char *path, char err[512]) {
     Saving x;
     if (save_begin(&x, path, err)) return -1;
@@ -493,6 +541,7 @@ int save_check(const char *path, char err[512]) {
 }
 
 // ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
+// How many threads a parallel region gets.
 int n_threads(void) {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -501,6 +550,7 @@ int n_threads(void) {
 #endif
 }
 
+// The number of this thread in its region, from 0.
 int thread_id(void) {
 #ifdef _OPENMP
     return omp_get_thread_num();
@@ -509,7 +559,8 @@ int thread_id(void) {
 #endif
 }
 
-// On a loaded machine it costs much more than microseconds. Results do not depend on it.
+// Starting a team of threads costs microseconds, and on a loaded machine much more: only for work
+// that is worth it. Results do not depend on it.
 int worth_threads(size_t multiply_adds) {
     return multiply_adds > (size_t)1 << 18;
 }
@@ -561,6 +612,7 @@ void spin_shortly(char **argv) {
     (void)argv;
 }
 
+// Sets the number of threads: n, or what suits a model of so many parameters when n is 0.
 void threads_use(int n, size_t parameters) {
     if (!n) n = threads_for(parameters);
 #ifdef _OPENMP
@@ -569,6 +621,7 @@ void threads_use(int n, size_t parameters) {
     (void)n;
 }
 
+// n ids below V, the same at every call (stb_ds array).
 int *random_ids(int n, int V) {
     int *ids = NULL;
     for (int i = 0; i < n; i++) arrput(ids, (int)(mix64((uint64_t)i) % (uint64_t)V));
@@ -582,6 +635,7 @@ int *random_ids(int n, int V) {
 
 // ---- finding an option
 
+// The option called `name` in a table ended by name NULL; NULL: there is none, or no table.
 const Opt *opt_find_in(const Opt *o, const char *name) {
     for (; o && o->name; o++) {
         if (!strcmp(o->name, name)) return o;
@@ -589,12 +643,14 @@ const Opt *opt_find_in(const Opt *o, const char *name) {
     return NULL;
 }
 
+// The option called `name` in the tables of o; NULL: there is none.
 const Opt *opt_find(const Options *o, const char *name) {
     const Opt *found = NULL;
     for (int i = 0; i < (int)arrlen(o->table) && !found; i++) found = opt_find_in(o->table[i], name);
     return found;
 }
 
+// The place of the n bytes at v in "a|b|c", from 0; -1: they are none of the words.
 int bytes_place(const char *words, const char *v, size_t len) {
     for (int i = 0; ; i++) {
         size_t n = strcspn(words, "|");
@@ -625,6 +681,7 @@ static int edit_distance(const char *a, const char *b) {
     return row[m];
 }
 
+// Takes name into *best if it is nearer to what was typed than *distance.
 void nearer_name(const char *typed, const char *name, const char **best, int *distance) {
     int d = edit_distance(typed, name);
     if (d >= *distance) return;
@@ -652,6 +709,7 @@ void options_add(Options *o, const Opt *t) {
     }
 }
 
+// A set without any options.
 Options *options_new(void) {
     Options *o = xcalloc(1, sizeof *o);
     sh_new_arena(o->map);
@@ -659,6 +717,7 @@ Options *options_new(void) {
     return o;
 }
 
+// Another set with the options that o has, all at their defaults.
 Options *options_like(const Options *o) {
     Options *n = options_new();
     for (int i = 0; i < (int)arrlen(o->table); i++) options_add(n, o->table[i]);
@@ -695,6 +754,7 @@ static int opt_check(const Opt *t, const char *v, char err[256]) {
     return wants || outside ? -1 : 0;                   // a text may be anything
 }
 
+// Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
 int options_set(Options *o, const char *name, const char *value, char err[256]) {
     const Opt *t = opt_find(o, name);
     if (!t) {
@@ -718,11 +778,13 @@ const char *opt_str(const Options *o, const char *name) {
     return shget(w->map, name);
 }
 
+// 1: the user has set it.
 int opt_given(const Options *o, const char *name) {
     Options *w = (Options *)o;                  // as in opt_str
     return shgeti(w->given, name) >= 0;
 }
 
+// A whole number, or a flag as 0 or 1.
 int opt_int(const Options *o, const char *name) {
     return atoi(opt_str(o, name));
 }
@@ -731,6 +793,8 @@ double opt_real(const Options *o, const char *name) {
     return strtod(opt_str(o, name), NULL);
 }
 
+// The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
+// its enum.
 int opt_choice(const Options *o, const char *name, const char *words) {
     return max_int(word_place(words, opt_str(o, name)), 0);
 }
@@ -751,6 +815,8 @@ static int numbers_part(long part[3], const char **p, long lo, long hi) {
     return *(*p)++ == ',' && **p ? 0 : -1;
 }
 
+// The numbers of a text such as "2048", "512,1024", "2:98:3" or a mix of them, each once, in its order
+// (stb_ds). Exit 2 when it is anything else; `name` is the option to blame.
 int *number_list(const char *name, const char *text, long lo, long hi) {
     char *listed = xcalloc((size_t)(hi - lo + 1), 1);   // 1: this one is in the list
     const char *p = text;
@@ -771,7 +837,8 @@ int *number_list(const char *name, const char *text, long lo, long hi) {
     return list;
 }
 
-// A session reads its options again at every reset, so each row of a table has its own.
+// A copy of the options that the user set. A session reads its options again at every reset, so
+// each row has its own.
 Options *options_copy(const Options *o) {
     Options *c = options_like(o);
     char err[256];
@@ -829,6 +896,7 @@ static int json_hex4(const char *p) {
     return (int)strtol(digits, NULL, 16);
 }
 
+// Writes code point c in UTF-8 to o and returns the byte behind it.
 char *utf8_put(char *o, unsigned c) {
     static const unsigned char lead[] = { 0, 0xc0, 0xe0, 0xf0 };
     int more = (c >= 0x80) + (c >= 0x800) + (c >= 0x10000);         // continuation bytes; each holds 6 bits
@@ -1006,6 +1074,7 @@ static void json_free_items(Json *v) {
     arrfree(v->key);
 }
 
+// Gives back the document whose root is j; NULL is allowed.
 void json_free(Json *j) {
     JsonDoc *d = (JsonDoc *)j;
     if (!d) return;
@@ -1014,6 +1083,8 @@ void json_free(Json *j) {
     free(d);
 }
 
+// Parses a text of n bytes. Returns its root, or NULL with the place and the reason in err when the
+// text is malformed.
 Json *json_parse(const char *text, size_t n, char err[256]) {
     JsonDoc *d = xcalloc(1, sizeof *d);
     d->text = copy_bytes(text, n);
@@ -1029,6 +1100,7 @@ Json *json_parse(const char *text, size_t n, char err[256]) {
     return NULL;
 }
 
+// The JSON of a file of at most `most` bytes. NULL, with the path and the reason in err.
 Json *json_read(const char *path, size_t most, char err[512]) {
     char why[256];
     size_t n;
@@ -1040,7 +1112,9 @@ Json *json_read(const char *path, size_t most, char err[512]) {
     return j;
 }
 
-// obj may be NULL or no object. A caller that needs many keys of a large object walks it instead.
+// The value of a key, the last one when the key is written twice. NULL when it is absent, or when
+// obj is NULL or no object. The search is linear: a caller that needs many keys of a large object
+// walks it instead.
 const Json *json_get(const Json *obj, const char *key) {
     if (!obj || obj->type != JSON_OBJECT) return NULL;
     for (int i = obj->n - 1; i >= 0; i--) {
@@ -1050,7 +1124,8 @@ const Json *json_get(const Json *obj, const char *key) {
 }
 
 // ---- UTF-8 and the writer
-// Where there is none, *c stays.
+// The length of the well-formed character that the n bytes at s begin with, and its code point in *c; 0 when they
+// begin with none, and *c stays.
 int utf8_read(const char *s, size_t n, uint32_t *c) {
     static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 };    // less is written too long
     const unsigned char *p = (const unsigned char *)s;
@@ -1068,12 +1143,14 @@ int utf8_read(const char *s, size_t n, uint32_t *c) {
     return k;
 }
 
+// The length alone.
 int utf8_length(const char *s, size_t n) {
     uint32_t c;
     return utf8_read(s, n, &c);
 }
 
-// It is written "\\u0000". Where texts are used as C strings, what stands behind it would be lost.
+// Does any text in v hold a 0 byte ("\\u0000")? Where texts are used as C strings, what stands behind
+// it would be lost.
 int json_holds_nul(const Json *v) {
     if (v->type == JSON_STRING) return memchr(v->str, 0, v->len) != NULL;
     int found = 0;
@@ -1102,11 +1179,13 @@ int json_is(const Json *j, int type) { return j && j->type == type; }
 
 int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
 
+// The text of a key; "" when it is absent, no text, or a text with a NUL inside.
 const char *json_text(const Json *obj, const char *key) {
     const Json *j = json_get(obj, key);
     return json_is(j, JSON_STRING) && strlen(j->str) == j->len ? j->str : "";
 }
 
+// Appends n bytes to the stb array *out.
 void bytes_put(char **out, const char *s, size_t n) {
     if (n) memcpy(arraddnptr(*out, n), s, n);
 }

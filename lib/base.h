@@ -156,6 +156,8 @@ int path_descriptor(const char *path);  // of /dev/stdin, /dev/fd/N; -1: another
 // Opens a regular file for reading, and describes it in *st -> the descriptor; -1, and the reason without
 // the path in err.
 int open_input(const char *path, struct stat *st, char err[256]);
+FILE *descriptor_stream(int fd);        // for writing, and reading again; NULL, and errno
+int open_failure(void);                 // the exit code of a file that could not be opened
 
 // The whole file, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL, with the reason in
 // err, when it cannot be read or has more than `most` bytes. read_plain_text refuses a 0 byte.
@@ -174,9 +176,9 @@ typedef struct {
 } Saving;
 int  save_begin(Saving *x, const char *path, char err[512]);   // 0, or -1 when nothing can be saved there
 int  save_begin_open(Saving *x, const char *path, char err[512]);      // a new one gets the umask's permissions
-int  save_keep (Saving *x, char err[512]);                     // the file takes its place: 0, or -1, the old one stays
+int  save_keep (Saving *x, char err[512]);                     // the file takes its place: 0, or -1
 void save_drop (Saving *x);                                    // gives it up; one never begun is left alone
-int  save_check(const char *path, char err[512]);              // can a file be saved there? Asked before hours of work
+int  save_check(const char *path, char err[512]);              // can a file be saved there? 0, or -1
 const char *save_reason(void);                                 // errno as words; 0: a disk that may be full
 int  temp_files_remove(void);                                  // what a signal handler may call -> how many
 enum { TEMP_FILES = 8 };
@@ -243,7 +245,7 @@ struct Json {
 Json *json_parse(const char *text, size_t n, char err[256]);    // the root; NULL with place and reason
 Json *json_read(const char *path, size_t most, char err[512]);  // that of a file
 void  json_free(Json *root);                                    // NULL is allowed
-const Json *json_get(const Json *obj, const char *key);         // the last value of that key; NULL. A linear search
+const Json *json_get(const Json *obj, const char *key);         // the last one of that key; NULL. Linear
 int   json_is  (const Json *j, int type);
 int   json_none(const Json *j);                                 // absent or null
 const char *json_text(const Json *obj, const char *key);        // "" when it is no text, or holds a NUL
