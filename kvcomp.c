@@ -3185,6 +3185,7 @@ static void lines_choose(Session *s, const LineChoice *c, int h0, int h1, const 
         int *R = rows + own * m;
         if (a->dense) continue;
         for (size_t i = 0; i < m; i++) R[i] = a->p0 + c->rows[i];
+        // Algorithm 2, line 4: A[X~], the softmax rows of the samples
         if (!KV_DEV(s)) line_probs(s, c->l, h, c->q, c->T, R, c->m, p, &tiles[own]);
         for (size_t i = 0; i < m && KV_DEV(s); i++)
             bytes_load_cuda(p + i * a->n, P + ((h - h0) * m + i) * N, a->n * sizeof *P);

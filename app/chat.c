@@ -379,6 +379,7 @@ static void session_cut(App *a, int n_tok) {
 static int feed_message(App *a, const Turn *t) {
     const int n_tok = a->s->n_tok;
     const size_t mark = scratch_mark(a->s);
+    const Clock clk = a->s->clk;
     jmp_buf stop;
     if (!setjmp(stop)) {
         a->s->unwanted = stop_asked;
@@ -393,6 +394,7 @@ static int feed_message(App *a, const Turn *t) {
     free(a->s->coming);
     a->s->coming = NULL;
     session_cut(a, n_tok);
+    if (!a->stale) a->s->clk = clk;
     return -1;
 }
 

@@ -268,6 +268,11 @@ static void check_options(const Options *o) {
         { opt_given(o, "prompt") && opt_given(o, "file"), "-p and -f both say what to answer; give one" },
         { *opt_str(o, "trace") && !text && !*opt_str(o, "ids") && !evaluates(o),
           "--trace goes with --ids, -p, -f or --eval" },
+        { opt_int(o, "json") && opt_int(o, "csv"), "--json and --csv both say how to print; give one" },
+        { opt_int(o, "json") && !strcmp(opt_str(o, "dump-logits"), "-"),
+          "--dump-logits - and --json both write to standard output; give a file" },
+        { opt_int(o, "json-rows") && !opt_int(o, "json"), "--json-rows goes with --json" },
+        { *opt_str(o, "trace-layers") && !*opt_str(o, "trace"), "--trace-layers goes with --trace FILE" },
         { *opt_str(o, "compare") && text, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
           "/compare QUESTION asks several methods" },
     };

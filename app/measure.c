@@ -828,9 +828,9 @@ void print_json_row(const Field *c, const App *a, FILE *f) {
 // Writes rows that have the same fields, and frees them, in the form that the options ask for: JSON lines, CSV, or a
 // table for a screen of `cols` columns (0: Markdown).
 static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int cols) {
-    int json = opt_int(a->o, "json");
-    if (!json && opt_int(a->o, "csv")) print_csv(f, rows);
-    else if (!json) print_text(f, rows, cols);
+    int json = opt_int(a->o, "json"), csv = opt_int(a->o, "csv");
+    if (csv) print_csv(f, rows);
+    if (!csv && !json) print_text(f, rows, cols);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         if (json) print_json_row(rows[r], a, f);
         arrfree(rows[r]);
@@ -861,9 +861,20 @@ static void close_with_options(Session *s) {
     options_free(o);
 }
 
-// Opens every row of --compare x --budgets before anything runs. A method without a budget gets one row. Among several
-// those that cannot be opened, as where a file beside the model is missing, are left out, and said; one alone ends the
-// program. Returns the rows (stb_ds).
+// Has every part of "lychee+pats" the name of a method?
+static int names_methods(const char *spec) {
+    size_t n;
+    int all = 1;
+    for (; *spec && all; spec += n + (spec[n] != 0)) {
+        n = strcspn(spec, "+");
+        all = method_find(spec, n) != NULL;
+    }
+    return all;
+}
+
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once. A method
+// without a budget gets one row. Among several those that cannot be opened, as where a file beside the model is
+// missing, are left out, and said; one alone ends the program. Returns the rows (stb_ds).
 static Score *open_rows(const App *a) {
     char name[160], budget[160], err[512] = "no method is named";
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
@@ -875,7 +886,8 @@ static Score *open_rows(const App *a) {
             Score sc = { 0 };
             if (opt_given(a->o, "budgets") && options_set(own.o, "budget", budget, err))
                 die(EXIT_USAGE, "--budgets: %s", err);
-            own.s = sc.s = several ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
+            int may_miss = several && names_methods(name);
+            own.s = sc.s = may_miss ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
             if (!sc.s) {
                 options_free(own.o);
                 warn("%s is left out: %s", name, err);
@@ -1336,8 +1348,8 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
 
     // The items
     if (ppl && !*path) die(EXIT_USAGE, "--eval %s wants -f FILE", what);
-    if (!ppl && !quiet && (*path || opt_given(a->o, "eval-length")))
-        warn("without effect with --eval %s: --file and --eval-length", what);
+    if (!ppl && *path && !quiet) warn("without effect with --eval %s: --file", what);
+    if (!ppl && opt_given(a->o, "eval-length") && !quiet) warn("without effect with --eval %s: --eval-length", what);
     if (ppl && (*out || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);

@@ -238,8 +238,11 @@ static void history_give_up(const char *why) {
     history_file = NULL;
 }
 
-// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way.
+// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way. What
+// stands in its place and is no file is left alone.
 static void history_read(void) {
+    char err[256];
+    struct stat st;
     history_file = history_path();
     if (!history_file) return;
     for (char *p = strchr(history_file + 1, '/'); p; p = strchr(p + 1, '/')) {
@@ -247,9 +250,11 @@ static void history_read(void) {
         (void)mkdir(history_file, 0700);
         *p = '/';
     }
-    int fd = open(history_file, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    int made = open(history_file, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int fd = open_input(history_file, &st, err);
+    if (made >= 0) close(made);
     if (fd < 0) {
-        history_give_up(strerror(errno));
+        history_give_up(err);
         return;
     }
     close(fd);

@@ -1406,14 +1406,14 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/checkpoint", 1000, 1456 },
     { "lib/tokenizer", 1200, 1780 },
     { "lib/template", 900, 1528 },
-    { "kvcomp", 6200, 7517 },
+    { "kvcomp", 6200, 7518 },
     { "app/options", 300, 399 },
-    { "app/terminal", 400, 657 },
+    { "app/terminal", 400, 662 },
     { "app/trace", 140, 137 },
-    { "app/chat", 1000, 2405 },
-    { "app/measure", 1300, 1971 },
+    { "app/chat", 1000, 2407 },
+    { "app/measure", 1300, 1983 },
     { "app/page", 450, 755 },
-    { "app/main", 650, 757 },
+    { "app/main", 650, 759 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
