@@ -1340,6 +1340,10 @@ enum {
     TRIAL_STEPS = 4,        // decode steps behind it
 };
 
+// The largest difference that bf16 weights and f16 rows may make. A broken kernel is off by the
+// logits themselves.
+static const double trial_tolerance = 1e-2;
+
 // The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V), with all options of `like`
 // at their defaults.
 static void trial_logits(const Config *c, const Weights *w, const Options *like, const char *device, float *out) {
@@ -1356,24 +1360,37 @@ static void trial_logits(const Config *c, const Weights *w, const Options *like,
     options_free(o);
 }
 
-// Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is wrong on somebody's
-// card must not chat there. Returns how far the logits are apart, by the size of the CPU's: 1e-3 for bf16 weights and
-// f16 rows, about 1 or no number at all for a broken kernel.
+// The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
+static double largest_difference(const float *x, const float *y, int n) {
+    double worst = 0, top = 0;
+    for (int i = 0; i < n; i++) {
+        double e = fabs((double)x[i] - y[i]);
+        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+        top = fmax(top, fabs((double)x[i]));
+    }
+    return worst / top;
+}
+
+// Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
+// wrong on somebody's card must not chat there. Returns the largest difference of logits by the
+// largest logit; -1: the trial died on the way, and its line is in die_text.
 static double device_trial(const Options *like) {
+    jmp_buf jump, *outer = die_jump;
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
     int n = (1 + TRIAL_STEPS) * c->V;
     float *both = xcalloc(2 * (size_t)n, sizeof *both);     // the CPU's logits, then the GPU's
-    double error = 0, square = 0;
-    trial_logits(c, w, like, "cpu", both);
-    trial_logits(c, w, like, "cuda", both + n);
-    for (int i = 0; i < n; i++) {
-        error += pow(both[n + i] - both[i], 2);
-        square += pow(both[i], 2);
+    die_jump = &jump;
+    int died = setjmp(jump);
+    if (!died) {
+        trial_logits(c, w, like, "cpu", both);
+        trial_logits(c, w, like, "cuda", both + n);
     }
+    die_jump = outer;
+    double e = died ? -1 : largest_difference(both, both + n, n);
     free(both);
     weights_close(w, c);
-    return sqrt(error / square);
+    return e;
 }
 
 // Is there a GPU that answers, holds the memory plan of --method, and passes the trial? Where one answers and
@@ -1387,7 +1404,10 @@ static int device_serves(const App *a) {
     int bad = device_bars(s, why) != 0;
     session_close(s);
     double e = bad ? 0 : device_trial(a->o);
-    if (!(e < 1e-2)) bad = fault(why, "its logits differ by %.1e of their size: that is wrong", e);
+    if (e < 0)
+        bad = fault(why, "a trial of the GPU ended with: %.400s", die_text);
+    else if (!(e < trial_tolerance))
+        bad = fault(why, "its logits differ by %.1e of the largest: that is wrong", e);
     if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return !bad;
 }

@@ -1363,17 +1363,6 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
     }
 }
 
-// The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
-static double largest_difference(const float *x, const float *y, int n) {
-    double worst = 0, top = 0;
-    for (int i = 0; i < n; i++) {
-        double e = fabs((double)x[i] - y[i]);
-        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
-        top = fmax(top, fabs((double)x[i]));
-    }
-    return worst / top;
-}
-
 // The largest difference of a device's logits from the CPU's, by the largest logit: a prefill of 40 tokens and two steps.
 static double path_error(Tiny m, const char *text) {
     enum { T = 40 };
@@ -1656,6 +1645,13 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     }
 }
 
+// The bytes that the memory plan asks for on the device.
+static size_t cuda_plan(Tiny m, const char *text) {
+    OWN_SESSION Session *s = session_of(m, "full", text);
+    MemoryPlan p = memory_plan(s);
+    return p.weights + p.kv + p.parts + p.pass;
+}
+
 // The first call sets the mark to what is held.
 static size_t held_now(void) {
     emu_most_memory();
@@ -1675,8 +1671,8 @@ static const char *device_chosen(Tiny m) {
     return took;
 }
 
-TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model keeps it on the "
-                "CPU") {
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial "
+                "keeps it on the CPU") {
     OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
     weights_count(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
@@ -1686,6 +1682,9 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
     if (!emu_set_memory) return;
     emu_set_memory(1000);
     CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
+    emu_set_memory(cuda_plan(m, "ctx-size=300") + 1000);    // enough for this model, not for the trial's
+    CHECK(!strcmp(device_chosen(m), "cpu"), "no room for the trial: -d %s", device_chosen(m));
+    CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
     emu_set_memory(0);
 }
 
