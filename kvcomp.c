@@ -120,7 +120,7 @@ typedef struct {
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
-int sees_whole_turn(const Session *s) {
+static int sees_whole_turn(const Session *s) {
     int whole = s->rule != VIS_CAUSAL;
     for (int i = 0; i < s->n_part; i++) whole |= s->part[i].m->attend != NULL;
     return whole;
@@ -316,9 +316,15 @@ double timed(double *sum, double t0) {
 }
 
 // ---- attention of a layer, and the whole transformer
-Part *part_with_attend(Session *s) {
-    EACH_HOOK(s, p, attend) return p;
-    return NULL;
+// A sparse prefill computes the attention of layer l itself. out, q (T,H,D). 1: a part has done so; 0: none does.
+int hook_attend(Session *s, int l, float *out, const float *q, int T) {
+    int done = 0;
+    EACH_HOOK(s, p, attend) {
+        p->m->attend(s, p->ms, l, out, q, T);
+        done = 1;
+        break;
+    }
+    return done;
 }
 
 // r->out (n,H,D) = attention of the n tokens of the pass from t0 on, and the hooks around it.
@@ -333,9 +339,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         attn_decode(s, l, r->out, r->q);
     } else {
         // attend: a sparse prefill computes the attention itself; without one it is dense.
-        Part *sparse = acts ? part_with_attend(s) : NULL;
-        if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-        else attn_prefill(s, l, r->out, r->q, t0, n);
+        if (!acts || !hook_attend(s, l, r->out, r->q, n)) attn_prefill(s, l, r->out, r->q, t0, n);
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
     }
     t = timed(&s->clk.attend, t);
@@ -797,7 +801,6 @@ static void move_rows(Session *s, const Move *move, int n_moves) {
 
 // Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of keep.
 static void heads_keep(Session *s, int l, const int *keep, size_t stride, const int *n) {
-    size_t mark = scratch_mark(s);
     Move *move = scratch(s, s->c->G * sizeof *move);
     int n_moves = 0;
     for (int g = 0; g < s->c->G; g++) {
@@ -805,7 +808,6 @@ static void heads_keep(Session *s, int l, const int *keep, size_t stride, const 
         if (m.n < m.h->len) move[n_moves++] = m;
     }
     move_rows(s, move, n_moves);
-    scratch_reset(s, mark);
 }
 
 // The same, and query heads read every row afterwards.
@@ -846,12 +848,10 @@ static int views_compact(Session *s, int l, int g, int *keep, int *map) {
 // Drops the rows of layer l that no query head of their group reads, and renumbers the views.
 void kv_compact(Session *s, int l) {
     int G = s->c->G, N = kv_longest(s, l) + 1;
-    size_t mark = scratch_mark(s);
     int *keep = scratch(s, (size_t)G * N * sizeof *keep), *n = scratch(s, G * sizeof *n);
     int *map = scratch(s, N * sizeof *map);
     for (int g = 0; g < G; g++) n[g] = views_compact(s, l, g, keep + (size_t)g * N, map);
     heads_keep(s, l, keep, N, n);
-    scratch_reset(s, mark);
 }
 
 // Forgets the tokens from n_tok on and their rows, the last ones of every head, and gives back the room
@@ -2191,7 +2191,7 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
 // times as large. kind: "qhead" or "head".
 static void trace_scores(Session *s, int l, const char *method, const char *kind, const float *score,
                          int lists, const int *n, int sums) {
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    size_t N = kv_longest(s, l);
     if (!traced(s, l)) return;
     float *room = scratch(s, N * sizeof *room);
     for (int i = 0; i < lists; i++) {
@@ -2201,7 +2201,6 @@ static void trace_scores(Session *s, int l, const char *method, const char *kind
         for (int r = 0; r < m && KV_DEV(s); r++) room[r] /= (float)sums;
         trace_f32(s, KV_DEV(s) ? room : x, m, 0, "layer%02d.%s%02d.%s.scores", l, kind, i, method);
     }
-    scratch_reset(s, mark);
 }
 
 // Link 4. For each of S rows of x (S,stride): the places of the k[i] largest of its first n[i]
@@ -2224,7 +2223,7 @@ static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T,
                         void (*caps)(Session *s, int l, const float *score, const int *n, int base, int *cap)) {
     int G = s->c->G, B = budget_now(s), w = min_int(x->window, B);           // --ratio may make B the smaller one
     if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s), N = kv_longest(s, l), ints = G * sizeof(int);
+    size_t N = kv_longest(s, l), ints = G * sizeof(int);
     int *n = scratch(s, ints), *cap = scratch(s, ints), *kept = scratch(s, ints);
     int *keep = scratch(s, N * ints);
     float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
@@ -2236,7 +2235,6 @@ static void snap_commit(Session *s, const Snap *x, int l, const float *q, int T,
         for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
     }
     kv_keep(s, l, keep, N, kept);
-    scratch_reset(s, mark);
 }
 
 // ---- SNAPKV
@@ -2402,7 +2400,7 @@ const Method pyramidkv_method = {
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), recent = B / 2;
     if (l == s->c->L || s->n_tok <= B) return;
-    size_t mark = scratch_mark(s), N = kv_longest(s, l), ints = s->c->G * sizeof(int);
+    size_t N = kv_longest(s, l), ints = s->c->G * sizeof(int);
     int *keep = scratch(s, N * ints), *kept = scratch(s, ints);
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
@@ -2412,7 +2410,6 @@ static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
         for (int r = n; r < h->len; r++) to[kept[g]++] = r;
     }
     kv_keep(s, l, keep, N, kept);
-    scratch_reset(s, mark);
 }
 
 const Method h2o_method = {
@@ -2640,7 +2637,6 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     Expected *x = ms;
     int B = budget_now(s), G = s->c->G, R = s->c->H / G;
     if (s->decoding || l == s->c->L || s->n_tok <= B) return;
-    size_t mark = scratch_mark(s);
     int N = kv_longest(s, l);
     int *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
     int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
@@ -2664,7 +2660,6 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
         for (int i = first; i < kept[g]; i++) to[i] += n0;
     }
     kv_keep(s, l, keep, N, kept);
-    scratch_reset(s, mark);
 }
 
 static const Opt expected_opts[] = {
@@ -2706,7 +2701,7 @@ const Method expected_attention_method = {
 static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, int N, int D)) {
     int B = budget_now(s), D = s->c->D;
     if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    size_t N = kv_longest(s, l);
     float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
     int *keep = scratch(s, N * s->c->G * sizeof *keep), *kept = scratch(s, s->c->G * sizeof *kept);
     for (int g = 0; g < s->c->G; g++) {
@@ -2716,7 +2711,6 @@ static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, 
         kept[g] = top_k(x, h->len, B, keep + g * N);
     }
     kv_keep(s, l, keep, N, kept);
-    scratch_reset(s, mark);
 }
 
 // out (N): -|k| of every key of k (N,D).
@@ -3097,10 +3091,8 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
         lines_attend_cuda(s, l, lines, out, q, T);
         return;
     }
-    size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
     for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
-    scratch_reset(s, mark);
 }
 
 // ---- what the methods with lines share: checks of their options, and a sample of attention
@@ -3225,7 +3217,7 @@ static int a_shape_open(Session *s, void *ms) {
 // column: the last row lacks the columns [init,n-local), and no row lacks more.
 static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LineShape *x = ms;
-    size_t mark = scratch_mark(s), row = (size_t)s->c->H * s->c->D;
+    size_t row = (size_t)s->c->H * s->c->D;
     Lines *a = lines_new(s, l, T);
     int last = min_int(x->last, T);
     for (int h = 0; h < s->c->H; h++) {
@@ -3235,7 +3227,6 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
     }
     lines_attend(s, l, a, out, q, T);
     if (last) attn_prefill(s, l, out + (T - last) * row, q + (T - last) * row, T - last, last);
-    scratch_reset(s, mark);
 }
 
 #define SHAPE_OPTS \
@@ -3363,7 +3354,6 @@ static void minference_device(Session *s, const Minference *x, const LineChoice 
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     const Minference *x = ms;
     int H = s->c->H, m = min_int(T, MINF_LAST), rows[MINF_LAST];
-    size_t mark = scratch_mark(s);
     double t = now();
     LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
     for (int i = 0; i < m; i++) rows[i] = T - m + i;
@@ -3372,7 +3362,6 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     else lines_choose(s, &c, 0, H, NULL, minference_choose, x);
     timed(&s->clk.index, t);
     lines_attend(s, l, c.lines, out, q, T);
-    scratch_reset(s, mark);
 }
 
 static const Opt minference_opts[] = {
@@ -3476,7 +3465,7 @@ static void page_bounds(const Session *s, const Quest *x, const KVHead *hd, int 
 static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     Quest *x = ms;
     int G = s->c->G, D = s->c->D;
-    size_t mark = scratch_mark(s), per = (size_t)(PAGE + 2) * D;
+    size_t per = (size_t)(PAGE + 2) * D;
     if (l == s->c->L || l < x->full_layers) return;
     for (int g = 0; g < G; g++) {
         PageList *a = &x->head[l * G + g];
@@ -3498,7 +3487,6 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
             page_bounds(s, x, hd, p, room + thread_id() * per, a->bound + p * bounds_bytes(s, x));
         a->n = n;
     }
-    scratch_reset(s, mark);
 }
 
 // ---- before attention in a decode step: the pages with the largest bound
@@ -3559,7 +3547,6 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     int best = max_int(budget_now(s) / PAGE, 3) - 1;            // the current page is read too
     if (l < x->full_layers || s->n_tok <= quest_dense(s)) return;
     double t0 = now();
-    size_t mark = scratch_mark(s);
     float *u = scratch(s, (size_t)G * pages * sizeof *u);
     if (KV_DEV(s)) {
         const char *bound[MAX_G];
@@ -3570,7 +3557,6 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     }
     for (int g = 0; g < G && traced(s, l); g++)
         trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
-    scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
 
@@ -3599,13 +3585,12 @@ static void quest_trace(Session *s, void *ms, int l) {
     const Quest *x = ms;
     int D = s->c->D, n = s->n_tok / PAGE;
     if (l == s->c->L || l < x->full_layers || n == s->base / PAGE) return;
-    size_t mark = scratch_mark(s), numbers = (size_t)n * 2 * D;
+    size_t numbers = (size_t)n * 2 * D;
     float *bound = scratch(s, numbers * sizeof *bound);
     for (int g = 0; g < s->c->G; g++) {
         to_f32(bound, near_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
         trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
     }
-    scratch_reset(s, mark);
 }
 
 // ---- the table entry
@@ -3981,7 +3966,7 @@ static void loop_heads_device(Session *s, const LoopServe *x, const LineChoice *
 // of the former, and 1 for both shares.
 static void loop_trace(Session *s, const LineChoice *c) {
     int H = s->c->H, l = c->l, m = c->m;
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    size_t N = kv_longest(s, l);
     int *at = scratch(s, max_size(N, m) * sizeof *at), *dense = scratch(s, H * sizeof *dense);
     float *mass = scratch(s, H * sizeof *mass), *cells = scratch(s, H * sizeof *cells);
     for (int i = 0; i < m; i++) at[i] = s->base + c->rows[i];
@@ -4001,7 +3986,6 @@ static void loop_trace(Session *s, const LineChoice *c) {
     trace_i32(s, dense, H, 0, "layer%02d.loopserve.dense", l);
     trace_f32(s, mass, H, 0, "layer%02d.loopserve.recovered", l);
     trace_f32(s, cells, H, 0, "layer%02d.loopserve.cells", l);
-    scratch_reset(s, mark);
 }
 
 // Method.attend: chooses the lines of every head of layer l and attends along them. With alpha 1,
@@ -4015,7 +3999,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
         return;
     }
 
-    size_t mark = scratch_mark(s);
     double t = now();
     int *rows = scratch(s, (size_t)m * sizeof(int));
     LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
@@ -4033,7 +4016,6 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     if (traced(s, l)) loop_trace(s, &c);
 
     lines_attend(s, l, c.lines, out, q, T);
-    scratch_reset(s, mark);
 }
 
 // Method.enter, Definition 1: the rows of the previous answer are dropped, and its tokens are
@@ -4101,7 +4083,6 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     int most = min_int(x->budget, N);                    // rows of a list
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
 
-    size_t mark = scratch_mark(s);
     int *idx = scratch(s, (size_t)G * most * sizeof(int));
     int *end = scratch(s, (size_t)3 * G * sizeof(int)), *want = end + G, *found = want + G;
     for (int g = 0; g < G; g++) {
@@ -4126,7 +4107,6 @@ static void loop_select(Session *s, LoopServe *x, int l) {
             for (int g = 0; g < G; g++) view_near(s, l, g * R);
         }
     }
-    scratch_reset(s, mark);
 }
 
 // Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included.
@@ -4735,7 +4715,6 @@ static size_t pats_bytes(const Session *s, const void *ms) {
 static void pats_trace(Session *s, void *ms, int l) {
     const Pats *x = ms;
     if (!x->b_max || !x->due) return;
-    size_t mark = scratch_mark(s);
     if (l == s->c->L) {
         int *bits = scratch(s, (size_t)s->n_tok * sizeof *bits);
         for (int t = 0; t < s->n_tok; t++) bits[t] = x->bits[t];
@@ -4757,7 +4736,6 @@ static void pats_trace(Session *s, void *ms, int l) {
             trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
-    scratch_reset(s, mark);
 }
 
 static const Opt pats_opts[] = {
@@ -5256,7 +5234,7 @@ static void lychee_update(Session *s, Lychee *x, int from) {
     for (int i = 0; i < n && anew; i++)
         if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
     size_t keys = (size_t)(x->max + 1) * D, all = ((size_t)x->M + K + P + max_int(K, x->max)) * D;
-    size_t mark = scratch_mark(s), per = anew ? all : keys + 2 * (size_t)K;
+    size_t per = anew ? all : keys + 2 * (size_t)K;
     float *rooms = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *rooms);
     #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && (anew || x->M > 256))
     for (int i = 0; i < n; i++) {
@@ -5270,7 +5248,6 @@ static void lychee_update(Session *s, Lychee *x, int from) {
         if (anew) tree_build(s, x, &x->tree[i], &s->head[i], room);
         for (int j = from; j < x->M && !anew; j++) tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
     }
-    scratch_reset(s, mark);
     if (anew) s->changes++;                     // the trees may lie elsewhere now
 }
 
@@ -5353,7 +5330,6 @@ static Tree tree_here(Session *s, const Lychee *x, const Tree *from) {
 // For --trace: the scores S (K) of all clusters of a head, -INFINITY of those that were not looked at,
 // and the clusters that gave chunks; those with the score at which the budget is full come last.
 static void trace_seek(Session *s, const Lychee *x, int l, int g, const float *S) {
-    size_t mark = scratch_mark(s);
     Tree tree = tree_here(s, x, &x->tree[l * s->c->G + g]);
     const Nodes *u = &tree.fine;
     size_t K = (size_t)u->n;
@@ -5368,7 +5344,6 @@ static void trace_seek(Session *s, const Lychee *x, int l, int g, const float *S
             if (take[c] && (full >= 0 && S[c] == S[full]) == at_end) used[n++] = c;
     trace_f32(s, S, u->n, 0, "layer%02d.head%02d.lychee.scores", l, g);
     trace_i32(s, used, n, 0, "layer%02d.head%02d.lychee.clusters", l, g);
-    scratch_reset(s, mark);
 }
 
 // Up to so many tokens every row is read, and there is nothing to select.
@@ -5389,7 +5364,7 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;
     double t0 = now();
     const Tree *tree = &x->tree[l * G];         // (G)
-    size_t mark = scratch_mark(s), K = (size_t)tree->fine.n, per = R + (R + 1) * K + 2 * (size_t)tree->coarse.n;
+    size_t K = (size_t)tree->fine.n, per = R + (R + 1) * K + 2 * (size_t)tree->coarse.n;
     int most = x->sink + room_for_chunks(x);    // rows of a list
     float *S = scratch(s, G * K * sizeof *S);
     if (KV_DEV(s)) {
@@ -5409,7 +5384,6 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
         }
     }
     for (int g = 0; g < G && traced(s, l); g++) trace_seek(s, x, l, g, S + g * K);
-    scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
 
@@ -5453,13 +5427,12 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
 // (n), and the node above each of its children.
 static void trace_nodes(Session *s, int l, int g, const char *what, const char *child, const Nodes *u,
                         int children) {
-    size_t mark = scratch_mark(s), numbers = (size_t)u->n * s->c->D;
+    size_t numbers = (size_t)u->n * s->c->D;
     float *mu = scratch(s, numbers * sizeof *mu);
     to_f32(mu, u->mu, DT_BF16, numbers);
     trace_f32(s, mu, u->n, s->c->D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
     trace_f32(s, u->r, u->n, 0, "layer%02d.head%02d.lychee.%sradii", l, g, what);
     trace_i32(s, u->of, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
-    scratch_reset(s, mark);
 }
 
 // Hook trace, after a pass that has changed the index: where every chunk ends (the token behind it;
@@ -5469,11 +5442,9 @@ static void lychee_trace(Session *s, void *ms, int l) {
     if (!x->changed) return;
     if (l == s->c->L) trace_i32(s, x->start + 1, x->M, 0, "lychee.chunk_ends");
     for (int g = 0; g < s->c->G && l < s->c->L && indexed_layer(s, x, l); g++) {
-        size_t mark = scratch_mark(s);
         Tree t = tree_here(s, x, &x->tree[l * s->c->G + g]);
         trace_nodes(s, l, g, "", "", &t.fine, x->M);
         if (t.coarse.n) trace_nodes(s, l, g, "unit_", "cluster_", &t.coarse, t.fine.n);
-        scratch_reset(s, mark);
     }
 }
 
@@ -5893,7 +5864,6 @@ static int sonic_seg(const Sonic *x, int i) {
 // so they are of no use. Every head holds the same rows.
 static void sonic_drop(Session *s, const Sonic *x, int l) {
     const KVHead *h = kv_head(s, l, 0);
-    size_t mark = scratch_mark(s);
     int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
     for (int r = 0; r < h->len; r++) {
         const Token *t = &s->tok[h->src[r]];
@@ -5901,7 +5871,6 @@ static void sonic_drop(Session *s, const Sonic *x, int l) {
         if (!hidden) keep[n++] = r;
     }
     kv_keep(s, l, keep, 0, &n);
-    scratch_reset(s, mark);
 }
 
 // Hook commit: drops rows behind the attention of every layer, so that a one-shot pass holds the
@@ -5935,14 +5904,12 @@ static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
     int n = s->n_tok - max_int(first, x->sys);
     if (n <= 0) return;
     int K = sonic_K(x, n);
-    size_t mark = scratch_mark(s);
     Token *t = scratch(s, (size_t)K * sizeof *t);
     for (int j = 0; j < K; j++)
         t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);        // Eq. 1: N^(i)
     x->h++;
     x->drop = x->h;
     s->forward(s, t, K);
-    scratch_reset(s, mark);
 }
 
 // Finishes the two messages of the turn before: steps 1 to 5 of the box. t (n): the ids of the new
@@ -5951,7 +5918,6 @@ static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
 static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
     int user_end = x->cur + x->n_user, turn = s->turn - 1;
     int n_old = s->n_tok - user_end, n_reply = n_old + foot;
-    size_t mark = scratch_mark(s);
 
     // Step 1: the reply's tokens are set aside, and the session ends behind the user's message
     Token *reply = scratch(s, (size_t)(n_reply + 1) * sizeof *reply);
@@ -5970,7 +5936,6 @@ static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
 
     // Step 5
     sonic_nexus(s, x, first, turn);
-    scratch_reset(s, mark);
     memmove(t, t + foot, (size_t)(n - foot) * sizeof *t);
     return n - foot;
 }
@@ -6017,7 +5982,6 @@ static int sonic_history(const Sonic *x, Token *t, const Token *text, int n_text
 // to the old reply. Returns the new n; the current turn begins at t[x->cur].
 static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     int user_end = x->cur + x->n_user, turn = s->turn - 1;
-    size_t mark = scratch_mark(s);
     Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
     int n_text = sonic_text(s, t, foot, text);
 
@@ -6033,7 +5997,6 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     n += x->cur - foot;
     int p = sonic_history(x, t, text, n_text);
     for (int i = x->cur; i < n; i++) t[i].pos = x->original ? p++ : i;          // Eq. 1: Q_curr
-    scratch_reset(s, mark);
     kv_truncate(s, 0);
     return n;
 }
@@ -6144,7 +6107,6 @@ static size_t sonic_plan(const Session *s, const void *ms, int n) {
 // Hook trace: of every token of the dialogue its segment, and whether it is a Nexus token.
 static void sonic_trace(Session *s, void *ms, int l) {
     if (l < s->c->L) return;
-    size_t mark = scratch_mark(s);
     int n = s->n_tok;
     int *segment = scratch(s, (size_t)n * sizeof *segment), *nexus = scratch(s, (size_t)n * sizeof *nexus);
     for (int i = 0; i < n; i++) {
@@ -6153,7 +6115,6 @@ static void sonic_trace(Session *s, void *ms, int l) {
     }
     trace_i32(s, segment, n, 0, "sonic.segments");
     trace_i32(s, nexus, n, 0, "sonic.nexus");
-    scratch_reset(s, mark);
 }
 
 static const Opt sonic_opts[] = {
@@ -6442,13 +6403,11 @@ static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const fl
     const char *name = dililazy_name(x);
     int H = s->c->H;
     if (!traced(s, l)) return;
-    size_t mark = scratch_mark(s);
     float *inf = scratch(s, (size_t)H * sizeof *inf);
     for (int h = 0; h < H; h++) inf[h] = (float)x->inf[l * H + h];
     trace_scores(s, l, name, "qhead", score, H, n, 1);
     trace_f32(s, inf, H, 0, "layer%02d.%s.head_scores", l, name);
     trace_i32(s, x->cap + l * H, H, 0, "layer%02d.%s.budgets", l, name);
-    scratch_reset(s, mark);
 }
 
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
@@ -6465,19 +6424,16 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
 
     // Sec. 3.3: candidates by the attention of the last queries, best ones kept
-    size_t mark = scratch_mark(s);
     int *n = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
     dililazy_trace_scores(s, x, l, score, n);
     dililazy_views(s, l, score, n, x->cap + (size_t)l * H);
-    scratch_reset(s, mark);
 }
 
 // Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
 // is their union.
 static void dililazy_trace(Session *s, void *ms, int l) {
     if (l == s->c->L || s->decoding) return;
-    size_t mark = scratch_mark(s);
     int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
     for (int h = 0; h < s->c->H; h++) {
         const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
@@ -6485,7 +6441,6 @@ static void dililazy_trace(Session *s, void *ms, int l) {
         for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
         trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
     }
-    scratch_reset(s, mark);
 }
 
 static const Opt dililazy_opts[] = {

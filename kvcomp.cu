@@ -597,7 +597,6 @@ struct Pass {
     float *k, *v;               // (span,G,D)
     float *gate;                // (b,2F)
     int T;
-    int whole;                  // 1: a hook wants to see a whole turn, so there is one span
     int late;                   // commits_late
 };
 
@@ -608,7 +607,6 @@ static Pass pass_room(Session *s, int T) {
     Pass r;
     memset(&r, 0, sizeof r);
     r.T = T;
-    r.whole = sees_whole_turn(s);
     r.late = commits_late(s);
     size_t n = span_room(s, T), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     r.x = room<float>(s, ROOM_X, (size_t)T * c->C);
@@ -712,15 +710,12 @@ static void logits_wait(Session *s) {
 // device. The peak of a prefill is here, where this layer still holds every row.
 static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
-    Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
     if (s->decoding) {
         if (acts)
             EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
         t = timed(&s->clk.select, t);
         attn_decode_cuda(s, l, r->out, r->q);
-    } else if (sparse) {
-        sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-    } else {
+    } else if (!acts || !hook_attend(s, l, r->out, r->q, n)) {
         attn_prefill_cuda(s, l, r->out, r->q, t0, n);
     }
     t = timed(&s->clk.attend, t);

@@ -191,7 +191,10 @@ enum {                          // moments of a pass at which Method.watch is ca
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
 #define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
-#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
+// The parts that have this hook. What hooks take of scratch memory is given back behind the last of them.
+#define EACH_HOOK(s, p, hook) \
+    for (size_t taken = scratch_mark(s), once = 1; once; once = 0, scratch_reset(s, taken)) \
+        EACH_PART(s, p) if (p->m->hook)
 
 typedef struct Packing {        // rows that are not stored one by one (PATS)
     // buf (n,D) f16 = rows r0..r0+n-1 of K (OF_K) or V (OF_V).
@@ -514,7 +517,8 @@ float *forward(Session *s, const Token *t, int T);    // one pass over tokens al
 void   pass_poll(Session *s);                         // gives the pass up if it is not wanted any more
 
 // What a pass of either half is made of
-Part  *part_with_attend(Session *s);               // whose hook replaces the attention of a prefill, or NULL
+// 1: a part has computed the attention of layer l in a prefill, by its hook; 0: none does
+int    hook_attend(Session *s, int l, float *out, const float *q, int T);
 int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
 void   pass_angles(const Session *s, float *cs, int T);    // cs (T,D): of the tokens' positions, on the host
 double timed(double *sum, double t0);              // adds the seconds since t0 -> the time now
@@ -541,8 +545,6 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
 
 MemoryPlan memory_plan(const Session *s);
 
-// Must the queries of a whole turn be there at once, for an attend hook or the rule?
-int sees_whole_turn(const Session *s);
 // Where the span of a pass of T tokens ends that begins with token t0, and how long one can be.
 int span_end(const Session *s, int t0, int T);
 int span_room(const Session *s, int T);

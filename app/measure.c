@@ -1741,17 +1741,13 @@ static float *fill_pass(Session *s, const Token *in, int T) {
     if (KV_DEV(s)) tokens_give_cuda(s);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
-        EACH_PART(s, p) {
-            if (acts && p->m->project) p->m->project(s, p->ms, l, q, k, v, 0, T);
-        }
+        if (acts)
+            EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, q, k, v, 0, T);
         kv_append(s, l, k, v, 0, T);
-        EACH_PART(s, p) {
-            if (acts && p->m->commit) p->m->commit(s, p->ms, l, q, T);
-        }
+        if (acts)
+            EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, T);
     }
-    EACH_PART(s, p) {
-        if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
-    }
+    EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, c->L, NULL, T);
     if (KV_DEV(s)) device_drop(q);
     free(x);
     return s->logits;
