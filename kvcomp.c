@@ -223,12 +223,8 @@ int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     return n;
 }
 
-// RMSNorm of n heads x (n,D) in place, for models that norm their queries and keys (Qwen3).
-static void norm_heads(float *x, const Tensor *w, int n, int D, float eps) {
-    if (w->data) rmsnorm(x, x, w, n, D, eps);
-}
-
-// q (n,H,D), k and v (n,G,D) of n tokens x (n,C):  h = norm(x);  q = W_q h + b_q, and so on.
+// q (n,H,D), k and v (n,G,D) of n tokens x (n,C):  h = norm(x);  q = W_q h + b_q, and so on. Some models norm
+// every head of q and k, too (Qwen3).
 static void project_rows(const Session *s, const Layer *y, const float *x, float *h,
                          float *q, float *k, float *v, int n) {
     const Config *c = s->c;
@@ -239,8 +235,8 @@ static void project_rows(const Session *s, const Layer *y, const float *x, float
     add_bias(q, &y->bq, n);
     add_bias(k, &y->bk, n);
     add_bias(v, &y->bv, n);
-    norm_heads(q, &y->q_norm, n * c->H, c->D, c->eps);
-    norm_heads(k, &y->k_norm, n * c->G, c->D, c->eps);
+    if (y->q_norm.data) rmsnorm(q, q, &y->q_norm, n * c->H, c->D, c->eps);
+    if (y->k_norm.data) rmsnorm(k, k, &y->k_norm, n * c->G, c->D, c->eps);
 }
 
 // The same for tokens t0 .. t1-1 of the pass, block by block: q, k and v of the span.
@@ -1766,16 +1762,6 @@ static int parts_parse(Session *s, const char *spec) {
     return 0;
 }
 
-// Refuses --chunk for a part that looks at a turn as a whole: at its tokens before the pass, or at all its
-// queries at once. 0, or -1 with the reason in s->err.
-static int parts_by_chunks(Session *s) {
-    for (int i = 0; s->chunk && i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (m->enter || m->attend) return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
-    }
-    return 0;
-}
-
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
@@ -1788,15 +1774,27 @@ static int parts_begin(Session *s) {
     return 0;
 }
 
-// Gives every part its state, and the session what the parts want together; then opens them.
+// Gives every part its state, and the session what the parts want together; then opens them. --chunk is refused
+// for a part that looks at a turn as a whole: at its tokens before the pass, or at all its queries at once.
 static int parts_open(Session *s) {
     EACH_PART(s, p) {
-        s->wants |= p->m->wants;
-        if (p->m->wants & KV_QUERY) s->queries = 1;
-        if (p->m->rule) s->rule = p->m->rule;
-        p->ms = xcalloc(1, p->m->state + 1);
+        const Method *m = p->m;
+        if (s->chunk && (m->enter || m->attend))
+            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+        s->wants |= m->wants;
+        if (m->wants & KV_QUERY) s->queries = 1;
+        if (m->rule) s->rule = m->rule;
+        p->ms = xcalloc(1, m->state + 1);
     }
     return parts_begin(s);
+}
+
+// Closes the first n parts of a session. A part has no state if another was refused before it got one.
+static void parts_close(Session *s, int n) {
+    for (Part *p = s->part; p < s->part + n; p++) {
+        if (p->ms && p->m->close) p->m->close(s, p->ms);
+        free(p->ms);
+    }
 }
 
 // ---- observers
@@ -1865,7 +1863,7 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_by_chunks(s) || parts_open(s) || on_device(s)) {
+    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -1884,10 +1882,7 @@ Session *session_open(const Config *c, const Weights *w, const Options *o, const
 // Gives back everything a session holds. Rows go before the device that may hold them.
 void session_close(Session *s) {
     if (!s) return;
-    EACH_PART(s, p) {
-        if (p->ms && p->m->close) p->m->close(s, p->ms);
-        free(p->ms);
-    }
+    parts_close(s, s->n_part + s->n_observer);
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_close(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
@@ -1916,12 +1911,7 @@ int session_try_reset(Session *s) {
     int bad = parts_begin(&fresh);
 
     // What goes is closed: the old states, or the new ones when a part did not open.
-    Session *gone = bad ? &fresh : s;
-    for (int i = 0; i < gone->n_part; i++) {
-        Part *p = &gone->part[i];
-        if (p->m->close) p->m->close(gone, p->ms);
-        free(p->ms);
-    }
+    parts_close(bad ? &fresh : s, s->n_part);
     if (bad) return refuse(s, "%s", fresh.err);
 
     *s = fresh;
@@ -2216,6 +2206,14 @@ static void top_k_rows(Session *s, const float *x, int S, size_t stride, const i
     for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
 }
 
+// Every KV head of layer l keeps its k rows with the largest score (G,N). score lies on the host.
+static void keep_best(Session *s, int l, const float *score, int k) {
+    size_t N = kv_longest(s, l), G = s->c->G;
+    int *keep = scratch(s, G * N * sizeof *keep), *kept = scratch(s, G * sizeof *kept);
+    for (size_t g = 0; g < G; g++) kept[g] = top_k(score + g * N, kv_head(s, l, g)->len, k, keep + g * N);
+    kv_keep(s, l, keep, N, kept);
+}
+
 // The end of a prefill by the chain: every KV head g of layer l keeps its cap_g best candidates and the
 // rows behind them. caps says how many: cap (G) from score (G,N), n (G) candidates, and base = B - w.
 // q (T,H,D) are the last queries of the pass; `method` is its name in a trace.
@@ -2400,16 +2398,14 @@ const Method pyramidkv_method = {
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), recent = B / 2;
     if (l == s->c->L || s->n_tok <= B) return;
-    size_t N = kv_longest(s, l), ints = s->c->G * sizeof(int);
-    int *keep = scratch(s, N * ints), *kept = scratch(s, ints);
+    size_t N = kv_longest(s, l);
+    float *score = scratch(s, s->c->G * N * sizeof *score);
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
-        int n = candidates(h, recent), *to = keep + g * N;
         if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        kept[g] = top_k(h->mass, n, B - recent, to);
-        for (int r = n; r < h->len; r++) to[kept[g]++] = r;
+        for (int r = 0; r < h->len; r++) score[g * N + r] = r < candidates(h, recent) ? h->mass[r] : INFINITY;
     }
-    kv_keep(s, l, keep, N, kept);
+    keep_best(s, l, score, B);
 }
 
 const Method h2o_method = {
@@ -2636,30 +2632,27 @@ static void expected_scores(Session *s, const Expected *x, int l, const int *sin
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
     Expected *x = ms;
     int B = budget_now(s), G = s->c->G, R = s->c->H / G;
-    if (s->decoding || l == s->c->L || s->n_tok <= B) return;
-    int N = kv_longest(s, l);
-    int *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
+    if (!snap_due(s, l, B)) return;
+    size_t N = kv_longest(s, l);
     int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
-    float *p = scratch(s, (size_t)s->c->H * N * sizeof(float));
-    float *score = scratch(s, (size_t)N * sizeof(float));
-    float *sq = scratch(s, (size_t)G * N * sizeof(float));
+    float *p = scratch(s, s->c->H * N * sizeof *p);
+    float *all = scratch(s, G * N * sizeof *all), *sq = scratch(s, G * N * sizeof *sq);
     for (int g = 0; g < G; g++) {
         const KVHead *h = kv_head(s, l, g);
         for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
     }
     expected_scores(s, x, l, sink, p, sq, N);
     for (int g = 0; g < G; g++) {
-        int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B), *to = keep + (size_t)g * N;
-        join_heads(score, p + (size_t)g * R * N + n0, n, N, R);
-        for (int r = 0; r < n; r++) {
-            float length = sqrtf(sq[(size_t)g * N + n0 + r]);               // |v_c|
+        int n0 = sink[g], n = kv_head(s, l, g)->len;
+        float *score = all + g * N;
+        join_heads(score + n0, p + g * R * N + n0, n - n0, N, R);
+        for (int r = 0; r < n0; r++) score[r] = INFINITY;                   // the first rows stay
+        for (int r = n0; r < n; r++) {
+            float length = sqrtf(sq[g * N + r]);                            // |v_c|
             score[r] = (score[r] + x->epsilon) * length;                    // score_c
         }
-        kept[g] = first + top_k(score, n, B - first, to + first);
-        for (int i = 0; i < first; i++) to[i] = i;
-        for (int i = first; i < kept[g]; i++) to[i] += n0;
     }
-    kv_keep(s, l, keep, N, kept);
+    keep_best(s, l, all, B);
 }
 
 static const Opt expected_opts[] = {
@@ -2702,15 +2695,13 @@ static void keep_by_keys(Session *s, int l, void (*score)(float *out, float *k, 
     int B = budget_now(s), D = s->c->D;
     if (!snap_due(s, l, B)) return;
     size_t N = kv_longest(s, l);
-    float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, N * sizeof *x);
-    int *keep = scratch(s, N * s->c->G * sizeof *keep), *kept = scratch(s, s->c->G * sizeof *kept);
+    float *k = scratch(s, (N + 1) * D * sizeof *k), *x = scratch(s, s->c->G * N * sizeof *x);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
         kv_load_k(s, h, NULL, 0, h->len, k);
-        score(x, k, h->len, D);
-        kept[g] = top_k(x, h->len, B, keep + g * N);
+        score(x + g * N, k, h->len, D);
     }
-    kv_keep(s, l, keep, N, kept);
+    keep_best(s, l, x, B);
 }
 
 // out (N): -|k| of every key of k (N,D).
@@ -5587,7 +5578,7 @@ const Method lychee_method = {
 //   - The bound h K <= B of Eq. 15 is not enforced.
 //
 // Map:
-//   Eq. 1 -> sonic_enter, sonic_history, sonic_finish, sonic_nexus, sonic_one_shot
+//   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
 //   Eq. 2 -> sonic_embed, embed_cuda
 //   Eq. 3 -> kv_visible, mask_tile, attn_prefill, attend_kernel, prefill_kernel, decode_kernel
 //   Eq. 4 -> kv_visible, mask_tile, work_sees, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
@@ -5600,12 +5591,6 @@ const Method lychee_method = {
 // kv_keep gathers the rows that stay.
 //
 // Options: --sonic-k, --sonic-weights, --paper, --sink (4), and --ratio.
-
-// A finished message m_i.
-typedef struct {
-    int n;                      // |B_i|, tokens of its body
-    int turn;                   // t of Eq. 2
-} SonicMessage;
 
 typedef struct {
     // the adapter
@@ -5628,7 +5613,6 @@ typedef struct {
     int cur;                    // first token of the current turn, as an index into Session.tok
     int n_user;                 // how many tokens of the current turn are the user's message
     int drop;                   // commit drops the text rows of segments [0,drop)
-    SonicMessage *msg;          // (h) the finished messages, stb_ds array; one-shot mode only
     int warned;                 // 1: a Nexus token had a turn beyond T_max
 } Sonic;
 
@@ -5942,63 +5926,36 @@ static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
 
 // ---- one-shot mode
 
-// Notes tokens [first,end) of the session as a finished message, unless all of them belong to the
-// system message.
-static void sonic_message(Sonic *x, int first, int end, int turn) {
-    SonicMessage m = { end - max_int(first, x->sys), turn };
-    if (m.n > 0) arrput(x->msg, m);
-}
-
-// Collects the text tokens of the session, without Nexus tokens, and behind them t (foot), the end
-// of the old reply. text has room for all of them. Returns their number.
-static int sonic_text(const Session *s, const Token *t, int foot, Token *text) {
-    int n = 0;
-    for (int k = 0; k < s->n_tok; k++)
-        if (s->tok[k].kind != TOK_EXTRA) text[n++] = s->tok[k];
-    memcpy(text + n, t, (size_t)foot * sizeof *text);
-    return n + foot;
-}
-
-// Writes the finished part of S_aug into t: the system message, then every message with its Nexus
-// tokens. text (n_text): all finished text. Returns the number of text tokens written, which is the
-// original position of the next one.
-static int sonic_history(const Sonic *x, Token *t, const Token *text, int n_text) {
-    int i = 0, p = 0;                                   // the place in S_aug; the place in the text
-    for (; p < x->sys && p < n_text; p++, i++)
-        t[i] = (Token){ text[p].id, p, -1, text[p].kind };               // Eq. 1: I_sys
-    for (int m = 0; m < x->h; m++) {
-        const SonicMessage *msg = &x->msg[m];
-        int K = sonic_K(x, msg->n);
-        for (int end = p + msg->n; p < end; p++, i++)
-            t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };  // Eq. 1: m_i
-        for (int j = 0; j < K; j++, i++)
-            t[i] = sonic_token(x, msg->turn, j, m, x->original ? p + j : i);     // Eq. 1: N^(i)
-    }
-    return p;
-}
-
-// Rewrites the prefill as the whole of Eq. 1 and empties the session, so that one pass encodes
-// everything under the exact mask. t (n): the ids of the new turn, of which the first `foot` belong
-// to the old reply. Returns the new n; the current turn begins at t[x->cur].
+// Rewrites the prefill as the whole of Eq. 1 and empties the session, so that one pass encodes everything under
+// the exact mask. t (n): the ids of the new turn, of which the first `foot` belong to the old reply. What the
+// session holds is Eq. 1 of the turn before: its history stays in front as it is, and the two messages of that
+// turn get their Nexus tokens. Returns the new n; the current turn begins at t[x->cur].
 static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
-    int user_end = x->cur + x->n_user, turn = s->turn - 1;
-    Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
-    int n_text = sonic_text(s, t, foot, text);
-
-    // The two messages of the turn before are finished now
-    sonic_message(x, x->cur, user_end, turn);
-    sonic_message(x, user_end, s->n_tok + foot, turn);
-    x->h = (int)arrlen(x->msg);
-
-    // The current turn moves behind the history; then the history is written in front of it
-    x->cur = n_text;
-    for (int m = 0; m < x->h; m++) x->cur += sonic_K(x, x->msg[m].n);
-    memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
-    n += x->cur - foot;
-    int p = sonic_history(x, t, text, n_text);
-    for (int i = x->cur; i < n; i++) t[i].pos = x->original ? p++ : i;          // Eq. 1: Q_curr
+    int i = x->cur, pos = s->tok[i].pos;                // where the next token stands
+    const int end[] = { x->cur + x->n_user, s->n_tok + foot };
+    Token *own = scratch(s, (size_t)n * sizeof *own);
+    memcpy(own, t, (size_t)n * sizeof *own);
+    memcpy(t, s->tok, (size_t)i * sizeof *t);           // Eq. 1: I_sys, m_1, N^(1), ..
+    for (int m = 0, k = i; m < 2; m++) {
+        int body = end[m] - max_int(k, x->sys);
+        for (; k < end[m]; k++) {
+            t[i] = k < s->n_tok ? s->tok[k] : own[k - s->n_tok];         // Eq. 1: m_i
+            t[i].pos = pos++;
+            t[i++].seg = sonic_seg(x, k);
+        }
+        if (body <= 0) continue;                        // all of it belongs to the system message
+        int K = sonic_K(x, body);
+        for (int j = 0; j < K; j++) t[i++] = sonic_token(x, s->turn - 1, j, x->h, pos + j);      // Eq. 1: N^(i)
+        if (!x->original) pos += K;                     // else they take no position away
+        x->h++;
+    }
+    x->cur = i;
+    for (int k = foot; k < n; k++) {                    // Eq. 1: Q_curr
+        t[i] = own[k];
+        t[i++].pos = pos++;
+    }
     kv_truncate(s, 0);
-    return n;
+    return i;
 }
 
 // ---- the beginning of a turn
@@ -6084,22 +6041,19 @@ static void sonic_close(Session *s, void *ms) {
     safetensors_close(x->file);
     free(x->alt);
     free(x->embed);
-    arrfree(x->msg);
 }
 
-// Hook bytes: the embeddings, the layer table, the messages. The matrices of the branch are
-// weights, not cache.
+// Hook bytes: the embeddings and the layer table. The matrices of the branch are weights, not cache.
 static size_t sonic_bytes(const Session *s, const void *ms) {
     const Sonic *x = ms;
     size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
-    return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
+    return embed + (size_t)s->c->L * sizeof(Layer);
 }
 
-// Hook plan: the same for a dialogue of n tokens, and the adapter's matrices. A message takes 8
-// tokens or more.
+// Hook plan: the same, and the adapter's matrices.
 static size_t sonic_plan(const Session *s, const void *ms, int n) {
     const Sonic *x = ms;
-    size_t bytes = sonic_bytes(s, ms) + (size_t)n / 8 * sizeof(SonicMessage);
+    size_t bytes = sonic_bytes(s, ms);
     for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
     return bytes;
 }
