@@ -84,13 +84,13 @@
 // Two more, turn and enter, are called by `prefill` (section 4) before the pass.
 
 // ---- RoPE: where a token stands, as a rotation of its queries and keys
-// cs (D): cosines of the D/2 angles of a position, then sines. Angle i is pos * freq_i in double (D5); the
-// frequencies, scaled as the model wants them, are made in lib/checkpoint.c.
-static void rope_angles(const Weights *w, int D, int pos, float *cs) {
+// cs (D): cosines of the D/2 angles of a position, times scale, then sines. Angle i is pos * freq_i in double
+// (D5); the frequencies, as the model wants them, are made in lib/checkpoint.c.
+static void rope_angles(const Weights *w, int D, int pos, double scale, float *cs) {
     for (int i = 0; i < D / 2; i++) {
         double a = pos * w->inv_freq64[i];
-        cs[i] = (float)(cos(a) * w->rope_scale);
-        cs[D / 2 + i] = (float)(sin(a) * w->rope_scale);
+        cs[i] = (float)(cos(a) * scale);
+        cs[D / 2 + i] = (float)(sin(a) * scale);
     }
 }
 
@@ -210,7 +210,8 @@ static void embed(Session *s, float *x, int T) {
 // cs (T,D) = the angles of the positions of the tokens of the pass.
 void pass_angles(const Session *s, float *cs, int T) {
     int D = s->c->D;
-    for (int t = 0; t < T; t++) rope_angles(s->w, D, s->tok[s->base + t].pos, cs + (size_t)t * D);
+    for (int t = 0; t < T; t++)
+        rope_angles(s->w, D, s->tok[s->base + t].pos, s->w->rope_scale, cs + (size_t)t * D);
 }
 
 // How many of the tokens t .. end-1 of the pass, counted from t, can go through one product: at
@@ -878,14 +879,10 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     if (!shift) return;
 
     size_t mark = scratch_mark(s);
-    float *k = scratch(s, (size_t)D * sizeof(float));
+    float *k = scratch(s, (size_t)D * sizeof(float)), *cs = scratch(s, (size_t)D * sizeof(float));
     kv_load_k(s, h, NULL, row, 1, k);
-    for (int i = 0; i < D / 2; i++) {
-        double angle = shift * s->w->inv_freq64[i];
-        float c = (float)cos(angle), n = (float)sin(angle), x = k[i], y = k[i + D / 2];
-        k[i] = x * c - y * n;
-        k[i + D / 2] = y * c + x * n;
-    }
+    rope_angles(s->w, D, shift, 1, cs);
+    rope_apply(k, 1, D, cs);
 
     char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
     if (KV_DEV(s)) {
@@ -908,13 +905,11 @@ size_t kv_bytes(const Session *s) {
     return n;
 }
 
-// 1: rows of this format have fewer than 16 bits a number, in blocks with a scale.
-static int format_compresses(const Format *f) { return f->row_bytes(32) < 2 * 32; }
-
-// The format full attention is compared in: the session's, but f16 where that one compresses.
+// The format full attention is compared in: the session's, but f16 where that one compresses, which is to fewer
+// than 16 bits a number.
 const Format *full_format(const Session *s, int v) {
     const Format *f = format_of(s, v);
-    return s->packing || format_compresses(f) ? format_find("f16") : f;
+    return s->packing || f->row_bytes(32) < 2 * 32 ? format_find("f16") : f;
 }
 
 // The bytes full attention would hold for the same tokens. It has no tokens of a method's own.
@@ -1342,19 +1337,23 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 }
 
 // ---- decode: one query a head, through the views
-// Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
+// Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all, in
+// `chunks` chunks, of which the first is item `first` of a step.
 typedef struct {
     int g, h0, m, n;
+    int first, chunks;
 } DecodeGroup;
 
 // out (H) = the groups of layer l -> how many.
 static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0;
+    int R = s->c->H / s->c->G, n = 0, items = 0;
     for (int h = 0; h < s->c->H; ) {
         int g = h / R, h0 = h++;
         while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
         const View *w = kv_view(s, l, h0);
-        out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
+        int rows = w->n + kv_head(s, l, g)->len - w->tail, chunks = (rows + KV_CHUNK - 1) / KV_CHUNK;
+        out[n++] = (DecodeGroup){ g, h0, h - h0, rows, items, chunks };
+        items += chunks;
     }
     return n;
 }
@@ -1370,36 +1369,25 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     int D = s->c->D, H = s->c->H;
     size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
 
-    // The items: those of group i are first[i] .. first[i+1]-1.
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    int n_groups = decode_groups(s, l, group), items = 0;
-    int *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
-    for (int i = 0; i < n_groups; i++) {
-        first[i] = items;
-        items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK;
-    }
-    first[n_groups] = items;
-
+    int n_groups = decode_groups(s, l, group), items = group[n_groups - 1].first + group[n_groups - 1].chunks;
     float *part = scratch(s, (size_t)items * chunk * sizeof(float));
     Tile *tiles = tiles_new(s);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)H * kv_longest(s, l) * D))
     for (int item = 0; item < items; item++) {
-        int i = 0;
-        while (first[i + 1] <= item) i++;
-        const DecodeGroup *d = &group[i];
+        const DecodeGroup *d = group;
+        while (item >= d->first + d->chunks) d++;
         Tile *t = &tiles[thread_id()];
-        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
+        int p0 = (item - d->first) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
         int m = gather_queries(s, t, q, 0, 1, s->base, d->h0, d->m);
         attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, m, 0, p0, p1, part + item * chunk);
     }
 
-    for (int i = 0; i < n_groups; i++) {
-        const DecodeGroup *d = &group[i];
+    for (const DecodeGroup *d = group; d < group + n_groups; d++) {
         KVHead *hd = kv_head(s, l, d->g);
-        const float *from = part + first[i] * chunk;
-        int chunks = first[i + 1] - first[i];
+        const float *from = part + d->first * chunk;
         for (int j = 0; j < d->m; j++)
-            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)(d->h0 + j) * D, &tiles->max[j],
+            chunks_join(from + j * stride, chunk, d->chunks, D, out + (size_t)(d->h0 + j) * D, &tiles->max[j],
                         &tiles->sum[j]);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
         s->clk.bytes_attended += (double)d->n * bytes_a_row;
@@ -2831,7 +2819,8 @@ const Method q4_method = {
 // (r,c). A vertical c is the column c. A slash o is the diagonal of the cells (r, r-o), o its
 // offset. Row r of a head with verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
-// in the head's own row numbers.
+// in the head's own row numbers. Lines know the causal mask alone; a part with another one decides the
+// prefill's attention itself (SONIC), and is not combined with them.
 //   A-shape      the first columns and the nearest offsets
 //   Tri-shape    the same, and the last rows of a turn see everything
 //   MInference   the columns and offsets to which the last 64 rows attend most
@@ -2869,15 +2858,12 @@ typedef struct {                // what a choice of lines looks at: sampled rows
     const float *P;             // (m,n) their attention A; P[i][c] = 0 for c > R[i]
 } LineSample;
 
-// list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
+// list: the set bits of b (n bits), ascending. Returns their number.
 static int bit_list(const uint64_t *b, int n, int *list) {
     int count = 0;
-    for (int w = 0; w < (n + 63) / 64; w++) {
-        for (uint64_t u = b[w]; u; u &= u - 1) {        // each step clears the lowest set bit of u
-            if (list) list[count] = w * 64 + __builtin_ctzll(u);
-            count++;
-        }
-    }
+    for (int w = 0; w < (n + 63) / 64; w++)
+        for (uint64_t u = b[w]; u; u &= u - 1)          // each step clears the lowest set bit of u
+            list[count++] = w * 64 + __builtin_ctzll(u);
     return count;
 }
 
@@ -2919,11 +2905,12 @@ typedef struct {                // the lines of one query head, as its blocks us
 } LinePlan;
 
 typedef struct {
+    const Session *s;
+    const KVHead *hd;
+    int window;                 // the layer's sliding window; 0: none
     Tile *t;
     const float *K, *V;         // (n,D) the unpacked rows of the KV head
-    int D;
     int m, r0;                  // the block is the rows r0..r0+m-1
-    int first[LINE_BLOCK];      // (m) first row each query may see: 0, or where its window begins
     uint64_t *need;             // (n bits) room for the columns that the block reads
     int *cols;                  // (n) room for the same as a list
 } RowBlock;
@@ -2952,16 +2939,20 @@ static LinePlan plan_new(Session *s, const Lines *a) {
 // the rows r0..E-1 see the columns r0-o..E-o-1.
 static int block_columns(RowBlock *b, const LinePlan *p) {
     int E = b->r0 + b->m;
-    if (p->line->dense) {
-        for (int c = 0; c < E; c++) b->cols[c] = c;
-        return E;
-    }
     memcpy(b->need, p->line->v, bit_bytes(E));
+    if (p->line->dense) bit_fill(b->need, 0, E);
     for (int i = 0; i < p->n_slash && p->slash[i] < E; i++)
         bit_fill(b->need, max_int(b->r0 - p->slash[i], 0), E - p->slash[i]);
     int n = bit_list(b->need, E, b->cols);
     while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
     return n;
+}
+
+// Does row c of the block's head lie before the sliding window of row r? By the positions of their tokens, as
+// kv_visible says; they rise with the rows.
+static int before_window(const RowBlock *b, int c, int r) {
+    const Token *tok = b->s->tok;
+    return b->window && tok[b->hd->src[c]].pos <= tok[b->hd->src[r]].pos - b->window;
 }
 
 // Masks what row i of the block may not read of the columns c (n): what causality or the window
@@ -2970,7 +2961,7 @@ static void row_mask(RowBlock *b, const LinePlan *p, int i, const int *c, int n)
     float *sc = b->t->sc + (size_t)i * n;
     int r = b->r0 + i, lo = 0, hi = n;
     while (hi > 0 && c[hi - 1] > r) sc[--hi] = -INFINITY;
-    while (lo < hi && c[lo] < b->first[i]) sc[lo++] = -INFINITY;
+    while (lo < hi && before_window(b, c[lo], r)) sc[lo++] = -INFINITY;
     if (!p->skip_v) return;
     const float *skip_s = p->skip_s + (p->line->n - 1 - r);     // skip_s[c]: offset r - c
     int side = c[n - 1] - c[0] < n;                     // the columns lie side by side
@@ -2984,7 +2975,7 @@ static void row_mask(RowBlock *b, const LinePlan *p, int i, const int *c, int n)
 // Attention of the block over the cells of its lines.
 static void block_attend(RowBlock *b, const LinePlan *p) {
     Tile *t = b->t;
-    int D = b->D, all = block_columns(b, p);
+    int D = b->s->c->D, all = block_columns(b, p);
     size_t row = (size_t)D * sizeof(float);
     for (int j = 0; j < all; j += KV_TILE) {
         const int *c = b->cols + j, n = min_int(all - j, KV_TILE);
@@ -3003,19 +2994,7 @@ static void block_attend(RowBlock *b, const LinePlan *p) {
     }
 }
 
-// Sets b->first. A row lies outside the sliding window by its token's position, as kv_visible says.
-// Positions rise with the rows, so the window's first row only moves on from query to query.
-static void window_starts(const Session *s, int l, const KVHead *hd, RowBlock *b) {
-    int w = layer_window(s, l), c = 0;
-    for (int i = 0; i < b->m; i++) {
-        int pos = s->tok[hd->src[b->r0 + i]].pos;
-        while (w && s->tok[hd->src[c]].pos <= pos - w) c++;
-        b->first[i] = c;
-    }
-}
-
 // ---- all heads of a layer
-
 // Unpacks every row of a head into K, V (n,D).
 static void rows_unpack(const Session *s, const KVHead *hd, float *K, float *V) {
     size_t D = s->c->D;
@@ -3047,17 +3026,13 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
         const LinePlan *p = &plan[item % R];
         int h = g * R + item % R, own = thread_id(), rows = p->rows;
         int t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
-        RowBlock b = { .t = &tiles[own], .K = K, .V = V, .D = D,
+        RowBlock b = { .s = s, .hd = hd, .window = layer_window(s, l), .t = &tiles[own], .K = K, .V = V,
                        .need = need + own * words, .cols = cols + own * n };
         if (pass_unwanted(s)) continue;             // the pass ends behind this attention
         for (; t0 < end; t0 += rows) {
             b.m = min_int(end - t0, rows);
             b.r0 = hd->len - T + t0;
-            for (int i = 0; i < b.m; i++) {
-                const float *from = q + ((size_t)(t0 + i) * H + h) * D;
-                memcpy(b.t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
-            }
-            window_starts(s, l, hd, &b);
+            gather_queries(s, b.t, q, t0, b.m, s->base + t0, h, 1);
             tile_begin(b.t, b.m, D);
             block_attend(&b, p);
             for (int i = 0; i < b.m; i++) {
@@ -3086,20 +3061,7 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
     for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
 }
 
-// ---- what the methods with lines share: checks of their options, and a sample of attention
-
-// Every part of the session must have a causal mask, the only one that lines know. `name` is the
-// method that asks. Returns 0, or -1 with the reason in s->err.
-static int lines_open(Session *s, const char *name) {
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (m->rule != VIS_CAUSAL)
-            return refuse(s, "%s and %s cannot be combined: the first knows causal masks only",
-                          name, m->name);
-    }
-    return 0;
-}
-
+// ---- what the methods with lines share: a sample of attention, and a choice by it
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
 // probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
 // R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
@@ -3192,16 +3154,12 @@ typedef struct {
     int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
 } LineShape;
 
-// Reads the options of both shapes. `name` is the method that asks. Returns 0, or -1 with s->err set.
-static int shape_open(Session *s, LineShape *x, const char *name) {
-    x->init = opt_int(s->opt, "shape-init");
-    x->local = opt_int(s->opt, "shape-local");
-    return lines_open(s, name);
-}
-
 // Method.open.
 static int a_shape_open(Session *s, void *ms) {
-    return shape_open(s, ms, "a-shape");
+    LineShape *x = ms;
+    x->init = opt_int(s->opt, "shape-init");
+    x->local = opt_int(s->opt, "shape-local");
+    return 0;
 }
 
 // Prefill attention of A-shape and Tri-shape. out, q (T,H,D). A head is dense when no row lacks a
@@ -3250,7 +3208,7 @@ const Method a_shape_method = {
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
     x->last = opt_int(s->opt, "shape-last");
-    return shape_open(s, x, "tri-shape");
+    return a_shape_open(s, x);
 }
 
 static const Opt tri_shape_opts[] = {
@@ -3298,7 +3256,7 @@ static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
     x->n[0] = opt_int(s->opt, "minference-verticals");
     x->n[1] = opt_int(s->opt, "minference-slashes");
-    return lines_open(s, "minference");
+    return 0;
 }
 
 // ChooseLines. Lines always taken get an infinite weight.
@@ -4165,7 +4123,7 @@ static int loopserve_p_open(Session *s, void *ms) {
     x->min_context = opt_int(o, "loopserve-min-context");
     x->m = opt_int(o, "loopserve-samples");
     x->rule.holdout = x->m >= 32;
-    return lines_open(s, "loopserve");
+    return 0;
 }
 
 // Method.open of decode alone.
