@@ -3354,8 +3354,8 @@ const Method minference_method = {
 
 // ---- pages and their bounds
 typedef struct {
-    int n, cap;                 // full pages; pages that bound has room for
-    char *bound;                // (n,2D) of each page max_d, then min_d
+    int cap;                    // pages that bound has room for
+    char *bound;                // (pages,2D) of each full page max_d, then min_d
 } PageList;
 
 typedef struct {
@@ -3410,31 +3410,27 @@ static void page_bounds(const Session *s, const Quest *x, const KVHead *hd, int 
     from_f32(to, bound, x->dtype, (size_t)2 * D);
 }
 
-// Hook commit, after attention: the pages that this pass has filled in layer l get their bounds.
+// Hook commit, after attention: the pages that this pass has filled in layer l, from .. to - 1, get their bounds.
+// A page that tokens were truncated from is filled once more.
 static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     Quest *x = ms;
-    int G = s->c->G, D = s->c->D;
-    size_t per = (size_t)(PAGE + 2) * D;
-    if (l == s->c->L || l < x->full_layers) return;
-    for (int g = 0; g < G; g++) {
-        PageList *a = &x->head[l * G + g];
-        int pages = kv_head(s, l, g)->len / PAGE;
-        size_t have = a->cap * bounds_bytes(s, x);
-        if (pages <= a->cap) continue;
+    int G = s->c->G, from = s->base / PAGE, to = s->n_tok / PAGE;
+    size_t per = (size_t)(PAGE + 2) * s->c->D, bytes = bounds_bytes(s, x);
+    if (l == s->c->L || l < x->full_layers || from == to) return;
+    for (PageList *a = &x->head[l * G]; a < &x->head[(l + 1) * G]; a++) {
+        int cap = quest_cap(to);
+        if (to <= a->cap) continue;
         s->changes++;                           // a device was told where the bounds lie, and they may move
-        a->cap = quest_cap(pages);
-        a->bound = near_grow(s, a->bound, have, a->cap * bounds_bytes(s, x));
+        a->bound = near_grow(s, a->bound, a->cap * bytes, cap * bytes);
+        a->cap = cap;
     }
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
     #pragma omp parallel for schedule(static) if (!s->decoding && !KV_DEV(s))
     for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        PageList *a = &x->head[l * G + g];
-        int n = hd->len / PAGE;
-        if (KV_DEV(s) && n > a->n) page_bounds_cuda(s, l, g, a->bound, a->n, n, x->dtype);
-        for (int p = a->n; p < n && !KV_DEV(s); p++)
-            page_bounds(s, x, hd, p, room + thread_id() * per, a->bound + p * bounds_bytes(s, x));
-        a->n = n;
+        char *bound = x->head[l * G + g].bound;
+        if (KV_DEV(s)) page_bounds_cuda(s, l, g, bound, from, to, x->dtype);
+        for (int p = from; p < to && !KV_DEV(s); p++)
+            page_bounds(s, x, kv_head(s, l, g), p, room + thread_id() * per, bound + p * bytes);
     }
 }
 
@@ -3509,12 +3505,6 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     timed(&s->clk.index, t0);
 }
 
-// Forgets the pages that are not full any more when tokens from n_tok on are truncated.
-static void quest_forget(Session *s, void *ms, int n_tok) {
-    Quest *x = ms;
-    for (int i = 0; i < s->c->L * s->c->G; i++) x->head[i].n = min_int(x->head[i].n, n_tok / PAGE);
-}
-
 // The bytes allocated for bounds now, and at most so many when n tokens are held.
 static size_t quest_bytes(const Session *s, const void *ms) {
     const Quest *x = ms;
@@ -3561,7 +3551,6 @@ const Method quest_method = {
     .commit  = quest_commit,
     .bytes   = quest_bytes,
     .plan    = quest_plan,
-    .forget  = quest_forget,
     .trace   = quest_trace,
 };
 
@@ -4290,12 +4279,11 @@ typedef struct {
 
     // Options.
     int schedule;                   // PATS_MIDDLE, ..
-    int is_static;                  // 1: the bits of the dialogue's end, 0: the ratchet
     int rows64;                     // 1: the paper's format, 0: dense
     int b_min, b_max;               // fewest and most bits a row outside the window loses
     int sink;                       // first tokens, which lose b_min bits only
     int window;                     // last tokens, which stay raw
-    int T_end;                      // static: tokens of the whole dialogue
+    int T_end;                      // static: tokens of the whole dialogue; 0: the ratchet
 
     // State.
     int T_last;                     // tokens seen at the last re-pack
@@ -4334,7 +4322,7 @@ static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
 static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
-    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->is_static ? x->T_end : T);     // Sec. 3, b(t)
+    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T_end ? x->T_end : T);     // Sec. 3, b(t)
 }
 
 // ---- rows of w bits an element
@@ -4488,7 +4476,7 @@ static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int
 
 // Gives a head the table reg (an stb array, which is freed) and packs its rows anew: row i is row
 // keep[i] (NULL: row i). Bits that are cut stay cut, for a row is made of what is stored. The number
-// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
+// of packed rows may have changed, so move_rows follows and sizes src, pos and mass anew.
 static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
     const Pats *x = pats_of(s);
     int n_reg = (int)arrlen(reg);
@@ -4524,28 +4512,16 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
     pats_repack(s, h, reg, keep);
 }
 
-// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says.
-static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
-    int D = s->c->D, old = h->packed, n = 0;
-    size_t row = (size_t)D * 2;
+// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says; the others move up.
+// same: row i for every i.
+static void pats_pack_head(Session *s, const Pats *x, KVHead *h, const int *same) {
+    int old = h->packed, n = 0;
     Region *reg = NULL;
     for (; n < h->len && h->src[n] < x->cut; n++)
-        reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);    // Sec. 3, w
+        reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, s->c->D);      // Sec. 3, w
     if (!n) return;
-
     pats_repack(s, h, reg, NULL);
-    if (KV_DEV(s)) {
-        size_t mark = scratch_mark(s);
-        int *keep = scratch(s, (size_t)h->len * sizeof *keep);
-        for (int r = 0; r < h->len; r++) keep[r] = r;
-        Move m = { h, keep, h->len, n, old, (int)round_to_step(h->len - n) };
-        rows_move_cuda(s, &m, 1);
-        scratch_reset(s, mark);
-    } else {
-        memmove(h->k, h->k + (n - old) * row, (h->len - n) * row);
-        memmove(h->v, h->v + (n - old) * row, (h->len - n) * row);
-    }
-    head_reserve(s, h, h->len - n);
+    move_rows(s, &(Move){ h, same, h->len, n, old, (int)round_to_step(h->len - n) }, 1);
 }
 
 // Decides after a pass whether it packs rows, and raises B[t]: when the T tokens seen are an eighth
@@ -4579,11 +4555,14 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
         x->decided = s->n_tok;
     }
     if (end) x->decided = 0;
-    for (int i = end ? 0 : l; x->due && i < min_int(l + 1, L); i++) {
+    if (!x->due) return;
+    int *same = scratch(s, (size_t)s->n_tok * sizeof *same);
+    for (int i = 0; i < s->n_tok; i++) same[i] = i;
+    for (int i = end ? 0 : l; i < min_int(l + 1, L); i++) {
         int now = late || !layer_acts(s, i);            // is this layer's time the end of the pass?
         if (now != end) continue;
         #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
-        for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, i, g));
+        for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, i, g), same);
     }
 }
 
@@ -4615,7 +4594,7 @@ static size_t pats_plan(const Session *s, int n, int *raw) {
 // s->err set.
 static int pats_check(Session *s, const Pats *x) {
     const Options *o = s->opt;
-    if (x->schedule == PATS_NEW && !x->is_static)
+    if (x->schedule == PATS_NEW && !x->T_end)
         return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
                          "gone: give --pats-tend, the tokens of the whole dialogue");
     if (s->c->D % 8 || s->c->D > PATS_MAX_D)
@@ -4640,7 +4619,6 @@ static int pats_open(Session *s, void *ms) {
     x->sink = sinks(s, 16);
     x->window = opt_int(o, "pats-window");
     x->T_end = opt_int(o, "pats-tend");
-    x->is_static = x->T_end > 0;
     if (pats_check(s, x)) return -1;
     s->fk = s->fv = format_find("f16");
     x->packing = (Packing){ pats_load, pats_stored, pats_keep, pats_plan, !x->rows64 };
@@ -6119,17 +6097,19 @@ const Method sonic_method = {
 // Options: --budget (128, per query head), --obs-window (16), --kernel (7), --head-scores, --head-beta (1.351),
 // --dililazy-score; stage 1: --calibrate OUT.json, --calibrate-needles, -f.
 
+// cap (L,H) from the scores inf (L,H) >= 0 and b_c = base >= 0.
+typedef void HeadCaps(const double *inf, int L, int H, int base, double beta, int *cap);
+
 // The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
-    int headkv;                 // 1: capacities are those of headkv
+    const char *name;           // of the method: dililazy or headkv
+    HeadCaps *caps;             // its capacities
     int base;                   // b_c that `cap` was made for; -1: none yet
     double beta;
     double *inf;                // (L,H) head scores
     int *cap;                   // (L,H) candidates a head may read: C of Algorithm 1
 } DiliLazy;
-
-static void headkv_caps(const double *score, int n, int base, double beta, int *cap);
 
 // ---- files of scores
 // JSON with an object "layer-head" -> a number, or a list of numbers whose mean counts. The object may
@@ -6223,13 +6203,16 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     return bad ? NULL : x;
 }
 
-// Reads x->inf for the method `name`: from its file (method_file), the scores that --NAME-score says; and --head-beta,
-// or `beta` where that is not given. Returns 0, or -1 with s->err set.
-static int head_scores_open(Session *s, DiliLazy *x, const char *name, double beta) {
+// Opens dililazy or headkv: reads the options of the chain, with `window` as default; x->inf from the method's file
+// (method_file), the scores that --NAME-score says; and --head-beta, or `beta` where that is not given. Returns 0, or
+// -1 with s->err set.
+static int head_scores_open(Session *s, DiliLazy *x, const char *name, HeadCaps *caps, int window, double beta) {
     const Config *c = s->c;
     char path[1100], which[32], why[512];
+    if (snap_options(s, &x->snap, window)) return -1;
+    x->name = name;
+    x->caps = caps;
     x->beta = opt_real(s->opt, "head-beta") > 0 ? opt_real(s->opt, "head-beta") : beta;
-    if (x->headkv && x->beta <= 1) return refuse(s, "headkv: --head-beta is more than 1, found %g", x->beta);
     snprintf(which, sizeof which, "%s-score", name);
     if (!method_file(method_find(name, strlen(name)), c, s->opt, path))
         return refuse(s, "%s needs the scores of the model's heads: --head-scores FILE, "
@@ -6245,8 +6228,7 @@ static int head_scores_open(Session *s, DiliLazy *x, const char *name, double be
 
 static const double LEAST_SHARE = 0.01;         // eps of line 17: what a layer without any score gets
 
-// Algorithm 1: cap (L,H) = C from the scores inf (L,H) >= 0 and b_c = base >= 0. A layer without any score
-// shares evenly, and so does a model without any.
+// HeadCaps, Algorithm 1: cap = C. A layer without any score shares evenly, and so does a model without any.
 static void dililazy_caps(const double *inf, int L, int H, int base, double beta, int *cap) {
     const double eps = LEAST_SHARE;
     double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
@@ -6272,8 +6254,7 @@ static void dililazy_caps(const double *inf, int L, int H, int base, double beta
 
 // Hook open.
 static int dililazy_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    return snap_options(s, &x->snap, 16) ? -1 : head_scores_open(s, x, "dililazy", 1.351);
+    return head_scores_open(s, ms, "dililazy", dililazy_caps, 16, 1.351);
 }
 
 // Hook close.
@@ -6304,22 +6285,16 @@ static void dililazy_views(Session *s, int l, const float *score, const int *n, 
     kv_compact(s, l);
 }
 
-// The name in a trace.
-static const char *dililazy_name(const DiliLazy *x) {
-    return x->headkv ? "headkv" : "dililazy";
-}
-
 // For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
 // and the scores of the heads that they were made from.
 static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
-    const char *name = dililazy_name(x);
     int H = s->c->H;
     if (!traced(s, l)) return;
     float *inf = scratch(s, (size_t)H * sizeof *inf);
     for (int h = 0; h < H; h++) inf[h] = (float)x->inf[l * H + h];
-    trace_scores(s, l, name, "qhead", score, H, n, 1);
-    trace_f32(s, inf, H, 0, "layer%02d.%s.head_scores", l, name);
-    trace_i32(s, x->cap + l * H, H, 0, "layer%02d.%s.budgets", l, name);
+    trace_scores(s, l, x->name, "qhead", score, H, n, 1);
+    trace_f32(s, inf, H, 0, "layer%02d.%s.head_scores", l, x->name);
+    trace_i32(s, x->cap + l * H, H, 0, "layer%02d.%s.budgets", l, x->name);
 }
 
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
@@ -6331,8 +6306,7 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
     if (x->base != B - w) {
         x->base = B - w;
-        if (x->headkv) headkv_caps(x->inf, L * H, x->base, x->beta, x->cap);
-        else dililazy_caps(x->inf, L, H, x->base, x->beta, x->cap);
+        x->caps(x->inf, L, H, x->base, x->beta, x->cap);
     }
 
     // Sec. 3.3: candidates by the attention of the last queries, best ones kept
@@ -6345,13 +6319,14 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
 // Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
 // is their union.
 static void dililazy_trace(Session *s, void *ms, int l) {
+    const DiliLazy *x = ms;
     if (l == s->c->L || s->decoding) return;
     int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
     for (int h = 0; h < s->c->H; h++) {
         const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
         int n = view_rows(s, l, h, rows);
         for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
-        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
+        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, x->name);
     }
 }
 
@@ -6410,10 +6385,9 @@ const Method dililazy_method = {
 // Options: --budget (128, per query head), --obs-window (8), --kernel (7), --head-scores, --head-beta (1.2),
 // --headkv-score; the scores are made by --calibrate.
 
-// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
-// without any score shares evenly.
-static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta);             // what a head gives to the pool
+// cap (L,H) = b_h of all n = L H heads. A model without any score shares evenly.
+static void headkv_caps(const double *score, int L, int H, int base, double beta, int *cap) {
+    int n = L * H, pool = (int)floor(base / beta);  // what a head gives to the pool
     long left = (long)pool * n;
     double sum = 0;
     double *rest = xmalloc((size_t)n * sizeof *rest);
@@ -6440,9 +6414,9 @@ static void headkv_caps(const double *score, int n, int base, double beta, int *
 
 // Hook open.
 static int headkv_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    x->headkv = 1;
-    return snap_options(s, &x->snap, 8) ? -1 : head_scores_open(s, x, "headkv", 1.2);
+    double beta = opt_real(s->opt, "head-beta");
+    if (beta > 0 && beta <= 1) return refuse(s, "headkv: --head-beta is more than 1, found %g", beta);
+    return head_scores_open(s, ms, "headkv", headkv_caps, 8, 1.2);
 }
 
 static const Opt headkv_opts[] = {
