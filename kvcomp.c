@@ -313,43 +313,39 @@ double timed(double *sum, double t0) {
 }
 
 // ---- attention of a layer, and the whole transformer
-// A sparse prefill computes the attention of layer l itself. out, q (T,H,D). 1: a part has done so; 0: none does.
-int hook_attend(Session *s, int l, float *out, const float *q, int T) {
-    int done = 0;
-    EACH_HOOK(s, p, attend) {
-        p->m->attend(s, p->ms, l, out, q, T);
-        done = 1;
-        break;
-    }
-    return done;
-}
-
-// r->out (n,H,D) = attention of the n tokens of the pass from t0 on, and the hooks around it.
-// acts 0: hooks skip this layer.
-static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
+// Attention of layer l of the n tokens from t0 on of a pass of T tokens, and the hooks around it: q and out (n,H,D),
+// where the rows lie. late 1: the commit hooks of this layer are called later.
+void attend_rows(Session *s, int l, float *out, const float *q, int t0, int n, int T, int late) {
+    int acts = layer_acts(s, l), sparse = 0;
     double t = now();
     if (s->decoding) {
         // select: a method that reads only some rows sets the views of this layer's query heads.
         if (acts)
-            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
+            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, q);
         t = timed(&s->clk.select, t);
-        attn_decode(s, l, r->out, r->q);
+        attn_decode(s, l, out, q);
     } else {
         // attend: a sparse prefill computes the attention itself; without one it is dense.
-        if (!acts || !hook_attend(s, l, r->out, r->q, n)) attn_prefill(s, l, r->out, r->q, t0, n);
+        if (acts)
+            EACH_HOOK(s, p, attend) {
+                p->m->attend(s, p->ms, l, out, q, n);
+                sparse = 1;
+                break;
+            }
+        if (!sparse) attn_prefill(s, l, out, q, t0, n);
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
     }
     t = timed(&s->clk.attend, t);
-    watch(s, WATCH_OUT, l, r->out);
+    watch(s, WATCH_OUT, l, out);
 
     // The peak of a prefill is here, where this layer still holds every row.
     if (!s->decoding) note_peak(s);
 
     // commit: the rows of this layer are complete. A method indexes, drops or packs some.
-    if (acts && t0 + n == r->T) {
-        int last = min_int(s->queries, r->T);
-        const float *q = last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL;
-        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, last);
+    if (acts && !late && t0 + n == T) {
+        int last = min_int(s->queries, T);
+        const float *from = last ? q + (size_t)(n - last) * s->c->H * s->c->D : NULL;
+        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, from, last);
     }
     timed(&s->clk.commit, t);
 }
@@ -410,7 +406,7 @@ float *forward(Session *s, const Token *in, int T) {
 
             // Attention reads all rows as they are stored, the new ones too (D1).
             // Hooks: select, attend, commit.
-            attend_rows(s, l, &r, t0, t1 - t0, acts);
+            attend_rows(s, l, r.out, r.q, t0, t1 - t0, T, 0);
 
             // Output product and MLP, each added to x. The last layer needs the last token only.
             int from = l < c->L - 1 ? t0 : T - 1;
@@ -1120,16 +1116,6 @@ static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last,
 }
 
 // ---- chunks: what KV_CHUNK rows give, and how it is joined
-// part (m,D+2) = the running softmax of m queries: max, sum, and the D numbers of acc.
-static void chunk_put(float *part, const Tile *t, int m, int D) {
-    for (int i = 0; i < m; i++) {
-        float *o = part + (size_t)i * (D + 2);
-        o[0] = t->max[i];
-        o[1] = t->sum[i];
-        memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
-    }
-}
-
 // Joins the chunks of one query, `stride` floats apart: with M the largest max,
 //   sum = sum_c exp(max_c - M) sum_c      out (D) = sum_c exp(max_c - M) acc_c / sum
 static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max,
@@ -1221,8 +1207,8 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
     return t;
 }
 
-// The running softmax of the tile's m queries over places p0 .. p1-1 of the view w -> part (m,D+2). many 1: many
-// queries read the rows.
+// The running softmax of the tile's m queries over places p0 .. p1-1 of the view w -> part (m,D+2): of each query
+// max, sum, and the D numbers of acc. many 1: many queries read the rows.
 static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *w, Tile *t, int m, int many,
                          int p0, int p1, float *part) {
     int D = s->c->D;
@@ -1240,7 +1226,11 @@ static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *
         TileRows v = tile_read(s, hd, w, &a, OF_V, many, p1, t->k);
         tile_fold(t, m, a.n, D, v);
     }
-    chunk_put(part, t, m, D);
+    for (int i = 0; i < m; i++, part += D + 2) {
+        part[0] = t->max[i];
+        part[1] = t->sum[i];
+        memcpy(part + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
+    }
 }
 
 // Gathers the queries of n tokens, from the t0-th of q on, and of R heads from h0 on: query i*R+r of the tile
@@ -1755,9 +1745,12 @@ static int parts_parse(Session *s, const char *spec) {
 // the reason in s->err.
 static int parts_begin(Session *s) {
     for (int i = s->n_part - 1; i >= 0; i--) {
-        Part *p = &s->part[i];
-        if (!s->budget) s->budget = p->m->budget;
-        if (p->m->open && p->m->open(s, p->ms)) return -1;
+        const Method *m = s->part[i].m;
+        if (m->rows && (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")))
+            return refuse(s, "%s: sets -ctk and -ctv to %s itself, leave them out", m->name, m->rows);
+        if (m->rows) s->fk = s->fv = format_find(m->rows);
+        if (!s->budget) s->budget = m->budget;
+        if (m->open && m->open(s, s->part[i].ms)) return -1;
     }
     return 0;
 }
@@ -2171,13 +2164,11 @@ static void trace_scores(Session *s, int l, const char *method, const char *kind
                          int lists, const int *n, int sums) {
     size_t N = kv_longest(s, l);
     if (!traced(s, l)) return;
-    float *room = scratch(s, N * sizeof *room);
     for (int i = 0; i < lists; i++) {
-        const float *x = score + i * N;
         int m = n[i * s->c->G / lists];
-        if (KV_DEV(s)) bytes_load_cuda(room, x, m * sizeof *x);
-        for (int r = 0; r < m && KV_DEV(s); r++) room[r] /= (float)sums;
-        trace_f32(s, KV_DEV(s) ? room : x, m, 0, "layer%02d.%s%02d.%s.scores", l, kind, i, method);
+        float *x = (float *)near_here(s, score + i * N, m * sizeof *x);
+        for (int r = 0; r < m && KV_DEV(s); r++) x[r] /= (float)sums;            // of the copy here
+        trace_f32(s, x, m, 0, "layer%02d.%s%02d.%s.scores", l, kind, i, method);
     }
 }
 
@@ -2433,8 +2424,7 @@ typedef struct {
     int sink;                   // --sink
     float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
-    double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
-    double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
+    double *sum;                // (L,H,D) sum of q, (L,H,D,D) sum of q q^T; the first prefill makes it, where q lies
 } Expected;
 
 // Reads the options. Returns 0, or -1 with the reason in s->err.
@@ -2488,14 +2478,11 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
     int H = s->c->H, D = s->c->D;
     size_t all = (size_t)s->c->L * H * D;
     if (s->decoding) return;
-    if (!x->sum) {
-        if (KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
-        else x->sum = xcalloc(all * (D + 1), sizeof(double));
-        x->outer = x->sum + all;
-    }
+    if (!x->sum && KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
+    else if (!x->sum) x->sum = xcalloc(all * (D + 1), sizeof(double));
     for (int t = 0; t < n; t++)
         if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
-    double *sum = x->sum + (size_t)l * H * D, *outer = x->outer + (size_t)l * H * D * D;
+    double *sum = x->sum + (size_t)l * H * D, *outer = x->sum + all + (size_t)l * H * D * D;
     if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, x->sink);
     else moments_add(s, sum, outer, q, t0, n, x->sink);
 }
@@ -2579,7 +2566,7 @@ static void expected_queries(Session *s, const Expected *x, int l, float *mu, fl
     double *cs = scratch(s, (size_t)D * sizeof(double));
     double *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
     const double *sum = near_here(s, x->sum + l * n, n * sizeof(double));
-    const double *outer = near_here(s, x->outer + l * n * D, n * D * sizeof(double));
+    const double *outer = near_here(s, x->sum + s->c->L * n + l * n * D, n * D * sizeof(double));
     expected_rope(s, cs);
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
@@ -2608,9 +2595,8 @@ static void expected_scores(Session *s, const Expected *x, int l, const int *sin
             expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
             if (h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
         }
-        float max = -INFINITY, sum = 0;
-        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
-        exp_shift(z + n0, max, hd->len - n0, &sum);
+        float sum = 0;
+        exp_shift(z + n0, max_f32(z + n0, hd->len - n0), hd->len - n0, &sum);
         for (int r = n0; r < hd->len; r++) z[r] /= sum;
     }
 }
@@ -2750,26 +2736,12 @@ const Method keydiff_method = {
     .commit = keydiff_commit,
 };
 
-// ---- methods that are a format of rows
-// The method stores keys and values in this format. Returns 0, or -1 with the reason in s->err.
-static int rows_are(Session *s, const char *method, const char *format) {
-    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv"))
-        return refuse(s, "%s: sets -ctk and -ctv to %s itself, leave them out", method, format);
-    s->fk = format_find(format);
-    s->fv = s->fk;
-    return 0;
-}
-
 // ---- Q8
 // The plain way to halve a cache, after llama.cpp's q8_0: nothing is dropped, but every row is
 // stored in blocks of 32 values, each an 8-bit integer, with one f16 scale a block. The format
 // itself stands in lib/kernels.h.
 //   value i of a block = scale * integer i,   34 bytes for 32 values: 8.5 bits a value
-// Options: none. The method sets -ctk and -ctv, so it refuses them.
-
-static int q8_open(Session *s, void *ms) {
-    return rows_are(s, "q8", "q8_0");
-}
+// Options: none. The method sets -ctk and -ctv, so they are refused beside it.
 
 const Method q8_method = {
     .name    = "q8",
@@ -2777,7 +2749,7 @@ const Method q8_method = {
     .keeps   = "keeps every row at 8.5 bits an element",
     .limits  = "sets -ctk and -ctv itself",
     .role    = ROLE_STORE,
-    .open    = q8_open,
+    .rows    = "q8_0",
 };
 
 // ---- Q4
@@ -2798,10 +2770,7 @@ const Method q8_method = {
 // turned back when it is read; QuaRot turns queries, and the weights behind the values, instead,
 // which gives the same numbers.
 //   y = H x -> q4_pack, row_put_q4 (kvcomp.cu);    x = H y / 32 -> q4_unpack, row_get_q4
-// Options: none. The method sets -ctk and -ctv, so it refuses them.
-static int q4_open(Session *s, void *ms) {
-    return rows_are(s, "q4", "q4");
-}
+// Options: none. The method sets -ctk and -ctv, so they are refused beside it.
 
 const Method q4_method = {
     .name    = "q4",
@@ -2809,7 +2778,7 @@ const Method q4_method = {
     .keeps   = "keeps every row at 4.5 bits an element, after a Hadamard transform of each 32",
     .limits  = "sets -ctk and -ctv itself",
     .role    = ROLE_STORE,
-    .open    = q4_open,
+    .rows    = "q4",
 };
 
 // ==================================================================================================== 7 SPARSE PREFILL BASELINES
@@ -3630,10 +3599,9 @@ typedef struct {
     int min_context;            // heads with at most so many rows are computed in full
 
     // Decode, Algorithm 3.
-    int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
     int first;                  // the token of an answer at which the first choice is made: 16
     int interval;               // n_d: tokens from one choice to the next
-    int obs;                    // queries that choose, |X^obs|
+    int obs;                    // queries that choose, |X^obs|; 0: this part chooses none in decode (loopserve-p)
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
     int chosen;                 // 1: in this answer some head reads chosen rows only
@@ -4077,7 +4045,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
         x->budget = budget_now(s);
         x->chosen = 0;
     }
-    if (!x->decodes) return;
+    if (!x->obs) return;
     for (int i = 0; l == L && i < L * H; i++) {
         int rows = kv_head(s, i / H, i % H / R)->len, most = x->budget < rows ? x->budget : 0;
         if (!layer_acts(s, i / H)) continue;
@@ -4123,7 +4091,6 @@ static int loopserve_d_open(Session *s, void *ms) {
     x->obs = opt_int(s->opt, "loopserve-obs");
     if (!x->obs) x->obs = x->interval;
     s->queries = max_int(s->queries, x->obs);
-    x->decodes = 1;
     return 0;
 }
 
@@ -4140,7 +4107,7 @@ static void loopserve_close(Session *s, void *ms) {
 // Method.bytes: the ring.
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
-    return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
+    return (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float);
 }
 
 #define LOOPSERVE_OPTS_P \
@@ -5532,9 +5499,7 @@ typedef struct {
     // the adapter
     SafeFile *file;             // mapped; NULL: untrained
     Layer *alt;                 // (L) the Nexus branch
-    float *embed;               // (C) e_base. One block holds all three, and begins here
-    float *pos;                 // (K_max,C) e_pos
-    float *turn;                // (T_max,C) e_turn
+    float *embed;               // e_base (C), e_pos (K_max,C), e_turn (T_max,C)
     int K_max;                  // rows of e_pos
     int T_max;                  // rows of e_turn
     // how it is used
@@ -5545,10 +5510,9 @@ typedef struct {
     int sink;                   // least number of tokens that count as system message
     // the dialogue
     int sys;                    // its leading tokens that are the system message
-    int h;                      // finished messages; also the segment number of the current turn
+    int h;                      // finished messages, whose text rows commit drops; the segment of the current turn
     int cur;                    // first token of the current turn, as an index into Session.tok
     int n_user;                 // how many tokens of the current turn are the user's message
-    int drop;                   // commit drops the text rows of segments [0,drop)
     int warned;                 // 1: a Nexus token had a turn beyond T_max
 } Sonic;
 
@@ -5659,7 +5623,7 @@ static int sonic_check_base(Session *s, const SafeFile *f) {
 }
 
 // Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
-// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
+// one block of f32.
 static int sonic_load(Session *s, Sonic *x, const char *path) {
     const int C = s->c->C;
     char why[512];
@@ -5768,7 +5732,7 @@ static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {
         x->warned = 1;
         turn = x->T_max - 1;
     }
-    const float *pos = x->pos + (size_t)j * C, *of_turn = x->turn + (size_t)turn * C;
+    const float *pos = x->embed + (size_t)(1 + j) * C, *of_turn = x->embed + (size_t)(1 + x->K_max + turn) * C;
     for (int c = 0; c < C; c++) out[c] = x->embed[c] + pos[c] + of_turn[c];     // Eq. 2: e(N_j^t)
 }
 
@@ -5780,14 +5744,14 @@ static int sonic_seg(const Sonic *x, int i) {
 
 // ---- dropping what nobody sees any more
 
-// Drops the text rows of segments [0,drop) from layer l. Eq. 4 hides them from every later token,
+// Drops the text rows of finished messages from layer l. Eq. 4 hides them from every later token,
 // so they are of no use. Every head holds the same rows.
 static void sonic_drop(Session *s, const Sonic *x, int l) {
     const KVHead *h = kv_head(s, l, 0);
     int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
     for (int r = 0; r < h->len; r++) {
         const Token *t = &s->tok[h->src[r]];
-        int hidden = t->kind != TOK_EXTRA && t->seg >= 0 && t->seg < x->drop;            // Eq. 4
+        int hidden = t->kind != TOK_EXTRA && t->seg >= 0 && t->seg < x->h;               // Eq. 4
         if (!hidden) keep[n++] = r;
     }
     kv_keep(s, l, keep, 0, &n);
@@ -5828,7 +5792,6 @@ static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
     for (int j = 0; j < K; j++)
         t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);        // Eq. 1: N^(i)
     x->h++;
-    x->drop = x->h;
     s->forward(s, t, K);
 }
 
@@ -5913,7 +5876,6 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     int from = x->cur - s->n_tok, own = n - from;
     for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);               // Eq. 1: Q_curr
     x->n_user = own - min_int(s->n_head, own);
-    x->drop = x->h;
 
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
     if (last >= s->pos_end)
@@ -5937,10 +5899,8 @@ static int sonic_adapter(Session *s, Sonic *x) {
     size_t bytes = (size_t)s->c->L * sizeof(Layer);
     x->alt = xmalloc(bytes);
     memcpy(x->alt, s->w->layer, bytes);
-    if (untrained) sonic_untrained(s, x);
-    else if (sonic_load(s, x, path)) return -1;
-    x->pos = x->embed + s->c->C;
-    x->turn = x->pos + (size_t)x->K_max * s->c->C;
+    if (!untrained) return sonic_load(s, x, path);
+    sonic_untrained(s, x);
     return 0;
 }
 
@@ -6534,15 +6494,15 @@ const char *nearest_method(const char *typed, size_t n) {
 // (device_bars).
 
 // The most rows a KV head keeps of a dialogue of ctx tokens.
-static int rows_kept(const Session *s, int ctx, int evicts) {
-    if (!evicts) return ctx;
+static int rows_kept(const Session *s, int ctx) {
+    if (!session_evicts(s)) return ctx;
     if (s->ratio >= 0) return ctx - (int)(ctx * s->ratio);
     return s->budget ? min_int(s->budget, ctx) : ctx;
 }
 
 // The most rows a KV head holds at once, while a layer is computed.
-static int rows_at_once(const Session *s, int ctx, int evicts) {
-    return evicts && s->chunk ? min_int(rows_kept(s, ctx, 1) + s->chunk, ctx) : ctx;
+static int rows_at_once(const Session *s, int ctx) {
+    return s->chunk ? min_int(rows_kept(s, ctx) + s->chunk, ctx) : ctx;
 }
 
 // One line more of the plan; nothing for 0 bytes. -> bytes
@@ -6564,14 +6524,13 @@ static void plan_room(MemoryPlan *p, const char *what, size_t n) {
     p->pass_cpu += n + n / 2;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. scored 1: scores of
-// every row may be needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of
-// pass_cuda; the CPU has the same but those that plan_room_cuda adds.
-static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, int sparse) {
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. sparse 1: a sparse prefill samples
+// probabilities. These are the rooms of pass_cuda; the CPU has the same but those that plan_room_cuda adds.
+static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
     size_t T = s->chunk ? min_int(s->chunk, p->ctx) : p->ctx;
-    size_t N = rows_at_once(s, p->ctx, evicts);     // rows that a pass may read
+    size_t N = rows_at_once(s, p->ctx);             // rows that a pass may read
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
     size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, (int)T);        // tokens whose queries live at once
@@ -6602,22 +6561,20 @@ static void plan_pass(MemoryPlan *p, const Session *s, int evicts, int scored, i
                    sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
     plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
     plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
-    plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
+    plan_room(p, "scores of every row", (turn_hooks(s) ? 4 : 1) * scores);      // 4: hooks choose rows by them
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
 }
 
-// The rows of a dialogue: what is kept in every layer, and one layer uncompressed, because a
-// prefill compresses layer by layer. evicts 1: a part drops rows, and decode appends to what it
-// kept.
-static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
+// The rows of a dialogue: what is kept in every layer, to which decode appends, and one layer uncompressed, because a
+// prefill compresses layer by layer.
+static void plan_rows(MemoryPlan *p, const Session *s) {
     const Config *c = s->c;
     size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
-    int kept = rows_kept(s, p->ctx, evicts), raw = kept;
-    if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
+    int kept = rows_kept(s, p->ctx), raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
     int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
-    size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx, evicts));
+    size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx));
     size_t others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
     p->kv += plan_line(p, "packed rows of every layer", heads * packed);
@@ -6630,12 +6587,12 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
 // What a dialogue of -c tokens takes on a device, every allocation a line.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
-    int ctx = opt_int(s->opt, "ctx-size"), evicts = session_evicts(s), sparse = 0;
+    int ctx = opt_int(s->opt, "ctx-size"), sparse = 0;
     if (!ctx) ctx = c->max_pos;
 
     MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx, .pass_cpu = ARENA_BLOCK };
     plan_line(&p, "weights", p.weights);
-    plan_rows(&p, s, evicts);
+    plan_rows(&p, s);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
         const void *ms = s->part[i].ms;
@@ -6643,6 +6600,6 @@ MemoryPlan memory_plan(const Session *s) {
         sparse |= m->attend && m->role & ROLE_PREFILL;
         p.parts += plan_line(&p, m->name, bytes);
     }
-    plan_pass(&p, s, evicts, turn_hooks(s), sparse);
+    plan_pass(&p, s, sparse);
     return p;
 }

@@ -705,30 +705,6 @@ static void logits_wait(Session *s) {
     s->picked = n_picks(s) ? s->dev->picks : NULL;
 }
 
-// Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it; acts: hooks act
-// in this layer (D6). The clocks count the time to launch, not to run, unless a hook waits for the
-// device. The peak of a prefill is here, where this layer still holds every row.
-static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
-    double t = now();
-    if (s->decoding) {
-        if (acts)
-            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
-        t = timed(&s->clk.select, t);
-        attn_decode_cuda(s, l, r->out, r->q);
-    } else if (!acts || !hook_attend(s, l, r->out, r->q, n)) {
-        attn_prefill_cuda(s, l, r->out, r->q, t0, n);
-    }
-    t = timed(&s->clk.attend, t);
-    watch(s, WATCH_OUT, l, r->out);
-    if (!s->decoding) note_peak(s);
-    if (acts && !r->late && t0 + n == r->T) {
-        int last = min_int(s->queries, r->T);
-        const float *q = last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL;
-        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, last);
-    }
-    timed(&s->clk.commit, t);
-}
-
 // The commit hooks of layers from.. and, as layer L, of the end of the pass.
 static void commits(Session *s, int from) {
     double t = now();
@@ -765,7 +741,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     }
     kv_note(s, l, t0, n);
     watch(s, WATCH_ROWS, l, r->q);
-    attend_rows(s, l, r, t0, n, acts);
+    attend_rows(s, l, r->out, r->q, t0, n, T, r->late);     // clocks count the time to launch, not to run
 
     for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {
         m = same_weights(s, t, t1, &y, l);

@@ -130,6 +130,7 @@ typedef struct Method {
     const Opt  *opts;           // its own options, ended by name NULL; NULL: none
     // a file beside the model that it cannot do without, and the option that names another; NULL: none
     const char *file, *file_option;
+    const char *rows;           // the format that keys and values are stored in (q8, q4); NULL: -ctk and -ctv
     int role, wants, rule;      // ROLE_* bits, KV_* bits, VIS_*
     int evicts;                 // 1: rows are really dropped; 0: it saves reads only, or bytes a row
     size_t state;
@@ -517,8 +518,8 @@ float *forward(Session *s, const Token *t, int T);    // one pass over tokens al
 void   pass_poll(Session *s);                         // gives the pass up if it is not wanted any more
 
 // What a pass of either half is made of
-// 1: a part has computed the attention of layer l in a prefill, by its hook; 0: none does
-int    hook_attend(Session *s, int l, float *out, const float *q, int T);
+// attention of n tokens of a pass of T tokens, from t0 on, and the hooks around it; late 1: but the commit hooks
+void   attend_rows(Session *s, int l, float *out, const float *q, int t0, int n, int T, int late);
 int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
 void   pass_angles(const Session *s, float *cs, int T);    // cs (T,D): of the tokens' positions, on the host
 double timed(double *sum, double t0);              // adds the seconds since t0 -> the time now

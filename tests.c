@@ -2819,7 +2819,7 @@ TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddi
           "another draw");
     CHECK(!memcmp(s[0]->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
     double square = 0, mean = 0, table = 0;
-    for (int i = 0; i < 64 * 32; i++) square += x->pos[i] * x->pos[i];
+    for (int i = 0; i < 64 * 32; i++) square += x->embed[32 + i] * x->embed[32 + i];
     for (int i = 0; i < 61 * 32; i++) table += pow(((const float *)m.w->embed.data)[i], 2);
     for (int r = 0; r < 61; r++) mean += ((const float *)m.w->embed.data)[r * 32 + 7] / 61;
     CHECK(fabs(sqrt(square / 2048) / sqrt(table / (61 * 32)) - 1) < .05, "size of e_pos");
