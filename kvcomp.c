@@ -386,7 +386,6 @@ float *forward(Session *s, const Token *in, int T) {
     pass_angles(s, r.cs, T);
 
     for (int l = 0; l < c->L; l++) {
-        int acts = layer_acts(s, l);
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
         kv_reserve(s, l, T);
 
@@ -396,7 +395,7 @@ float *forward(Session *s, const Token *in, int T) {
             // Queries, keys and values of the span. The project hook sees them unrotated.
             project_span(s, l, &r, t0, t1);
             watch(s, WATCH_KEYS, l, r.k);
-            if (acts)
+            if (layer_acts(s, l))
                 EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t0, t1 - t0);
 
             // They are rotated to their positions, and keys and values become rows of the cache.
@@ -2511,24 +2510,6 @@ static void expected_turn(double *x, size_t step, int D, const double *cs) {
     }
 }
 
-// mu (D) and cov (D,D): mean and covariance of one query head's n queries as they will stand at
-// future positions. sum (D), outer (D,D) are over the n queries; cs (D) from expected_rope; tmp
-// (D,D+1) is room.
-static void expected_moments(double n, const double *sum, const double *outer, int D,
-                             const double *cs, float *mu, float *cov, double *tmp) {
-    double *Sg = tmp, *mean = tmp + (size_t)D * D;
-    for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
-    for (int i = 0; i < D; i++) {
-        size_t row = (size_t)i * D;
-        for (int j = 0; j < D; j++) Sg[row + j] = outer[row + j] / n - mean[i] * mean[j];
-    }
-    for (int i = 0; i < D; i++) expected_turn(Sg + i, D, D, cs);                // columns: Rbar Sg
-    for (int i = 0; i < D; i++) expected_turn(Sg + (size_t)i * D, 1, D, cs);    // rows: .. Rbar^T
-    expected_turn(mean, 1, D, cs);                                              // Rbar mu
-    for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
-    for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)Sg[i];
-}
-
 // z_c for the rows of a head from n0 on, as one query head sees them. z (N), of which [n0,len) is
 // written; mu (D), cov (D,D); buf is room for 2 KV_TILE D + KV_TILE numbers.
 static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu,
@@ -2558,21 +2539,29 @@ static void value_squares(const Session *s, const KVHead *hd, float *v, float *o
     }
 }
 
-// mu (H,D) and cov (H,D,D) of layer l's query heads at future positions, on the host.
+// mu (H,D) and cov (H,D,D), on the host: mean and covariance of the queries of layer l's query heads as they will
+// stand at future positions.
 static void expected_queries(Session *s, const Expected *x, int l, float *mu, float *cov) {
     int H = s->c->H, D = s->c->D;
-    size_t n = (size_t)H * D;
+    size_t n = (size_t)H * D, square = (size_t)D * D;
     double count = x->n[l] ? (double)x->n[l] : 1;
     double *cs = scratch(s, (size_t)D * sizeof(double));
-    double *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
+    double *tmp = scratch(s, n_threads() * (square + D) * sizeof(double));
     const double *sum = near_here(s, x->sum + l * n, n * sizeof(double));
     const double *outer = near_here(s, x->sum + s->c->L * n + l * n * D, n * D * sizeof(double));
     expected_rope(s, cs);
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
-        size_t at = (size_t)h * D;
-        double *own = tmp + (size_t)thread_id() * D * (D + 1);
-        expected_moments(count, sum + at, outer + at * D, D, cs, mu + at, cov + at * D, own);
+        double *Sg = tmp + thread_id() * (square + D), *mean = Sg + square;
+        for (int i = 0; i < D; i++) mean[i] = sum[h * D + i] / count;
+        for (int i = 0; i < D; i++)
+            for (int j = 0; j < D; j++)
+                Sg[i * D + j] = outer[h * square + i * D + j] / count - mean[i] * mean[j];
+        for (int i = 0; i < D; i++) expected_turn(Sg + i, D, D, cs);                // columns: Rbar Sg
+        for (int i = 0; i < D; i++) expected_turn(Sg + (size_t)i * D, 1, D, cs);    // rows: .. Rbar^T
+        expected_turn(mean, 1, D, cs);                                              // Rbar mu
+        for (int i = 0; i < D; i++) mu[h * D + i] = (float)mean[i];
+        for (size_t i = 0; i < square; i++) cov[h * square + i] = (float)Sg[i];
     }
 }
 
@@ -4753,7 +4742,7 @@ enum {                          // given instead of the first byte of the next t
 enum { WALK_CHARS = 8 };        // characters of it that are looked at, from the last one backwards
 
 // The text of a token, n bytes; "" without a tokenizer and for a method's own tokens.
-const char *text_of(int id, int *n) {
+static const char *text_of(int id, int *n) {
     *n = 0;
     return token_text.ctx && id >= 0 ? token_text.bytes(token_text.ctx, id, n) : "";
 }
@@ -4784,17 +4773,13 @@ static int ends_inside(const TextTail *t) {
 // The character of b that ends before byte `end` (> 0); *at: its first byte. A byte that is not
 // part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
 static int char_before(const unsigned char *b, int end, int *at) {
+    uint32_t c;
     int k = end - 1;
     while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int n = end - k, c = b[k];
-    if (utf8_length((const char *)b + k, (size_t)n) != n) {
-        *at = end - 1;
-        return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
-    }
-    *at = k;
-    if (n > 1) c &= 0x7f >> n;
-    for (int i = 1; i < n; i++) c = c << 6 | (b[k + i] & 0x3f);
-    return c;
+    int whole = utf8_read((const char *)b + k, (size_t)(end - k), &c) == end - k;
+    *at = whole ? k : end - 1;
+    if (whole) return (int)c;
+    return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
 }
 
 // The level of the character c, which stands at byte `at` of the tail; WALK_ON or WALK_ENDS when it is
@@ -5584,20 +5569,17 @@ static int sonic_layer(Session *s, SafeFile *f, Layer *y, int l, int mlp) {
     return 0;
 }
 
-// Continues the FNV-1a 64 hash h over the bytes of a tensor.
-static uint64_t fnv1a(uint64_t h, const Tensor *t) {
-    const unsigned char *p = t->data;
-    size_t n = tensor_bytes(t);
-    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
-    return h;
-}
-
 // The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
 // q_proj, as the file has them: with --weights q8_0 they are read once more from there.
 static uint64_t sonic_fingerprint(const Weights *w) {
+    uint64_t h = 0xcbf29ce484222325ull;
     Tensor known[2];
     weights_known(w, known);
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
+    for (const Tensor *t = known; t < known + 2; t++) {
+        const unsigned char *p = t->data, *end = p + tensor_bytes(t);
+        for (; p < end; p++) h = (h ^ *p) * 0x100000001b3ull;
+    }
+    return h;
 }
 
 // Is it an adapter as this program knows them, and was it trained for this base? Sizes are those of its tensors.
@@ -6089,7 +6071,7 @@ static const Json *scores_find(const Json *j, const char *which) {
         if (strcmp(which, score_names[i][0])) continue;
         for (int k = 0; k < 2 && score_names[i][k]; k++) {
             const Json *v = json_get(j, score_names[i][k]);
-            if (v && v->type == JSON_OBJECT) return v;
+            if (json_is(v, JSON_OBJECT)) return v;
         }
     }
     return j;
@@ -6140,27 +6122,18 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
 // with the reason in err, when the file cannot be read or does not fit the model.
 static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
-    size_t size;
-    char *text = read_bounded(path, MOST_CONFIG, &size, why);
-    if (!text) {
-        fault(err, "%.400s", why);
-        return NULL;
-    }
-    Json *j = json_parse(text, size, why);
+    Json *j = json_read(path, MOST_CONFIG, err);
+    if (!j) return NULL;
+    const Json *map = scores_find(j, which);
     double *x = xmalloc((size_t)L * H * sizeof *x);
     for (int i = 0; i < L * H; i++) x[i] = -1;
-    const Json *map = j ? scores_find(j, which) : NULL;
-    int bad = !j;
-    if (j && map == j && json_get(j, "format"))         // a file of ours, without that map
-        bad = fault(why, "holds no scores \"%s\"; --calibrate makes them", which);
-    if (!bad) bad = scores_fill(map, L, H, x, why);
-    if (bad) {
-        fault(err, "%.200s: %.250s", path, why);
-        free(x);
-    }
+    int lacks = map == j && json_get(j, "format");      // a file of ours, without that map
+    int bad = lacks ? fault(why, "holds no scores \"%s\"; --calibrate makes them", which) : scores_fill(map, L, H, x, why);
     json_free(j);
-    free(text);
-    return bad ? NULL : x;
+    if (!bad) return x;
+    fault(err, "%.200s: %.250s", path, why);
+    free(x);
+    return NULL;
 }
 
 // Opens dililazy or headkv: reads the options of the chain, with `window` as default; x->inf from the method's file

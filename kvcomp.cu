@@ -4174,7 +4174,7 @@ float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n) {
 }
 
 // ---- ExpectedAttention: sums over queries, exponents of scores, lengths of values; to the CPU's bit
-// The host turns the sums into mu and Sg (expected_moments), takes the softmax of the
+// The host turns the sums into mu and Sg (expected_queries), takes the softmax of the
 // exponents, and selects.
 enum { MOMENT_TILE = 16 };
 

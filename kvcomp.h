@@ -119,7 +119,7 @@ enum {                          // Method.role: what a method decides. Two parts
 // prefill goes through a layer in spans of about -b tokens, so that the queries of a whole turn are
 // never held, unless a hook `attend` wants them (D2, D90). With Session.dev set, q, k, v and out are
 // device memory: hand them on to the functions below, which know, or bring them to the host with
-// near_here().
+// near_here(). Room for a while is scratch(): what a hook takes is given back when it returns.
 typedef struct Method {
     const char *name;
     const char *paper;          // citation, for --help METHOD
@@ -192,7 +192,7 @@ enum {                          // moments of a pass at which Method.watch is ca
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
 #define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
-// The parts that have this hook. What hooks take of scratch memory is given back behind the last of them.
+// The parts that have this hook; the scratch memory that they take in it is given back behind them.
 #define EACH_HOOK(s, p, hook) \
     for (size_t taken = scratch_mark(s), once = 1; once; once = 0, scratch_reset(s, taken)) \
         EACH_PART(s, p) if (p->m->hook)
@@ -372,7 +372,6 @@ typedef struct TokenText {      // the text of tokens, given by whoever has a to
     int (*special)(const void *ctx, int id);
 } TokenText;
 extern TokenText token_text;
-const char *text_of(int id, int *n);    // of a token; "" without a tokenizer and for a method's own
 
 // ------------------------------------------------------------------------ LycheeCluster's index (section 11)
 typedef struct {                // one level of a tree: n nodes over some children. On the device in a device session
