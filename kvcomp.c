@@ -6128,7 +6128,8 @@ static double *scores_read(const char *path, const char *which, int L, int H, ch
     double *x = xmalloc((size_t)L * H * sizeof *x);
     for (int i = 0; i < L * H; i++) x[i] = -1;
     int lacks = map == j && json_get(j, "format");      // a file of ours, without that map
-    int bad = lacks ? fault(why, "holds no scores \"%s\"; --calibrate makes them", which) : scores_fill(map, L, H, x, why);
+    int bad = lacks ? fault(why, "holds no scores \"%s\"; --calibrate makes them", which)
+                    : scores_fill(map, L, H, x, why);
     json_free(j);
     if (!bad) return x;
     fault(err, "%.200s: %.250s", path, why);

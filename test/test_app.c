@@ -1406,7 +1406,7 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/checkpoint", 1000, 1456 },
     { "lib/tokenizer", 1200, 1780 },
     { "lib/template", 900, 1528 },
-    { "kvcomp", 6200, 7291 },
+    { "kvcomp", 6200, 7292 },
     { "app/options", 300, 399 },
     { "app/terminal", 400, 662 },
     { "app/trace", 140, 137 },
