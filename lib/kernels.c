@@ -81,57 +81,34 @@ typedef uint64_t HalfU64 __attribute__((vector_size(2 * WIDTH)));
 typedef struct { F32 p[PARTS]; } Vec;
 typedef struct { I32 p[PARTS]; } Ints;
 
-// The register of the numbers of a (below its count) and b (from there on) whose places are listed.
+// Lists of places, one for each i below WIDTH, and the register of the numbers of a (places below WIDTH) and b
+// (from there on) that stand at them.
+#define FOUR_PLACES(LIST, n, i) LIST(n, i), LIST(n, i + 1), LIST(n, i + 2), LIST(n, i + 3)
+#if defined(__AVX512F__)
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4), FOUR_PLACES(LIST, n, 8), FOUR_PLACES(LIST, n, 12)
+#elif defined(__AVX2__)
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4)
+#else
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0)
+#endif
 #if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, LIST, n) __builtin_shufflevector(a, b, PLACES(LIST, n))
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I32){ __VA_ARGS__ })
+#define SHUFFLE(a, b, LIST, n) __builtin_shuffle(a, b, (I32){ PLACES(LIST, n) })
 #endif
 
-// Places of four neighbours, as often as there are quarters.
-#define FOUR(q) 4 * (q), 4 * (q) + 1, 4 * (q) + 2, 4 * (q) + 3
-#if defined(__AVX512F__)
-#define QUARTER(q) FOUR(q), FOUR(q), FOUR(q), FOUR(q)
-#elif defined(__AVX2__)
-#define QUARTER(q) FOUR(q), FOUR(q)
-#else
-#define QUARTER(q) FOUR(q)
-#endif
+// The lists. Of each four places two of a and then of b: the first (n 0) or the last (n 2), the even or the odd
+// ones (n 1). The first or the last four (n 4) of eight, and eight (n 8) of sixteen. The n-th four, again and
+// again. Each place with the bits of n turned around.
+#define TWOS(n, i)   ((i) / 4 * 4 + (i) % 2 + (i) / 2 % 2 * WIDTH + (n))
+#define EVEN(n, i)   ((i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH + (n))
+#define FOURS(n, i)  ((i) / 4 * 8 + (i) % 4 + (n))
+#define EIGHTS(n, i) ((i) / 8 * 16 + (i) % 8 + (n))
+#define FOUR(n, i)   (4 * (n) + (i) % 4)
+#define ACROSS(n, i) ((i) ^ (n))
 
-// The places of a register, each with the bits of s turned around.
-#if defined(__AVX512F__)
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s), \
-                  8 ^ (s), 9 ^ (s), 10 ^ (s), 11 ^ (s), 12 ^ (s), 13 ^ (s), 14 ^ (s), 15 ^ (s)
-#elif defined(__AVX2__)
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)
-#else
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
-#endif
-
-// Places for folds: of each quarter (four lanes) the first or last two of a and then of b, the even or the odd
-// ones; of the register, the halves' first or last quarters, and the first or last half.
-#if defined(__AVX512F__)
-#define FIRST_TWO   0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define LAST_TWO    2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define EVEN        0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
-#define ODD         1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
-#define FIRST_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define LAST_FOURS  4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define FIRST_EIGHT 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define LAST_EIGHT  8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#elif defined(__AVX2__)
-#define FIRST_TWO   0, 1, 8, 9, 4, 5, 12, 13
-#define LAST_TWO    2, 3, 10, 11, 6, 7, 14, 15
-#define EVEN        0, 2, 8, 10, 4, 6, 12, 14
-#define ODD         1, 3, 9, 11, 5, 7, 13, 15
-#define FIRST_FOURS 0, 1, 2, 3, 8, 9, 10, 11
-#define LAST_FOURS  4, 5, 6, 7, 12, 13, 14, 15
-#else
-#define FIRST_TWO   0, 1, 4, 5
-#define LAST_TWO    2, 3, 6, 7
-#define EVEN        0, 2, 4, 6
-#define ODD         1, 3, 5, 7
-#endif
+// A step of a fold: one half of x beside the same half of y, plus the other halves.
+#define FOLD(type, x, y, LIST, n) ((type)SHUFFLE(x, y, LIST, 0) + (type)SHUFFLE(x, y, LIST, n))
 
 // ---- what a set adds: x y + z rounded once, numbers of 16 and 8 bits as 32, products of pairs
 // reg_fma       x y + z
@@ -329,16 +306,14 @@ INLINE Vec vec_load_bytes(const signed char *p) {
     return vec_of_ints(a);
 }
 
-// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each. It is made
-// in steps that take two vectors: one half of x beside the same half of y, plus the other halves.
+// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
 INLINE F32 fold_to_quarters(const Vec *a) {
 #if defined(__AVX512F__)
-    F32 x = SHUFFLE(a[0].p[0], a[4].p[0], FIRST_EIGHT) + SHUFFLE(a[0].p[0], a[4].p[0], LAST_EIGHT);
-    F32 y = SHUFFLE(a[8].p[0], a[12].p[0], FIRST_EIGHT) + SHUFFLE(a[8].p[0], a[12].p[0], LAST_EIGHT);
-    return SHUFFLE(x, y, FIRST_FOURS) + SHUFFLE(x, y, LAST_FOURS);
+    F32 x = FOLD(F32, a[0].p[0], a[4].p[0], EIGHTS, 8), y = FOLD(F32, a[8].p[0], a[12].p[0], EIGHTS, 8);
+    return FOLD(F32, x, y, FOURS, 4);
 #elif defined(__AVX2__)
     F32 x = a[0].p[0] + a[0].p[1], y = a[4].p[0] + a[4].p[1];
-    return SHUFFLE(x, y, FIRST_FOURS) + SHUFFLE(x, y, LAST_FOURS);
+    return FOLD(F32, x, y, FOURS, 4);
 #else
     return (a->p[0] + a->p[2]) + (a->p[1] + a->p[3]);
 #endif
@@ -352,9 +327,8 @@ INLINE void vec_folds(float *out, const Vec *a, int n, float scale) {
         F32 q[4];
         UNROLL for (int j = 0; j < WIDTH; j++) v[j] = a[i + j < n ? i + j : n - 1];
         UNROLL for (int j = 0; j < 4; j++) q[j] = fold_to_quarters(v + j);
-        F32 x = SHUFFLE(q[0], q[1], FIRST_TWO) + SHUFFLE(q[0], q[1], LAST_TWO);
-        F32 y = SHUFFLE(q[2], q[3], FIRST_TWO) + SHUFFLE(q[2], q[3], LAST_TWO);
-        F32 sum = (SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD)) * scale;
+        F32 x = FOLD(F32, q[0], q[1], TWOS, 2), y = FOLD(F32, q[2], q[3], TWOS, 2);
+        F32 sum = FOLD(F32, x, y, EVEN, 1) * scale;
         memcpy(out + i, &sum, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
     }
 }
@@ -370,12 +344,12 @@ INLINE float vec_largest(Vec x) {
     F32 top = x.p[0];
     UNROLL for (int i = 1; i < PARTS; i++) top = reg_max(top, x.p[i]);
 #if defined(__AVX512F__)
-    top = reg_max(top, SHUFFLE(top, top, LAST_EIGHT));
+    top = reg_max(top, SHUFFLE(top, top, EIGHTS, 8));
 #endif
 #if defined(__AVX2__)
-    top = reg_max(top, SHUFFLE(top, top, LAST_FOURS));
+    top = reg_max(top, SHUFFLE(top, top, FOURS, 4));
 #endif
-    top = reg_max(top, SHUFFLE(top, top, LAST_TWO));
+    top = reg_max(top, SHUFFLE(top, top, TWOS, 2));
     return top[0] > top[1] ? top[0] : top[1];
 }
 
@@ -521,13 +495,13 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     Ints sum = {0};
     UNROLL for (int c = 0; c < Q8_BLOCK / 8; c += WIDTH / 4) {
         I32 key = (I32)reg_pairs(u + 8 * c);
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(0)), t[c]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 0), t[c]);
 #if defined(__AVX2__)
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(1)), t[c + 1]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
 #endif
 #if defined(__AVX512F__)
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(2)), t[c + 2]);
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(3)), t[c + 3]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
 #endif
     }
     return sum;
@@ -549,9 +523,8 @@ INLINE Vec q8_sums(const Ints *a) {
     EACH_REG(i) {
         F32 v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = (F32)a[j].p[i];       // as floats: cheaper instructions
-        F32 x = (F32)((I32)SHUFFLE(v[0], v[1], FIRST_TWO) + (I32)SHUFFLE(v[0], v[1], LAST_TWO));
-        F32 y = (F32)((I32)SHUFFLE(v[2], v[3], FIRST_TWO) + (I32)SHUFFLE(v[2], v[3], LAST_TWO));
-        sum.p[i] = (I32)SHUFFLE(x, y, EVEN) + (I32)SHUFFLE(x, y, ODD);
+        F32 x = (F32)FOLD(I32, v[0], v[1], TWOS, 2), y = (F32)FOLD(I32, v[2], v[3], TWOS, 2);
+        sum.p[i] = FOLD(I32, x, y, EVEN, 1);
     }
     return vec_of_ints(sum);
 }
@@ -838,19 +811,9 @@ static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
 
 // A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
 // the difference. Steps of small integers are exact.
-static const float step_sign[4][LANES] = {              // -1 where the place has the bit 1, 2, 4 or 8
-    { 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1 },
-    { 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1 },
-    { 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1 },
-    { 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1 },
-};
-#define STEP_WITHIN(x, b)                                                       \
-    EACH_REG(i) {                                                               \
-        F32 sign;                                                               \
-        memcpy(&sign, step_sign[b], sizeof sign);                               \
-        F32 other = SHUFFLE((x).p[i], (x).p[i], ACROSS((1 << (b)) % WIDTH));    \
-        (x).p[i] = reg_fma((x).p[i], sign, other);                              \
-    }
+#define SIGN(s, i) ((i) & (s) ? -1 : 1)
+#define STEP_WITHIN(x, s) EACH_REG(i) \
+    (x).p[i] = reg_fma((x).p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE((x).p[i], (x).p[i], ACROSS, s))
 
 // The same where the two stand in different registers, `apart` registers from each other.
 INLINE Vec step_between(Vec x, int apart) {
@@ -860,15 +823,15 @@ INLINE Vec step_between(Vec x, int apart) {
 }
 
 INLINE Vec hadamard_16(Vec x) {
-    STEP_WITHIN(x, 0)
-    STEP_WITHIN(x, 1)
+    STEP_WITHIN(x, 1);
+    STEP_WITHIN(x, 2);
 #if defined(__AVX2__)
-    STEP_WITHIN(x, 2)
+    STEP_WITHIN(x, 4);
 #else
     x = step_between(x, 1);
 #endif
 #if defined(__AVX512F__)
-    STEP_WITHIN(x, 3)
+    STEP_WITHIN(x, 8);
 #else
     x = step_between(x, 8 / WIDTH);
 #endif
@@ -879,7 +842,6 @@ INLINE Vec hadamard_16(Vec x) {
 // sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
 // 65536 leaves the second one.
 static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
-    static const int32_t place[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     const Vec round = vec_all(12582912);
     for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
         uint16_t d;
@@ -890,10 +852,8 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
         // 2 u - 15 of both halves: lane j has the bits j and j + 16 of each plane.
         Ints odd;
         EACH_REG(i) {
-            I32 j;
-            memcpy(&j, place + i * WIDTH, sizeof j);
-            U32 u = {0};
-            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> (U32)j) & 0x10001) << (b + 1);
+            U32 u = {0}, j = (U32){ PLACES(ACROSS, 0) } + (uint32_t)(i * WIDTH);
+            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> j) & 0x10001) << (b + 1);
             odd.p[i] = (I32)u - 0xf000f;
         }
         Vec both = hadamard_16(vec_of_ints(odd));
