@@ -8,7 +8,6 @@
 //     kernels_avx2.o          -DSET=avx2 -mavx2 -mfma -mf16c
 //     kernels_avx512.o        -DSET=avx512, and -mavx512f -mavx512bw -mavx512vl -mprefer-vector-width=512
 //     kernels_avx512vnni.o    -DSET=avx512vnni, and -mavx512vnni
-//     kernels_avx512bf16.o    -DSET=avx512bf16, and -mavx512bf16
 //     kernels_x86.o           kernels_x86.c with the flags of avx512vnni
 //
 // -DKERNELS_X86 says that the others are linked beside kernels.o; without it there is the base alone.
@@ -114,11 +113,17 @@ typedef struct { I32 p[PARTS]; } Ints;
 // reg_fma       x y + z
 // reg_max       x > y ? x : y, so y where one of the two is a NaN
 // reg_scale     x 2^k, where k holds whole numbers
-// reg_words     WIDTH unsigned numbers of 16 bits at p
+// reg_half      WIDTH numbers of 16 bits at p;  reg_words: as 32 bits, unsigned
 // reg_bytes     WIDTH signed bytes at p;  reg_pairs: 2 WIDTH of them, as 16 bits
 // reg_from_f16  WIDTH numbers of f16
 // reg_madd      sum + the products of a and b, of two neighbours each
 // reg_dot2      the same of pairs of bf16: the product of the upper numbers first, each sum rounded once
+INLINE Half reg_half(const void *p) {
+    Half h;
+    memcpy(&h, p, sizeof h);
+    return h;
+}
+
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 #define MM(op) _mm512_##op
@@ -137,17 +142,8 @@ INLINE F32 reg_max(F32 x, F32 y) { return MM(max_ps)(x, y); }
 INLINE F32 reg_from_f16(Half h) { return MM(cvtph_ps)((MM_HALF)h); }
 INLINE I32 reg_bytes(const void *p) { return (I32)MM(cvtepi8_epi32)(MM_QUARTER(p)); }
 
-INLINE I32 reg_words(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return (I32)MM(cvtepu16_epi32)((MM_HALF)h);
-}
-
-INLINE I16 reg_pairs(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return (I16)MM(cvtepi8_epi16)((MM_HALF)h);
-}
+INLINE I32 reg_words(const void *p) { return (I32)MM(cvtepu16_epi32)((MM_HALF)reg_half(p)); }
+INLINE I16 reg_pairs(const void *p) { return (I16)MM(cvtepi8_epi16)((MM_HALF)reg_half(p)); }
 
 INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #if defined(__AVX512VNNI__)
@@ -157,11 +153,7 @@ INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #endif
 }
 #else
-INLINE I32 reg_words(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return __builtin_convertvector(h, I32);
-}
+INLINE I32 reg_words(const void *p) { return __builtin_convertvector(reg_half(p), I32); }
 
 // Bytes 2 i and 2 i + 1 stand in lane i.
 INLINE I16 reg_pairs(const void *p) {
@@ -208,13 +200,18 @@ INLINE F32 reg_from_f16(Half h) {
 #endif
 #endif
 
-INLINE F32 reg_dot2(F32 sum, F32 a, F32 b) {
-#if defined(__AVX512BF16__)
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);       // subnormal numbers count as zero
-#else
+// bf16 1: by the instruction of AVX-512 BF16, which not every processor of this set has. The assembler is told
+// which, because the compiler may use it nowhere else. Subnormal numbers count as zero.
+INLINE F32 reg_dot2(F32 sum, F32 a, F32 b, int bf16) {
+#if defined(__AVX512VNNI__)
+    if (bf16) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+#endif
+    (void)bf16;
     sum = reg_fma((F32)((U32)a & 0xffff0000), (F32)((U32)b & 0xffff0000), sum);
     return reg_fma((F32)((U32)a << 16), (F32)((U32)b << 16), sum);
-#endif
 }
 
 // The powers are made of their bits: e + 127 is the exponent field of 2^e. They are two factors, 2^(k/2) each,
@@ -248,11 +245,6 @@ INLINE Vec vec_fma(Vec x, Vec y, Vec z) {
     return x;
 }
 
-INLINE Vec vec_dot2(Vec x, Vec y, Vec z) {
-    EACH_REG(i) x.p[i] = reg_dot2(z.p[i], x.p[i], y.p[i]);
-    return x;
-}
-
 INLINE Vec vec_max(Vec x, Vec y) {
     EACH_REG(i) x.p[i] = reg_max(x.p[i], y.p[i]);
     return x;
@@ -271,9 +263,8 @@ INLINE Vec vec_load(const void *p, int dtype, int n) {
     Vec x;
     EACH_REG(i) {
         const char *from = at + i * WIDTH * size;
-        Half h;
         if (dtype == DT_F32) memcpy(&x.p[i], from, sizeof x.p[i]);
-        if (dtype == DT_F16) x.p[i] = reg_from_f16(*(Half *)memcpy(&h, from, sizeof h));
+        if (dtype == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
         if (dtype == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
     }
     return x;
@@ -369,21 +360,25 @@ enum { FEW_AHEAD = 4096 };
 // adds the products of columns 2 j + 1 and 2 j, in this order. A product of two bf16 is exact in f32, so the error is
 // that of rounding x: 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. AVX-512 BF16
 // does twice the multiply-adds so.
-enum { IN_PAIRS = 17 };         // instead of a dtype: x and w of bf16, in pairs
+enum { IN_PAIRS = 17, IN_PAIRS_BF16 };  // instead of a dtype: x and w of bf16, in pairs; by AVX-512 BF16
 
 // acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, lane by lane. Each vector is loaded once.
 INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t ldw, int dtype, int M, int N,
                          int k, int n) {
     size_t size = dtype == DT_F32 ? 4 : 2;
+    int pairs = dtype >= IN_PAIRS;
     Vec b[LANES];
     UNROLL for (int j = 0; j < N; j++) {
         const char *from = w + j * ldw + k * size;
-        b[j] = dtype == IN_PAIRS ? vec_load_pairs(from, n) : vec_load(from, dtype, n);
+        b[j] = pairs ? vec_load_pairs(from, n) : vec_load(from, dtype, n);
     }
     UNROLL for (int i = 0; i < M; i++) {
-        Vec v = dtype == IN_PAIRS ? vec_load_pairs(x[i] + k * 2, n) : vec_load(x[i] + k * 4, DT_F32, n);
-        UNROLL for (int j = 0; j < N; j++)
-            acc[i * N + j] = (dtype == IN_PAIRS ? vec_dot2 : vec_fma)(v, b[j], acc[i * N + j]);
+        Vec v = pairs ? vec_load_pairs(x[i] + k * 2, n) : vec_load(x[i] + k * 4, DT_F32, n);
+        UNROLL for (int j = 0; j < N; j++) {
+            F32 *sum = acc[i * N + j].p;
+            EACH_REG(r) sum[r] = pairs ? reg_dot2(sum[r], v.p[r], b[j].p[r], dtype == IN_PAIRS_BF16)
+                                       : reg_fma(v.p[r], b[j].p[r], sum[r]);
+        }
     }
 }
 
@@ -391,8 +386,8 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 // there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
 // they have asked already for what is read next.
 INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int j, int may_ask) {
-    size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, x_size = dtype == IN_PAIRS ? 2 : 4;
-    size_t columns = dtype == IN_PAIRS ? 2 * LANES : LANES, step = N * columns * size;
+    size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, x_size = dtype >= IN_PAIRS ? 2 : 4;
+    size_t columns = dtype >= IN_PAIRS ? 2 * LANES : LANES, step = N * columns * size;
     int K = a->K, near = !a->next.p && dtype != DT_F32, asks = may_ask && (a->next.bytes || near);
     const char *w = a->w + j * ldw;
     const char *ahead = near ? w + FEW_AHEAD : a->next.p;
@@ -446,6 +441,9 @@ static void dots_f32(const Dots *a)  { dots_block(a, DT_F32); }
 static void dots_f16(const Dots *a)  { dots_block(a, DT_F16); }
 static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
 static void dots_pairs(const Dots *a) { dots_block(a, IN_PAIRS); }
+#if defined(__AVX512VNNI__)
+static void dots_bf16_pairs(const Dots *a) { dots_block(a, IN_PAIRS_BF16); }
+#endif
 
 // ---- dot products with rows of q8_0
 // A row of x becomes integers t of 16 bits, x = f t with f = max|x| / Q8_TOP, whose upper byte stays within 127.
@@ -994,8 +992,8 @@ const Kernels PASTE(kernels_, SET) = {
     .swiglu          = swiglu_row,
     .max             = largest_of,
     .count_from      = count_at_least,
-#if defined(__AVX512BF16__)
-    .terms           = 1,
+#if defined(__AVX512VNNI__)
+    .dots_bf16_pairs = dots_bf16_pairs,
 #endif
 };
 
@@ -1017,7 +1015,7 @@ const char *const simd_names[] = {              // best first
 static Kernels simd;                            // the one in use
 
 #if defined(KERNELS_X86)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni, kernels_avx512bf16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
 
 // *k = the set of that name -> 0; -1: this processor or its operating system lacks something.
 static int simd_find(Kernels *k, const char *name) {
@@ -1026,13 +1024,12 @@ static int simd_find(Kernels *k, const char *name) {
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
               && __builtin_cpu_supports("avx512vl");
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    int bf16 = vnni && __builtin_cpu_supports("avx512bf16"), pairs = !strcmp(name, "avx512bf16");
     *k = !strcmp(name, "plain") ? kernels_plain : !strcmp(name, "avx2") ? kernels_avx2
-       : !strcmp(name, "avx512") ? kernels_avx512 : pairs ? kernels_avx512bf16 : kernels_avx512vnni;
+       : !strcmp(name, "avx512") ? kernels_avx512 : kernels_avx512vnni;
     if (!strcmp(name, "plain")) return 0;
     if (!strcmp(name, "avx2")) return avx2 - 1;
     if (!strcmp(name, "avx512")) return avx512 - 1;
-    return (pairs ? bf16 : vnni) ? simd_x86(k, name) : -1;
+    return vnni ? simd_x86(k, name) : -1;
 }
 #else
 static int simd_find(Kernels *k, const char *name) {

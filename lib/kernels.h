@@ -245,6 +245,7 @@ typedef struct {
     const char *name;
     void (*dots[3])(const Dots *a);
     void (*dots_pairs)(const Dots *a);          // w and x of bf16, in pairs
+    void (*dots_bf16_pairs)(const Dots *a);     // the same by AVX-512 BF16; NULL: not in this set
     void (*dots_q8)(const Dots *a);             // w: rows of q8_0, of whole blocks
     void (*integers)(Q8Query *to, const float *x, size_t ldx, int m, int n);    // m <= 4 rows, n <= Q8_COLS
     void (*dots8)(const Dots8 *a);

@@ -482,19 +482,19 @@ static int amx_can(void) {
 #endif
 }
 
-// Adds to *k, which is avx512vnni or avx512bf16, what the set of that name has -> 0; -1: this processor cannot.
+// Adds to *k, which is avx512vnni, what the set of that name has -> 0; -1: this processor cannot.
 int simd_x86(Kernels *k, const char *name) {
-    int amx = !strcmp(name, "amx"), twins = !strcmp(name, "amx-plain"), pairs = !strcmp(name, "pairs-plain");
+    int amx = !strcmp(name, "amx"), bf16 = !strcmp(name, "avx512bf16"), vnni = !strcmp(name, "avx512vnni");
     if (__builtin_cpu_supports("avx512vbmi")) {
         packed_init();
         k->unpack = unpack_vbmi;
     }
-    if (pairs) {
-        k->name = "pairs-plain";
-        k->terms = 1;
-    }
-    if (!amx && !twins) return 0;
-    k->name = amx ? "amx" : "amx-plain";
+    if (vnni) return 0;
+    k->name = name;
+    k->terms = 1;
+    if (bf16) k->dots_pairs = k->dots_bf16_pairs;
+    if (bf16) return __builtin_cpu_supports("avx512bf16") ? 0 : -1;
+    if (!strcmp(name, "pairs-plain")) return 0;
     k->product = amx ? product_amx : product_twins;
     k->product_room = room_amx;
     k->terms = 3;
