@@ -472,10 +472,6 @@ INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, floa
     return most / most_t + vec_fold(odd);
 }
 
-INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
-    for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
-}
-
 // sum, whose quarter i belongs to row i, += the products of t (4,8) with the key in every quarter.
 INLINE Ints q8_eight(Ints sum, I32 key, const int16_t (*t)[8]) {
     EACH_REG(i) {
@@ -511,7 +507,7 @@ static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
     for (int i = 0; i < 4; i++) {
         float factor = whole_numbers(t, x + (size_t)min_int(i, m - 1) * ldx, n, Q8_TOP, 1e-30f);
         for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
-        q8_put(to, i, t, n);
+        for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
     }
 }
 
@@ -1288,10 +1284,6 @@ void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, in
 
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {
     scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0});
-}
-
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) {
-    mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0});
 }
 
 void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add) {

@@ -159,7 +159,6 @@ void swiglu(float *g, const float *u, size_t n);                // g = silu(g) *
 void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);  // all f32
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);                  // o += p v, all f32
 
 // Scores of keys of q8_0 are sums of integers (D89). A Q8Query holds up to Q8_COLS columns of four queries, so four of
 // head_dim D take q8_pieces(D) of them.

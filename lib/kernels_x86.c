@@ -370,13 +370,15 @@ TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
 TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
 TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
 
-// matmul for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
+// Kernels.product in tiles, TILE_ROWS rows of x after TILE_ROWS rows. First x is split into terms. Then a job is at most
 // TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
 // through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
 // all panels before the next, so that their terms stay in the second-level cache; a thread meets the
 // same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
 // to add them.
-static void matmul_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
+static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
+    for (; T > TILE_ROWS; T -= TILE_ROWS, y += (size_t)TILE_ROWS * w->rows, x += (size_t)TILE_ROWS * w->cols)
+        product_tiles(y, x, w, TILE_ROWS, block_of);
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
@@ -410,12 +412,6 @@ static void matmul_tiles(float *y, const float *x, const Tensor *w, int T, void 
                     });
         }
     }
-}
-
-// Kernels.product, TILE_ROWS rows of x after TILE_ROWS rows
-static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
-    for (int t = 0; t < T; t += TILE_ROWS)
-        matmul_tiles(y + (size_t)t * w->rows, x + (size_t)t * w->cols, w, min_int(T - t, TILE_ROWS), block_of);
 }
 
 static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
