@@ -59,11 +59,6 @@ static void twin_tile_shape(const void *shape) {
     memcpy(&twin.shape, shape, sizeof twin.shape);
 }
 
-// The end of the tiles' use.
-static void twin_tile_end(void) {
-    memset(&twin.shape, 0, sizeof twin.shape);
-}
-
 // Tile t is zeros.
 static void twin_tile_zero(int t) {
     memset(twin.tile[t], 0, TILE_BYTES);
@@ -120,7 +115,7 @@ static void twin_tile_product(int c, int a, int b) {
 #define TARGET_AMX TARGET("amx-tile,amx-bf16")
 #define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
 #define tile_shape(shape)   do { MEMORY_IS_READ; if (twins) twin_tile_shape(shape); else _tile_loadconfig(shape); } while (0)
-#define tile_end()          do { if (twins) twin_tile_end(); else _tile_release(); } while (0)
+#define tile_end()          do { if (!twins) _tile_release(); } while (0)
 #define tile_zero(t)        do { if (twins) twin_tile_zero(t); else _tile_zero(t); } while (0)
 #define tile_load(t, p, by) \
     do { MEMORY_IS_READ; if (twins) twin_tile_load(t, p, by); else _tile_loadd(t, p, by); } while (0)
