@@ -224,36 +224,19 @@ INLINE F32 reg_scale(F32 x, F32 k) {
 #endif
 
 // ---- operations on vectors: lane by lane what their names say
-INLINE Vec vec_all(float x) {
-    Vec v;
-    EACH_REG(i) v.p[i] = x - (F32){0};         // of -0, too
-    return v;
-}
-
-INLINE Vec vec_add(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = x.p[i] + y.p[i];
-    return x;
-}
-
-INLINE Vec vec_mul(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = x.p[i] * y.p[i];
-    return x;
-}
-
-INLINE Vec vec_fma(Vec x, Vec y, Vec z) {
-    EACH_REG(i) x.p[i] = reg_fma(x.p[i], y.p[i], z.p[i]);
-    return x;
-}
-
-INLINE Vec vec_max(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = reg_max(x.p[i], y.p[i]);
-    return x;
-}
-
-INLINE Vec vec_negative(Vec x) {
-    EACH_REG(i) x.p[i] = -x.p[i];
-    return x;
-}
+#define VECTOR_FUNCTION(name, parameters, register_i) \
+    INLINE Vec name parameters { \
+        Vec v; \
+        EACH_REG(i) v.p[i] = register_i; \
+        return v; \
+    }
+VECTOR_FUNCTION(vec_all, (float x), x - (F32){0})             // of -0, too
+VECTOR_FUNCTION(vec_add, (Vec x, Vec y), x.p[i] + y.p[i])
+VECTOR_FUNCTION(vec_mul, (Vec x, Vec y), x.p[i] * y.p[i])
+VECTOR_FUNCTION(vec_fma, (Vec x, Vec y, Vec z), reg_fma(x.p[i], y.p[i], z.p[i]))
+VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
+VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
+VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
 
 // The n numbers of dtype at p as f32; the lanes from n on are 0.
 INLINE Vec vec_load(const void *p, int dtype, int n) {
@@ -282,12 +265,6 @@ INLINE Vec vec_load_pairs(const void *p, int n) {
 INLINE void vec_store(float *p, Vec x, int n) {
     if (n == LANES) memcpy(p, &x, sizeof x);
     else memcpy(p, &x, min_size((size_t)n, LANES) * sizeof *p);
-}
-
-INLINE Vec vec_of_ints(Ints a) {
-    Vec x;
-    EACH_REG(i) x.p[i] = __builtin_convertvector(a.p[i], F32);
-    return x;
 }
 
 // 16 signed bytes.
