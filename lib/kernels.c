@@ -84,7 +84,8 @@ typedef struct { I32 p[PARTS]; } Ints;
 // (from there on) that stand at them.
 #define FOUR_PLACES(LIST, n, i) LIST(n, i), LIST(n, i + 1), LIST(n, i + 2), LIST(n, i + 3)
 #if defined(__AVX512F__)
-#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4), FOUR_PLACES(LIST, n, 8), FOUR_PLACES(LIST, n, 12)
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4), \
+                        FOUR_PLACES(LIST, n, 8), FOUR_PLACES(LIST, n, 12)
 #elif defined(__AVX2__)
 #define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4)
 #else

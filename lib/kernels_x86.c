@@ -365,8 +365,8 @@ TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
 TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
 TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
 
-// Kernels.product in tiles, TILE_ROWS rows of x after TILE_ROWS rows. First x is split into terms. Then a job is at most
-// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
+// Kernels.product in tiles, TILE_ROWS rows of x after TILE_ROWS rows. First x is split into terms. Then a job is
+// at most TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
 // through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
 // all panels before the next, so that their terms stay in the second-level cache; a thread meets the
 // same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than

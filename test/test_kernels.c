@@ -152,7 +152,7 @@ TEST(math_matmul, "a product equals double on every instruction set, dtype and o
             size_t ldx = (size_t)cols, ldy = (size_t)rows, all = T * ldy;
             OWN double *v = xmalloc(ldy * ldx * sizeof *v);
             OWN float *x = random_floats(T * ldx), *row = xmalloc(ldx * sizeof *row);
-            OWN float *y = xmalloc((all + 1) * sizeof *y), *z = xmalloc(all * sizeof *z), *fused = xmalloc(all * sizeof *z);
+            OWN float *y = xmalloc((all + 1) * 4), *z = xmalloc(all * 4), *fused = xmalloc(all * 4);
             Tensor w = random_weights(dt, a % 3, rows, cols, v), part = { w.data, dt, rows - r0, cols };
             OWN double *want = products_wanted(x, v, T, rows, cols, dt);
             if (dt != DT_Q8) part.data = (const char *)w.data + r0 * ldx * dtype_size(dt);
@@ -724,7 +724,8 @@ TEST(math_rows, "rmsnorm, swiglu and add_bias equal double, in place too, for ev
         for (int t = 0; t < T; t++) {
             double ss = 0;
             for (int j = 0; j < n; j++) ss += (double)x[t * n + j] * x[t * n + j];
-            for (int j = 0; j < n; j++) want[t * n + j] = (float)(x[t * n + j] / sqrt(ss / n + 1e-5) * weight_at(&w, j));
+            for (int j = 0; j < n; j++)
+                want[t * n + j] = (float)(x[t * n + j] / sqrt(ss / n + 1e-5) * weight_at(&w, j));
         }
         for (int in_place = 0; in_place < 2; in_place++) {
             memcpy(y, x, all * 4);

@@ -257,13 +257,48 @@ static const char good_config[] =
     "\"tie_word_embeddings\":false,\"hidden_act\":\"silu\",\"bos_token_id\":1,\"eos_token_id\":2,"
     "\"torch_dtype\":\"bfloat16\"}";
 
-// A fresh folder with a good config.json.
+// The tensors for good_config, all of BF16: a header, and the bytes of their data, which are counted bytes: small
+// finite numbers. shard 1: embedding and layer 0; 2: the rest; 3: everything.
+static char header[8192];
+static size_t data;
+
+static void header_put(FILE *f, const char *name, int rows, int cols) {         // rows 0: a vector
+    size_t end = data + 2 * (size_t)max_int(rows, 1) * (size_t)cols;
+    fprintf(f, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", data ? "," : "{", name);
+    if (rows) fprintf(f, "%d,", rows);
+    fprintf(f, "%d],\"data_offsets\":[%zu,%zu]}", cols, data, end);
+    data = end;
+}
+
+static void good_header(int shard) {
+    static const struct { const char *name; int rows, cols; } of_layer[] = {
+        { "input_layernorm.weight", 0, 8 },  { "self_attn.q_proj.weight", 8, 8 }, { "self_attn.k_proj.weight", 4, 8 },
+        { "self_attn.v_proj.weight", 4, 8 }, { "self_attn.o_proj.weight", 8, 8 },
+        { "post_attention_layernorm.weight", 0, 8 },
+        { "mlp.gate_proj.weight", 6, 8 },    { "mlp.up_proj.weight", 6, 8 },      { "mlp.down_proj.weight", 8, 6 },
+    };
+    FILE *f = fmemopen(header, sizeof header, "w");
+    data = 0;
+    if (shard & 1) header_put(f, "model.embed_tokens.weight", 10, 8);
+    for (int i = 0; i < 2 * 9; i++) {
+        char name[100];
+        snprintf(name, sizeof name, "model.layers.%d.%s", i / 9, of_layer[i % 9].name);
+        if (shard & (1 + i / 9)) header_put(f, name, of_layer[i % 9].rows, of_layer[i % 9].cols);
+    }
+    if (shard & 2) header_put(f, "model.norm.weight", 0, 8);
+    if (shard & 2) header_put(f, "lm_head.weight", 10, 8);
+    fprintf(f, "}");
+    fclose(f);
+}
+
+// A fresh folder with a good config.json; header and data are those of all its tensors.
 static const char *model_dir(void) {
     static char dir[400];
     snprintf(dir, sizeof dir, "%s", tmp_path("model"));
     tmp_clear(dir);
     mkdir(dir, 0755);
     put_text(tmp_path("model/config.json"), good_config);
+    good_header(3);
     return dir;
 }
 
@@ -386,47 +421,10 @@ TEST(config_synthetic_shapes, "named shapes, sizes over the defaults, bad shapes
 
 // ---- WEIGHTS
 
-// A header for good_config, all BF16, and how many data bytes it needs. The data are counted bytes:
-// small finite numbers.
-typedef struct {
-    char *out;
-    size_t cap, n, at;
-} Header;
-
-// Rows 0: a vector.
-static void header_put(Header *h, const char *name, int rows, int cols) {
-    size_t bytes = 2 * (size_t)(rows ? rows : 1) * (size_t)cols;
-    h->n += (size_t)snprintf(h->out + h->n, h->cap - h->n, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", h->at ? "," : "{", name);
-    if (rows) h->n += (size_t)snprintf(h->out + h->n, h->cap - h->n, "%d,", rows);
-    h->n += (size_t)snprintf(h->out + h->n, h->cap - h->n, "%d],\"data_offsets\":[%zu,%zu]}", cols, h->at, h->at + bytes);
-    h->at += bytes;
-}
-
-// Shard 1: embedding and layer 0; 2: the rest; 3: everything.
-static size_t good_header(char *out, size_t cap, int shard) {
-    static const struct { const char *name; int rows, cols; } of_layer[] = {
-        { "input_layernorm.weight", 0, 8 },  { "self_attn.q_proj.weight", 8, 8 }, { "self_attn.k_proj.weight", 4, 8 },
-        { "self_attn.v_proj.weight", 4, 8 }, { "self_attn.o_proj.weight", 8, 8 }, { "post_attention_layernorm.weight", 0, 8 },
-        { "mlp.gate_proj.weight", 6, 8 },    { "mlp.up_proj.weight", 6, 8 },      { "mlp.down_proj.weight", 8, 6 },
-    };
-    Header h = { .out = out, .cap = cap };
-    char name[100];
-    if (shard & 1) header_put(&h, "model.embed_tokens.weight", 10, 8);
-    for (int i = 0; i < 2 * 9; i++) {
-        int l = i / 9;
-        snprintf(name, sizeof name, "model.layers.%d.%s", l, of_layer[i % 9].name);
-        if (shard & (l ? 2 : 1)) header_put(&h, name, of_layer[i % 9].rows, of_layer[i % 9].cols);
-    }
-    if (shard & 2) header_put(&h, "model.norm.weight", 0, 8);
-    if (shard & 2) header_put(&h, "lm_head.weight", 10, 8);
-    snprintf(out + h.n, cap - h.n, "}");
-    return h.at;
-}
-
-// Writes the model's file, with its header changed in one place and so many bytes of data.
-static void put_model(const char *header, const char *old, const char *with, size_t data) {
+// Writes the model's file, with its header changed in one place and so many bytes more of data.
+static void put_model(const char *old, const char *with, size_t more) {
     OWN char *text = replaced(header, old, with);
-    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
+    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data + more);
 }
 
 // Replaces n bytes of that file: at `at`, or so many before its end.
@@ -438,15 +436,13 @@ static void patch_model(long at, const void *bytes, size_t n) {
 TEST(weights_broken, "every line of test/lib/weights.txt: a tensor that is missing, misshapen or of a wrong dtype "
                      "ends with exit code 3 and its name") {
     const char *dir = model_dir();
-    static char header[8192];
-    size_t data = good_header(header, sizeof header, 3);
     Config *c = config_load(dir);
     char line[512], *part[3];
     FILE *f = fopen("test/lib/weights.txt", "r");
     int n = 0;
     for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
         Weights *w;
-        put_model(header, part[0], part[1], data);
+        put_model(part[0], part[1], 0);
         int code = try_weights(c, &w);
         if (strcmp(part[2], "good")) check_said(code, part[2], part[1]);
         else CHECK(!code && w && w->bytes == data && c->dtype == DT_BF16 && w->head.data != w->embed.data &&
@@ -456,7 +452,7 @@ TEST(weights_broken, "every line of test/lib/weights.txt: a tensor that is missi
     CHECK(n > 15, "%d lines", n);
     fclose(f);
     weights_close(NULL, c);
-    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+    put_model("", "", 0);
     static const struct { const char *type, *want; } others[] = {
         { "\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"", "q_proj.bias is missing" },
         { "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"head_dim\":2", "q_norm.weight is missing" },
@@ -484,14 +480,12 @@ TEST(weights_q8_range, "--weights q8_0 refuses a tensor with a weight that its s
         { 0, 0x7fc0, NULL },
     };
     static const char zeros[8192];
-    static char header[8192];
     const char *dir = model_dir();
-    size_t data = good_header(header, sizeof header, 3);
     Config *c = config_load(dir);
     c->as_q8 = 1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Weights *w;
-        put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+        put_model("", "", 0);
         patch_model(-(long)data, zeros, data);
         patch_model(cases[i].first ? -(long)data : -2, &cases[i].weight, 2);
         check_said(try_weights(c, &w), cases[i].want, "q8_0");
@@ -526,25 +520,24 @@ static void load_and_close(void *dir) {
 TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head that "
                         "differs is refused, the embedding once more is not") {
     char *dir = (char *)(uintptr_t)model_dir();
-    static char header[8192];
-    size_t data = good_header(header, sizeof header, 3);
-    put_model(header, "", "", data);
+    put_model("", "", 0);
     const char *said = stderr_of(load_and_close, dir);
     CHECK(!*said, "a clean folder: %s", said);
-    put_model(header, "{", "{\"extra.one\":" ST("\"F32\"", "[0]", "[0,0]") ",\"extra.two\":" ST("\"I64\"", "[0]", "[0,0]")
-                           ",\"model.layers.0.self_attn.rotary_emb.inv_freq\":" ST("\"F32\"", "[0]", "[0,0]") ",", data);
+    put_model("{", "{\"extra.one\":" ST("\"F32\"", "[0]", "[0,0]") ",\"extra.two\":" ST("\"I64\"", "[0]", "[0,0]")
+                   ",\"model.layers.0.self_attn.rotary_emb.inv_freq\":" ST("\"F32\"", "[0]", "[0,0]") ",", 0);
     said = stderr_of(load_and_close, dir);
     CHECK(strstr(said, "2 tensors are not used, the first: extra.one") && lines_in(said) == 1, "%s", said);
-    put_model(header, "", "", data);
+    put_model("", "", 0);
     Config *c = config_of("\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
     Weights *w;
-    check_said(try_weights(c, &w), "ties the output to the embedding, but lm_head.weight is there and differs", "tied");
+    check_said(try_weights(c, &w), "ties the output to the embedding, but lm_head.weight is there and differs",
+               "tied");
     unsigned char embed[160];
     for (int i = 0; i < 160; i++) embed[i] = (unsigned char)i;          // as put_safetensors writes them
     patch_model(-160, embed, 160);
     said = stderr_of(load_and_close, dir);
     CHECK(!*said, "the embedding once more: %s", said);
-    put_model(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"", data);
+    put_model("\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"", 0);
     w = weights_load(c);
     CHECK(w->head.data == w->embed.data && w->head.rows == 10, "tied without lm_head");
     weights_close(w, c);
@@ -574,10 +567,11 @@ static const struct {
 TEST(weights_shards, "index.json: good, lying, missing shards, names outside the folder; "
                      "model.safetensors beside it is not read") {
     const char *dir = model_dir();
-    static char header[8192], map[2][8192];
+    static char map[2][8192];
     for (int s = 1; s <= 2; s++) {
         char file[60], err[256];
-        size_t data = good_header(header, sizeof header, s), n = 0;
+        size_t n = 0;
+        good_header(s);
         snprintf(file, sizeof file, "model/s%d.safetensors", s);
         put_safetensors(tmp_path(file), header, -1, data);
         Json *j = json_parse(header, strlen(header), err);
@@ -641,7 +635,8 @@ TEST(weights_synthetic_made, "the same bits whatever the number of threads, the 
 TEST(rope_exact, "yarn with truncate false: the ramp begins between two pairs (all else: the folders of "
                  "data/golden)") {
     Config *c = config_synthetic("L1,H1,G1,D128,C64");
-    double f[64], low = 128 * log(32768 / (32 * 2 * M_PI)) / (2 * log(1e6)), high = 128 * log(32768 / (2 * M_PI)) / (2 * log(1e6));
+    double f[64], high = 128 * log(32768 / (2 * M_PI)) / (2 * log(1e6));
+    double low = 128 * log(32768 / (32 * 2 * M_PI)) / (2 * log(1e6));
     float scale;
     c->rope_type = ROPE_YARN;
     c->theta = 1e6;
@@ -670,8 +665,9 @@ enum { GOLDEN_PREFILL = 70 };
 static Config *golden_loaded;
 
 static const char *const golden_names[] = {
-    "llama2-mha", "llama3-tied", "llama-linear", "llama-biases", "llama-sharded", "llama-mixed", "qwen2-yarn", "qwen2-biases",
-    "qwen2-window", "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo", "qwen3-bare", "llama-yarn",
+    "llama2-mha", "llama3-tied", "llama-linear", "llama-biases", "llama-sharded", "llama-mixed", "qwen2-yarn",
+    "qwen2-biases", "qwen2-window", "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo",
+    "qwen3-bare", "llama-yarn",
 };
 
 enum { N_GOLDEN = sizeof golden_names / sizeof *golden_names };
@@ -751,14 +747,14 @@ TEST(golden_logits, "every family against transformers: prefill, decode, two tur
         const char *name = golden_names[i];
         Golden g;
         if (!golden_open(&g, name)) continue;
-        size_t V = (size_t)g.V, at = 0;
+        size_t V = (size_t)g.V, left = (size_t)(g.n_ids - GOLDEN_PREFILL + 1), at = 0;
         OWN float *run = golden_run(&g, o, GOLDEN_PREFILL), *steps = golden_run(&g, o, 1);
         for (int n = 0; n < g.n_rows; n++) {
-            int row = g.rows[n], left = row - (GOLDEN_PREFILL - 1);
-            if (left >= 0) golden_row(&g, name, "prefill and decode", run + (size_t)left * V, n, row);
+            int row = g.rows[n], place = row - (GOLDEN_PREFILL - 1);
+            if (place >= 0) golden_row(&g, name, "prefill and decode", run + (size_t)place * V, n, row);
             golden_row(&g, name, "token by token", steps + (size_t)row * V, n, row);
         }
-        double e = worst(run, steps + (GOLDEN_PREFILL - 1) * V, (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * V, 5e-5, 5e-5, &at);
+        double e = worst(run, steps + (GOLDEN_PREFILL - 1) * V, left * V, 5e-5, 5e-5, &at);
         CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", name, e);
         // A second turn reads the first one's rows: row 35. And after a reset the first turn again: row 10.
         Session *s = session_open(g.c, g.w, o, "full");
@@ -773,7 +769,9 @@ TEST(golden_logits, "every family against transformers: prefill, decode, two tur
 }
 
 TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
-    static const struct { const char *batch; int threads; } ways[] = { { "512", 1 }, { "7", 1 }, { "64", 1 }, { "64", 2 } };
+    static const struct { const char *batch; int threads; } ways[] = {
+        { "512", 1 }, { "7", 1 }, { "64", 1 }, { "64", 2 },
+    };
     int threads = set_threads(1);
     for (int i = 0; i < N_GOLDEN; i++) {
         Golden g;
@@ -837,29 +835,29 @@ TEST(golden_formats, "f16, bf16, q8_0 and q4 rows stay close to the f32 ones and
 
 TEST(weights_denied, "biases that config.json denies: refused, unless they are zero") {
     static const struct { const char *family, *tensor, *keys, *want; } cases[] = {
-        { "Llama", "self_attn.q_proj.bias", "", "model.layers.1.self_attn.q_proj.bias is not zero, but by its family, "
-          "attention_bias and mlp_bias in config.json the model has no such bias" },
+        { "Llama", "self_attn.q_proj.bias", "", "model.layers.1.self_attn.q_proj.bias is not zero, but by its "
+          "family, attention_bias and mlp_bias in config.json the model has no such bias" },
         { "Llama", "self_attn.q_proj.bias", "\"mlp_bias\":true,\"attention_bias\":false,",
           "self_attn.q_proj.bias is not zero, but by its family" },
         { "Llama", "self_attn.q_proj.bias", "\"attention_bias\":true,", NULL },
-        { "Llama", "mlp.down_proj.bias", "\"attention_bias\":true,", "mlp.down_proj.bias is not zero, but by its family" },
+        { "Llama", "mlp.down_proj.bias", "\"attention_bias\":true,",
+          "mlp.down_proj.bias is not zero, but by its family" },
         { "Llama", "mlp.down_proj.bias", "\"mlp_bias\":true,", NULL },
-        { "Mistral", "self_attn.o_proj.bias", "\"attention_bias\":true,", "o_proj.bias is not zero, but by its family" },
+        { "Mistral", "self_attn.o_proj.bias", "\"attention_bias\":true,",
+          "o_proj.bias is not zero, but by its family" },
     };
     static const char none[16];
-    static char header[8192];
     model_dir();
-    size_t data = good_header(header, sizeof header, 3);
     for (int i = 0; i < 2 * 6; i++) {
         const char *family = cases[i / 2].family, *tensor = cases[i / 2].tensor, *want = cases[i / 2].want;
         char with[300];
         int zero = i % 2;
-        snprintf(with, sizeof with, "\"%sForCausalLM\"],\"model_type\":\"%c%s\",%s\"x\":0", family, tolower(*family), family + 1,
-                 cases[i / 2].keys);
+        snprintf(with, sizeof with, "\"%sForCausalLM\"],\"model_type\":\"%c%s\",%s\"x\":0", family, tolower(*family),
+                 family + 1, cases[i / 2].keys);
         Config *c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", with);
-        snprintf(with, sizeof with, "{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},",
-                 tensor, data, data + 16);
-        put_model(header, "{", with, data + 16);
+        snprintf(with, sizeof with, "{\"model.layers.1.%s\":" ST("\"BF16\"", "[8]", "[%zu,%zu]") ",", tensor, data,
+                 data + 16);
+        put_model("{", with, 16);
         if (zero) patch_model(-16, none, 16);
         Weights *w;
         int code = try_weights(c, &w);
@@ -874,9 +872,9 @@ TEST(weights_denied, "biases that config.json denies: refused, unless they are z
 }
 
 TEST(weights_bare, "names without \"model.\" at the front, all of them, in one file and with an index") {
-    static char header[8192], bare[8192];
+    static char bare[8192];
     const char *dir = model_dir();
-    size_t data = good_header(header, sizeof header, 3), n = 0;
+    size_t n = 0;
     Config *c = config_load(dir);
     for (const char *p = header; *p; p++) {
         bare[n++] = *p;
@@ -889,7 +887,7 @@ TEST(weights_bare, "names without \"model.\" at the front, all of them, in one f
     weights_close(w, NULL);
     put_text(tmp_path("model/model.safetensors.index.json"),
              "{\"weight_map\":{\"embed_tokens.weight\":\"model.safetensors\"}}");
-    check_said(try_weights(c, &w), "tensor model.layers.0.input_layernorm.weight is missing", "an index of one tensor");
+    check_said(try_weights(c, &w), "tensor model.layers.0.input_layernorm.weight is missing", "an index of one");
     weights_close(NULL, c);
 }
 
@@ -927,8 +925,10 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                 for (int r = 0; r < n; r++) {
                     const unsigned char *row = pats_row(packed, &reg, r, bytes);
                     pats_load_region(rows64, &reg, row, 1, D, back);
-                    for (int d = 0; d < D; d++)
-                        bad += back[d] != all[r * D + d] || slow_element(row, d, w, rows64) != all[r * D + d] >> (16 - w);
+                    for (int d = 0; d < D; d++) {
+                        int want = all[r * D + d];
+                        bad += back[d] != want || slow_element(row, d, w, rows64) != want >> (16 - w);
+                    }
                 }
                 pats_load_region(rows64, &reg, pats_row(packed, &reg, r0, bytes), m, D, buf);
                 bad += memcmp(buf, all + r0 * D, (size_t)m * D * sizeof *buf) != 0;
