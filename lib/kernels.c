@@ -404,7 +404,7 @@ INLINE void dots_block(const Dots *a, int dtype) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
         if (m > 1) {
-            j = i ? dots_tiles(a, dtype, MR, NR, i, m, j, 0) : dots_tiles(a, dtype, MR, NR, i, m, j, 1);
+            j = dots_tiles(a, dtype, MR, NR, i, m, j, !i);
             dots_tiles(a, dtype, MR, 1, i, m, j, 0);
         } else {
             j = dots_tiles(a, dtype, 1, N1, i, m, j, !i);
@@ -836,14 +836,6 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
     }
 }
 
-// Element i of w bits. The bits of the next one fall off on top.
-INLINE uint16_t packed_bits(const unsigned char *p, int i, int w) {
-    size_t bit = (size_t)i * w;
-    uint32_t u;
-    memcpy(&u, p + bit / 8, 4);
-    return (uint16_t)(u >> bit % 8 << (16 - w));
-}
-
 // Kernels.unpack. A register takes 2 WIDTH elements, four from each lane of 64 bits. Four elements of w bits
 // begin on a whole or a half byte; each is moved to the top of 16 bits of its own.
 static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w) {
@@ -860,7 +852,11 @@ static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w) {
         U16 element = (U16)four;
         memcpy(h + i, &element, sizeof element);
     }
-    for (int j = 0; i < n; i++, j++) h[i] = packed_bits(p, j, w);
+    for (size_t bit = 0; i < n; i++, bit += (size_t)w) {
+        uint32_t u;                             // the bits of the next element fall off on top
+        memcpy(&u, p + bit / 8, sizeof u);
+        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));
+    }
 }
 
 // ---- products with weights in 8 bits
