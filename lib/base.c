@@ -24,7 +24,7 @@ int (*allocation_fails)(void);
 
 // ==================================================================================================== HELPERS
 // What is shown of texts from outside, how the program ends on an error, memory, the clock, the
-// arena a pass works in, whole files, how files are saved, and how a method refuses.
+// arena a pass works in, whole files, and how files are saved.
 
 // ---- texts from outside
 
@@ -606,9 +606,8 @@ int *random_ids(int n, int V) {
 }
 
 // ==================================================================================================== OPTIONS
-// One table drives parsing, --help, defaults and suggestions. The options of a method stand in its
-// section; this table has the program's. A value is kept as text under its option's name and
-// checked when it is set, so a getter cannot fail.
+// Tables drive parsing, --help, defaults and suggestions: that of a method stands in its section. A value is
+// kept as text under its option's name and checked when it is set, so a getter cannot fail.
 
 // ---- finding an option
 
