@@ -56,11 +56,10 @@ PARTS = $(LIB) kvcomp $(APP)
 # lib/kernels.c is compiled once for each instruction set of the machine that the program is for, by the flags
 # of that set (head of lib/kernels.c); which one runs is chosen at its start.
 ARCH := $(firstword $(subst -, ,$(shell $(CC) -dumpmachine 2>/dev/null || uname -m)))
-SETS_x86_64    = avx2 avx512 avx512vnni avx512bf16
+SETS_x86_64    = avx2 avx512 avx512vnni
 SET_avx2       = -mavx2 -mfma -mf16c
 SET_avx512     = $(SET_avx2) -mavx512f -mavx512bw -mavx512vl -mprefer-vector-width=512
 SET_avx512vnni = $(SET_avx512) -mavx512vnni
-SET_avx512bf16 = $(SET_avx512vnni) -mavx512bf16
 SETS     = $(SETS_$(ARCH))
 KERNELS  = lib/kernels $(SETS:%=lib/kernels_%) $(if $(SETS),lib/kernels_x86)
 WITH_X86 = $(if $(SETS),-DKERNELS_X86)

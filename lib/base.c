@@ -24,7 +24,7 @@ int (*allocation_fails)(void);
 
 // ==================================================================================================== HELPERS
 // What is shown of texts from outside, how the program ends on an error, memory, the clock, the
-// arena a pass works in, whole files, how files are saved, and how a method refuses.
+// arena a pass works in, whole files, and how files are saved.
 
 // ---- texts from outside
 
@@ -154,11 +154,6 @@ char *copy_text(const char *s) {
     return copy_bytes(s, strlen(s));
 }
 
-// n bytes at an address that is a multiple of `align`; NULL when there is no memory.
-static void *aligned_bytes(size_t align, size_t n) {
-    return NO_ALLOCATION ? NULL : aligned_alloc(align, n);
-}
-
 // Asks for huge pages behind a large block, where the system has them: fewer page walks when it is
 // read. Nothing depends on the answer.
 void ask_huge_pages(void *p, size_t n) {
@@ -242,28 +237,25 @@ void arena_free(struct Arena *a) {
 // Appends a block with room for n bytes. A block is half as large again as what it is for: much of
 // what is asked for grows by a row a step, and would find a block of the exact size too small by one
 // row, every time.
-static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
+static void arena_grow(struct Arena *a, size_t n) {
     ArenaBlock b = { .size = max_size(n + n / 128 * 64, ARENA_BLOCK) };
     if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
-    b.p = aligned_bytes(64, b.size);
+    b.p = NO_ALLOCATION ? NULL : aligned_alloc(64, b.size);
     if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
     arrput(a->block, b);
-    return &arrlast(a->block);
 }
 
 // `bytes` bytes of the arena, 64-byte aligned, in the first block with room behind what is handed out.
 void *arena_take(struct Arena *a, size_t bytes) {
     size_t n = max_size((bytes + 63) & ~(size_t)63, 64);
-    for (int i = 0; i < (int)arrlen(a->block); i++) {
+    for (int i = 0; ; i++) {
+        if (i == (int)arrlen(a->block)) arena_grow(a, n);
         const ArenaBlock *b = &a->block[i];
         size_t at = max_size(a->used, b->start);
         if (at + n > b->start + b->size) continue;
         a->used = at + n;
         return b->p + (at - b->start);
     }
-    const ArenaBlock *b = arena_grow(a, n);
-    a->used = b->start + n;
-    return b->p;
 }
 
 // How much is handed out now, for arena_reset.
@@ -298,21 +290,13 @@ static const char *file_kind(mode_t mode) {
 // Opens a regular file for reading, and describes it in *st. A FIFO, a device, a socket or a folder
 // is refused without waiting. Returns the descriptor; -1, and the reason without the path in err.
 int open_input(const char *path, struct stat *st, char err[256]) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    int why = errno;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), why = errno;
     // A socket cannot be opened, so it is looked at by its name.
-    if (fd < 0 && (why != ENXIO || stat(path, st))) {
-        snprintf(err, 256, "%s", strerror(why));
-        return -1;
-    }
-    if (fd >= 0 && fstat(fd, st)) {
-        snprintf(err, 256, "%s", strerror(errno));
-        close(fd);
-        return -1;
-    }
-    if (fd >= 0 && S_ISREG(st->st_mode)) return fd;
+    int bad = fd >= 0 ? fstat(fd, st) : why != ENXIO || stat(path, st);
+    if (!bad && fd >= 0 && S_ISREG(st->st_mode)) return fd;
+    if (bad) snprintf(err, 256, "%s", strerror(fd < 0 ? why : errno));
+    else snprintf(err, 256, "%s, expected a regular file", file_kind(st->st_mode));
     if (fd >= 0) close(fd);
-    snprintf(err, 256, "%s, expected a regular file", file_kind(st->st_mode));
     return -1;
 }
 
@@ -414,14 +398,6 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
 
 const char *volatile temp_files[TEMP_FILES];    // files in the making, for a signal handler; NULL: none
 
-// Puts a file in the making into the list of those that go with the program -> its place in it.
-static int temp_file_add(const char *temp) {
-    int slot = 0;
-    while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
-    temp_files[slot] = temp;
-    return slot;
-}
-
 // Removes the files in the making -> how many there were. Called at exit and by signal handlers, so
 // it calls only what a handler may call.
 int temp_files_remove(void) {
@@ -483,7 +459,8 @@ int save_begin(Saving *x, const char *path, char err[512]) {
         size_t room = (size_t)folder + 32;
         x->temp = xmalloc(room);
         snprintf(x->temp, room, "%.*s.kvcomp-XXXXXX", folder, x->path);
-        x->slot = temp_file_add(x->temp);
+        while (x->slot < TEMP_FILES - 1 && temp_files[x->slot]) x->slot++;
+        temp_files[x->slot] = x->temp;              // one of those that go with the program
         fd = mkostemp(x->temp, O_CLOEXEC);          // O_EXCL: never a file or a link that is there
     }
     if (fd >= 0 && x->old) (void)!fchown(fd, st.st_uid, st.st_gid);
@@ -629,9 +606,8 @@ int *random_ids(int n, int V) {
 }
 
 // ==================================================================================================== OPTIONS
-// One table drives parsing, --help, defaults and suggestions. The options of a method stand in its
-// section; this table has the program's. A value is kept as text under its option's name and
-// checked when it is set, so a getter cannot fail.
+// Tables drive parsing, --help, defaults and suggestions: that of a method stands in its section. A value is
+// kept as text under its option's name and checked when it is set, so a getter cannot fail.
 
 // ---- finding an option
 

@@ -1049,8 +1049,7 @@ static int weights_take(WeightFiles *wf, const Config *c, const Place *p, char e
 
 // Bytes that the tensor p takes when it is made: as DT_Q8, if that is what matrices become, or in numbers of dtype.
 static size_t made_bytes(const Config *c, const Place *p, int dtype) {
-    if (c->as_q8 && p->matrix) return q8_tensor_bytes(p->rows, p->cols);
-    return (size_t)p->rows * (size_t)p->cols * dtype_size(dtype);
+    return tensor_bytes(&(Tensor){ NULL, c->as_q8 && p->matrix ? DT_Q8 : dtype, p->rows, p->cols });
 }
 
 // Bytes of all weights of c, which need not be there.
@@ -1195,31 +1194,19 @@ void weights_known(const Weights *w, Tensor known[2]) {
 }
 
 // ---- weights from a seed
-// Fills p (n) with uniform bf16 numbers of the given standard deviation. One draw of 64 bits makes
-// four of them.
-static void random_bf16(uint16_t *p, size_t n, double std, uint64_t seed) {
-    float unit = (float)(std * 1.7320508075688772 / 32768);     // uniform: sqrt(3) std to both sides
-    for (size_t i = 0; i < n; ) {
-        uint64_t z = splitmix64(&seed);
-        for (int k = 0; k < 4 && i < n; k++) {
-            p[i++] = f32_to_bf16((float)(int16_t)(z & 0xffff) * unit);
-            z >>= 16;
-        }
-    }
-}
-
-// Makes t at `to`. std 0 asks for all ones. Each row has a seed of its own, so the number of threads does not
-// change the bits.
+// Makes t at `to`: uniform bf16 numbers of the given standard deviation, four of each draw of 64 bits; std 0 asks for
+// all ones. Each row has a seed of its own, so the number of threads does not change the bits.
 static void make_tensor(Tensor *t, void *to, int rows, int cols, double std, uint64_t seed) {
     const uint16_t one = 0x3f80;
+    float unit = (float)(std * 1.7320508075688772 / 32768);     // uniform: sqrt(3) std to both sides
     *t = (Tensor){ to, DT_BF16, rows, cols };
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < rows; r++) {
         uint16_t *row = (uint16_t *)to + (size_t)r * (size_t)cols;
-        if (std > 0) {
-            random_bf16(row, (size_t)cols, std, mix64(seed ^ mix64((uint64_t)r + 1)));
-        } else {
-            for (int i = 0; i < cols; i++) row[i] = one;
+        uint64_t state = mix64(seed ^ mix64((uint64_t)r + 1)), z = 0;
+        for (int i = 0; i < cols; i++, z >>= 16) {
+            if (i % 4 == 0 && std > 0) z = splitmix64(&state);
+            row[i] = std > 0 ? f32_to_bf16((float)(int16_t)(z & 0xffff) * unit) : one;
         }
     }
 }
@@ -1247,7 +1234,7 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
         double spread = p.layer < 0 ? std : (tensors[p.line].rows == 'C' ? std : 1) / sqrt(p.cols);
         uint64_t number = p.layer < 0 ? 1 + (p.line > 0) : mix64((uint64_t)p.layer * 64 + (uint64_t)p.line + 15);
         if (strstr(p.name, "norm")) spread = 0;
-        size_t bytes = (size_t)p.rows * (size_t)p.cols * dtype_size(DT_BF16);
+        size_t bytes = tensor_bytes(&(Tensor){ NULL, DT_BF16, p.rows, p.cols });
         int becomes_q8 = c->as_q8 && p.matrix;
         void *to = becomes_q8 ? xmalloc(bytes) : block_take(w, bytes);
         make_tensor(p.t, to, p.rows, p.cols, spread, mix64(seed ^ number));
@@ -1261,8 +1248,9 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
 }
 
 // ---- --inspect
-// Prints the config.
-static void inspect_config(FILE *f, const Config *c) {
+// What --inspect prints: the config, the tensors, their bytes, and what one token costs in the
+// cache.
+void inspect(const Config *c, const Weights *w, FILE *f) {
     int windowed = 0;
     for (int l = 0; l < c->L; l++) windowed += c->windowed && c->windowed[l];
     fprintf(f, "model      %s, %s\n", c->model_type, c->dir);
@@ -1277,12 +1265,7 @@ static void inspect_config(FILE *f, const Config *c) {
     for (int i = 0; i < c->n_eos; i++) fprintf(f, " %d", c->eos[i]);
     fprintf(f, "%s\n", c->n_eos ? "" : " none");
     fprintf(f, "output     %s\n", c->tied ? "tied to the embedding" : "own matrix");
-}
 
-// What --inspect prints: the config, the tensors, their bytes, and what one token costs in the
-// cache.
-void inspect(const Config *c, const Weights *w, FILE *f) {
-    inspect_config(f, c);
     fprintf(f, "tensors\n");
     for (Place p = {0}; tensor_next(c, w, &p); ) {          // of the layers the first
         char layers[40] = "";

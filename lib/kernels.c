@@ -8,7 +8,6 @@
 //     kernels_avx2.o          -DSET=avx2 -mavx2 -mfma -mf16c
 //     kernels_avx512.o        -DSET=avx512, and -mavx512f -mavx512bw -mavx512vl -mprefer-vector-width=512
 //     kernels_avx512vnni.o    -DSET=avx512vnni, and -mavx512vnni
-//     kernels_avx512bf16.o    -DSET=avx512bf16, and -mavx512bf16
 //     kernels_x86.o           kernels_x86.c with the flags of avx512vnni
 //
 // -DKERNELS_X86 says that the others are linked beside kernels.o; without it there is the base alone.
@@ -81,67 +80,51 @@ typedef uint64_t HalfU64 __attribute__((vector_size(2 * WIDTH)));
 typedef struct { F32 p[PARTS]; } Vec;
 typedef struct { I32 p[PARTS]; } Ints;
 
-// The register of the numbers of a (below its count) and b (from there on) whose places are listed.
+// Lists of places, one for each i below WIDTH, and the register of the numbers of a (places below WIDTH) and b
+// (from there on) that stand at them.
+#define FOUR_PLACES(LIST, n, i) LIST(n, i), LIST(n, i + 1), LIST(n, i + 2), LIST(n, i + 3)
+#if defined(__AVX512F__)
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4), \
+                        FOUR_PLACES(LIST, n, 8), FOUR_PLACES(LIST, n, 12)
+#elif defined(__AVX2__)
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0), FOUR_PLACES(LIST, n, 4)
+#else
+#define PLACES(LIST, n) FOUR_PLACES(LIST, n, 0)
+#endif
 #if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, LIST, n) __builtin_shufflevector(a, b, PLACES(LIST, n))
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I32){ __VA_ARGS__ })
+#define SHUFFLE(a, b, LIST, n) __builtin_shuffle(a, b, (I32){ PLACES(LIST, n) })
 #endif
 
-// Places of four neighbours, as often as there are quarters.
-#define FOUR(q) 4 * (q), 4 * (q) + 1, 4 * (q) + 2, 4 * (q) + 3
-#if defined(__AVX512F__)
-#define QUARTER(q) FOUR(q), FOUR(q), FOUR(q), FOUR(q)
-#elif defined(__AVX2__)
-#define QUARTER(q) FOUR(q), FOUR(q)
-#else
-#define QUARTER(q) FOUR(q)
-#endif
+// The lists. Of each four places two of a and then of b: the first (n 0) or the last (n 2), the even or the odd
+// ones (n 1). The first or the last four (n 4) of eight, and eight (n 8) of sixteen. The n-th four, again and
+// again. Each place with the bits of n turned around.
+#define TWOS(n, i)   ((i) / 4 * 4 + (i) % 2 + (i) / 2 % 2 * WIDTH + (n))
+#define EVEN(n, i)   ((i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH + (n))
+#define FOURS(n, i)  ((i) / 4 * 8 + (i) % 4 + (n))
+#define EIGHTS(n, i) ((i) / 8 * 16 + (i) % 8 + (n))
+#define FOUR(n, i)   (4 * (n) + (i) % 4)
+#define ACROSS(n, i) ((i) ^ (n))
 
-// The places of a register, each with the bits of s turned around.
-#if defined(__AVX512F__)
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s), \
-                  8 ^ (s), 9 ^ (s), 10 ^ (s), 11 ^ (s), 12 ^ (s), 13 ^ (s), 14 ^ (s), 15 ^ (s)
-#elif defined(__AVX2__)
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)
-#else
-#define ACROSS(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
-#endif
-
-// Places for folds: of each quarter (four lanes) the first or last two of a and then of b, the even or the odd
-// ones; of the register, the halves' first or last quarters, and the first or last half.
-#if defined(__AVX512F__)
-#define FIRST_TWO   0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define LAST_TWO    2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define EVEN        0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
-#define ODD         1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
-#define FIRST_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define LAST_FOURS  4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define FIRST_EIGHT 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define LAST_EIGHT  8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#elif defined(__AVX2__)
-#define FIRST_TWO   0, 1, 8, 9, 4, 5, 12, 13
-#define LAST_TWO    2, 3, 10, 11, 6, 7, 14, 15
-#define EVEN        0, 2, 8, 10, 4, 6, 12, 14
-#define ODD         1, 3, 9, 11, 5, 7, 13, 15
-#define FIRST_FOURS 0, 1, 2, 3, 8, 9, 10, 11
-#define LAST_FOURS  4, 5, 6, 7, 12, 13, 14, 15
-#else
-#define FIRST_TWO   0, 1, 4, 5
-#define LAST_TWO    2, 3, 6, 7
-#define EVEN        0, 2, 4, 6
-#define ODD         1, 3, 5, 7
-#endif
+// A step of a fold: one half of x beside the same half of y, plus the other halves.
+#define FOLD(type, x, y, LIST, n) ((type)SHUFFLE(x, y, LIST, 0) + (type)SHUFFLE(x, y, LIST, n))
 
 // ---- what a set adds: x y + z rounded once, numbers of 16 and 8 bits as 32, products of pairs
 // reg_fma       x y + z
 // reg_max       x > y ? x : y, so y where one of the two is a NaN
 // reg_scale     x 2^k, where k holds whole numbers
-// reg_words     WIDTH unsigned numbers of 16 bits at p
+// reg_half      WIDTH numbers of 16 bits at p;  reg_words: as 32 bits, unsigned
 // reg_bytes     WIDTH signed bytes at p;  reg_pairs: 2 WIDTH of them, as 16 bits
 // reg_from_f16  WIDTH numbers of f16
 // reg_madd      sum + the products of a and b, of two neighbours each
 // reg_dot2      the same of pairs of bf16: the product of the upper numbers first, each sum rounded once
+INLINE Half reg_half(const void *p) {
+    Half h;
+    memcpy(&h, p, sizeof h);
+    return h;
+}
+
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 #define MM(op) _mm512_##op
@@ -160,17 +143,8 @@ INLINE F32 reg_max(F32 x, F32 y) { return MM(max_ps)(x, y); }
 INLINE F32 reg_from_f16(Half h) { return MM(cvtph_ps)((MM_HALF)h); }
 INLINE I32 reg_bytes(const void *p) { return (I32)MM(cvtepi8_epi32)(MM_QUARTER(p)); }
 
-INLINE I32 reg_words(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return (I32)MM(cvtepu16_epi32)((MM_HALF)h);
-}
-
-INLINE I16 reg_pairs(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return (I16)MM(cvtepi8_epi16)((MM_HALF)h);
-}
+INLINE I32 reg_words(const void *p) { return (I32)MM(cvtepu16_epi32)((MM_HALF)reg_half(p)); }
+INLINE I16 reg_pairs(const void *p) { return (I16)MM(cvtepi8_epi16)((MM_HALF)reg_half(p)); }
 
 INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #if defined(__AVX512VNNI__)
@@ -180,11 +154,7 @@ INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #endif
 }
 #else
-INLINE I32 reg_words(const void *p) {
-    Half h;
-    memcpy(&h, p, sizeof h);
-    return __builtin_convertvector(h, I32);
-}
+INLINE I32 reg_words(const void *p) { return __builtin_convertvector(reg_half(p), I32); }
 
 // Bytes 2 i and 2 i + 1 stand in lane i.
 INLINE I16 reg_pairs(const void *p) {
@@ -231,13 +201,18 @@ INLINE F32 reg_from_f16(Half h) {
 #endif
 #endif
 
-INLINE F32 reg_dot2(F32 sum, F32 a, F32 b) {
-#if defined(__AVX512BF16__)
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);       // subnormal numbers count as zero
-#else
+// bf16 1: by the instruction of AVX-512 BF16, which not every processor of this set has. The assembler is told
+// which, because the compiler may use it nowhere else. Subnormal numbers count as zero.
+INLINE F32 reg_dot2(F32 sum, F32 a, F32 b, int bf16) {
+#if defined(__AVX512VNNI__)
+    if (bf16) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+#endif
+    (void)bf16;
     sum = reg_fma((F32)((U32)a & 0xffff0000), (F32)((U32)b & 0xffff0000), sum);
     return reg_fma((F32)((U32)a << 16), (F32)((U32)b << 16), sum);
-#endif
 }
 
 // The powers are made of their bits: e + 127 is the exponent field of 2^e. They are two factors, 2^(k/2) each,
@@ -250,41 +225,19 @@ INLINE F32 reg_scale(F32 x, F32 k) {
 #endif
 
 // ---- operations on vectors: lane by lane what their names say
-INLINE Vec vec_all(float x) {
-    Vec v;
-    EACH_REG(i) v.p[i] = x - (F32){0};         // of -0, too
-    return v;
-}
-
-INLINE Vec vec_add(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = x.p[i] + y.p[i];
-    return x;
-}
-
-INLINE Vec vec_mul(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = x.p[i] * y.p[i];
-    return x;
-}
-
-INLINE Vec vec_fma(Vec x, Vec y, Vec z) {
-    EACH_REG(i) x.p[i] = reg_fma(x.p[i], y.p[i], z.p[i]);
-    return x;
-}
-
-INLINE Vec vec_dot2(Vec x, Vec y, Vec z) {
-    EACH_REG(i) x.p[i] = reg_dot2(z.p[i], x.p[i], y.p[i]);
-    return x;
-}
-
-INLINE Vec vec_max(Vec x, Vec y) {
-    EACH_REG(i) x.p[i] = reg_max(x.p[i], y.p[i]);
-    return x;
-}
-
-INLINE Vec vec_negative(Vec x) {
-    EACH_REG(i) x.p[i] = -x.p[i];
-    return x;
-}
+#define VECTOR_FUNCTION(name, parameters, register_i) \
+    INLINE Vec name parameters { \
+        Vec v; \
+        EACH_REG(i) v.p[i] = register_i; \
+        return v; \
+    }
+VECTOR_FUNCTION(vec_all, (float x), x - (F32){0})             // of -0, too
+VECTOR_FUNCTION(vec_add, (Vec x, Vec y), x.p[i] + y.p[i])
+VECTOR_FUNCTION(vec_mul, (Vec x, Vec y), x.p[i] * y.p[i])
+VECTOR_FUNCTION(vec_fma, (Vec x, Vec y, Vec z), reg_fma(x.p[i], y.p[i], z.p[i]))
+VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
+VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
+VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
 
 // The n numbers of dtype at p as f32; the lanes from n on are 0.
 INLINE Vec vec_load(const void *p, int dtype, int n) {
@@ -294,9 +247,8 @@ INLINE Vec vec_load(const void *p, int dtype, int n) {
     Vec x;
     EACH_REG(i) {
         const char *from = at + i * WIDTH * size;
-        Half h;
         if (dtype == DT_F32) memcpy(&x.p[i], from, sizeof x.p[i]);
-        if (dtype == DT_F16) x.p[i] = reg_from_f16(*(Half *)memcpy(&h, from, sizeof h));
+        if (dtype == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
         if (dtype == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
     }
     return x;
@@ -316,12 +268,6 @@ INLINE void vec_store(float *p, Vec x, int n) {
     else memcpy(p, &x, min_size((size_t)n, LANES) * sizeof *p);
 }
 
-INLINE Vec vec_of_ints(Ints a) {
-    Vec x;
-    EACH_REG(i) x.p[i] = __builtin_convertvector(a.p[i], F32);
-    return x;
-}
-
 // 16 signed bytes.
 INLINE Vec vec_load_bytes(const signed char *p) {
     Ints a;
@@ -329,16 +275,14 @@ INLINE Vec vec_load_bytes(const signed char *p) {
     return vec_of_ints(a);
 }
 
-// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each. It is made
-// in steps that take two vectors: one half of x beside the same half of y, plus the other halves.
+// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
 INLINE F32 fold_to_quarters(const Vec *a) {
 #if defined(__AVX512F__)
-    F32 x = SHUFFLE(a[0].p[0], a[4].p[0], FIRST_EIGHT) + SHUFFLE(a[0].p[0], a[4].p[0], LAST_EIGHT);
-    F32 y = SHUFFLE(a[8].p[0], a[12].p[0], FIRST_EIGHT) + SHUFFLE(a[8].p[0], a[12].p[0], LAST_EIGHT);
-    return SHUFFLE(x, y, FIRST_FOURS) + SHUFFLE(x, y, LAST_FOURS);
+    F32 x = FOLD(F32, a[0].p[0], a[4].p[0], EIGHTS, 8), y = FOLD(F32, a[8].p[0], a[12].p[0], EIGHTS, 8);
+    return FOLD(F32, x, y, FOURS, 4);
 #elif defined(__AVX2__)
     F32 x = a[0].p[0] + a[0].p[1], y = a[4].p[0] + a[4].p[1];
-    return SHUFFLE(x, y, FIRST_FOURS) + SHUFFLE(x, y, LAST_FOURS);
+    return FOLD(F32, x, y, FOURS, 4);
 #else
     return (a->p[0] + a->p[2]) + (a->p[1] + a->p[3]);
 #endif
@@ -352,9 +296,8 @@ INLINE void vec_folds(float *out, const Vec *a, int n, float scale) {
         F32 q[4];
         UNROLL for (int j = 0; j < WIDTH; j++) v[j] = a[i + j < n ? i + j : n - 1];
         UNROLL for (int j = 0; j < 4; j++) q[j] = fold_to_quarters(v + j);
-        F32 x = SHUFFLE(q[0], q[1], FIRST_TWO) + SHUFFLE(q[0], q[1], LAST_TWO);
-        F32 y = SHUFFLE(q[2], q[3], FIRST_TWO) + SHUFFLE(q[2], q[3], LAST_TWO);
-        F32 sum = (SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD)) * scale;
+        F32 x = FOLD(F32, q[0], q[1], TWOS, 2), y = FOLD(F32, q[2], q[3], TWOS, 2);
+        F32 sum = FOLD(F32, x, y, EVEN, 1) * scale;
         memcpy(out + i, &sum, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
     }
 }
@@ -370,12 +313,12 @@ INLINE float vec_largest(Vec x) {
     F32 top = x.p[0];
     UNROLL for (int i = 1; i < PARTS; i++) top = reg_max(top, x.p[i]);
 #if defined(__AVX512F__)
-    top = reg_max(top, SHUFFLE(top, top, LAST_EIGHT));
+    top = reg_max(top, SHUFFLE(top, top, EIGHTS, 8));
 #endif
 #if defined(__AVX2__)
-    top = reg_max(top, SHUFFLE(top, top, LAST_FOURS));
+    top = reg_max(top, SHUFFLE(top, top, FOURS, 4));
 #endif
-    top = reg_max(top, SHUFFLE(top, top, LAST_TWO));
+    top = reg_max(top, SHUFFLE(top, top, TWOS, 2));
     return top[0] > top[1] ? top[0] : top[1];
 }
 
@@ -395,21 +338,25 @@ enum { FEW_AHEAD = 4096 };
 // adds the products of columns 2 j + 1 and 2 j, in this order. A product of two bf16 is exact in f32, so the error is
 // that of rounding x: 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. AVX-512 BF16
 // does twice the multiply-adds so.
-enum { IN_PAIRS = 17 };         // instead of a dtype: x and w of bf16, in pairs
+enum { IN_PAIRS = 17, IN_PAIRS_BF16 };  // instead of a dtype: x and w of bf16, in pairs; by AVX-512 BF16
 
 // acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, lane by lane. Each vector is loaded once.
 INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t ldw, int dtype, int M, int N,
                          int k, int n) {
     size_t size = dtype == DT_F32 ? 4 : 2;
+    int pairs = dtype >= IN_PAIRS;
     Vec b[LANES];
     UNROLL for (int j = 0; j < N; j++) {
         const char *from = w + j * ldw + k * size;
-        b[j] = dtype == IN_PAIRS ? vec_load_pairs(from, n) : vec_load(from, dtype, n);
+        b[j] = pairs ? vec_load_pairs(from, n) : vec_load(from, dtype, n);
     }
     UNROLL for (int i = 0; i < M; i++) {
-        Vec v = dtype == IN_PAIRS ? vec_load_pairs(x[i] + k * 2, n) : vec_load(x[i] + k * 4, DT_F32, n);
-        UNROLL for (int j = 0; j < N; j++)
-            acc[i * N + j] = (dtype == IN_PAIRS ? vec_dot2 : vec_fma)(v, b[j], acc[i * N + j]);
+        Vec v = pairs ? vec_load_pairs(x[i] + k * 2, n) : vec_load(x[i] + k * 4, DT_F32, n);
+        UNROLL for (int j = 0; j < N; j++) {
+            F32 *sum = acc[i * N + j].p;
+            EACH_REG(r) sum[r] = pairs ? reg_dot2(sum[r], v.p[r], b[j].p[r], dtype == IN_PAIRS_BF16)
+                                       : reg_fma(v.p[r], b[j].p[r], sum[r]);
+        }
     }
 }
 
@@ -417,8 +364,8 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 // there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
 // they have asked already for what is read next.
 INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int j, int may_ask) {
-    size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, x_size = dtype == IN_PAIRS ? 2 : 4;
-    size_t columns = dtype == IN_PAIRS ? 2 * LANES : LANES, step = N * columns * size;
+    size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, x_size = dtype >= IN_PAIRS ? 2 : 4;
+    size_t columns = dtype >= IN_PAIRS ? 2 * LANES : LANES, step = N * columns * size;
     int K = a->K, near = !a->next.p && dtype != DT_F32, asks = may_ask && (a->next.bytes || near);
     const char *w = a->w + j * ldw;
     const char *ahead = near ? w + FEW_AHEAD : a->next.p;
@@ -457,7 +404,7 @@ INLINE void dots_block(const Dots *a, int dtype) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
         if (m > 1) {
-            j = i ? dots_tiles(a, dtype, MR, NR, i, m, j, 0) : dots_tiles(a, dtype, MR, NR, i, m, j, 1);
+            j = dots_tiles(a, dtype, MR, NR, i, m, j, !i);
             dots_tiles(a, dtype, MR, 1, i, m, j, 0);
         } else {
             j = dots_tiles(a, dtype, 1, N1, i, m, j, !i);
@@ -472,6 +419,9 @@ static void dots_f32(const Dots *a)  { dots_block(a, DT_F32); }
 static void dots_f16(const Dots *a)  { dots_block(a, DT_F16); }
 static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
 static void dots_pairs(const Dots *a) { dots_block(a, IN_PAIRS); }
+#if defined(__AVX512VNNI__)
+static void dots_bf16_pairs(const Dots *a) { dots_block(a, IN_PAIRS_BF16); }
+#endif
 
 // ---- dot products with rows of q8_0
 // A row of x becomes integers t of 16 bits, x = f t with f = max|x| / Q8_TOP, whose upper byte stays within 127.
@@ -500,10 +450,6 @@ INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, floa
     return most / most_t + vec_fold(odd);
 }
 
-INLINE void q8_put(Q8Query *to, int i, const int16_t *t, int n) {
-    for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
-}
-
 // sum, whose quarter i belongs to row i, += the products of t (4,8) with the key in every quarter.
 INLINE Ints q8_eight(Ints sum, I32 key, const int16_t (*t)[8]) {
     EACH_REG(i) {
@@ -521,13 +467,13 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     Ints sum = {0};
     UNROLL for (int c = 0; c < Q8_BLOCK / 8; c += WIDTH / 4) {
         I32 key = (I32)reg_pairs(u + 8 * c);
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(0)), t[c]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 0), t[c]);
 #if defined(__AVX2__)
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(1)), t[c + 1]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
 #endif
 #if defined(__AVX512F__)
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(2)), t[c + 2]);
-        sum = q8_eight(sum, SHUFFLE(key, key, QUARTER(3)), t[c + 3]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
+        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
 #endif
     }
     return sum;
@@ -539,7 +485,7 @@ static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
     for (int i = 0; i < 4; i++) {
         float factor = whole_numbers(t, x + (size_t)min_int(i, m - 1) * ldx, n, Q8_TOP, 1e-30f);
         for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
-        q8_put(to, i, t, n);
+        for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
     }
 }
 
@@ -549,9 +495,8 @@ INLINE Vec q8_sums(const Ints *a) {
     EACH_REG(i) {
         F32 v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = (F32)a[j].p[i];       // as floats: cheaper instructions
-        F32 x = (F32)((I32)SHUFFLE(v[0], v[1], FIRST_TWO) + (I32)SHUFFLE(v[0], v[1], LAST_TWO));
-        F32 y = (F32)((I32)SHUFFLE(v[2], v[3], FIRST_TWO) + (I32)SHUFFLE(v[2], v[3], LAST_TWO));
-        sum.p[i] = (I32)SHUFFLE(x, y, EVEN) + (I32)SHUFFLE(x, y, ODD);
+        F32 x = (F32)FOLD(I32, v[0], v[1], TWOS, 2), y = (F32)FOLD(I32, v[2], v[3], TWOS, 2);
+        sum.p[i] = FOLD(I32, x, y, EVEN, 1);
     }
     return vec_of_ints(sum);
 }
@@ -838,19 +783,9 @@ static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
 
 // A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
 // the difference. Steps of small integers are exact.
-static const float step_sign[4][LANES] = {              // -1 where the place has the bit 1, 2, 4 or 8
-    { 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1 },
-    { 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1 },
-    { 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1 },
-    { 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1 },
-};
-#define STEP_WITHIN(x, b)                                                       \
-    EACH_REG(i) {                                                               \
-        F32 sign;                                                               \
-        memcpy(&sign, step_sign[b], sizeof sign);                               \
-        F32 other = SHUFFLE((x).p[i], (x).p[i], ACROSS((1 << (b)) % WIDTH));    \
-        (x).p[i] = reg_fma((x).p[i], sign, other);                              \
-    }
+#define SIGN(s, i) ((i) & (s) ? -1 : 1)
+#define STEP_WITHIN(x, s) EACH_REG(i) \
+    (x).p[i] = reg_fma((x).p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE((x).p[i], (x).p[i], ACROSS, s))
 
 // The same where the two stand in different registers, `apart` registers from each other.
 INLINE Vec step_between(Vec x, int apart) {
@@ -860,15 +795,15 @@ INLINE Vec step_between(Vec x, int apart) {
 }
 
 INLINE Vec hadamard_16(Vec x) {
-    STEP_WITHIN(x, 0)
-    STEP_WITHIN(x, 1)
+    STEP_WITHIN(x, 1);
+    STEP_WITHIN(x, 2);
 #if defined(__AVX2__)
-    STEP_WITHIN(x, 2)
+    STEP_WITHIN(x, 4);
 #else
     x = step_between(x, 1);
 #endif
 #if defined(__AVX512F__)
-    STEP_WITHIN(x, 3)
+    STEP_WITHIN(x, 8);
 #else
     x = step_between(x, 8 / WIDTH);
 #endif
@@ -879,7 +814,6 @@ INLINE Vec hadamard_16(Vec x) {
 // sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
 // 65536 leaves the second one.
 static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
-    static const int32_t place[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     const Vec round = vec_all(12582912);
     for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
         uint16_t d;
@@ -890,10 +824,8 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
         // 2 u - 15 of both halves: lane j has the bits j and j + 16 of each plane.
         Ints odd;
         EACH_REG(i) {
-            I32 j;
-            memcpy(&j, place + i * WIDTH, sizeof j);
-            U32 u = {0};
-            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> (U32)j) & 0x10001) << (b + 1);
+            U32 u = {0}, j = (U32){ PLACES(ACROSS, 0) } + (uint32_t)(i * WIDTH);
+            UNROLL for (int b = 0; b < 4; b++) u += (((plane[b] - (U32){0}) >> j) & 0x10001) << (b + 1);
             odd.p[i] = (I32)u - 0xf000f;
         }
         Vec both = hadamard_16(vec_of_ints(odd));
@@ -902,14 +834,6 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
         vec_store(dst, vec_mul(vec_add(first, second), scale), LANES);
         vec_store(dst + LANES, vec_mul(vec_add(first, vec_negative(second)), scale), LANES);
     }
-}
-
-// Element i of w bits. The bits of the next one fall off on top.
-INLINE uint16_t packed_bits(const unsigned char *p, int i, int w) {
-    size_t bit = (size_t)i * w;
-    uint32_t u;
-    memcpy(&u, p + bit / 8, 4);
-    return (uint16_t)(u >> bit % 8 << (16 - w));
 }
 
 // Kernels.unpack. A register takes 2 WIDTH elements, four from each lane of 64 bits. Four elements of w bits
@@ -928,7 +852,11 @@ static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w) {
         U16 element = (U16)four;
         memcpy(h + i, &element, sizeof element);
     }
-    for (int j = 0; i < n; i++, j++) h[i] = packed_bits(p, j, w);
+    for (size_t bit = 0; i < n; i++, bit += (size_t)w) {
+        uint32_t u;                             // the bits of the next element fall off on top
+        memcpy(&u, p + bit / 8, sizeof u);
+        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));
+    }
 }
 
 // ---- products with weights in 8 bits
@@ -1034,8 +962,8 @@ const Kernels PASTE(kernels_, SET) = {
     .swiglu          = swiglu_row,
     .max             = largest_of,
     .count_from      = count_at_least,
-#if defined(__AVX512BF16__)
-    .terms           = 1,
+#if defined(__AVX512VNNI__)
+    .dots_bf16_pairs = dots_bf16_pairs,
 #endif
 };
 
@@ -1057,7 +985,7 @@ const char *const simd_names[] = {              // best first
 static Kernels simd;                            // the one in use
 
 #if defined(KERNELS_X86)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni, kernels_avx512bf16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
 
 // *k = the set of that name -> 0; -1: this processor or its operating system lacks something.
 static int simd_find(Kernels *k, const char *name) {
@@ -1066,13 +994,12 @@ static int simd_find(Kernels *k, const char *name) {
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
               && __builtin_cpu_supports("avx512vl");
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    int bf16 = vnni && __builtin_cpu_supports("avx512bf16"), pairs = !strcmp(name, "avx512bf16");
     *k = !strcmp(name, "plain") ? kernels_plain : !strcmp(name, "avx2") ? kernels_avx2
-       : !strcmp(name, "avx512") ? kernels_avx512 : pairs ? kernels_avx512bf16 : kernels_avx512vnni;
+       : !strcmp(name, "avx512") ? kernels_avx512 : kernels_avx512vnni;
     if (!strcmp(name, "plain")) return 0;
     if (!strcmp(name, "avx2")) return avx2 - 1;
     if (!strcmp(name, "avx512")) return avx512 - 1;
-    return (pairs ? bf16 : vnni) ? simd_x86(k, name) : -1;
+    return vnni ? simd_x86(k, name) : -1;
 }
 #else
 static int simd_find(Kernels *k, const char *name) {
@@ -1331,10 +1258,6 @@ void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, in
 
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {
     scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0});
-}
-
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) {
-    mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0});
 }
 
 void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add) {

@@ -159,7 +159,6 @@ void swiglu(float *g, const float *u, size_t n);                // g = silu(g) *
 void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);  // all f32
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);                  // o += p v, all f32
 
 // Scores of keys of q8_0 are sums of integers (D89). A Q8Query holds up to Q8_COLS columns of four queries, so four of
 // head_dim D take q8_pieces(D) of them.
@@ -245,6 +244,7 @@ typedef struct {
     const char *name;
     void (*dots[3])(const Dots *a);
     void (*dots_pairs)(const Dots *a);          // w and x of bf16, in pairs
+    void (*dots_bf16_pairs)(const Dots *a);     // the same by AVX-512 BF16; NULL: not in this set
     void (*dots_q8)(const Dots *a);             // w: rows of q8_0, of whole blocks
     void (*integers)(Q8Query *to, const float *x, size_t ldx, int m, int n);    // m <= 4 rows, n <= Q8_COLS
     void (*dots8)(const Dots8 *a);

@@ -59,11 +59,6 @@ static void twin_tile_shape(const void *shape) {
     memcpy(&twin.shape, shape, sizeof twin.shape);
 }
 
-// The end of the tiles' use.
-static void twin_tile_end(void) {
-    memset(&twin.shape, 0, sizeof twin.shape);
-}
-
 // Tile t is zeros.
 static void twin_tile_zero(int t) {
     memset(twin.tile[t], 0, TILE_BYTES);
@@ -120,7 +115,7 @@ static void twin_tile_product(int c, int a, int b) {
 #define TARGET_AMX TARGET("amx-tile,amx-bf16")
 #define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
 #define tile_shape(shape)   do { MEMORY_IS_READ; if (twins) twin_tile_shape(shape); else _tile_loadconfig(shape); } while (0)
-#define tile_end()          do { if (twins) twin_tile_end(); else _tile_release(); } while (0)
+#define tile_end()          do { if (!twins) _tile_release(); } while (0)
 #define tile_zero(t)        do { if (twins) twin_tile_zero(t); else _tile_zero(t); } while (0)
 #define tile_load(t, p, by) \
     do { MEMORY_IS_READ; if (twins) twin_tile_load(t, p, by); else _tile_loadd(t, p, by); } while (0)
@@ -370,13 +365,15 @@ TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
 TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
 TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
 
-// matmul for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
-// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
+// Kernels.product in tiles, TILE_ROWS rows of x after TILE_ROWS rows. First x is split into terms. Then a job is
+// at most TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
 // through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
 // all panels before the next, so that their terms stay in the second-level cache; a thread meets the
 // same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
 // to add them.
-static void matmul_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
+static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
+    for (; T > TILE_ROWS; T -= TILE_ROWS, y += (size_t)TILE_ROWS * w->rows, x += (size_t)TILE_ROWS * w->cols)
+        product_tiles(y, x, w, TILE_ROWS, block_of);
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
@@ -410,12 +407,6 @@ static void matmul_tiles(float *y, const float *x, const Tensor *w, int T, void 
                     });
         }
     }
-}
-
-// Kernels.product, TILE_ROWS rows of x after TILE_ROWS rows
-static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
-    for (int t = 0; t < T; t += TILE_ROWS)
-        matmul_tiles(y + (size_t)t * w->rows, x + (size_t)t * w->cols, w, min_int(T - t, TILE_ROWS), block_of);
 }
 
 static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
@@ -482,19 +473,19 @@ static int amx_can(void) {
 #endif
 }
 
-// Adds to *k, which is avx512vnni or avx512bf16, what the set of that name has -> 0; -1: this processor cannot.
+// Adds to *k, which is avx512vnni, what the set of that name has -> 0; -1: this processor cannot.
 int simd_x86(Kernels *k, const char *name) {
-    int amx = !strcmp(name, "amx"), twins = !strcmp(name, "amx-plain"), pairs = !strcmp(name, "pairs-plain");
+    int amx = !strcmp(name, "amx"), bf16 = !strcmp(name, "avx512bf16"), vnni = !strcmp(name, "avx512vnni");
     if (__builtin_cpu_supports("avx512vbmi")) {
         packed_init();
         k->unpack = unpack_vbmi;
     }
-    if (pairs) {
-        k->name = "pairs-plain";
-        k->terms = 1;
-    }
-    if (!amx && !twins) return 0;
-    k->name = amx ? "amx" : "amx-plain";
+    if (vnni) return 0;
+    k->name = name;
+    k->terms = 1;
+    if (bf16) k->dots_pairs = k->dots_bf16_pairs;
+    if (bf16) return __builtin_cpu_supports("avx512bf16") ? 0 : -1;
+    if (!strcmp(name, "pairs-plain")) return 0;
     k->product = amx ? product_amx : product_twins;
     k->product_room = room_amx;
     k->terms = 3;

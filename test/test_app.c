@@ -1401,9 +1401,9 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1449 },
-    { "lib/kernels", 1000, 1800 },
-    { "lib/checkpoint", 1000, 1456 },
+    { "lib/base", 850, 1425 },
+    { "lib/kernels", 1000, 1723 },
+    { "lib/checkpoint", 1000, 1439 },
     { "lib/tokenizer", 1200, 1780 },
     { "lib/template", 900, 1528 },
     { "kvcomp", 6200, 7292 },
