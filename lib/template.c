@@ -223,11 +223,13 @@ static void jinja_store(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
     else jinja_add(j, t, key, v);
 }
 
-// The variable of this name in the innermost scope that has one; undefined when none has.
+// The variable of this name in the innermost scope that has one, else a function; undefined when there is neither.
 static JinjaValue jinja_variable(Jinja *j, JinjaValue name) {
     JinjaValue *v = NULL;
     for (JinjaTable *t = j->scope; t && !v && !j->skip; t = t->outer) v = jinja_find(j, t, name);
-    return v ? *v : undefined;
+    if (v) return *v;
+    int function = !j->skip && jinja_is(name, "raise_exception|strftime_now|namespace|range|dict");
+    return (JinjaValue){ .kind = function ? J_FUNCTION : J_UNDEFINED };
 }
 
 // What a loop goes over: the members of a list, the names of a dict, the characters of a text. A stray byte is a
@@ -621,15 +623,15 @@ static JinjaValue jinja_name(Jinja *j, const char *what) {
 // otherwise one line break, but not behind }}.
 static void jinja_close(Jinja *j, const char *end) {
     jinja_blanks(j);
-    int all = *j->p == '-', none = *j->p == '+';
-    j->p += all || none;
+    char sign = *j->p;
+    j->p += sign == '-' || sign == '+';
     if (strncmp(j->p, end, 2)) {
         jinja_fail(j, "expected '%s', found '%.12s'", end, j->p);
         return;
     }
     j->p += 2;
-    if (all) jinja_blanks(j);
-    else if (*end != '}' && !none && *j->p == '\n') j->p++;
+    if (sign == '-') jinja_blanks(j);
+    else if (*end != '}' && sign != '+' && *j->p == '\n') j->p++;
 }
 
 // ---- Reading: expressions
@@ -1088,23 +1090,16 @@ static void close_thought(Jinja *j) {
     jinja_put(j, jinja_string("\n</think>\n\n"));
 }
 
-// A message's text, whose bytes are marked with its number.
-static JinjaValue message_value(Jinja *j, const char *text, int number) {
-    JinjaValue v = jinja_string(text);
-    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
-    for (size_t i = 0; from && i < v.n; i++) from[i] = (uint16_t)(1 + number % UINT16_MAX);
-    v.from = from;
-    return v;
-}
-
 // Gives the program its variables.
 static void set_variables(Jinja *j, const Message *m, int n, int how) {
-    static const char *const functions[] = { "raise_exception", "strftime_now", "namespace", "range", "dict" };
     JinjaValue messages = jinja_table(j, J_LIST);
     for (int i = 0; i < n && !j->failed; i++) {
-        JinjaValue message = jinja_table(j, J_DICT);
+        JinjaValue message = jinja_table(j, J_DICT), content = jinja_string(m[i].content);
+        uint16_t *from = jinja_memory(j, content.n * sizeof *from);
+        for (size_t k = 0; from && k < content.n; k++) from[k] = (uint16_t)(1 + i % UINT16_MAX);
+        content.from = from;
         jinja_enter(j, message.t, "role", jinja_string(m[i].role));
-        jinja_enter(j, message.t, "content", message_value(j, m[i].content, i));
+        jinja_enter(j, message.t, "content", content);
         jinja_push(j, messages, message);
     }
     jinja_scope(j, NULL);
@@ -1116,7 +1111,6 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
     if (j->tp->bos) jinja_enter(j, j->globals, "bos_token", jinja_string(j->tp->bos));
     if (j->tp->eos) jinja_enter(j, j->globals, "eos_token", jinja_string(j->tp->eos));
     if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
-    for (int k = 0; k < 5; k++) jinja_enter(j, j->globals, functions[k], (JinjaValue){ .kind = J_FUNCTION });
 }
 
 // See template.h. What may be spent grows with the dialogue.

@@ -236,13 +236,11 @@ static void char_put(char **out, uint32_t c) {
     bytes_put(out, utf8, (size_t)(end - utf8));
 }
 
-// Is the character of code c white space? U+3000 is the last one.
-static int code_is_space(uint32_t c) {
+int is_space(const char *s, size_t n, int *len) {
+    uint32_t c = char_code(s, n, len);
     return c == ' ' || (c >= '\t' && c <= '\r') || c == 0x85 || c == 0xa0 || c == 0x1680
            || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
-
-int is_space(const char *s, size_t n, int *len) { return code_is_space(char_code(s, n, len)); }
 
 size_t space_before(const char *s, size_t from, size_t end) {
     if (end == from) return 0;
@@ -901,15 +899,6 @@ static void symbol_put(Encoder *e, int id) {
     arrput(e->sym, s);
 }
 
-// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0 when the model has no byte
-// fallback or a byte has no piece: then it appends nothing.
-static int symbols_of_bytes(Encoder *e, const char *s, int n) {
-    int known = e->t->byte_fallback;
-    for (int i = 0; i < n; i++) known = known && e->t->byte_id[(unsigned char)s[i]] >= 0;
-    for (int i = 0; i < n && known; i++) symbol_put(e, e->t->byte_id[(unsigned char)s[i]]);
-    return known;
-}
-
 // Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes
 // its bytes, else unk, else nothing. Bytes do not end the wait of an unk, and so stand before it.
 static void word_symbols(Encoder *e, const char *s, size_t n) {
@@ -924,10 +913,14 @@ static void word_symbols(Encoder *e, const char *s, size_t n) {
             if (waits) symbol_put(e, t->unk);
             waits = 0;
             symbol_put(e, id);
-        } else if (!symbols_of_bytes(e, s + i, len) && t->unk >= 0) {
-            if (waits && !t->fuse_unk) symbol_put(e, t->unk);
-            waits = 1;
+            continue;
         }
+        int known = t->byte_fallback;       // 1: every byte has a piece <0xNN>
+        for (int k = 0; k < len; k++) known = known && t->byte_id[(unsigned char)s[i + (size_t)k]] >= 0;
+        for (int k = 0; k < len && known; k++) symbol_put(e, t->byte_id[(unsigned char)s[i + (size_t)k]]);
+        if (known || t->unk < 0) continue;
+        if (waits && !t->fuse_unk) symbol_put(e, t->unk);
+        waits = 1;
     }
     if (waits) symbol_put(e, t->unk);
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
@@ -1178,9 +1171,11 @@ void tokenizer_free(Tokenizer *t) {
 
 // Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
 // added token may stand in the BPE vocabulary too.
-static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
+static int piece_add(Tokenizer *t, const Json *number, const char *s, size_t n, int flags, char err[512]) {
     int has = text_id(t, s, n);         // the id that the text has, or -1
+    int64_t id = json_is(number, JSON_NUMBER) && number->is_int ? number->i : -1;
     size_t size = arrlenu(t->piece);
+    if (!json_is(number, JSON_NUMBER) || !number->is_int) return fault(err, "the id of token '%.100s' is no integer", s);
     if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (n > MAX_PIECE)
@@ -1221,16 +1216,6 @@ static void added_put(Tokenizer *t, int id, int kind) {
     t->starts[kind][(unsigned char)*a.text] = 1;
 }
 
-// Appends the bytes that a text stands for in the byte alphabet. Returns 0 when a character is not of the alphabet.
-static int bytes_of_alphabet(const char *text, char **out) {
-    int len, b = 0;
-    for (size_t i = 0, n = arrlenu(text); i < n && b >= 0; i += (size_t)len) {
-        b = char_byte(char_code(text + i, n - i, &len));
-        arrput(*out, (char)b);
-    }
-    return b >= 0;
-}
-
 // Makes the decoded form of every piece, from the flags dec_*.
 static void decode_table(Tokenizer *t) {
     char *text = NULL, *out = NULL;
@@ -1242,8 +1227,13 @@ static void decode_table(Tokenizer *t) {
         if (p->flags & PIECE_NORMALIZED) normalize(t, &text);
 
         // A piece with a character outside the byte alphabet stands for itself.
-        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED);
-        if (!alphabet || !bytes_of_alphabet(text, &out)) {
+        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED), len;
+        for (size_t i = 0, n = arrlenu(text); i < n && alphabet; i += (size_t)len) {
+            int b = char_byte(char_code(text + i, n - i, &len));
+            alphabet = b >= 0;
+            arrput(out, (char)b);
+        }
+        if (!alphabet) {
             arrsetlen(out, 0);
             bytes_put(&out, text, arrlenu(text));
             if (t->dec_space) replace_all(&out, BLANK_MARK, " ");
@@ -1293,19 +1283,18 @@ static int each(Tokenizer *t, const Json *obj, const char *key, char err[512],
 
 // A step of "normalizer": NFC, Prepend, or Replace of a text.
 static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
-    const char *type = json_text(n, "type"), *from = json_text(json_get(n, "pattern"), "String");
-    int kind = word_place("NFC|Prepend|Replace", type);
-    const char *to = json_text(n, kind == 1 ? "prepend" : "content");
+    int kind = word_place("NFC|Prepend|Replace", json_text(n, "type"));
+    const char *from = kind == 2 ? json_text(json_get(n, "pattern"), "String") : "";
+    const char *to = kind == 2 ? json_text(n, "content") : kind == 1 ? json_text(n, "prepend") : "";
     NormStep step = { .nfc = kind == 0 };
     if (kind < 0) return refuse_type(err, "a normalizer", n);
-    if (kind == 1) from = "";
-    if (kind && ((kind == 2 && !*from) || !*to || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to))
-        return fault(err, "normalizer %s: only short texts are supported", type);
+    if ((kind > 0 && !*to) || (kind == 2 && !*from) || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to)
+        return fault(err, "normalizer %s: only short texts are supported", json_text(n, "type"));
     if (arrlen(t->norm) == MAX_STEPS)
         return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
     if (kind == 0) nfc_load();
-    snprintf(step.from, sizeof step.from, "%s", kind ? from : "");
-    snprintf(step.to, sizeof step.to, "%s", kind ? to : "");
+    strcpy(step.from, from);
+    strcpy(step.to, to);
     arrput(t->norm, step);
     return 0;
 }
@@ -1388,13 +1377,8 @@ static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
     if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
         return fault(err, "model.vocab: expected an object with tokens");
-    for (int i = 0; i < vocab->n; i++) {
-        const Json *id = &vocab->item[i];
-        const char *text = vocab->key[i];
-        if (id->type != JSON_NUMBER || !id->is_int)
-            return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
-        if (piece_add(t, id->i, text, strlen(text), TOKEN_MODEL, err)) return -1;
-    }
+    for (int i = 0; i < vocab->n; i++)
+        if (piece_add(t, &vocab->item[i], vocab->key[i], strlen(vocab->key[i]), TOKEN_MODEL, err)) return -1;
     for (int b = 0; b < 256; b++) {
         char name[8];
         snprintf(name, sizeof name, "<0x%02X>", b);
@@ -1460,34 +1444,28 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
 }
 
-// Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in their files, but a
-// user must not be able to write them either.
-static int looks_special(const char *s, size_t n) {
-    int opens = !strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4);
-    return n > 4 && opens && s[n - 1] == '>';
-}
-
-// "added_tokens". Needs the normalizer, which rewrites those that are normalized.
+// "added_tokens". Needs the normalizer, which rewrites those that are normalized. A token that looks like a turn mark is
+// guarded: DeepSeek's <｜User｜> and its like are not "special" in their files, but a user must not be able to write
+// them either.
 static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (json_none(list)) return 0;
     if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
         const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
-        if (!json_is(id, JSON_NUMBER) || !id->is_int)
-            return fault(err, "added_tokens[%d].id is not an integer", i);
         if (!json_is(content, JSON_STRING) || !content->len)
             return fault(err, "added_tokens[%d].content is no text, or empty", i);
         if (flag(j, "single_word", 0, err))
             return fault(err, "added token '%.100s': single_word is not supported", content->str);
 
         int special = flag(j, "special", 0, err), normalized = flag(j, "normalized", !special, err);
-        int flags = TOKEN_ADDED;
+        int flags = TOKEN_ADDED, opens = !strncmp(content->str, "<|", 2) || !strncmp(content->str, "<｜", 4);
+        int mark = opens && content->len > 4 && content->str[content->len - 1] == '>';
         if (special) flags |= TOKEN_SPECIAL;
-        if (special || looks_special(content->str, content->len)) flags |= TOKEN_GUARDED;
+        if (special || mark) flags |= TOKEN_GUARDED;
         if (normalized) flags |= PIECE_NORMALIZED;
         if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
         if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
-        if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
+        if (piece_add(t, id, content->str, content->len, flags, err)) return -1;
         added_put(t, (int)id->i, normalized ? ADDED_NORMALIZED : ADDED_RAW);
         if (flags & TOKEN_GUARDED) added_put(t, (int)id->i, ADDED_GUARDED);
     }
@@ -1542,18 +1520,6 @@ static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
     return 0;
 }
 
-// Reads the members of the file j into t, each after those it needs.
-static int load_members(Tokenizer *t, const Json *j, char err[512]) {
-    if (each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)) return -1;
-    if (each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)) return -1;
-    if (load_model(t, json_get(j, "model"), err)) return -1;
-    if (load_added(t, json_get(j, "added_tokens"), err)) return -1;
-    if (each(t, json_get(j, "decoder"), "decoders", err, read_decoder)) return -1;
-    if (each(t, json_get(j, "post_processor"), "processors", err, read_post_processor)) return -1;
-    decode_table(t);
-    return *err ? -1 : 0;       // a flag may have been neither true nor false
-}
-
 // ---- Loading: a file and its folder
 Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     char why[256];
@@ -1569,9 +1535,18 @@ Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     Tokenizer *t = xcalloc(1, sizeof *t);
     t->unk = t->bos = t->eos = -1;
     t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
-    int bad = load_members(t, j, err);
+
+    // Each member after those it needs. A flag may have been neither true nor false, which err says.
+    int bad = each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)
+              || each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)
+              || load_model(t, model, err) || load_added(t, added, err)
+              || each(t, json_get(j, "decoder"), "decoders", err, read_decoder)
+              || each(t, json_get(j, "post_processor"), "processors", err, read_post_processor) || *err;
     json_free(j);
-    if (!bad) return t;
+    if (!bad) {
+        decode_table(t);
+        return t;
+    }
     tokenizer_free(t);
     return NULL;
 }
