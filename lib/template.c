@@ -1108,8 +1108,11 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
     jinja_enter(j, j->globals, "tools", (JinjaValue){ .kind = J_NONE });
     jinja_enter(j, j->globals, "documents", (JinjaValue){ .kind = J_NONE });
     jinja_enter(j, j->globals, "add_generation_prompt", jinja_bool(how & RENDER_PROMPT));
-    if (j->tp->bos) jinja_enter(j, j->globals, "bos_token", jinja_string(j->tp->bos));
-    if (j->tp->eos) jinja_enter(j, j->globals, "eos_token", jinja_string(j->tp->eos));
+    const Tokenizer *t = j->tp->t;
+    const int role[] = { tokenizer_bos(t), tokenizer_eos(t) };
+    for (int k = 0, len; k < 2; k++)
+        if (role[k] >= 0)
+            jinja_enter(j, j->globals, k ? "eos_token" : "bos_token", jinja_string(tokenizer_text(t, role[k], &len)));
     if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
 }
 
@@ -1215,38 +1218,29 @@ void template_free(Template *tp) {
     free(tp->no_system);
     free(tp->name);
     free(tp->source);
-    free(tp->bos);
-    free(tp->eos);
     free(tp);
 }
 
-// The program in a parsed tokenizer_config.json: its chat_template is a text, or a list of {name,
-// template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when the
-// member is neither.
-static char *config_program(const Json *config, const char *file, char err[512]) {
-    const Json *c = json_get(config, "chat_template"), *list = c;
-    if (json_none(c)) return copy_text("");
-    for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
-        if (!strcmp(json_text(&list->item[i], "name"), "default"))
-            c = json_get(&list->item[i], "template");
-    if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
-    else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
-    else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
-    else return copy_bytes(c->str, c->len);
-    return NULL;
-}
-
-// The program of a folder. Returns a copy, "" when there is none, NULL and err when a file is broken.
+// The program of a folder: chat_template.jinja, else that of tokenizer_config.json, a text, or a list of {name,
+// template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when a file is broken.
 static char *folder_program(const char *dir, char err[512]) {
-    char file[1200];
+    char file[1200], *program = NULL;
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
     if (file_exists(file)) return read_plain_text(file, &n, err);
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
     if (!file_exists(file)) return copy_text("");
-    Json *j = json_read(file, MOST_TEXT, err);
-    char *program = j ? config_program(j, file, err) : NULL;
-    json_free(j);
+    Json *config = json_read(file, MOST_TEXT, err);
+    if (!config) return NULL;
+    const Json *c = json_get(config, "chat_template"), *list = c;
+    for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
+        if (!strcmp(json_text(&list->item[i], "name"), "default")) c = json_get(&list->item[i], "template");
+    if (json_none(list)) program = copy_text("");
+    else if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
+    else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
+    else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
+    else program = copy_bytes(c->str, c->len);
+    json_free(config);
     return program;
 }
 
@@ -1262,20 +1256,6 @@ static int template_take(Template *tp, const char *program, char err[512]) {
     bytes -= bytes && tp->source[bytes - 1] == '\n';        // ... and drops the last one
     tp->source[bytes] = 0;
     return 0;
-}
-
-// The text of a token, malloc'd; NULL: the tokenizer has none (-1).
-static char *token_name(const Tokenizer *t, int id) {
-    int len;
-    const char *name = tokenizer_text(t, id, &len);
-    return id < 0 ? NULL : copy_bytes(name, (size_t)len);
-}
-
-// Adds an id to those that end a reply, once.
-static void stop_add(Template *tp, int id) {
-    for (int i = 0; i < (int)arrlen(tp->stop); i++)
-        if (tp->stop[i] == id) return;
-    if (id >= 0) arrput(tp->stop, id);
 }
 
 // A dialogue by which a template is tried. Without its first message it has no system message.
@@ -1296,31 +1276,29 @@ static char *template_probe(const Template *tp, const Message *m, int n, int mar
     return text;
 }
 
-// How the program ends a reply: with the token behind the words of one. Other tokens that end one go with it. 0, or
-// -1 and err when the program cannot write a dialogue.
-static int template_stops(Template *tp, char err[512]) {
+// Tries the program. stop: it ends a reply with the token behind the words of one, and other tokens that end one go
+// with it; no_system: does it write a system message? own_system: has it one, which an empty one keeps away? 0, or -1
+// and err when it cannot write a dialogue.
+static int template_try(Template *tp, char err[512]) {
     static const char *const stops[] = {
         "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>",
     };
-    int len;
-    size_t end;
-    char *text = template_probe(tp, short_dialogue + 1, 3, 2, &end, err);
-    if (!text) return -1;
-    while (end && isspace((unsigned char)text[end])) end++;
-    if (end) stop_add(tp, tokenizer_guarded_at(tp->t, text + end, strlen(text + end), &len));
-    free(text);
-    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++)
-        stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
-    return 0;
-}
-
-// Does the program write a system message, and has it one of its own, which an empty one keeps away? Sets no_system and
-// own_system. 0, or -1 and err.
-static int template_system(Template *tp, char err[512]) {
     const Message *m = short_dialogue, empty[] = { { .role = "system", .content = "" }, m[1] };
     char why[512] = "it writes the words of a system message nowhere";
-    size_t words, system;
-    char *text = template_probe(tp, m + 1, 1, 1, &words, err);
+    int id = -1, len;
+    size_t end, words, system;
+    char *text = template_probe(tp, m + 1, 3, 2, &end, err);
+    if (!text) return -1;
+    while (end && isspace((unsigned char)text[end])) end++;
+    if (end) id = tokenizer_guarded_at(tp->t, text + end, strlen(text + end), &len);
+    if (id >= 0) arrput(tp->stop, id);
+    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) {
+        id = text_id(tp->t, stops[k], strlen(stops[k]));
+        if (id >= 0) arrput(tp->stop, id);
+    }
+    free(text);
+
+    text = template_probe(tp, m + 1, 1, 1, &words, err);
     if (!text) return -1;
     char *with = template_probe(tp, m, 2, 1, &system, why);
     if (!with || !system) tp->no_system = copy_text(why);
@@ -1362,15 +1340,12 @@ Template *template_load(const char *dir, const char *name, const Tokenizer *t, c
     Template *tp = xcalloc(1, sizeof *tp);
     tp->t = t;
     tp->name = copy_text(named ? named->name : name ? name : "the model's own");
-    tp->bos = token_name(t, tokenizer_bos(t));
-    tp->eos = token_name(t, tokenizer_eos(t));
     int bad = (!named && !program) || template_date(&tp->today, why);
     if (!bad && named && *named->needs && text_id(t, named->needs, strlen(named->needs)) < 0)
         bad = fault(why, "chat template %s needs the token %s, which this tokenizer does not have", named->name,
                     named->needs);
     if (!bad) {
-        bad = template_take(tp, named ? named->source : program, reason) || template_stops(tp, reason)
-              || template_system(tp, reason);
+        bad = template_take(tp, named ? named->source : program, reason) || template_try(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }
     free(program);
