@@ -1285,17 +1285,17 @@ static int template_try(Template *tp, char err[512]) {
     };
     const Message *m = short_dialogue, empty[] = { { .role = "system", .content = "" }, m[1] };
     char why[512] = "it writes the words of a system message nowhere";
-    int id = -1, len;
     size_t end, words, system;
     char *text = template_probe(tp, m + 1, 3, 2, &end, err);
     if (!text) return -1;
     while (end && isspace((unsigned char)text[end])) end++;
-    if (end) id = tokenizer_guarded_at(tp->t, text + end, strlen(text + end), &len);
-    if (id >= 0) arrput(tp->stop, id);
+    int *ids = end ? encode_at(tp->t, text + end, strlen(text + end), 1, 0, NULL) : NULL;
+    if (arrlen(ids) && tokenizer_flags(tp->t, *ids) & TOKEN_GUARDED) arrput(tp->stop, *ids);
     for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) {
-        id = text_id(tp->t, stops[k], strlen(stops[k]));
+        int id = text_id(tp->t, stops[k], strlen(stops[k]));
         if (id >= 0) arrput(tp->stop, id);
     }
+    arrfree(ids);
     free(text);
 
     text = template_probe(tp, m + 1, 1, 1, &words, err);

@@ -190,13 +190,6 @@ static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, siz
     return best;
 }
 
-int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) {
-    size_t size = 0;
-    int id = n ? added_here(t, ADDED_GUARDED, s, n, &size) : -1;
-    *len = (int)size;
-    return id;
-}
-
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
 static int model_id(const Tokenizer *t, const char *s, size_t n) {
     int id = text_id(t, s, n);

@@ -58,9 +58,6 @@ int text_id(const Tokenizer *t, const char *s, size_t n);
 const char *tokenizer_text (const Tokenizer *t, int id, int *len);
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
-// The longest guarded token whose text the n bytes at s begin with, and its length in *len; -1 and 0.
-int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len);
-
 // ---- White space
 // Do the n >= 1 bytes at s begin with white space? *len is the length of their first character.
 int is_space(const char *s, size_t n, int *len);

@@ -410,8 +410,6 @@ TEST(tokenizer_lookups, "ids, sizes, BOS and flags; an id outside the tokenizer 
     CHECK(tokenizer_adds_bos(t) && tokenizer_bos(t) == tokenizer_id(t, "<|begin_of_text|>"), "bos %d", tokenizer_bos(t));
     CHECK(!strncmp(tokenizer_bytes(t, eot, &len), "<|eot_id|>", 10) && len == 10, "%d", len);
     CHECK(!strcmp(tokenizer_text(t, eot, &len), "<|eot_id|>") && len == 10, "%d", len);
-    CHECK(tokenizer_guarded_at(t, "<|eot_id|>x", 11, &len) == eot && len == 10, "%d", len);
-    CHECK(tokenizer_guarded_at(t, "<|eot_id|>x", 9, &len) == -1 && len == 0, "%d", len);
     CHECK(!*tokenizer_bytes(t, tokenizer_size(t), &len) && !len && !*tokenizer_bytes(t, -1, &len) && !len, "%d", len);
     CHECK(!*tokenizer_text(t, -1, &len) && !len && !tokenizer_flags(t, 1 << 30), "%d", len);
     CHECK(!tokenizer_is_special(t, -7) && !tokenizer_is_special(t, 1 << 30), "an id outside is special");
