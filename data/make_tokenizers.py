@@ -22,8 +22,8 @@ chats.json        dialogues: template program, tokenizer, and per turn the ids t
                   reply
 programs.json     template programs as models are published with them, and the ids of whole dialogues;
                   programs that are refused
-                  (chats.json and programs.json are the only place of their programs: what is made anew is
-                  what stands in "turns" and in "ids")
+                  (These three are the only place of their patterns and programs: what is made anew is what
+                  stands in "words", "turns" and "ids".)
 
 Varints are base 128, low bits first. All texts are made here: word lists of this file, shuffled by a seeded
 generator.
@@ -453,12 +453,6 @@ def chat_turns(tok, fast, auto, chat, dialogue):
     return turns
 
 
-def kept(name):
-    """A file of data/tokenizers that keeps what it was made of."""
-    with open(os.path.join(HERE, name), encoding="utf-8") as f:
-        return json.load(f)
-
-
 def chats(tokenizers):
     """chats.json with the turns of every chat anew."""
     all_chats = kept("chats.json")
@@ -593,6 +587,12 @@ def write(name, data):
         f.write(data)
 
 
+def kept(name):
+    """A file of data/tokenizers that keeps what it was made of."""
+    with open(os.path.join(HERE, name), encoding="utf-8") as f:
+        return json.load(f)
+
+
 CONFIGS = {
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "smollm2": {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}},
@@ -684,50 +684,15 @@ def write_pieces(name, t, cases):
     write(name + ".pieces", out)
 
 
-# Patterns of known parts that no model has: pattern, behavior, invert.
-PATTERNS = [
-    (r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Nd}{1,2}|\s+$|\s", "Isolated", False),
-    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
-     r"\s+(?!\S)|\s", "Isolated", False),
-    (r"\d{1,3}(?=(?:\d{3})*(?:\D|$))", "Isolated", False),
-    (r"[\p{L}\p{M}]+(?:['’](?i:s|t|re))?|[+-]?\d+(?:[.,]\d+)*|[^\p{L}\d\s]|\s+", "Isolated", False),
-    (r"\p{L}+|[^\p{L}\s]+", "Isolated", True),
-    (r"[\d\p{L}½-]+", "Isolated", False),
-    (r"\s", "Removed", False),
-    (r"\S+", "Removed", True),
-    (r"[aeiou]", "MergedWithPrevious", False),
-    (r"[A-Z\p{P}]", "MergedWithNext", False),
-    (r"\p{N}", "Contiguous", False),
-    (r"(?:ab|a)(?:c|bcd)?|x*y|[^\n]", "Isolated", False),
-    (r"\s*$", "Isolated", False),
-    (r"a*", "Isolated", False),
-    (r"\p{Zs}?\P{Z}(?:\p{Mn}|\u200d\P{Z})*".replace(r"\u200d", "\u200d"), "Isolated", False),
-    (r"(?!\d)[\d\p{L}]{2,}|(?=[\d_])[^\s.]{2}", "Isolated", False),
-    (r"[一-龥぀-ヿ]+|[\p{Lt}\p{Lm}\p{Lo}]|\P{L}+", "Isolated", False),
-    (r"(?i:k|the|[x-z'])+", "Isolated", False),
-    (r"\p{S}+|\p{Pd}|\p{Ps}[^\p{Pe}\n]*\p{Pe}|\p{C}", "Isolated", False),
-    (r"(\r?\n)+|\t{1,2}|[ ]{2,}", "Isolated", False),
-]
-PATTERN_TEXTS = [
-    "The ABCs: HTMLParser2 reads 1234567 bytes (or 3.14, -2,5)  in camelCase_words_2!  ",
-    "I'm, you'RE, she'S, we’re, 'ſ Kk \u212a\u017f xyz'XYZ the THE",
-    "a\n\n  b\r\n\tc \n d\t\t\te\n",
-    "naïve cafe\u0301 Ångström ǅ ʰA ½ ² Ⅷ ٣٤٥٦ ①② Ⓐ 🅰 1_000_000",
-    "世界と日本語テキスト 한국어 שלום नमस्ते, 👨\u200d👩\u200d👧 👍🏽 «x» [y {z}] — 5–6 €7 <a|b>",
-    "abcd abc ab a bcd xxy xx yx y aabaaac \u00a0\u3000\u2028x",
-    "12 123 1234 12345 123456 1234567. 0",
-]
-
-
 def patterns():
-    """The words that the patterns cut the texts into."""
-    out = []
-    for pattern, behavior, invert in PATTERNS:
-        name = {"MergedWithPrevious": "merged_with_previous", "MergedWithNext": "merged_with_next"}
-        step = pre_tokenizers.Split(Regex(pattern), name.get(behavior, behavior.lower()), invert)
-        words = [[len(w.encode()) for w, _ in step.pre_tokenize_str(t)] for t in PATTERN_TEXTS]
-        out.append({"pattern": pattern, "behavior": behavior, "invert": invert, "words": words})
-    return {"texts": PATTERN_TEXTS, "patterns": out}
+    """patterns.json with the words anew that its patterns, which no model has, cut the texts into."""
+    made = kept("patterns.json")
+    for p in made["patterns"]:
+        behavior = {"MergedWithPrevious": "merged_with_previous", "MergedWithNext": "merged_with_next"}
+        behavior = behavior.get(p["behavior"], p["behavior"].lower())
+        step = pre_tokenizers.Split(Regex(p["pattern"]), behavior, p["invert"])
+        p["words"] = [[len(w.encode()) for w, _ in step.pre_tokenize_str(t)] for t in made["texts"]]
+    return made
 
 
 def main():
