@@ -189,58 +189,47 @@ TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut a
 
 TEST(tokenizer_refuses_patterns, "a construct that the matcher does not know is refused with its text and its place") {
     static const struct {
-        const char *pattern, *says;
+        const char *says, *pattern[5];
     } bad[] = {
-        { "", "no pattern" },
-        { "a\\p{Han}+", "this property is not supported: '\\p{Han}' at byte 1 of the pattern 'a\\p{Han}+'" },
-        { "\\p{Lu", "a property without {..}" },
-        { "\\pL", "a property without {..}" },
-        { "ab(?<=a)b", "this kind of group is not supported: '(?<' at byte 2" },
-        { "(?<!a)b", "this kind of group is not supported: '(?<' at byte 0" },
-        { "(?>a+)b", "this kind of group" },
-        { "(?i)a", "this kind of group" },
-        { "(a)\\1", "this escape is not supported: '\\1' at byte 3" },
-        { "a\\b", "this escape is not supported: '\\b' at byte 1" },
-        { "\\é", "this escape is not supported: '\\é'" },
-        { "\\", "this escape" },
-        { "[a-z&&[^b]]", "a set inside a set" },
-        { "[[:alpha:]]", "a set inside a set" },
-        { "[a-z", "a set without an end" },
-        { "[", "a set without an end" },
-        { "[]", "a set without members" },
-        { "[^]", "a set without members" },
-        { "[z-a]", "this range is not supported: 'z-a' at byte 1" },
-        { "[\\d-z]", "this range" },
-        { "[a-z-9]", "this range" },
-        { "(ab", "a group without an end is not supported: '(ab' at byte 0" },
-        { "ab)", "a bracket that closes nothing is not supported: ')' at byte 2" },
-        { "*a", "a quantifier of nothing" },
-        { "a|+", "a quantifier of nothing" },
-        { "a{", "this count" },
-        { "a{3,2}", "this count" },
-        { "a{1000}", "this count" },
-        { "a**", "a quantifier of nothing" },
-        { "a{2}?", "a quantifier of nothing, or of another one" },
-        { "a*?", "a quantifier of nothing, or of another one" },
-        { "a{,2}", "this count" },
-        { "^a", "this character, which stands for others, is not supported: '^' at byte 0" },
-        { "a.", "this character, which stands for others, is not supported: '.' at byte 1" },
-        { "\\w+", "this escape is not supported: '\\w' at byte 0" },
-        { "\\p{^L}", "this property is not supported: '\\p{^L}' at byte 0" },
-        { "(ab)++", "a possessive quantifier of more than one character" },
-        { "(a*)*", "repeating a group that may be empty" },
-        { "(?!a)+", "repeating a group that may be empty" },
-        { "(?i:é)", "this inside (?i:..) is not supported: 'é' at byte 4" },
-        { "(?i:\\p{L})", "this inside (?i:..)" },
-        { "(?i:ss)", "a pair of letters" },
-        { "(((((((((((((((((((((a)))))))))))))))))))))", "so deep a group" },
-        { "((((a{99}){99}){99}){99})", "so large a pattern" },
+        { "no pattern", { "" } },
+        { "this property is not supported: '\\p{Han}' at byte 1 of the pattern 'a\\p{Han}+'", { "a\\p{Han}+" } },
+        { "a property without {..}", { "\\p{Lu", "\\pL" } },
+        { "this kind of group is not supported: '(?<' at byte 2", { "ab(?<=a)b" } },
+        { "this kind of group is not supported: '(?<' at byte 0", { "(?<!a)b" } },
+        { "this kind of group", { "(?>a+)b", "(?i)a" } },
+        { "this escape is not supported: '\\1' at byte 3", { "(a)\\1" } },
+        { "this escape is not supported: '\\b' at byte 1", { "a\\b" } },
+        { "this escape is not supported: '\\é'", { "\\é" } },
+        { "this escape", { "\\" } },
+        { "a set inside a set", { "[a-z&&[^b]]", "[[:alpha:]]" } },
+        { "a set without an end", { "[a-z", "[" } },
+        { "a set without members", { "[]", "[^]" } },
+        { "this range is not supported: 'z-a' at byte 1", { "[z-a]" } },
+        { "this range", { "[\\d-z]", "[a-z-9]" } },
+        { "a group without an end is not supported: '(ab' at byte 0", { "(ab" } },
+        { "a bracket that closes nothing is not supported: ')' at byte 2", { "ab)" } },
+        { "a quantifier of nothing", { "*a", "a|+", "a**" } },
+        { "this count", { "a{", "a{3,2}", "a{1000}", "a{,2}" } },
+        { "a quantifier of nothing, or of another one", { "a{2}?", "a*?" } },
+        { "this character, which stands for others, is not supported: '^' at byte 0", { "^a" } },
+        { "this character, which stands for others, is not supported: '.' at byte 1", { "a." } },
+        { "this escape is not supported: '\\w' at byte 0", { "\\w+" } },
+        { "this property is not supported: '\\p{^L}' at byte 0", { "\\p{^L}" } },
+        { "a possessive quantifier of more than one character", { "(ab)++" } },
+        { "repeating a group that may be empty", { "(a*)*", "(?!a)+" } },
+        { "this inside (?i:..) is not supported: 'é' at byte 4", { "(?i:é)" } },
+        { "this inside (?i:..)", { "(?i:\\p{L})" } },
+        { "a pair of letters", { "(?i:ss)" } },
+        { "so deep a group", { "(((((((((((((((((((((a)))))))))))))))))))))" } },
+        { "so large a pattern", { "((((a{99}){99}){99}){99})" } },
     };
     char err[512];
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        *err = 0;
-        OWN_TOKENIZER *t = split_tokenizer(bad[i].pattern, "Isolated", 0, err);
-        CHECK(!t && strstr(err, bad[i].says), "%s: %s", bad[i].pattern, t ? "accepted" : err);
+        for (const char *const *p = bad[i].pattern; *p; p++) {
+            *err = 0;
+            OWN_TOKENIZER *t = split_tokenizer(*p, "Isolated", 0, err);
+            CHECK(!t && strstr(err, bad[i].says), "%s: %s", *p, t ? "accepted" : err);
+        }
     }
     OWN_TOKENIZER *sideways = split_tokenizer("a", "Sideways", 0, err);
     CHECK(!sideways && strstr(err, "Sideways"), "%s", err);
