@@ -474,10 +474,11 @@ static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
     if (x.kind == J_TEXT && jinja_is(name, "raise_exception"))
         return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
-    if (x.kind == J_TEXT && x.n < 64 && jinja_is(name, "strftime_now")) {
-        char format[64], *date = jinja_memory(j, 256);
-        snprintf(format, sizeof format, "%.*s", (int)x.n, x.s);
-        if (date && strftime(date, 256, format, &j->tp->today)) return jinja_string(date);
+    if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) {
+        char format[64] = "", *date = jinja_memory(j, 256);
+        if (x.n < sizeof format) memcpy(format, x.s, x.n);
+        if (!date || !strftime(date, 256, format, &j->tp->today)) return jinja_fail(j, "the date as this text");
+        return jinja_string(date);
     }
     if (x.kind == J_INT && jinja_is(name, "range")) {
         JinjaValue list = jinja_table(j, J_LIST);
