@@ -176,11 +176,11 @@ const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-// The longest added token of a kind that the n >= 1 bytes at s begin with, and its length in *len; -1 and 0.
+// The longest added token of a kind that the n bytes at s begin with, and its length in *len; -1 and 0.
 static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, size_t *len) {
     int best = -1;
     *len = 0;
-    for (int i = 0; t->starts[kind][(unsigned char)*s] && i < (int)arrlen(t->added); i++) {
+    for (int i = 0; i < (int)arrlen(t->added); i++) {
         const Added *a = &t->added[i];
         size_t size = arrlenu(a->text);
         if (a->kind != kind || size <= *len || size > n || memcmp(s, a->text, size)) continue;
@@ -1016,18 +1016,16 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
 }
 
 // ---- Encoding
-// How many bytes from i on the template has written, as far as a token may reach.
-static size_t own_bytes(const Encoder *e, size_t i, size_t n) {
-    size_t end = i;
-    while (end < n && end < i + MAX_PIECE && !e->own[end]) end++;
-    return end - i;
-}
-
 // The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
 // Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
 static int added_next(const Encoder *e, int kind, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
     for (size_t i = from, size; i < n; i += max_size(size, 1)) {
-        int id = added_here(e->t, kind, s + i, kind == ADDED_GUARDED ? own_bytes(e, i, n) : n - i, &size);
+        size_t most = n - i;                            // bytes that it may have
+        size = 0;
+        if (!e->t->starts[kind][(unsigned char)s[i]]) continue;
+        for (size_t k = 0; kind == ADDED_GUARDED && k < min_size(most, MAX_PIECE); k++)
+            if (e->own[i + k]) most = k;                // .. from the template alone
+        int id = added_here(e->t, kind, s + i, most, &size);
         if (id < 0) continue;
         int flags = e->t->piece[id].flags;
         if (flags & TOKEN_GUARDED && !e->special && kind != ADDED_GUARDED) continue;    // here it is plain text
@@ -1166,9 +1164,10 @@ void tokenizer_free(Tokenizer *t) {
 // added token may stand in the BPE vocabulary too.
 static int piece_add(Tokenizer *t, const Json *number, const char *s, size_t n, int flags, char err[512]) {
     int has = text_id(t, s, n);         // the id that the text has, or -1
-    int64_t id = json_is(number, JSON_NUMBER) && number->is_int ? number->i : -1;
+    int whole = json_is(number, JSON_NUMBER) && number->is_int;
+    int64_t id = whole ? number->i : -1;
     size_t size = arrlenu(t->piece);
-    if (!json_is(number, JSON_NUMBER) || !number->is_int) return fault(err, "the id of token '%.100s' is no integer", s);
+    if (!whole) return fault(err, "the id of token '%.100s' is no integer", s);
     if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (n > MAX_PIECE)
