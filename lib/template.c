@@ -301,22 +301,19 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
 // v[from:to:by] as Python has it, of a list or of the characters of a text. given: from, to, by.
 static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3]) {
     if (j->skip) return undefined;
-    for (int k = 0; k < 3; k++) {
-        int kind = given[k].kind;
-        if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
-    }
+    for (int k = 0; k < 3; k++)
+        if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
     if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
     JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
     if (j->failed) return undefined;
 
     // Where it begins, and before which member it ends, moved into the list.
-    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1;
+    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1, edge[2];
     if (!step) return jinja_fail(j, "a part in steps of 0");
-    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
-    long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
+    long low = step > 0 ? 0 : -1, high = low + n;
     for (int k = 0; k < 2; k++) {
-        if (given[k].kind != J_INT) continue;
         long x = given[k].i + (given[k].i < 0 ? n : 0);
+        if (given[k].kind != J_INT) x = (step > 0) == (k == 0) ? low : high;
         edge[k] = x < low ? low : x > high ? high : x;
     }
     for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
