@@ -53,8 +53,8 @@ int tokenizer_adds_bos  (const Tokenizer *t);           // 1: the model was trai
 // The id of the token whose text, as the file writes it, is s; -1: there is none.
 int text_id(const Tokenizer *t, const char *s, size_t n);
 
-// The text of id as the file writes it, and the bytes that id adds to a text; their number is in *len. Those of an id
-// outside are "".
+// The text of id as the file writes it, NUL-terminated, and the bytes that id adds to a text; their number is in *len.
+// Those of an id outside are "".
 const char *tokenizer_text (const Tokenizer *t, int id, int *len);
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
 
