@@ -13,6 +13,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 CATEGORIES = "Cn Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co".split()
+BLANK = len(CATEGORIES)         # stands for what of Cc is white space
 NFC = normalizers.NFC().normalize_str
 
 
@@ -44,29 +45,23 @@ def found(step):
 
 
 def classes():
-    """The general category of every code point, as its place in CATEGORIES."""
+    """The general category of every code point, as its place in CATEGORIES, or BLANK."""
     cls = bytearray(0x110000)
     for code, name in enumerate(CATEGORIES):
         for c in found(pre_tokenizers.Split(Regex(r"\p{%s}" % name), "removed")):
             assert cls[c] == 0, "a character of two categories"
             cls[c] = code
     cls[0xD800:0xE000] = [CATEGORIES.index("Cs")] * 0x800
+    for c in (*range(9, 14), 0x85):
+        cls[c] = BLANK
     return cls
 
 
 def check_shorthands(cls):
-    """White space, digits and word characters are what lib/tokenizer.c makes of the categories."""
-    blanks = {*range(9, 14), 0x85}
-    more = {0xB2, 0xB3, 0xB9, *range(0xBC, 0xBF), *range(0x24B6, 0x24EA)}
-    more |= {*range(0x1F130, 0x1F14A), *range(0x1F150, 0x1F16A), *range(0x1F170, 0x1F18A)}
-    shorthands = {
-        r"\s": ("Zs Zl Zp", blanks),
-        r"\d": ("Nd", set()),
-        r"\w": ("Lu Ll Lt Lm Lo Mn Mc Me Nd Nl Pc", more),
-    }
-    for regex, (names, others) in shorthands.items():
-        wanted = {c for c in POINTS if CATEGORIES[cls[c]] in names.split()} | others
-        assert found(pre_tokenizers.Split(Regex(regex), "removed")) == wanted, regex
+    """White space and digits are what lib/tokenizer.c makes of the categories."""
+    for regex, names, more in ((r"\s", "Zs Zl Zp", [BLANK]), (r"\d", "Nd", [])):
+        codes = [CATEGORIES.index(name) for name in names.split()] + more
+        assert found(pre_tokenizers.Split(Regex(regex), "removed")) == {c for c in POINTS if cls[c] in codes}, regex
 
 
 def class_ranges(cls):
@@ -122,10 +117,12 @@ HEAD = """\
 // unicode_combining       The canonical combining class of every code point, for NFC.
 // unicode_decomposition   The canonical decompositions, for NFC, which composes by them too.
 """
+NUMBERED = ["%d %s" % x for x in enumerate(CATEGORIES + ["the white space of Cc"])]
 CATEGORY = """\
 // Each entry is first code point << 5 | category and holds up to the code point of the next entry. Categories are
 //   %s
-""" % "\n//   ".join(" ".join("%d %s" % x for x in list(enumerate(CATEGORIES))[i:i + 15]) for i in (0, 15))
+//   %s
+""" % (" ".join(NUMBERED[:15]), " ".join(NUMBERED[15:]))
 PUNCTUATION = """\
 // First and last code points of runs: in each either all are cut at and none is \\p{P}, or none and all.
 """

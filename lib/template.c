@@ -223,11 +223,13 @@ static void jinja_store(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
     else jinja_add(j, t, key, v);
 }
 
-// The variable of this name in the innermost scope that has one; undefined when none has.
+// The variable of this name in the innermost scope that has one, else a function; undefined when there is neither.
 static JinjaValue jinja_variable(Jinja *j, JinjaValue name) {
     JinjaValue *v = NULL;
     for (JinjaTable *t = j->scope; t && !v && !j->skip; t = t->outer) v = jinja_find(j, t, name);
-    return v ? *v : undefined;
+    if (v) return *v;
+    int function = !j->skip && jinja_is(name, "raise_exception|strftime_now|namespace|range|dict");
+    return (JinjaValue){ .kind = function ? J_FUNCTION : J_UNDEFINED };
 }
 
 // What a loop goes over: the members of a list, the names of a dict, the characters of a text. A stray byte is a
@@ -299,22 +301,19 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
 // v[from:to:by] as Python has it, of a list or of the characters of a text. given: from, to, by.
 static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3]) {
     if (j->skip) return undefined;
-    for (int k = 0; k < 3; k++) {
-        int kind = given[k].kind;
-        if (kind > J_NONE && kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[kind]);
-    }
+    for (int k = 0; k < 3; k++)
+        if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
     if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
     JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
     if (j->failed) return undefined;
 
     // Where it begins, and before which member it ends, moved into the list.
-    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1;
+    long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1, edge[2];
     if (!step) return jinja_fail(j, "a part in steps of 0");
-    long low = step > 0 ? 0 : -1, high = step > 0 ? n : n - 1;
-    long edge[] = { step > 0 ? low : high, step > 0 ? high : low };
+    long low = step > 0 ? 0 : -1, high = low + n;
     for (int k = 0; k < 2; k++) {
-        if (given[k].kind != J_INT) continue;
         long x = given[k].i + (given[k].i < 0 ? n : 0);
+        if (given[k].kind != J_INT) x = (step > 0) == (k == 0) ? low : high;
         edge[k] = x < low ? low : x > high ? high : x;
     }
     for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
@@ -323,23 +322,19 @@ static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3])
 }
 
 // ---- Filters and tests
-// Bytes of the white space that Python strips and that a text ends with (back 1) or begins with; 0: it does not.
-static size_t jinja_space(JinjaValue v, int back) {
-    int c = back ? v.s[v.n - 1] : *v.s, len = 0;
-    if (c >= 0x1c && c <= 0x1f) return 1;
-    if (back) return space_before(v.s, 0, v.n);
-    return is_space(v.s, v.n, &len) ? (size_t)len : 0;
-}
-
-// A text without the characters of `chars` (no text: white space) at its left end, its right end.
+// A text without the characters of `chars` (no text: white space, with what Python takes for it) at its left end, its
+// right end.
 static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int right) {
     for (int back = 0; back < 2; back++) {
         while ((back ? right : left) && v.n) {
-            size_t m;
-            if (chars.kind == J_TEXT) m = memchr(chars.s, back ? v.s[v.n - 1] : *v.s, chars.n) != NULL;
-            else m = jinja_space(v, back);
+            char c = v.s[back ? v.n - 1 : 0];
+            int m = 0;                                      // the bytes that go
+            if (chars.kind == J_TEXT) m = memchr(chars.s, c, chars.n) != NULL;
+            else if (c >= 0x1c && c <= 0x1f) m = 1;
+            else if (back) m = (int)space_before(v.s, 0, v.n);
+            else m = is_space(v.s, v.n, &m) ? m : 0;
             if (!m) break;
-            v = back ? jinja_cut(v, 0, v.n - m) : jinja_cut(v, m, v.n);
+            v = back ? jinja_cut(v, 0, v.n - (size_t)m) : jinja_cut(v, (size_t)m, v.n);
         }
     }
     return v;
@@ -419,38 +414,45 @@ static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
     return pairs;
 }
 
-// Filters of texts: trim, replace, split ..
-static JinjaValue jinja_apply_text(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
+// The methods v.name(args) and the filters v | name(args)
+static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
-    jinja_spend(j, v.n);
-    if (jinja_is(name, "trim|strip|lstrip|rstrip"))
-        return jinja_strip(v, x, *name.s != 'r', *name.s != 'l');
-    if (jinja_is(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
-    if (jinja_is(name, "length|count")) {
-        long chars = 0;
-        for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
-        return jinja_int(chars);
+    if (j->skip || !jinja_spend(j, v.kind == J_TEXT ? v.n : 0)) return undefined;
+    if (jinja_is(name, "default|d")) {
+        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean")));
+        return stays ? v : jinja_arg(args, 0, "default_value");
     }
-    if (x.kind == J_TEXT && jinja_is(name, "startswith|endswith")) {
-        const char *at = v.s + (*name.s == 'e' && v.n > x.n ? v.n - x.n : 0);
-        return jinja_bool(v.n >= x.n && (!x.n || !memcmp(at, x.s, x.n)));
-    }
-    if (x.kind == J_TEXT && jinja_is(name, "split"))
-        return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
-    if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_is(name, "replace"))
-        return jinja_join(j, jinja_split(j, v, x, -1), y);
-    return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
-}
+    if (jinja_is(name, "string")) return jinja_written(j, v);
+    if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
 
-// Filters of lists and dicts, and what goes over the characters of a text.
-static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, "d"), list = jinja_list(j, v);
+    if (v.kind == J_TEXT) {
+        if (jinja_is(name, "trim|strip|lstrip|rstrip")) return jinja_strip(v, x, *name.s != 'r', *name.s != 'l');
+        if (jinja_is(name, "upper|lower|title|capitalize")) return jinja_case(j, v, name);
+        if (jinja_is(name, "length|count")) {
+            long chars = 0;
+            for (size_t i = 0; i < v.n; i++) chars += (v.s[i] & 0xc0) != 0x80;
+            return jinja_int(chars);
+        }
+        if (x.kind == J_TEXT && jinja_is(name, "startswith|endswith")) {
+            const char *at = v.s + (*name.s == 'e' && v.n > x.n ? v.n - x.n : 0);
+            return jinja_bool(v.n >= x.n && (!x.n || !memcmp(at, x.s, x.n)));
+        }
+        if (x.kind == J_TEXT && jinja_is(name, "split")) return jinja_split(j, v, x, y.kind == J_INT ? y.i : -1);
+        if (x.kind == J_TEXT && y.kind == J_TEXT && jinja_is(name, "replace"))
+            return jinja_join(j, jinja_split(j, v, x, -1), y);
+    }
+
+    // Of a list, of the keys of a dict, or of the characters of a text
+    int many = v.kind == J_LIST || v.kind == J_DICT || !v.kind;
+    if (!many && (v.kind != J_TEXT || !jinja_is(name, "list|first|last|select|reject|join")))
+        return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    JinjaValue list = jinja_list(j, v);
     if (j->failed) return undefined;
     size_t n = list.t->n;
     if (jinja_is(name, "length|count")) return jinja_int((long)n);
     if (jinja_is(name, "list|keys")) return list;
     if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
-    if (jinja_is(name, "join")) return jinja_join(j, list, x);
+    if (jinja_is(name, "join")) return jinja_join(j, list, jinja_arg(args, 0, "d"));
     if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
     if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
     if (v.kind == J_DICT && jinja_is(name, "items")) return jinja_items(j, v);
@@ -463,37 +465,18 @@ static JinjaValue jinja_apply_table(Jinja *j, JinjaValue v, JinjaValue name, Jin
     return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
 }
 
-// The methods v.name(args) and the filters v | name(args)
-static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
-    if (j->skip || !jinja_spend(j, 0)) return undefined;
-    if (jinja_is(name, "default|d")) {
-        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean")));
-        return stays ? v : jinja_arg(args, 0, "default_value");
-    }
-    if (jinja_is(name, "string")) return jinja_written(j, v);
-    if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
-    if (v.kind && v.kind < J_TEXT) return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
-    if (v.kind != J_TEXT || jinja_is(name, "list|first|last|select|reject|join"))
-        return jinja_apply_table(j, v, name, args);
-    return jinja_apply_text(j, v, name, args);
-}
-
 // ---- Functions and operators
-// Today, as the text `format` says. Its time is midnight.
-static JinjaValue jinja_date(Jinja *j, JinjaValue format) {
-    char how[64], *date = jinja_memory(j, 256);
-    snprintf(how, sizeof how, "%.*s", (int)min_size(format.n, 63), format.s);
-    if (!date || format.n > 63 || !strftime(date, 256, how, &j->tp->today))
-        return jinja_fail(j, "the date as this text");
-    return jinja_string(date);
-}
-
 // The functions.
 static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaValue args) {
     JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
     if (x.kind == J_TEXT && jinja_is(name, "raise_exception"))
         return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
-    if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) return jinja_date(j, x);
+    if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) {
+        char format[64] = "", *date = jinja_memory(j, 256);
+        if (x.n < sizeof format) memcpy(format, x.s, x.n);
+        if (!date || !strftime(date, 256, format, &j->tp->today)) return jinja_fail(j, "the date as this text");
+        return jinja_string(date);
+    }
     if (x.kind == J_INT && jinja_is(name, "range")) {
         JinjaValue list = jinja_table(j, J_LIST);
         long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
@@ -638,15 +621,15 @@ static JinjaValue jinja_name(Jinja *j, const char *what) {
 // otherwise one line break, but not behind }}.
 static void jinja_close(Jinja *j, const char *end) {
     jinja_blanks(j);
-    int all = *j->p == '-', none = *j->p == '+';
-    j->p += all || none;
+    char sign = *j->p;
+    j->p += sign == '-' || sign == '+';
     if (strncmp(j->p, end, 2)) {
         jinja_fail(j, "expected '%s', found '%.12s'", end, j->p);
         return;
     }
     j->p += 2;
-    if (all) jinja_blanks(j);
-    else if (*end != '}' && !none && *j->p == '\n') j->p++;
+    if (sign == '-') jinja_blanks(j);
+    else if (*end != '}' && sign != '+' && *j->p == '\n') j->p++;
 }
 
 // ---- Reading: expressions
@@ -674,13 +657,6 @@ static JinjaValue jinja_quoted(Jinja *j) {
         jinja_blanks(j);
     }
     return j->skip ? undefined : jinja_collect(j, at);
-}
-
-// Reads the digits that stand here.
-static JinjaValue jinja_number(Jinja *j) {
-    long n = 0;
-    for (; isdigit((unsigned char)*j->p) && n <= JINJA_NUMBER; j->p++) n = 10 * n + *j->p - '0';
-    return n > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
 }
 
 // Reads what stands between brackets up to `end` as a list or, up to }, a dict: values, for a call also name=value,
@@ -751,7 +727,12 @@ static JinjaValue jinja_call_macro(Jinja *j, JinjaValue macro, JinjaValue args) 
 static JinjaValue jinja_primary(Jinja *j) {
     jinja_blanks(j);
     if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
-    if (isdigit((unsigned char)*j->p)) return jinja_number(j);
+    if (isdigit((unsigned char)*j->p)) {
+        char *end;
+        long n = strtol(j->p, &end, 10);
+        j->p = end;
+        return n > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
+    }
     if (jinja_take(j, "[")) return jinja_members(j, "]");
     if (jinja_take(j, "{")) return jinja_members(j, "}");
     if (jinja_take(j, "(")) {                               // around one value, or a list
@@ -1107,23 +1088,16 @@ static void close_thought(Jinja *j) {
     jinja_put(j, jinja_string("\n</think>\n\n"));
 }
 
-// A message's text, whose bytes are marked with its number.
-static JinjaValue message_value(Jinja *j, const char *text, int number) {
-    JinjaValue v = jinja_string(text);
-    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
-    for (size_t i = 0; from && i < v.n; i++) from[i] = (uint16_t)(1 + number % UINT16_MAX);
-    v.from = from;
-    return v;
-}
-
 // Gives the program its variables.
 static void set_variables(Jinja *j, const Message *m, int n, int how) {
-    static const char *const functions[] = { "raise_exception", "strftime_now", "namespace", "range", "dict" };
     JinjaValue messages = jinja_table(j, J_LIST);
     for (int i = 0; i < n && !j->failed; i++) {
-        JinjaValue message = jinja_table(j, J_DICT);
+        JinjaValue message = jinja_table(j, J_DICT), content = jinja_string(m[i].content);
+        uint16_t *from = jinja_memory(j, content.n * sizeof *from);
+        for (size_t k = 0; from && k < content.n; k++) from[k] = (uint16_t)(1 + i % UINT16_MAX);
+        content.from = from;
         jinja_enter(j, message.t, "role", jinja_string(m[i].role));
-        jinja_enter(j, message.t, "content", message_value(j, m[i].content, i));
+        jinja_enter(j, message.t, "content", content);
         jinja_push(j, messages, message);
     }
     jinja_scope(j, NULL);
@@ -1132,10 +1106,12 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
     jinja_enter(j, j->globals, "tools", (JinjaValue){ .kind = J_NONE });
     jinja_enter(j, j->globals, "documents", (JinjaValue){ .kind = J_NONE });
     jinja_enter(j, j->globals, "add_generation_prompt", jinja_bool(how & RENDER_PROMPT));
-    if (j->tp->bos) jinja_enter(j, j->globals, "bos_token", jinja_string(j->tp->bos));
-    if (j->tp->eos) jinja_enter(j, j->globals, "eos_token", jinja_string(j->tp->eos));
+    const Tokenizer *t = j->tp->t;
+    const int role[] = { tokenizer_bos(t), tokenizer_eos(t) };
+    for (int k = 0, len; k < 2; k++)
+        if (role[k] >= 0)
+            jinja_enter(j, j->globals, k ? "eos_token" : "bos_token", jinja_string(tokenizer_text(t, role[k], &len)));
     if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
-    for (int k = 0; k < 5; k++) jinja_enter(j, j->globals, functions[k], (JinjaValue){ .kind = J_FUNCTION });
 }
 
 // See template.h. What may be spent grows with the dialogue.
@@ -1164,14 +1140,6 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
 }
 
 // ==================================================================================================== IDS
-// Appends the ids of text[0..n), which begins the dialogue if at_start is 1. Guarded tokens are found where the
-// template alone wrote their names.
-static int *ids_of_text(const Template *tp, const char *text, const uint16_t *from, size_t n, int at_start, int how,
-                        int *ids) {
-    if (how & RENDER_TRUST) return encode_at(tp->t, text, n, 1, at_start, ids);
-    return encode_rendered(tp->t, text, from, n, at_start, ids);
-}
-
 // Where message i, whose reply has ids, stands whole in a text: its bytes are [*from_at, *to). A blank that the
 // ids begin with, and the content does not, belongs to the reply. Returns 1 when it stands there, behind `least`.
 static int reply_place(const Template *tp, const Message *m, int i, const char *text, const uint16_t *from,
@@ -1198,13 +1166,13 @@ int *template_ids(const Template *tp, const Message *m, int n, int how, char err
     int *ids = NULL, bos = tokenizer_bos(tp->t);
     char *text = template_render(tp, m, n, how, &size, &from, err);
     if (!text) return NULL;
-    for (int i = 0; i < n; i++) {
-        if (!m[i].n_ids || !reply_place(tp, &m[i], i, text, from, size, p, &a, &b)) continue;
-        if (a > p) ids = ids_of_text(tp, text + p, from + p, a - p, !p, how, ids);
-        memcpy(arraddnptr(ids, m[i].n_ids), m[i].ids, (size_t)m[i].n_ids * sizeof *ids);
+    for (int i = 0; i <= n; i++) {
+        a = b = size;
+        if (i < n && (!m[i].n_ids || !reply_place(tp, &m[i], i, text, from, size, p, &a, &b))) continue;
+        if (a > p) ids = encode_rendered(tp->t, text + p, how & RENDER_TRUST ? NULL : from + p, a - p, !p, ids);
+        if (i < n) memcpy(arraddnptr(ids, m[i].n_ids), m[i].ids, (size_t)m[i].n_ids * sizeof *ids);
         p = b;
     }
-    if (size > p) ids = ids_of_text(tp, text + p, from + p, size - p, !p, how, ids);
     if (tokenizer_adds_bos(tp->t) && (!arrlen(ids) || ids[0] != bos)) arrins(ids, 0, bos);
     free(text);
     free(from);
@@ -1248,38 +1216,29 @@ void template_free(Template *tp) {
     free(tp->no_system);
     free(tp->name);
     free(tp->source);
-    free(tp->bos);
-    free(tp->eos);
     free(tp);
 }
 
-// The program in a parsed tokenizer_config.json: its chat_template is a text, or a list of {name,
-// template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when the
-// member is neither.
-static char *config_program(const Json *config, const char *file, char err[512]) {
-    const Json *c = json_get(config, "chat_template"), *list = c;
-    if (json_none(c)) return copy_text("");
-    for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
-        if (!strcmp(json_text(&list->item[i], "name"), "default"))
-            c = json_get(&list->item[i], "template");
-    if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
-    else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
-    else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
-    else return copy_bytes(c->str, c->len);
-    return NULL;
-}
-
-// The program of a folder. Returns a copy, "" when there is none, NULL and err when a file is broken.
+// The program of a folder: chat_template.jinja, else that of tokenizer_config.json, a text, or a list of {name,
+// template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when a file is broken.
 static char *folder_program(const char *dir, char err[512]) {
-    char file[1200];
+    char file[1200], *program = NULL;
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
     if (file_exists(file)) return read_plain_text(file, &n, err);
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
     if (!file_exists(file)) return copy_text("");
-    Json *j = json_read(file, MOST_TEXT, err);
-    char *program = j ? config_program(j, file, err) : NULL;
-    json_free(j);
+    Json *config = json_read(file, MOST_TEXT, err);
+    if (!config) return NULL;
+    const Json *c = json_get(config, "chat_template"), *list = c;
+    for (int i = 0; json_is(list, JSON_ARRAY) && i < list->n; i++)
+        if (!strcmp(json_text(&list->item[i], "name"), "default")) c = json_get(&list->item[i], "template");
+    if (json_none(list)) program = copy_text("");
+    else if (json_is(c, JSON_ARRAY)) fault(err, "%s: chat_template is a list without a \"default\"", file);
+    else if (!json_is(c, JSON_STRING)) fault(err, "%s: chat_template is neither a text nor a list", file);
+    else if (strlen(c->str) != c->len) fault(err, "%s: chat_template has a NUL byte", file);
+    else program = copy_bytes(c->str, c->len);
+    json_free(config);
     return program;
 }
 
@@ -1297,22 +1256,6 @@ static int template_take(Template *tp, const char *program, char err[512]) {
     return 0;
 }
 
-// The text of a token, malloc'd; NULL: the tokenizer has none (-1).
-static char *token_name(const Tokenizer *t, int id) {
-    int len;
-    if (id < 0) return NULL;
-    const char *name = tokenizer_guarded(t, id, &len);
-    if (!name) name = tokenizer_bytes(t, id, &len);
-    return copy_bytes(name, (size_t)len);
-}
-
-// Adds an id to those that end a reply, once.
-static void stop_add(Template *tp, int id) {
-    for (int i = 0; i < (int)arrlen(tp->stop); i++)
-        if (tp->stop[i] == id) return;
-    if (id >= 0) arrput(tp->stop, id);
-}
-
 // A dialogue by which a template is tried. Without its first message it has no system message.
 static const Message short_dialogue[] = {
     { .role = "system", .content = "s" },
@@ -1321,58 +1264,48 @@ static const Message short_dialogue[] = {
     { .role = "user", .content = "v" },
 };
 
-// What the program writes for n messages of it, from m on, and a prompt. *at is the place of the first byte that
-// message `mark` - 1 of them has in it, and *end the place behind its last one; -1: nowhere. NULL and err.
-static char *template_probe(const Template *tp, const Message *m, int n, int mark, int *at, int *end,
-                            char err[512]) {
+// What the program writes for n messages from m on, and a prompt. *end is the place behind the last byte in it of
+// message `mark` - 1 of them; 0: it has none. NULL and err.
+static char *template_probe(const Template *tp, const Message *m, int n, int mark, size_t *end, char err[512]) {
     uint16_t *from = NULL;
-    size_t size;
-    char *text = template_render(tp, m, n, RENDER_PROMPT, &size, &from, err);
-    *at = *end = -1;
-    for (size_t i = 0; text && i < size; i++) {
-        if (from[i] != mark) continue;
-        if (*at < 0) *at = (int)i;
-        *end = (int)i + 1;
-    }
+    char *text = template_render(tp, m, n, RENDER_PROMPT, end, &from, err);
+    while (text && *end && from[*end - 1] != mark) --*end;
     free(from);
     return text;
 }
 
-// How the program ends a reply: with the token behind the words of one. Other tokens that end one go with it. 0, or
-// -1 and err when the program cannot write a dialogue.
-static int template_stops(Template *tp, char err[512]) {
+// Tries the program. stop: it ends a reply with the token behind the words of one, and other tokens that end one go
+// with it; no_system: does it write a system message? own_system: has it one, which an empty one keeps away? 0, or -1
+// and err when it cannot write a dialogue.
+static int template_try(Template *tp, char err[512]) {
     static const char *const stops[] = {
         "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>",
     };
-    int at, end, len;
-    char *text = template_probe(tp, short_dialogue + 1, 3, 2, &at, &end, err);
-    if (!text) return -1;
-    if (end >= 0) {
-        while (isspace((unsigned char)text[end])) end++;
-        stop_add(tp, tokenizer_guarded_at(tp->t, text + end, strlen(text + end), &len));
-    }
-    free(text);
-    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++)
-        stop_add(tp, text_id(tp->t, stops[k], strlen(stops[k])));
-    return 0;
-}
-
-// Does the program write a system message, and has it one of its own, which an empty one keeps away? Sets no_system and
-// own_system. 0, or -1 and err.
-static int template_system(Template *tp, char err[512]) {
     const Message *m = short_dialogue, empty[] = { { .role = "system", .content = "" }, m[1] };
     char why[512] = "it writes the words of a system message nowhere";
-    int words, system, end;
-    char *text = template_probe(tp, m + 1, 1, 1, &words, &end, err);
+    size_t end, words, system;
+    char *text = template_probe(tp, m + 1, 3, 2, &end, err);
     if (!text) return -1;
-    char *with = template_probe(tp, m, 2, 1, &system, &end, why);
-    if (!with || system < 0) tp->no_system = copy_text(why);
-    char *less = tp->no_system ? NULL : template_probe(tp, empty, 2, 2, &system, &end, why);
+    while (end && isspace((unsigned char)text[end])) end++;
+    int *ids = end ? encode_at(tp->t, text + end, strlen(text + end), 1, 0, NULL) : NULL;
+    if (arrlen(ids) && tokenizer_flags(tp->t, *ids) & TOKEN_GUARDED) arrput(tp->stop, *ids);
+    for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) {
+        int id = text_id(tp->t, stops[k], strlen(stops[k]));
+        if (id >= 0) arrput(tp->stop, id);
+    }
+    arrfree(ids);
+    free(text);
+
+    text = template_probe(tp, m + 1, 1, 1, &words, err);
+    if (!text) return -1;
+    char *with = template_probe(tp, m, 2, 1, &system, why);
+    if (!with || !system) tp->no_system = copy_text(why);
+    char *less = tp->no_system ? NULL : template_probe(tp, empty, 2, 2, &system, why);
     tp->own_system = less && strlen(less) < strlen(text);
     free(text);
     free(with);
     free(less);
-    return words < 0 ? fault(err, "it writes the words of a message nowhere") : 0;
+    return words ? 0 : fault(err, "it writes the words of a message nowhere");
 }
 
 // Today, or the day of KVCOMP_DATE. 0, or -1 and err.
@@ -1391,34 +1324,26 @@ static int template_date(struct tm *day, char err[512]) {
     return 0;
 }
 
-// The template of this name, or NULL.
-static const NamedTemplate *named_template(const char *name) {
-    for (int k = 0; k < NAMED_TEMPLATES; k++)
-        if (name && !strcmp(named_templates[k].name, name)) return &named_templates[k];
-    return NULL;
-}
-
 // See template.h. A program is tried on a short dialogue: what it cannot write is found now.
 Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
     char why[512] = "", reason[512];
-    const NamedTemplate *named = named_template(name);
+    const NamedTemplate *named = NULL;
     char *program = NULL;
     size_t n;
+    for (int k = 0; k < NAMED_TEMPLATES && name; k++)
+        if (!strcmp(named_templates[k].name, name)) named = &named_templates[k];
     if (!named) program = name ? read_plain_text(name, &n, why) : folder_program(dir, why);
     if (program && !*program) named = named_templates;
 
     Template *tp = xcalloc(1, sizeof *tp);
     tp->t = t;
     tp->name = copy_text(named ? named->name : name ? name : "the model's own");
-    tp->bos = token_name(t, tokenizer_bos(t));
-    tp->eos = token_name(t, tokenizer_eos(t));
     int bad = (!named && !program) || template_date(&tp->today, why);
     if (!bad && named && *named->needs && text_id(t, named->needs, strlen(named->needs)) < 0)
         bad = fault(why, "chat template %s needs the token %s, which this tokenizer does not have", named->name,
                     named->needs);
     if (!bad) {
-        bad = template_take(tp, named ? named->source : program, reason) || template_stops(tp, reason)
-              || template_system(tp, reason);
+        bad = template_take(tp, named ? named->source : program, reason) || template_try(tp, reason);
         if (bad) fault(why, "this chat template is not supported: %.300s", reason);
     }
     free(program);

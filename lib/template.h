@@ -34,7 +34,6 @@ typedef struct {
 
     // Not for others.
     const Tokenizer *t;
-    char *bos, *eos;            // the texts of these tokens; NULL: the tokenizer has none
     char *source;               // the program, line breaks as \n
     struct tm today;            // midnight of the day, for strftime_now
 } Template;

@@ -1,8 +1,8 @@
 // lib/tokenizer.c - see tokenizer.h. A text takes this road:
 //
-//     text -> added tokens of the raw text are cut out          cut_added, encode_segment
+//     text -> added tokens of the raw text are cut out          encode_part, added_next
 //          -> the normalizer rewrites what lies between them    normalize
-//          -> added tokens of the normalized text are cut out   cut_added, encode_piece
+//          -> added tokens of the normalized text are cut out   encode_part, added_next
 //          -> the pre-tokenizer cuts the rest into words        split, by patterns: match_all
 //          -> BPE merges the characters of each word into ids   word_bpe
 //
@@ -85,10 +85,10 @@ enum {                          // what becomes of a match
     CUT_CONTIGUOUS              // it makes one word with matches beside it
 };
 
-enum {                          // where an added token is looked for
+enum {                          // where an added token is looked for, in this order
+    ADDED_GUARDED,              // in what a template writes: guarded tokens alone
     ADDED_RAW,                  // in the text as it is given
     ADDED_NORMALIZED,           // in the normalized text, as the normalizer writes the token
-    ADDED_GUARDED,              // in what a template writes: guarded tokens once more
     ADDED_KINDS
 };
 
@@ -166,8 +166,7 @@ int tokenizer_flags(const Tokenizer *t, int id) {
 
 int tokenizer_is_special(const Tokenizer *t, int id) { return (tokenizer_flags(t, id) & TOKEN_SPECIAL) != 0; }
 
-// The text of id as the file writes it, NUL-terminated, and its length in *len. "" for an id outside.
-static const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
+const char *tokenizer_text(const Tokenizer *t, int id, int *len) {
     *len = tokenizer_flags(t, id) ? t->piece[id].n_text : 0;
     return *len ? t->chars + t->piece[id].text : "";
 }
@@ -177,11 +176,11 @@ const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-// The longest added token of a kind that the n >= 1 bytes at s begin with, and its length in *len; -1 and 0.
+// The longest added token of a kind that the n bytes at s begin with, and its length in *len; -1 and 0.
 static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, size_t *len) {
     int best = -1;
     *len = 0;
-    for (int i = 0; t->starts[kind][(unsigned char)*s] && i < (int)arrlen(t->added); i++) {
+    for (int i = 0; i < (int)arrlen(t->added); i++) {
         const Added *a = &t->added[i];
         size_t size = arrlenu(a->text);
         if (a->kind != kind || size <= *len || size > n || memcmp(s, a->text, size)) continue;
@@ -189,18 +188,6 @@ static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, siz
         *len = size;
     }
     return best;
-}
-
-int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len) {
-    size_t size = 0;
-    int id = n ? added_here(t, ADDED_GUARDED, s, n, &size) : -1;
-    *len = (int)size;
-    return id;
-}
-
-// The name of id, *len bytes, if only a text encoded with parse_special may name it; NULL: any text may.
-const char *tokenizer_guarded(const Tokenizer *t, int id, int *len) {
-    return tokenizer_flags(t, id) & TOKEN_GUARDED ? tokenizer_text(t, id, len) : NULL;
 }
 
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
@@ -242,13 +229,11 @@ static void char_put(char **out, uint32_t c) {
     bytes_put(out, utf8, (size_t)(end - utf8));
 }
 
-// Is the character of code c white space? U+3000 is the last one.
-static int code_is_space(uint32_t c) {
+int is_space(const char *s, size_t n, int *len) {
+    uint32_t c = char_code(s, n, len);
     return c == ' ' || (c >= '\t' && c <= '\r') || c == 0x85 || c == 0xa0 || c == 0x1680
            || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
-
-int is_space(const char *s, size_t n, int *len) { return code_is_space(char_code(s, n, len)); }
 
 size_t space_before(const char *s, size_t from, size_t end) {
     if (end == from) return 0;
@@ -280,9 +265,9 @@ static int char_byte(uint32_t c) {
 }
 
 // ---- Patterns: sets of characters
-// The general categories, in the order of unicode_category.
-static const char categories[] = "CnLuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCsCo";
-enum { N_CATEGORIES = 30 };
+// The general categories, in the order of unicode_category. The last one is that part of Cc which is white space.
+static const char categories[] = "CnLuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCsCoCc";
+enum { SPACE_OF_CC = 30, N_CATEGORIES };
 
 // The categories that a name of one letter (L, N ..) or two (Lu, Nd ..) stands for, one bit each; 0: it is none.
 static uint32_t category_bits(const char *name, size_t n) {
@@ -310,16 +295,6 @@ static void set_categories(CharSet *set, uint32_t bits) {
         uint32_t end = i + 1 < n ? unicode_category[i + 1] >> 5 : BROKEN;
         if (bits >> (unicode_category[i] & 31) & 1) set_range(set, unicode_category[i] >> 5, end - 1);
     }
-}
-
-// Adds what \s, \d, \S or \D stands for. White space is the category Z and some controls.
-static void set_shorthand(CharSet *set, int letter) {
-    int others = letter < 'a', space = tolower(letter) == 's';
-    uint32_t bits = category_bits(space ? "Z" : "Nd", space ? 1 : 2);
-    if (others) bits = ~bits & ~(space ? category_bits("Cc", 2) : 0);
-    set_categories(set, bits);
-    for (uint32_t c = 0; space && c < 0xa0; c++)
-        if (code_is_space(c) != others) set_range(set, c, c);
 }
 
 // Adds the characters at which the pre-tokenizer step Punctuation cuts to a set that is empty.
@@ -415,6 +390,7 @@ static void regex_property(RegexReader *r, const char *at) {
 // Reads an escape, whose backslash stands at `at` and is read -> the character that it is, or A_SET when it has been
 // added to r->set.
 static int regex_escape(RegexReader *r, const char *at) {
+    uint32_t bits;
     int c = regex_next(r);
     switch (c) {
     case 'n': return '\n';
@@ -424,7 +400,8 @@ static int regex_escape(RegexReader *r, const char *at) {
         regex_property(r, at);
         return A_SET;
     case 's': case 'd': case 'S': case 'D':
-        set_shorthand(r->set, c);
+        bits = tolower(c) == 's' ? category_bits("Z", 1) | 1u << SPACE_OF_CC : category_bits("Nd", 2);
+        set_categories(r->set, c < 'a' ? ~bits : bits);
         return A_SET;
     }
     if (c != ' ' && (c > 127 || !ispunct(c))) regex_fail(r, at, "this escape");
@@ -621,14 +598,14 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
     regex_emit(&r, OP_MATCH, 0);
     for (int pc = 0; pc < (int)arrlen(r.code); pc++) {
         if (r.code[pc].op != OP_SET) continue;
+        r.code[pc].first = pc + 1;          // this asks one character further, and so is no part of a circle
         arrput(step->code, r.code[pc]);
         r.code[pc].number = ++step->n_sets;
     }
-    step->start = r.failed ? 0 : regex_link(&r, step, 0);
-    for (int pc = 0; pc < (int)arrlen(r.code) && !r.failed; pc++) {
-        if (r.code[pc].op != OP_SET) continue;
-        int next = regex_link(&r, step, pc + 1);
-        step->code[r.code[pc].number - 1].first = next;
+    step->start = regex_link(&r, step, 0);
+    for (int k = 0; k < step->n_sets; k++) {
+        int next = regex_link(&r, step, step->code[k].first);
+        step->code[k].first = next;
     }
     arrfree(r.code);
     return -r.failed;
@@ -641,18 +618,13 @@ static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err
 // character further. The time is that of the length of the text, times the length of the pattern.
 enum { NOWHERE = -1 };
 
-typedef struct {                // a text that a pattern is looked for in
-    int *here;                  // stb array: where the match from every instruction on ends; NOWHERE
-    int *next;                  // stb array: the same, one character further
-    int *end;                   // stb array: where the match that begins at a place of the text ends; NOWHERE
-} Matcher;
-
-// Computes m->here at the place `at` of n bytes, from m->next.
-static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s, int n, int at) {
-    int *here = m->here, size = (int)arrlen(step->code), len, end = NOWHERE;
+// Computes here[k], where the match from instruction k on at the place `at` of n bytes ends, for every k from
+// next[], which is the same one character further.
+static void match_at(int *here, const int *next, CharSet **set, const Step *step, const char *s, size_t n, size_t at) {
+    int size = (int)arrlen(step->code), len, end = NOWHERE;
     const Inst *in = step->code;
-    uint32_t c = at < n ? char_code(s + at, (size_t)(n - at), &len) : NO_CHAR;
-    for (int k = 0; k < step->n_sets; k++, in++) here[k] = set_has(set[in->set], c) ? m->next[in->first] : NOWHERE;
+    uint32_t c = at < n ? char_code(s + at, n - at, &len) : NO_CHAR;
+    for (int k = 0; k < step->n_sets; k++, in++) here[k] = set_has(set[in->set], c) ? next[in->first] : NOWHERE;
     for (int k = step->n_sets; k < size; k++, in++) {
         switch (in->op) {
         case OP_SPLIT:
@@ -669,25 +641,24 @@ static void match_at(Matcher *m, CharSet **set, const Step *step, const char *s,
             end = (here[in->first] != NOWHERE) == (in->op == OP_AHEAD) ? here[in->second] : NOWHERE;
             break;
         case OP_MATCH:
-            end = at;
+            end = (int)at;
         }
         here[k] = end;
     }
 }
 
-// Finds all matches of a step's pattern in n bytes: fills m->end.
-static void match_all(Matcher *m, CharSet **set, const Step *step, const char *s, size_t n) {
-    arrsetlen(m->here, arrlen(step->code));
-    arrsetlen(m->next, arrlen(step->code));
-    arrsetlen(m->end, n + 1);
-    for (size_t i = 0; i <= n; i++) m->end[i] = NOWHERE;
+// Finds all matches of a step's pattern in n bytes -> (n + 1) where the one that begins at a place ends; NOWHERE.
+static const int *match_all(Arena *arena, CharSet **set, const Step *step, const char *s, size_t n) {
+    size_t size = arrlenu(step->code) * sizeof(int);
+    int *here = arena_take(arena, size), *next = arena_take(arena, size);
+    int *end = memset(arena_take(arena, (n + 1) * sizeof *end), NOWHERE, (n + 1) * sizeof *end);
     for (size_t at = n;; at = last_char(s, 0, at)) {
-        match_at(m, set, step, s, (int)n, (int)at);
-        m->end[at] = m->here[step->start];
-        if (!at) return;
-        int *row = m->here;
-        m->here = m->next;
-        m->next = row;
+        match_at(here, next, set, step, s, n, at);
+        end[at] = here[step->start];
+        if (!at) return end;
+        int *row = here;
+        here = next;
+        next = row;
     }
 }
 
@@ -705,34 +676,31 @@ enum {
     N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T
 };
 
-static unsigned char *nfc_ccc;  // (BROKEN) the canonical combining class of every code point; NULL: not loaded yet
-static Entry *nfc_parts;        // code point -> index into unicode_decomposition
-static Entry *nfc_pairs;        // first part << 32 | second part -> the composed code point
+// Everything else that it needs to know: first part << 32 | second part -> the code point that they compose, and
+// NFC_CLASS | code point -> its canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition.
+static Entry *nfc_map;          // NULL: not loaded yet
+#define NFC_CLASS ((uint64_t)1 << 32)
+#define NFC_PARTS ((uint64_t)2 << 32)
 
-// Unpacks the tables at the first call, when a tokenizer that needs them is loaded.
+// Fills the map at the first call, when a tokenizer that needs it is loaded.
 static void nfc_load(void) {
-    if (nfc_ccc) return;
     const uint32_t *k = unicode_combining, *d = unicode_decomposition;
-    size_t n = sizeof unicode_combining / sizeof *k;
-    nfc_ccc = xcalloc(BROKEN, 1);
-    for (size_t i = 0; i + 1 < n; i++) {
-        memset(nfc_ccc + (k[i] >> 8), (int)(k[i] & 255), (k[i + 1] >> 8) - (k[i] >> 8));
-    }
-
-    n = sizeof unicode_decomposition / sizeof *d;
-    for (size_t i = 0; i < n; i += 3) {
+    if (nfc_map) return;
+    for (size_t i = 0; i + 1 < sizeof unicode_combining / sizeof *k; i++)
+        for (uint32_t c = k[i] >> 8; k[i] & 255 && c < k[i + 1] >> 8; c++) hmput(nfc_map, NFC_CLASS | c, k[i] & 255);
+    for (size_t i = 0; i < sizeof unicode_decomposition / sizeof *d; i += 3) {
         uint32_t c = d[i] & INT32_MAX;
-        hmput(nfc_parts, c, (int64_t)i + 1);
-        if (d[i + 2] && c == d[i]) hmput(nfc_pairs, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
+        hmput(nfc_map, NFC_PARTS | c, (int64_t)i + 1);
+        if (d[i + 2] && c == d[i]) hmput(nfc_map, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
     }
 }
 
-// The canonical combining class of a character: 0 for a starter, more for a mark.
-static int code_ccc(uint32_t c) { return c < BROKEN ? nfc_ccc[c] : 0; }
+// The canonical combining class of a character: 0 for a starter, more for a mark, of which U+0300 is the first.
+static int code_ccc(uint32_t c) { return c < 0x300 ? 0 : max_int((int)map_get(nfc_map, NFC_CLASS | c), 0); }
 
 // Appends the full decomposition of c to the stb array *out.
 static void nfc_decompose(uint32_t **out, uint32_t c) {
-    int64_t at = c < 0xc0 ? -1 : map_get(nfc_parts, c);    // U+00C0 is the first that decomposes
+    int64_t at = c < 0xc0 ? -1 : map_get(nfc_map, NFC_PARTS | c);   // U+00C0 is the first that decomposes
     if (at < 0) {
         arrput(*out, c);
         return;
@@ -747,7 +715,7 @@ static int64_t nfc_compose(uint32_t a, uint32_t b) {
     uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
     if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
     if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
-    return map_get(nfc_pairs, (uint64_t)a << 32 | b);
+    return map_get(nfc_map, (uint64_t)a << 32 | b);
 }
 
 // Puts every run of marks among the n codes into canonical order: by class, and within one as they stand.
@@ -827,6 +795,12 @@ static void prepend(char **text, const char *s) {
     memcpy(*text, s, strlen(s));
 }
 
+// What the pre-tokenizer Metaspace does first: U+2581 for every blank, and one before the text if it is wanted.
+static void metaspace(char **text, int wanted) {
+    replace_all(text, " ", BLANK_MARK);
+    if (wanted && (arrlen(*text) < 3 || memcmp(*text, BLANK_MARK, 3))) prepend(text, BLANK_MARK);
+}
+
 // Runs the normalizer over *text, an stb array that is not empty.
 static void normalize(const Tokenizer *t, char **text) {
     for (int i = 0; i < (int)arrlen(t->norm); i++) {
@@ -855,12 +829,10 @@ typedef struct Encoder {        // everything one call of encode_at works with
     int special;                // 1: the text may name guarded tokens
     const uint16_t *own;        // of what a template writes: (n) 0 where it is the template that writes the byte
     void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
-    int *ids;                   // what comes out (this and the next four are stb arrays)
-    char *text;                 // the segment after the normalizer
-    char *mapped;               // the segment after Metaspace, or a word in the byte alphabet
+    int *ids;                   // what comes out (this and the next two are stb arrays)
     Symbol *sym;                // the word's symbols
     uint64_t *heap;             // rank << 32 | index of the left symbol
-    Matcher match[MAX_STEPS];   // one a step of the pre-tokenizer
+    Arena *arena;               // has what the steps of the pre-tokenizer work with
 } Encoder;
 
 // Puts x into a binary heap whose smallest entry stands first.
@@ -920,15 +892,6 @@ static void symbol_put(Encoder *e, int id) {
     arrput(e->sym, s);
 }
 
-// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0 when the model has no byte
-// fallback or a byte has no piece: then it appends nothing.
-static int symbols_of_bytes(Encoder *e, const char *s, int n) {
-    int known = e->t->byte_fallback;
-    for (int i = 0; i < n; i++) known = known && e->t->byte_id[(unsigned char)s[i]] >= 0;
-    for (int i = 0; i < n && known; i++) symbol_put(e, e->t->byte_id[(unsigned char)s[i]]);
-    return known;
-}
-
 // Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes
 // its bytes, else unk, else nothing. Bytes do not end the wait of an unk, and so stand before it.
 static void word_symbols(Encoder *e, const char *s, size_t n) {
@@ -943,10 +906,14 @@ static void word_symbols(Encoder *e, const char *s, size_t n) {
             if (waits) symbol_put(e, t->unk);
             waits = 0;
             symbol_put(e, id);
-        } else if (!symbols_of_bytes(e, s + i, len) && t->unk >= 0) {
-            if (waits && !t->fuse_unk) symbol_put(e, t->unk);
-            waits = 1;
+            continue;
         }
+        int known = t->byte_fallback;       // 1: every byte has a piece <0xNN>
+        for (int k = 0; k < len; k++) known = known && t->byte_id[(unsigned char)s[i + (size_t)k]] >= 0;
+        for (int k = 0; k < len && known; k++) symbol_put(e, t->byte_id[(unsigned char)s[i + (size_t)k]]);
+        if (known || t->unk < 0) continue;
+        if (waits && !t->fuse_unk) symbol_put(e, t->unk);
+        waits = 1;
     }
     if (waits) symbol_put(e, t->unk);
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
@@ -996,23 +963,18 @@ typedef struct {                // a word in the making
     int hit;                    // 1: its last part is a match; -1: there is no part yet
 } Word;
 
-// Hands the word on to the next step, unless it is empty or a match that is to vanish.
-static void word_done(Encoder *e, const char *s, const Word *w, int step) {
-    int removed = e->t->step[step].behavior == CUT_REMOVED && w->hit == 1;
-    if (w->end > w->from && !removed) split(e, s + w->from, w->end - w->from, step + 1);
-}
-
-// Adds the part that ends at `end` to the word, or ends the word and begins one. hit: 1: it is a match.
+// Adds the part that ends at `end` to the word; or hands the word on, unless it is empty or a match that is to vanish,
+// and begins one. hit: 1: the part is a match; -1: there is none, the text is at its end.
 static void word_part(Encoder *e, const char *s, Word *w, size_t end, int hit, int step) {
-    int joins = 0;
-    hit ^= e->t->step[step].invert;
-    switch (e->t->step[step].behavior) {
-    case CUT_PREVIOUS:   joins = w->hit == 0 && hit; break;
-    case CUT_NEXT:       joins = w->hit == 1 && !hit; break;
+    int joins = 0, behavior = e->t->step[step].behavior;
+    switch (behavior) {
+    case CUT_PREVIOUS:   joins = w->hit == 0 && hit == 1; break;
+    case CUT_NEXT:       joins = w->hit == 1 && hit == 0; break;
     case CUT_CONTIGUOUS: joins = w->hit == hit; break;
     }
     if (!joins) {
-        word_done(e, s, w, step);
+        int removed = behavior == CUT_REMOVED && w->hit == 1;
+        if (w->end > w->from && !removed) split(e, s + w->from, w->end - w->from, step + 1);
         w->from = w->end;
     }
     w->end = end;
@@ -1026,65 +988,47 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
         e->word(e, s, n);
         return;
     }
+    size_t mark = arena_mark(e->arena);
     if (t->step[step].bytes) {
-        arrsetlen(e->mapped, 0);
-        for (size_t i = 0; i < n; i++) char_put(&e->mapped, byte_char((unsigned char)s[i]));
-        split(e, e->mapped, arrlenu(e->mapped), step + 1);
+        char *mapped = arena_take(e->arena, 2 * n), *end = mapped;      // U+0143 is the last one of the alphabet
+        for (size_t i = 0; i < n; i++) end = utf8_put(end, byte_char((unsigned char)s[i]));
+        split(e, mapped, (size_t)(end - mapped), step + 1);
+        arena_reset(e->arena, mark);
         return;
     }
 
-    Matcher *m = &e->match[step];
     Word word = { .hit = -1 };
-    const int matched = 1 ^ t->step[step].invert;       // what word_part notes of a match
-    match_all(m, t->set, &t->step[step], s, n);
+    const int matched = 1 ^ t->step[step].invert, *match = match_all(e->arena, t->set, &t->step[step], s, n);
     for (size_t at = 0; at <= n;) {
-        size_t end = (size_t)m->end[at];
+        size_t end = (size_t)match[at];
         int again = end == at && end == word.end && word.hit == matched;    // an empty match right behind a match
-        if (m->end[at] == NOWHERE || again) {
+        if (match[at] == NOWHERE || again) {
             at++;
             continue;
         }
-        if (at > word.end) word_part(e, s, &word, at, 0, step);
-        word_part(e, s, &word, end, 1, step);
+        if (at > word.end) word_part(e, s, &word, at, !matched, step);
+        word_part(e, s, &word, end, matched, step);
         at = end;
     }
-    if (n > word.end) word_part(e, s, &word, n, 0, step);
-    word_done(e, s, &word, step);
+    if (n > word.end) word_part(e, s, &word, n, !matched, step);
+    word_part(e, s, &word, n, -1, step);
+    arena_reset(e->arena, mark);
 }
 
 // ---- Encoding
-// Encodes a normalized text without added tokens.
-static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
-    const Tokenizer *t = e->t;
-    if (t->meta != META_NONE) {
-        arrsetlen(e->mapped, 0);
-        bytes_put(&e->mapped, s, n);
-        replace_all(&e->mapped, " ", BLANK_MARK);
-        int marked = arrlen(e->mapped) >= 3 && !memcmp(e->mapped, BLANK_MARK, 3);
-        int wanted = t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start);
-        if (wanted && !marked) prepend(&e->mapped, BLANK_MARK);
-        s = e->mapped;
-        n = arrlenu(e->mapped);
-    }
-    split(e, s, n, 0);
-}
-
-// How many bytes from i on the template has written, as far as a token may reach.
-static size_t own_bytes(const Encoder *e, size_t i, size_t n) {
-    size_t end = i;
-    while (end < n && end < i + MAX_PIECE && !e->own[end]) end++;
-    return end - i;
-}
-
 // The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those that begin there.
 // Returns it, or -1. [*start, *end) includes the white space it swallows (lstrip, rstrip).
-static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start,
-                      size_t *end) {
+static int added_next(const Encoder *e, int kind, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
     for (size_t i = from, size; i < n; i += max_size(size, 1)) {
-        int id = added_here(e->t, which, s + i, which == ADDED_GUARDED ? own_bytes(e, i, n) : n - i, &size);
+        size_t most = n - i;                            // bytes that it may have
+        size = 0;
+        if (!e->t->starts[kind][(unsigned char)s[i]]) continue;
+        for (size_t k = 0; kind == ADDED_GUARDED && k < min_size(most, MAX_PIECE); k++)
+            if (e->own[i + k]) most = k;                // .. from the template alone
+        int id = added_here(e->t, kind, s + i, most, &size);
         if (id < 0) continue;
         int flags = e->t->piece[id].flags;
-        if (flags & TOKEN_GUARDED && !e->special && which != ADDED_GUARDED) continue;   // here it is plain text
+        if (flags & TOKEN_GUARDED && !e->special && kind != ADDED_GUARDED) continue;    // here it is plain text
 
         *start = i;
         *end = i + size;
@@ -1100,63 +1044,49 @@ static int added_next(const Encoder *e, int which, const char *s, size_t n, size
     return -1;
 }
 
-// Cuts the added tokens of a kind (which) out of s[0,n). Appends their ids, and calls `between` for every text
-// between them.
-static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
-                      void (*between)(Encoder *e, const char *s, size_t n, int at_start)) {
+// Encodes s[0,n) from its added tokens of a kind on: appends their ids, and what lies between them goes to the next
+// kind, and behind the last one to the pre-tokenizer.
+static void encode_part(Encoder *e, int kind, const char *s, size_t n, int at_start) {
+    const Tokenizer *t = e->t;
     size_t from = 0, start, end;
-    for (;;) {
-        int id = added_next(e, which, s, n, from, &start, &end);
+    char *text = NULL;
+    if ((kind == ADDED_NORMALIZED && arrlen(t->norm)) || (kind == ADDED_KINDS && t->meta)) {
+        bytes_put(&text, s, n);
+        if (kind == ADDED_NORMALIZED) normalize(t, &text);
+        else metaspace(&text, t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start));
+        s = text;
+        n = arrlenu(text);
+    }
+    while (kind < ADDED_KINDS) {
+        int id = added_next(e, kind, s, n, from, &start, &end);
         if (id < 0) break;
-        if (start > from) between(e, s + from, start - from, at_start && !from);
+        if (start > from) encode_part(e, kind + 1, s + from, start - from, at_start && !from);
         arrput(e->ids, id);
         from = end;
     }
-    if (n > from) between(e, s + from, n - from, at_start && !from);
-}
-
-// Normalizes and encodes a text between the added tokens of the raw text.
-static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
-    if (arrlen(e->t->norm)) {
-        arrsetlen(e->text, 0);
-        bytes_put(&e->text, s, n);
-        normalize(e->t, &e->text);
-        s = e->text;
-        n = arrlenu(e->text);
-    }
-    cut_added(e, ADDED_NORMALIZED, s, n, at_start, encode_piece);
-}
-
-// Encodes a text between the guarded tokens that a template has written.
-static void encode_rest(Encoder *e, const char *s, size_t n, int at_start) {
-    cut_added(e, ADDED_RAW, s, n, at_start, encode_segment);
+    if (kind == ADDED_KINDS) split(e, s, n, 0);
+    else if (n > from) encode_part(e, kind + 1, s + from, n - from, at_start && !from);
+    arrfree(text);
 }
 
 // encode_at and encode_rendered (own is not NULL), with what is to become of each word.
 static int *encode(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int special, int at_start,
                    int *ids, void (*word)(Encoder *e, const char *s, size_t n)) {
     if (n > INT_MAX / 8) die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
-    Encoder e = { .t = t, .special = special, .own = own, .word = word, .ids = ids };
-    if (own) cut_added(&e, ADDED_GUARDED, text, n, at_start, encode_rest);
-    else encode_rest(&e, text, n, at_start);
-    arrfree(e.text);
-    arrfree(e.mapped);
+    Encoder e = { .t = t, .special = special, .own = own, .word = word, .ids = ids, .arena = arena_new() };
+    encode_part(&e, own ? ADDED_GUARDED : ADDED_RAW, text, n, at_start);
     arrfree(e.sym);
     arrfree(e.heap);
-    for (int i = 0; i < MAX_STEPS; i++) {
-        arrfree(e.match[i].here);
-        arrfree(e.match[i].next);
-        arrfree(e.match[i].end);
-    }
+    arena_free(e.arena);
     return e.ids;
+}
+
+int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int at_start, int *ids) {
+    return encode(t, text, own, n, !own, at_start, ids, word_bpe);
 }
 
 int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids) {
     return encode(t, text, NULL, n, parse_special, at_start, ids, word_bpe);
-}
-
-int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int at_start, int *ids) {
-    return encode(t, text, own, n, 0, at_start, ids, word_bpe);
 }
 
 int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids) {
@@ -1232,9 +1162,12 @@ void tokenizer_free(Tokenizer *t) {
 
 // Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
 // added token may stand in the BPE vocabulary too.
-static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
+static int piece_add(Tokenizer *t, const Json *number, const char *s, size_t n, int flags, char err[512]) {
     int has = text_id(t, s, n);         // the id that the text has, or -1
+    int whole = json_is(number, JSON_NUMBER) && number->is_int;
+    int64_t id = whole ? number->i : -1;
     size_t size = arrlenu(t->piece);
+    if (!whole) return fault(err, "the id of token '%.100s' is no integer", s);
     if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (n > MAX_PIECE)
@@ -1275,16 +1208,6 @@ static void added_put(Tokenizer *t, int id, int kind) {
     t->starts[kind][(unsigned char)*a.text] = 1;
 }
 
-// Appends the bytes that a text stands for in the byte alphabet. Returns 0 when a character is not of the alphabet.
-static int bytes_of_alphabet(const char *text, char **out) {
-    int len, b = 0;
-    for (size_t i = 0, n = arrlenu(text); i < n && b >= 0; i += (size_t)len) {
-        b = char_byte(char_code(text + i, n - i, &len));
-        arrput(*out, (char)b);
-    }
-    return b >= 0;
-}
-
 // Makes the decoded form of every piece, from the flags dec_*.
 static void decode_table(Tokenizer *t) {
     char *text = NULL, *out = NULL;
@@ -1296,8 +1219,13 @@ static void decode_table(Tokenizer *t) {
         if (p->flags & PIECE_NORMALIZED) normalize(t, &text);
 
         // A piece with a character outside the byte alphabet stands for itself.
-        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED);
-        if (!alphabet || !bytes_of_alphabet(text, &out)) {
+        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED), len;
+        for (size_t i = 0, n = arrlenu(text); i < n && alphabet; i += (size_t)len) {
+            int b = char_byte(char_code(text + i, n - i, &len));
+            alphabet = b >= 0;
+            arrput(out, (char)b);
+        }
+        if (!alphabet) {
             arrsetlen(out, 0);
             bytes_put(&out, text, arrlenu(text));
             if (t->dec_space) replace_all(&out, BLANK_MARK, " ");
@@ -1347,19 +1275,18 @@ static int each(Tokenizer *t, const Json *obj, const char *key, char err[512],
 
 // A step of "normalizer": NFC, Prepend, or Replace of a text.
 static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
-    const char *type = json_text(n, "type"), *from = json_text(json_get(n, "pattern"), "String");
-    int kind = word_place("NFC|Prepend|Replace", type);
-    const char *to = json_text(n, kind == 1 ? "prepend" : "content");
+    int kind = word_place("NFC|Prepend|Replace", json_text(n, "type"));
+    const char *from = kind == 2 ? json_text(json_get(n, "pattern"), "String") : "";
+    const char *to = kind == 2 ? json_text(n, "content") : kind == 1 ? json_text(n, "prepend") : "";
     NormStep step = { .nfc = kind == 0 };
     if (kind < 0) return refuse_type(err, "a normalizer", n);
-    if (kind == 1) from = "";
-    if (kind && ((kind == 2 && !*from) || !*to || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to))
-        return fault(err, "normalizer %s: only short texts are supported", type);
+    if ((kind > 0 && !*to) || (kind == 2 && !*from) || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to)
+        return fault(err, "normalizer %s: only short texts are supported", json_text(n, "type"));
     if (arrlen(t->norm) == MAX_STEPS)
         return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
     if (kind == 0) nfc_load();
-    snprintf(step.from, sizeof step.from, "%s", kind ? from : "");
-    snprintf(step.to, sizeof step.to, "%s", kind ? to : "");
+    strcpy(step.from, from);
+    strcpy(step.to, to);
     arrput(t->norm, step);
     return 0;
 }
@@ -1442,13 +1369,8 @@ static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
     if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
         return fault(err, "model.vocab: expected an object with tokens");
-    for (int i = 0; i < vocab->n; i++) {
-        const Json *id = &vocab->item[i];
-        const char *text = vocab->key[i];
-        if (id->type != JSON_NUMBER || !id->is_int)
-            return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
-        if (piece_add(t, id->i, text, strlen(text), TOKEN_MODEL, err)) return -1;
-    }
+    for (int i = 0; i < vocab->n; i++)
+        if (piece_add(t, &vocab->item[i], vocab->key[i], strlen(vocab->key[i]), TOKEN_MODEL, err)) return -1;
     for (int b = 0; b < 256; b++) {
         char name[8];
         snprintf(name, sizeof name, "<0x%02X>", b);
@@ -1514,34 +1436,28 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
 }
 
-// Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in their files, but a
-// user must not be able to write them either.
-static int looks_special(const char *s, size_t n) {
-    int opens = !strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4);
-    return n > 4 && opens && s[n - 1] == '>';
-}
-
-// "added_tokens". Needs the normalizer, which rewrites those that are normalized.
+// "added_tokens". Needs the normalizer, which rewrites those that are normalized. A token that looks like a turn mark is
+// guarded: DeepSeek's <｜User｜> and its like are not "special" in their files, but a user must not be able to write
+// them either.
 static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (json_none(list)) return 0;
     if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
         const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
-        if (!json_is(id, JSON_NUMBER) || !id->is_int)
-            return fault(err, "added_tokens[%d].id is not an integer", i);
         if (!json_is(content, JSON_STRING) || !content->len)
             return fault(err, "added_tokens[%d].content is no text, or empty", i);
         if (flag(j, "single_word", 0, err))
             return fault(err, "added token '%.100s': single_word is not supported", content->str);
 
         int special = flag(j, "special", 0, err), normalized = flag(j, "normalized", !special, err);
-        int flags = TOKEN_ADDED;
+        int flags = TOKEN_ADDED, opens = !strncmp(content->str, "<|", 2) || !strncmp(content->str, "<｜", 4);
+        int mark = opens && content->len > 4 && content->str[content->len - 1] == '>';
         if (special) flags |= TOKEN_SPECIAL;
-        if (special || looks_special(content->str, content->len)) flags |= TOKEN_GUARDED;
+        if (special || mark) flags |= TOKEN_GUARDED;
         if (normalized) flags |= PIECE_NORMALIZED;
         if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
         if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
-        if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
+        if (piece_add(t, id, content->str, content->len, flags, err)) return -1;
         added_put(t, (int)id->i, normalized ? ADDED_NORMALIZED : ADDED_RAW);
         if (flags & TOKEN_GUARDED) added_put(t, (int)id->i, ADDED_GUARDED);
     }
@@ -1596,18 +1512,6 @@ static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
     return 0;
 }
 
-// Reads the members of the file j into t, each after those it needs.
-static int load_members(Tokenizer *t, const Json *j, char err[512]) {
-    if (each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)) return -1;
-    if (each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)) return -1;
-    if (load_model(t, json_get(j, "model"), err)) return -1;
-    if (load_added(t, json_get(j, "added_tokens"), err)) return -1;
-    if (each(t, json_get(j, "decoder"), "decoders", err, read_decoder)) return -1;
-    if (each(t, json_get(j, "post_processor"), "processors", err, read_post_processor)) return -1;
-    decode_table(t);
-    return *err ? -1 : 0;       // a flag may have been neither true nor false
-}
-
 // ---- Loading: a file and its folder
 Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     char why[256];
@@ -1623,9 +1527,18 @@ Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
     Tokenizer *t = xcalloc(1, sizeof *t);
     t->unk = t->bos = t->eos = -1;
     t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
-    int bad = load_members(t, j, err);
+
+    // Each member after those it needs. A flag may have been neither true nor false, which err says.
+    int bad = each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)
+              || each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)
+              || load_model(t, model, err) || load_added(t, added, err)
+              || each(t, json_get(j, "decoder"), "decoders", err, read_decoder)
+              || each(t, json_get(j, "post_processor"), "processors", err, read_post_processor) || *err;
     json_free(j);
-    if (!bad) return t;
+    if (!bad) {
+        decode_table(t);
+        return t;
+    }
     tokenizer_free(t);
     return NULL;
 }

@@ -53,14 +53,10 @@ int tokenizer_adds_bos  (const Tokenizer *t);           // 1: the model was trai
 // The id of the token whose text, as the file writes it, is s; -1: there is none.
 int text_id(const Tokenizer *t, const char *s, size_t n);
 
-// The bytes that id adds to a text, and their number in *len. An id outside adds none.
+// The text of id as the file writes it, NUL-terminated, and the bytes that id adds to a text; their number is in *len.
+// Those of an id outside are "".
+const char *tokenizer_text (const Tokenizer *t, int id, int *len);
 const char *tokenizer_bytes(const Tokenizer *t, int id, int *len);
-
-// The name of a guarded token, *len bytes; NULL: id is none.
-const char *tokenizer_guarded(const Tokenizer *t, int id, int *len);
-
-// The longest guarded token whose text the n bytes at s begin with, and its length in *len; -1 and 0.
-int tokenizer_guarded_at(const Tokenizer *t, const char *s, size_t n, int *len);
 
 // ---- White space
 // Do the n >= 1 bytes at s begin with white space? *len is the length of their first character.
@@ -76,7 +72,7 @@ size_t space_before(const char *s, size_t from, size_t end);
 // before the text. BOS is not added. The time is linear in n, up to a logarithm.
 int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids);
 
-// encode_at for what a template writes: guarded tokens count where own (n) is 0, and nowhere else.
+// encode_at for what a template writes: guarded tokens count where own (n) is 0, and nowhere else. NULL: everywhere.
 int *encode_rendered(const Tokenizer *t, const char *text, const uint16_t *own, size_t n, int at_start, int *ids);
 
 // encode_at for a text with which everything begins.
