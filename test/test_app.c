@@ -39,54 +39,45 @@
 // Whether two numbers agree to a millionth.
 static int near_to(double a, double b) { return fabs(a - b) < 1e-6; }
 
-TEST(eval_f1, "F1 of word bags: case, punctuation and articles do not count, repeated words count "
-              "as often as both have them") {
-    static const struct {
-        const char *said, *gold;
-        double f1;
-    } cases[] = {
-        { "The PARIS!", "paris", 1 },
-        { "b c", "b c d", .8 },
-        { "a b the c", "an b c, d", .8 },
-        { "x x y", "x y y", 2. / 3 },
-        { "one two", "three", 0 },
-        { "", "x", 0 },
-        { "the", "a", 0 },
-        { "4821", "The secret code is 4821.", .4 },
-        { "it's", "its", 1 },
-    };
-
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        double x = word_f1(cases[i].said, cases[i].gold);
-        CHECK(near_to(x, cases[i].f1), "'%s' against '%s': %g, expected %g", cases[i].said,
-              cases[i].gold, x, cases[i].f1);
-    }
-    CHECK(holds_answer("It is red, blue.", "red blue", 0) &&
-              !holds_answer("It is blue red", "red blue", 0) && !holds_answer("reddish", "red", 0),
-          "whole words in order");
-    CHECK(holds_answer("The red!", "red", 1) && !holds_answer("dark red", "red", 1) &&
-              !holds_answer("", "", 1),
-          "exact match");
-}
-
-TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside the right one do "
-                    "not count, only the first line does") {
+TEST(eval_scores, "scores worked by hand: F1 of bags of words, which a word enters as often as both texts have it, and case, "
+                  "punctuation and articles do not; labels that the first line names share the point, those inside the "
+                  "right one do not count; whole words in their order are found, and are exact alone") {
     char err[256];
     Json *classes = json_parse("[\"a\",\"ab\",\"abc\",\"x\"]", 20, err);
-
     static const struct {
+        int metric;
         const char *said, *gold;
-        double x;
+        double score;
     } cases[] = {
-        { "abc", "abc", 1 },       { "abc", "a", 1. / 3 }, { "abc", "ab", .5 },
-        { "x or abc", "abc", .5 }, { "x", "abc", 0 },      { "\n\nx\nabc", "abc", 0 },
-        { "\nabc\nx", "abc", 1 },  { "", "x", 0 },
+        { METRIC_F1, "The PARIS!", "paris", 1 },
+        { METRIC_F1, "b c", "b c d", .8 },
+        { METRIC_F1, "a b the c", "an b c, d", .8 },
+        { METRIC_F1, "x x y", "x y y", 2. / 3 },
+        { METRIC_F1, "one two", "three", 0 },
+        { METRIC_F1, "", "x", 0 },
+        { METRIC_F1, "the", "a", 0 },
+        { METRIC_F1, "4821", "The secret code is 4821.", .4 },
+        { METRIC_F1, "it's", "its", 1 },
+        { METRIC_CLASS, "abc", "abc", 1 },
+        { METRIC_CLASS, "abc", "a", 1. / 3 },
+        { METRIC_CLASS, "abc", "ab", .5 },
+        { METRIC_CLASS, "x or abc", "abc", .5 },
+        { METRIC_CLASS, "x", "abc", 0 },
+        { METRIC_CLASS, "\n\nx\nabc", "abc", 0 },
+        { METRIC_CLASS, "\nabc\nx", "abc", 1 },
+        { METRIC_CLASS, "", "x", 0 },
+        { METRIC_ROUGE, "a x b c", "a b y c", .75 },
+        { METRIC_FOUND, "It is red, blue.", "red blue", 1 },
+        { METRIC_FOUND, "It is blue red", "red blue", 0 },
+        { METRIC_FOUND, "reddish", "red", 0 },
+        { METRIC_EXACT, "The red!", "red", 1 },
+        { METRIC_EXACT, "dark red", "red", 0 },
+        { METRIC_EXACT, "", "", 0 },
     };
-
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        double x = class_accuracy(cases[i].said, cases[i].gold, classes);
-        CHECK(near_to(x, cases[i].x), "'%s' against '%s': %g, expected %g", cases[i].said,
-              cases[i].gold, x, cases[i].x);
+        double x = score_by(cases[i].metric, cases[i].said, cases[i].gold, classes);
+        CHECK(near_to(x, cases[i].score), "'%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, x,
+              cases[i].score);
     }
     json_free(classes);
 }
@@ -97,9 +88,7 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
     EvalTurn t = { .reply = "The numbers of the red box are 12 and 7.", .answers = &answers };
     mark_answer(&t);
 
-    static const struct {
-        const char *said, *rest;
-    } cases[] = {
+    static const char *const cases[][2] = {
         { "The numbers of the red box are 12 and 7.", "12 7." },
         { "the numbers of the red box are 3.", "3." },
         { "12", "12" },
@@ -107,12 +96,10 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
         { "You said nothing", "You said nothing" },
         { "", "" },
     };
-
     CHECK(arrlen(t.span) == 4, "the pieces of the answer: %d", (int)arrlen(t.span) / 2);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        OWN char *rest = without_frame(&t, cases[i].said);
-        CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest,
-              cases[i].rest);
+        OWN char *rest = without_frame(&t, cases[i][0]);
+        CHECK(!strcmp(rest, cases[i][1]), "'%s' leaves '%s', expected '%s'", cases[i][0], rest, cases[i][1]);
     }
     int from = (int)(strstr(t.reply, "12") - t.reply);
     CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) &&
@@ -126,25 +113,6 @@ TEST(eval_frame, "the sentence around an answer is not scored, what stands in it
 
 // ---- tasks
 
-// The shipped model's tokenizer.
-static Tokenizer *tiny_tokenizer(void) {
-    char err[512];
-    Tokenizer *t = tokenizer_load("models/kvcomp-tiny", err);
-    CHECK(t, "%s", err);
-    return t;
-}
-
-// The tokens of what the user says in an item.
-static int tokens_asked(const Tokenizer *tok, const EvalItem *it) {
-    int n = 0;
-    for (int j = 0; j < (int)arrlen(it->turn); j++) {
-        int *ids = tokenizer_encode(tok, it->turn[j].user, strlen(it->turn[j].user), 0, NULL);
-        n += (int)arrlen(ids);
-        arrfree(ids);
-    }
-    return n;
-}
-
 TEST(eval_tasks, "every task of the shipped model: the answer is found in the right reply, which scores 1 where a "
                  "denial scores nothing; texts have the length they say, and versions the same answers") {
     static const struct {
@@ -154,7 +122,8 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
         { "needle", 4, 12 }, { "multiturn", 3, 12 }, { "coref", 1, 12 },   { "facts", 1, 12 },
         { "json", 4, 12 },   { "fewshot", 1, 12 },   { "summary", 4, 12 }, { "needle-short", 4, 8 },
     };
-    Tokenizer *tok = tiny_tokenizer();
+    char err[512];
+    Tokenizer *tok = tokenizer_load("models/kvcomp-tiny", err);
     for (size_t k = 0; k < sizeof tasks / sizeof *tasks; k++) {
         EvalSet e = { 0 };
         char path[64];
@@ -163,13 +132,14 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
         CHECK((int)arrlen(e.item) == tasks[k].versions * tasks[k].texts, "%s: %d items", path, (int)arrlen(e.item));
         for (int i = 0; i < (int)arrlen(e.item); i++) {
             const EvalItem *it = &e.item[i], *first = &e.item[i - i % tasks[k].versions];
-            int n = (int)arrlen(it->turn), tokens = tokens_asked(tok, it);
+            int n = (int)arrlen(it->turn), tokens = 0;
             CHECK(it->number == i / tasks[k].versions && it->turn[n - 1].answers, "%s %d: the last turn asks", path, i);
-            CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens,
-                  it->length);
             CHECK(!strcmp(arrlast(it->turn).answers->item[0].str, arrlast(first->turn).answers->item[0].str), "%s %d: another answer", path, i);
             for (int j = 0; j < n; j++) {
                 const EvalTurn *t = &it->turn[j];
+                int *ids = tokenizer_encode(tok, t->user, strlen(t->user), 0, NULL);
+                tokens += (int)arrlen(ids);
+                arrfree(ids);
                 CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
                 if (!t->answers) continue;
                 OWN char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
@@ -178,165 +148,12 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
                       "%s %d: '%s' scores %g, a denial %g", path, i, t->reply, best_score(it->metric, rest, t),
                       best_score(it->metric, wrong, t));
             }
+            CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens,
+                  it->length);
         }
         eval_set_free(&e);
     }
     tokenizer_free(tok);
-}
-
-// ---- intervals
-
-// The interval of the scores of n answers, or with kld 1 of their divergences, or of their gap to those of y.
-static void interval(const Answer *x, const Answer *y, int n, int kld, double *lo, double *hi) {
-    size_t at = kld ? offsetof(Answer, kld) : offsetof(Answer, score);
-    Answer *list = NULL;
-    memcpy(arraddnptr(list, n), x, (size_t)n * sizeof *x);
-    Sum *part = sums_of(list, NULL, ANY_PLACE, at), *base = NULL;
-    if (y) memcpy(list, y, (size_t)n * sizeof *y);
-    if (y) base = sums_of(list, NULL, ANY_PLACE, at);
-    bootstrap(part, base, lo, hi);
-    arrfree(list);
-    arrfree(part);
-    arrfree(base);
-}
-
-TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one to the other, a "
-                     "coin has its textbook width, a constant gap is exact") {
-    Answer x[400] = { 0 }, y[400] = { 0 };
-    double lo, hi;
-    for (int i = 0; i < 400; i++) {
-        x[i].item = y[i].item = i;
-        x[i].score = .25;
-    }
-    interval(x, NULL, 400, 0, &lo, &hi);
-    CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
-    x[0].score = 0;
-    x[1].score = 1;
-    interval(x, NULL, 2, 0, &lo, &hi);
-    CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
-    for (int i = 0; i < 400; i++) x[i].score = i % 2;
-    interval(x, NULL, 400, 0, &lo, &hi);
-    CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01,
-          "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
-    double again[2];
-    interval(x, NULL, 400, 0, &again[0], &again[1]);
-    CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
-    for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
-    interval(y, x, 400, 0, &lo, &hi);
-    CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
-    // Four answers of a text say the same: a hundred coins.
-    for (int i = 0; i < 400; i++) {
-        x[i].item = i / 4;
-        x[i].score = i / 4 % 2;
-    }
-    interval(x, NULL, 400, 0, &lo, &hi);
-    CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025,
-          "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
-    // A divergence is one of a token: the text of more tokens counts more.
-    x[0] = (Answer){ .item = 0, .kld = 3, .predicted = 1 };
-    x[1] = (Answer){ .item = 1, .kld = 1, .predicted = 3 };
-    y[0] = (Answer){ .item = 0, .kld = 1, .predicted = 1 };
-    y[1] = (Answer){ .item = 1, .kld = 4, .predicted = 3 };
-    interval(x, NULL, 2, 1, &lo, &hi);
-    CHECK(near_to(lo, 1. / 3) && near_to(hi, 3), "divergences: %g..%g", lo, hi);
-    interval(x, y, 2, 1, &lo, &hi);
-    CHECK(near_to(lo, -1) && near_to(hi, 2), "their gap: %g..%g", lo, hi);
-}
-
-TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
-    Answer *x = NULL;
-    for (int i = 0; i < 6; i++)
-        arrput(x, ((Answer){ .task = i < 4 ? "one" : "two",
-                             .item = i / 2,
-                             .turn = i % 2,
-                             .turns = 2,
-                             .position = i % 2 ? -1 : i / 2,
-                             .length = 10,
-                             .depth = -1,
-                             .score = i * .1,
-                             .nll = i }));
-
-    static const struct {
-        const char *task;
-        int place, n;
-        double mean;
-    } cases[] = { { NULL, ANY_PLACE, 6, .25 }, { "one", ANY_PLACE, 4, .15 },
-                  { "two", LAST_TURN, 1, .5 }, { NULL, LAST_TURN, 3, .3 },
-                  { NULL, -1, 3, .3 },         { NULL, 1, 1, .2 },
-                  { "two", 0, 0, 0 },          { "three", ANY_PLACE, 0, 0 } };
-
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Sum *some = sums_of(x, cases[i].task, cases[i].place, offsetof(Answer, score));
-        double n = 0;
-        for (int k = 0; k < (int)arrlen(some); k++) n += some[k].n;
-        CHECK(n == cases[i].n && near_to(mean_of(some), cases[i].mean), "case %d: %g answers, mean %g", (int)i, n,
-              mean_of(some));
-        arrfree(some);
-    }
-    Sum *all = sums_of(x, NULL, ANY_PLACE, offsetof(Answer, nll));
-    CHECK(near_to(mean_of(all), 2.5) && arrlen(all) == 3, "NLL %g of %d texts", mean_of(all), (int)arrlen(all));
-    arrfree(all);
-    arrfree(x);
-}
-
-// ---- files
-
-// Returns the exit code; die_text holds the message.
-static int read_lines(const char *text, EvalSet *e) {
-    static Tokenizer *tok;
-    const char *path = tmp_path("items");
-    int code;
-    if (!tok) tok = tiny_tokenizer();
-    put_text(path, text);
-    EXPECT_DIE(code, read_items(e, tok, path, INT_MAX));
-    return code;
-}
-
-TEST(eval_files, "dialogues in messages are read as documented") {
-    EvalSet e = { 0 };
-    int code =
-        read_lines("{\"task\":\"t\",\"messages\":[{\"role\":\"user\",\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":"
-                   "\"Okay.\"},{\"role\":\"user\",\"content\":\"w?\"}],\"answer\":[\"x\",\"y\"],\"reply\":\"It is x.\","
-                   "\"text\":7,\"length\":900,\"position\":\"end\",\"depth\":12}\n\n  \n"
-                   "{\"task\":\"label\",\"score\":\"choice\",\"messages\":[{\"role\":\"user\","
-                   "\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":\"Okay.\"},"
-                   "{\"role\":\"user\",\"content\":\"Which?\"},{\"role\":\"assistant\","
-                   "\"answers\":[\"A\"],\"choices\":[\"A\",\"B\"]}]}\n"
-                   "{\"score\":\"exact\",\"messages\":[{\"role\":\"user\",\"content\":\"u\"}],"
-                   "\"answers\":[\"v\"]}\n",
-                   &e);
-    CHECK(code == 0 && arrlen(e.item) == 3, "%d: %s", code, die_text);
-    if (arrlen(e.item) == 3) {
-        const EvalItem *it = &e.item[0];
-        const EvalTurn *t = &it->turn[1];
-        CHECK(!strcmp(it->task, "t") && it->metric == METRIC_FOUND && it->number == 7 && it->length == 900 &&
-                  it->turn[0].given && !t->given && t->answers->n == 2 && t->position == 2 && t->depth == 12,
-              "an item with its answer beside the messages");
-        CHECK(!strcmp(t->reply, "It is x.") && arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7,
-              "the answer in the reply");
-        const EvalTurn *u = e.item[1].turn;
-        CHECK(!strcmp(e.item[1].task, "label") && e.item[1].metric == METRIC_CLASS &&
-                  arrlen(u) == 2 && !strcmp(u[0].reply, "Okay.") && !u[0].answers && !u[0].given &&
-                  u[1].classes->n == 2 && !u[1].reply,
-              "messages");
-        CHECK(e.item[2].metric == METRIC_EXACT && !e.item[2].turn[0].reply && e.item[2].number == 9 &&
-                  !strcmp(e.item[2].turn[0].answers->item[0].str, "v") && !strcmp(e.item[2].task, "file"),
-              "answers beside the messages");
-    }
-
-    static const struct {
-        const char *said;
-        double score;
-    } lines[] = { { "\nA\nB", 1 }, { "B\nA", 0 }, { "A or B", .5 } };
-
-    for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // labels: the first line alone
-        Answer x = { 0 };
-        note_answer(&e.item[1], 1, copy_text(lines[i].said), &x);
-        free(x.said);
-        CHECK(near_to(x.score, lines[i].score) && x.position == -1 && x.turns == 2, "'%s' scores %g", lines[i].said,
-              x.score);
-    }
-    eval_set_free(&e);
 }
 
 // ---- the two passes, and the program
@@ -441,8 +258,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
 
 // ==================================================================================================== 13 BENCHMARK
 
-// The benchmark's numbers: a filled cache is what a prefill would have left, bytes a step are those
-// of the rows it read, and the three forms of a line carry the same fields.
+// A filled cache is what a prefill would have left (bytes and rows of a line: test/cli/basics.txt).
 
 // A session on a synthetic model of two layers, budget 40. One that is declared OWN_BENCH is closed, with its model and
 // options, where its block ends.
@@ -479,173 +295,35 @@ TEST(bench_scratch,
     CHECK(blocks <= 8 && all < 4 * 6000000, "%d blocks, %zu bytes", blocks, all);
 }
 
-TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and "
-                 "decode goes on from there") {
+TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and decode goes on from there") {
     for (int evicts = 0; evicts < 2; evicts++) {
+        OWN_BENCH Session *filled = bench_session(evicts ? "streaming" : "full");
         OWN_BENCH Session *s = bench_session(evicts ? "streaming" : "full");
         int *ids = random_ids(150, s->c->V);
-        s->forward = fill_pass;
+        filled->forward = fill_pass;
+        prefill(filled, ids, 150);
+        filled->forward = forward;
         prefill(s, ids, 150);
-        s->forward = forward;
+        decode(filled, 3);
         decode(s, 3);
-        CHECK(s->n_tok == 151 && s->pos_next == 151 && s->turn == 1 && s->step == 1,
-              "tokens %d, next position %d, turn %d, step %d", s->n_tok, s->pos_next, s->turn,
-              s->step);
-        for (int l = 0; l < s->c->L; l++)
-            for (int g = 0; g < s->c->G; g++) {
-                KVHead *h = kv_head(s, l, g);
-                CHECK(h->len == (evicts ? 40 : 151), "method %d layer %d head %d holds %d rows",
-                      evicts, l, g, h->len);
-                CHECK(h->src[h->len - 1] == 150 && h->pos[h->len - 1] == 150,
-                      "the last row is token %d at %d", h->src[h->len - 1], h->pos[h->len - 1]);
-            }
-        for (int i = 0; i < s->c->V; i++)
-            CHECK(isfinite(s->logits[i]), "logit %d is %g", i, s->logits[i]);
+        CHECK(filled->n_tok == 151 && filled->pos_next == 151 && filled->turn == 1 && filled->step == 1,
+              "tokens %d, next position %d, turn %d, step %d", filled->n_tok, filled->pos_next, filled->turn, filled->step);
+        for (int i = 0; i < s->c->L * s->c->G; i++) {
+            const KVHead *a = &filled->head[i], *b = &s->head[i];
+            size_t bytes = (size_t)b->len * sizeof *b->src;
+            CHECK(a->len == b->len && !memcmp(a->src, b->src, bytes) && !memcmp(a->pos, b->pos, bytes),
+                  "head %d: %d rows, a prefill leaves %d", i, a->len, b->len);
+        }
+        for (int i = 0; i < s->c->V; i++) CHECK(isfinite(filled->logits[i]), "logit %d is %g", i, filled->logits[i]);
         arrfree(ids);
     }
-}
-
-// A field of a line of the table.
-static const Field *field_of(const Field *c, const char *name) {
-    int i = 0;
-    while (i < (int)arrlen(c) - 1 && strcmp(c[i].name, name)) i++;
-    return &c[i];
-}
-
-TEST(bench_bytes, "a decode line counts the weights once and the mean of the rows its steps read; "
-                  "a prefill line gives tokens a second") {
-    OWN_BENCH Session *s = bench_session("full");
-    Field *b = bench_line(s, 1, 64, 2);
-    // Each step reads its own row too.
-    double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0, kv = field_of(b, "kv_bytes_attended")->x;
-    CHECK(kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", kv, rows);
-    double weights = field_of(b, "weight_bytes")->x, tok_s = field_of(b, "tok_s")->x;
-    CHECK(weights == (double)s->w->bytes - (s->c->tied ? 0 : (double)s->c->V * s->c->C * 2),
-          "weight bytes a step %.0f of %zu", weights, s->w->bytes);
-    CHECK(near_to(field_of(b, "gb_s")->x, (weights + kv) * tok_s * 1e-9), "bytes a second");
-    CHECK(tok_s > 0 && field_of(b, "attend_ms")->x > 0 && field_of(b, "kv_bytes_stored")->x == (double)kv_bytes(s),
-          "%g tok/s, attend %g ms", tok_s, field_of(b, "attend_ms")->x);
-    arrfree(b);
-    b = bench_line(s, 0, 33, 2);
-    CHECK(field_of(b, "tok_s")->x > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held",
-          field_of(b, "tok_s")->x, s->n_tok);
-    arrfree(b);
     double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
     CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
 }
 
-TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the clock reads the "
-                  "chosen rows and those of the answer, and choosing takes time") {
-    OWN_BENCH Session *s = bench_session("loopserve-d");
-    Field *b = bench_line(s, 1, 150, 2);
-    double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0, kv = field_of(b, "kv_bytes_attended")->x;
-    CHECK(kv == rows * s->c->L * s->c->G * s->c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", kv, rows);
-    CHECK(field_of(b, "select_ms")->x > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g ms, %d steps",
-          field_of(b, "select_ms")->x, s->step);
-    arrfree(b);
-}
-
 // ==================================================================================================== 14 REPORT
 
-// The page's JSON, and what a browser calls. data/web_test.js looks at the pictures.
-
-// ---- the page
-
-TEST(page_text, "no script element can end in the JSON of a page; base64") {
-    static const char *code[][2] = { { "", "\"\"" },
-                                     { "M", "\"TQ==\"" },
-                                     { "Ma", "\"TWE=\"" },
-                                     { "Man", "\"TWFu\"" },
-                                     { "\xff\xfe\x00\x01", "\"//4AAQ==\"" } };
-    for (int i = 0; i < 5; i++) {
-        char *out = NULL;
-        size_t n;
-        FILE *f = open_memstream(&out, &n);
-        json_base64(f, code[i][0], i < 4 ? (size_t)i : 4);
-        fclose(f);
-        CHECK(!strcmp(out, code[i][1]), "'%s'", out);
-        free(out);
-    }
-    char *page = NULL;
-    size_t size;
-    FILE *f = open_memstream(&page, &size);
-    page_write(f, "{\"a\":\"</script><b>\"}");
-    fclose(f);
-    CHECK(strstr(page, "{\"a\":\"\\u003c/script>\\u003cb>\"}") && !strstr(page, "\n@@"), "markup in the JSON");
-    free(page);
-}
-
-// Two methods; needles at three depths in two lengths; a name that has to be escaped.
-static Score *report_rows(void) {
-    Score *rows = NULL;
-    for (int i = 0; i < 2; i++) {
-        Score s = { .budget = 64, .items = 6, .stored = 4e5, .full = 4e6, .attended = 3e5, .n_decode = 10, .decode_s = 1 };
-        snprintf(s.name, sizeof s.name, "%s", i ? "<b>&\"odd\"" : "snapkv");
-        for (int k = 0; k < 6; k++)
-            arrput(s.answers, ((Answer){ .task = "needle", .item = k, .position = -1, .length = k % 2 ? 1003 : 500,
-                                         .depth = k / 2 * 50, .score = .25 * (i + 1) }));
-        arrput(rows, s);
-    }
-    return rows;
-}
-
-// The JSON of a page; NULL: there is none.
-static Json *page_json(const char *page) {
-    char err[256] = "";
-    const char *at = strstr(page, "id=\"measured\">"), *end = at ? strstr(at, "</script>") : NULL;
-    if (!end) return NULL;
-    at = strchr(at, '>') + 1;
-    Json *j = json_parse(at, (size_t)(end - at), err);
-    CHECK(j, "%s", err);
-    return j;
-}
-
-TEST(report_page, "the page of the shipped model: rows, needles, every method's tokens and masks; "
-                  "markup in a name stays text, and nothing is loaded") {
-    App a = { .o = options_of_program() };
-    char err[256];
-    const char *html = tmp_path("report.html");
-    size_t n;
-    quiet = 1;
-    options_set(a.o, "model", "models/kvcomp-tiny", err);
-    options_set(a.o, "report", html, err);
-    open_model(&a);
-    open_tokenizer(&a, 1);
-    Score *rows = report_rows();
-    EvalRun run = { .a = &a, .rows = rows, .model = "m" };
-    report_write(&a, &run);
-    OWN char *page = read_file(html, &n, err);
-    Json *j = page ? page_json(page) : NULL;
-    CHECK(page && j && n < 3000000, "%s, %zu bytes", err, n);
-    if (j) {
-        const Json *row = json_get(j, "rows"), *runs = json_get(j, "runs");
-        CHECK(row->n == 2 && json_get(&row->item[1], "needles")->n == 6, "%d rows", row->n);
-        CHECK(strstr(page, "[1003,50,0.25]"), "a needle");
-        CHECK(runs->n == 9, "%d runs", runs->n);
-        for (int i = 0; i < runs->n; i++) {
-            const Json *x = &runs->item[i], *state = json_get(x, "state");
-            CHECK(state && json_get(state, "tokens")->n > 300 && json_get(x, "said") && json_get(x, "trace"), "run %d", i);
-        }
-        const Json *traced = json_get(json_get(j, "lines"), "trace");
-        for (int l = 0; l < 6; l++) {
-            char q[32], k[32];
-            snprintf(q, sizeof q, "layer%02d.q", l);
-            snprintf(k, sizeof k, "layer%02d.k", l);
-            CHECK(json_get(traced, q) && json_get(traced, k), "no queries and keys of layer %d", l);
-        }
-        CHECK(json_get(&runs->item[0], "right")->i == 1, "full attention is right");
-        CHECK(strstr(page, "\\u003cb>&\\\"odd\\\"") && !strstr(page, "<b>&"), "the odd name");
-        for (int i = 0; i < row->n; i++)
-            CHECK(json_get(json_get(&row->item[i], "row"), "kv_bytes_stored")->num > 0, "fields of row %d", i);
-        CHECK(json_get(json_get(j, "shape"), "script")->n == N_DEMO_LINES, "the messages of the dialogue");
-        CHECK(strstr(page, demo_lines[6].user) && !strstr(page, "https://") && !strstr(page, " src=") && !strstr(page, "\n@@"), "the dialogue, and nothing is loaded");
-    }
-    json_free(j);
-    for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
-    arrfree(rows);
-    quiet = 0;
-    app_close(&a);
-}
+// What a browser calls (the page's JSON: test/cli/reports.txt). data/web_test.js looks at the pictures.
 
 // ---- the functions that a page in a browser calls
 
@@ -1063,8 +741,8 @@ static void step_of_table(const char *file, const char *cmd, char *line) {
 }
 
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
-// of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "# " says
-// something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "+ " begins a command that is
+// of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "~ " is a line
+// of stderr that holds the words, with any lines before and behind it. "# " says something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "+ " begins a command that is
 // run for every line of the table below it, with $L (see step_of_table). "@ " begins a program on a terminal, and "= -N"
 // behind it the signal that ended it; test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what
 // follows, up to the next ?, where the command fails, because this machine lacks WHAT.
@@ -1098,6 +776,8 @@ static void transcript(const char *path) {
             terminal_line(path, s.pty, line, folder);
         } else if (!strncmp(line, "! ", 2)) {
             strcat(s.err, line + 2);
+        } else if (!strncmp(line, "~ ", 2)) {
+            sprintf(s.err + strlen(s.err), "*\n*%.*s*\n*\n", (int)strcspn(line + 2, "\n"), line + 2);
         } else {
             strcat(s.out, line);
         }
