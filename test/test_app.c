@@ -15,19 +15,13 @@
 #include "../app/main.c"
 #include "check.h"
 #include "twin.h"
-#include <dirent.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <signal.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/select.h>
-#include <sys/socket.h>
 #ifdef __linux__
 #include <sys/syscall.h>
 #endif
-#include <sys/un.h>
 #include <sys/wait.h>
 
 // ==================================================================================================== 12 EVALUATION
@@ -159,27 +153,10 @@ TEST(eval_tasks, "every task of the shipped model: the answer is found in the ri
 
 // A filled cache is what a prefill would have left (bytes and rows of a line: test/cli/basics.txt).
 
-// A session on a synthetic model of two layers, budget 40. One that is declared OWN_BENCH is closed, with its model and
-// options, where its block ends.
-static Session *bench_session(const char *method) {
-    char err[256];
-    Options *o = options_of_program();
-    options_set(o, "budget", "40", err);
-    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
-    return session_open(c, weights_synthetic(c, 1), o, method);
-}
-
-#define OWN_BENCH __attribute__((cleanup(bench_close)))
-static void bench_close(Session **s) {
-    Config *c = (Config *)(uintptr_t)(*s)->c;
-    Weights *w = (Weights *)(uintptr_t)(*s)->w;
-    session_done(*s);
-    weights_close(w, c);
-}
-
 TEST(bench_scratch,
      "scratch that grows a little every step takes few blocks, and never two places at once") {
-    OWN_BENCH Session *s = bench_session("full");
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 64, 64, 1);
+    OWN_SESSION Session *s = session_of(m, "full", "");
     size_t mark = scratch_mark(s);
     for (size_t n = 900000; n < 4000000; n += 1000) {
         char *a = scratch(s, n), *b = scratch(s, n / 2);
@@ -195,9 +172,10 @@ TEST(bench_scratch,
 }
 
 TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and decode goes on from there") {
+    OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 64, 64, 1);
     for (int evicts = 0; evicts < 2; evicts++) {
-        OWN_BENCH Session *filled = bench_session(evicts ? "streaming" : "full");
-        OWN_BENCH Session *s = bench_session(evicts ? "streaming" : "full");
+        OWN_SESSION Session *filled = session_of(m, evicts ? "streaming" : "full", "budget=40");
+        OWN_SESSION Session *s = session_of(m, evicts ? "streaming" : "full", "budget=40");
         int *ids = random_ids(150, s->c->V);
         filled->forward = fill_pass;
         prefill(filled, ids, 150);
@@ -222,9 +200,7 @@ TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a 
 
 // ==================================================================================================== 14 REPORT
 
-// What a browser calls (the page's JSON: test/cli/reports.txt). data/web_test.js looks at the pictures.
-
-// ---- the functions that a page in a browser calls
+// The functions that a page in a browser calls (the page's JSON: test/cli/reports.txt). data/web_test.js looks at the pictures.
 
 // What one of them returned, which has to be JSON.
 static Json *web_json(const char *text) {
@@ -914,26 +890,20 @@ static int run_short(long n, const char *args) {
 TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one "
                 "line and exit 4, or full success") {
     static char want[1 << 16];
-    char report[1000], chat[1000];
-    snprintf(report, sizeof report,
-             "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny "
-             "-t 1 -d cpu -q -c 600 --method streaming --report %s | cut -d'|' -f2-5", tmp_path("m.html"));
-    snprintf(chat, sizeof chat, "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < %s", tmp_path("chat"));
-    put_text(tmp_path("chat"), "hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n");
-
-    const struct {
+    static const struct {
         const char *args;
         int samples;
     } runs[] = {
         { "-m models/kvcomp-tiny -t 1 -d cpu --inspect", 6 },
         { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
-        { chat, 24 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < $M", 24 },
         { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval test/tasks/facts.jsonl --eval-items 1 "
-          "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8",
-          16 },
-        { report, 8 },
+          "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 16 },
+        { "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny -t 1 -d cpu -q -c 600 "
+          "--method streaming --report $M.html | cut -d'|' -f2-5", 8 },
     };
-
+    setenv("M", tmp_path("chat"), 1);
+    put_text(getenv("M"), "hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n");
     rnd_seed(19);
     for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
         int piped = strchr(runs[i].args, '|') != NULL;  // the exit code is then cut's
@@ -943,21 +913,14 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
         CHECK(total > 100, "%s: %ld allocations", runs[i].args, total);
         snprintf(want, sizeof want, "%.60000s", sh_out);
         for (int k = 0; k <= runs[i].samples; k++) {
-            // the first few, then anywhere, more often early; the last is one that no longer
-            // happens
-            long n = k < 4 ? k + 1
-                     : k == runs[i].samples
-                         ? total + 1
-                         : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
+            // the first few, then anywhere, more often early; the last is one that no longer happens
+            long n = k < 4 ? k + 1 : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
+            if (k == runs[i].samples) n = total + 1;
             int rc = run_short(n, runs[i].args);
             const char *line = strstr(sh_err, "kvcomp: out of memory");
-            int clean = line && !strstr(line + 1, "kvcomp: ");
-            if (n <= total)
-                CHECK((rc == EXIT_MEMORY || piped) && clean,
-                      "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
-            else
-                CHECK(rc == 0 && !line && !strcmp(want, sh_out),
-                      "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
+            int refused = (rc == EXIT_MEMORY || piped) && line && !strstr(line + 1, "kvcomp: ");
+            CHECK(n <= total ? refused : !rc && !line && !strcmp(want, sh_out), "%s: allocation %ld of %ld: exit %d: %s",
+                  runs[i].args, n, total, rc, sh_err);
         }
     }
 }
@@ -983,23 +946,9 @@ static const struct { const char *part; int aim, most; } floors[] = {
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 
-// Lines of a file; 0 where there is none.
-static int lines_of_file(const char *path) {
-    size_t n;
-    char err[256], *text = read_file(path, &n, err);
-    int lines = text ? lines_in(text) : 0;
-    free(text);
-    return lines;
-}
-
 TEST(text_floors, "no part has more lines than it may have (who calls whom: test/cli/text.txt)") {
     for (int k = 0; k < N_FLOORS; k++) {
-        int lines = 0;
-        for (int header = 0; header < 2; header++) {
-            char path[64];
-            snprintf(path, sizeof path, "%s.%c", floors[k].part, "ch"[header]);
-            lines += lines_of_file(path);
-        }
+        int lines = sh("cat %s.[ch] | wc -l", floors[k].part) ? INT_MAX : atoi(sh_out);
         CHECK(lines <= floors[k].most, "%s has %d lines and may have %d", floors[k].part, lines, floors[k].most);
         if (lines > floors[k].aim)
             printf("       %s has %d lines, %d more than its budget\n", floors[k].part, lines, lines - floors[k].aim);
@@ -1035,14 +984,7 @@ static const char *save_folder(char d[64]) {
 }
 
 // How many files a folder holds, those with a dot in front included.
-static int files_in(const char *d) {
-    int n = 0;
-    DIR *dir = opendir(d);
-    for (struct dirent *e = dir ? readdir(dir) : NULL; e; e = readdir(dir))
-        n += strcmp(e->d_name, ".") && strcmp(e->d_name, "..");
-    if (dir) closedir(dir);
-    return n;
-}
+static int files_in(const char *d) { return sh("ls -A %s | wc -l", d) ? -1 : atoi(sh_out); }
 
 TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
                           "fingerprint; threads do not") {
