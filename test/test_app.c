@@ -667,25 +667,10 @@ static void transcript(const char *path) {
     TEST(cli_##name, "test/cli/" #name ".txt: what is typed, and what the program answers and ends with") { \
         transcript("test/cli/" #name ".txt"); \
     }
-TRANSCRIPT(basics)
-TRANSCRIPT(batch)
-TRANSCRIPT(chat)
-TRANSCRIPT(compare)
-TRANSCRIPT(evaluation)
-TRANSCRIPT(files)
-TRANSCRIPT(hub)
-TRANSCRIPT(readme)
-TRANSCRIPT(refusals)
-TRANSCRIPT(reports)
-TRANSCRIPT(saving)
-TRANSCRIPT(scripts)
-TRANSCRIPT(sessions)
-TRANSCRIPT(signals)
-TRANSCRIPT(strays)
-TRANSCRIPT(templates)
-TRANSCRIPT(text)
-TRANSCRIPT(terminal)
-TRANSCRIPT(traces)
+TRANSCRIPT(basics) TRANSCRIPT(batch) TRANSCRIPT(chat) TRANSCRIPT(compare) TRANSCRIPT(evaluation)
+TRANSCRIPT(files) TRANSCRIPT(hub) TRANSCRIPT(readme) TRANSCRIPT(refusals) TRANSCRIPT(reports)
+TRANSCRIPT(saving) TRANSCRIPT(scripts) TRANSCRIPT(sessions) TRANSCRIPT(signals) TRANSCRIPT(strays)
+TRANSCRIPT(templates) TRANSCRIPT(text) TRANSCRIPT(terminal) TRANSCRIPT(traces)
 
 #ifdef KVCOMP_READLINE
 // Readline has a line, and Ctrl-C comes before it is anybody's: the first time.
@@ -833,12 +818,8 @@ TEST(shown_controls, "control characters from outside are shown on stderr and in
         { "a\tb\n", 4, "a\tb\n" },
         { "\x1b[2J", 4, "\\x1b[2J" },
         { "\r\0\x7f", 3, "\\x0d\\x00\\x7f" },
-        { "\xc2\x9b"
-          "1m",
-          4, "\\u009b1m" },
-        { "\x9b"
-          "1m",
-          3, "\\x9b1m" },
+        { "\xc2\x9b" "1m", 4, "\\u009b1m" },
+        { "\x9b" "1m", 3, "\\x9b1m" },
         { "\xc3\x9b", 2, "\xc3\x9b" },
         { "\xe2\x82\xac \xf0\x9f\x98\x80", 8, "\xe2\x82\xac \xf0\x9f\x98\x80" },
         { "\xe2\x9b", 2, "\xe2\\x9b" },
@@ -1348,13 +1329,7 @@ TEST(cli_wrap, "on a terminal a reply breaks between words, whatever pieces it c
         { "abc ", 3, "abc" },
         { "\xe4\xb8\xad\xe6\x96\x87\xe5\xad\x97 \xc3\xa4\xc3\xb6", 5,
           "\xe4\xb8\xad\xe6\x96\x87\n\xe5\xad\x97 \xc3\xa4\xc3\xb6" },
-        { "e\xcc\x81"
-          "e\xcc\x81 e\xcc\x81"
-          "e",
-          5,
-          "e\xcc\x81"
-          "e\xcc\x81 e\xcc\x81"
-          "e" },
+        { "e\xcc\x81" "e\xcc\x81 e\xcc\x81" "e", 5, "e\xcc\x81" "e\xcc\x81 e\xcc\x81" "e" },
         { "", 5, "" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
