@@ -868,7 +868,7 @@ static int run_short(long n, const char *args) {
               args);
 }
 
-TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one "
+TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, a report or a benchmark: one "
                 "line and exit 4, or full success") {
     static char want[1 << 16];
     static const struct {
@@ -882,6 +882,7 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
           "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 16 },
         { "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny -t 1 -d cpu -q -c 600 "
           "--method streaming --report $M.html | cut -d'|' -f2-5", 8 },
+        { "--bench --synthetic L1,H4,G2,D16,C32,F64,V64 --bench-prompts 9 --bench-depths 9 -r 1 -t 1 -d cpu | wc -l", 6 },
     };
     setenv("M", tmp_path("chat"), 1);
     put_text(getenv("M"), "hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n");
