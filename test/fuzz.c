@@ -394,11 +394,11 @@ static void target_chat(const char *data, size_t n) {
 
 // ---- seeds: whole inputs of each target
 
-// An adapter that fits the model of app_begin; its weights are 0. *n: its bytes. The caller frees it.
-static char *adapter_bytes(size_t *n) {
+// Writes an adapter that fits the model of app_begin; its weights are 0.
+static void adapter_seed(const char *path) {
     App a = app_begin(0);
     const Config *c = a.c;
-    char path[] = "/tmp/kvcomp-fuzz-XXXXXX", err[512] = "", text[32], name[80];
+    char text[32], name[80];
     const int HD = c->H * c->D, GD = c->G * c->D;
     const struct { const char *key; int value; } sizes[] = {
         { "k_max", 4 }, { "k_default", 2 }, { "t_max", 2 },
@@ -412,9 +412,6 @@ static char *adapter_bytes(size_t *n) {
     };
     static const char zeros[4096];
     SafeWriter w;
-    int fd = mkstemp(path);
-    must(fd >= 0, "a temporary file");
-    close(fd);
     safe_write_begin(&w, path, "fuzz");
     safe_write_meta(&w, "format", "sonic-nexus");
     safe_write_meta(&w, "version", "1");
@@ -437,54 +434,34 @@ static char *adapter_bytes(size_t *n) {
         }
     }
     safe_write_end(&w);
-    char *out = read_file(path, n, err);
-    must(out != NULL, err);
-    unlink(path);
     app_end(&a);
-    return out;
 }
 
-// A session of two turns as the program saves it. *n: its bytes. The caller frees it.
-static char *session_bytes(size_t *n) {
-    char err[512] = "", path[] = "/tmp/kvcomp-fuzz-XXXXXX";
+// Saves a session of two turns.
+static void session_seed(const char *path) {
+    char err[512] = "";
     App a = app_begin(1);
-    int fd = mkstemp(path);
-    must(fd >= 0, "a temporary file");
-    close(fd);
     if (chat_turn(&a, "hello", stdout) || chat_turn(&a, "he is there", stdout)) must(0, "two turns");
     if (session_save(&a, path, err)) must(0, err);
-    char *text = read_file(path, n, err);
-    must(text != NULL, err);
-    unlink(path);
     app_end(&a);
-    return text;
-}
-
-// Writes a seed into the corpus as a file of its own, and frees it.
-static void seed_put(const char *folder, int number, char *data, size_t n) {
-    char path[4200];
-    snprintf(path, sizeof path, "%.4000s/seed-%d", folder, number);
-    FILE *f = data ? fopen(path, "wb") : NULL;
-    must(f && fwrite(data, 1, n, f) == n && !fclose(f), "a seed is written");
-    free(data);
 }
 
 // ---- the table
 // dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. files: those that match are
-// seeds. seed: a function that makes one.
+// seeds. seed: a function that writes one.
 static const struct Target {
     const char *name;
     void (*run)(const char *data, size_t n);
     int dies;
     const char *files;
-    char *(*seed)(size_t *n);
+    void (*seed)(const char *path);
 } targets[] = {
     { "json",        target_json,        0, "models/kvcomp-tiny/*config.json", NULL },
-    { "safetensors", target_safetensors, 0, NULL,                              adapter_bytes },
+    { "safetensors", target_safetensors, 0, NULL,                              adapter_seed },
     { "config",      target_config,      0, "data/golden/*/config.json",       NULL },
     { "tokenizer",   target_tokenizer,   0, "data/tokenizers/*/tokenizer.json", NULL },
-    { "session",     target_session,     1, NULL,                              session_bytes },
-    { "adapter",     target_adapter,     1, NULL,                              adapter_bytes },
+    { "session",     target_session,     1, NULL,                              session_seed },
+    { "adapter",     target_adapter,     1, NULL,                              adapter_seed },
     { "scores",      target_scores,      0, "data/vectors/head_scores.json",   NULL },
     { "ids",         target_ids,         1, "data/ids/*.txt",                  NULL },
     { "dialogues",   target_dialogues,   1, "test/tasks/*.jsonl",              NULL },
@@ -495,18 +472,21 @@ static const struct Target {
 };
 static const struct Target *chosen;
 
-// All seeds of the chosen target.
+// Puts all seeds of the chosen target into the corpus, each as a file of its own.
 static void write_seeds(const char *folder) {
-    char err[512];
+    char err[512], path[4200];
     size_t n = 0;
     glob_t found = { 0 };
     if (chosen->files) must(!glob(chosen->files, 0, NULL, &found), "there are files of seeds");
     for (int i = 0; i < (int)found.gl_pathc; i++) {
         char *text = read_file(found.gl_pathv[i], &n, err);
-        seed_put(folder, i, text, n);
+        snprintf(path, sizeof path, "%.4000s/seed-%d", folder, i);
+        FILE *f = text ? fopen(path, "wb") : NULL;
+        must(f && fwrite(text, 1, n, f) == n && !fclose(f), "a seed is written");
+        free(text);
     }
-    char *made = chosen->seed ? chosen->seed(&n) : NULL;
-    if (made) seed_put(folder, (int)found.gl_pathc, made, n);
+    snprintf(path, sizeof path, "%.4000s/made", folder);
+    if (chosen->seed) chosen->seed(path);
     globfree(&found);
 }
 

@@ -6,7 +6,6 @@
 #   test/reference.sh compare [PROGRAM [DEVICE_PROGRAM]]
 #                                                plays the same cases with PROGRAM (default ./kvcomp), and
 #                                                with DEVICE_PROGRAM, if it is given, those of the device
-#   test/reference.sh cases                      prints the cases, one a line
 #
 # Cases are played with the options of today, so COMMIT is one that has them; records that were made of an older one
 # can be compared with as well.
@@ -450,12 +449,6 @@ compare() {
 
 # ---- the commands
 
-# A program is found from where the caller stands, so its path is made whole.
-whole() {
-    [ -x "$1" ] || fail "$1 is no program"
-    echo "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"
-}
-
 case ${1-} in
 record)
     mkdir -p "$PLACE"
@@ -470,20 +463,15 @@ record)
     ;;
 compare)
     [ -x "$SOURCE/kvcomp" ] || fail "nothing is recorded in $PLACE: say 'record' first"
-    program=$(whole "${2-./kvcomp}") || exit 2
-    device=
-    [ $# -lt 3 ] || device=$(whole "$3") || exit 2
+    for program in "${2-./kvcomp}" "${@:3}"; do
+        [ -x "$program" ] || fail "$program is no program"
+    done
     rm -rf "$NOW"
-    compare cpu "$program"
-    [ -z "$device" ] || compare device "$device"
+    compare cpu "${2-./kvcomp}"
+    [ $# -lt 3 ] || compare device "$3"
     [ $as_expected -eq 0 ] || echo "$as_expected differ as expected"
     echo "$compared compared, $differing differ"
     [ $differing -eq 0 ]
     ;;
-cases)
-    [ -x "$SOURCE/kvcomp" ] || fail "the methods are asked of the reference: say 'record' first"
-    cases cpu
-    cases device
-    ;;
-*) fail "expected 'record [device] [COMMIT]', 'compare [PROGRAM [DEVICE_PROGRAM]]' or 'cases'" ;;
+*) fail "expected 'record [device] [COMMIT]' or 'compare [PROGRAM [DEVICE_PROGRAM]]'" ;;
 esac
