@@ -29,8 +29,6 @@ __attribute__((weak)) long emu_calls(void);
 __attribute__((weak)) void emu_provoke(int kind);
 __attribute__((weak)) int emu_is_hard(void);
 
-static const int cuda_seeds[] = { 0, 1, 7 };
-
 // Is every access watched, whatever order threads come in? Then each costs, and tests take fewer variants.
 static int accesses_watched(void) { return emu_set_seed && emu_is_hard(); }
 
@@ -40,29 +38,31 @@ static int thorough(void) {
     return orders && atoi(orders) == 3;
 }
 
-// Orders of threads a test goes through: one, another one each time, or with KVCOMP_ORDERS=3 all three. One on a real
-// GPU, and where all accesses are watched.
-static int n_seeds(void) { return emu_set_seed && !accesses_watched() && thorough() ? 3 : 1; }
-
-// The i-th order of a test.
-static int order_set(int i) {
-    static int turn;
-    if (emu_set_seed) emu_set_seed(cuda_seeds[n_seeds() == 3 ? i : turn++ % 3]);
-    return 1;
+// Another order of threads from now on, the order-th of three.
+static void order_set(int order) {
+    if (emu_set_seed) emu_set_seed((int[]){ 0, 1, 7 }[order % 3]);
 }
 
-#define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
-
-// Is variant i of a test tried under this order? With three orders every one of them takes half of the variants. Where
-// accesses are watched a fourth of them are, or half; where `make test` runs the harder emulator behind this program
-// (KVCOMP_HARDER), they are left to it: what is asked of them is the same.
-static int variant_here(int order, int i) {
-    if (accesses_watched()) return i % (thorough() ? 2 : 4) == 0;
-    if (n_seeds() == 3) return (i + order) % 2 == 0;
-    return !getenv("KVCOMP_HARDER") || i % 4 != 0;
+// The next of a test's n variants that is tried here becomes *i, under its order of threads; *turn counts. Returns 0 where
+// there is none more. Each goes through one order, another one each time; with KVCOMP_ORDERS=3 every other one through
+// each of the three. Where accesses are watched a fourth of them are tried, or half; where `make test` runs the harder
+// emulator behind this program (KVCOMP_HARDER), they are left to it: what is asked of them is the same. A single one is
+// tried everywhere.
+static int next_variant(int *turn, int n, int *i) {
+    static int next;
+    int all = thorough() && !accesses_watched() && emu_set_seed ? 3 : 1;
+    while (*turn < all * n) {
+        int order = *turn / n, here = all == 3 ? (*turn % n + order) % 2 == 0 : !getenv("KVCOMP_HARDER") || *turn % 4;
+        if (accesses_watched()) here = *turn % (thorough() ? 2 : 4) == 0;
+        *i = (*turn)++ % n;
+        if (!here && n > 1) continue;
+        order_set(all == 3 ? order : next++);
+        return 1;
+    }
+    return 0;
 }
 
-#define EACH_VARIANT(order, i, n) for (int i = 0; i < (n); i++) if (variant_here(order, i))
+#define EACH_VARIANT(i, n) for (int turn_ = 0, i; next_variant(&turn_, n, &i);)
 
 // A session on the device, for session_done.
 static Session *cuda_session(Tiny m, const char *method, const char *text) {
@@ -70,6 +70,11 @@ static Session *cuda_session(Tiny m, const char *method, const char *text) {
     snprintf(all, sizeof all, "device=cuda %s", text);
     return session_of(m, method, all);
 }
+
+// n floats on the device; those that are declared OWN_DEVICE are given back where their block ends.
+static float *put_floats(const float *x, size_t n) { return cuda_put(x, n * sizeof *x); }
+#define OWN_DEVICE __attribute__((cleanup(own_device)))
+static void own_device(float **p) { cuda_drop(*p); }
 
 // y = x W^T in double, x (T,I), W (O,I): y (T,O), to be freed.
 static double *product_of(const Tensor *w, const float *x, int T) {
@@ -109,7 +114,7 @@ TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiG
                 "with the CPU") {
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     OWN_SESSION Session *s = cuda_session(m, "full", "exact");
-    EACH_SEED(seed) {
+    EACH_VARIANT(once, 1) {
         int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 }, { 21, 1104 } };
         int T[] = { 1, 2, 7 };
         for (int i = 0; i < 6; i++)
@@ -270,6 +275,9 @@ static Pair pair_open(Tiny m, const char *method, const char *text) {
     return (Pair){ m, session_of(m, method, text), cuda_session(m, method, text) };
 }
 
+// Session *s is one, then the other.
+#define EACH_SIDE(s, p) for (Session *s = (p)->c; s; s = s == (p)->c ? (p)->d : NULL)
+
 // Closes both; those that are declared OWN_PAIR where their block ends.
 #define OWN_PAIR __attribute__((cleanup(pair_close)))
 static void pair_close(Pair *p) {
@@ -282,25 +290,23 @@ static void pair_append(Pair *p, int n, double k_std) {
     const Config *c = p->m.c;
     OWN Token *t = xcalloc(n, sizeof *t);
     for (int i = 0; i < n; i++) t[i] = (Token){ i % c->V, -1, p->c->turn, TOK_USER };
-    add_tokens(p->c, t, n);
-    add_tokens(p->d, t, n);
-    p->c->turn++;
-    p->d->turn++;
+    EACH_SIDE(s, p) {
+        add_tokens(s, t, n);
+        s->turn++;
+    }
     tokens_give_cuda(p->d);
     for (int l = 0; l < c->L; l++) {
         size_t all = (size_t)n * c->G * c->D;
         OWN float *k = normals(all, k_std), *v = normals(all, 1);
-        float *dk = cuda_put(k, all * sizeof *k), *dv = cuda_put(v, all * sizeof *v);
+        OWN_DEVICE float *dk = put_floats(k, all), *dv = put_floats(v, all);
         kv_append(p->c, l, k, v, 0, n);
         kv_append(p->d, l, dk, dv, 0, n);
-        cuda_drop(dk);
-        cuda_drop(dv);
     }
 }
 
 // The end of a pass of n tokens on both sides: the commits of all parts, layer after layer.
 static void pair_commit(Pair *p, int n) {
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+    EACH_SIDE(s, p)
         for (int l = 0; l <= s->c->L; l++)
             for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, l, NULL, n);
 }
@@ -345,6 +351,19 @@ static int device_differs(const Session *c, const Session *d) {
 // How many heads hold other rows on the device.
 static int pair_rows_differ(const Pair *p) { return device_differs(p->c, p->d); }
 
+// Do hooks read other keys or values of head (l,g) on the device, in these n rows (NULL: the first n)?
+static int loads_differ(const Pair *p, int l, int g, const int *rows, int n) {
+    size_t all = (size_t)n * p->m.c->D;
+    OWN float *a = normals(all, 1), *b = normals(all, 1);
+    int bad = 0;
+    for (int v = 0; v < 2; v++) {
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a);
+        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
+        bad += memcmp(a, b, all * sizeof *a) != 0;
+    }
+    return bad;
+}
+
 // The first rows, and every step-th from `from` on.
 static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
     int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
@@ -353,15 +372,14 @@ static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
         n++;
     }
     for (int r = from; r < len; r += step) keep[n++] = r;
-    keep_head(p->c, l, g, keep, n);
-    keep_head(p->d, l, g, keep, n);
+    EACH_SIDE(s, p) keep_head(s, l, g, keep, n);
     free(keep);
 }
 
 TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, "
                 "compact, truncate, re-rotate, load; memory is given back") {
     const char *format[] = { "f32", "f16", "bf16", "q8_0", "q4" };
-    EACH_SEED(seed) for (int f = 0; f < 5; f++) {
+    EACH_VARIANT(once, 1) for (int f = 0; f < 5; f++) {
         int D = (int[]){ 40, 48, 64, 72, 56 }[f];
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         char text[64];
@@ -376,7 +394,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         CHECK(!pair_rows_differ(&p) && kv_head(p.d, 1, 1)->len == 0, "%s: keep", format[f]);
         pair_append(&p, 9, 1);
         int idx[] = { 1, 4, 7 };
-        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
+        EACH_SIDE(s, &p) {
             view_group(s, 0, 0, idx, 3, 20);
             view_set(s, 0, 1, idx + 1, 1, 22);
             kv_compact(s, 0);
@@ -385,19 +403,14 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
             kv_repos(s, 1, 0, 0, 5);
         }
         CHECK(!pair_rows_differ(&p), "%s: compact, re-rotate", format[f]);
-        kv_truncate(p.c, 73);
-        kv_truncate(p.d, 73);
+        EACH_SIDE(s, &p) kv_truncate(s, 73);
         CHECK(!pair_rows_differ(&p), "%s: truncate", format[f]);
         pair_append(&p, 60, 1);
         CHECK(!pair_rows_differ(&p), "%s: growing", format[f]);
         int rows[] = { 0, 1, 2, 9, 11, 12, 40 };
-        float a[7 * 72], b[7 * 72];
-        for (int v = 0; v < 2; v++) {
-            (v ? kv_load_v : kv_load_k)(p.c, kv_head(p.c, 0, 1), rows, 0, 7, a);
-            (v ? kv_load_v : kv_load_k)(p.d, kv_head(p.d, 0, 1), rows, 0, 7, b);
-            CHECK(!memcmp(a, b, (size_t)7 * D * sizeof *a), "%s: load", format[f]);
-        }
+        CHECK(!loads_differ(&p, 0, 1, rows, 7), "%s: load", format[f]);
         if (f >= 3) {                           // a block with an infinity has a NaN for its scale
+            float a[72];
             pair_append(&p, 1, INFINITY);
             kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
             CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of %s", format[f]);
@@ -451,15 +464,45 @@ static Pair pair_shaped(const Shape *x, int seed) {
     return p;
 }
 
-// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for, q on the host and dq
-// on the device. Over very many rows, which take seconds, of the most alone.
-static void pair_sums(Pair *p, int l, int n, const float *q, const float *dq, int most, double tol) {
+// Random queries of n tokens on both sides, and room for what attention makes of them. Those that are declared OWN_ASKED
+// are given back where their block ends.
+typedef struct {
+    size_t all;                 // numbers of each
+    float *q, *want, *got;      // want: the CPU's answer; got: the device's, once it is fetched
+    float *dq, *dgot;           // on the device
+} Asked;
+
+static Asked asked_new(const Pair *p, int n) {
+    size_t all = (size_t)n * p->m.c->H * p->m.c->D;
+    Asked x = { all, normals(all, 1.5), xmalloc(all * sizeof(float)), xmalloc(all * sizeof(float)), NULL, NULL };
+    x.dq = put_floats(x.q, all);
+    x.dgot = put_floats(x.q, all);
+    return x;
+}
+
+#define OWN_ASKED __attribute__((cleanup(asked_free)))
+static void asked_free(Asked *x) {
+    free(x->q);
+    free(x->want);
+    free(x->got);
+    cuda_drop(x->dq);
+    cuda_drop(x->dgot);
+}
+
+// Fetches n numbers of the device's answer. Returns how far they are from the CPU's, in units of the bound.
+static double asked_error(Asked *x, size_t n, double bound) {
+    cuda_get(x->got, x->dgot, n * sizeof *x->got);
+    return worst(x->got, x->want, n, bound, bound, NULL);
+}
+
+// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for. Over very many rows, which take seconds, of the most alone.
+static void pair_sums(Pair *p, int l, int n, const Asked *ask, int most, double tol) {
     size_t all = (size_t)p->m.c->H * kv_longest(p->c, l);
     OWN float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
     int W = kv_longest(p->c, l) > 9000 ? most : 1, step = (most - 1) / 3;
     for (int taken = 0; W <= most && taken < n; taken = W, W += step) {
-        window_scores(p->c, l, q, n, W, x);
-        window_scores(p->d, l, dq, n, W, y);
+        window_scores(p->c, l, ask->q, n, W, x);
+        window_scores(p->d, l, ask->dq, n, W, y);
         CHECK(worst(y, x, all, 1e-6, tol, NULL) <= 1, "window scores: layer %d, W %d, %d queries, D %d %s", l, W, n,
               p->m.c->D, p->c->fk->name);
     }
@@ -480,34 +523,37 @@ static void pair_views(Pair *p, int l, int kind) {
     }
 }
 
+// Both sides are in a step, or not, whose first token is `base`.
+static void pair_step(Pair *p, int base, int decoding) {
+    EACH_SIDE(s, p) {
+        s->base = base;
+        s->decoding = decoding;
+    }
+}
+
 // The last n tokens ask, as a pass and for window scores; then the last token does in a step, with three kinds of
 // views. fast: the kernel of steps is decode_kernel.
 static void pair_attention(Pair *p, int l, int n, int fast) {
     const Config *c = p->m.c;
     size_t row = (size_t)c->H * c->D;
-    OWN float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
-    float *dq = cuda_put(q, n * row * sizeof *q), *db = cuda_put(b, n * row * sizeof *b);
+    OWN_ASKED Asked ask = asked_new(p, n);
     if (emu_count) emu_count(NULL);
-    attn_prefill(p->c, l, a, q, 0, n);
-    attn_prefill(p->d, l, db, dq, 0, n);
-    cuda_get(b, db, n * row * sizeof *b);
+    attn_prefill(p->c, l, ask.want, ask.q, 0, n);
+    attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
     // Keys of q8_0: the CPU rounds q to 16 bits (D89). bf16 on tensor cores: q and p in 16 bits.
     int q8 = !strcmp(p->c->fk->name, "q8_0");
     double tol = q8 ? 1e-4 : 1e-5;
-    CHECK(worst(b, a, n * row, tol, tol, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G,
-          c->D);
-    pair_sums(p, l, n, q, dq, 40, 1e-5);
+    CHECK(asked_error(&ask, ask.all, tol) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G, c->D);
+    pair_sums(p, l, n, &ask, 40, 1e-5);
 
     int base = p->c->base;
-    p->c->base = p->d->base = p->c->n_tok - 1;
-    p->c->decoding = p->d->decoding = 1;
+    pair_step(p, p->c->n_tok - 1, 1);
     if (!strcmp(p->c->fk->name, "bf16")) tol = 1e-4;
     for (int kind = 0; kind < 3; kind++) {
         pair_views(p, l, kind);
-        attn_decode(p->c, l, a, q);
-        attn_decode(p->d, l, db, dq);
-        cuda_get(b, db, row * sizeof *b);
-        double e = worst(b, a, row, tol, tol, NULL);
+        attn_decode(p->c, l, ask.want, ask.q);
+        attn_decode(p->d, l, ask.dgot, ask.dq);
+        double e = asked_error(&ask, row, tol);
         CHECK(e <= 1, "decode: layer %d, views %d, H %d G %d D %d, %s: %g times the bound", l, kind, c->H, c->G, c->D,
               p->c->fk->name, e);
     }
@@ -523,12 +569,8 @@ static void pair_attention(Pair *p, int l, int n, int fast) {
     }
     CHECK(p->c->clk.bytes_attended == p->d->clk.bytes_attended, "bytes attended: %g, expected %g",
           p->d->clk.bytes_attended, p->c->clk.bytes_attended);
-    p->c->base = p->d->base = base;
-    p->c->decoding = p->d->decoding = 0;
-    view_all(p->c);
-    view_all(p->d);
-    cuda_drop(dq);
-    cuda_drop(db);
+    pair_step(p, base, 0);
+    EACH_SIDE(s, p) view_all(s);
 }
 
 void cuda_tensor_min(int n);
@@ -544,46 +586,36 @@ static double tensor_bound(const Session *s) {
 // same bits, and q and P in f32 come within 1e-5. Of very many rows, which take seconds, the first is enough.
 static void pair_prefill(Pair *p, int l, int n) {
     const Config *c = p->m.c;
-    size_t row = (size_t)c->H * c->D, all = n * row;
     int last = (n + 2) / 3, many = kv_longest(p->c, l) > 9000;
-    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b);
-    float *alone = xmalloc(all * sizeof *alone), *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(q, all * sizeof *q);
-    attn_prefill(p->c, l, a, q, 0, n);
+    size_t row = (size_t)c->H * c->D, before = (n - last) * row;
+    OWN_ASKED Asked ask = asked_new(p, n);
+    attn_prefill(p->c, l, ask.want, ask.q, 0, n);
     if (emu_count) emu_count(NULL);
-    attn_prefill(p->d, l, db, dq, 0, n);
+    attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
     if (emu_count)
         CHECK(emu_count("prefill_kernel") && !emu_count("attend_kernel"), "tensor cores: D %d", c->D);
-    cuda_get(b, db, all * sizeof *b);
-    double bound = tensor_bound(p->d), e = worst(b, a, all, bound, bound, NULL), exact = 0;
+    double bound = tensor_bound(p->d), e = asked_error(&ask, ask.all, bound), exact = 0;
     CHECK(e <= 1, "%s, H %d G %d D %d, %d tokens, rule %d, layer %d: %g times the bound", p->d->fk->name, c->H, c->G, c->D,
           n, p->d->rule, l, e);
     if (!many) {
-        attn_prefill(p->d, l, db, dq + (n - last) * row, n - last, last);
-        cuda_get(alone, db, last * row * sizeof *alone);
-        CHECK(!memcmp(alone, b + (n - last) * row, last * row * sizeof *b), "D %d: the last %d alone", c->D, last);
+        attn_prefill(p->d, l, ask.dgot, ask.dq + before, n - last, last);
+        CHECK(!bytes_differ(ask.got + before, ask.dgot, last * row * sizeof(float)), "D %d: the last %d alone", c->D, last);
         cuda_exact(p->d, 1);
-        attn_prefill(p->d, l, db, dq, 0, n);
+        attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
         cuda_exact(p->d, 0);
-        cuda_get(b, db, all * sizeof *b);
-        exact = worst(b, a, all, 1e-5, 1e-5, NULL);
+        exact = asked_error(&ask, ask.all, 1e-5);
         CHECK(exact <= 1, "q and P in f32, D %d: %g times the bound", c->D, exact);
     }
     if (getenv("CUDA_VERBOSE"))
         printf("       D %d, %s: %.2g, with q and P in f32 %.2g\n", c->D, p->d->fk->name, e * bound, exact * 1e-5);
-    cuda_drop(dq);
-    cuda_drop(db);
-    free(alone);
 }
 
 // Column sums of 1 to 70 queries.
 static void pair_columns(Pair *p, int l, int n) {
-    size_t all = (size_t)n * p->m.c->H * p->m.c->D;
-    float *q = normals(all, 1.5), *dq = cuda_put(q, all * sizeof *q);
+    OWN_ASKED Asked ask = asked_new(p, n);
     if (emu_count) emu_count(NULL);
-    pair_sums(p, l, n, q, dq, n, 1e-4);
+    pair_sums(p, l, n, &ask, n, 1e-4);
     CHECK(!emu_count || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
-    cuda_drop(dq);
-    free(q);
 }
 
 #define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
@@ -645,7 +677,7 @@ static const Shape attention_shapes[] = {
 // Every shape of which this is asked, in both layers.
 static void shapes_agree(int ask) {
     int all = sizeof attention_shapes / sizeof *attention_shapes;
-    EACH_SEED(seed) EACH_VARIANT(seed, i, all) {
+    EACH_VARIANT(i, all) {
         const Shape *x = &attention_shapes[i];
         if (x->ask != ask) continue;
         int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
@@ -679,21 +711,6 @@ TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and
     shapes_agree(SUMS);
 }
 
-// Rows as f32, what hooks read.
-static void pair_loads(Pair *p, int l, int g) {
-    int D = p->m.c->D, len = kv_head(p->c, l, g)->len, rows[64], n = 0;
-    for (int r = 0; r < len && n < 64; r += 1 + r % 3) rows[n++] = r;
-    OWN float *a = normals((size_t)len * D, 1), *b = normals((size_t)len * D, 1);
-    for (int v = 0; v < 2; v++) {
-        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), NULL, 0, len, a);
-        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), NULL, 0, len, b);
-        CHECK(!memcmp(a, b, (size_t)len * D * sizeof *a), "load of all rows");
-        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a);
-        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
-        CHECK(!memcmp(a, b, (size_t)n * D * sizeof *a), "load of a list of rows");
-    }
-}
-
 // Rows of n tokens, and the end of the pass.
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
@@ -710,7 +727,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
         "pats-tend=150 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
     };
-    EACH_SEED(seed) EACH_VARIANT(seed, i, 5) {
+    EACH_VARIANT(i, 5) {
         int D = (int[]){ 40, 64, 48, 128, 8 }[i];
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
@@ -729,10 +746,13 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
         CHECK(!pair_rows_differ(&p), "%s: a pass after rows were dropped", text[i]);
         for (int l = 0; l < 2; l++) {
             pair_attention(&p, l, 13, 0);
-            for (int g = 0; g < 3; g++) pair_loads(&p, l, g);
+            for (int g = 0; g < 3; g++) {
+                int some[64], n = 0, len = kv_head(p.c, l, g)->len;
+                for (int r = 0; r < len && n < 64; r += 1 + r % 3) some[n++] = r;
+                CHECK(!loads_differ(&p, l, g, NULL, len) && !loads_differ(&p, l, g, some, n), "%s: load", text[i]);
+            }
         }
-        kv_truncate(p.c, 60);
-        kv_truncate(p.d, 60);
+        EACH_SIDE(s, &p) kv_truncate(s, 60);
         CHECK(!pair_rows_differ(&p), "%s: truncate", text[i]);
         pair_pass(&p, 40);
         CHECK(!pair_rows_differ(&p), "%s: growing again", text[i]);
@@ -748,7 +768,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
 TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
                                "and mixed, agrees with the CPU within the size of each block") {
     enum { D = 128, N = 150, BLOCKS = D / 32 };
-    EACH_SEED(seed) EACH_VARIANT(seed, kind, 3) {
+    EACH_VARIANT(kind, 3) {
         OWN_MODEL Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
         float v[D], size[BLOCKS] = { 0 };
@@ -764,21 +784,15 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
             memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
             rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
         }
-        float *q = normals(4 * D, 1.5), *dq = cuda_put(q, 4 * D * sizeof *q);
-        float a[4 * D], b[4 * D], *db = cuda_put(a, sizeof a);
-        p.c->base = p.d->base = N - 1;
-        p.c->decoding = p.d->decoding = 1;
-        attn_decode(p.c, 0, a, q);
-        attn_decode(p.d, 0, db, dq);
-        cuda_get(b, db, sizeof b);
+        OWN_ASKED Asked ask = asked_new(&p, 1);
+        pair_step(&p, N - 1, 1);
+        attn_decode(p.c, 0, ask.want, ask.q);
+        attn_decode(p.d, 0, ask.dgot, ask.dq);
+        cuda_get(ask.got, ask.dgot, ask.all * sizeof(float));
         for (int i = 0; i < 4 * BLOCKS; i++) {
-            double e = worst(b + i * 32, a + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
-            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS,
-                  i % BLOCKS, e);
+            double e = worst(ask.got + i * 32, ask.want + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
+            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS, i % BLOCKS, e);
         }
-        cuda_drop(dq);
-        cuda_drop(db);
-        free(q);
     }
 }
 
@@ -786,7 +800,7 @@ TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, inf
                   "n") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
-    EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
+    EACH_VARIANT(once, 1) for (int kind = 0; kind < 4; kind++) {
         enum { S = 6, N = 1300 };
 
         int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
@@ -798,14 +812,13 @@ TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, inf
             if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
         }
         OWN int *idx = xmalloc(S * per * sizeof *idx);
-        float *dx = cuda_put(x, S * N * sizeof *x);
+        OWN_DEVICE float *dx = put_floats(x, S * N);
         top_k_rows(s, dx, S, N, n, k, idx, per, got);
         for (int i = 0; i < S; i++) {
             int w = top_k(x + i * N, n[i], k[i], want);
             CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)),
                   "values %d, row %d: %d, expected %d", kind, i, got[i], w);
         }
-        cuda_drop(dx);
     }
 }
 
@@ -889,32 +902,24 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     choices_agree(p, T, t, m, dev, Q);
     // Many equal gains.
     for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
-    float *even = cuda_put(Q, c->H * each * sizeof *Q);
+    OWN_DEVICE float *even = put_floats(Q, c->H * each);
     choices_agree(p, T, t, m, even, Q);
-    cuda_drop(even);
 }
 
 // Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
 // relative. kinds: how many of draw_lines' there are.
 static void pair_lines(Pair *p, int T, int kinds, double bound) {
     const Config *c = p->m.c;
-    size_t all = (size_t)T * c->H * c->D;
-    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a);
-    float *b = xmalloc(all * sizeof *b), *dq = cuda_put(q, all * sizeof *q);
-    float *db = cuda_put(q, all * sizeof *q);
+    OWN_ASKED Asked ask = asked_new(p, T);
     size_t mark = scratch_mark(p->c);
     Lines *lines = lines_new(p->c, 0, T);
     for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
-    lines_attend(p->c, 0, lines, a, q, T);
-    lines_attend(p->d, 0, lines, db, dq, T);
-    cuda_get(b, db, all * sizeof *b);
-    double e = worst(b, a, all, bound, bound, NULL);
+    lines_attend(p->c, 0, lines, ask.want, ask.q, T);
+    lines_attend(p->d, 0, lines, ask.dgot, ask.dq, T);
+    double e = asked_error(&ask, ask.all, bound);
     CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
-    if (kinds == 4) pair_samples(p, T, q, dq);
+    if (kinds == 4) pair_samples(p, T, ask.q, ask.dq);
     scratch_reset(p->c, mark);
-    cuda_drop(dq);
-    cuda_drop(db);
-    free(b);
 }
 
 TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
@@ -937,7 +942,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         { 1, 2, 1, 16, 3400, 64, 0, "full", "ctk=f16 ctv=f16" },
     };
     int n_shape = sizeof shape / sizeof *shape;
-    EACH_SEED(seed) EACH_VARIANT(seed, i, n_shape) {
+    EACH_VARIANT(i, n_shape) {
         OWN_MODEL Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
         tiny_window(m, shape[i].window > 0, shape[i].window);
         OWN_PAIR Pair p = pair_open(m, shape[i].method, shape[i].rows);
@@ -1054,7 +1059,7 @@ static void device_agrees(Tiny m, const char *spec, const char *more) {
     static int turn;
     char err[512], all[320];
     snprintf(all, sizeof all, "%s device=cuda", more);
-    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
+    order_set(turn++);
     OWN_SESSION Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
     CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
     if (!a || !b || sides_agree(a, b, spec, more, &p, NULL) < script_rows(&p)) return;
@@ -1135,9 +1140,8 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         { 2, 6, 3, 40, 37, "snapkv", "exact budget=20 obs-window=4", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "full", "exact", 1e-3, NORMS | BIASES | WINDOW | MIXED },
     };
-    EACH_VARIANT(0, i, (int)(sizeof run / sizeof *run)) {
+    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
         int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
-        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
         OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, 24, run[i].has);
         OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, 24, 40, 53, 77);
         Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
@@ -1175,7 +1179,8 @@ static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
 // the same (0): every head reads the same.
 static void select_agrees(Pair *p, int l, double scale, const char *text) {
     const Config *c = p->m.c;
-    float *q = normals((size_t)c->H * c->D, scale), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    OWN float *q = normals((size_t)c->H * c->D, scale);
+    OWN_DEVICE float *dq = put_floats(q, (size_t)c->H * c->D);
     p->c->part[0].m->select(p->c, p->c->part[0].ms, l, q);
     p->d->part[0].m->select(p->d, p->d->part[0].ms, l, dq);
     views_fetch_cuda(p->d);
@@ -1184,8 +1189,6 @@ static void select_agrees(Pair *p, int l, double scale, const char *text) {
         CHECK(same_view(a, b), "%s, %d tokens, query times %g: layer %d, head %d reads %d rows before %d, on the CPU %d "
               "before %d", text, p->c->n_tok, scale, l, h, b.n, b.tail, a.n, a.tail);
     }
-    cuda_drop(dq);
-    free(q);
 }
 
 // Do both sides hold another index? LycheeCluster's trees, or Quest's bounds, to the bit.
@@ -1219,7 +1222,7 @@ TEST(cuda_index, "from equal rows both devices make the same index to the bit, a
         { 6, 3, 128, "quest+pats", "budget=64 ctk=f16 ctv=f16 pats-window=8" },
     };
     if (!strcmp(simd_name(), "plain")) return;      // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) EACH_VARIANT(seed, i, 10) {
+    EACH_VARIANT(i, 10) {
         int quest = *run[i].method == 'q';
         char text[200];
         snprintf(text, sizeof text, "%s %s", run[i].text,
@@ -1336,7 +1339,7 @@ TEST(cuda_steady, "steps as a graph, over grafts, ends of pages, selections, hea
     for (size_t n = 1; n < 3000000; n += n / 3 + 1)     // a step's works are cut into so many items
         CHECK((n + cuda_chunk(n) - 1) / cuda_chunk(n) <= 512, "%zu rows in pieces of %zu", n, cuda_chunk(n));
     for (int i = 0; i < (int)(sizeof run / sizeof *run); i++) {
-        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        order_set(i);
         steady_agrees(&run[i]);
     }
 }
@@ -1413,13 +1416,13 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
         { 12, 4, 2, 16, NORMS, "ctk=f16 ctv=f16" },
     };
     Script p = { 1, { 40 }, { 3 }, 4 };
-    EACH_VARIANT(0, i, 7) {
+    EACH_VARIANT(i, 7) {
         int D = shape[i].D;
         OWN_MODEL Tiny m = tiny_having(2, shape[i].H, shape[i].G, D, shape[i].C, shape[i].has);
         dialogue_agrees(m, "full", shape[i].rows, &p, NULL);
         OWN float *first = NULL;
         for (int order = 0; order < (emu_set_seed && !emu_is_hard() ? 3 : 1); order++) {
-            if (emu_set_seed) emu_set_seed(cuda_seeds[order]);
+            order_set(order);
             if (emu_count) emu_count(NULL);
             OWN_SESSION Session *s = cuda_session(m, "full", shape[i].rows);
             float *x = run_session(s, &p);
@@ -1535,7 +1538,7 @@ TEST(cuda_best,
     for (int i = 0; i < 6; i++)
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
-            if (emu_set_seed) emu_set_seed(cuda_seeds[(i + j) % 3]);
+            order_set(i + j);
             OWN float *x = normals(V, 3);
             best_agrees(s, x, V, k, "random");
             for (int t = 0; t < V; t++) x[t] = (float)(t % 7 == 3) - (float)(t % 3 == 0);
@@ -1788,7 +1791,7 @@ TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and
         { 5, "lychee", LYCHEE_SHORT "budget=2900 lychee-kg=16", { 3000, 200 }, { 1, 0 } },
     };
     if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) EACH_VARIANT(seed, i, (int)(sizeof run / sizeof *run)) {
+    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
         int one = run[i].heads == 1;
         OWN_MODEL Tiny m = one ? tiny_model(1, 2, 2, 20, 16, 16, 11, 3) : tiny_model(1, 5, 1, 24, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, run[i].method, run[i].text);

@@ -227,7 +227,7 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
 typedef struct {
     Session *s;
     Twin *t;
-    int **reads;                // (L*H) the rows that a query head reads in this decode step, ended by -1; NULL: all
+    int whole;                  // 1: every row was read
     int coarse;                 // 1: rows are stored in blocks with a scale
     double worst;               // in units of the bound, over all passes
     int passes;
@@ -240,7 +240,7 @@ static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
     Follow *f = u;
     TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
     const Token *a = &f->s->tok[t->base + i], *b = &f->s->tok[r->src];
-    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0, *list = f->reads[l * t->c->H + h];
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
     if (w && a->pos - b->pos >= w) return 0;
     if (f->s->rule != VIS_CAUSAL && a->kind == TOK_EXTRA && b->kind == TOK_EXTRA) {
         if (f->s->rule == VIS_SEGMENT_EXACT || b->seg < a->seg) return 1;
@@ -248,9 +248,7 @@ static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
     }
     if (r->src > t->base + i) return 0;
     if (f->s->rule != VIS_CAUSAL && b->kind != TOK_EXTRA && b->seg >= 0 && b->seg != a->seg) return 0;
-    for (; list && *list >= 0; list++)
-        if (*list == row) return 1;
-    return !list;
+    return 1;
 }
 
 static void follow_embed(void *u, Twin *t, int i, double *x) {
@@ -270,14 +268,17 @@ static void follow_load(const Session *s, const KVHead *h, int r, TwinRow *to) {
     }
 }
 
-// New rows of coarse formats: those that the session still holds are taken as they are.
+// What a step reads, and new rows of coarse formats: those that the session still holds are taken as they are.
 static void follow_before(void *u, Twin *t, int l, const double *q, int n) {
     Follow *f = u;
     const Session *s = f->s;
     (void)q;
-    (void)n;
-    if (!f->coarse) return;
-    for (int g = 0; g < t->c->G; g++) {
+    for (int h = 0; h < t->c->H && s->decoding && !f->whole; h++) {
+        static int rows[8192];
+        char *mask = twin_mask(t, l, h, n);
+        for (int k = view_rows(s, l, h, rows); k > 0; k--) mask[rows[k - 1]] = 1;
+    }
+    for (int g = 0; g < t->c->G && f->coarse; g++) {
         TwinRow *row = t->row[l * t->c->G + g];
         const KVHead *h = kv_head(s, l, g);
         for (int r = 0, at = 0; r < (int)arrlen(row); r++) {
@@ -291,7 +292,7 @@ static void follow_before(void *u, Twin *t, int l, const double *q, int n) {
 static float *follow_forward(Session *s, const Token *in, int n) {
     Follow *f = &follow;
     Twin *t = f->t;
-    int L = s->c->L, G = s->c->G, H = s->c->H, D = s->c->D, held = 0, after = 0, new_rows = 0;
+    int L = s->c->L, G = s->c->G, D = s->c->D, held = 0, after = 0, new_rows = 0;
     for (int i = 0; i < L * G; i++) {
         const KVHead *h = &s->head[i];
         twin_keep(t, i / G, i % G, NULL, 0);
@@ -317,14 +318,8 @@ static float *follow_forward(Session *s, const Token *in, int n) {
     t->base = s->base;
 
     // Views that rows were dropped under read every row.
-    int whole = after != held + L * G * n, spans = s->decoding || !sees_whole_turn(s) || s->rule != VIS_CAUSAL;
-    for (int i = 0; i < L * H; i++) {
-        free(f->reads[i]);
-        f->reads[i] = NULL;
-        if (!s->decoding || whole) continue;
-        f->reads[i] = xmalloc((s->n_tok + 1) * sizeof(int));
-        f->reads[i][view_rows(s, i / H, i % H, f->reads[i])] = -1;
-    }
+    f->whole = after != held + L * G * n;
+    int spans = s->decoding || !sees_whole_turn(s) || s->rule != VIS_CAUSAL;
     if (!spans || (f->coarse && new_rows < L * G * n)) return logits;
     double *want = xmalloc(s->c->V * sizeof *want), e = 0;
     twin_run(t, n, want);
@@ -347,7 +342,6 @@ static int followed(Tiny m, const char *spec, const char *more, const Script *sc
     int F32 = !strcmp(s->fk->name, "f32"), coarse = !F32 && strcmp(s->fk->name, "f16");
     double bound = F32 ? 2 : coarse ? 3000 : 300;
     follow = (Follow){ .s = s, .t = twin_new(m.c, m.w, F32 ? DT_F32 : DT_F16), .coarse = coarse };
-    follow.reads = xcalloc((size_t)m.c->L * m.c->H, sizeof *follow.reads);
     if (s->alt) follow.t->alt = twin_layers(s->alt, m.c->L);
     follow.t->hook = (TwinHooks){ .u = &follow, .sees = follow_sees, .before = follow_before, .embed = follow_embed };
     s->forward = follow_forward;
@@ -355,8 +349,6 @@ static int followed(Tiny m, const char *spec, const char *more, const Script *sc
     CHECK(follow.worst <= bound, "%s %s, H %d G %d: logits %g times the bound", spec, more, m.c->H, m.c->G,
           follow.worst);
     CHECK(follow.passes >= script_rows(script) - script->turns || (coarse && follow.passes), "%s %s: %d passes were followed", spec, more, follow.passes);
-    for (int i = 0; i < m.c->L * m.c->H; i++) free(follow.reads[i]);
-    free(follow.reads);
     twin_free(follow.t);
     return 1;
 }
