@@ -1366,20 +1366,13 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
     }
 }
 
-// run_session with slow_pats_pass after every pass; x NULL: without.
-static float *run_pats(Session *s, SlowPats *x, const Script *p) {
-    int V = s->c->V, row = 0, ids[8192];
-    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
-    for (int t = 0; t < p->turns; t++) {
-        script_ids(p, t, V, ids);
-        for (int i = -1; i < p->dec[t]; i++) {
-            memcpy(out + (size_t)row++ * V,
-                   i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
-                   V * sizeof *out);
-            if (x) slow_pats_pass(x, s);
-        }
-    }
-    return out;
+// Session.forward of the session whose rows are cut in place.
+static SlowPats *slow_pats;
+
+static float *slow_pats_forward(Session *s, const Token *in, int n) {
+    float *logits = forward(s, in, n);
+    slow_pats_pass(slow_pats, s);
+    return logits;
 }
 
 // What the head holds must be what its table says it holds, to the byte.
@@ -1428,7 +1421,9 @@ static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
                         .sink = x->sink,
                         .window = x->window,
                         .T_end = x->T_end };
-    OWN float *a = run_pats(s, NULL, p), *b = run_pats(ref, slow, p);
+    slow_pats = slow;
+    ref->forward = slow_pats_forward;
+    OWN float *a = run_session(s, p), *b = run_session(ref, p);
     CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s: logits differ", opt);
     CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s: B[t] differs", opt);
     CHECK(!heads_differ(s, ref), "%s: other rows", opt);
@@ -2544,26 +2539,17 @@ static Layer *nexus_layers(Nexus a, Tiny m) {
 
 // A turn is [sys][foot] user [head] | reply; with --ids all but user and reply are empty.
 typedef struct {
-    int turns, pre[8], dec[8], sys, foot[8], head[8];
-    uint64_t seed;
+    Script s;
+    int sys, foot[8], head[8];
 } Talk;
-
-// The script of a dialogue without its parts.
-static Script talk_script(const Talk *p) {
-    Script s = { .turns = p->turns, .seed = p->seed };
-    memcpy(s.pre, p->pre, sizeof s.pre);
-    memcpy(s.dec, p->dec, sizeof s.dec);
-    return s;
-}
 
 // Ids get the turn's.
 static const float *talk_prefill(Session *s, const Talk *p, int t, int *ids) {
-    Script k = talk_script(p);
-    script_ids(&k, t, s->c->V, ids);
+    script_ids(&p->s, t, s->c->V, ids);
     s->n_sys = t ? 0 : p->sys;
     s->n_foot = p->foot[t];
     s->n_head = p->head[t];
-    return prefill(s, ids, p->pre[t]);
+    return prefill(s, ids, p->s.pre[t]);
 }
 
 // ---- the slow twin
@@ -2615,22 +2601,21 @@ static int slow_K(const SlowSonic *u, int n) {
 // Eq. 1 for the dialogue up to decode step `step` of turn `last` (-1: its prefill) -> logits
 static void slow_sonic(SlowSonic *u, const Talk *p, int last, int step, double *logits) {
     Twin *t = twin_new(u->m.c, u->m.w, DT_F32);
-    Script k = talk_script(p);
     int n = 0, text = 0, text_pos = 0, seg = 0, sys = p->sys > u->sink ? p->sys : u->sink;
     int ids[512], next[512];
     t->alt = twin_layers(u->alt, u->m.c->L);
     t->hook = (TwinHooks){ .u = u, .sees = slow_sees, .embed = slow_embed };
     u->n_nexus = 0;
     for (int turn = 0; turn <= last; turn++) {
-        script_ids(&k, turn, u->m.c->V, ids);
-        int dec = turn < last ? p->dec[turn] : step + 1, foot_next = 0;
+        script_ids(&p->s, turn, u->m.c->V, ids);
+        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1, foot_next = 0;
         if (turn < last) {
-            script_ids(&k, turn + 1, u->m.c->V, next);
+            script_ids(&p->s, turn + 1, u->m.c->V, next);
             foot_next = p->foot[turn + 1];
         }
         for (int part = 0; part < 2; part++) {  // the user's message, then the reply
-            int from = part ? p->pre[turn] - p->head[turn] : turn ? p->foot[turn] : 0;
-            int to = part ? p->pre[turn] + dec : p->pre[turn] - p->head[turn], body = 0;
+            int from = part ? pre - p->head[turn] : turn ? p->foot[turn] : 0;
+            int to = part ? pre + dec : pre - p->head[turn], body = 0;
             for (int i = from; i < to + (part ? foot_next : 0); i++, text++, n++) {
                 int id = i < to ? ids[i] : next[i - to];
                 u->kind[n] = text < sys ? SYS : turn == last ? CUR : BODY;
@@ -2680,9 +2665,9 @@ static void sonic_agrees(SlowSonic *u, Session *s, const Talk *p, const char *wh
     int V = s->c->V, ids[512];
     OWN double *lo = xmalloc(V * sizeof *lo);
     OWN float *y = xmalloc(V * sizeof *y);
-    for (int t = 0; t < p->turns; t++)
-        for (int i = -1; i < p->dec[t]; i++) {
-            const float *x = i < 0 ? talk_prefill(s, p, t, ids) : decode(s, ids[p->pre[t] + i]);
+    for (int t = 0; t < p->s.turns; t++)
+        for (int i = -1; i < p->s.dec[t]; i++) {
+            const float *x = i < 0 ? talk_prefill(s, p, t, ids) : decode(s, ids[p->s.pre[t] + i]);
             slow_sonic(u, p, t, i, lo);
             for (int v = 0; v < V; v++) y[v] = (float)lo[v];
             double e = worst(x, y, (size_t)V, 2e-5, 2e-5, NULL);
@@ -2708,24 +2693,18 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
     int shape[][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     const char *type[] = { "F32", "F16", "BF16" };
     // --ids.
-    Talk talk[] = { { .turns = 3, .pre = { 17, 7, 3 }, .dec = { 5, 2, 3 }, .seed = 1 },
+    Talk talk[] = { { { 3, { 17, 7, 3 }, { 5, 2, 3 }, 1 } },
                     // A chat.
-                    { .turns = 4,
-                      .pre = { 14, 10, 9, 8 },
-                      .dec = { 4, 0, 3, 1 },
-                      .sys = 6,
-                      .foot = { 0, 2, 2, 1 },
-                      .head = { 3, 3, 3, 3 },
-                      .seed = 2 },
+                    { { 4, { 14, 10, 9, 8 }, { 4, 0, 3, 1 }, 2 }, 6, { 0, 2, 2, 1 }, { 3, 3, 3, 3 } },
                     // Shorter than the sink; more turns than the adapter knows.
-                    { .turns = 7, .pre = { 1, 1, 5, 2, 1, 1, 2 }, .dec = { 1, 2, 0, 2, 1, 1, 1 }, .seed = 3 } };
+                    { { 7, { 1, 1, 5, 2, 1, 1, 2 }, { 1, 2, 0, 2, 1, 1, 1 }, 3 } } };
     for (int i = 0; i < 28; i++) {
         int any = i > 11, exact = i / 2 % 2, original = i % 2;
-        Talk p = any ? (Talk){ .turns = 6, .seed = i } : talk[i % 3];
+        Talk p = any ? (Talk){ { .turns = 6, .seed = i } } : talk[i % 3];
         rnd_seed(50 + i);
         for (int t = 0; any && t < 6; t++) {
-            p.pre[t] = 1 + rnd_int(12);
-            p.dec[t] = rnd_int(8);
+            p.s.pre[t] = 1 + rnd_int(12);
+            p.s.dec[t] = rnd_int(8);
         }
         int K = any ? 1 + rnd_int(8) : 3, sink = any ? rnd_int(9) : 4, *heads = shape[i % 4];
         OWN_MODEL Tiny m = any ? tiny_model(2, 2, 1, 8, 16, 16, 31, 3)

@@ -1095,14 +1095,32 @@ static Tiny tiny_having(int L, int H, int G, int D, int C, int has) {
     return m;
 }
 
+// Full attention gives the same bits in every order of threads and blocks, and q, k and v of a step take one launch a layer.
+static void orders_agree(Tiny m, const char *text, const Script *p) {
+    size_t all = (size_t)script_rows(p) * m.c->V;
+    int steps = script_rows(p) - p->turns;
+    OWN float *first = NULL;
+    for (int order = 0; emu_set_seed && !emu_is_hard() && order < 3; order++) {
+        order_set(order);
+        emu_count(NULL);
+        OWN_SESSION Session *s = cuda_session(m, "full", text);
+        float *x = run_session(s, p);
+        CHECK(emu_count("qkv_kernel") == steps * m.c->L, "%s, D %d: %ld launches", text, m.c->D, emu_count("qkv_kernel"));
+        CHECK(!first || !memcmp(first, x, all * sizeof *x), "%s, D %d: another order, other bits", text, m.c->D);
+        free(first);
+        first = x;
+    }
+}
+
 TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table does not have agree with the CPU: tensor cores, "
                      "heads wider than a tile's sums, lists of 5 to 64 query heads, more works than a warp has lanes, "
-                     "weights of Nexus rows' own; qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes") {
+                     "weights of Nexus rows' own; head_dim 2 to 256, qk-norm, biases, f16 and bf16 weights, tied ones, mixed "
+                     "dtypes; full attention in every order of blocks the same bits") {
     static const struct {
         int L, H, G, D, first;
         const char *method, *text;
         double bound;
-        int has;
+        int has, C;
     } run[] = {
         { 2, 6, 3, 40, 60, "adakv", "budget=20 obs-window=4 ctk=f16 ctv=f16", 1e-3 },
         { 2, 6, 3, 40, 60, "snapkv", "budget=20 obs-window=4 ctk=bf16", 1e-3 },
@@ -1139,14 +1157,22 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         { 2, 6, 3, 40, 37, "full", "exact ctk=f16", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "snapkv", "exact budget=20 obs-window=4", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "full", "exact", 1e-3, NORMS | BIASES | WINDOW | MIXED },
+        { 2, 2, 2, 128, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 520 },
+        { 2, 4, 2, 6, 40, "full", "", 1e-3, NORMS, 20 },
+        { 2, 3, 3, 64, 40, "full", "ctk=f16 ctv=f16", 1e-3, BIASES | TIED },
+        { 2, 2, 1, 80, 40, "full", "ctk=q8_0 ctv=q8_0", 1e-3, NORMS | BIASES, 40 },
+        { 2, 2, 1, 256, 40, "full", "ctk=bf16 ctv=bf16", 1e-3, BIASES | TIED },
+        { 2, 4, 1, 96, 40, "full", "ctk=bf16 ctv=q8_0", 1e-3, NORMS | TIED },
+        { 2, 12, 4, 2, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 16 },
     };
     EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
-        int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
-        OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, 24, run[i].has);
-        OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, 24, 40, 53, 77);
+        int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic"), C = run[i].C ? run[i].C : 24;
+        OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, C, run[i].has);
+        OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, C, 40, 53, 77);
         Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
         logit_bound = run[i].bound;
         dialogue_agrees(m, run[i].method, run[i].text, &p, nexus ? n.w->layer : NULL);
+        if (!strcmp(run[i].method, "full") && run[i].first == 40) orders_agree(m, run[i].text, &p);
     }
     logit_bound = 1e-3;
 }
@@ -1203,40 +1229,62 @@ static int index_differs(const Pair *p) {
     return bad;
 }
 
-TEST(cuda_index, "from equal rows both devices make the same index to the bit, and read the same rows: trees that are "
-                 "built, grafted and built anew, every score, with and without units; bounds of pages that grow; every "
-                 "format, packed rows") {
+// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
+void cuda_seek_shared(int bytes);
+
+#define LYCHEE_SHORT "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 lychee-chunk-max=4 "
+
+TEST(cuda_index, "from equal rows both devices make the same index to the bit, and a selection in one launch reads the same "
+                 "rows: trees that are built, grafted and built anew, every score, with and without units; bounds of pages "
+                 "that grow; every format, packed rows; few and many units, random, partly and all tied, scores in shared "
+                 "memory and out of it, budgets of nothing and of nearly all") {
     static const struct {
-        int H, G, D;
+        int L, H, G, D;
         const char *method, *text;
+        int n[2];               // tokens of two passes; 0: of many that grow
+        double std[2];          // and the deviation of their keys
     } run[] = {
-        { 6, 3, 40, "lychee", "budget=40" },
-        { 12, 3, 16, "lychee", "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16" },
-        { 12, 3, 16, "lychee", "budget=30 lychee-kg=2 paper" },
-        { 2, 2, 128, "lychee", "budget=40 paper" },
-        { 12, 3, 16, "lychee+pats", "budget=40 pats-window=8 ctk=f16 ctv=f16" },
-        { 6, 3, 40, "quest", "budget=64 ctk=f32" },
-        { 6, 3, 64, "quest", "budget=64 ctk=f16 ctv=f16" },
-        { 6, 3, 16, "quest", "budget=64 ctk=bf16" },
-        { 6, 3, 48, "quest", "budget=64 ctk=q8_0" },
-        { 6, 3, 128, "quest+pats", "budget=64 ctk=f16 ctv=f16 pats-window=8" },
+        { 2, 6, 3, 40, "lychee", LYCHEE_SMALL "budget=40" },
+        { 1, 2, 2, 20, "lychee", LYCHEE_SHORT "budget=303 paper", { 300, 300 }, { 0, 1 } },
+        { 2, 12, 3, 16, "lychee", LYCHEE_SMALL "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16" },
+        { 2, 12, 3, 16, "lychee", LYCHEE_SMALL "budget=30 lychee-kg=2 paper" },
+        { 1, 2, 2, 20, "quest", "full-layers=0 budget=1600 ctk=f16", { 8000, 2000 }, { 1, 0 } },    // 624 pages: three blocks
+        { 2, 2, 2, 128, "lychee", LYCHEE_SMALL "budget=40 paper" },
+        { 1, 5, 1, 24, "quest", "full-layers=0 budget=48 ctk=f16", { 40, 30 }, { 1, 1 } },          // 4 pages
+        { 1, 2, 2, 20, "quest", "full-layers=0 budget=64 ctk=bf16", { 400, 300 }, { 0, 1 } },       // ties in the first pages
+        { 2, 12, 3, 16, "lychee+pats", LYCHEE_SMALL "budget=40 pats-window=8 ctk=f16 ctv=f16" },
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=20", { 60, 9 }, { 1, 1 } },
+        { 1, 2, 2, 20, "lychee", LYCHEE_SHORT "budget=2 lychee-kg=2", { 60, 20 }, { 1, 1 } },       // the sinks alone
+        { 1, 5, 1, 24, "quest", "full-layers=0 budget=4700 ctk=f32", { 4500, 300 }, { 1, 1 } },     // all pages but a few
+        { 2, 6, 3, 16, "quest", "budget=64 full-layers=0 ctk=bf16" },
+        { 2, 6, 3, 40, "quest", "budget=64 full-layers=0 ctk=f32" },
+        { 2, 6, 3, 64, "quest", "budget=64 full-layers=0 ctk=f16 ctv=f16" },
+        { 2, 6, 3, 48, "quest", "budget=64 full-layers=0 ctk=q8_0" },
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=100 lychee-kg=16", { 3000, 200 }, { 1, 0 } }, // 400 clusters: two blocks
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=2900 lychee-kg=16", { 3000, 200 }, { 1, 0 } },
+        { 2, 6, 3, 128, "quest+pats", "budget=64 full-layers=0 ctk=f16 ctv=f16 pats-window=8" },
     };
     if (!strcmp(simd_name(), "plain")) return;      // no fused multiply-add: equal to rounding only
-    EACH_VARIANT(i, 10) {
-        int quest = *run[i].method == 'q';
-        char text[200];
-        snprintf(text, sizeof text, "%s %s", run[i].text,
-                 quest ? "full-layers=0" : "lychee-buffer=8 full-layers=0 sink=4");
-        OWN_MODEL Tiny m = tiny_model(2, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, run[i].method, text);
-        for (int pass = 0; pass < (quest ? 7 : 15); pass++) {
+    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
+        int quest = *run[i].method == 'q', two = run[i].n[0] > 0, passes = two ? 2 : quest ? 7 : 15;
+        OWN_MODEL Tiny m = tiny_model(run[i].L, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, run[i].method, run[i].text);
+        for (int pass = 0; pass < passes; pass++) {
             int grown = quest ? 1 + 9 * pass : pass < 13 ? 7 : pass < 14 ? 130 : 30, n = pass ? grown : quest ? 77 : 90;
-            pair_append(&p, n, 1);
+            if (two) n = run[i].n[pass];
+            pair_append(&p, n, two ? run[i].std[pass] : 1);
             pair_commit(&p, n);
-            CHECK(!index_differs(&p), "%s: another index behind %d tokens", text, p.c->n_tok);
-            for (int l = 0; l < 2; l++) select_agrees(&p, l, 1.5, text);
-            CHECK(kv_view(p.d, 1, 0)->tail > 60 || (!quest && p.c->n_tok < 120), "%s: nothing was selected", text);
+            CHECK((two && !run[i].std[0]) || !index_differs(&p), "%s: another index behind %d tokens", run[i].text, p.c->n_tok);
+            for (int way = 0; way < (two && pass ? 4 : two ? 0 : 1); way++)
+                for (int l = 0; l < run[i].L; l++) {
+                    cuda_seek_shared(way & 1 ? 0 : -1);
+                    select_agrees(&p, l, way & 2 ? 0 : 1.5, run[i].text);
+                }
+            int first = !quest && p.c->n_tok < 120, last = run[i].L - 1;
+            CHECK(first || (two && !pass) || kv_view(p.d, last, 0)->tail > (two ? 0 : 60), "%s: nothing was selected",
+                  run[i].text);
         }
+        cuda_seek_shared(-1);
     }
 }
 
@@ -1401,40 +1449,6 @@ TEST(cuda_prefill_error, "logits behind a prefill with bf16 weights: one product
     CHECK(one < 2e-3, "logits differ by %g of the largest", one);
 }
 
-TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_dim 2 to 256, norms of q and k, biases, "
-                 "tied weights, every row format; in every order of blocks the same bits") {
-    static const struct {
-        int H, G, D, C, has;
-        const char *rows;
-    } shape[] = {
-        { 4, 2, 6, 20, NORMS, "ctk=f32 ctv=f32" },
-        { 3, 3, 64, 24, BIASES | TIED, "ctk=f16 ctv=f16" },
-        { 2, 1, 80, 40, NORMS | BIASES, "ctk=q8_0 ctv=q8_0" },
-        { 4, 1, 96, 24, NORMS | TIED, "ctk=bf16 ctv=q8_0" },
-        { 2, 2, 128, 520, NORMS, "ctk=f16 ctv=f16" },
-        { 2, 1, 256, 24, BIASES | TIED, "ctk=bf16 ctv=bf16" },
-        { 12, 4, 2, 16, NORMS, "ctk=f16 ctv=f16" },
-    };
-    Script p = { 1, { 40 }, { 3 }, 4 };
-    EACH_VARIANT(i, 7) {
-        int D = shape[i].D;
-        OWN_MODEL Tiny m = tiny_having(2, shape[i].H, shape[i].G, D, shape[i].C, shape[i].has);
-        dialogue_agrees(m, "full", shape[i].rows, &p, NULL);
-        OWN float *first = NULL;
-        for (int order = 0; order < (emu_set_seed && !emu_is_hard() ? 3 : 1); order++) {
-            order_set(order);
-            if (emu_count) emu_count(NULL);
-            OWN_SESSION Session *s = cuda_session(m, "full", shape[i].rows);
-            float *x = run_session(s, &p);
-            long n = emu_count ? emu_count("qkv_kernel") : 6, other = emu_count ? emu_count("gemv_kernel") : 3 * 7 + 4;
-            CHECK(n == 6 && other == 3 * 7 + 4, "D %d: %ld and %ld launches in 3 steps", D, n, other);
-            CHECK(!first || !memcmp(first, x, 4 * 53 * sizeof *x), "D %d: another order, other bits", D);
-            if (first) free(x);
-            else first = x;
-        }
-    }
-}
-
 // The exit code opening a session ends with; 0: it opened.
 static int cuda_try(Tiny m, const char *method, const char *text) {
     // static: longjmp leaves it alone.
@@ -1448,40 +1462,29 @@ static int cuda_try(Tiny m, const char *method, const char *text) {
     return rc;
 }
 
-TEST(cuda_launches, "what a prefill in blocks and a step launch, kernel by kernel") {
+TEST(cuda_launches, "what a prefill in blocks launches, kernel by kernel") {
+    // Two layers in three blocks of 128 tokens; behind its attention the last layer goes on with the last token.
     static const struct {
         const char *kernel;
-        int prefill, step;
+        int n;
     } want[] = {
-        // Two layers in three blocks of 128 tokens; behind its attention the last layer goes on with the last token.
-        { "embed_kernel", 1, 1 },
-        { "rows_kernel", 6 + 9, 0 },        // norms, SwiGLU, activations in 16 bits
-        { "cublasGemmEx", 6 + 9, 0 },       // products
-        { "finish_kernel", 6, 0 },          // scales, biases, residuals
-        { "heads_kernel", 6, 0 },           // scales, biases, RoPE, append
-        { "prefill_kernel", 6, 0 },
-        { "step_works_kernel", 0, 1 },      // items of every layer
-        { "qkv_kernel", 0, 2 },             // norm, q, k, v, RoPE, append
-        { "attend_kernel", 0, 2 },
-        { "gemv_kernel", 4, 3 * 2 + 1 },    // output, MLP, logits
-        { "pick_kernel", 0, 1 },            // the best 40 logits
+        { "embed_kernel", 1 },
+        { "rows_kernel", 6 + 9 },       // norms, SwiGLU, activations in 16 bits
+        { "cublasGemmEx", 6 + 9 },      // products
+        { "finish_kernel", 6 },         // scales, biases, residuals
+        { "heads_kernel", 6 },          // scales, biases, RoPE, append
+        { "prefill_kernel", 6 },
+        { "gemv_kernel", 4 },           // output, MLP, logits
+        { "_kernel", 1 + 15 + 6 + 6 + 6 + 4 },
     };
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
     Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
-    int *ids = random_ids(300, c->V);
-    for (int step = 0; emu_count && step < 3; step++) {
-        emu_count(NULL);
-        if (step) decode(s, ids[0]);
-        else prefill(s, ids, 300);
-        s->picks = 40;
-        for (size_t i = 0; step != 1 && i < sizeof want / sizeof *want; i++) {
-            long n = emu_count(want[i].kernel);
-            CHECK(n == (step ? want[i].step : want[i].prefill), "%s was launched %ld times in a %s", want[i].kernel, n,
-                  step ? "step" : "prefill");
-        }
-    }
-    arrfree(ids);
+    if (emu_count) emu_count(NULL);
+    prefill(s, seven_ids(300, c->V), 300);
+    for (size_t i = 0; emu_count && i < sizeof want / sizeof *want; i++)
+        CHECK(emu_count(want[i].kernel) == want[i].n, "%s was launched %ld times", want[i].kernel,
+              emu_count(want[i].kernel));
     session_done(s);
     weights_close(w, c);
 }
@@ -1765,49 +1768,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     arrfree(line);
 }
 
-// ---- selections in one launch a layer, and a prefill that fits only packed
-
-// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
-void cuda_seek_shared(int bytes);
-
-#define LYCHEE_SHORT "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 lychee-chunk-max=4 "
-
-TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and many units, random, partly "
-                "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
-    static const struct {
-        int heads;              // query heads of one KV head, or 1: of two of these
-        const char *method, *text;
-        int n[2];               // tokens of two passes
-        double std[2];          // and the deviation of their keys
-    } run[] = {
-        { 1, "lychee", LYCHEE_SHORT "budget=303 paper", { 300, 300 }, { 0, 1 } },
-        { 5, "quest", "full-layers=0 budget=48 ctk=f16", { 40, 30 }, { 1, 1 } },            // 4 pages
-        { 1, "quest", "full-layers=0 budget=64 ctk=bf16", { 400, 300 }, { 0, 1 } },         // ties in the first pages
-        { 5, "lychee", LYCHEE_SHORT "budget=20", { 60, 9 }, { 1, 1 } },
-        { 1, "quest", "full-layers=0 budget=1600 ctk=f16", { 8000, 2000 }, { 1, 0 } },      // 624 pages: three blocks
-        { 1, "lychee", LYCHEE_SHORT "budget=2 lychee-kg=2", { 60, 20 }, { 1, 1 } },         // room for the sinks alone
-        { 5, "quest", "full-layers=0 budget=4700 ctk=f32", { 4500, 300 }, { 1, 1 } },       // all pages but a few
-        { 5, "lychee", LYCHEE_SHORT "budget=100 lychee-kg=16", { 3000, 200 }, { 1, 0 } },   // 400 clusters: two blocks
-        { 5, "lychee", LYCHEE_SHORT "budget=2900 lychee-kg=16", { 3000, 200 }, { 1, 0 } },
-    };
-    if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
-    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
-        int one = run[i].heads == 1;
-        OWN_MODEL Tiny m = one ? tiny_model(1, 2, 2, 20, 16, 16, 11, 3) : tiny_model(1, 5, 1, 24, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, run[i].method, run[i].text);
-        for (int pass = 0; pass < 2; pass++) {
-            pair_append(&p, run[i].n[pass], run[i].std[pass]);
-            pair_commit(&p, 9);
-        }
-        for (int way = 0; way < 4; way++) {
-            cuda_seek_shared(way & 1 ? 0 : -1);
-            select_agrees(&p, 0, way & 2 ? 0 : 1.5, run[i].text);
-            for (int h = 0; h < m.c->H; h++)
-                CHECK(kv_view(p.c, 0, h)->tail > 0 && kv_view(p.c, 0, h)->n > 0, "%s: nothing was selected", run[i].text);
-        }
-        cuda_seek_shared(-1);
-    }
-}
+// ---- a prefill that fits only packed, and growth
 
 TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
                        "layers beside the weights and rooms runs it") {
