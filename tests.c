@@ -57,10 +57,8 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     for (int i = 0; i < 8; i++) {
         Session *s[2];
         for (int k = 0; k < 2; k++) {
-            char text[80];
             const char *rows = i < 7 ? "" : "ctk=f16 ctv=f16";
-            snprintf(text, sizeof text, "budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : "");
-            s[k] = session_of(m, method[i], text);
+            s[k] = session_of(m, method[i], formatted("budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : ""));
         }
         const float *x = NULL, *y = prefill(s[1], ids, 75);
         for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
@@ -105,8 +103,8 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     free(kept[1]);
 
     OWN_MODEL Tiny windows = table_model(2, 4, 2, 1);
-    char err[512] = "";
-    CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1", err) && strstr(err, "original positions"), "'%s'", err);
+    CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1") && strstr(table_err, "original positions"), "'%s'",
+          table_err);
 }
 
 
@@ -497,9 +495,7 @@ enum { BASE_CASES = sizeof base_case / sizeof *base_case };
 // A file that holds text -> its name, to be freed; the file goes with the tests' folder.
 static char *temp_text(const char *text) {
     static int made;
-    char name[32], *path = xmalloc(400);
-    snprintf(name, sizeof name, "text-%d", made++ % 8);
-    snprintf(path, 400, "%s", tmp_path(name));
+    char *path = copy_text(tmp_path(formatted("text-%d", made++ % 8)));
     put_file(path, text, strlen(text));
     return path;
 }
@@ -524,12 +520,12 @@ static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
     for (int k = 0; k < BASE_CASES; k++) {
         BaseTwin b = base_case[k].b;
         if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)L * H, sizeof *b.seen);
-        char opt[512], *scores = NULL;
+        char *scores = NULL;
         for (int i = 0; i < L * H; i++)
             b.score[i] = seed % 4 != 2 && (seed % 4 != 3 || i >= 4) && rnd_int(6) ? pow(rnd_unit(), 3) : 0;
         if (b.beta) b.read = xcalloc((size_t)L * H, sizeof *b.read);
         if (b.beta) scores = scores_file(L, H, b.score);
-        snprintf(opt, sizeof opt, "%s%s%s", base_case[k].opt, b.beta ? " head-scores=" : "", b.beta ? scores : "");
+        const char *opt = formatted("%s%s%s", base_case[k].opt, b.beta ? " head-scores=" : "", b.beta ? scores : "");
         TwinHooks hooks = { &b, .before = base_twin_before, .after = base_twin };
         OWN_BESIDE Beside x = run_beside(m, base_case[k].method, opt, hooks, p);
         for (int i = 0; i < L * G && b.kind == BT_H2O; i++)
@@ -1297,10 +1293,8 @@ TEST(pats_ratchet,
     };
 
     for (int i = 0; i < 5; i++) {
-        char opt[128];
         Config c;
-        snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 %s", want[i].opt);
-        OWN_OPTIONS Options *o = options_of(opt);
+        OWN_OPTIONS Options *o = options_of(formatted("ctk=f16 ctv=f16 %s", want[i].opt));
         Session *s = pats_table_session(&c, o);
         Pats *x = s->part[0].ms;
         int repacks = 0;
@@ -1409,8 +1403,7 @@ static void check_packed(const Session *s, const char *who) {
 
 // Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows must agree.
 static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
-    char text[512];
-    snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt);
+    const char *text = formatted("ctk=f16 ctv=f16 %s", opt);
     OWN_SESSION Session *s = session_of(m, "pats", text), *ref = session_of(m, "full", text);
     const Pats *x = pats_of(s);
     OWN SlowPats *slow = xcalloc(1, sizeof *slow);
@@ -1437,12 +1430,9 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 20; i++) {
-        char opt[256];
-        snprintf(opt, sizeof opt,
-                 "pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
-                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
-                 i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
-        pats_against_slow(opt, m, &p);
+        pats_against_slow(formatted("pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
+                                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
+                                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64"), m, &p);
     }
 }
 
@@ -1451,10 +1441,8 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     OWN_MODEL Tiny m = tiny_model(1, 2, 2, 8, 16, 16, 31, 6);
     rnd_seed(77);
     for (int i = 0; i < 200; i++) {
-        char text[128];
-        snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d",
-                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
+        const char *text = formatted("ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d", rnd_int(30),
+                                   rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         OWN_SESSION Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
             int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
@@ -1498,8 +1486,7 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
     float *logits[3];
     const char *text[] = { "batch-size=512", "batch-size=7", "batch-size=7" };
     for (int i = 0; i < 3; i++) {
-        char all[200];
-        snprintf(all, sizeof all, "%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
+        const char *all = formatted("%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
         OWN_SESSION Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, seven_ids(300, 53), 300);
         logits[i] = xmalloc(53 * sizeof(float));
@@ -2345,8 +2332,7 @@ TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, 
               { 6, 3, 100, 0, { 3, { 97, 30, 3 }, { 20, 31, 30 }, 34 } } };
     for (int i = 0; i < 4; i++) {
         OWN_MODEL Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
-        char opt[128];
-        snprintf(opt, sizeof opt, "budget=%d full-layers=%d", v[i].budget, v[i].full);
+        const char *opt = formatted("budget=%d full-layers=%d", v[i].budget, v[i].full);
         TwinQuest y = { v[i].budget, v[i].full };
         OWN_BESIDE Beside x = run_beside(m, "quest", opt, (TwinHooks){ &y, .before = quest_twin_before }, &v[i].p);
         int rows[8192], n = view_rows(x.s, 1, 0, rows), pages = max_int(v[i].budget / 16, 3);
@@ -2358,9 +2344,8 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     static const char *const rows[] = { "ctk=f32", "ctk=f16", "ctk=bf16", "ctk=q8_0", "" };
     OWN_MODEL Tiny m = tiny_model(1, 4, 2, 24, 48, 64, 101, 70);
     for (int f = 0; f < 5; f++) {
-        char more[64], err[512];
-        snprintf(more, sizeof more, "full-layers=0 %s", rows[f]);
-        OWN_SESSION Session *s = table_open(m, f < 4 ? "quest" : "quest+q8", 0, more, err);
+        const char *more = formatted("full-layers=0 %s", rows[f]);
+        OWN_SESSION Session *s = table_open(m, f < 4 ? "quest" : "quest+q8", 0, more);
         Quest *x = s->part[0].ms;
         prefill(s, seven_ids(250, 101), 250);
         for (int i = 0; i < 20; i++) decode(s, i);
@@ -2430,13 +2415,10 @@ static void nexus_add(Nexus *a, const char *name, int rows, int cols, const Tens
 }
 
 // Adds, or changes.
-static void nexus_meta(Nexus *a, const char *key, const char *fmt, ...) {
+static void nexus_meta(Nexus *a, const char *key, const char *value) {
     NexusMeta m = { .key = "" };
-    va_list ap;
     snprintf(m.key, sizeof m.key, "%s", key);
-    va_start(ap, fmt);
-    vsnprintf(m.value, sizeof m.value, fmt, ap);
-    va_end(ap);
+    snprintf(m.value, sizeof m.value, "%s", value);
     for (int i = 0; i < (int)arrlen(a->meta); i++)
         if (!strcmp(a->meta[i].key, key)) {
             a->meta[i] = m;
@@ -2462,7 +2444,6 @@ static const Tensor *nexus_base(const Layer *y, int k) {
 static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, int shared) {
     Nexus a = { .K_max = 8, .T_max = 4 };
     const Config *c = m.c;
-    char name[96];
     nexus_add(&a, "nexus.embed.base", 0, c->C, NULL, 1, type);
     nexus_add(&a, "nexus.embed.pos", a.K_max, c->C, NULL, 1, type);
     nexus_add(&a, "nexus.embed.turn", a.T_max, c->C, NULL, .5, type);
@@ -2470,18 +2451,17 @@ static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, 
         for (int k = 0; k < 10; k++) {
             const Tensor *b = nexus_base(&m.w->layer[l], k);
             if (!b->data || (shared && k >= 4 && k < 7)) continue;
-            snprintf(name, sizeof name, "nexus.layers.%d.%s", l, nexus_part[k]);
-            nexus_add(&a, name, k < 7 ? b->rows : 0, b->cols, b, noise, type);
+            nexus_add(&a, formatted("nexus.layers.%d.%s", l, nexus_part[k]), k < 7 ? b->rows : 0, b->cols, b, noise, type);
         }
     nexus_meta(&a, "format", "sonic-nexus");
     nexus_meta(&a, "version", "1");
-    nexus_meta(&a, "k_max", "%d", a.K_max);
+    nexus_meta(&a, "k_max", formatted("%d", a.K_max));
     nexus_meta(&a, "k_default", "3");
-    nexus_meta(&a, "t_max", "%d", a.T_max);
+    nexus_meta(&a, "t_max", formatted("%d", a.T_max));
     nexus_meta(&a, "position_mode", pos);
     nexus_meta(&a, "body", "full_message");
     nexus_meta(&a, "mlp", shared ? "shared" : "dedicated");
-    nexus_meta(&a, "base_fingerprint", "%016llx", (unsigned long long)sonic_fingerprint(m.w));
+    nexus_meta(&a, "base_fingerprint", formatted("%016llx", (unsigned long long)sonic_fingerprint(m.w)));
     return a;
 }
 
@@ -2526,8 +2506,7 @@ static Layer *nexus_layers(Nexus a, Tiny m) {
     memcpy(y, m.w->layer, m.c->L * sizeof *y);
     for (int l = 0; l < m.c->L; l++)
         for (int k = 0; k < 10; k++) {
-            char name[96];
-            snprintf(name, sizeof name, "nexus.layers.%d.%s", l, nexus_part[k]);
+            const char *name = formatted("nexus.layers.%d.%s", l, nexus_part[k]);
             for (int i = 0; i < (int)arrlen(a.t); i++)
                 if (!strcmp(a.t[i].name, name))
                     *(const void **)&((Tensor *)nexus_base(&y[l], k))->data = a.t[i].x;
@@ -2681,9 +2660,7 @@ static void sonic_agrees(SlowSonic *u, Session *s, const Talk *p, const char *wh
 
 // A session with this adapter, through a file that is removed again.
 static Session *sonic_session(Tiny m, Nexus a, const char *opt) {
-    char text[512];
-    snprintf(text, sizeof text, "sonic-weights=%s %s", nexus_write(a), opt);
-    return session_of(m, "sonic", text);
+    return session_of(m, "sonic", formatted("sonic-weights=%s %s", nexus_write(a), opt));
 }
 
 TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the masked whole sequence in double, and hold "
@@ -2720,13 +2697,10 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                           .sink = sink,
                           .K = K,
                           .ratio = any ? -1 : i > 9 ? .6 : i > 8 ? .1 : -1 };
-        char opt[128], by_k[32], what[200];
-        snprintf(by_k, sizeof by_k, "sonic-k=%d", K);
-        snprintf(opt, sizeof opt, "quiet sink=%d %s %s", sink, exact ? "paper" : "",
-                 any || i == 4 ? by_k : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "");
-        snprintf(what, sizeof what, "case %d: %s, %s", i, opt, original ? "original" : "augmented");
+        const char *nexus = any || i == 4 ? formatted("sonic-k=%d", K) : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "";
+        const char *opt = formatted("quiet sink=%d %s %s", sink, exact ? "paper" : "", nexus);
         OWN_SESSION Session *s = sonic_session(m, a, opt);
-        sonic_agrees(u, s, &p, what);
+        sonic_agrees(u, s, &p, formatted("case %d: %s, %s", i, opt, original ? "original" : "augmented"));
         CHECK(any || ((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
         free(u->alt);
         nexus_free(a);
@@ -2740,7 +2714,7 @@ enum { AS_IT_IS, METADATA, ONE_ROW_MORE, NO_TENSOR, STRANGE_TENSOR, TYPE_OF_BASE
 // Changes the adapter, which fits m.
 static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
     NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
-    if (how == METADATA || how == SHARED) nexus_meta(a, key, "%s", value);
+    if (how == METADATA || how == SHARED) nexus_meta(a, key, value);
     if (how == ONE_ROW_MORE) {
         t->x = xrealloc(t->x, (size_t)(t->rows + 1) * t->cols * sizeof(float));
         memset(t->x + (size_t)t->rows++ * t->cols, 0, t->cols * sizeof(float));
@@ -2795,10 +2769,9 @@ TEST(sonic_refusals,
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Nexus a = nexus_new(m, .1, "F32", "augmented", cases[i].how == SHARED);
         Tiny base = cases[i].how == BIASED ? biased : m;
-        char text[512], err[512] = "";
+        char err[512] = "";
         nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
-        snprintf(text, sizeof text, "sonic-weights=%s", nexus_write(a));
-        OWN_OPTIONS Options *o = options_of(text);
+        OWN_OPTIONS Options *o = options_of(formatted("sonic-weights=%s", nexus_write(a)));
         Session *s = session_try(base.c, base.w, o, "sonic", err);
         CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
               cases[i].value, err, cases[i].says);
@@ -3146,7 +3119,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     Tokenizer *t = byte_tokenizer();
     if (!t) return;
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
-    char *out = temp_text(""), all[512], err[512], said[1024] = "";
+    char *out = temp_text(""), err[512], said[1024] = "";
     int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300);
     double sum[5][8] = { { 0 } }, some = 0;
     CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
@@ -3205,10 +3178,9 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
     unlink(out);
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, half);
-    int code = calibrate_says(m, t, all, said);
+    int code = calibrate_says(m, t, formatted("calibrate=%s calibrate-needles=%s quiet", out, half), said);
     CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
-    snprintf(all, sizeof all, "calibrate=%s quiet", out);
+    const char *all = formatted("calibrate=%s quiet", out);
     m.c->max_pos = LENGTH;                          // what all runs are long then
     code = calibrate_says(m, t, all, said);         // a random model does not answer
     CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s", code, said);

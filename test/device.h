@@ -66,9 +66,7 @@ static int next_variant(int *turn, int n, int *i) {
 
 // A session on the device, for session_done.
 static Session *cuda_session(Tiny m, const char *method, const char *text) {
-    char all[512];
-    snprintf(all, sizeof all, "device=cuda %s", text);
-    return session_of(m, method, all);
+    return session_of(m, method, formatted("device=cuda %s", text));
 }
 
 // n floats on the device; those that are declared OWN_DEVICE are given back where their block ends.
@@ -382,9 +380,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
     EACH_VARIANT(once, 1) for (int f = 0; f < 5; f++) {
         int D = (int[]){ 40, 48, 64, 72, 56 }[f];
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
-        char text[64];
-        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 5]);
-        OWN_PAIR Pair p = pair_open(m, "full", text);
+        OWN_PAIR Pair p = pair_open(m, "full", formatted("ctk=%s ctv=%s", format[f], format[(f + 1) % 5]));
         // f16 and the scales of q4: some saturate.
         pair_append(&p, 70, f == 1 ? 30000 : f == 4 ? 1e9f : 1);
         CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
@@ -444,9 +440,8 @@ static void pair_messages(Pair *p) {
 // A pair of two layers, the second of which has a sliding window, whose heads have lost rows and so differ in length.
 // Very many rows: one layer, and all are kept.
 static Pair pair_shaped(const Shape *x, int seed) {
-    char text[200];
+    const char *text = formatted("ctk=%s ctv=%s %s", x->k, x->v, x->pats ? x->pats : "");
     int many = x->first > 9000;
-    snprintf(text, sizeof text, "ctk=%s ctv=%s %s", x->k, x->v, x->pats ? x->pats : "");
     Tiny m = tiny_model(many ? 1 : 2, x->H, x->G, x->D, 16, 16, 11, seed);
     tiny_window(m, 2, 37);
     Pair p = pair_open(m, x->pats ? "pats" : "full", text);
@@ -1057,11 +1052,9 @@ static void dialogue_agrees(Tiny m, const char *method, const char *text, const 
 static void device_agrees(Tiny m, const char *spec, const char *more) {
     static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
     static int turn;
-    char err[512], all[320];
-    snprintf(all, sizeof all, "%s device=cuda", more);
     order_set(turn++);
-    OWN_SESSION Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
-    CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
+    OWN_SESSION Session *a = table_open(m, spec, 1, more), *b = table_open(m, spec, 1, formatted("%s device=cuda", more));
+    CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, table_err);
     if (!a || !b || sides_agree(a, b, spec, more, &p, NULL) < script_rows(&p)) return;
     if (a->rule != VIS_CAUSAL) return;      // messages that SONIC has finished are not taken back
     for (Session *s = a; s; s = s == a ? b : NULL) kv_truncate(s, s->n_tok - 2);
@@ -1295,11 +1288,10 @@ TEST(cuda_trace, "under every method traces of both devices have the same names,
     size_t n = (size_t)script_rows(&p) * m.c->V;
     EACH_METHOD(x) {
         const char *method = (*x)->name;
-        char err[512];
         float *cpu, *device;
-        SafeFile *a = trace_played(m, table_open(m, method, 1, "", err), method, &p, &cpu);
-        SafeFile *b = trace_played(m, table_open(m, method, 1, "device=cuda", err), method, &p, &device);
-        OWN_SESSION Session *s = table_open(m, method, 1, "device=cuda", err);
+        SafeFile *a = trace_played(m, table_open(m, method, 1, ""), method, &p, &cpu);
+        SafeFile *b = trace_played(m, table_open(m, method, 1, "device=cuda"), method, &p, &device);
+        OWN_SESSION Session *s = table_open(m, method, 1, "device=cuda");
         OWN float *untraced = run_session(s, &p);
         CHECK(worst(device, cpu, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU", method);
         CHECK(worst(device, untraced, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace", method);
@@ -1401,11 +1393,10 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
         OWN float *full = NULL;
         size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof *full;
         EACH_METHOD(x) {
-            char more[160], err[512];
             if ((*x)->role & ROLE_STORE || (*x)->rule) continue;
-            snprintf(more, sizeof more, "device=cuda batch-size=50 %s %s", rows[f], (*x)->budget ? "budget=1000" : "");
-            OWN_SESSION Session *s = table_open(m, (*x)->name, 0, more, err);
-            CHECK(s, "%s: %s", (*x)->name, err);
+            const char *more = formatted("device=cuda batch-size=50 %s %s", rows[f], (*x)->budget ? "budget=1000" : "");
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 0, more);
+            CHECK(s, "%s: %s", (*x)->name, table_err);
             float *got = run_session(s, &p);
             CHECK(!full || !memcmp(full, got, bytes), "%s %s is not full attention", (*x)->name, more);
             if (full) free(got);
@@ -1494,9 +1485,8 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
     enum { L = 3 };
     OWN_MODEL Tiny m = table_model(L, 4, 2, 0);
     EACH_METHOD(p) {
-        char err[512];
         if (!emu_count) break;
-        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "device=cuda", err);
+        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "device=cuda");
         long n = -1, want = 5 * L + 3;
         if ((*p)->select) want += (*p)->plan ? 1 + (L - 1) : 1;     // the first layer reads every row
         prefill(s, seven_ids(60, m.c->V), 60);
@@ -1698,9 +1688,8 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
                  "held as at the start") {
     static const char *const method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
     for (int i = 0; emu_most_memory && i < 6; i++) {
-        char err[512];
         OWN_MODEL Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
-        Session *s = table_open(m, method[i], 1, "device=cuda budget=12 full-layers=0", err);
+        Session *s = table_open(m, method[i], 1, "device=cuda budget=12 full-layers=0");
         size_t first = 0;
         for (int t = 0; t < 60; t++) {
             int ids[3] = { t % 23, 3, 5 };

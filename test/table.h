@@ -66,12 +66,15 @@ static void keep_head(Session *s, int l, int g, const int *keep, int n) {
     free(count);
 }
 
-// Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in err.
-static int table_set(Options *o, const char *word, char err[512]) {
+// Why the last session of the table was refused.
+static char table_err[512];
+
+// Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in table_err.
+static int table_set(Options *o, const char *word) {
     char name[80];
     const char *value = strchr(word, '=');
     snprintf(name, sizeof name, "%.*s", (int)(value - word), word);
-    return options_set(o, name, value + 1, err);
+    return options_set(o, name, value + 1, table_err);
 }
 
 // Does some part of "a+b" decide how rows are stored?
@@ -86,21 +89,22 @@ static int stores(const char *spec) {
 }
 
 // A session of these parts with small options (small 1) or the program's own, and `more`, words of "name=value".
-// Rows are f32 unless a part stores them. NULL, and the reason in err, where it is refused. For session_done.
-static Session *table_open(Tiny m, const char *spec, int small, const char *more, char err[512]) {
+// Rows are f32 unless a part stores them. NULL, and the reason in table_err, where it is refused. For session_done.
+static Session *table_open(Tiny m, const char *spec, int small, const char *more) {
     char words[512];
     Options *o = options_of_program();
     for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "sonic-weights")); i++)
-        table_set(o, table_small[i], err);
-    if (!small) table_set(o, "sonic-weights=none", err);
+        table_set(o, table_small[i]);
+    if (!small) table_set(o, "sonic-weights=none");
     if (!stores(spec)) {
-        table_set(o, "ctk=f32", err);
-        table_set(o, "ctv=f32", err);
+        table_set(o, "ctk=f32");
+        table_set(o, "ctv=f32");
     }
     snprintf(words, sizeof words, "%s", more);
+    table_err[0] = 0;
     int bad = 0;
-    for (char *w = strtok(words, " "); w && !bad; w = strtok(NULL, " ")) bad = table_set(o, w, err);
-    Session *s = bad ? NULL : session_try(m.c, m.w, o, spec, err);
+    for (char *w = strtok(words, " "); w && !bad; w = strtok(NULL, " ")) bad = table_set(o, w);
+    Session *s = bad ? NULL : session_try(m.c, m.w, o, spec, table_err);
     if (!s) options_free(o);
     return s;
 }
@@ -108,14 +112,14 @@ static Session *table_open(Tiny m, const char *spec, int small, const char *more
 // Calls f with method m under its small options, and then under every flag and every choice of its own, one at a time.
 // Of these some need more than one option; they are passed over.
 static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, const char *spec, const char *more)) {
-    char more[256], err[512];
     f(model, m->name, "");
     for (const Opt *o = m->opts; o && o->name; o++) {
         const char *choice = o->kind == 'c' ? strchr(o->def, '|') : o->kind == 'b' ? "|1" : NULL;
         if (!strcmp(o->name, "sonic-weights") || !strncmp(o->name, "calibrate", 9)) continue;
         for (; choice && *choice == '|'; choice += 1 + strcspn(choice + 1, "|")) {
+            char more[256];
             snprintf(more, sizeof more, "%s=%.*s", o->name, (int)strcspn(choice + 1, "|"), choice + 1);
-            Session *s = table_open(model, m->name, 1, more, err);
+            Session *s = table_open(model, m->name, 1, more);
             session_done(s);
             if (s) f(model, m->name, more);
         }
@@ -124,9 +128,8 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
 
 // Runs the table's script. Returns the logits, to be freed.
 static float *table_run(Tiny m, const char *spec, int small, const char *more) {
-    char err[512];
-    OWN_SESSION Session *s = table_open(m, spec, small, more, err);
-    CHECK(s, "%s %s: %s", spec, more, err);
+    OWN_SESSION Session *s = table_open(m, spec, small, more);
+    CHECK(s, "%s %s: %s", spec, more, table_err);
     float *x = s ? run_session(s, &table_script) : NULL;
     return x;
 }
@@ -139,11 +142,10 @@ static int table_same(Tiny m, const float *a, const float *b) {
 TEST(table_limits, "a budget of all tokens, at equality too, or sizes that leave nothing out are full attention bit "
                    "for bit; small ones are not") {
     OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
-    char enough[64];
     OWN float *full = table_run(m, "full", 0, "");
-    snprintf(enough, sizeof enough, "budget=%d", TABLE_TOKENS);
     EACH_METHOD(p) {
         const Method *x = *p;
+        const char *enough = formatted("budget=%d", TABLE_TOKENS);
         OWN float *wide = table_run(m, x->name, 0, x->budget ? enough : "");
         OWN float *small = table_run(m, x->name, 1, "");
         int whole = !(x->role & ROLE_STORE) && !x->rule;    // SONIC's turns do not see each other
@@ -173,10 +175,9 @@ static void bits_agree(Tiny m, const char *spec, const char *more) {
     uint64_t first = 0;
     int threads = n_threads();
     for (int i = 0; i < 5; i++) {
-        char all[320], err[512];
-        snprintf(all, sizeof all, "%s %s", run[i], more);
+        const char *all = formatted("%s %s", run[i], more);
         set_threads(i == 1 || i == 3 ? 3 : 1);
-        OWN_SESSION Session *s = table_open(m, spec, 1, all, err);
+        OWN_SESSION Session *s = table_open(m, spec, 1, all);
         for (int again = 0; s && again < (i ? 1 : 2); again++) {
             OWN float *x = run_session(s, &table_script);
             uint64_t is = fingerprint(s, x, (size_t)script_rows(&table_script) * m.c->V);
@@ -204,9 +205,7 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
         uint64_t is[3];
         size_t bytes[3], whole = 0;
         for (int k = 0; k < 3; k++) {
-            char more[80], err[512];
-            snprintf(more, sizeof more, "%s obs-window=20", b[k]);
-            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, more, err);
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("%s obs-window=20", b[k]));
             OWN float *logits = run_session(s, &p);
             is[k] = fingerprint(s, logits, (size_t)script_rows(&p) * m.c->V);
             bytes[k] = arena_bytes(s->scratch);
@@ -336,8 +335,7 @@ static float *follow_forward(Session *s, const Token *in, int n) {
 // Runs a script on a session of these parts beside the follower. Returns 0 where the session is refused. The bound is
 // 1e-5, absolute and relative; rows of 16 bits may round the other way, and queries are rounded, too, for coarse ones.
 static int followed(Tiny m, const char *spec, const char *more, const Script *script) {
-    char err[512];
-    OWN_SESSION Session *s = table_open(m, spec, 1, more, err);
+    OWN_SESSION Session *s = table_open(m, spec, 1, more);
     if (!s) return 0;
     int F32 = !strcmp(s->fk->name, "f32"), coarse = !F32 && strcmp(s->fk->name, "f16");
     double bound = F32 ? 2 : coarse ? 3000 : 300;
@@ -441,10 +439,9 @@ static void check_budget(const Session *s, const char *spec, const char *more, i
 }
 
 static void promises_kept(Tiny m, const char *spec, const char *more) {
-    char err[512];
     int ids[512], V = m.c->V;
     const Method *x = method_find(spec, strlen(spec));
-    Session *s = table_open(m, spec, 1, more, err);
+    Session *s = table_open(m, spec, 1, more);
     int few = x->evicts && x->budget;
     for (int t = 0; t < table_script.turns; t++) {
         script_ids(&table_script, t, V, ids);
@@ -477,10 +474,8 @@ static void promises_kept(Tiny m, const char *spec, const char *more) {
     session_done(s);
 
     // --ratio of 120 tokens: 120 - floor(120 * .705 + 1e-6) = 36 rows.
-    snprintf(err, sizeof err, "ratio=.705 %s", more);
-    char all[512];
-    snprintf(all, sizeof all, "%s", err);
-    s = few ? table_open(m, spec, 1, all, err) : NULL;
+    const char *all = formatted("ratio=.705 %s", more);
+    s = few ? table_open(m, spec, 1, all) : NULL;
     if (!s) return;
     script_ids(&table_script, 0, V, ids);
     prefill(s, ids, 120);
@@ -500,11 +495,10 @@ TEST(table_windows, "beside other layers those with a sliding window keep every 
     for (int all = 0; all < 2; all++) {
         OWN_MODEL Tiny m = table_model(3, 4, 2, all ? 7 : 2);
         EACH_METHOD(p) {
-            char err[512];
             int ids[512], rows[512];
             const Method *x = *p;
-            OWN_SESSION Session *s = table_open(m, x->name, 1, "", err);
-            CHECK(s, "%s: %s", x->name, err);
+            OWN_SESSION Session *s = table_open(m, x->name, 1, "");
+            CHECK(s, "%s: %s", x->name, table_err);
             if (!s) continue;
             script_ids(&table_script, 0, m.c->V, ids);
             prefill(s, ids, 120);
@@ -525,10 +519,9 @@ static int may_join(const Method *a, const Method *b) { return a->role && b->rol
 
 // Runs these parts beside the follower; they may refuse each other with a reason that names them.
 static int composed(Tiny m, const char *spec) {
-    char err[512] = "";
-    Session *s = table_open(m, spec, 1, "", err);
+    Session *s = table_open(m, spec, 1, "");
     session_done(s);
-    CHECK(s || strlen(err) > 20, "%s is refused without a reason: '%s'", spec, err);
+    CHECK(s || strlen(table_err) > 20, "%s is refused without a reason: '%s'", spec, table_err);
     return s ? followed(m, spec, "", &joined_script) : 0;
 }
 
@@ -538,11 +531,11 @@ TEST(table_compose, "every pair and triple of parts with roles of their own runs
     int ran = 0;
     EACH_METHOD(a)
         EACH_METHOD(b) {
-            char spec[160], err[512] = "";
+            char spec[160];
             snprintf(spec, sizeof spec, "%s+%s", (*a)->name, (*b)->name);
             if ((*a)->role & (*b)->role) {
-                OWN_SESSION Session *s = table_open(m, spec, 1, "", err);
-                CHECK(!s && strstr(err, "cannot be combined"), "%s: '%s'", spec, err);
+                OWN_SESSION Session *s = table_open(m, spec, 1, "");
+                CHECK(!s && strstr(table_err, "cannot be combined"), "%s: '%s'", spec, table_err);
             }
             if (a >= b || !may_join(*a, *b)) continue;
             ran += composed(m, spec);
@@ -559,8 +552,8 @@ TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and 
                     "format, bit for bit") {
     OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
     EACH_METHOD(store) {
-        char err[512], plain[64];
-        Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "", err) : NULL;
+        char plain[64];
+        Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "") : NULL;
         if (!s) continue;
         const char *uncut = s->packing ? "pats-bmax=0" : "";
         snprintf(plain, sizeof plain, "ctk=%s ctv=%s", s->fk->name, s->fv->name);
@@ -569,7 +562,7 @@ TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and 
             char spec[96];
             if ((*p)->role & ROLE_STORE) continue;
             snprintf(spec, sizeof spec, "%s+%s", (*p)->name, (*store)->name);
-            s = table_open(m, spec, 1, uncut, err);
+            s = table_open(m, spec, 1, uncut);
             session_done(s);
             if (!s) continue;
             OWN float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
@@ -604,9 +597,8 @@ TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts 
                   "end than half way, and a session that was reset repeats itself bit for bit") {
     OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
-        char err[512];
         size_t half = 0, end = 0;
-        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "", err);
+        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "");
         uint64_t a = fifty_turns(s, (*p)->name, &half, &end);
         session_reset(s);
         uint64_t b = fifty_turns(s, (*p)->name, &half, &end);
@@ -623,12 +615,11 @@ TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as on
     EACH_METHOD(p) {
         const Method *x = *p;
         Session *s[2];
-        char err[512];
         int ids[512], V = m.c->V;
         if (x->evicts || x->role & ROLE_STORE) continue;
         script_ids(&table_script, 0, V, ids);
         for (int k = 0; k < 2; k++) {
-            s[k] = table_open(m, x->name, 1, "", err);
+            s[k] = table_open(m, x->name, 1, "");
             prefill(s[k], ids, 100);
             if (!k) {
                 for (int i = 0; i < 20; i++) decode(s[k], ids[i]);
@@ -661,9 +652,8 @@ TEST(table_damaged, "a NaN in one embedding, met in a prefill and in a decode st
     ((float *)(uintptr_t)m.w->embed.data)[60 * m.c->C] = NAN;
     EACH_METHOD(p)
         for (int in_decode = 0; in_decode < 2; in_decode++) {
-            char err[512];
             int ids[90];
-            OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "", err);
+            OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "");
             for (int i = 0; i < 90; i++) ids[i] = i == 40 && !in_decode ? 60 : i % 59;
             int rc = try_prefill(s, ids, 90);
             CHECK(rc == (in_decode ? 0 : EXIT_MODEL), "%s: prefill %d %s", (*p)->name, rc, die_text);
@@ -675,13 +665,12 @@ TEST(table_damaged, "a NaN in one embedding, met in a prefill and in a decode st
 // ---- refused
 TEST(table_refused, "every line of test/refusals.txt - parts, options, what the refusal says - is refused so") {
     OWN_MODEL Tiny m = table_model(3, 4, 2, 0);
-    char line[512], err[512], *part[3];
+    char line[512], *part[3];
     FILE *f = fopen("test/refusals.txt", "r");
     int n = 0;
     for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
-        err[0] = 0;
-        Session *s = table_open(m, part[0], 0, part[1], err);
-        CHECK(!s && strstr(err, part[2]), "%s %s: '%s', expected '%s'", part[0], part[1], err, part[2]);
+        Session *s = table_open(m, part[0], 0, part[1]);
+        CHECK(!s && strstr(table_err, part[2]), "%s %s: '%s', expected '%s'", part[0], part[1], table_err, part[2]);
         session_done(s);
     }
     CHECK(n > 40, "%d lines", n);

@@ -485,6 +485,18 @@ static void draw_ids(int *ids, int n, int V) {
     for (int i = 0; i < n; i++) ids[i] = rnd_int(V);
 }
 
+// A text as printf makes it, until the eighth call after.
+static const char *formatted(const char *fmt, ...) {
+    static char text[8][512];
+    static int k;
+    va_list ap;
+    va_start(ap, fmt);
+    k = (k + 1) % 8;
+    vsnprintf(text[k], sizeof text[k], fmt, ap);
+    va_end(ap);
+    return text[k];
+}
+
 // A session with options given as "name=value name=value"; rows stored as f32 unless said
 // otherwise.
 static Options *options_of(const char *text) {
@@ -670,9 +682,8 @@ static void ctrl_c_in_layers(const char *what, double share) {
 // Two traces can be open at a time.
 static SafeFile *trace_played(Tiny m, Session *s, const char *method, const Script *p, float **logits) {
     static int made;
-    char err[512], name[64];
-    snprintf(name, sizeof name, "trace-%d", made++ % 2);
-    const char *path = tmp_path(name);
+    char err[512];
+    const char *path = tmp_path(formatted("trace-%d", made++ % 2));
     App a = { .o = options_in(s), .c = m.c, .w = m.w, .s = s, .method = (char *)(uintptr_t)method };
     options_set(a.o, "trace", path, err);
     trace_open(&a);
