@@ -2,10 +2,6 @@
 // launched, memory, calls that fail. tests.c includes it. Without a GPU the kernels run under cuda_emu.h; every test goes
 // through one of three orders of threads, or with KVCOMP_ORDERS=3 through all. Shapes are odd on purpose, and small: an
 // emulated thread costs a microsecond a meeting.
-#ifndef TEST_DEVICE_H
-#define TEST_DEVICE_H
-#include "table.h"
-
 void *cuda_put(const void *host, size_t bytes);
 void cuda_get(void *host, const void *dev, size_t bytes);
 void cuda_drop(void *dev);
@@ -1170,16 +1166,11 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
     logit_bound = 1e-3;
 }
 
-// How many of n floats differ in a bit between host and device.
-static int floats_differ(const void *host, const void *dev, size_t n) {
-    return n && bytes_differ(host, dev, n * 4);
-}
-
 // A on the CPU.
 static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {
     size_t n = a->n;
-    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) ||
-           floats_differ(a->tokens, b->tokens, n) || (n && floats_differ(a->of, b->of, children));
+    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || bytes_differ(a->r, b->r, n * 4) ||
+           bytes_differ(a->tokens, b->tokens, n * 4) || (n && bytes_differ(a->of, b->of, (size_t)children * 4));
 }
 
 // To the bit.
@@ -1605,47 +1596,44 @@ TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are 
     CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
 }
 
+// The bytes that a memory plan asks for in all.
+static size_t planned(const MemoryPlan *p) { return p->weights + p->kv + p->parts + p->pass; }
+
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
                   "device: exit 4 with the numbers and what helps") {
-    const char *method[] = { "full", "full",  "snapkv", "window",
-                             "pats", "quest", "lychee", "loopserve" };
-    const char *text[] = { "ctx-size=300 ctk=f32 ctv=f32",
-                           "ctx-size=300 batch-size=64",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 budget=64 lychee-buffer=8 sink=4",
-                           "ctx-size=300 loopserve-min-context=0" };
+    static const struct {
+        const char *method, *text;
+    } run[] = {
+        { "full", "ctx-size=300 ctk=f32 ctv=f32" },
+        { "full", "ctx-size=300 batch-size=64" },
+        { "snapkv", "ctx-size=300 budget=64" },
+        { "window", "ctx-size=300 budget=64" },
+        { "pats", "ctx-size=300 ctk=f16 ctv=f16 pats-window=16" },
+        { "quest", "ctx-size=300 budget=64" },
+        { "lychee", "ctx-size=300 budget=64 lychee-buffer=8 sink=4" },
+        { "loopserve", "ctx-size=300 loopserve-min-context=0" },
+    };
     for (int i = 0; emu_set_memory && i < 8; i++) {
         OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         weights_count(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
-        Session *s = cuda_session(m, method[i], text[i]);
+        Session *s = cuda_session(m, run[i].method, run[i].text);
         MemoryPlan p = memory_plan(s);
         prefill(s, seven_ids(299, 53), 299);
         decode(s, 1);
-        size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
-        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned",
-              method[i], text[i], most, need);
+        size_t need = planned(&p), most = emu_most_memory();
+        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", run[i].method, run[i].text,
+              most, need);
         session_done(s);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
-        int rc = cuda_try(m, method[i], text[i]);
-        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") &&
-                  strstr(die_text, i == 1 ? "the weights alone" : "-c"),
+        int rc = cuda_try(m, run[i].method, run[i].text);
+        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"),
               "%d: %s", rc, die_text);
         emu_set_memory(need);
-        CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
+        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
     }
-}
-
-// The bytes that the memory plan asks for on the device.
-static size_t cuda_plan(Tiny m, const char *text) {
-    OWN_SESSION Session *s = session_of(m, "full", text);
-    MemoryPlan p = memory_plan(s);
-    return p.weights + p.kv + p.parts + p.pass;
 }
 
 // The first call sets the mark to what is held.
@@ -1678,7 +1666,9 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
     if (!emu_set_memory) return;
     emu_set_memory(1000);
     CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
-    emu_set_memory(cuda_plan(m, "ctx-size=300") + 1000);    // enough for this model, not for the trial's
+    OWN_SESSION Session *s = session_of(m, "full", "ctx-size=300");
+    MemoryPlan p = memory_plan(s);
+    emu_set_memory(planned(&p) + 1000);     // enough for this model, not for the trial's
     CHECK(!strcmp(device_chosen(m), "cpu"), "no room for the trial: -d %s", device_chosen(m));
     CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
     emu_set_memory(0);
@@ -1767,7 +1757,7 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
                               "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
                               "ctv=f16");
     MemoryPlan plan = memory_plan(s);
-    size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
+    size_t need = planned(&plan), sum = 0;
     size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
     for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].bytes;
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
@@ -1917,4 +1907,3 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers, which e
         turn_free(turn);
     }
 }
-#endif
