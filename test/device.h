@@ -313,9 +313,11 @@ static int bytes_differ(const void *host, const void *dev, size_t n) {
     return diff;
 }
 
-// Of packed rows.
-static int tables_differ(const KVHead *a, const KVHead *b) {
-    int bad = a->packed != b->packed || a->n_reg != b->n_reg;
+// Rows, their tokens and positions, and the tables of packed ones.
+static int held_differs(const KVHead *a, const KVHead *b) {
+    size_t n = a->len * sizeof(int);
+    int bad = a->len != b->len || a->packed != b->packed || a->n_reg != b->n_reg;
+    if (bad || (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n)))) return 1;
     for (int i = 0; i < a->n_reg && !bad; i++) {
         const Region *x = &a->reg[i], *y = &b->reg[i];
         bad = x->row0 != y->row0 || x->n != y->n || x->w != y->w || x->base != y->base;
@@ -323,12 +325,10 @@ static int tables_differ(const KVHead *a, const KVHead *b) {
     return bad;
 }
 
-// A on the CPU, b on the device: rows, tokens, positions, packed rows.
+// A on the CPU, b on the device: all that, and the bytes.
 static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {
-    size_t raw = a->len - a->packed, n = a->len * sizeof(int);
-    if (a->len != b->len || a->cap != b->cap || a->pk_bytes != b->pk_bytes || tables_differ(a, b))
-        return 1;
-    if (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n))) return 1;
+    size_t raw = a->len - a->packed;
+    if (held_differs(a, b) || a->cap != b->cap || a->pk_bytes != b->pk_bytes) return 1;
     return bytes_differ(a->k, b->k, raw * c->fk->row_bytes(c->c->D)) ||
            bytes_differ(a->v, b->v, raw * c->fv->row_bytes(c->c->D)) ||
            bytes_differ(a->pk, b->pk, a->pk_bytes) || bytes_differ(a->pv, b->pv, a->pk_bytes);
@@ -981,14 +981,9 @@ static double logit_bound = 1e-3;
 static int views_differ(const Session *a, Session *b) {
     int bad = 0;
     views_fetch_cuda(b);
-    for (int i = 0; i < a->c->L * a->c->H; i++)
-        bad +=
-            !same_view(*kv_view(a, i / a->c->H, i % a->c->H), *kv_view(b, i / a->c->H, i % a->c->H));
-    for (int i = 0; i < a->c->L * a->c->G; i++) {
-        const KVHead *x = &a->head[i], *y = &b->head[i];
-        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) ||
-               memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
-    }
+    for (int l = 0; l < a->c->L; l++)
+        for (int h = 0; h < a->c->H; h++) bad += !same_view(*kv_view(a, l, h), *kv_view(b, l, h));
+    for (int i = 0; i < a->c->L * a->c->G; i++) bad += held_differs(&a->head[i], &b->head[i]);
     return bad;
 }
 
@@ -1011,11 +1006,8 @@ static int sides_agree(Session *a, Session *b, const char *method, const char *t
             }
             if (out) memcpy(out + (size_t)rows * V, y, V * sizeof *y);
             double e = worst(y, x, V, logit_bound, logit_bound, NULL);
-            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i,
-                  e);
-            CHECK(!views_differ(a, b),
-                  "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a "
-                  "score",
+            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i, e);
+            CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a score",
                   method, text, t, i, gap);
         }
     }
