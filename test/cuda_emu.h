@@ -115,6 +115,17 @@ enum {
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 
 // ------------------------------------------------------------------------ the state
+// A list that grows.
+template <class T> struct EmuList {
+    T *at;
+    int n;
+    int cap;
+    void add(T x) {
+        if (n == cap) at = (T *)realloc((void *)at, (size_t)(cap = 2 * cap + 64) * sizeof x);
+        at[n++] = x;
+    }
+};
+
 // What a thread waits for: its turn, __syncthreads, a warp operation; or it has returned.
 enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
 
@@ -168,9 +179,8 @@ struct Emu {
         size_t span;                  // whole pages
         int live;                     // 0: freed
         int pool;                     // 1: of the pool
-    } *mem;                           // allocations, with ascending addresses, never reused
-    int n_mem;
-    int cap_mem;
+    };
+    EmuList<EmuMem> mem;              // allocations, with ascending addresses, never reused
     int open;                         // 1: all live ones are readable
     size_t live;                      // bytes of the live ones
     size_t peak;                      // and the most there ever were
@@ -471,9 +481,9 @@ EMU_QUIET static void emu_touch_shared(unsigned char *written, size_t n, int wri
 
 // The allocation that begins at p or below it, the nearest one.
 EMU_QUIET static const Emu::EmuMem *emu_below(const void *p) {
-    int i = emu.n_mem - 1;
-    while (i > 0 && emu.mem[i].p > (const char *)p) i--;
-    return &emu.mem[i];
+    int i = emu.mem.n - 1;
+    while (i > 0 && emu.mem.at[i].p > (const char *)p) i--;
+    return &emu.mem.at[i];
 }
 
 // The running block reads or writes n bytes of the device's memory at p. Ends the program if another block of
@@ -720,9 +730,7 @@ struct EmuCopy {
     int group;                        // the number of its group
 };
 struct EmuCopies {
-    EmuCopy *at;
-    int n;                            // under way
-    int cap;
+    EmuList<EmuCopy> way;             // those under way
     int group;                        // groups committed
 };
 static EmuCopies emu_copies[1024];                      // of each thread
@@ -733,9 +741,7 @@ static inline void copy16_async(void *to, const void *from, int line = __builtin
     emu_shared_check(line, to, "cp.async");
     if ((uintptr_t)from % 16)
         emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
-    if (c->n == c->cap)
-        c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
-    c->at[c->n++] = { (char *)to, (const char *)from, c->group };
+    c->way.add({ (char *)to, (const char *)from, c->group });
     memset(to, 0xff, 16);
     emu_touch(to, 16, 1, 0);
 }
@@ -747,12 +753,12 @@ static inline void copy_commit(void) { emu_copies[emu.cur - emu_threads].group++
 template <int N> static void copy_wait(void) {
     EmuCopies *c = &emu_copies[emu.cur - emu_threads];
     int left = 0;
-    for (int i = 0; i < c->n; i++) {
-        EmuCopy x = c->at[i];
-        if (x.group >= c->group - N) c->at[left++] = x;
+    for (int i = 0; i < c->way.n; i++) {
+        EmuCopy x = c->way.at[i];
+        if (x.group >= c->group - N) c->way.at[left++] = x;
         else memcpy(x.to, x.from, 16);
     }
-    c->n = left;
+    c->way.n = left;
 }
 
 // ---- other instructions
@@ -785,9 +791,8 @@ EMU_QUIET static void emu_entry(void) {
         emu.body(emu.arg);
         if (!emu.cur->waited)
             emu_die("a thread of a kernel that may start early returns without dependency_wait");
-        if (emu_copies[emu.cur - emu_threads].n)
-            emu_die("a thread returns while %d of its copies are under way",
-                    emu_copies[emu.cur - emu_threads].n);
+        int n = emu_copies[emu.cur - emu_threads].way.n;
+        if (n) emu_die("a thread returns while %d of its copies are under way", n);
         emu_state[emu.cur - emu_threads] = EMU_DONE;
         emu_leave(emu.cur);
     }
@@ -922,13 +927,13 @@ EMU_QUIET static void emu_block(void) {
 // ------------------------------------------------------------------------ device memory
 // The live allocation that p lies in, or just behind; -1: none.
 static int emu_find(const void *p) {
-    int lo = 0, hi = emu.n_mem;
+    int lo = 0, hi = emu.mem.n;
     while (lo < hi) {
         int m = (lo + hi) / 2;
-        if (emu.mem[m].p <= (char *)p) lo = m + 1;
+        if (emu.mem.at[m].p <= (char *)p) lo = m + 1;
         else hi = m;
     }
-    return lo && emu.mem[lo - 1].live && (char *)p <= emu.mem[lo - 1].p + emu.mem[lo - 1].bytes ? lo - 1 : -1;
+    return lo && emu.mem.at[lo - 1].live && (char *)p <= emu.mem.at[lo - 1].p + emu.mem.at[lo - 1].bytes ? lo - 1 : -1;
 }
 
 // An access to memory that may not be touched: says which, and ends the program.
@@ -966,8 +971,8 @@ static void emu_key_turn(int) {}
 // Allocation i, whether it is live or not. With a key: it has it while it is live, and the kernel's list of ranges stays
 // short because what was freed is like what was never given out.
 static void emu_protect(int i, int prot) {
-    char *p = (char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1));
-    size_t n = emu.mem[i].span;
+    char *p = (char *)((uintptr_t)emu.mem.at[i].p & ~(EMU_PAGE - 1));
+    size_t n = emu.mem.at[i].span;
     if (emu_key >= 0 ? emu_key_give(p, n, prot) : mprotect(p, n, prot)) emu_die("mprotect: out of ranges of memory");
 }
 
@@ -989,8 +994,8 @@ static void emu_open(int prot) {
     if (emu.open == (prot != PROT_NONE)) return;
     emu.open = prot != PROT_NONE;
     if (emu_key >= 0) emu_key_turn(emu.open);
-    for (int i = 0; i < emu.n_mem && emu_key < 0; i++)
-        if (emu.mem[i].live) emu_protect(i, prot);
+    for (int i = 0; i < emu.mem.n && emu_key < 0; i++)
+        if (emu.mem.at[i].live) emu_protect(i, prot);
 }
 
 // Tests: another order of threads and blocks.
@@ -1086,18 +1091,16 @@ static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
     size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
     if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
     char *base = emu.arena + emu.used;
-    if (emu.n_mem == emu.cap_mem)
-        emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
     if (emu.live + emu.pooled - kept + bytes > emu_memory) return emu_error(cudaErrorMemoryAllocation);
     emu.used += span + EMU_PAGE;
     emu.live += bytes;
     emu.pooled -= kept;
     if (emu.live > emu.peak) emu.peak = emu.live;
-    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };
-    emu_protect(emu.n_mem, PROT_READ | PROT_WRITE);
-    EmuOpen open(emu.n_mem);
+    *out = base + ((span - bytes) & ~(size_t)15);
+    emu.mem.add({ (char *)*out, bytes, span, 1, pool });
+    emu_protect(emu.mem.n - 1, PROT_READ | PROT_WRITE);
+    EmuOpen open(emu.mem.n - 1);
     memset(base, 0xff, span);
-    *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
 }
 
@@ -1133,11 +1136,7 @@ struct EmuOp {
     void (*run)(void *);              // with arg, which is malloc's
     void *arg;
 };
-struct EmuOps {
-    EmuOp *at;
-    int n;
-    int cap;
-};
+typedef EmuList<EmuOp> EmuOps;
 static EmuOps emu_waiting;
 static long emu_done, emu_queued;                       // waiting operations run, and ever put there
 static EmuOps *emu_capture;                             // not NULL: operations go here
@@ -1155,11 +1154,9 @@ enum cudaStreamCaptureMode {
 
 // Puts f at the end of the list.
 template <class F> static void emu_push(EmuOps *list, F f) {
-    if (list->n == list->cap)
-        list->at = (EmuOp *)realloc(list->at, (size_t)(list->cap = 2 * list->cap + 64) * sizeof *list->at);
     F *copy = (F *)malloc(sizeof f);
     memcpy((void *)copy, (void *)&f, sizeof f);
-    list->at[list->n++] = { [](void *p) { (*(F *)p)(); }, copy };
+    list->add({ [](void *p) { (*(F *)p)(); }, copy });
 }
 
 // Forgets the operations of a list.
@@ -1240,15 +1237,15 @@ static cudaError_t emu_free(void *p, int pool) {
     emu_settle("cudaFree");
     if (!p) return cudaSuccess;
     int i = emu_find(p);
-    if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
-    if (pool != emu.mem[i].pool)
+    if (i < 0 || emu.mem.at[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
+    if (pool != emu.mem.at[i].pool)
         emu_die("memory of %s the pool is freed as if it were not", pool ? "outside" : "inside");
-    if (pool) emu.pooled += emu.mem[i].bytes;
-    emu.mem[i].live = 0;              // stays unreadable: use after free faults
-    emu.live -= emu.mem[i].bytes;
+    if (pool) emu.pooled += emu.mem.at[i].bytes;
+    emu.mem.at[i].live = 0;              // stays unreadable: use after free faults
+    emu.live -= emu.mem.at[i].bytes;
     emu_protect(i, PROT_NONE);
-    madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
-    emu_log_forget((char *)p, emu.mem[i].bytes);
+    madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem.at[i].span, MADV_DONTNEED);
+    emu_log_forget((char *)p, emu.mem.at[i].bytes);
     return cudaSuccess;
 }
 
@@ -1268,9 +1265,9 @@ static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return emu_free
 static int emu_range(const void *p, size_t bytes, const char *what) {
     int i = emu_find(p);
     if (i < 0) emu_die("%s is not device memory", what);
-    if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes)
+    if ((char *)p + bytes > emu.mem.at[i].p + emu.mem.at[i].bytes)
         emu_die("%s runs %td bytes past its allocation", what,
-                (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
+                (char *)p + bytes - emu.mem.at[i].p - emu.mem.at[i].bytes);
     return i;
 }
 
@@ -1383,8 +1380,8 @@ static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
 // What a synchronisation does to the pool: its threshold counts what is in use too.
 static void emu_pool_release(void) {
     size_t used = 0;
-    for (int i = 0; emu.pooled && i < emu.n_mem; i++)
-        used += emu.mem[i].live && emu.mem[i].pool ? emu.mem[i].bytes : 0;
+    for (int i = 0; emu.pooled && i < emu.mem.n; i++)
+        used += emu.mem.at[i].live && emu.mem.at[i].pool ? emu.mem.at[i].bytes : 0;
     if (used + emu.pooled > emu_threshold) emu.pooled = 0;
 }
 

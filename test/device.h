@@ -787,21 +787,29 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
     }
 }
 
+// n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
+// among them, ascending.
+enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, KINDS };
+static float *values_of(int n, int kind) {
+    float *x = normals(n, 3);
+    for (int i = 0; i < n; i++) {
+        if (kind == TIES) x[i] = (float)(i % 7 == 3) - (float)(i % 3 == 0);
+        if (kind == ZEROS) x[i] = i % 3 ? -0.0f : 0;
+        if (kind == INFINITIES && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        if (kind == ASCENDING) x[i] = (float)i - 20000;
+    }
+    return x;
+}
+
 TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past "
                   "n") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
-    EACH_VARIANT(once, 1) for (int kind = 0; kind < 4; kind++) {
+    EACH_VARIANT(once, 1) for (int kind = 0; kind < KINDS; kind++) {
         enum { S = 6, N = 1300 };
-
         int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
         int want[N], per = 700;
-        OWN float *x = normals(S * N, 1);
-        for (int i = 0; i < S * N && kind; i++) {
-            if (kind == 1) x[i] = (float)(i % 7);     // many ties
-            if (kind == 2) x[i] = i % 3 ? -0.0f : 0;  // all equal
-            if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
-        }
+        OWN float *x = values_of(S * N, kind);
         OWN int *idx = xmalloc(S * per * sizeof *idx);
         OWN_DEVICE float *dx = put_floats(x, S * N);
         top_k_rows(s, dx, S, N, n, k, idx, per, got);
@@ -1488,21 +1496,21 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
 void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
 
 // The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
-static void best_agrees(Session *s, const float *x, int V, int k, const char *text) {
+static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
     static BestLogits b;
-    int *idx = xmalloc((size_t)V * sizeof *idx), n = top_k(x, V, k, idx), worst = 0;
+    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
+    int n = top_k(x, V, k, idx), worst = 0;
     for (int i = 0; i < V; i++) {
         FloatBits u = { x[i] };
         worst = max_int(worst, (int)(u.u & 0x7fffffff));
     }
     cuda_best(s, x, V, k, &b);
-    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x",
-          text, k, V, b.n, b.worst, n, worst);
+    CHECK(b.n == n && b.worst == worst, "values %d: the best %d of %d: %d, %08x; on the CPU %d, %08x", kind, k, V, b.n,
+          b.worst, n, worst);
     for (int i = 0; i < n && b.n == n; i++)
         CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
-              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i,
-              b.best[i].id, b.best[i].x, idx[i], x[idx[i]]);
-    free(idx);
+              "values %d: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", kind, k, V, i, b.best[i].id,
+              b.best[i].x, idx[i], x[idx[i]]);
 }
 
 TEST(cuda_best,
@@ -1515,19 +1523,12 @@ TEST(cuda_best,
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
             order_set(i + j);
+            for (int kind = 0; kind < KINDS; kind++) {
+                OWN float *x = values_of(V, kind);
+                best_agrees(s, x, V, k, kind);
+            }
             OWN float *x = normals(V, 3);
-            best_agrees(s, x, V, k, "random");
-            for (int t = 0; t < V; t++) x[t] = (float)(t % 7 == 3) - (float)(t % 3 == 0);
-            best_agrees(s, x, V, k, "ties");
-            for (int t = 0; t < V; t++) x[t] = t % 2 ? -0.0f : 0.0f;
-            best_agrees(s, x, V, k, "zeros");
-            // The last 128 ids: more are chosen in the last block than anywhere.
-            for (int t = 0; t < V; t++) x[t] = (float)t - 20000;
-            best_agrees(s, x, V, k, "ascending");
             BestLogits b;
-            x[V / 2] = -INFINITY;
-            cuda_best(s, x, V, k, &b);
-            CHECK(b.worst == 0x7f800000, "%08x", b.worst);
             x[V / 3] = -NAN;
             cuda_best(s, x, V, k, &b);
             CHECK(b.worst > 0x7f800000, "%08x", b.worst);
