@@ -1222,7 +1222,8 @@ static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
     }
 }
 
-TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows; GQA 1:1, 2:1, 4:1, 3 KV heads; "
+TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows held and read, DiliLazyKV's and "
+                     "HeadKV's by each query head; GQA 1:1, 2:1, 4:1, 3 KV heads; "
                      "a first turn of one token, turns shorter than the window, a prompt that ends the quiet time, "
                      "one layer, a layer that AdaKV leaves alone because its candidates do not exceed the budget") {
     static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
@@ -2101,8 +2102,8 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 20; i++) {
         pats_against_slow(formatted("pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
-                                  i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
-                                  i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64"), m, &p);
+                                    i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
+                                    i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64"), m, &p);
     }
 }
 
@@ -2112,7 +2113,7 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     rnd_seed(77);
     for (int i = 0; i < 200; i++) {
         const char *text = formatted("ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d", rnd_int(30),
-                                   rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
+                                     rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         OWN_SESSION Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
             int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);

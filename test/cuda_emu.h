@@ -25,8 +25,8 @@
 // WHAT IS CAUGHT
 // Threads that meet:
 //   - a barrier that some threads never reach, or reach on another line
-//   - a shuffle naming a lane that is gone or elsewhere
-//   - tensor-core operations that some lanes miss, and matrices in shared memory that are not aligned
+//   - a warp operation (shuffle, vote, tensor cores) that some lanes miss, or reach on another line
+//   - matrices in shared memory that are not aligned
 // Memory on the device:
 //   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
 //   - kernels running past an allocation (guard pages) or into a freed one
@@ -136,7 +136,6 @@ struct alignas(128) EmuThread {         // a power of two: which one it is takes
     int made;                         // 1: the fiber is there
     dim3 tid;                         // threadIdx
     int line;                         // on which it waits
-    unsigned mask;                    // the lanes of the warp operation it waits in
     unsigned lane;                    // its own lane
     int waited;                       // 1: all earlier kernels have ended, for it
 };
@@ -267,42 +266,44 @@ EMU_QUIET static void emu_enter(EmuThread *t) {
     emu_switch(emu.back, t->at);
 }
 
-// The running thread waits in `state`, on this line, for the lanes of the mask (0 for EMU_BARRIER).
-EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
+// The running thread waits in `state`, on this line, for its block or for all lanes of its warp.
+EMU_QUIET static void emu_wait(int state, int line) {
     EmuThread *t = emu.cur;
     emu_state[t - emu_threads] = (unsigned char)state;
     t->line = line;
-    t->mask = mask;
     if (!emu.alike) emu.line = line;
-    emu.alike += mask == 0xffffffffu && line == emu.line;
+    emu.alike += state == EMU_WARP && line == emu.line;
     emu_leave(t);
 }
 
-// What the lanes of the running thread's mask brought to the operation that it has come from.
+// Begins a warp operation, which has to name all lanes: kernels have no others.
+EMU_QUIET static void emu_meet(unsigned mask, int line) {
+    if (mask != 0xffffffffu) emu_die("line %d: a warp operation of the lanes %08x alone", line, mask);
+    emu_wait(EMU_WARP, line);
+}
+
+// What the lanes of the running thread's warp brought to the operation that it has come from.
 EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu_threads) / 32]; }
 
-// A shuffle: the v of lane src. Ends the program if src is not in the mask.
+// A shuffle: the v of lane src.
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
     EmuThread *t = emu.cur;
     memcpy(&emu_in[t - emu_threads], &v, sizeof v);
-    emu_wait(EMU_WARP, line, mask);
+    emu_meet(mask, line);
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
-    if (!(mask >> src & 1))
-        emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
     memcpy(&v, &emu_got()[src], sizeof v);
     return v;
 }
 
-// A vote: bit i is 1 where lane i of the mask has a pred that is not 0.
+// A vote: bit i is 1 where lane i has a pred that is not 0.
 EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     EmuThread *t = emu.cur;
     emu_in[t - emu_threads] = !!pred;
-    emu_wait(EMU_WARP, line, mask);
+    emu_meet(mask, line);
     unsigned r = 0;
     const uint64_t *got = emu_got();
-    for (int i = 0; i < 32; i++)
-        if (mask >> i & 1 && got[i]) r |= 1u << i;
+    for (int i = 0; i < 32; i++) r |= (unsigned)got[i] << i;
     return r;
 }
 
@@ -311,8 +312,8 @@ static inline unsigned emu_mask(unsigned m = 0xffffffffu) { return m; }
 
 EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 
-#define __syncthreads()                emu_wait(EMU_BARRIER, __LINE__, 0)
-#define __syncwarp(...)                emu_wait(EMU_WARP, __LINE__, emu_mask(__VA_ARGS__))
+#define __syncthreads()                emu_wait(EMU_BARRIER, __LINE__)
+#define __syncwarp(...)                emu_meet(emu_mask(__VA_ARGS__), __LINE__)
 #define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
 #define __shfl_xor_sync(m, v, x)       emu_shfl(m, v, emu_lane() ^ (x), __LINE__)
 #define __shfl_up_sync(m, v, d)        emu_shfl(m, v, emu_lane() - (int)(d), __LINE__)
@@ -386,7 +387,7 @@ EMU_INLINE static EmuArrival *emu_arrival(uint32_t block) {
 }
 
 // Does this touch come before what the running block or thread does, whoever made it?
-EMU_QUIET static int emu_before(const EmuTouch *t, int of) {
+EMU_INLINE static int emu_before(const EmuTouch *t, int of) {
     if (of == OF_THREADS) {
         unsigned warp = (unsigned)(emu.cur - emu_threads) / 32;
         return t->many < 2 && t->who / 32 == warp && t->when != emu_meetings[warp];
@@ -406,7 +407,8 @@ EMU_INLINE static const EmuTouch *emu_touches(EmuTouches *x, int of, unsigned by
     int thread = (int)(emu.cur - emu_threads);
     uint32_t who = of == OF_BLOCKS ? emu.n_block : (uint32_t)thread;
     for (EmuTouch *t = &x->write; t; t = write && t == &x->write ? &x->read : NULL)
-        if (emu_recent(t, of) && (t->who != who || t->many) && t->bytes & bytes && !(t->atomic && atomic) && !emu_before(t, of))
+        if (emu_recent(t, of) && (t->who != who || t->many) && t->bytes & bytes && !(t->atomic && atomic)
+            && !emu_before(t, of))
             return t;
 
     // Only one is remembered: of two at the same bytes that neither met the other, those bytes; else the last one.
@@ -662,7 +664,7 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
     for (int i = 0; i < 4; i++)                             // b0..b3
         x->b[in_group * 2 + i % 2 + i / 2 * 8][group] = emu_half<DT>(b[i / 2], i % 2);
     x->done = 0;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
+    emu_wait(EMU_WARP, line);
     if (!x->done) emu_multiply(x);
     for (int i = 0; i < 4; i++) {                           // c0..c3
         int row = i < 2 ? group : group + 8;
@@ -698,7 +700,7 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     emu_shared_check(line, row, "ldmatrix");
     emu_touch(row, 16, 0, 0);
     emu_in[t - emu_threads] = (uint64_t)(uintptr_t)row;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
+    emu_wait(EMU_WARP, line);
     const uint64_t *got = emu_got();
     for (int m = 0; m < 4; m++) {
         unsigned e[2];
@@ -807,37 +809,6 @@ EMU_QUIET static void emu_make(EmuThread *t) {
     t->made = 1;
 }
 
-// Warp operations that all lanes of their mask have come to are done, in the warp that runs: what they brought can be
-// read, and each is ready. Returns how many there were. Ends the program where lanes can never meet.
-EMU_QUIET static int emu_release(void) {
-    EmuThread *w = &emu_threads[emu.first];
-    unsigned char *state = &emu_state[emu.first];
-    int n = emu.lanes, done = 0;
-    for (int i = 0; i < n; i++) {
-        EmuThread *t = &w[i];
-        unsigned m = t->mask;
-        if (state[i] != EMU_WARP) continue;
-        if (!(m >> i & 1)) emu_die("line %d: lane %d is not in its own mask %08x", t->line, i, m);
-        if (n < 32 && m >> n) emu_die("line %d: mask %08x names lanes of a partial warp, of %d", t->line, m, n);
-        int ready = 1;
-        for (int j = 0; j < n; j++) {
-            if (!(m >> j & 1)) continue;
-            if (state[j] == EMU_DONE)
-                emu_die("line %d: mask %08x names lane %d, which has returned", t->line, m, j);
-            if (state[j] != EMU_WARP) ready = 0;
-            else if (w[j].mask != m || w[j].line != t->line)
-                emu_die("lanes %d (line %d) and %d (line %d) meet in different warp operations", i, t->line, j, w[j].line);
-        }
-        for (int j = 0; ready && j < n; j++)
-            if (m >> j & 1) {
-                emu_brought[emu.first / 32][j] = emu_in[emu.first + j];
-                state[j] = EMU_READY;
-            }
-        done += ready;
-    }
-    return done;
-}
-
 // Where a walk over n things begins, in the order of the seed; *step: 1, or -1 where it goes down.
 EMU_QUIET static int emu_order(int n, int *step) {
     *step = emu.seed == 1 ? -1 : 1;
@@ -848,32 +819,23 @@ EMU_QUIET static int emu_order(int n, int *step) {
 }
 
 // The warp of threads first to end runs until each of them waits at __syncthreads or has returned, in rounds: every
-// ready lane until it meets others; then who has met goes on. Ends the program if lanes wait for ever.
+// ready lane until it meets others; once all are at one operation they go on. Ends the program where they are not.
 EMU_QUIET static void emu_warp(int first, int end) {
     emu.first = first;
     emu.lanes = end - first;
     for (;;) {
-        int waits = 0, line = 0;
         emu.alike = 0;
         emu.left = emu.lanes;
         emu.turn = emu_order(emu.lanes, &emu.step);
         EmuThread *t = emu_next();
         if (t) emu_enter(t);
-        if (emu.alike == 32) {                              // all lanes are at one operation
-            memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
-            memset(&emu_state[first], EMU_READY, 32);
-            emu_meetings[first / 32]++;
-            continue;
-        }
-        for (int i = first; i < end; i++) {
-            if (emu_state[i] != EMU_WARP) continue;
-            waits++;
-            line = emu_threads[i].line;
-        }
-        if (!waits) return;
-        if (!emu_release())
-            emu_die("deadlock: %d lanes wait in warp operations (line %d), the rest of their warp at __syncthreads", waits,
-                    line);
+        for (int i = first; i < end && emu.alike < 32; i++)
+            if (emu_state[i] == EMU_WARP)
+                emu_die("line %d: lane %d waits for its warp, of which others are elsewhere, or gone", emu_threads[i].line,
+                        i - first);
+        if (!emu.alike) return;
+        memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
+        memset(&emu_state[first], EMU_READY, 32);
         emu_meetings[first / 32]++;
     }
 }

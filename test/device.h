@@ -486,7 +486,8 @@ static double asked_error(Asked *x, size_t n, double bound) {
     return worst(x->got, x->want, n, bound, bound, NULL);
 }
 
-// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for. Over very many rows, which take seconds, of the most alone.
+// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for. Over very many rows,
+// which take seconds, of the most alone.
 static void pair_sums(Pair *p, int l, int n, const Asked *ask, int most, double tol) {
     size_t all = (size_t)p->m.c->H * kv_longest(p->c, l);
     OWN float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
@@ -1084,7 +1085,7 @@ static Tiny tiny_having(int L, int H, int G, int D, int C, int has) {
     return m;
 }
 
-// Full attention gives the same bits in every order of threads and blocks, and q, k and v of a step take one launch a layer.
+// Full attention gives the same bits in every order of threads and blocks; q, k and v of a step are one launch a layer.
 static void orders_agree(Tiny m, const char *text, const Script *p) {
     size_t all = (size_t)script_rows(p) * m.c->V;
     int steps = script_rows(p) - p->turns;
@@ -1155,7 +1156,7 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         { 2, 12, 4, 2, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 16 },
     };
     EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
-        int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic"), C = run[i].C ? run[i].C : 24;
+        int H = run[i].H, G = run[i].G, D = run[i].D, C = run[i].C ? run[i].C : 24, nexus = !strcmp(run[i].method, "sonic");
         OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, C, run[i].has);
         OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, C, 40, 53, 77);
         Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
@@ -1258,7 +1259,8 @@ TEST(cuda_index, "from equal rows both devices make the same index to the bit, a
             if (two) n = run[i].n[pass];
             pair_append(&p, n, two ? run[i].std[pass] : 1);
             pair_commit(&p, n);
-            CHECK((two && !run[i].std[0]) || !index_differs(&p), "%s: another index behind %d tokens", run[i].text, p.c->n_tok);
+            CHECK((two && !run[i].std[0]) || !index_differs(&p), "%s: another index behind %d tokens", run[i].text,
+                  p.c->n_tok);
             for (int way = 0; way < (two && pass ? 4 : two ? 0 : 1); way++)
                 for (int l = 0; l < run[i].L; l++) {
                     cuda_seek_shared(way & 1 ? 0 : -1);
