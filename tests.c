@@ -3,14 +3,14 @@
 // (test/test_app.c). It includes kvcomp.c, so that every static function can be tried.
 //
 // Contents:
-//    THE TABLE (test/table.h): every method x every property that holds for all
-//    STREAMINGLLM, TOVA
-//    BASELINES: deciders of SnapKV, AdaKV, PyramidKV, H2O, ExpectedAttention
+//    THE TABLE: every method x every property that holds for all
+//    STREAMINGLLM, AND WHEN ROWS ARE DROPPED
+//    BASELINES: deciders of all that drop rows, those with budgets a head among them
 //    LOOPSERVE AND THE SPARSE PREFILLS: lines by brute force, masks on the twin, what it gains
 //    PATS: schedules, packing, rows cut in place beside packed ones
 //    LYCHEECLUSTER AND QUEST: chunks, index, retrieval and pages, each with its decider
 //    SONIC INFERENCE: every row of logits from nothing, beside the program that drops rows
-//    DILILAZYKV AND HEADKV: budgets a head, calibration
+//    DILILAZYKV AND HEADKV: Algorithm 1 by hand, score files, calibration
 //    CUDA (test/device.h): the table and the kernels under the emulator (or on a GPU) beside the CPU half
 #include "lib/checkpoint.c"
 #include "kvcomp.c"
@@ -19,9 +19,689 @@
 #include "app/measure.c"
 #include "test/check.h"
 #include "test/twin.h"
-#include "test/table.h"
 #include <fcntl.h>
 #include <sys/wait.h>
+
+// ==================================================================================================== 1 THE TABLE
+
+// Every method of the table of methods x every property that holds for all. A method says of itself what can be asked of
+// it (its role, whether it evicts, its budget, its options): a new one is tested here without a line. What is a method's
+// own is tested below.
+//
+//    limits     options that leave nothing out are full attention, bit for bit; small ones are not
+//    bits       -t, -b and a second run change no bit
+//    follow     a twin in double computes every pass from the rows that the session held and read: the same logits
+//    promises   rows held and read, bytes and positions are what budget, role and allocator say, pass by pass
+//    windows    methods leave layers with a sliding window alone beside others, and act where all layers have one
+//    compose    all pairs and triples of parts run, or are refused with a reason; nothing cut is f16
+//    turns      fifty turns, some taken back, stay bounded; a rollback leaves no trace; a reset begins anew
+//    damaged    a number that is none ends the program before it is hidden
+//    refused    every line of test/refusals.txt is refused with these words
+
+// ---- a model with all that a method looks for in its folder, and options under which every method acts on 200 tokens
+// An option that no method has is passed over; `limits` shows that those which are left are small enough.
+static const char *const table_small[] = {
+    "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-weights=none", "sonic-k=3",
+    "shape-init=9", "shape-local=31", "shape-last=11",
+    "minference-verticals=30", "minference-slashes=50", "full-layers=1",
+    "loopserve-min-context=0", "loopserve-samples=16", "loopserve-local=8", "loopserve-max-cells=.9",
+    "loopserve-alpha=.8", "loopserve-first=2", "loopserve-interval=3", "pats-window=8", "pats-tend=240",
+    "lychee-buffer=8", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
+};
+
+static const Script table_script = { 3, { 120, 1, 50 }, { 24, 3, 20 }, 41 };
+enum { TABLE_TOKENS = 120 + 1 + 50 + 24 + 3 + 20 };
+
+// Of several parts at once, which are many: as long as each of them needs to act.
+static const Script joined_script = { 3, { 90, 1, 30 }, { 10, 2, 8 }, 41 };
+
+// The shapes of the heads, (H,G,D): query heads a KV head 2, 4, 1, 2.
+static const int table_shapes[][3] = { { 6, 3, 16 }, { 4, 1, 40 }, { 4, 4, 24 }, { 4, 2, 16 } };
+
+// A model of L layers whose folder has head scores. windows: 0, or a bit for every layer with a sliding window.
+static Tiny table_model_of(int L, int H, int G, int D, unsigned windows) {
+    Tiny m = tiny_model(L, H, G, D, 32, 40, 61, 41 + L * 100 + H * 10 + G);
+    const char *dir = tmp_path("model");
+    char path[600], text[4096], *p = text;
+    mkdir(dir, 0700);
+    snprintf(m.c->dir, sizeof m.c->dir, "%s", dir);
+    for (int i = 0; i < L * H; i++)
+        p += sprintf(p, "%c\"%d-%d\": [%.6f]", i ? ',' : '{', i / H, i % H, rnd_int(6) ? pow(rnd_unit(), 3) : 0);
+    p += sprintf(p, "}");
+    snprintf(path, sizeof path, "%s/head_scores.json", dir);
+    put_file(path, text, p - text);
+    if (windows) tiny_window(m, windows, 24);
+    return m;
+}
+
+static Tiny table_model(int L, int H, int G, unsigned windows) { return table_model_of(L, H, G, 16, windows); }
+
+// KV head g of layer l keeps the rows keep (n); the others keep what they have.
+static void keep_head(Session *s, int l, int g, const int *keep, int n) {
+    int G = s->c->G, N = kv_longest(s, l) + 1;
+    int *all = xmalloc((size_t)G * N * sizeof *all), *count = xmalloc(G * sizeof *count);
+    for (int i = 0; i < G; i++) {
+        count[i] = i == g ? n : kv_head(s, l, i)->len;
+        for (int r = 0; r < count[i]; r++) all[i * N + r] = i == g ? keep[r] : r;
+    }
+    kv_keep(s, l, all, N, count);
+    free(all);
+    free(count);
+}
+
+// Why the last session of the table was refused.
+static char table_err[512];
+
+// Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in table_err.
+static int table_set(Options *o, const char *word) {
+    char name[80];
+    const char *value = strchr(word, '=');
+    snprintf(name, sizeof name, "%.*s", (int)(value - word), word);
+    return options_set(o, name, value + 1, table_err);
+}
+
+// Does some part of "a+b" decide how rows are stored?
+static int stores(const char *spec) {
+    EACH_METHOD(m) {
+        const char *at = strstr(spec, (*m)->name);
+        size_t n = strlen((*m)->name);
+        int whole = at && (at == spec || at[-1] == '+') && (!at[n] || at[n] == '+');
+        if (whole && (*m)->role & ROLE_STORE) return 1;
+    }
+    return 0;
+}
+
+// A session of these parts with small options (small 1) or the program's own, and `more`, words of "name=value".
+// Rows are f32 unless a part stores them. NULL, and the reason in table_err, where it is refused. For session_done.
+static Session *table_open(Tiny m, const char *spec, int small, const char *more) {
+    char words[512];
+    Options *o = options_of_program();
+    for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "sonic-weights")); i++)
+        table_set(o, table_small[i]);
+    if (!small) table_set(o, "sonic-weights=none");
+    if (!stores(spec)) {
+        table_set(o, "ctk=f32");
+        table_set(o, "ctv=f32");
+    }
+    snprintf(words, sizeof words, "%s", more);
+    table_err[0] = 0;
+    int bad = 0;
+    for (char *w = strtok(words, " "); w && !bad; w = strtok(NULL, " ")) bad = table_set(o, w);
+    Session *s = bad ? NULL : session_try(m.c, m.w, o, spec, table_err);
+    if (!s) options_free(o);
+    return s;
+}
+
+// Calls f with method m under its small options, and then under every flag and every choice of its own, one at a time.
+// Of these some need more than one option; they are passed over.
+static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, const char *spec, const char *more)) {
+    f(model, m->name, "");
+    for (const Opt *o = m->opts; o && o->name; o++) {
+        const char *choice = o->kind == 'c' ? strchr(o->def, '|') : o->kind == 'b' ? "|1" : NULL;
+        if (!strcmp(o->name, "sonic-weights") || !strncmp(o->name, "calibrate", 9)) continue;
+        for (; choice && *choice == '|'; choice += 1 + strcspn(choice + 1, "|")) {
+            char more[256];
+            snprintf(more, sizeof more, "%s=%.*s", o->name, (int)strcspn(choice + 1, "|"), choice + 1);
+            Session *s = table_open(model, m->name, 1, more);
+            session_done(s);
+            if (s) f(model, m->name, more);
+        }
+    }
+}
+
+// Runs the table's script. Returns the logits, to be freed.
+static float *table_run(Tiny m, const char *spec, int small, const char *more) {
+    OWN_SESSION Session *s = table_open(m, spec, small, more);
+    CHECK(s, "%s %s: %s", spec, more, table_err);
+    float *x = s ? run_session(s, &table_script) : NULL;
+    return x;
+}
+
+static int table_same(Tiny m, const float *a, const float *b) {
+    return a && b && !memcmp(a, b, (size_t)script_rows(&table_script) * m.c->V * sizeof *a);
+}
+
+// ---- limits
+TEST(table_limits, "a budget of all tokens, at equality too, or sizes that leave nothing out are full attention bit "
+                   "for bit; small ones are not") {
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
+    OWN float *full = table_run(m, "full", 0, "");
+    EACH_METHOD(p) {
+        const Method *x = *p;
+        const char *enough = formatted("budget=%d", TABLE_TOKENS);
+        OWN float *wide = table_run(m, x->name, 0, x->budget ? enough : "");
+        OWN float *small = table_run(m, x->name, 1, "");
+        int whole = !(x->role & ROLE_STORE) && !x->rule;    // SONIC's turns do not see each other
+        CHECK(!whole || table_same(m, wide, full), "%s %s is not full attention", x->name, x->budget ? enough : "");
+        CHECK(!x->role || !table_same(m, small, full), "%s under small options is full attention", x->name);
+    }
+}
+
+// ---- bits
+// What stays of a run, as one number: the logits, and every head's rows. Sets the rest of *s up to be closed.
+static uint64_t fingerprint(Session *s, const float *logits, size_t n) {
+    uint64_t x = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t u;
+        memcpy(&u, &logits[i], 4);
+        x = mix64(x ^ u);
+    }
+    for (int i = 0; i < s->c->L * s->c->G; i++)
+        for (int r = 0; r < s->head[i].len; r++)
+            x = mix64(x ^ (uint64_t)s->head[i].src[r] << 32 ^ (unsigned)s->head[i].pos[r]);
+    return mix64(x ^ kv_bytes(s));
+}
+
+static void bits_agree(Tiny m, const char *spec, const char *more) {
+    static const char *const run[] = { "batch-size=512", "batch-size=7", "batch-size=64", "batch-size=512",
+                                       "batch-size=25" };
+    uint64_t first = 0;
+    int threads = n_threads();
+    for (int i = 0; i < 5; i++) {
+        const char *all = formatted("%s %s", run[i], more);
+        set_threads(i == 1 || i == 3 ? 3 : 1);
+        OWN_SESSION Session *s = table_open(m, spec, 1, all);
+        for (int again = 0; s && again < (i ? 1 : 2); again++) {
+            OWN float *x = run_session(s, &table_script);
+            uint64_t is = fingerprint(s, x, (size_t)script_rows(&table_script) * m.c->V);
+            if (!i && !again) first = is;
+            CHECK(is == first, "%s %s: other bits%s", spec, all, again ? " after a reset" : "");
+            session_reset(s);
+        }
+    }
+    set_threads(threads);
+}
+
+TEST(table_bits, "-t 1 and 3, -b 7, 25, 64 and 512 and a session that was reset: the same logits, rows and bytes, for "
+                 "every flag and choice of a method's own") {
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
+    EACH_METHOD(p) each_variant(*p, m, bits_agree);
+}
+
+TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that no more queries are held, unless a part "
+                  "sees whole turns; the last span has the queries that commit reads, and no bit depends on it") {
+    OWN_MODEL Tiny m = table_model_of(2, 6, 2, 32, 0);
+    Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
+    size_t token = 2 * (6 + 2) * 32 * sizeof(float);    // a token's q, k, v and output
+    EACH_METHOD(x) {
+        static const char *const b[] = { "batch-size=1024", "batch-size=16", "batch-size=25" };
+        uint64_t is[3];
+        size_t bytes[3], whole = 0;
+        for (int k = 0; k < 3; k++) {
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("%s obs-window=20", b[k]));
+            OWN float *logits = run_session(s, &p);
+            is[k] = fingerprint(s, logits, (size_t)script_rows(&p) * m.c->V);
+            bytes[k] = arena_bytes(s->scratch);
+            whole = sees_whole_turn(s);
+            CHECK(is[k] == is[0], "%s %s: other bits", (*x)->name, b[k]);
+            CHECK(!k || whole || bytes[k] + 450 * token < bytes[0], "%s %s takes %zu bytes, the whole turn %zu",
+                  (*x)->name, b[k], bytes[k], bytes[0]);
+        }
+    }
+}
+
+// ---- follow
+// A twin in double that is handed, before every pass, the rows that the session holds, computes the pass from them,
+// and compares its logits: so what a method has decided is taken as it is, and all that follows from it is checked.
+// New rows are its own, rounded as they are stored; of formats coarser than f16 they are the session's, and a pass
+// that drops some of its own is passed over. A prefill whose attention a part computes
+// itself is passed over; LoopServe's and the others' masks have deciders of their own (tests.c).
+typedef struct {
+    Session *s;
+    Twin *t;
+    int whole;                  // 1: every row was read
+    int coarse;                 // 1: rows are stored in blocks with a scale
+    double worst;               // in units of the bound, over all passes
+    int passes;
+} Follow;
+
+static Follow follow;
+
+// May the query see the row? By the text of the mask, not by kv_visible.
+static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
+    Follow *f = u;
+    TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
+    const Token *a = &f->s->tok[t->base + i], *b = &f->s->tok[r->src];
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
+    if (w && a->pos - b->pos >= w) return 0;
+    if (f->s->rule != VIS_CAUSAL && a->kind == TOK_EXTRA && b->kind == TOK_EXTRA) {
+        if (f->s->rule == VIS_SEGMENT_EXACT || b->seg < a->seg) return 1;
+        return b->seg == a->seg;
+    }
+    if (r->src > t->base + i) return 0;
+    if (f->s->rule != VIS_CAUSAL && b->kind != TOK_EXTRA && b->seg >= 0 && b->seg != a->seg) return 0;
+    return 1;
+}
+
+static void follow_embed(void *u, Twin *t, int i, double *x) {
+    Follow *f = u;
+    OWN float *row = xmalloc(t->c->C * sizeof *row);
+    EACH_HOOK(f->s, p, embed) p->m->embed(f->s, p->ms, &f->s->tok[t->base + i], row);
+    for (int c = 0; c < t->c->C; c++) x[c] = row[c];
+}
+
+// A row's key and value as the session holds them.
+static void follow_load(const Session *s, const KVHead *h, int r, TwinRow *to) {
+    float x[256];
+    for (int v = 0; v < 2; v++) {
+        if (v) kv_load_v(s, h, NULL, r, 1, x);
+        else kv_load_k(s, h, NULL, r, 1, x);
+        for (int d = 0; d < s->c->D; d++) (v ? to->v : to->k)[d] = x[d];
+    }
+}
+
+// What a step reads, and new rows of coarse formats: those that the session still holds are taken as they are.
+static void follow_before(void *u, Twin *t, int l, const double *q, int n) {
+    Follow *f = u;
+    const Session *s = f->s;
+    (void)q;
+    for (int h = 0; h < t->c->H && s->decoding && !f->whole; h++) {
+        static int rows[8192];
+        char *mask = twin_mask(t, l, h, n);
+        for (int k = view_rows(s, l, h, rows); k > 0; k--) mask[rows[k - 1]] = 1;
+    }
+    for (int g = 0; g < t->c->G && f->coarse; g++) {
+        TwinRow *row = t->row[l * t->c->G + g];
+        const KVHead *h = kv_head(s, l, g);
+        for (int r = 0, at = 0; r < (int)arrlen(row); r++) {
+            while (at < h->len && h->src[at] < row[r].src) at++;
+            if (at < h->len && h->src[at] == row[r].src && row[r].src >= t->base) follow_load(s, h, at, &row[r]);
+        }
+    }
+}
+
+// Session.forward: the pass, and the twin's.
+static float *follow_forward(Session *s, const Token *in, int n) {
+    Follow *f = &follow;
+    Twin *t = f->t;
+    int L = s->c->L, G = s->c->G, D = s->c->D, held = 0, after = 0, new_rows = 0;
+    for (int i = 0; i < L * G; i++) {
+        const KVHead *h = &s->head[i];
+        twin_keep(t, i / G, i % G, NULL, 0);
+        held += h->len;
+        for (int r = 0; r < h->len; r++) {
+            TwinRow row = { h->src[r], h->pos[r], 0, xcalloc(D, 8), xcalloc(D, 8) };
+            follow_load(s, h, r, &row);
+            arrput(t->row[i], row);
+        }
+    }
+    float *logits = forward(s, in, n);
+    for (int i = 0; i < L * G; i++) {
+        after += s->head[i].len;
+        for (int r = 0; r < s->head[i].len; r++) new_rows += s->head[i].src[r] >= s->base;
+    }
+
+    arrsetlen(t->id, 0);
+    arrsetlen(t->pos, 0);
+    for (int i = 0; i < s->n_tok; i++) {
+        arrput(t->id, s->tok[i].id);
+        arrput(t->pos, s->tok[i].pos);
+    }
+    t->base = s->base;
+
+    // Views that rows were dropped under read every row.
+    f->whole = after != held + L * G * n;
+    int spans = s->decoding || !sees_whole_turn(s) || s->rule != VIS_CAUSAL;
+    if (!spans || (f->coarse && new_rows < L * G * n)) return logits;
+    double *want = xmalloc(s->c->V * sizeof *want), e = 0;
+    twin_run(t, n, want);
+    for (int v = 0; v < s->c->V; v++) {
+        double off = fabs(logits[v] - want[v]) / (1e-5 + 1e-5 * fabs(want[v]));
+        if (!(off <= e)) e = off;
+    }
+    f->worst = fmax(f->worst, isnan(e) ? INFINITY : e);
+    f->passes++;
+    free(want);
+    return logits;
+}
+
+// Runs a script on a session of these parts beside the follower. Returns 0 where the session is refused. The bound is
+// 1e-5, absolute and relative; rows of 16 bits may round the other way, and queries are rounded, too, for coarse ones.
+static int followed(Tiny m, const char *spec, const char *more, const Script *script) {
+    OWN_SESSION Session *s = table_open(m, spec, 1, more);
+    if (!s) return 0;
+    int F32 = !strcmp(s->fk->name, "f32"), coarse = !F32 && strcmp(s->fk->name, "f16");
+    double bound = F32 ? 2 : coarse ? 3000 : 300;
+    follow = (Follow){ .s = s, .t = twin_new(m.c, m.w, F32 ? DT_F32 : DT_F16), .coarse = coarse };
+    if (s->alt) follow.t->alt = twin_layers(s->alt, m.c->L);
+    follow.t->hook = (TwinHooks){ .u = &follow, .sees = follow_sees, .before = follow_before, .embed = follow_embed };
+    s->forward = follow_forward;
+    free(run_session(s, script));
+    CHECK(follow.worst <= bound, "%s %s, H %d G %d: logits %g times the bound", spec, more, m.c->H, m.c->G,
+          follow.worst);
+    CHECK(follow.passes >= script_rows(script) - script->turns || (coarse && follow.passes), "%s %s: %d passes were followed", spec, more, follow.passes);
+    twin_free(follow.t);
+    return 1;
+}
+
+static void variant_followed(Tiny m, const char *spec, const char *more) { followed(m, spec, more, &table_script); }
+
+TEST(table_follow, "a twin in double that is told which rows were held and read computes the logits of every pass: GQA "
+                   "1:1 to 4:1, sliding windows, every flag and choice of a method's own") {
+    for (int i = 0; i < 4; i++) {
+        const int *shape = table_shapes[i];             // the last two have a window in one layer, and in both
+        OWN_MODEL Tiny m = table_model_of(i ? 2 : 3, shape[0], shape[1], shape[2], i == 2 ? 2 : i == 3 ? 3 : 0);
+        EACH_METHOD(p) {
+            if (i) variant_followed(m, (*p)->name, "");
+            else each_variant(*p, m, variant_followed);
+        }
+    }
+    // More rows than one running softmax has (KV_CHUNK).
+    static const Script one = { 2, { KV_CHUNK - 20, 70 }, { 0, 3 }, 5 };
+    OWN_MODEL Tiny m = table_model(1, 2, 1, 0);
+    followed(m, "full", "", &one);
+}
+
+// ---- promises
+// What holds of any session after any pass.
+static void check_rows(const Session *s, const char *spec, const char *more) {
+    size_t bytes = 0;
+    static int rows[4096];
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        int bad = 0;
+        for (int r = 0; r < h->len; r++) {
+            bad += h->src[r] < 0 || h->src[r] >= s->n_tok || (r && h->src[r] <= h->src[r - 1]);
+            bad += h->pos[r] != s->tok[h->src[r]].pos && !strstr(more, "rerotate");
+        }
+        CHECK(!bad, "%s %s: %d rows of head %d have another token or position", spec, more, bad, i);
+        int raw = h->len - h->packed;
+        CHECK(h->cap % KV_STEP == 0 && h->cap >= raw && h->cap < raw + KV_STEP, "%s %s: room for %d rows, %d held", spec,
+              more, h->cap, raw);
+        bytes += (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
+    }
+    CHECK(kv_bytes(s) == bytes, "%s %s: %zu bytes are told, %zu held", spec, more, kv_bytes(s), bytes);
+    CHECK(s->clk.peak >= bytes, "%s %s: a peak of %zu bytes, %zu held", spec, more, s->clk.peak, bytes);
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        int n = view_rows(s, i / s->c->H, i % s->c->H, rows), len = s->head[i * s->c->G / s->c->H].len, bad = 0;
+        for (int r = 0; r < n; r++) bad += rows[r] < 0 || rows[r] >= len || (r && rows[r] <= rows[r - 1]);
+        CHECK(!bad && (n > 0 || !len), "%s %s: query head %d reads %d of %d rows, %d out of order", spec, more, i, n, len, bad);
+    }
+}
+
+// Bytes that a decode step has read: neighbours with the same rows read them once.
+static double bytes_read(const Session *s) {
+    static int rows[2][4096];
+    double sum = 0;
+    int H = s->c->H, R = H / s->c->G;
+    for (int i = 0; i < s->c->L * H; i++) {
+        const KVHead *h = &s->head[i / R];
+        int n = view_rows(s, i / H, i % H, rows[i % 2]);
+        int m = i % R ? view_rows(s, i / H, i % H - 1, rows[1 - i % 2]) : -1;
+        if (n == m && !memcmp(rows[0], rows[1], n * sizeof(int))) continue;
+        double row = (double)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2.0 * h->pk_bytes;
+        sum += n * row / (h->packed + h->cap);
+    }
+    return sum;
+}
+
+// The mean number of rows that a query head reads, and the fewest and the most, in layers where hooks act.
+static double rows_read(const Session *s, int *least, int *most) {
+    static int rows[4096];
+    double sum = 0;
+    int heads = 0;
+    *least = INT_MAX;
+    *most = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        if (!layer_acts(s, i / s->c->H)) continue;
+        int n = view_rows(s, i / s->c->H, i % s->c->H, rows);
+        *least = min_int(*least, n);
+        *most = max_int(*most, n);
+        sum += n;
+        heads++;
+    }
+    return sum / heads;
+}
+
+// The end of a prefill of a method that keeps B rows a head: exactly these, or these on average. An integer step a
+// layer and a rounding a head are allowed for.
+static void check_budget(const Session *s, const char *spec, const char *more, int B) {
+    int least, most;
+    double mean = rows_read(s, &least, &most), slack = least == most ? 0 : 1 + s->c->L / 2.0;
+    CHECK(mean >= B - slack && mean <= B + slack, "%s %s: %d to %d rows a head are read, %g on average, %d promised",
+          spec, more, least, most, mean, B);
+}
+
+static void promises_kept(Tiny m, const char *spec, const char *more) {
+    int ids[512], V = m.c->V;
+    const Method *x = method_find(spec, strlen(spec));
+    Session *s = table_open(m, spec, 1, more);
+    int few = x->evicts && x->budget;
+    for (int t = 0; t < table_script.turns; t++) {
+        script_ids(&table_script, t, V, ids);
+        prefill(s, ids, table_script.pre[t]);
+        check_rows(s, spec, more);
+        if (few && t != 1) check_budget(s, spec, more, budget_now(s));      // turn 1 may hold less
+        int held = kv_longest(s, m.c->L - 1);
+        for (int i = 0; i < table_script.dec[t]; i++) {
+            double before = s->clk.bytes_attended;
+            int len = s->head[0].len;
+            decode(s, ids[table_script.pre[t] + i]);
+            check_rows(s, spec, more);
+            held++;
+            CHECK(kv_longest(s, m.c->L - 1) <= held, "%s %s: rows appear in decode", spec, more);
+            double read = s->clk.bytes_attended - before, want = bytes_read(s);
+            if (s->head[0].len > len && !s->packing)
+                CHECK(fabs(read - want) < 1, "%s %s: %g bytes read, by the views %g", spec, more, read, want);
+        }
+    }
+    for (int i = 0; i < m.c->L * m.c->G && !x->evicts; i++)
+        CHECK(s->head[i].len == s->n_tok, "%s %s evicts nothing, but head %d holds %d rows of %d", spec, more, i,
+              s->head[i].len, s->n_tok);
+    CHECK(!x->evicts || kv_bytes(s) < kv_bytes_full(s), "%s %s evicts, but holds %zu bytes, full attention %zu", spec,
+          more, kv_bytes(s), kv_bytes_full(s));
+    int least, most, selects = x->select && x->budget;
+    CHECK(!selects || rows_read(s, &least, &most) < s->n_tok * .8, "%s %s reads %d to %d of %d rows", spec, more, least,
+          most, s->n_tok);
+    size_t meta = kv_meta_bytes(s), own = x->bytes ? x->bytes(s, s->part[0].ms) : 0;
+    CHECK(meta >= own, "%s %s: %zu bytes beside the rows, its own are %zu", spec, more, meta, own);
+    session_done(s);
+
+    // --ratio of 120 tokens: 120 - floor(120 * .705 + 1e-6) = 36 rows.
+    const char *all = formatted("ratio=.705 %s", more);
+    s = few ? table_open(m, spec, 1, all) : NULL;
+    if (!s) return;
+    script_ids(&table_script, 0, V, ids);
+    prefill(s, ids, 120);
+    check_budget(s, spec, all, 36);
+    session_done(s);
+}
+
+TEST(table_promises, "after every pass rows ascend and stand where their tokens do, bytes are what is allocated and "
+                     "what the views read, a budget or a ratio is kept, and who evicts nothing holds every row") {
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
+    EACH_METHOD(p) each_variant(*p, m, promises_kept);
+}
+
+// ---- windows
+TEST(table_windows, "beside other layers those with a sliding window keep every row and are read whole; where all "
+                    "layers have one methods act on all") {
+    for (int all = 0; all < 2; all++) {
+        OWN_MODEL Tiny m = table_model(3, 4, 2, all ? 7 : 2);
+        EACH_METHOD(p) {
+            int ids[512], rows[512];
+            const Method *x = *p;
+            OWN_SESSION Session *s = table_open(m, x->name, 1, "");
+            CHECK(s, "%s: %s", x->name, table_err);
+            if (!s) continue;
+            script_ids(&table_script, 0, m.c->V, ids);
+            prefill(s, ids, 120);
+            for (int i = 0; i < 12; i++) decode(s, ids[120 + i]);
+            for (int h = 0; h < 4; h++) {
+                int n = view_rows(s, 1, h, rows), acts = x->budget && (x->evicts || (all && x->select));
+                if (!all) CHECK(n == 132, "%s: a layer with a window reads %d of 132 rows", x->name, n);
+                else if (acts) CHECK(n < 132, "%s: all layers have a window, and none acts", x->name);
+            }
+            check_rows(s, x->name, "");
+        }
+    }
+}
+
+// ---- compose
+// The names of the methods that are all that could stand in a "+" with others of their kind.
+static int may_join(const Method *a, const Method *b) { return a->role && b->role && !(a->role & b->role); }
+
+// Runs these parts beside the follower; they may refuse each other with a reason that names them.
+static int composed(Tiny m, const char *spec) {
+    Session *s = table_open(m, spec, 1, "");
+    session_done(s);
+    CHECK(s || strlen(table_err) > 20, "%s is refused without a reason: '%s'", spec, table_err);
+    return s ? followed(m, spec, "", &joined_script) : 0;
+}
+
+TEST(table_compose, "every pair and triple of parts with roles of their own runs as a twin computes it, or is refused "
+                    "with a reason; two with one role are refused") {
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
+    int ran = 0;
+    EACH_METHOD(a)
+        EACH_METHOD(b) {
+            char spec[160];
+            snprintf(spec, sizeof spec, "%s+%s", (*a)->name, (*b)->name);
+            if ((*a)->role & (*b)->role) {
+                OWN_SESSION Session *s = table_open(m, spec, 1, "");
+                CHECK(!s && strstr(table_err, "cannot be combined"), "%s: '%s'", spec, table_err);
+            }
+            if (a >= b || !may_join(*a, *b)) continue;
+            ran += composed(m, spec);
+            EACH_METHOD(c) {
+                if (b >= c || !may_join(*a, *c) || !may_join(*b, *c)) continue;
+                snprintf(spec, sizeof spec, "%s+%s+%s", (*c)->name, (*a)->name, (*b)->name);
+                ran += composed(m, spec);
+            }
+        }
+    CHECK(ran > 60, "only %d combinations ran", ran);
+}
+
+TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and a method that chooses a format is that "
+                    "format, bit for bit") {
+    OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
+    EACH_METHOD(store) {
+        char plain[64];
+        Session *s = (*store)->role & ROLE_STORE ? table_open(m, (*store)->name, 1, "") : NULL;
+        if (!s) continue;
+        const char *uncut = s->packing ? "pats-bmax=0" : "";
+        snprintf(plain, sizeof plain, "ctk=%s ctv=%s", s->fk->name, s->fv->name);
+        session_done(s);
+        EACH_METHOD(p) {
+            char spec[96];
+            if ((*p)->role & ROLE_STORE) continue;
+            snprintf(spec, sizeof spec, "%s+%s", (*p)->name, (*store)->name);
+            s = table_open(m, spec, 1, uncut);
+            session_done(s);
+            if (!s) continue;
+            OWN float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
+            CHECK(table_same(m, a, b), "%s %s is not %s %s", spec, uncut, (*p)->name, plain);
+        }
+    }
+}
+
+// ---- turns
+// 50 turns of the same ids, some taken back. Returns a number of all that was seen.
+static uint64_t fifty_turns(Session *s, const char *spec, size_t *at_25, size_t *at_50) {
+    uint64_t seen = 0;
+    int ids[40], V = s->c->V;
+    rnd_seed(6);
+    for (int turn = 0; turn < 50; turn++) {
+        int n = 1 + rnd_int(40);
+        draw_ids(ids, n, V);
+        const float *lo = prefill(s, ids, n);
+        for (int i = rnd_int(6); i > 0; i--) lo = decode(s, rnd_int(V));
+        CHECK(isfinite(lo[0]), "%s: turn %d", spec, turn);
+        seen = mix64(seen ^ fingerprint(s, lo, V));
+        // Messages that SONIC has finished are not taken back.
+        if (turn % 7 == 6 && s->rule == VIS_CAUSAL) kv_truncate(s, s->n_tok - rnd_int(30));
+        check_rows(s, spec, "");
+        if (turn == 24) *at_25 = kv_bytes(s) + arena_bytes(s->scratch);
+    }
+    *at_50 = kv_bytes(s) + arena_bytes(s->scratch);
+    return seen;
+}
+
+TEST(table_turns, "fifty turns, some taken back: rows stay in order, who evicts by a budget needs no more memory at the "
+                  "end than half way, and a session that was reset repeats itself bit for bit") {
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
+    EACH_METHOD(p) {
+        size_t half = 0, end = 0;
+        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "");
+        uint64_t a = fifty_turns(s, (*p)->name, &half, &end);
+        session_reset(s);
+        uint64_t b = fifty_turns(s, (*p)->name, &half, &end);
+        CHECK(a == b, "%s: a session that was reset goes another way", (*p)->name);
+        int flat = (*p)->evicts && (*p)->budget;
+        CHECK(!flat || end < half + half / 4 + 65536, "%s: %zu bytes after 25 turns, %zu after 50", (*p)->name, half,
+              end);
+    }
+}
+
+TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as one that was never longer, where no row "
+                     "was dropped or cut") {
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
+    EACH_METHOD(p) {
+        const Method *x = *p;
+        Session *s[2];
+        int ids[512], V = m.c->V;
+        if (x->evicts || x->role & ROLE_STORE) continue;
+        script_ids(&table_script, 0, V, ids);
+        for (int k = 0; k < 2; k++) {
+            s[k] = table_open(m, x->name, 1, "");
+            prefill(s[k], ids, 100);
+            if (!k) {
+                for (int i = 0; i < 20; i++) decode(s[k], ids[i]);
+                prefill(s[k], ids + 40, 70);
+                decode(s[k], 7);
+                kv_truncate(s[k], 100);
+            }
+            CHECK(s[k]->n_tok == 100 && s[k]->pos_next == 100, "%s: %d tokens, next position %d", x->name, s[k]->n_tok,
+                  s[k]->pos_next);
+        }
+        // LycheeCluster's index of the first turn is gone in one of them, and built again a turn later.
+        const float *a = prefill(s[0], ids, 60), *b = prefill(s[1], ids, 60);
+        CHECK(!memcmp(a, b, V * sizeof *a), "%s: the prefill behind a rollback", x->name);
+        for (int i = 0; i < 20 && !x->plan; i++) {
+            a = decode(s[0], ids[i]);
+            b = decode(s[1], ids[i]);
+            CHECK(!memcmp(a, b, V * sizeof *a), "%s: step %d behind a rollback", x->name, i);
+        }
+        for (int k = 0; k < 2; k++) {
+            check_rows(s[k], x->name, "");
+            session_done(s[k]);
+        }
+    }
+}
+
+// ---- damaged
+TEST(table_damaged, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for every method, and nothing "
+                    "undefined on the way") {
+    OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
+    ((float *)(uintptr_t)m.w->embed.data)[60 * m.c->C] = NAN;
+    EACH_METHOD(p)
+        for (int in_decode = 0; in_decode < 2; in_decode++) {
+            int ids[90];
+            OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "");
+            for (int i = 0; i < 90; i++) ids[i] = i == 40 && !in_decode ? 60 : i % 59;
+            int rc = try_prefill(s, ids, 90);
+            CHECK(rc == (in_decode ? 0 : EXIT_MODEL), "%s: prefill %d %s", (*p)->name, rc, die_text);
+            rc = in_decode ? try_decode(s, 60) : EXIT_MODEL;
+            CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s: decode %d %s", (*p)->name, rc, die_text);
+        }
+}
+
+// ---- refused
+TEST(table_refused, "every line of test/refusals.txt - parts, options, what the refusal says - is refused so") {
+    OWN_MODEL Tiny m = table_model(3, 4, 2, 0);
+    char line[512], *part[3];
+    FILE *f = fopen("test/refusals.txt", "r");
+    int n = 0;
+    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
+        Session *s = table_open(m, part[0], 0, part[1]);
+        CHECK(!s && strstr(table_err, part[2]), "%s %s: '%s', expected '%s'", part[0], part[1], table_err, part[2]);
+        session_done(s);
+    }
+    CHECK(n > 40, "%d lines", n);
+    if (f) fclose(f);
+}
+
+// ==================================================================================================== 2 STREAMINGLLM, AND WHEN ROWS ARE DROPPED
 
 TEST(compress_at_once, "a session whose context is full compresses as a prefill of the same tokens does: the same rows, and "
                        "the same logits behind them") {
@@ -57,10 +737,8 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     for (int i = 0; i < 8; i++) {
         Session *s[2];
         for (int k = 0; k < 2; k++) {
-            char text[80];
             const char *rows = i < 7 ? "" : "ctk=f16 ctv=f16";
-            snprintf(text, sizeof text, "budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : "");
-            s[k] = session_of(m, method[i], text);
+            s[k] = session_of(m, method[i], formatted("budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : ""));
         }
         const float *x = NULL, *y = prefill(s[1], ids, 75);
         for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
@@ -105,27 +783,29 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     free(kept[1]);
 
     OWN_MODEL Tiny windows = table_model(2, 4, 2, 1);
-    char err[512] = "";
-    CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1", err) && strstr(err, "original positions"), "'%s'", err);
+    CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1") && strstr(table_err, "original positions"), "'%s'",
+          table_err);
 }
 
-
-// ==================================================================================================== 6 BASELINES
+// ==================================================================================================== 3 BASELINES
 
 // Slow twins of the baselines, in double and with their own loops: full rows of probabilities,
 // selection by repeated maximum, moments as whole matrices. They share nothing with the program but
 // the rules.
 
 // From H2O on they drop rows in decode, too.
-enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_EXPECTED, BT_KEYDIFF, BT_H2O, BT_STREAMING, BT_TOVA };
+enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_EXPECTED, BT_KEYDIFF, BT_DILI, BT_HEADKV, BT_H2O, BT_STREAMING, BT_TOVA };
 
-// Seen (L*H): stb_ds arrays of queries before RoPE, D each.
+// seen (L*H): stb_ds arrays of queries before RoPE, D each. Of DiliLazyKV and HeadKV: score (L*H), and read (L*H), stb_ds
+// arrays of the tokens that a query head reads of the `end` ones of the last prefill.
 typedef struct {
     int kind, B, w, width, sink;
     double ratio;
     double **seen;
     int mean;                   // --pool avg
     double epsilon;             // --ea-epsilon
+    double beta, score[32];
+    int **read, end;
 } BaseTwin;
 
 // The rows a head may keep of N, by budget or by ratio.
@@ -344,6 +1024,89 @@ static void twin_keydiff(Twin *t, int l, int B) {
     }
 }
 
+// Algorithm 1 once more
+static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int *cap) {
+    double lam[64], all = 0;
+    for (int i = 0; i < L; i++) {
+        lam[i] = 0;
+        for (int j = 0; j < H; j++) lam[i] += inf[i * H + j];
+        all += lam[i];
+    }
+    for (int i = 0; i < L; i++)
+        for (int j = 0; j < H; j++) {
+            double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i];
+            double share = all == 0 ? 1.0 / L : lam[i] / all;
+            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (1 + eps * L);
+            cap[i * H + j] = (int)floor(fmax(0, b) + .5);
+        }
+}
+
+// HeadKV's rows: every head's part of the pool rounded down, then one row more for the largest
+// remainders
+static void twin_headkv_caps(const double *score, int n, int base, double beta, int *cap) {
+    int pool = (int)floor(base / beta), given = 0;
+    double sum = 0, part[512];
+    for (int i = 0; i < n; i++) sum += score[i];
+    for (int i = 0; i < n; i++) {
+        part[i] = sum > 0 ? score[i] * pool * n / sum : pool;
+        cap[i] = (int)(part[i] + 1e-9);
+        given += cap[i];
+    }
+    for (int more = pool * n - given; more > 0; more--) {
+        int best = -1;
+        for (int i = 0; i < n; i++) {
+            if (part[i] - cap[i] < -1e-9) continue;  // has its row
+            if (best < 0 || part[i] - cap[i] > part[best] - cap[best] + 1e-9) best = i;
+        }
+        cap[best]++;
+    }
+    for (int i = 0; i < n; i++) cap[i] += base - pool;
+}
+
+// DiliLazyKV and HeadKV: every query head reads the best rows of its own budget, and the window.
+static void twin_head_budgets(BaseTwin *b, Twin *t, int l, const double *q, int n, int B) {
+    int H = t->c->H, R = H / t->c->G, L = t->c->L, w = b->w < B ? b->w : B, cap[512], idx[4096], keep[4096];
+    double one[4096];
+    b->end = (int)arrlen(t->id);
+    if (b->kind == BT_HEADKV) twin_headkv_caps(b->score, L * H, B - w, b->beta, cap);
+    else twin_caps(b->score, L, H, B - w, b->beta, .01, cap);
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *row = t->row[l * t->c->G + g];
+        int rows = (int)arrlen(row), m = rows - w, k = 0;
+        OWN char *wanted = xcalloc(rows + 1, 1);
+        for (int h = l * H + g * R; h < l * H + g * R + R; h++) {
+            twin_observe(t, l, h - l * H, q, n, b->w, one);
+            twin_pool(one, m, b->width, 0);
+            int got = twin_pick(one, m, cap[h], idx);
+            for (int j = m; j < rows; j++) idx[got++] = j;
+            arrsetlen(b->read[h], 0);
+            for (int j = 0; j < got; j++) {
+                wanted[idx[j]] = 1;
+                arrput(b->read[h], row[idx[j]].src);
+            }
+        }
+        for (int j = 0; j < rows; j++)
+            if (wanted[j]) keep[k++] = j;
+        twin_keep(t, l, g, keep, k);
+    }
+}
+
+// What they read in decode, as a hook before a layer's attention.
+static void base_twin_before(void *u, Twin *t, int l, const double *q, int n) {
+    BaseTwin *b = u;
+    (void)q;
+    for (int h = 0; h < t->c->H && b->end && t->decoding; h++) {
+        TwinRow *row = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+        int *read = b->read[l * t->c->H + h], k = 0;
+        char *mask = twin_mask(t, l, h, n);
+        for (int r = 0; r < (int)arrlen(row); r++) {
+            int listed = k < (int)arrlen(read) && read[k] == row[r].src;
+            k += listed;
+            mask[r] = listed || row[r].src >= b->end;
+        }
+    }
+}
+
 // The baselines as a hook after a layer's attention: they drop rows after a prefill, some also while decoding.
 static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
     BaseTwin *b = u;
@@ -363,6 +1126,7 @@ static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_
     else if (b->kind == BT_TOVA) twin_tova(t, l, q, n, b->B);
     else if (b->kind == BT_EXPECTED) twin_expected(b, t, l, twin_budget(b, N));
     else if (b->kind == BT_KEYDIFF) twin_keydiff(t, l, twin_budget(b, N));
+    else if (b->read) twin_head_budgets(b, t, l, q, n, twin_budget(b, N));
     else twin_snap(b, t, l, q, n, twin_budget(b, N));
 }
 
@@ -395,18 +1159,54 @@ static const struct {
     { "h2o", "ratio=.6", { BT_H2O, 0, 0, 0, 0, .6, NULL } },
     { "expected-attention", "budget=24", { BT_EXPECTED, 24, 0, 0, 4, -1, NULL } },
     { "expected-attention", "budget=30 sink=0", { BT_EXPECTED, 30, 0, 0, 0, -1, NULL } },
+    { "dililazy", "budget=24 obs-window=8", { BT_DILI, 24, 8, 7, 0, -1, NULL, .beta = 1.351 } },
+    { "dililazy", "budget=30 obs-window=4 kernel=3", { BT_DILI, 30, 4, 3, 0, -1, NULL, .beta = 1.351 } },
+    { "dililazy", "budget=20 head-beta=1.1", { BT_DILI, 20, 16, 7, 0, -1, NULL, .beta = 1.1 } },
+    { "dililazy", "ratio=.7", { BT_DILI, 0, 16, 7, 0, .7, NULL, .beta = 1.351 } },
+    { "dililazy", "budget=40 obs-window=1 kernel=1", { BT_DILI, 40, 1, 1, 0, -1, NULL, .beta = 1.351 } },
+    { "headkv", "budget=24", { BT_HEADKV, 24, 8, 7, 0, -1, NULL, .beta = 1.2 } },
+    { "headkv", "budget=30 obs-window=4 kernel=3 head-beta=2", { BT_HEADKV, 30, 4, 3, 0, -1, NULL, .beta = 2 } },
+    { "headkv", "ratio=.7 head-beta=1.01", { BT_HEADKV, 0, 8, 7, 0, .7, NULL, .beta = 1.01 } },
 };
 
 enum { BASE_CASES = sizeof base_case / sizeof *base_case };
 
-// Every case against its twin over a script on a model of L layers; H2O's masses too.
+// A file that holds text -> its name, to be freed; the file goes with the tests' folder.
+static char *temp_text(const char *text) {
+    static int made;
+    char *path = copy_text(tmp_path(formatted("text-%d", made++ % 8)));
+    put_file(path, text, strlen(text));
+    return path;
+}
+
+// A flat file of scores in an order that is not the heads' -> its name, to be freed.
+static char *scores_file(int L, int H, const double *x) {
+    char t[4096], *p = t;
+    p += sprintf(p, "{");
+    for (int i = 0; i < L * H; i++) {
+        int k = (i * 7 + 3) % (L * H);  // L*H is no multiple of 7 in these tests
+        p += sprintf(p, "%s\"%d-%d\": [%.17g, %.17g]", i ? ", " : "", k / H, k % H, x[k] * .5,
+                     x[k] * 1.5);
+    }
+    sprintf(p, "}");
+    return temp_text(t);
+}
+
+// Every case against its twin over a script on a model of L layers; H2O's masses too. Of some seeds the heads' scores are
+// all zero, of others those of one layer.
 static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
     OWN_MODEL Tiny m = tiny_model(L, H, G, 16, 32, 40, 61, seed);
     for (int k = 0; k < BASE_CASES; k++) {
         BaseTwin b = base_case[k].b;
         if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)L * H, sizeof *b.seen);
-        TwinHooks hooks = { .u = &b, .after = base_twin };
-        OWN_BESIDE Beside x = run_beside(m, base_case[k].method, base_case[k].opt, hooks, p);
+        char *scores = NULL;
+        for (int i = 0; i < L * H; i++)
+            b.score[i] = seed % 4 != 2 && (seed % 4 != 3 || i >= 4) && rnd_int(6) ? pow(rnd_unit(), 3) : 0;
+        if (b.beta) b.read = xcalloc((size_t)L * H, sizeof *b.read);
+        if (b.beta) scores = scores_file(L, H, b.score);
+        const char *opt = formatted("%s%s%s", base_case[k].opt, b.beta ? " head-scores=" : "", b.beta ? scores : "");
+        TwinHooks hooks = { &b, .before = base_twin_before, .after = base_twin };
+        OWN_BESIDE Beside x = run_beside(m, base_case[k].method, opt, hooks, p);
         for (int i = 0; i < L * G && b.kind == BT_H2O; i++)
             for (int r = 0; r < x.s->head[i].len; r++) {
                 double mass = x.t->row[i][r].mass, found = x.s->head[i].mass[r];
@@ -415,11 +1215,15 @@ static void base_agree(int L, int H, int G, uint64_t seed, const Script *p) {
         size_t moments = (size_t)L * (sizeof(long) + (size_t)H * (16 + 16 * 16) * sizeof(double));
         CHECK(!b.seen || x.s->part[0].m->bytes(x.s, x.s->part[0].ms) == moments, "%zu bytes of moments", moments);
         for (int i = 0; b.seen && i < L * H; i++) arrfree(b.seen[i]);
+        for (int i = 0; b.read && i < L * H; i++) arrfree(b.read[i]);
         free(b.seen);
+        free(b.read);
+        free(scores);
     }
 }
 
-TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows; GQA 1:1, 2:1, 4:1, 3 KV heads; "
+TEST(baselines_twin, "every baseline agrees with its slow twin: logits 1e-5, same rows held and read, DiliLazyKV's and "
+                     "HeadKV's by each query head; GQA 1:1, 2:1, 4:1, 3 KV heads; "
                      "a first turn of one token, turns shorter than the window, a prompt that ends the quiet time, "
                      "one layer, a layer that AdaKV leaves alone because its candidates do not exceed the budget") {
     static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
@@ -482,7 +1286,7 @@ TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter 
     for (int i = 0; i < 2; i++) session_done(s[i]);
 }
 
-// ==================================================================================================== 7 LOOPSERVE AND THE SPARSE PREFILLS
+// ==================================================================================================== 4 LOOPSERVE AND THE SPARSE PREFILLS
 
 // The selections against brute force that recomputes everything from the definition, and whole dialogues, in which
 // the program attends over lines, against a slow twin in double that knows masks only.
@@ -747,9 +1551,7 @@ typedef struct {
     int prefill, decode, kind, m, min_context, sink, local, hold, first, interval, obs;
     int B;
     double alpha, max_cells;
-    int prompt_end, ring_from, probing, n, N[16];
-    // Per query head (n,N): the cells of this layer and pass; NULL: all.
-    char *mask[16];
+    int prompt_end, ring_from;
     double **q;  // (L) stb_ds: q (H*D) of every token seen
     int *end;
     char **chosen;  // (L*H): candidates when it last chose, 0: never; (end)
@@ -759,23 +1561,10 @@ typedef struct {
     int dense, passes;
 } LoopTwin;
 
-// LoopServe's masks: all that is causal while scores are probed; chosen rows in decode; lines in
-// prefill.
-static int loop_twin_sees(void *p, Twin *t, int l, int h, int i, int row) {
-    LoopTwin *u = p;
-    if (!twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row])) return 0;
-    if (u->probing) return 1;
-    if (t->decoding) return row >= u->end[l * t->c->H + h] || u->chosen[l * t->c->H + h][row];
-    return !u->mask[h] || u->mask[h][(size_t)i * u->N[h] + row];
-}
-
 // The lines of one head as a mask.
 static void loop_twin_mask(LoopTwin *u, Twin *t, int l, int h, const double *q, int n) {
     int H = t->c->H, D = t->c->D, N = (int)arrlen(t->row[l * t->c->G + h / (H / t->c->G)]);
     int R[256];
-    free(u->mask[h]);
-    u->mask[h] = NULL;
-    u->N[h] = N;
     u->passes++;
     u->dense++;
     if (!u->prefill || n < 4 * u->m || N <= u->min_context || u->alpha >= 1) return;
@@ -786,20 +1575,16 @@ static void loop_twin_mask(LoopTwin *u, Twin *t, int l, int h, const double *q, 
     b.hold = u->hold && u->kind != 1;
     b.max_cells = u->max_cells;
     sample_rows(n, u->m, t->turn, l, R);
-    u->probing = 1;
     for (int i = 0; i < u->m; i++) {
         b.R[i] = N - n + R[i];
         twin_probs(t, l, h, R[i], q + ((size_t)R[i] * H + h) * D, b.P + (size_t)i * N);
     }
-    u->probing = 0;
     double sum;
     if (!(u->kind ? brute_faithful(&b, &sum) : brute_exact(&b))) {
         u->dense--;
-        u->mask[h] = xcalloc((size_t)n * N, 1);
-        for (int i = 0; i < n; i++) {
-            int r = N - n + i;
-            for (int c = 0; c <= r; c++) u->mask[h][(size_t)i * N + c] = b.v[c] || b.s[r - c];
-        }
+        char *mask = twin_mask(t, l, h, n);
+        for (int r = N - n; r < N; r++)
+            for (int c = 0; c <= r; c++) mask[(size_t)(r - N + n) * N + c] = b.v[c] || b.s[r - c];
     }
     brute_free(&b);
 }
@@ -813,14 +1598,12 @@ static void loop_twin_choose(LoopTwin *u, Twin *t, int l) {
         int N = (int)arrlen(rows), cand = 0;
         OWN double *p = xmalloc(N * sizeof *p), *score = xcalloc(N, sizeof *score);
         for (int j = 0; j < N; j++) cand += rows[j].src < u->prompt_end;
-        u->probing = 1;
         for (int r = 0; r < R; r++)
             for (int i = from; i <= t->base; i++) {
                 twin_probs(t, l, g * R + r, i - t->base,
                            u->q[l] + (size_t)i * H * D + (g * R + r) * D, p);
                 for (int j = 0; j < N; j++) score[j] += p[j];
             }
-        u->probing = 0;
         for (int r = 0; r < R; r++) {
             int at = l * H + g * R + r;
             double *x = score;
@@ -850,6 +1633,11 @@ static void loop_twin_before(void *p, Twin *t, int l, const double *q, int n) {
     if (t->decoding && u->decode && t->step + 1 >= u->first &&
         (t->step + 1 - u->first) % u->interval == 0)
         loop_twin_choose(u, t, l);
+    for (int h = 0; h < t->c->H && t->decoding; h++) {
+        int at = l * t->c->H + h, N = (int)arrlen(t->row[l * t->c->G + h / (t->c->H / t->c->G)]);
+        char *mask = u->end[at] ? twin_mask(t, l, h, n) : NULL;
+        for (int r = 0; r < N && mask; r++) mask[r] = r >= u->end[at] || u->chosen[at][r];
+    }
 }
 
 // After a prefill every head begins anew with all rows.
@@ -859,9 +1647,7 @@ static void loop_twin_after(void *p, Twin *t, int l, const double *q, const doub
         u->prompt_end = (int)arrlen(t->id);
         memset(u->end, 0, (size_t)l * t->c->H * sizeof(int));
     }
-    u->probing = 1;         // it looks at whole rows of probabilities
     if (u->after) u->after(u->after_u, t, l, q, qp, n);
-    u->probing = 0;
 }
 
 // The twin's settings out of the program's options.
@@ -889,7 +1675,6 @@ static LoopTwin loop_twin(const Options *o, const Config *c, const char *method)
 
 // Frees a LoopTwin.
 static void loop_twin_free(LoopTwin *u, const Config *c) {
-    for (int h = 0; h < c->H; h++) free(u->mask[h]);
     for (int l = 0; l < c->L; l++) arrfree(u->q[l]);
     for (int i = 0; i < c->L * c->H; i++) free(u->chosen[i]);
     free(u->q);
@@ -918,8 +1703,7 @@ static double loop_agrees(const char *method, const char *options, const Script 
     LoopTwin u = loop_twin(o, m.c, method);
     u.after = after;
     u.after_u = after_u;
-    TwinHooks hooks = { .u = &u, .sees = loop_twin_sees, .before = loop_twin_before, .after = loop_twin_after,
-                        .prefill = loop_twin_prefill };
+    TwinHooks hooks = { &u, .before = loop_twin_before, .after = loop_twin_after, .prefill = loop_twin_prefill };
     Beside x = run_beside(m, method, options, hooks, p);
     beside_done(&x);
     options_free(o);
@@ -980,52 +1764,35 @@ TEST(loopserve_beside, "loopserve-p beside methods that drop rows, heads of uneq
 
 typedef struct {
     int kind, init, local, last;
-    char *mask[8];
-    int N;
-    LoopTwin loop;
 } ShapeTwin;
 
-// A-shape (kind 0), tri-shape (1) and MInference (2) as masks.
-static int shape_twin_sees(void *p, Twin *t, int l, int h, int i, int row) {
-    ShapeTwin *u = p;
-    int n = (int)arrlen(t->id) - t->base, r = t->base + i;
-    if (!twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row])) return 0;
-    if (t->decoding || u->loop.probing) return 1;
-    if (u->kind == 2) return u->mask[h][(size_t)i * u->N + row];
-    return row < u->init || r - row < u->local || (u->kind == 1 && i >= n - u->last);
-}
-
-// MInference: ranks counted one by one.
+// A-shape (kind 0), tri-shape (1) and MInference (2) as masks; the latter's ranks are counted one by one.
 static void shape_twin_before(void *p, Twin *t, int l, const double *q, int n) {
     ShapeTwin *u = p;
     int H = t->c->H, D = t->c->D, N = (int)arrlen(t->row[l * t->c->G]), m = n < 64 ? n : 64;
-    if (u->kind != 2 || t->decoding) return;
-    u->N = N;
-    for (int h = 0; h < H; h++) {
+    for (int h = 0; h < H && !t->decoding; h++) {
+        char *mask = twin_mask(t, l, h, n);
         Brute b = brute_new(N, N - n, m);
         OWN double *sum = xcalloc(2 * N, sizeof *sum);
-        u->loop.probing = 1;
         for (int i = 0; i < m; i++) {
-            twin_probs(t, l, h, n - m + i, q + ((size_t)(n - m + i) * H + h) * D,
-                       b.P + (size_t)i * N);
+            twin_probs(t, l, h, n - m + i, q + ((size_t)(n - m + i) * H + h) * D, b.P + (size_t)i * N);
             for (int c = 0; c < N - m + i + 1; c++) {
                 sum[c] += b.P[(size_t)i * N + c];
                 sum[N + N - m + i - c] += b.P[(size_t)i * N + c];
             }
         }
-        u->loop.probing = 0;
         for (int x = 0; x < 2 * N; x++)
             if (x % N < (x < N ? 30 : 100)) sum[x] = 1e9;
         for (int x = 0; x < 2 * N; x++) {
             int better = 0;
             for (int y = x / N * N; y < x / N * N + N; y++)
                 better += sum[y] > sum[x] || (sum[y] == sum[x] && y < x);
+            if (u->kind < 2) better = x % N;
             (x < N ? b.v : b.s)[x % N] = better < (x < N ? u->init : u->local);
         }
-        free(u->mask[h]);
-        u->mask[h] = xcalloc((size_t)n * N, 1);
         for (int r = N - n; r < N; r++)
-            for (int c = 0; c <= r; c++) u->mask[h][(size_t)(r - N + n) * N + c] = b.v[c] || b.s[r - c];
+            for (int c = 0; c <= r; c++)
+                mask[(size_t)(r - N + n) * N + c] = b.v[c] || b.s[r - c] || (u->kind == 1 && r >= N - u->last);
         brute_free(&b);
     }
 }
@@ -1045,16 +1812,15 @@ TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their sl
                         .init = (int[]){ 9, 3, 40, 30 }[i],
                         .local = (int[]){ 31, 20, 110, 60 }[i],
                         .last = 11 };
-        TwinHooks hooks = { .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
-        OWN_BESIDE Beside x = run_beside(m, run[i][0], run[i][1], hooks, &p);
-        for (int h = 0; h < 4; h++) free(u.mask[h]);
+        OWN_BESIDE Beside x = run_beside(m, run[i][0], run[i][1], (TwinHooks){ &u, .before = shape_twin_before }, &p);
+        (void)x;
     }
 }
 
-// ==================================================================================================== 8 PATS
+// ==================================================================================================== 5 PATS
 
 // The slow side of every comparison is written in double or element by element, and shares no code
-// with section 12.
+// with PATS' section.
 
 // 3.1 with the formula of its Section 3, in double.
 static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {
@@ -1173,14 +1939,10 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is
 // A session with a table of bits for one head and no rows.
 static Session *pats_table_session(Config *c, Options *o) {
     *c = (Config){ .D = 64 };
-    Part *p;
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .opt = o, .n_part = 1, .scratch = arena_new() };
-    p = &s->part[0];
-    EACH_METHOD (m)
-        if (!strcmp((*m)->name, "pats")) p->m = *m;
-    p->ms = xcalloc(1, sizeof(Pats));
-    if (pats_open(s, p->ms)) CHECK(0, "%s", s->err);
+    s->part[0] = (Part){ .m = &pats_method, .ms = xcalloc(1, sizeof(Pats)) };
+    if (pats_open(s, s->part[0].ms)) CHECK(0, "%s", s->err);
     return s;
 }
 
@@ -1208,10 +1970,8 @@ TEST(pats_ratchet,
     };
 
     for (int i = 0; i < 5; i++) {
-        char opt[128];
         Config c;
-        snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 %s", want[i].opt);
-        OWN_OPTIONS Options *o = options_of(opt);
+        OWN_OPTIONS Options *o = options_of(formatted("ctk=f16 ctv=f16 %s", want[i].opt));
         Session *s = pats_table_session(&c, o);
         Pats *x = s->part[0].ms;
         int repacks = 0;
@@ -1277,26 +2037,18 @@ static void slow_pats_pass(SlowPats *x, Session *s) {
     }
 }
 
-// run_session with slow_pats_pass after every pass; x NULL: without.
-static float *run_pats(Session *s, SlowPats *x, const Script *p) {
-    int V = s->c->V, row = 0, ids[8192];
-    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
-    for (int t = 0; t < p->turns; t++) {
-        script_ids(p, t, V, ids);
-        for (int i = -1; i < p->dec[t]; i++) {
-            memcpy(out + (size_t)row++ * V,
-                   i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]),
-                   V * sizeof *out);
-            if (x) slow_pats_pass(x, s);
-        }
-    }
-    return out;
+// Session.forward of the session whose rows are cut in place.
+static SlowPats *slow_pats;
+
+static float *slow_pats_forward(Session *s, const Token *in, int n) {
+    float *logits = forward(s, in, n);
+    slow_pats_pass(slow_pats, s);
+    return logits;
 }
 
 // What the head holds must be what its table says it holds, to the byte.
 static void check_packed(const Session *s, const char *who) {
     const Pats *x = pats_of(s);
-    size_t sum = 0;
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         const KVHead *h = &s->head[i];
         int rows = 0;
@@ -1316,19 +2068,15 @@ static void check_packed(const Session *s, const char *who) {
               rows, h->packed);
         CHECK(h->pk_bytes == (rows ? end + PATS_GUARD : 0), "%s: %zu bytes held, %zu used", who,
               h->pk_bytes, end);
-        CHECK(h->cap >= h->len - h->packed && h->cap < h->len - h->packed + KV_STEP,
-              "%s: room for %d raw rows, %d held", who, h->cap, h->len - h->packed);
         for (int r = 0; r < h->len; r++)
             CHECK((h->src[r] < x->cut) == (r < h->packed), "%s: row %d", who, r);
-        sum += (size_t)h->cap * s->c->D * 4 + 2 * h->pk_bytes;
     }
-    CHECK(sum == kv_bytes(s), "%s: kv_bytes %zu, held %zu", who, kv_bytes(s), sum);
+    check_rows(s, who, "");
 }
 
 // Runs a script with packed rows beside one whose plain f16 rows are cut in place; logits and rows must agree.
 static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
-    char text[512];
-    snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt);
+    const char *text = formatted("ctk=f16 ctv=f16 %s", opt);
     OWN_SESSION Session *s = session_of(m, "pats", text), *ref = session_of(m, "full", text);
     const Pats *x = pats_of(s);
     OWN SlowPats *slow = xcalloc(1, sizeof *slow);
@@ -1339,7 +2087,9 @@ static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
                         .sink = x->sink,
                         .window = x->window,
                         .T_end = x->T_end };
-    OWN float *a = run_pats(s, NULL, p), *b = run_pats(ref, slow, p);
+    slow_pats = slow;
+    ref->forward = slow_pats_forward;
+    OWN float *a = run_session(s, p), *b = run_session(ref, p);
     CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s: logits differ", opt);
     CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s: B[t] differs", opt);
     CHECK(!heads_differ(s, ref), "%s: other rows", opt);
@@ -1353,12 +2103,9 @@ TEST(pats_exact, "every schedule, policy and rounding over four turns equals pla
     Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 20; i++) {
-        char opt[256];
-        snprintf(opt, sizeof opt,
-                 "pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
-                 i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
-                 i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64");
-        pats_against_slow(opt, m, &p);
+        pats_against_slow(formatted("pats-window=%d sink=%d pats-bmax=%d pats-schedule=%s pats-tend=%d pats-format=%s",
+                                    i % 6 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 5],
+                                    i % 5 < 2 ? 0 : i % 2 ? 188 : 90, i % 3 ? "dense" : "rows64"), m, &p);
     }
 }
 
@@ -1367,10 +2114,8 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
     OWN_MODEL Tiny m = tiny_model(1, 2, 2, 8, 16, 16, 31, 6);
     rnd_seed(77);
     for (int i = 0; i < 200; i++) {
-        char text[128];
-        snprintf(text, sizeof text,
-                 "ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d",
-                 rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
+        const char *text = formatted("ctk=f16 ctv=f16 pats-window=%d sink=%d pats-format=%s pats-tend=%d", rnd_int(30),
+                                     rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         OWN_SESSION Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
             int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
@@ -1414,8 +2159,7 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
     float *logits[3];
     const char *text[] = { "batch-size=512", "batch-size=7", "batch-size=7" };
     for (int i = 0; i < 3; i++) {
-        char all[200];
-        snprintf(all, sizeof all, "%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
+        const char *all = formatted("%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
         OWN_SESSION Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, seven_ids(300, 53), 300);
         logits[i] = xmalloc(53 * sizeof(float));
@@ -1427,7 +2171,7 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
     for (int i = 0; i < 3; i++) free(logits[i]);
 }
 
-// ==================================================================================================== 9 LYCHEECLUSTER AND QUEST
+// ==================================================================================================== 6 LYCHEECLUSTER AND QUEST
 
 // The twin works in double on whole texts and whole lists: it re-reads the text for every boundary,
 // keeps each chunk key and each cluster as a plain array, sorts everything, and shares no function
@@ -1639,8 +2383,6 @@ typedef struct {
     int bound;
     int start[TW], M, built;  // chunk j: start[j]..start[j+1]-1
     TwinTree *tree;           // (L,G)
-    // (L,H,8192) rows a head reads in this step; see[0] of a head 2: all.
-    char *see;
     int grafts, builds, sparse;     // sparse: views of a step that did not read everything
 } TwinLychee;
 
@@ -1872,28 +2614,18 @@ static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *
 static void lychee_twin_before(void *u, Twin *t, int l, const double *q, int n) {
     TwinLychee *y = u;
     int H = t->c->H, G = t->c->G, R = H / G, D = t->c->D, N = (int)arrlen(t->id);
-    (void)n;
-    for (int h = 0; h < H; h++) y->see[((size_t)l * H + h) * 8192] = 2;
     if (!t->decoding || l < y->full || !y->built || N <= y->B + y->buffer) return;
     for (int g = 0; g < G; g++) {
         OWN char *take = xcalloc(y->M, 1);
         twin_retrieve(y, &y->tree[l * G + g], q + (size_t)g * R * D, R, D, take);
         for (int h = g * R; h < (g + 1) * R; h++) {
-            char *see = y->see + ((size_t)l * H + h) * 8192;
+            char *see = twin_mask(t, l, h, n);
             y->sparse++;
             for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
             for (int j = 0; j < y->M; j++)
                 if (take[j]) memset(see + y->start[j], 1, y->start[j + 1] - y->start[j]);
         }
     }
-}
-
-// Whether a head may see a row: all before the index exists, then what was retrieved.
-static int lychee_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
-    TwinLychee *y = u;
-    const char *see = y->see + ((size_t)l * t->c->H + h) * 8192;
-    return twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row]) &&
-           (see[0] == 2 || see[row]);
 }
 
 // ---- invariants of a live index: counts, radii, bounds
@@ -1962,32 +2694,20 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     Options *o = options_of(k->opt);
     TwinLychee y = twin_settings(o);
     y.tree = xcalloc((size_t)k->L * k->G, sizeof *y.tree);
-    y.see = xcalloc((size_t)k->L * k->H * 8192, 1);
-    TwinHooks hooks = { .u = &y, .sees = lychee_twin_sees, .before = lychee_twin_before, .after = lychee_twin_after };
+    TwinHooks hooks = { &y, .before = lychee_twin_before, .after = lychee_twin_after };
     Beside b = run_beside(m, "lychee", k->opt, hooks, &k->p);
     Session *s = b.s;
     Lychee *x = lychee_of(s);
     CHECK(y.sparse >= k->sparse, "only %d sparse views", y.sparse);
     CHECK(x->M == y.M && x->M_built == y.built, "chunks %d (%d), twin %d (%d)", x->M, x->M_built, y.M, y.built);
     CHECK(y.grafts > 0 && y.builds > 0, "%s: %d grafts, %d builds", k->opt, y.grafts, y.builds);
-    // The rows that the last step read: those of the twin, ascending, once each.
-    for (int lh = 0; lh < k->L * k->H; lh++) {
-        int rows[8192], n = view_rows(s, lh / k->H, lh % k->H, rows), at = 0, diff = 0;
-        const char *see = y.see + (size_t)lh * 8192;
-        for (int r = 0; r < s->n_tok; r++) {
-            int in = at < n && rows[at] == r;
-            at += in;
-            diff |= in != (see[0] == 2 || see[r]);
-        }
-        CHECK(!diff && at == n && kv_view(s, lh / k->H, lh % k->H)->n <= y.B, "head %d reads other rows", lh);
-    }
+    for (int h = 0; h < k->L * k->H; h++) CHECK(kv_view(s, h / k->H, h % k->H)->n <= y.B, "head %d lists more rows", h);
     for (int i = 0; i < k->L * k->G; i++) {
         if (x->M_built && i / k->G >= x->full_layers) check_tree(s, x, i / k->G, i % k->G);
         free(y.tree[i].c);
         free(y.tree[i].u);
     }
     free(y.tree);
-    free(y.see);
     options_free(o);
     beside_done(&b);
     tiny_free(m);
@@ -2231,7 +2951,6 @@ TEST(views_near, "a list's rows copied side by side give the same bits as where 
 
 typedef struct {
     int B, full;
-    char *see;
 } TwinQuest;
 
 // Before a decode step's attention: the current page and the pages of the largest bounds are seen.
@@ -2239,13 +2958,12 @@ static void quest_twin_before(void *u, Twin *t, int l, const double *q, int n) {
     TwinQuest *y = u;
     int H = t->c->H, G = t->c->G, R = H / G, D = t->c->D, N = (int)arrlen(t->id);
     int cur = (N - 1) / 16, want = (int)fmax(3, floor(y->B / 16.0)) - 1;
-    (void)n;
+    if (!t->decoding || l < y->full || N <= y->B) return;
     for (int g = 0; g < G; g++) {
-        char *see = y->see + ((size_t)l * G + g) * 8192, *done = xcalloc(cur + 1, 1);
+        OWN char *done = xcalloc(cur + 1, 1);           // pages that are read
         TwinRow *row = t->row[l * G + g];
-        int all = !t->decoding || l < y->full || N <= y->B;
-        for (int r = 0; r < N; r++) see[r] = all || r / 16 == cur;
-        for (int k = 0; k < want && !all; k++) {
+        done[cur] = 1;
+        for (int k = 0; k < want; k++) {
             int best = -1;
             double top = 0;
             for (int p = 0; p < cur; p++) {
@@ -2253,14 +2971,12 @@ static void quest_twin_before(void *u, Twin *t, int l, const double *q, int n) {
                 for (int h = 0; h < R; h++) {
                     double sum = 0;
                     for (int d = 0; d < D; d++) {
-                        double m = -INFINITY, qd = q[(size_t)(g * R + h) * D + d];
-                        double lo = INFINITY, hi = -INFINITY;
+                        double qd = q[(size_t)(g * R + h) * D + d], lo = INFINITY, hi = -INFINITY;
                         for (int r = p * 16; r < p * 16 + 16; r++) {
                             lo = fmin(lo, row[r].k[d]);
                             hi = fmax(hi, row[r].k[d]);
                         }
-                        m = fmax(qd * lo, qd * hi);
-                        sum += m;
+                        sum += fmax(qd * lo, qd * hi);
                     }
                     x = fmax(x, sum);
                 }
@@ -2271,44 +2987,29 @@ static void quest_twin_before(void *u, Twin *t, int l, const double *q, int n) {
             }
             if (best < 0) break;
             done[best] = 1;
-            memset(see + best * 16, 1, 16);
         }
-        free(done);
+        for (int h = g * R; h < (g + 1) * R; h++) {
+            char *mask = twin_mask(t, l, h, n);
+            for (int r = 0; r < N; r++) mask[r] = done[r / 16];
+        }
     }
-}
-
-// Whether a head may see a row.
-static int quest_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
-    TwinQuest *y = u;
-    int g = h / (t->c->H / t->c->G);
-    return twin_causal(t, l, i, &t->row[l * t->c->G + g][row]) &&
-           y->see[((size_t)l * t->c->G + g) * 8192 + row];
 }
 
 TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, three turns") {
     static const struct {
         int H, G, budget, full;
         Script p;
-        const char *opt;
-    } v[] = { { 4, 4, 64, 1, { 3, { 130, 20, 31 }, { 40, 17, 30 }, 31 }, "" },
-              { 4, 2, 80, 0, { 3, { 60, 1, 90 }, { 50, 40, 10 }, 32 }, "" },
-              { 4, 1, 20, 1, { 3, { 33, 15, 16 }, { 30, 33, 20 }, 33 }, "" },
-              { 6, 3, 100, 0, { 3, { 97, 30, 3 }, { 20, 31, 30 }, 34 }, "" } };
-
+    } v[] = { { 4, 4, 64, 1, { 3, { 130, 20, 31 }, { 40, 17, 30 }, 31 } },
+              { 4, 2, 80, 0, { 3, { 60, 1, 90 }, { 50, 40, 10 }, 32 } },
+              { 4, 1, 20, 1, { 3, { 33, 15, 16 }, { 30, 33, 20 }, 33 } },
+              { 6, 3, 100, 0, { 3, { 97, 30, 3 }, { 20, 31, 30 }, 34 } } };
     for (int i = 0; i < 4; i++) {
         OWN_MODEL Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
-        char opt[128];
-        snprintf(opt, sizeof opt, "budget=%d full-layers=%d", v[i].budget, v[i].full);
-        TwinQuest y = { v[i].budget, v[i].full, xcalloc((size_t)2 * v[i].G * 8192, 1) };
-        TwinHooks hooks = { .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
-        OWN_BESIDE Beside x = run_beside(m, "quest", opt, hooks, &v[i].p);
-        Session *s = x.s;
-        int rows[8192], n = view_rows(s, 1, 0, rows), N = s->n_tok, cur = (N - 1) / 16;
-        int pages = (v[i].budget / 16 > 3 ? v[i].budget / 16 : 3);
-        CHECK(n == (pages - 1) * 16 + N - cur * 16, "case %d reads %d rows", i, n);
-        for (int r = 0; r < n; r++)
-            CHECK(y.see[((size_t)v[i].G) * 8192 + rows[r]], "row %d", rows[r]);
-        free(y.see);
+        const char *opt = formatted("budget=%d full-layers=%d", v[i].budget, v[i].full);
+        TwinQuest y = { v[i].budget, v[i].full };
+        OWN_BESIDE Beside x = run_beside(m, "quest", opt, (TwinHooks){ &y, .before = quest_twin_before }, &v[i].p);
+        int rows[8192], n = view_rows(x.s, 1, 0, rows), pages = max_int(v[i].budget / 16, 3);
+        CHECK(n == (pages - 1) * 16 + (x.s->n_tok - 1) % 16 + 1, "case %d reads %d rows", i, n);
     }
 }
 
@@ -2316,9 +3017,8 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     static const char *const rows[] = { "ctk=f32", "ctk=f16", "ctk=bf16", "ctk=q8_0", "" };
     OWN_MODEL Tiny m = tiny_model(1, 4, 2, 24, 48, 64, 101, 70);
     for (int f = 0; f < 5; f++) {
-        char more[64], err[512];
-        snprintf(more, sizeof more, "full-layers=0 %s", rows[f]);
-        OWN_SESSION Session *s = table_open(m, f < 4 ? "quest" : "quest+q8", 0, more, err);
+        const char *more = formatted("full-layers=0 %s", rows[f]);
+        OWN_SESSION Session *s = table_open(m, f < 4 ? "quest" : "quest+q8", 0, more);
         Quest *x = s->part[0].ms;
         float key[24], q[48], room[96 + 64], u[64], bound[48];
         for (int round = 0, g; round < 4; round++) {        // the last two: over other tokens behind the 100th
@@ -2341,7 +3041,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     }
 }
 
-// ==================================================================================================== 10 SONIC INFERENCE
+// ==================================================================================================== 7 SONIC INFERENCE
 
 // The slow side keeps no cache at all: for every row of logits it lays out Eq. 1 anew, masks it by
 // the four lines of slow_vis and runs the twin in double over everything. The program drops rows
@@ -2388,13 +3088,10 @@ static void nexus_add(Nexus *a, const char *name, int rows, int cols, const Tens
 }
 
 // Adds, or changes.
-static void nexus_meta(Nexus *a, const char *key, const char *fmt, ...) {
+static void nexus_meta(Nexus *a, const char *key, const char *value) {
     NexusMeta m = { .key = "" };
-    va_list ap;
     snprintf(m.key, sizeof m.key, "%s", key);
-    va_start(ap, fmt);
-    vsnprintf(m.value, sizeof m.value, fmt, ap);
-    va_end(ap);
+    snprintf(m.value, sizeof m.value, "%s", value);
     for (int i = 0; i < (int)arrlen(a->meta); i++)
         if (!strcmp(a->meta[i].key, key)) {
             a->meta[i] = m;
@@ -2420,7 +3117,6 @@ static const Tensor *nexus_base(const Layer *y, int k) {
 static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, int shared) {
     Nexus a = { .K_max = 8, .T_max = 4 };
     const Config *c = m.c;
-    char name[96];
     nexus_add(&a, "nexus.embed.base", 0, c->C, NULL, 1, type);
     nexus_add(&a, "nexus.embed.pos", a.K_max, c->C, NULL, 1, type);
     nexus_add(&a, "nexus.embed.turn", a.T_max, c->C, NULL, .5, type);
@@ -2428,18 +3124,17 @@ static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, 
         for (int k = 0; k < 10; k++) {
             const Tensor *b = nexus_base(&m.w->layer[l], k);
             if (!b->data || (shared && k >= 4 && k < 7)) continue;
-            snprintf(name, sizeof name, "nexus.layers.%d.%s", l, nexus_part[k]);
-            nexus_add(&a, name, k < 7 ? b->rows : 0, b->cols, b, noise, type);
+            nexus_add(&a, formatted("nexus.layers.%d.%s", l, nexus_part[k]), k < 7 ? b->rows : 0, b->cols, b, noise, type);
         }
     nexus_meta(&a, "format", "sonic-nexus");
     nexus_meta(&a, "version", "1");
-    nexus_meta(&a, "k_max", "%d", a.K_max);
+    nexus_meta(&a, "k_max", formatted("%d", a.K_max));
     nexus_meta(&a, "k_default", "3");
-    nexus_meta(&a, "t_max", "%d", a.T_max);
+    nexus_meta(&a, "t_max", formatted("%d", a.T_max));
     nexus_meta(&a, "position_mode", pos);
     nexus_meta(&a, "body", "full_message");
     nexus_meta(&a, "mlp", shared ? "shared" : "dedicated");
-    nexus_meta(&a, "base_fingerprint", "%016llx", (unsigned long long)sonic_fingerprint(m.w));
+    nexus_meta(&a, "base_fingerprint", formatted("%016llx", (unsigned long long)sonic_fingerprint(m.w)));
     return a;
 }
 
@@ -2484,8 +3179,7 @@ static Layer *nexus_layers(Nexus a, Tiny m) {
     memcpy(y, m.w->layer, m.c->L * sizeof *y);
     for (int l = 0; l < m.c->L; l++)
         for (int k = 0; k < 10; k++) {
-            char name[96];
-            snprintf(name, sizeof name, "nexus.layers.%d.%s", l, nexus_part[k]);
+            const char *name = formatted("nexus.layers.%d.%s", l, nexus_part[k]);
             for (int i = 0; i < (int)arrlen(a.t); i++)
                 if (!strcmp(a.t[i].name, name))
                     *(const void **)&((Tensor *)nexus_base(&y[l], k))->data = a.t[i].x;
@@ -2497,26 +3191,17 @@ static Layer *nexus_layers(Nexus a, Tiny m) {
 
 // A turn is [sys][foot] user [head] | reply; with --ids all but user and reply are empty.
 typedef struct {
-    int turns, pre[8], dec[8], sys, foot[8], head[8];
-    uint64_t seed;
+    Script s;
+    int sys, foot[8], head[8];
 } Talk;
-
-// The script of a dialogue without its parts.
-static Script talk_script(const Talk *p) {
-    Script s = { .turns = p->turns, .seed = p->seed };
-    memcpy(s.pre, p->pre, sizeof s.pre);
-    memcpy(s.dec, p->dec, sizeof s.dec);
-    return s;
-}
 
 // Ids get the turn's.
 static const float *talk_prefill(Session *s, const Talk *p, int t, int *ids) {
-    Script k = talk_script(p);
-    script_ids(&k, t, s->c->V, ids);
+    script_ids(&p->s, t, s->c->V, ids);
     s->n_sys = t ? 0 : p->sys;
     s->n_foot = p->foot[t];
     s->n_head = p->head[t];
-    return prefill(s, ids, p->pre[t]);
+    return prefill(s, ids, p->s.pre[t]);
 }
 
 // ---- the slow twin
@@ -2568,22 +3253,21 @@ static int slow_K(const SlowSonic *u, int n) {
 // Eq. 1 for the dialogue up to decode step `step` of turn `last` (-1: its prefill) -> logits
 static void slow_sonic(SlowSonic *u, const Talk *p, int last, int step, double *logits) {
     Twin *t = twin_new(u->m.c, u->m.w, DT_F32);
-    Script k = talk_script(p);
     int n = 0, text = 0, text_pos = 0, seg = 0, sys = p->sys > u->sink ? p->sys : u->sink;
     int ids[512], next[512];
     t->alt = twin_layers(u->alt, u->m.c->L);
     t->hook = (TwinHooks){ .u = u, .sees = slow_sees, .embed = slow_embed };
     u->n_nexus = 0;
     for (int turn = 0; turn <= last; turn++) {
-        script_ids(&k, turn, u->m.c->V, ids);
-        int dec = turn < last ? p->dec[turn] : step + 1, foot_next = 0;
+        script_ids(&p->s, turn, u->m.c->V, ids);
+        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1, foot_next = 0;
         if (turn < last) {
-            script_ids(&k, turn + 1, u->m.c->V, next);
+            script_ids(&p->s, turn + 1, u->m.c->V, next);
             foot_next = p->foot[turn + 1];
         }
         for (int part = 0; part < 2; part++) {  // the user's message, then the reply
-            int from = part ? p->pre[turn] - p->head[turn] : turn ? p->foot[turn] : 0;
-            int to = part ? p->pre[turn] + dec : p->pre[turn] - p->head[turn], body = 0;
+            int from = part ? pre - p->head[turn] : turn ? p->foot[turn] : 0;
+            int to = part ? pre + dec : pre - p->head[turn], body = 0;
             for (int i = from; i < to + (part ? foot_next : 0); i++, text++, n++) {
                 int id = i < to ? ids[i] : next[i - to];
                 u->kind[n] = text < sys ? SYS : turn == last ? CUR : BODY;
@@ -2633,9 +3317,9 @@ static void sonic_agrees(SlowSonic *u, Session *s, const Talk *p, const char *wh
     int V = s->c->V, ids[512];
     OWN double *lo = xmalloc(V * sizeof *lo);
     OWN float *y = xmalloc(V * sizeof *y);
-    for (int t = 0; t < p->turns; t++)
-        for (int i = -1; i < p->dec[t]; i++) {
-            const float *x = i < 0 ? talk_prefill(s, p, t, ids) : decode(s, ids[p->pre[t] + i]);
+    for (int t = 0; t < p->s.turns; t++)
+        for (int i = -1; i < p->s.dec[t]; i++) {
+            const float *x = i < 0 ? talk_prefill(s, p, t, ids) : decode(s, ids[p->s.pre[t] + i]);
             slow_sonic(u, p, t, i, lo);
             for (int v = 0; v < V; v++) y[v] = (float)lo[v];
             double e = worst(x, y, (size_t)V, 2e-5, 2e-5, NULL);
@@ -2649,9 +3333,7 @@ static void sonic_agrees(SlowSonic *u, Session *s, const Talk *p, const char *wh
 
 // A session with this adapter, through a file that is removed again.
 static Session *sonic_session(Tiny m, Nexus a, const char *opt) {
-    char text[512];
-    snprintf(text, sizeof text, "sonic-weights=%s %s", nexus_write(a), opt);
-    return session_of(m, "sonic", text);
+    return session_of(m, "sonic", formatted("sonic-weights=%s %s", nexus_write(a), opt));
 }
 
 TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the masked whole sequence in double, and hold "
@@ -2661,24 +3343,18 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
     int shape[][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
     const char *type[] = { "F32", "F16", "BF16" };
     // --ids.
-    Talk talk[] = { { .turns = 3, .pre = { 17, 7, 3 }, .dec = { 5, 2, 3 }, .seed = 1 },
+    Talk talk[] = { { { 3, { 17, 7, 3 }, { 5, 2, 3 }, 1 } },
                     // A chat.
-                    { .turns = 4,
-                      .pre = { 14, 10, 9, 8 },
-                      .dec = { 4, 0, 3, 1 },
-                      .sys = 6,
-                      .foot = { 0, 2, 2, 1 },
-                      .head = { 3, 3, 3, 3 },
-                      .seed = 2 },
+                    { { 4, { 14, 10, 9, 8 }, { 4, 0, 3, 1 }, 2 }, 6, { 0, 2, 2, 1 }, { 3, 3, 3, 3 } },
                     // Shorter than the sink; more turns than the adapter knows.
-                    { .turns = 7, .pre = { 1, 1, 5, 2, 1, 1, 2 }, .dec = { 1, 2, 0, 2, 1, 1, 1 }, .seed = 3 } };
+                    { { 7, { 1, 1, 5, 2, 1, 1, 2 }, { 1, 2, 0, 2, 1, 1, 1 }, 3 } } };
     for (int i = 0; i < 28; i++) {
         int any = i > 11, exact = i / 2 % 2, original = i % 2;
-        Talk p = any ? (Talk){ .turns = 6, .seed = i } : talk[i % 3];
+        Talk p = any ? (Talk){ { .turns = 6, .seed = i } } : talk[i % 3];
         rnd_seed(50 + i);
         for (int t = 0; any && t < 6; t++) {
-            p.pre[t] = 1 + rnd_int(12);
-            p.dec[t] = rnd_int(8);
+            p.s.pre[t] = 1 + rnd_int(12);
+            p.s.dec[t] = rnd_int(8);
         }
         int K = any ? 1 + rnd_int(8) : 3, sink = any ? rnd_int(9) : 4, *heads = shape[i % 4];
         OWN_MODEL Tiny m = any ? tiny_model(2, 2, 1, 8, 16, 16, 31, 3)
@@ -2694,13 +3370,10 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                           .sink = sink,
                           .K = K,
                           .ratio = any ? -1 : i > 9 ? .6 : i > 8 ? .1 : -1 };
-        char opt[128], by_k[32], what[200];
-        snprintf(by_k, sizeof by_k, "sonic-k=%d", K);
-        snprintf(opt, sizeof opt, "quiet sink=%d %s %s", sink, exact ? "paper" : "",
-                 any || i == 4 ? by_k : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "");
-        snprintf(what, sizeof what, "case %d: %s, %s", i, opt, original ? "original" : "augmented");
+        const char *nexus = any || i == 4 ? formatted("sonic-k=%d", K) : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "";
+        const char *opt = formatted("quiet sink=%d %s %s", sink, exact ? "paper" : "", nexus);
         OWN_SESSION Session *s = sonic_session(m, a, opt);
-        sonic_agrees(u, s, &p, what);
+        sonic_agrees(u, s, &p, formatted("case %d: %s, %s", i, opt, original ? "original" : "augmented"));
         CHECK(any || ((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
         free(u->alt);
         nexus_free(a);
@@ -2714,7 +3387,7 @@ enum { AS_IT_IS, METADATA, ONE_ROW_MORE, NO_TENSOR, STRANGE_TENSOR, TYPE_OF_BASE
 // Changes the adapter, which fits m.
 static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
     NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
-    if (how == METADATA || how == SHARED) nexus_meta(a, key, "%s", value);
+    if (how == METADATA || how == SHARED) nexus_meta(a, key, value);
     if (how == ONE_ROW_MORE) {
         t->x = xrealloc(t->x, (size_t)(t->rows + 1) * t->cols * sizeof(float));
         memset(t->x + (size_t)t->rows++ * t->cols, 0, t->cols * sizeof(float));
@@ -2769,10 +3442,9 @@ TEST(sonic_refusals,
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Nexus a = nexus_new(m, .1, "F32", "augmented", cases[i].how == SHARED);
         Tiny base = cases[i].how == BIASED ? biased : m;
-        char text[512], err[512] = "";
+        char err[512] = "";
         nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
-        snprintf(text, sizeof text, "sonic-weights=%s", nexus_write(a));
-        OWN_OPTIONS Options *o = options_of(text);
+        OWN_OPTIONS Options *o = options_of(formatted("sonic-weights=%s", nexus_write(a)));
         Session *s = session_try(base.c, base.w, o, "sonic", err);
         CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
               cases[i].value, err, cases[i].says);
@@ -2830,47 +3502,7 @@ TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddi
     for (int i = 0; i < 2; i++) session_done(s[i]);
 }
 
-// ==================================================================================================== 11 DILILAZYKV AND HEADKV
-
-// A file that holds text -> its name, to be freed; the file goes with the tests' folder.
-static char *temp_text(const char *text) {
-    static int made;
-    char name[32], *path = xmalloc(400);
-    snprintf(name, sizeof name, "text-%d", made++ % 8);
-    snprintf(path, 400, "%s", tmp_path(name));
-    put_file(path, text, strlen(text));
-    return path;
-}
-
-// A flat file in an order that is not the heads'.
-static char *scores_text(int L, int H, const double *x) {
-    char *t = xmalloc((size_t)L * H * 96 + 8), *p = t;
-    p += sprintf(p, "{");
-    for (int i = 0; i < L * H; i++) {
-        int k = (i * 7 + 3) % (L * H);  // L*H is no multiple of 7 in these tests
-        p += sprintf(p, "%s\"%d-%d\": [%.17g, %.17g]", i ? ", " : "", k / H, k % H, x[k] * .5,
-                     x[k] * 1.5);
-    }
-    sprintf(p, "}");
-    return t;
-}
-
-// Algorithm 1 once more
-static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int *cap) {
-    double lam[64], all = 0;
-    for (int i = 0; i < L; i++) {
-        lam[i] = 0;
-        for (int j = 0; j < H; j++) lam[i] += inf[i * H + j];
-        all += lam[i];
-    }
-    for (int i = 0; i < L; i++)
-        for (int j = 0; j < H; j++) {
-            double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i];
-            double share = all == 0 ? 1.0 / L : lam[i] / all;
-            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (1 + eps * L);
-            cap[i * H + j] = (int)floor(fmax(0, b) + .5);
-        }
-}
+// ==================================================================================================== 8 DILILAZYKV AND HEADKV
 
 TEST(dililazy_vector, "Algorithm 1 by hand, and where nothing or half of it is known, all is fixed or less than nothing") {
     static const double inf[3][4] = { { .8, .2, .1, .1 }, { 0 }, { .3, .1, 0, 0 } }, beta[] = { 1.351, 1, 1e12, .5 };
@@ -2921,148 +3553,6 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
     }
     char err[512] = "";
     CHECK(!scores_read("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
-}
-
-// ---- the slow twin
-
-// Read (L*H): stb arrays of tokens; end: tokens at the last prefill's end.
-typedef struct {
-    int B, w, width, headkv;
-    double ratio, beta, eps;
-    const double *inf;
-    int **read, end;
-} DiliTwin;
-
-// Whether a head may see a row: in decode only those its budget left it, and all that came later.
-static int dili_sees(void *u, Twin *t, int l, int h, int i, int row) {
-    DiliTwin *x = u;
-    const TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
-    if (!t->decoding || !x->read[l * t->c->H + h] || r->src >= x->end)
-        return twin_causal(t, l, i, r);
-    for (int k = 0; k < (int)arrlen(x->read[l * t->c->H + h]); k++)
-        if (x->read[l * t->c->H + h][k] == r->src) return twin_causal(t, l, i, r);
-    return 0;
-}
-
-// HeadKV's rows: every head's part of the pool rounded down, then one row more for the largest
-// remainders
-static void twin_headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta), given = 0;
-    double sum = 0, part[512];
-    for (int i = 0; i < n; i++) sum += score[i];
-    for (int i = 0; i < n; i++) {
-        part[i] = sum > 0 ? score[i] * pool * n / sum : pool;
-        cap[i] = (int)(part[i] + 1e-9);
-        given += cap[i];
-    }
-    for (int more = pool * n - given; more > 0; more--) {
-        int best = -1;
-        for (int i = 0; i < n; i++) {
-            if (part[i] - cap[i] < -1e-9) continue;  // has its row
-            if (best < 0 || part[i] - cap[i] > part[best] - cap[best] + 1e-9) best = i;
-        }
-        cap[best]++;
-    }
-    for (int i = 0; i < n; i++) cap[i] += base - pool;
-}
-
-// After a prefill: budgets of all heads from their influence, and the best rows of each.
-static void dili_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
-    DiliTwin *x = u;
-    int N = (int)arrlen(t->id), H = t->c->H, G = t->c->G, R = H / G, L = t->c->L;
-    int B = x->ratio < 0 ? x->B : N - (int)(N * x->ratio + 1e-6), w = x->w < B ? x->w : B;
-    int cap[512], idx[4096], keep[4096];
-    double one[4096];
-    (void)q_pre;
-    if (t->decoding || l == L || N <= B) return;
-    x->end = N;
-    if (x->headkv) twin_headkv_caps(x->inf, L * H, B - w, x->beta, cap);
-    else twin_caps(x->inf, L, H, B - w, x->beta, x->eps, cap);
-    for (int g = 0; g < G; g++) {
-        TwinRow *row = t->row[l * G + g];
-        int rows = (int)arrlen(row), m = rows - w, k = 0;
-        OWN char *wanted = xcalloc(rows + 1, 1);
-        for (int h = g * R; h < g * R + R; h++) {
-            twin_observe(t, l, h, q, n, x->w, one);
-            twin_pool(one, m, x->width, 0);
-            int got = twin_pick(one, m, cap[l * H + h], idx);
-            arrsetlen(x->read[l * H + h], 0);
-            for (int j = 0; j < got; j++) {
-                wanted[idx[j]] = 1;
-                arrput(x->read[l * H + h], row[idx[j]].src);
-            }
-            for (int j = m; j < rows; j++) arrput(x->read[l * H + h], row[j].src);
-        }
-        for (int j = 0; j < rows; j++)
-            if (wanted[j] || j >= m) keep[k++] = j;
-        twin_keep(t, l, g, keep, k);
-    }
-}
-
-// Runs a script on the program and on the twin with the same scores; logits, rows and what every query head reads agree.
-static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
-    char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
-    int bad = 0, rows[4096];
-    const char *method = x.headkv ? "headkv" : "dililazy";
-    snprintf(all, sizeof all, "%s head-scores=%s", opt, path);
-    x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
-    OWN_BESIDE Beside b = run_beside(m, method, all, (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after }, p);
-    Session *s = b.s;
-    // What every query head reads, the tokens since the prefill aside.
-    for (int i = 0; i < m.c->L * m.c->H && x.read[0]; i++) {
-        const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
-        int n = view_rows(s, i / m.c->H, i % m.c->H, rows), k = 0;
-        for (int r = 0; r < n; r++)
-            if (h->src[rows[r]] < x.end) {
-                bad += k >= (int)arrlen(x.read[i]) || x.read[i][k] != h->src[rows[r]];
-                k++;
-            }
-        bad += k != (int)arrlen(x.read[i]);
-    }
-    CHECK(!bad, "%s: %d rows of the views differ", opt, bad);
-    for (int i = 0; i < m.c->L * m.c->H; i++) arrfree(x.read[i]);
-    free(x.read);
-    free(text);
-    free(path);
-}
-
-static const struct {
-    const char *opt;
-    DiliTwin x;
-} dili_case[] = {
-    { "budget=24 obs-window=8", { 24, 8, 7, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=30 obs-window=4 kernel=3",
-      { 30, 4, 3, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=20 head-beta=1.1", { 20, 16, 7, 0, -1, 1.1, .01, NULL, NULL, 0 } },
-    { "ratio=.7", { 0, 16, 7, 0, .7, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=40 obs-window=1 kernel=1",
-      { 40, 1, 1, 0, -1, 1.351, .01, NULL, NULL, 0 } },
-    { "budget=24", { 24, 8, 7, 1, -1, 1.2, 0, NULL, NULL, 0 } },
-    { "budget=30 obs-window=4 kernel=3 head-beta=2",
-      { 30, 4, 3, 1, -1, 2, 0, NULL, NULL, 0 } },
-    { "ratio=.7 head-beta=1.01", { 0, 8, 7, 1, .7, 1.01, 0, NULL, NULL, 0 } },
-};
-
-enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
-
-TEST(dililazy_headkv_twin, "DiliLazyKV and HeadKV agree with their slow twin over three turns: logits 1e-5, rows held, "
-                           "rows every query head reads; GQA 1:1, 2:1, 4:1, 3 KV heads") {
-    static const int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
-    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 };
-    Script small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
-    for (int i = 0; i < 4; i++) {
-        double score[32];
-        OWN_MODEL Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
-        // All zeros; a layer of zeros.
-        for (int k = 0; k < 3 * shape[i][0]; k++)
-            score[k] = i != 1 && (i != 2 || k >= 4) && rnd_int(6) ? pow(rnd_unit(), 3) : 0;
-        for (int k = 0; k < DILI_CASES; k++) {
-            DiliTwin x = dili_case[k].x;
-            x.inf = score;
-            dili_agrees(m, dili_case[k].opt, x, &p);
-            if (i == 3) dili_agrees(m, dili_case[k].opt, x, &small);
-        }
-    }
 }
 
 // ---- stage 1
@@ -3302,7 +3792,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     Tokenizer *t = byte_tokenizer();
     if (!t) return;
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
-    char *out = temp_text(""), all[512], err[512], said[1024] = "";
+    char *out = temp_text(""), err[512], said[1024] = "";
     int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300);
     double sum[5][8] = { { 0 } }, some = 0;
     CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
@@ -3361,10 +3851,9 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
     free(file);
     unlink(out);
-    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s quiet", out, half);
-    int code = calibrate_says(m, t, all, said);
+    int code = calibrate_says(m, t, formatted("calibrate=%s calibrate-needles=%s quiet", out, half), said);
     CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
-    snprintf(all, sizeof all, "calibrate=%s quiet", out);
+    const char *all = formatted("calibrate=%s quiet", out);
     m.c->max_pos = LENGTH;                          // what all runs are long then
     code = calibrate_says(m, t, all, said);         // a random model does not answer
     CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s", code, said);
@@ -3376,7 +3865,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     tokenizer_free(t);
 }
 
-// ==================================================================================================== 16 CUDA
+// ==================================================================================================== 9 CUDA
 #ifdef KVCOMP_CUDA
 #include "test/device.h"
 #else

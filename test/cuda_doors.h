@@ -65,8 +65,6 @@ void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
 // seek_shared from now on; -1: what it is outside of tests.
 void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
 
-int cuda_graphs(const Session *s) { return s->dev->replays; }
-
 // The k best of row (V), which lies on the host.
 void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out) {
     float *x = (float *)cuda_put(row, V * sizeof *row);

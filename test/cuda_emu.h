@@ -15,9 +15,9 @@
 // lasts a millisecond. All streams are one queue. Blocks never run side by side and memory is never seen out
 // of order, so mistakes between blocks show as another answer under another seed, or in the harder modes.
 //
-// How to read it. The parts stand as a compiler needs them: the language, the state, where threads meet,
-// what PTX does, a block, device memory, the calls of the runtime, a launch, cuBLAS. emu_run (a launch) calls
-// emu_block, which calls emu_warp for each warp: begin with these three.
+// How to read it. The parts stand as a compiler needs them: the language, the state, where threads meet, what
+// they touch, what PTX does, a block, device memory, the calls of the runtime, a launch, cuBLAS. emu_run (a
+// launch) calls emu_block, which calls emu_warp for each warp: begin with these three.
 //
 // Device calls from several host threads are fine, one at a time. Tests may let a call of the runtime fail:
 // emu_fail_at().
@@ -25,8 +25,8 @@
 // WHAT IS CAUGHT
 // Threads that meet:
 //   - a barrier that some threads never reach, or reach on another line
-//   - a shuffle naming a lane that is gone or elsewhere
-//   - tensor-core operations that some lanes miss, and matrices in shared memory that are not aligned
+//   - a warp operation (shuffle, vote, tensor cores) that some lanes miss, or reach on another line
+//   - matrices in shared memory that are not aligned
 // Memory on the device:
 //   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
 //   - kernels running past an allocation (guard pages) or into a freed one
@@ -87,7 +87,6 @@
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 static inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -98,7 +97,35 @@ struct dim3 {
     dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
 
+// ------------------------------------------------------------------------ names and sizes of the device
+#define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
+#define EMU_PAGE  ((size_t)4096)
+#define EMU_STACK (17 * EMU_PAGE)                    // of a thread; of 16 pages all would have the same places in a TLB
+#define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
+
+typedef int cudaError_t;
+typedef void *cudaStream_t;
+enum {
+    cudaSuccess = 0,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorUnknown = 999
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+
 // ------------------------------------------------------------------------ the state
+// A list that grows.
+template <class T> struct EmuList {
+    T *at;
+    int n;
+    int cap;
+    void add(T x) {
+        if (n == cap) at = (T *)realloc((void *)at, (size_t)(cap = 2 * cap + 64) * sizeof x);
+        at[n++] = x;
+    }
+};
+
 // What a thread waits for: its turn, __syncthreads, a warp operation; or it has returned.
 enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
 
@@ -109,7 +136,6 @@ struct alignas(128) EmuThread {         // a power of two: which one it is takes
     int made;                         // 1: the fiber is there
     dim3 tid;                         // threadIdx
     int line;                         // on which it waits
-    unsigned mask;                    // the lanes of the warp operation it waits in
     unsigned lane;                    // its own lane
     int waited;                       // 1: all earlier kernels have ended, for it
 };
@@ -152,9 +178,8 @@ struct Emu {
         size_t span;                  // whole pages
         int live;                     // 0: freed
         int pool;                     // 1: of the pool
-    } *mem;                           // allocations, with ascending addresses, never reused
-    int n_mem;
-    int cap_mem;
+    };
+    EmuList<EmuMem> mem;              // allocations, with ascending addresses, never reused
     int open;                         // 1: all live ones are readable
     size_t live;                      // bytes of the live ones
     size_t peak;                      // and the most there ever were
@@ -165,13 +190,6 @@ struct Emu {
     uint32_t ended;                   // this kernel and all before it have ended when the running one starts
 };
 static Emu emu;
-
-// One host thread at a time makes calls of the runtime.
-static pthread_mutex_t emu_mutex = PTHREAD_MUTEX_INITIALIZER;
-struct EmuLock {
-    EmuLock() { pthread_mutex_lock(&emu_mutex); }
-    ~EmuLock() { pthread_mutex_unlock(&emu_mutex); }
-};
 
 #define threadIdx (emu.cur->tid)
 #define blockIdx  (emu.bid)
@@ -248,42 +266,44 @@ EMU_QUIET static void emu_enter(EmuThread *t) {
     emu_switch(emu.back, t->at);
 }
 
-// The running thread waits in `state`, on this line, for the lanes of the mask (0 for EMU_BARRIER).
-EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
+// The running thread waits in `state`, on this line, for its block or for all lanes of its warp.
+EMU_QUIET static void emu_wait(int state, int line) {
     EmuThread *t = emu.cur;
     emu_state[t - emu_threads] = (unsigned char)state;
     t->line = line;
-    t->mask = mask;
     if (!emu.alike) emu.line = line;
-    emu.alike += mask == 0xffffffffu && line == emu.line;
+    emu.alike += state == EMU_WARP && line == emu.line;
     emu_leave(t);
 }
 
-// What the lanes of the running thread's mask brought to the operation that it has come from.
+// Begins a warp operation, which has to name all lanes: kernels have no others.
+EMU_QUIET static void emu_meet(unsigned mask, int line) {
+    if (mask != 0xffffffffu) emu_die("line %d: a warp operation of the lanes %08x alone", line, mask);
+    emu_wait(EMU_WARP, line);
+}
+
+// What the lanes of the running thread's warp brought to the operation that it has come from.
 EMU_INLINE static const uint64_t *emu_got(void) { return emu_brought[(emu.cur - emu_threads) / 32]; }
 
-// A shuffle: the v of lane src. Ends the program if src is not in the mask.
+// A shuffle: the v of lane src.
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
     EmuThread *t = emu.cur;
     memcpy(&emu_in[t - emu_threads], &v, sizeof v);
-    emu_wait(EMU_WARP, line, mask);
+    emu_meet(mask, line);
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
-    if (!(mask >> src & 1))
-        emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
     memcpy(&v, &emu_got()[src], sizeof v);
     return v;
 }
 
-// A vote: bit i is 1 where lane i of the mask has a pred that is not 0.
+// A vote: bit i is 1 where lane i has a pred that is not 0.
 EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     EmuThread *t = emu.cur;
     emu_in[t - emu_threads] = !!pred;
-    emu_wait(EMU_WARP, line, mask);
+    emu_meet(mask, line);
     unsigned r = 0;
     const uint64_t *got = emu_got();
-    for (int i = 0; i < 32; i++)
-        if (mask >> i & 1 && got[i]) r |= 1u << i;
+    for (int i = 0; i < 32; i++) r |= (unsigned)got[i] << i;
     return r;
 }
 
@@ -292,8 +312,8 @@ static inline unsigned emu_mask(unsigned m = 0xffffffffu) { return m; }
 
 EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 
-#define __syncthreads()                emu_wait(EMU_BARRIER, __LINE__, 0)
-#define __syncwarp(...)                emu_wait(EMU_WARP, __LINE__, emu_mask(__VA_ARGS__))
+#define __syncthreads()                emu_wait(EMU_BARRIER, __LINE__)
+#define __syncwarp(...)                emu_meet(emu_mask(__VA_ARGS__), __LINE__)
 #define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
 #define __shfl_xor_sync(m, v, x)       emu_shfl(m, v, emu_lane() ^ (x), __LINE__)
 #define __shfl_up_sync(m, v, d)        emu_shfl(m, v, emu_lane() - (int)(d), __LINE__)
@@ -301,30 +321,272 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
+// ------------------------------------------------------------------------ what blocks of one launch touch
+// Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch.
+// The log knows of every four bytes who wrote and who read them last; a block that meets another one there,
+// one of them writing, ends the program. Allowed are atomics among themselves, other bytes of the same word,
+// and what the last block to arrive does: it reads what another one wrote, fenced (__threadfence) and then
+// told by an atomic, after an atomic and then a fence of its own.
+//
+// The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here
+// they fill the log.
+//
+// Threads of one block are watched in the same way, from one meeting of all of them to the next, or of their warp: a
+// meeting of some lanes of a warp counts as one of all.
+enum { OF_BLOCKS, OF_THREADS };
+struct EmuTouch {
+    uint32_t era;                     // Emu.launch then, or emu_barriers; 0: nobody yet
+    uint32_t who;                     // Emu.n_block, or the thread
+    uint32_t when;                    // emu_clock then, or emu_meetings of its warp
+    unsigned char bytes;              // which of the four
+    unsigned char atomic;             // 1: all of it by atomics
+    unsigned char many;               // 1: several threads of one warp, 2: of several, or several blocks
+};
+struct EmuTouches {
+    EmuTouch write, read;             // the last ones
+};
+struct EmuWord {
+    EmuTouches by[2];                 // OF_BLOCKS, OF_THREADS
+};
+
+// What a block has told the others, and seen of them. Times are those of emu_clock.
+struct EmuArrival {
+    uint32_t launch;                  // the rest is of this launch
+    uint32_t fence;                   // its last fence
+    uint32_t told;                    // its last atomic
+    uint32_t gave;                    // the last fence before `told`
+    uint32_t saw;                     // the last atomic before `fence`
+};
+
+static EmuWord *emu_words;                              // one for each four bytes of the arena
+enum { EMU_BLOCKS = 1 << 16 };
+static EmuArrival emu_arrivals[EMU_BLOCKS];             // by block modulo EMU_BLOCKS
+static uint32_t emu_clock;                              // goes on with each atomic and fence of any block
+static uint32_t emu_barriers;                           // meetings of whole blocks, and blocks begun
+static uint32_t emu_meetings[32];                       // operations that lanes of a warp have met in
+
+EMU_QUIET static void emu_log_open(void) {
+    if (!EMU_HARD) return;
+    emu_words = (EmuWord *)mmap(NULL, EMU_ARENA / 4 * sizeof(EmuWord), PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+// The n bytes at p were freed: their part of the log is given back, as far as it fills pages.
+EMU_QUIET static void emu_log_forget(const char *p, size_t n) {
+    if (!EMU_HARD) return;
+    char *from = (char *)&emu_words[(p - emu.arena) / 4], *to = from + n / 4 * sizeof(EmuWord);
+    from = (char *)(((uintptr_t)from + EMU_PAGE - 1) & ~(EMU_PAGE - 1));
+    if (to > from) madvise(from, (size_t)(to - from) & ~(EMU_PAGE - 1), MADV_DONTNEED);
+}
+
+// The arrivals of a block of the running launch.
+EMU_INLINE static EmuArrival *emu_arrival(uint32_t block) {
+    EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
+    if (a->launch != emu.launch) *a = { emu.launch, 0, 0, 0, 0 };
+    return a;
+}
+
+// Does this touch come before what the running block or thread does, whoever made it?
+EMU_INLINE static int emu_before(const EmuTouch *t, int of) {
+    if (of == OF_THREADS) {
+        unsigned warp = (unsigned)(emu.cur - emu_threads) / 32;
+        return t->many < 2 && t->who / 32 == warp && t->when != emu_meetings[warp];
+    }
+    const EmuArrival *a = emu_arrival(t->who), *mine = emu_arrival(emu.n_block);
+    return !t->many && a->gave > t->when && mine->saw > a->told;
+}
+
+// Was it made in this launch, or since all threads have met?
+EMU_INLINE static int emu_recent(const EmuTouch *t, int of) {
+    return t->era == (of == OF_BLOCKS ? emu.launch : emu_barriers);
+}
+
+// The running block or thread touches these bytes of a word. Returns the touch by another one with which it is in no
+// order, one of them writing; NULL: there is none.
+EMU_INLINE static const EmuTouch *emu_touches(EmuTouches *x, int of, unsigned bytes, int write, int atomic) {
+    int thread = (int)(emu.cur - emu_threads);
+    uint32_t who = of == OF_BLOCKS ? emu.n_block : (uint32_t)thread;
+    for (EmuTouch *t = &x->write; t; t = write && t == &x->write ? &x->read : NULL)
+        if (emu_recent(t, of) && (t->who != who || t->many) && t->bytes & bytes && !(t->atomic && atomic)
+            && !emu_before(t, of))
+            return t;
+
+    // Only one is remembered: of two at the same bytes that neither met the other, those bytes; else the last one.
+    EmuTouch *t = write ? &x->write : &x->read;
+    int now = emu_recent(t, of) && !emu_before(t, of);
+    int same = now && !t->many && t->who == who, meet = now && !same && t->bytes & bytes;
+    int one_warp = of == OF_THREADS && t->many < 2 && t->who / 32 == who / 32;
+    t->bytes = (unsigned char)(same ? t->bytes | bytes : meet ? t->bytes & bytes : bytes);
+    t->atomic = (unsigned char)(same || meet ? t->atomic & atomic : atomic);
+    t->many = (unsigned char)(meet ? 2 - one_warp : 0);
+    t->who = who;
+    t->era = of == OF_BLOCKS ? emu.launch : emu_barriers;
+    t->when = of == OF_BLOCKS ? emu_clock : emu_meetings[thread / 32];
+    return NULL;
+}
+
+// The running thread touches these bytes of a word. Ends the program if that is a race within the block.
+EMU_INLINE static void emu_steps(EmuTouches *x, unsigned bytes, int write, int atomic) {
+    const EmuTouch *by = emu_touches(x, OF_THREADS, bytes, write, atomic);
+    if (by)
+        emu_die("thread %d of block %u,%u,%u %s what another thread has %s, and they have not met since",
+                (int)(emu.cur - emu_threads), emu.bid.x, emu.bid.y, emu.bid.z, write ? "writes" : "reads",
+                by == &x->write ? "written" : "read");
+}
+
+// Which bytes of word w are among those from `at` to `end`.
+EMU_INLINE static unsigned emu_bytes(size_t w, size_t at, size_t end) {
+    unsigned bytes = 15;
+    if (w * 4 < at) bytes &= 15u << (at - w * 4);
+    if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
+    return bytes;
+}
+
+// ---- shared memory
+// The __shared__ variables of all kernels, as the linker lays them. Weak: there may be none.
+extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
+
+// Which bytes of shared memory the running block has written: the static ones, then the dynamic ones. A struct
+// may have gaps that nobody writes, so a read of more than 8 bytes is a mistake only if all of them are new, and
+// one of up to 8 if all bytes of one of its words are.
+enum { EMU_STATIC = 1 << 18, EMU_SHARED = EMU_STATIC + (128 << 10) };
+static unsigned char emu_written[EMU_SHARED];
+static EmuTouches emu_shared_steps[EMU_SHARED / 4];
+
+// The place of n bytes at p in emu_written; NULL: they are not shared memory.
+EMU_INLINE static unsigned char *emu_shared_at(const char *p, size_t n) {
+    if (__start_emu_shared && p >= __start_emu_shared && p + n <= __stop_emu_shared)
+        return emu_written + (p - __start_emu_shared);
+    return p >= emu.dyn && p + n <= emu.dyn + emu.dyn_bytes ? emu_written + EMU_STATIC + (p - emu.dyn) : NULL;
+}
+
+EMU_QUIET static void emu_forget_shared(void) {
+    if (!EMU_HARD) return;
+    if (__stop_emu_shared - __start_emu_shared > EMU_STATIC) emu_die("more static shared memory than expected");
+    memset(emu_written, 0, __start_emu_shared ? (size_t)(__stop_emu_shared - __start_emu_shared) : 0);
+    memset(emu_written + EMU_STATIC, 0, emu.dyn_bytes);
+}
+
+// The running thread reads or writes n bytes of shared memory, whose place in emu_written is given.
+EMU_QUIET static void emu_touch_shared(unsigned char *written, size_t n, int write, int atomic) {
+    size_t at = (size_t)(written - emu_written), end = at + n;
+    for (size_t w = at / 4; w * 4 < end; w++) emu_steps(&emu_shared_steps[w], emu_bytes(w, at, end), write, atomic);
+    if (write) {
+        memset(written, 1, n);
+        return;
+    }
+    uint64_t word = 0;
+    if (n <= 8) memcpy(&word, written, n);
+    int none = n > 8 ? !memchr(written, 1, n) : !(uint32_t)word || (n > 4 && !(word >> 32));
+    if (none) emu_die("reads shared memory that nobody has written");
+}
+
+// The allocation that begins at p or below it, the nearest one.
+EMU_QUIET static const Emu::EmuMem *emu_below(const void *p) {
+    int i = emu.mem.n - 1;
+    while (i > 0 && emu.mem.at[i].p > (const char *)p) i--;
+    return &emu.mem.at[i];
+}
+
+// The running block reads or writes n bytes of the device's memory at p. Ends the program if another block of
+// this launch touches them, or if it is too early to touch them.
+EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int atomic) {
+    size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
+    for (size_t w = at / 4; w * 4 < end; w++) {
+        unsigned bytes = emu_bytes(w, at, end);
+        EmuWord *x = &emu_words[w];
+        emu_steps(&x->by[OF_THREADS], bytes, write, atomic);
+        EmuTouches *blocks = &x->by[OF_BLOCKS];
+        if (!emu.cur->waited && (write || blocks->write.era > emu.ended))
+            emu_die("%s before dependency_wait",
+                    write ? "writes device memory" : "reads what a kernel wrote that may still run");
+        const EmuTouch *by = emu_touches(blocks, OF_BLOCKS, bytes, write, atomic);
+        const Emu::EmuMem *m = by ? emu_below(p) : NULL;
+        if (by)
+            emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, "
+                    "which %s of this launch %s: they come in any order",
+                    emu.bid.x, emu.bid.y, emu.bid.z, write ? "writes" : "reads", (const char *)p - m->p, m->bytes,
+                    by->many ? "other blocks" : "another block", by == &blocks->write ? "writes" : "reads");
+    }
+}
+
+// The same of any memory.
+EMU_INLINE static void emu_touch(const void *p, size_t n, int write, int atomic) {
+    if (!EMU_HARD || !emu.kernel) return;
+    unsigned char *shared = emu_shared_at((const char *)p, n);
+    if (shared) emu_touch_shared(shared, n, write, atomic);
+    else if ((size_t)((const char *)p - emu.arena) < EMU_ARENA) emu_touch_device(p, n, write, atomic);
+}
+
+// An atomic of the running block, of n bytes at p.
+EMU_QUIET static void emu_atomic(const void *p, size_t n) {
+    EmuArrival *a = emu_arrival(emu.n_block);
+    a->gave = a->fence;
+    a->told = ++emu_clock;
+    emu_touch(p, n, 1, 1);
+}
+
+// __threadfence of the running block.
+EMU_QUIET static void emu_fence(void) {
+    EmuArrival *a = emu_arrival(emu.n_block);
+    a->saw = a->told;
+    a->fence = ++emu_clock;
+}
+
+// ---- what the compiler calls
+#if EMU_HARD
+extern "C" {
+#define EMU_HOOKS(n) \
+    EMU_QUIET void __tsan_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
+    EMU_QUIET void __tsan_write##n(void *p) { emu_touch(p, n, 1, 0); } \
+    EMU_QUIET void __tsan_unaligned_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
+    EMU_QUIET void __tsan_unaligned_write##n(void *p) { emu_touch(p, n, 1, 0); }
+EMU_HOOKS(1)
+EMU_HOOKS(2)
+EMU_HOOKS(4)
+EMU_HOOKS(8)
+EMU_HOOKS(16)
+
+EMU_QUIET void __tsan_read_range(void *p, unsigned long n)  { emu_touch(p, n, 0, 0); }
+EMU_QUIET void __tsan_write_range(void *p, unsigned long n) { emu_touch(p, n, 1, 0); }
+
+EMU_QUIET void __tsan_init(void) {}
+EMU_QUIET void __tsan_func_entry(void *) {}
+EMU_QUIET void __tsan_func_exit(void) {}
+
+EMU_QUIET int __tsan_atomic32_load(const volatile int *p, int) {
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+}
+
+EMU_QUIET int __tsan_atomic32_fetch_add(volatile int *p, int v, int) {
+    emu_atomic((const void *)p, 4);
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
+}
+
+EMU_QUIET int __tsan_atomic32_compare_exchange_strong(volatile int *p, int *c, int v, int, int) {
+    emu_atomic((const void *)p, 4);
+    return __atomic_compare_exchange_n(p, c, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+}
+#endif
+#define __threadfence() emu_fence()
+
 // ------------------------------------------------------------------------ rounding like the hardware's
 // Exponential functions are off by a unit in the last place on a GPU: y = f(x), moved by -1, 0 or 1 of them,
 // as the bits of x say.
 EMU_QUIET static float emu_off(float y, float x) {
     if (!EMU_HARD || y == 0 || y == 1 || !(y < INFINITY)) return y;
     uint32_t bits;
-    int32_t up;
     memcpy(&bits, &x, 4);
-    memcpy(&up, &y, 4);
     bits *= 2654435761u;
-    up += (int)((bits ^ bits >> 15) % 3) - 1;
-    memcpy(&y, &up, 4);
-    return y;
+    int up = (int)((bits ^ bits >> 15) % 3) - 1;
+    return up ? nextafterf(y, (float)up * INFINITY) : y;
 }
 
 // x as the nearest float towards zero.
 EMU_QUIET static float emu_cut(double x) {
     float f = (float)x;
-    if (!(fabs((double)f) > fabs(x))) return f;
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    bits--;                                                 // the next one towards zero
-    memcpy(&f, &bits, 4);
-    return f;
+    return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
 }
 
 // The power of two that is x at most, and more than half of it; x > 0.
@@ -359,58 +621,28 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
 // "Warp Level Matrix Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line.
 // As in the ISA, groupID is lane / 4 and threadID_in_group lane % 4.
 
-// n bytes of shared memory at p have been written; and before they are read: ends the program if nobody has.
-// Only in the harder modes.
-static void emu_wrote(const void *p, size_t n);
-static void emu_reads(const void *p, size_t n);
-
-// All threads of the block have met, or lanes of a warp.
-static void emu_all_met(void);
-static void emu_some_met(int warp);
-
-// Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
-static void emu_shared_check(int line, const void *p, const char *what);
-
 // ---- tensor cores
 
-// Eight numbers, and their bits.
-typedef float EmuRow __attribute__((vector_size(32)));
-typedef uint32_t EmuBits __attribute__((vector_size(32)));
-typedef int32_t EmuInts __attribute__((vector_size(32)));
-typedef uint16_t EmuHalves __attribute__((vector_size(16)));
-
-// Eight numbers of type DT at p, which is aligned to 16 bytes, to *y.
-template <int DT> EMU_INLINE static void emu_halves(const uint16_t *p, EmuRow *y) {
-    EmuBits h = __builtin_convertvector(*(const EmuHalves *)p, EmuBits);
-    EmuBits sign = (h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
-    EmuRow tiny = __builtin_convertvector((EmuInts)mantissa, EmuRow) * 0x1p-24f;
-    EmuBits is_tiny = (EmuBits)(exponent == 0), is_none = (EmuBits)(exponent == 31) & 0x7f800000;
-    EmuBits plain = ((exponent + 112) << 23 | mantissa << 13) | is_none;
-    *y = (EmuRow)(DT == DT_BF16 ? h << 16 : sign | (is_tiny & (EmuBits)tiny) | (~is_tiny & plain));
-}
-
-// One product of a warp.
+// One product of a warp: the factors, as the lanes bring them, and a b but in the harder modes.
 struct EmuProduct {
-    alignas(16) uint16_t a16[16][16]; // the factors, as the lanes bring them
-    alignas(16) uint16_t b16[16][8];
-    alignas(32) float a[16][16];      // as numbers
-    alignas(32) float b[16][8];
-    alignas(32) float sum[16][8];     // a b, but in the harder modes
-    int done;                         // 1: these three are there
+    alignas(32) float a[16][16], b[16][8], sum[16][8];
+    int done;                         // 1: the sums are there
 };
 static EmuProduct emu_product[32][2];                   // of each warp
 static unsigned char emu_product_turn[1024];            // of each thread: which table is next
 
-// Makes numbers of the factors, and their product.
-template <int DT> EMU_QUIET static void emu_multiply(EmuProduct *x) {
-    for (int i = 0; i < 16; i++) {
-        for (int j = 0; j < 16; j += 8) emu_halves<DT>(&x->a16[i][j], (EmuRow *)&x->a[i][j]);
-        emu_halves<DT>(x->b16[i], (EmuRow *)x->b[i]);
-    }
+// Element i of a pair of 16-bit numbers.
+template <int DT> EMU_INLINE static float emu_half(unsigned pair, int i) {
+    uint16_t h = (uint16_t)(pair >> i * 16);
+    return DT == DT_BF16 ? bf16_to_f32(h) : f16_to_f32(h);
+}
+
+EMU_QUIET static void emu_multiply(EmuProduct *x) {
     for (int i = 0; i < 16 && !EMU_HARD; i++) {
-        EmuRow sum = {};
-        for (int k = 0; k < 16; k++) sum += x->a[i][k] * *(const EmuRow *)x->b[k];
-        *(EmuRow *)x->sum[i] = sum;
+        float sum[8] = { 0 };
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 8; j++) sum[j] += x->a[i][k] * x->b[k][j];
+        memcpy(x->sum[i], sum, sizeof sum);
     }
     x->done = 1;
 }
@@ -427,15 +659,13 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
     int in_group = (int)emu.cur->lane % 4;
     EmuProduct *x = &emu_product[thread / 32][emu_product_turn[thread]];
     emu_product_turn[thread] ^= 1;
-    for (int i = 0; i < 4; i++)                             // a0 and a1, .., a6 and a7
-        memcpy(&x->a16[group + i % 2 * 8][in_group * 2 + i / 2 * 8], &a[i], 4);
-    for (int i = 0; i < 4; i++) {                           // b0..b3
-        int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
-        x->b16[row][group] = (uint16_t)(b[i / 2] >> i % 2 * 16);
-    }
+    for (int i = 0; i < 8; i++)                             // a0..a7
+        x->a[group + i / 2 % 2 * 8][in_group * 2 + i % 2 + i / 4 * 8] = emu_half<DT>(a[i / 2], i % 2);
+    for (int i = 0; i < 4; i++)                             // b0..b3
+        x->b[in_group * 2 + i % 2 + i / 2 * 8][group] = emu_half<DT>(b[i / 2], i % 2);
     x->done = 0;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
-    if (!x->done) emu_multiply<DT>(x);
+    emu_wait(EMU_WARP, line);
+    if (!x->done) emu_multiply(x);
     for (int i = 0; i < 4; i++) {                           // c0..c3
         int row = i < 2 ? group : group + 8;
         int col = in_group * 2 + (i & 1);
@@ -454,14 +684,23 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
 typedef char *SharedAt;                                 // an address in shared memory
 static inline SharedAt shared_address(const void *p) { return (SharedAt)(uintptr_t)p; }
 
+// Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
+static void emu_shared_check(int line, const void *p, const char *what) {
+    const char *a = (const char *)p, *low = __start_emu_shared, *high = __stop_emu_shared;
+    int inside = (low && a >= low && a + 16 <= high)
+              || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
+    if (!inside || (uintptr_t)p % 16)
+        emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
+}
+
 // ldmatrix.m8n8.x4: threads 0-7 hold the addresses of the rows of matrix 0, 8-15 those of matrix 1, and so
 // forth. Thread 4 r + c receives the elements 2 c and 2 c + 1 of row r; transposed, of column r.
 static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     EmuThread *t = emu.cur;
     emu_shared_check(line, row, "ldmatrix");
-    emu_reads(row, 16);
+    emu_touch(row, 16, 0, 0);
     emu_in[t - emu_threads] = (uint64_t)(uintptr_t)row;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
+    emu_wait(EMU_WARP, line);
     const uint64_t *got = emu_got();
     for (int m = 0; m < 4; m++) {
         unsigned e[2];
@@ -493,9 +732,7 @@ struct EmuCopy {
     int group;                        // the number of its group
 };
 struct EmuCopies {
-    EmuCopy *at;
-    int n;                            // under way
-    int cap;
+    EmuList<EmuCopy> way;             // those under way
     int group;                        // groups committed
 };
 static EmuCopies emu_copies[1024];                      // of each thread
@@ -506,11 +743,9 @@ static inline void copy16_async(void *to, const void *from, int line = __builtin
     emu_shared_check(line, to, "cp.async");
     if ((uintptr_t)from % 16)
         emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
-    if (c->n == c->cap)
-        c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
-    c->at[c->n++] = { (char *)to, (const char *)from, c->group };
+    c->way.add({ (char *)to, (const char *)from, c->group });
     memset(to, 0xff, 16);
-    emu_wrote(to, 16);
+    emu_touch(to, 16, 1, 0);
 }
 
 // The copies since the last commit are a group.
@@ -520,12 +755,12 @@ static inline void copy_commit(void) { emu_copies[emu.cur - emu_threads].group++
 template <int N> static void copy_wait(void) {
     EmuCopies *c = &emu_copies[emu.cur - emu_threads];
     int left = 0;
-    for (int i = 0; i < c->n; i++) {
-        EmuCopy x = c->at[i];
-        if (x.group >= c->group - N) c->at[left++] = x;
+    for (int i = 0; i < c->way.n; i++) {
+        EmuCopy x = c->way.at[i];
+        if (x.group >= c->group - N) c->way.at[left++] = x;
         else memcpy(x.to, x.from, 16);
     }
-    c->n = left;
+    c->way.n = left;
 }
 
 // ---- other instructions
@@ -558,9 +793,8 @@ EMU_QUIET static void emu_entry(void) {
         emu.body(emu.arg);
         if (!emu.cur->waited)
             emu_die("a thread of a kernel that may start early returns without dependency_wait");
-        if (emu_copies[emu.cur - emu_threads].n)
-            emu_die("a thread returns while %d of its copies are under way",
-                    emu_copies[emu.cur - emu_threads].n);
+        int n = emu_copies[emu.cur - emu_threads].way.n;
+        if (n) emu_die("a thread returns while %d of its copies are under way", n);
         emu_state[emu.cur - emu_threads] = EMU_DONE;
         emu_leave(emu.cur);
     }
@@ -575,37 +809,6 @@ EMU_QUIET static void emu_make(EmuThread *t) {
     t->made = 1;
 }
 
-// Warp operations that all lanes of their mask have come to are done, in the warp that runs: what they brought can be
-// read, and each is ready. Returns how many there were. Ends the program where lanes can never meet.
-EMU_QUIET static int emu_release(void) {
-    EmuThread *w = &emu_threads[emu.first];
-    unsigned char *state = &emu_state[emu.first];
-    int n = emu.lanes, done = 0;
-    for (int i = 0; i < n; i++) {
-        EmuThread *t = &w[i];
-        unsigned m = t->mask;
-        if (state[i] != EMU_WARP) continue;
-        if (!(m >> i & 1)) emu_die("line %d: lane %d is not in its own mask %08x", t->line, i, m);
-        if (n < 32 && m >> n) emu_die("line %d: mask %08x names lanes of a partial warp, of %d", t->line, m, n);
-        int ready = 1;
-        for (int j = 0; j < n; j++) {
-            if (!(m >> j & 1)) continue;
-            if (state[j] == EMU_DONE)
-                emu_die("line %d: mask %08x names lane %d, which has returned", t->line, m, j);
-            if (state[j] != EMU_WARP) ready = 0;
-            else if (w[j].mask != m || w[j].line != t->line)
-                emu_die("lanes %d (line %d) and %d (line %d) meet in different warp operations", i, t->line, j, w[j].line);
-        }
-        for (int j = 0; ready && j < n; j++)
-            if (m >> j & 1) {
-                emu_brought[emu.first / 32][j] = emu_in[emu.first + j];
-                state[j] = EMU_READY;
-            }
-        done += ready;
-    }
-    return done;
-}
-
 // Where a walk over n things begins, in the order of the seed; *step: 1, or -1 where it goes down.
 EMU_QUIET static int emu_order(int n, int *step) {
     *step = emu.seed == 1 ? -1 : 1;
@@ -616,50 +819,28 @@ EMU_QUIET static int emu_order(int n, int *step) {
 }
 
 // The warp of threads first to end runs until each of them waits at __syncthreads or has returned, in rounds: every
-// ready lane until it meets others; then who has met goes on. Ends the program if lanes wait for ever.
+// ready lane until it meets others; once all are at one operation they go on. Ends the program where they are not.
 EMU_QUIET static void emu_warp(int first, int end) {
     emu.first = first;
     emu.lanes = end - first;
     for (;;) {
-        int waits = 0, line = 0;
         emu.alike = 0;
         emu.left = emu.lanes;
         emu.turn = emu_order(emu.lanes, &emu.step);
         EmuThread *t = emu_next();
         if (t) emu_enter(t);
-        if (emu.alike == 32) {                              // all lanes are at one operation
-            memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
-            memset(&emu_state[first], EMU_READY, 32);
-            emu_some_met(first / 32);
-            continue;
-        }
-        for (int i = first; i < end; i++) {
-            if (emu_state[i] != EMU_WARP) continue;
-            waits++;
-            line = emu_threads[i].line;
-        }
-        if (!waits) return;
-        if (!emu_release())
-            emu_die("deadlock: %d lanes wait in warp operations (line %d), the rest of their warp at __syncthreads", waits,
-                    line);
-        emu_some_met(first / 32);
+        for (int i = first; i < end && emu.alike < 32; i++)
+            if (emu_state[i] == EMU_WARP)
+                emu_die("line %d: lane %d waits for its warp, of which others are elsewhere, or gone", emu_threads[i].line,
+                        i - first);
+        if (!emu.alike) return;
+        memcpy(emu_brought[first / 32], &emu_in[first], sizeof emu_brought[0]);
+        memset(&emu_state[first], EMU_READY, 32);
+        emu_meetings[first / 32]++;
     }
 }
 
-// The __shared__ variables of all kernels, as the linker lays them. Weak: there may be none.
-extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
-
-static void emu_shared_check(int line, const void *p, const char *what) {
-    const char *a = (const char *)p, *low = __start_emu_shared, *high = __stop_emu_shared;
-    int inside = (low && a >= low && a + 16 <= high)
-              || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
-    if (!inside || (uintptr_t)p % 16)
-        emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
-}
-
 enum { EMU_CANARY = 0x5a };           // lies behind dynamic shared memory
-
-static void emu_forget_shared(void);
 
 // Runs block emu.bid to its end: warp by warp, in the order of the seed, from one __syncthreads to the next. Ends the
 // program if threads miss a barrier, meet on different lines, or write behind dynamic shared memory.
@@ -684,7 +865,7 @@ EMU_QUIET static void emu_block(void) {
     }
     for (;;) {
         int warps = (emu.n + 31) / 32, step, w = emu_order(warps, &step), done = 0, line = 0;
-        emu_all_met();
+        emu_barriers++;
         for (int k = 0; k < warps; k++, w = (w + step + warps) % warps)
             emu_warp(32 * w, 32 * w + 32 < emu.n ? 32 * w + 32 : emu.n);
         for (int i = 0; i < emu.n; i++) {
@@ -705,312 +886,86 @@ EMU_QUIET static void emu_block(void) {
             emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
 }
 
-// ------------------------------------------------------------------------ names and sizes of the device
-#define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
-#define EMU_PAGE  ((size_t)4096)
-#define EMU_STACK (17 * EMU_PAGE)                    // of a thread; of 16 pages all would have the same places in a TLB
-#define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
-
-typedef int cudaError_t;
-typedef void *cudaStream_t;
-enum {
-    cudaSuccess = 0,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInsufficientDriver = 35,
-    cudaErrorStreamCaptureUnsupported = 900,
-    cudaErrorUnknown = 999
-};
-enum cudaMemcpyKind {
-    cudaMemcpyHostToHost,
-    cudaMemcpyHostToDevice,
-    cudaMemcpyDeviceToHost,
-    cudaMemcpyDeviceToDevice
-};
-
-// ------------------------------------------------------------------------ what blocks of one launch touch
-// Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch.
-// The log knows of every four bytes who wrote and who read them last; a block that meets another one there,
-// one of them writing, ends the program. Allowed are atomics among themselves, other bytes of the same word,
-// and what the last block to arrive does: it reads what another one wrote, fenced (__threadfence) and then
-// told by an atomic, after an atomic and then a fence of its own.
-//
-// The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here
-// they fill the log.
-#if EMU_HARD
-struct EmuTouch {
-    uint32_t launch;                  // who: Emu.launch; 0: nobody yet
-    uint32_t block;                   // and Emu.n_block
-    uint32_t when;                    // emu_clock then
-    unsigned char bytes;              // which of the four
-    unsigned char atomic;             // 1: all of it by atomics
-    unsigned char many;               // 1: several blocks
-};
-// And which thread of the running block touched them last, since all threads of the block met.
-struct EmuStep {
-    uint32_t barriers;                // emu_barriers then
-    uint32_t meetings;                // and emu_meetings of its warp
-    uint16_t thread;
-    unsigned char bytes;
-    unsigned char atomic;
-    unsigned char many;               // 1: several threads of a warp, 2: of several warps
-};
-struct EmuSteps {
-    EmuStep write;
-    EmuStep read;
-};
-
-struct EmuWord {
-    EmuTouch write;
-    EmuTouch read;
-    EmuSteps steps;
-};
-
-// What a block has told the others, and seen of them. Times are those of emu_clock.
-struct EmuArrival {
-    uint32_t launch;                  // the rest is of this launch
-    uint32_t fence;                   // its last fence
-    uint32_t told;                    // its last atomic
-    uint32_t gave;                    // the last fence before `told`
-    uint32_t saw;                     // the last atomic before `fence`
-};
-
-static EmuWord *emu_words;                              // one for each four bytes of the arena
-enum { EMU_BLOCKS = 1 << 16 };
-static EmuArrival emu_arrivals[EMU_BLOCKS];             // by block modulo EMU_BLOCKS
-static uint32_t emu_clock;                              // goes on with each atomic and fence of any block
-
-EMU_QUIET static void emu_log_open(void) {
-    emu_words = (EmuWord *)mmap(NULL, EMU_ARENA / 4 * sizeof(EmuWord), PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-}
-
-// The n bytes at p were freed: their part of the log is given back, as far as it fills pages.
-EMU_QUIET static void emu_log_forget(const char *p, size_t n) {
-    char *from = (char *)&emu_words[(p - emu.arena) / 4], *to = from + n / 4 * sizeof(EmuWord);
-    from = (char *)(((uintptr_t)from + EMU_PAGE - 1) & ~(EMU_PAGE - 1));
-    if (to > from) madvise(from, (size_t)(to - from) & ~(EMU_PAGE - 1), MADV_DONTNEED);
-}
-
-// The arrivals of a block of the running launch.
-EMU_INLINE static EmuArrival *emu_arrival(uint32_t block) {
-    EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
-    if (a->launch != emu.launch) *a = { emu.launch, 0, 0, 0, 0 };
-    return a;
-}
-
-// Does this touch, by another block of this launch, come before what the running block does?
-EMU_QUIET static int emu_before(const EmuTouch *t) {
-    const EmuArrival *a = emu_arrival(t->block), *mine = emu_arrival(emu.n_block);
-    return !t->many && a->gave > t->when && mine->saw > a->told;
-}
-
-// Is this touch by another block of this launch, of some of these bytes, and in no order with the running
-// block's?
-EMU_INLINE static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
-    return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes
-        && !(t->atomic && atomic) && !emu_before(t);
-}
-
-// Writes down the running block's touch. Only one is remembered: of two blocks at the same bytes that neither
-// met the other, those bytes; else the last one.
-EMU_INLINE static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
-    if (t->launch != emu.launch) *t = { emu.launch, emu.n_block, emu_clock, 0, (unsigned char)atomic, 0 };
-    int same = t->block == emu.n_block && !t->many, meet = !same && t->bytes & bytes;
-    t->many = (unsigned char)meet;
-    t->bytes = (unsigned char)(same ? t->bytes | bytes : meet ? t->bytes & bytes : bytes);
-    t->atomic = (unsigned char)(same || meet ? t->atomic & atomic : atomic);
-    t->block = emu.n_block;
-    t->when = emu_clock;
-}
-
-// ---- what threads of one block touch
-static uint32_t emu_barriers;                           // meetings of whole blocks, and blocks begun
-static uint32_t emu_meetings[32];                       // operations that lanes of a warp have met in
-
-EMU_INLINE static void emu_all_met(void) { emu_barriers++; }
-EMU_INLINE static void emu_some_met(int warp) { emu_meetings[warp]++; }
-
-// Has another thread touched some of these bytes, and has the running one not met it since? A meeting of some lanes of a
-// warp counts as one of all.
-EMU_INLINE static int emu_races(const EmuStep *t, unsigned bytes, int atomic) {
-    unsigned mine = (unsigned)(emu.cur - emu_threads);
-    if (t->barriers != emu_barriers || !(t->bytes & bytes) || (t->atomic && atomic)) return 0;
-    if (t->thread == mine && !t->many) return 0;
-    return t->many == 2 || t->thread / 32 != mine / 32 || t->meetings == emu_meetings[mine / 32];
-}
-
-// Writes down the running thread's touch, as emu_note does of blocks.
-EMU_INLINE static void emu_step(EmuStep *t, unsigned bytes, int atomic) {
-    unsigned mine = (unsigned)(emu.cur - emu_threads);
-    int warp = t->many < 2 && t->thread / 32 == mine / 32;
-    int now = t->barriers == emu_barriers && !(warp && t->meetings != emu_meetings[mine / 32]);
-    int same = now && !t->many && t->thread == mine, meet = now && !same && t->bytes & bytes;
-    t->bytes = (unsigned char)(same ? t->bytes | bytes : meet ? t->bytes & bytes : bytes);
-    t->atomic = (unsigned char)(same || meet ? t->atomic & atomic : atomic);
-    t->many = (unsigned char)(meet ? 2 - warp : 0);
-    t->thread = (uint16_t)mine;
-    t->barriers = emu_barriers;
-    t->meetings = emu_meetings[mine / 32];
-}
-
-// The running thread touches these bytes of a word. Ends the program if that is a race within the block.
-EMU_INLINE static void emu_steps(EmuSteps *x, unsigned bytes, int write, int atomic) {
-    const EmuStep *by = emu_races(&x->write, bytes, atomic)         ? &x->write
-                      : write && emu_races(&x->read, bytes, atomic) ? &x->read
-                                                                    : NULL;
-    if (by)
-        emu_die("thread %d of block %u,%u,%u %s what another thread has %s, and they have not met since",
-                (int)(emu.cur - emu_threads), emu.bid.x, emu.bid.y, emu.bid.z, write ? "writes" : "reads",
-                by == &x->write ? "written" : "read");
-    emu_step(write ? &x->write : &x->read, bytes, atomic);
-}
-
-// Which bytes of word w are among those from `at` to `end`.
-EMU_INLINE static unsigned emu_bytes(size_t w, size_t at, size_t end) {
-    unsigned bytes = 15;
-    if (w * 4 < at) bytes &= 15u << (at - w * 4);
-    if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
-    return bytes;
-}
-
-// ---- shared memory
-// Which bytes of shared memory the running block has written: the static ones, then the dynamic ones. A struct
-// may have gaps that nobody writes, so a read of more than 8 bytes is a mistake only if all of them are new, and
-// one of up to 8 if all bytes of one of its words are.
-enum { EMU_STATIC = 1 << 18, EMU_SHARED = EMU_STATIC + (128 << 10) };
-static unsigned char emu_written[EMU_SHARED];
-static EmuSteps emu_shared_steps[EMU_SHARED / 4];
-
-// The place of n bytes at p in emu_written; NULL: they are not shared memory.
-EMU_INLINE static unsigned char *emu_shared_at(const char *p, size_t n) {
-    if (__start_emu_shared && p >= __start_emu_shared && p + n <= __stop_emu_shared)
-        return emu_written + (p - __start_emu_shared);
-    return p >= emu.dyn && p + n <= emu.dyn + emu.dyn_bytes ? emu_written + EMU_STATIC + (p - emu.dyn) : NULL;
-}
-
-EMU_QUIET static void emu_forget_shared(void) {
-    if (__stop_emu_shared - __start_emu_shared > EMU_STATIC) emu_die("more static shared memory than expected");
-    memset(emu_written, 0, __start_emu_shared ? (size_t)(__stop_emu_shared - __start_emu_shared) : 0);
-    memset(emu_written + EMU_STATIC, 0, emu.dyn_bytes);
-}
-
-// The running thread reads or writes n bytes of shared memory, whose place in emu_written is given.
-EMU_QUIET static void emu_touch_shared(unsigned char *written, size_t n, int write, int atomic) {
-    size_t at = (size_t)(written - emu_written), end = at + n;
-    for (size_t w = at / 4; w * 4 < end; w++) emu_steps(&emu_shared_steps[w], emu_bytes(w, at, end), write, atomic);
-    if (write) {
-        memset(written, 1, n);
-        return;
-    }
-    uint64_t word = 0;
-    if (n <= 8) memcpy(&word, written, n);
-    int none = n > 8 ? !memchr(written, 1, n) : !(uint32_t)word || (n > 4 && !(word >> 32));
-    if (none) emu_die("reads shared memory that nobody has written");
-}
-
-// The running block reads or writes n bytes of the device's memory at p. Ends the program if another block of
-// this launch touches them, or if it is too early to touch them.
-EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int atomic) {
-    size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
-    for (size_t w = at / 4; w * 4 < end; w++) {
-        unsigned bytes = emu_bytes(w, at, end);
-        EmuWord *x = &emu_words[w];
-        emu_steps(&x->steps, bytes, write, atomic);
-        if (!emu.cur->waited && (write || x->write.launch > emu.ended))
-            emu_die("%s before dependency_wait",
-                    write ? "writes device memory" : "reads what a kernel wrote that may still run");
-        const EmuTouch *by = emu_meets(&x->write, bytes, atomic)         ? &x->write
-                           : write && emu_meets(&x->read, bytes, atomic) ? &x->read
-                                                                         : NULL;
-        if (by) {
-            int i = emu.n_mem - 1;
-            while (i > 0 && emu.mem[i].p > (const char *)p) i--;
-            emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, "
-                    "which %s of this launch %s: they come in any order",
-                    emu.bid.x, emu.bid.y, emu.bid.z,
-                    write ? "writes" : "reads", (const char *)p - emu.mem[i].p, emu.mem[i].bytes,
-                    by->many ? "other blocks" : "another block", by == &x->write ? "writes" : "reads");
-        }
-        if (write) emu_note(&x->write, bytes, atomic);
-        else emu_note(&x->read, bytes, atomic);
-    }
-}
-
-// The same of any memory.
-EMU_INLINE static void emu_touch(const void *p, size_t n, int write, int atomic) {
-    if (!emu.kernel) return;
-    unsigned char *shared = emu_shared_at((const char *)p, n);
-    if (shared) emu_touch_shared(shared, n, write, atomic);
-    else if ((size_t)((const char *)p - emu.arena) < EMU_ARENA) emu_touch_device(p, n, write, atomic);
-}
-
-static void emu_wrote(const void *p, size_t n) { emu_touch(p, n, 1, 0); }
-static void emu_reads(const void *p, size_t n) { emu_touch(p, n, 0, 0); }
-
-// An atomic of the running block, of n bytes at p.
-EMU_QUIET static void emu_atomic(const void *p, size_t n) {
-    EmuArrival *a = emu_arrival(emu.n_block);
-    a->gave = a->fence;
-    a->told = ++emu_clock;
-    emu_touch(p, n, 1, 1);
-}
-
-// __threadfence of the running block.
-EMU_QUIET static void emu_fence(void) {
-    EmuArrival *a = emu_arrival(emu.n_block);
-    a->saw = a->told;
-    a->fence = ++emu_clock;
-}
-
-// ---- what the compiler calls
-extern "C" {
-#define EMU_HOOKS(n) \
-    EMU_QUIET void __tsan_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
-    EMU_QUIET void __tsan_write##n(void *p) { emu_touch(p, n, 1, 0); } \
-    EMU_QUIET void __tsan_unaligned_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
-    EMU_QUIET void __tsan_unaligned_write##n(void *p) { emu_touch(p, n, 1, 0); }
-EMU_HOOKS(1)
-EMU_HOOKS(2)
-EMU_HOOKS(4)
-EMU_HOOKS(8)
-EMU_HOOKS(16)
-
-EMU_QUIET void __tsan_read_range(void *p, unsigned long n)  { emu_touch(p, n, 0, 0); }
-EMU_QUIET void __tsan_write_range(void *p, unsigned long n) { emu_touch(p, n, 1, 0); }
-
-EMU_QUIET void __tsan_init(void) {}
-EMU_QUIET void __tsan_func_entry(void *) {}
-EMU_QUIET void __tsan_func_exit(void) {}
-
-EMU_QUIET int __tsan_atomic32_load(const volatile int *p, int) {
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);
-}
-
-EMU_QUIET int __tsan_atomic32_fetch_add(volatile int *p, int v, int) {
-    emu_atomic((const void *)p, 4);
-    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
-}
-
-EMU_QUIET int __tsan_atomic32_compare_exchange_strong(volatile int *p, int *c, int v, int, int) {
-    emu_atomic((const void *)p, 4);
-    return __atomic_compare_exchange_n(p, c, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-}
-#else
-static void emu_log_open(void) {}
-static void emu_log_forget(const char *, size_t) {}
-static void emu_fence(void) {}
-static void emu_forget_shared(void) {}
-static void emu_all_met(void) {}
-static void emu_some_met(int) {}
-static void emu_wrote(const void *, size_t) {}
-static void emu_reads(const void *, size_t) {}
-#endif
-#define __threadfence() emu_fence()
-
 // ------------------------------------------------------------------------ device memory
-static void emu_fault(int, siginfo_t *, void *);
-static void emu_key_make(void);
+// The live allocation that p lies in, or just behind; -1: none.
+static int emu_find(const void *p) {
+    int lo = 0, hi = emu.mem.n;
+    while (lo < hi) {
+        int m = (lo + hi) / 2;
+        if (emu.mem.at[m].p <= (char *)p) lo = m + 1;
+        else hi = m;
+    }
+    return lo && emu.mem.at[lo - 1].live && (char *)p <= emu.mem.at[lo - 1].p + emu.mem.at[lo - 1].bytes ? lo - 1 : -1;
+}
+
+// An access to memory that may not be touched: says which, and ends the program.
+static void emu_fault(int, siginfo_t *si, void *) {
+    char *a = (char *)si->si_addr;
+    if (!emu.arena || a < emu.arena || a >= emu.arena + EMU_ARENA)
+        fprintf(stderr, "cuda_emu: %s: fault at %p\n", emu.kernel ? emu.kernel : "host", (void *)a);
+    else if (!emu.kernel)
+        fprintf(stderr, "cuda_emu: host code touched device memory\n");
+    else {
+        const Emu::EmuMem *m = emu_below(a);
+        fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: offset %td of a %s allocation of %zu bytes\n",
+                emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z, emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - m->p,
+                m->live ? "live" : "freed", m->bytes);
+    }
+    _exit(139);
+}
+
+// ---- who may read it
+// Device memory is readable only while a kernel or a copy runs. A key of the processor (pkeys(7)) opens and closes all
+// of it at once. Where there is none every allocation is opened and closed, which is half of the time of a small test;
+// so other seeds than 0 leave them open there: the host's mistakes do not depend on the order of threads.
+static int emu_key = -1;              // -1: there is none
+
+#ifdef PKEY_DISABLE_ACCESS
+static void emu_key_make(void) { emu_key = pkey_alloc(0, 0); }
+static int emu_key_give(char *p, size_t n, int prot) { return pkey_mprotect(p, n, prot, prot == PROT_NONE ? 0 : emu_key); }
+static void emu_key_turn(int open) { pkey_set(emu_key, open ? 0 : PKEY_DISABLE_ACCESS); }
+#else
+static void emu_key_make(void) {}
+static int emu_key_give(char *, size_t, int) { return 0; }
+static void emu_key_turn(int) {}
+#endif
+
+// Allocation i, whether it is live or not. With a key: it has it while it is live, and the kernel's list of ranges stays
+// short because what was freed is like what was never given out.
+static void emu_protect(int i, int prot) {
+    char *p = (char *)((uintptr_t)emu.mem.at[i].p & ~(EMU_PAGE - 1));
+    size_t n = emu.mem.at[i].span;
+    if (emu_key >= 0 ? emu_key_give(p, n, prot) : mprotect(p, n, prot)) emu_die("mprotect: out of ranges of memory");
+}
+
+// While this lives, a copy may touch allocation i (-1: none).
+struct EmuOpen {
+    int i;
+    EmuOpen(int i) : i(i) { turn(PROT_READ | PROT_WRITE); }
+    ~EmuOpen() { turn(PROT_NONE); }
+    void turn(int prot) {
+        if (i < 0 || emu.open) return;
+        if (emu_key >= 0) emu_key_turn(prot != PROT_NONE);
+        else emu_protect(i, prot);
+    }
+};
+
+// All live allocations, for a kernel.
+static void emu_open(int prot) {
+    if (prot == PROT_NONE && emu.seed && emu_key < 0) return;
+    if (emu.open == (prot != PROT_NONE)) return;
+    emu.open = prot != PROT_NONE;
+    if (emu_key >= 0) emu_key_turn(emu.open);
+    for (int i = 0; i < emu.mem.n && emu_key < 0; i++)
+        if (emu.mem.at[i].live) emu_protect(i, prot);
+}
+
+// Tests: another order of threads and blocks.
+extern "C" void emu_set_seed(int seed) {
+    emu.seed = seed;
+    emu.rng = (uint64_t)seed;
+    if (emu.arena) emu_open(PROT_NONE);
+}
 
 // The device: its addresses, the room of dynamic shared memory and 1024 stacks, with a page that
 // nobody may touch where each of them runs over; faults go to emu_fault.
@@ -1040,65 +995,6 @@ static void emu_init(void) {
     sigaction(SIGSEGV, &sa, NULL);
 }
 
-// The live allocation that p lies in, or just behind; -1: none.
-static int emu_find(const void *p) {
-    int lo = 0, hi = emu.n_mem;
-    while (lo < hi) {
-        int m = (lo + hi) / 2;
-        if (emu.mem[m].p <= (char *)p) lo = m + 1;
-        else hi = m;
-    }
-    return lo && emu.mem[lo - 1].live && (char *)p <= emu.mem[lo - 1].p + emu.mem[lo - 1].bytes ? lo - 1 : -1;
-}
-
-// ---- who may read it
-// Device memory is readable only while a kernel or a copy runs. A key of the processor (pkeys(7)) opens and closes all
-// of it at once. Where there is none every allocation is opened and closed, which is half of the time of a small test;
-// so other seeds than 0 leave them open there: the host's mistakes do not depend on the order of threads.
-static int emu_key = -1;              // -1: there is none
-
-#ifdef PKEY_DISABLE_ACCESS
-static void emu_key_make(void) { emu_key = pkey_alloc(0, 0); }
-static int emu_key_give(char *p, size_t n, int prot) { return pkey_mprotect(p, n, prot, prot == PROT_NONE ? 0 : emu_key); }
-static void emu_key_turn(int open) { pkey_set(emu_key, open ? 0 : PKEY_DISABLE_ACCESS); }
-#else
-static void emu_key_make(void) {}
-static int emu_key_give(char *, size_t, int) { return 0; }
-static void emu_key_turn(int) {}
-#endif
-
-// Allocation i, whether it is live or not. With a key: it has it while it is live, and the kernel's list of ranges stays
-// short because what was freed is like what was never given out.
-static void emu_protect(int i, int prot) {
-    char *p = (char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1));
-    size_t n = emu.mem[i].span;
-    if (emu_key >= 0 ? emu_key_give(p, n, prot) : mprotect(p, n, prot)) emu_die("mprotect: out of ranges of memory");
-}
-
-// Allocation i (-1: none), for a copy.
-static void emu_open1(int i, int prot) {
-    if (i < 0 || emu.open) return;
-    if (emu_key >= 0) emu_key_turn(prot != PROT_NONE);
-    else emu_protect(i, prot);
-}
-
-// All live allocations, for a kernel.
-static void emu_open(int prot) {
-    if (prot == PROT_NONE && emu.seed && emu_key < 0) return;
-    if (emu.open == (prot != PROT_NONE)) return;
-    emu.open = prot != PROT_NONE;
-    if (emu_key >= 0) emu_key_turn(emu.open);
-    for (int i = 0; i < emu.n_mem && emu_key < 0; i++)
-        if (emu.mem[i].live) emu_protect(i, prot);
-}
-
-// Tests: another order of threads and blocks.
-extern "C" void emu_set_seed(int seed) {
-    emu.seed = seed;
-    emu.rng = (uint64_t)seed;
-    if (emu.arena) emu_open(PROT_NONE);
-}
-
 // ---- errors
 // Every call of the runtime comes by here. The last error stays until somebody asks for it, as on a real
 // device, so one that was looked over is found by the next launch. Tests choose a call that fails.
@@ -1122,15 +1018,29 @@ static cudaError_t emu_error(cudaError_t e) { return emu_fails.last = e; }
 // Counts a call. Returns e if it was chosen to fail, else cudaSuccess.
 static cudaError_t emu_call(cudaError_t e) {
     long n = ++emu_fails.calls;
-    return n == emu_fails.at || (emu_fails.all && emu_fails.at && n > emu_fails.at) ? emu_error(e)
-                                                                                    : cudaSuccess;
+    int fails = n == emu_fails.at || (emu_fails.all && emu_fails.at && n > emu_fails.at);
+    return fails ? emu_error(e) : cudaSuccess;
 }
 
+// One host thread at a time makes calls of the runtime.
+static pthread_mutex_t emu_mutex = PTHREAD_MUTEX_INITIALIZER;
+struct EmuLock {
+    EmuLock() { pthread_mutex_lock(&emu_mutex); }
+    ~EmuLock() { pthread_mutex_unlock(&emu_mutex); }
+};
+
 // Begins a call of the runtime, which returns e if it was chosen to fail.
-#define EMU_CALL(e) do { \
+#define EMU_CALL(e) \
+    EmuLock lock_; \
     cudaError_t call_ = emu_call(e); \
-    if (call_ != cudaSuccess) return call_; \
-} while (0)
+    if (call_ != cudaSuccess) return call_
+
+// A call that does no more than f, which never fails by itself.
+template <class F> static cudaError_t emu_does(F f) {
+    EMU_CALL(cudaErrorUnknown);
+    f();
+    return cudaSuccess;
+}
 
 // ---- allocations
 static size_t emu_memory = EMU_ARENA;                   // what the device says it has
@@ -1143,24 +1053,40 @@ static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
     size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
     if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
     char *base = emu.arena + emu.used;
-    if (emu.n_mem == emu.cap_mem)
-        emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64)
-                                                  * sizeof *emu.mem);
+    if (emu.live + emu.pooled - kept + bytes > emu_memory) return emu_error(cudaErrorMemoryAllocation);
     emu.used += span + EMU_PAGE;
-    if (emu.live + emu.pooled - kept + bytes > emu_memory) {
-        emu.used -= span + EMU_PAGE;
-        return emu_error(cudaErrorMemoryAllocation);
-    }
     emu.live += bytes;
     emu.pooled -= kept;
     if (emu.live > emu.peak) emu.peak = emu.live;
-    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };
-    emu_protect(emu.n_mem, PROT_READ | PROT_WRITE);
-    emu_open1(emu.n_mem, PROT_READ | PROT_WRITE);
+    *out = base + ((span - bytes) & ~(size_t)15);
+    emu.mem.add({ (char *)*out, bytes, span, 1, pool });
+    emu_protect(emu.mem.n - 1, PROT_READ | PROT_WRITE);
+    EmuOpen open(emu.mem.n - 1);
     memset(base, 0xff, span);
-    emu_open1(emu.n_mem, PROT_NONE);
-    *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
+}
+
+// ---- counts
+static struct {
+    const char *name;
+    long n;
+} emu_counts[256];                    // launches of each place in the source; captures and graphs launched
+
+static void emu_count_one(const char *name) {
+    int i = 0;
+    while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
+    emu_counts[i].name = name;
+    emu_counts[i].n++;
+}
+
+// Tests: launches of kernels, or calls, whose name has this part; NULL: forget all.
+extern "C" long emu_count(const char *part) {
+    long n = 0;
+    for (int i = 0; i < 256 && emu_counts[i].name; i++) {
+        if (!part) emu_counts[i].n = 0;
+        else if (strstr(emu_counts[i].name, part)) n += emu_counts[i].n;
+    }
+    return n;
 }
 
 // ------------------------------------------------------------------------ the stream
@@ -1172,11 +1098,7 @@ struct EmuOp {
     void (*run)(void *);              // with arg, which is malloc's
     void *arg;
 };
-struct EmuOps {
-    EmuOp *at;
-    int n;
-    int cap;
-};
+typedef EmuList<EmuOp> EmuOps;
 static EmuOps emu_waiting;
 static long emu_done, emu_queued;                       // waiting operations run, and ever put there
 static EmuOps *emu_capture;                             // not NULL: operations go here
@@ -1194,11 +1116,16 @@ enum cudaStreamCaptureMode {
 
 // Puts f at the end of the list.
 template <class F> static void emu_push(EmuOps *list, F f) {
-    if (list->n == list->cap)
-        list->at = (EmuOp *)realloc(list->at, (size_t)(list->cap = 2 * list->cap + 64) * sizeof *list->at);
     F *copy = (F *)malloc(sizeof f);
     memcpy((void *)copy, (void *)&f, sizeof f);
-    list->at[list->n++] = { [](void *p) { (*(F *)p)(); }, copy };
+    list->add({ [](void *p) { (*(F *)p)(); }, copy });
+}
+
+// Forgets the operations of a list.
+static void emu_drop(EmuOps *list) {
+    for (int i = 0; i < list->n; i++) free(list->at[i].arg);
+    free(list->at);
+    *list = {};
 }
 
 // Runs waiting operations, up to the until-th ever queued.
@@ -1261,7 +1188,6 @@ static int emu_is_pinned(const void *p) {
 
 // Fails with cudaErrorMemoryAllocation.
 template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) {
-    EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     emu_settle("cudaMalloc");
     return emu_malloc((void **)out, bytes, 0);
@@ -1269,20 +1195,19 @@ template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) {
 
 // Frees p, NULL or what emu_malloc returned with the same `pool`; else ends the program.
 static cudaError_t emu_free(void *p, int pool) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaFree");
     if (!p) return cudaSuccess;
     int i = emu_find(p);
-    if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
-    if (pool != emu.mem[i].pool)
+    if (i < 0 || emu.mem.at[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
+    if (pool != emu.mem.at[i].pool)
         emu_die("memory of %s the pool is freed as if it were not", pool ? "outside" : "inside");
-    if (pool) emu.pooled += emu.mem[i].bytes;
-    emu.mem[i].live = 0;              // stays unreadable: use after free faults
-    emu.live -= emu.mem[i].bytes;
+    if (pool) emu.pooled += emu.mem.at[i].bytes;
+    emu.mem.at[i].live = 0;              // stays unreadable: use after free faults
+    emu.live -= emu.mem.at[i].bytes;
     emu_protect(i, PROT_NONE);
-    madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
-    emu_log_forget((char *)p, emu.mem[i].bytes);
+    madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem.at[i].span, MADV_DONTNEED);
+    emu_log_forget((char *)p, emu.mem.at[i].bytes);
     return cudaSuccess;
 }
 
@@ -1291,7 +1216,6 @@ static cudaError_t cudaFree(void *p) { return emu_free(p, 0); }
 // The pool keeps what was freed until somebody trims it, or a synchronisation finds more than its threshold.
 // Fails with cudaErrorMemoryAllocation.
 template <class T> static cudaError_t cudaMallocAsync(T **out, size_t bytes, cudaStream_t) {
-    EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     emu_settle("cudaMallocAsync");
     return emu_malloc((void **)out, bytes, 1);
@@ -1303,9 +1227,9 @@ static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return emu_free
 static int emu_range(const void *p, size_t bytes, const char *what) {
     int i = emu_find(p);
     if (i < 0) emu_die("%s is not device memory", what);
-    if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes)
+    if ((char *)p + bytes > emu.mem.at[i].p + emu.mem.at[i].bytes)
         emu_die("%s runs %td bytes past its allocation", what,
-                (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
+                (char *)p + bytes - emu.mem.at[i].p - emu.mem.at[i].bytes);
     return i;
 }
 
@@ -1326,15 +1250,11 @@ static void emu_copy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     else emu_host(s, "cudaMemcpy source");
     if (to_dev && from_dev && (char *)d < (char *)s + n && (char *)s < (char *)d + n)
         emu_die("cudaMemcpy: the ranges overlap");
-    emu_open1(id, PROT_READ | PROT_WRITE);
-    emu_open1(is, PROT_READ | PROT_WRITE);
+    EmuOpen to(id), from(is);
     memcpy(d, s, n);
-    emu_open1(id, PROT_NONE);
-    emu_open1(is, PROT_NONE);
 }
 
 static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaMemcpy");
     emu.ended = emu.launch;
@@ -1345,7 +1265,6 @@ static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k
 // Ends the program if ordinary host memory is copied while a graph is captured.
 static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k,
                                           cudaStream_t = 0) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s))
               || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
@@ -1357,20 +1276,16 @@ static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cuda
 }
 
 static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t = 0) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_do(0, [=] {
-        int i = emu_range(d, n, "cudaMemset");
-        emu_open1(i, PROT_READ | PROT_WRITE);
+        EmuOpen to(emu_range(d, n, "cudaMemset"));
         memset(d, v, n);
-        emu_open1(i, PROT_NONE);
     });
     return cudaSuccess;
 }
 
 // Fails with cudaErrorMemoryAllocation, also when 64 ranges are pinned.
 template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
-    EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     *p = (T *)malloc(n ? n : 1);
     if (*p && emu_pin(*p, NULL, n)) return cudaSuccess;
@@ -1380,7 +1295,6 @@ template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
 
 // Ends the program if p is no such memory.
 static inline cudaError_t cudaFreeHost(void *p) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaFreeHost");
     if (!emu_pin(NULL, p, 0)) emu_die("cudaFreeHost of memory that is not pinned");
@@ -1404,32 +1318,21 @@ static inline cudaError_t cudaGetDeviceCount(int *n) {
     return emu_driver_old ? emu_error(cudaErrorInsufficientDriver) : cudaSuccess;
 }
 
-static inline cudaError_t cudaGetDevice(int *d) {
-    EMU_CALL(cudaErrorUnknown);
-    *d = 0;
-    return cudaSuccess;
-}
+static inline cudaError_t cudaGetDevice(int *d) { return emu_does([=] { *d = 0; }); }
 
 // ---- the pool
 typedef int cudaMemPool_t;
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
 static uint64_t emu_threshold;                          // in bytes
 
-static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) {
-    EMU_CALL(cudaErrorUnknown);
-    *m = 1;
-    return cudaSuccess;
-}
+static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) { return emu_does([=] { *m = 1; }); }
 
 static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *v) {
-    EMU_CALL(cudaErrorUnknown);
-    emu_threshold = *(uint64_t *)v;
-    return cudaSuccess;
+    return emu_does([=] { emu_threshold = *(uint64_t *)v; });
 }
 
 // The pool keeps at most `least` bytes.
 static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (!m) emu_die("cudaMemPoolTrimTo of a pool that nobody asked for");
     emu.pooled = min_size(emu.pooled, least);
@@ -1439,8 +1342,8 @@ static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
 // What a synchronisation does to the pool: its threshold counts what is in use too.
 static void emu_pool_release(void) {
     size_t used = 0;
-    for (int i = 0; emu.pooled && i < emu.n_mem; i++)
-        used += emu.mem[i].live && emu.mem[i].pool ? emu.mem[i].bytes : 0;
+    for (int i = 0; emu.pooled && i < emu.mem.n; i++)
+        used += emu.mem.at[i].live && emu.mem.at[i].pool ? emu.mem.at[i].bytes : 0;
     if (used + emu.pooled > emu_threshold) emu.pooled = 0;
 }
 
@@ -1480,16 +1383,13 @@ static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
 }
 
 // ------------------------------------------------------------------------ the runtime: streams and graphs
-enum { cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
+enum { cudaStreamNonBlocking = 1, cudaEventDefault = 0 };
 
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
-    EMU_CALL(cudaErrorUnknown);
-    *s = (void *)1;
-    return cudaSuccess;
+    return emu_does([=] { *s = (void *)1; });
 }
 
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaStreamSynchronize");
     emu.ended = emu.launch;
@@ -1499,14 +1399,11 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
 
 // ---- events
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
-    EMU_CALL(cudaErrorUnknown);
-    *e = (long *)calloc(1, sizeof **e);
-    return cudaSuccess;
+    return emu_does([=] { *e = (long *)calloc(1, sizeof **e); });
 }
 
 // Ends the program while a graph is captured.
 static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (emu_capture) emu_die("cudaEventRecord while a graph is captured");
     *e = emu_queued;
@@ -1514,24 +1411,13 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
 }
 
 // What was queued before e was recorded has run.
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-    EmuLock lock;
-    EMU_CALL(cudaErrorUnknown);
-    emu_flush(*e);
-    return cudaSuccess;
-}
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { return emu_does([=] { emu_flush(*e); }); }
 
 static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) {
-    EMU_CALL(cudaErrorUnknown);
-    *ms = 1;
-    return cudaSuccess;
+    return emu_does([=] { *ms = 1; });
 }
 
-static inline cudaError_t cudaEventDestroy(cudaEvent_t e) {
-    EMU_CALL(cudaErrorUnknown);
-    free(e);
-    return cudaSuccess;
-}
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { return emu_does([=] { free(e); }); }
 
 // ---- errors, as the program asks for them
 
@@ -1549,11 +1435,8 @@ static inline const char *cudaGetErrorString(cudaError_t e) {
 }
 
 // ---- graphs
-static void emu_count_one(const char *name);
-
 // From here on operations are written down. Fails with cudaErrorStreamCaptureUnsupported if a test wants it.
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (!s) emu_die("the default stream cannot be captured");
     if (emu_no_graphs == 1) return emu_error(cudaErrorStreamCaptureUnsupported);
@@ -1590,14 +1473,12 @@ struct cudaGraphExecUpdateResultInfo {
 // same order; else cudaErrorUnknown.
 static inline cudaError_t cudaGraphExecUpdate(cudaGraphExec_t x, cudaGraph_t g,
                                               cudaGraphExecUpdateResultInfo *info) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     info->result = x->n != g->n;
     for (int i = 0; i < x->n && !info->result; i++) info->result = x->at[i].run != g->at[i].run;
     if (info->result) return emu_error(cudaErrorUnknown);
     emu_count_one("cudaGraphExecUpdate");
-    for (int i = 0; i < x->n; i++) free(x->at[i].arg);
-    free(x->at);
+    emu_drop(x);
     *x = *g;
     *g = {};
     return cudaSuccess;
@@ -1611,18 +1492,15 @@ static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
 }
 
 static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaGraphExecDestroy");
-    for (int i = 0; i < x->n; i++) free(x->at[i].arg);
-    free(x->at);
+    emu_drop(x);
     free(x);
     return cudaSuccess;
 }
 
 // Ends the program while a graph is captured.
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (emu_capture) emu_die("cudaGraphLaunch while a graph is captured");
     emu_count_one("cudaGraphLaunch");
@@ -1633,24 +1511,6 @@ static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
 }
 
 // ------------------------------------------------------------------------ launches
-
-// An access to memory that may not be touched: says which, and ends the program.
-static void emu_fault(int, siginfo_t *si, void *) {
-    char *a = (char *)si->si_addr;
-    int i = emu.n_mem - 1;
-    while (i > 0 && emu.mem[i].p > a) i--;
-    if (!emu.arena || a < emu.arena || a >= emu.arena + EMU_ARENA)
-        fprintf(stderr, "cuda_emu: %s: fault at %p\n", emu.kernel ? emu.kernel : "host", (void *)a);
-    else if (!emu.kernel)
-        fprintf(stderr, "cuda_emu: host code touched device memory\n");
-    else
-        fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: "
-                        "offset %td of a %s allocation of %zu bytes\n",
-                emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z,
-                emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z,
-                a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
-    _exit(139);
-}
 
 // The bytes of dynamic shared memory that a kernel was allowed (0: no more than any); set > 0 allows more.
 static size_t emu_allowed(void *kernel, size_t set) {
@@ -1671,7 +1531,6 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 // Fails with cudaErrorInvalidValue, 1, if a block cannot have that much.
 template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), cudaFuncAttribute, int bytes) {
-    EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (bytes < 0 || (size_t)bytes > EMU_DYN) return emu_error(1);
     emu_allowed((void *)k, (size_t)bytes);
@@ -1704,29 +1563,6 @@ template <class T> static void emu_arg(T a) {
 
 template <class T> static void emu_arg(T *p) {
     if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer");
-}
-
-// ---- counts
-static struct {
-    const char *name;
-    long n;
-} emu_counts[256];                    // launches of each place in the source; captures and graphs launched
-
-static void emu_count_one(const char *name) {
-    int i = 0;
-    while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
-    emu_counts[i].name = name;
-    emu_counts[i].n++;
-}
-
-// Tests: launches of kernels, or calls, whose name has this part; NULL: forget all.
-extern "C" long emu_count(const char *part) {
-    long n = 0;
-    for (int i = 0; i < 256 && emu_counts[i].name; i++) {
-        if (!part) emu_counts[i].n = 0;
-        else if (strstr(emu_counts[i].name, part)) n += emu_counts[i].n;
-    }
-    return n;
 }
 
 // ---- a launch
@@ -1763,7 +1599,7 @@ static void emu_run(int early, const char *name, dim3 grid, dim3 block, size_t d
 // Launches kernel k. Ends the program if a device could not, or if it is to start early behind a copy in a
 // graph. The errors of the runtime are left for cudaGetLastError.
 template <class... P, class... A>
-static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...),
+static void emu_launch(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...),
                           A... a) {
     EmuLock lock;
     if (emu_call(cudaErrorUnknown) != cudaSuccess) return;        // KV_LAUNCH asks for the error
@@ -1784,14 +1620,9 @@ static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, si
     emu_do(0, [=] { emu_run(early, name, grid, block, dyn, k, a...); });
 }
 
-template <class... P, class... A>
-static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
-    emu_launch_as(0, name, grid, block, dyn, k, a...);
-}
-
 // What kvcomp.cu says instead of kernel<<<...>>>, and its other words for which nvcc has its own.
 #define EMU_LAUNCH(early, k, grid, block, smem, ...) do { \
-    emu_launch_as(early, #k, grid, block, smem, k, __VA_ARGS__); \
+    emu_launch(early, #k, grid, block, smem, k, __VA_ARGS__); \
     KV_CUDA(cudaGetLastError()); \
 } while (0)
 #define KV_LAUNCH(...) EMU_LAUNCH(0, __VA_ARGS__)
@@ -1882,21 +1713,10 @@ template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 // ---- atomics: they return what was there before
 static inline int atomicAdd(int *p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 
-static inline unsigned atomicAdd(unsigned *p, unsigned v) {
-    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
-}
-
 static inline int atomicMax(int *p, int v) {
     int o = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return o;
-}
-
-static inline float atomicAdd(float *p, float v) {
-    int o = __atomic_load_n((int *)p, __ATOMIC_RELAXED), n;
-    do n = __float_as_int(__int_as_float(o) + v);
-    while (!__atomic_compare_exchange_n((int *)p, &o, n, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return __int_as_float(o);
 }
 
 // ------------------------------------------------------------------------ cuBLAS
@@ -1974,13 +1794,10 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
         emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
     if (tA != tB || tC != CUDA_R_32F)
         emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
-    int a = emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A");
-    int b = emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B");
-    int c = emu_range(C, sizeof(float) * ((size_t)ldc * (n - 1) + m), "cublasGemmEx C");
+    EmuOpen a(emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A"));
+    EmuOpen b(emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B"));
+    EmuOpen c(emu_range(C, sizeof(float) * ((size_t)ldc * (n - 1) + m), "cublasGemmEx C"));
     if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)C) & 3) emu_die("cublasGemmEx: a matrix is not aligned");
-    emu_open1(a, PROT_READ | PROT_WRITE);
-    emu_open1(b, PROT_READ | PROT_WRITE);
-    emu_open1(c, PROT_READ | PROT_WRITE);
     float *rows = emu_factor(A, tA, ta ? lda : 1, ta ? 1 : lda, m, k);
     float *columns = emu_factor(B, tB, tb ? 1 : ldb, tb ? ldb : 1, n, k);
     for (int j = 0; j < n; j++)
@@ -1991,9 +1808,6 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
         }
     free(rows);
     free(columns);
-    emu_open1(a, PROT_NONE);
-    emu_open1(b, PROT_NONE);
-    emu_open1(c, PROT_NONE);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -2034,29 +1848,29 @@ extern "C" void emu_provoke(int kind) {
     };
     cudaMalloc(&x, sizeof zero);
     cudaMemcpy(x, zero, sizeof zero, cudaMemcpyHostToDevice);
-    if (kind == 0) emu_launch("good", 3, 32, 0, +blocks, x, 1);
-    if (kind == 1) emu_launch("neighbours", 2, 32, 0, +[](int *x) { x[threadIdx.x] = (int)blockIdx.x; }, x);
-    if (kind == 2) emu_launch("reader", 2, 1, 0, +[](int *x) { x[blockIdx.x && x[0] > 5 ? 64 : 0] = 1; }, x);
-    if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), +[] { ((int *)emu_dyn())[threadIdx.x + 1] = 1; });
-    if (kind == 4) emu_launch("holder", 1, 32, 0, +[](EmuHolder) {}, EmuHolder{ 1, &host });
+    if (kind == 0) emu_launch(0, "good", 3, 32, 0, +blocks, x, 1);
+    if (kind == 1) emu_launch(0, "neighbours", 2, 32, 0, +[](int *x) { x[threadIdx.x] = (int)blockIdx.x; }, x);
+    if (kind == 2) emu_launch(0, "reader", 2, 1, 0, +[](int *x) { x[blockIdx.x && x[0] > 5 ? 64 : 0] = 1; }, x);
+    if (kind == 3) emu_launch(0, "shared", 1, 31, 30 * sizeof(int), +[] { ((int *)emu_dyn())[threadIdx.x + 1] = 1; });
+    if (kind == 4) emu_launch(0, "holder", 1, 32, 0, +[](EmuHolder) {}, EmuHolder{ 1, &host });
     if (kind == 5) {                  // host memory that changes while its copy is under way
         zero[0] = 1;
         cudaMemcpyAsync(x, zero, sizeof(int), cudaMemcpyHostToDevice, 0);
         zero[0] = 2;
-        emu_launch("first", 1, 1, 0, +first, x);
+        emu_launch(0, "first", 1, 1, 0, +first, x);
         cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
         fprintf(stderr, "%d read", zero[1]);
     }
     if (kind >= 6 && kind < 10) {
-        emu_launch("first", 1, 1, 0, +first, x);
-        emu_launch_as(1, "waits", 1, 1, 0, +waits, x);
-        if (kind > 6) emu_launch_as(1, "early", 1, 1, 0, +early, x, kind - 7);
+        emu_launch(0, "first", 1, 1, 0, +first, x);
+        emu_launch(1, "waits", 1, 1, 0, +waits, x);
+        if (kind > 6) emu_launch(1, "early", 1, 1, 0, +early, x, kind - 7);
     }
-    if (kind == 10) emu_launch("last", 3, 32, 0, +blocks, x, 0);
+    if (kind == 10) emu_launch(0, "last", 3, 32, 0, +blocks, x, 0);
     if (kind == 11) {                 // a word of shared memory that nobody has written, and whose value does not count
-        emu_launch("unwritten", 1, 1, 8, +[](int *x) { x[0] = 0 * ((volatile int *)emu_dyn())[1]; }, x);
+        emu_launch(0, "unwritten", 1, 1, 8, +[](int *x) { x[0] = 0 * ((volatile int *)emu_dyn())[1]; }, x);
     }
-    if (kind == 12) emu_launch("race", 1, 64, 0, +[](int *x) { x[threadIdx.x / 2] = (int)threadIdx.x; }, x);
+    if (kind == 12) emu_launch(0, "race", 1, 64, 0, +[](int *x) { x[threadIdx.x / 2] = (int)threadIdx.x; }, x);
     cudaFree(x);
 }
 

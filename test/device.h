@@ -2,10 +2,6 @@
 // launched, memory, calls that fail. tests.c includes it. Without a GPU the kernels run under cuda_emu.h; every test goes
 // through one of three orders of threads, or with KVCOMP_ORDERS=3 through all. Shapes are odd on purpose, and small: an
 // emulated thread costs a microsecond a meeting.
-#ifndef TEST_DEVICE_H
-#define TEST_DEVICE_H
-#include "table.h"
-
 void *cuda_put(const void *host, size_t bytes);
 void cuda_get(void *host, const void *dev, size_t bytes);
 void cuda_drop(void *dev);
@@ -29,8 +25,6 @@ __attribute__((weak)) long emu_calls(void);
 __attribute__((weak)) void emu_provoke(int kind);
 __attribute__((weak)) int emu_is_hard(void);
 
-static const int cuda_seeds[] = { 0, 1, 7 };
-
 // Is every access watched, whatever order threads come in? Then each costs, and tests take fewer variants.
 static int accesses_watched(void) { return emu_set_seed && emu_is_hard(); }
 
@@ -40,36 +34,41 @@ static int thorough(void) {
     return orders && atoi(orders) == 3;
 }
 
-// Orders of threads a test goes through: one, another one each time, or with KVCOMP_ORDERS=3 all three. One on a real
-// GPU, and where all accesses are watched.
-static int n_seeds(void) { return emu_set_seed && !accesses_watched() && thorough() ? 3 : 1; }
-
-// The i-th order of a test.
-static int order_set(int i) {
-    static int turn;
-    if (emu_set_seed) emu_set_seed(cuda_seeds[n_seeds() == 3 ? i : turn++ % 3]);
-    return 1;
+// Another order of threads from now on, the order-th of three.
+static void order_set(int order) {
+    if (emu_set_seed) emu_set_seed((int[]){ 0, 1, 7 }[order % 3]);
 }
 
-#define EACH_SEED(i) for (int i = 0; i < n_seeds() && order_set(i); i++)
-
-// Is variant i of a test tried under this order? With three orders every one of them takes half of the variants. Where
-// accesses are watched a fourth of them are, or half; where `make test` runs the harder emulator behind this program
-// (KVCOMP_HARDER), they are left to it: what is asked of them is the same.
-static int variant_here(int order, int i) {
-    if (accesses_watched()) return i % (thorough() ? 2 : 4) == 0;
-    if (n_seeds() == 3) return (i + order) % 2 == 0;
-    return !getenv("KVCOMP_HARDER") || i % 4 != 0;
+// The next of a test's n variants that is tried here becomes *i, under its order of threads; *turn counts. Returns 0 where
+// there is none more. Each goes through one order, another one each time; with KVCOMP_ORDERS=3 every other one through
+// each of the three. Where accesses are watched a fourth of them are tried, or half; where `make test` runs the harder
+// emulator behind this program (KVCOMP_HARDER), they are left to it: what is asked of them is the same. A single one is
+// tried everywhere.
+static int next_variant(int *turn, int n, int *i) {
+    static int next;
+    int all = thorough() && !accesses_watched() && emu_set_seed ? 3 : 1;
+    while (*turn < all * n) {
+        int order = *turn / n, here = all == 3 ? (*turn % n + order) % 2 == 0 : !getenv("KVCOMP_HARDER") || *turn % 4;
+        if (accesses_watched()) here = *turn % (thorough() ? 2 : 4) == 0;
+        *i = (*turn)++ % n;
+        if (!here && n > 1) continue;
+        order_set(all == 3 ? order : next++);
+        return 1;
+    }
+    return 0;
 }
 
-#define EACH_VARIANT(order, i, n) for (int i = 0; i < (n); i++) if (variant_here(order, i))
+#define EACH_VARIANT(i, n) for (int turn_ = 0, i; next_variant(&turn_, n, &i);)
 
 // A session on the device, for session_done.
 static Session *cuda_session(Tiny m, const char *method, const char *text) {
-    char all[512];
-    snprintf(all, sizeof all, "device=cuda %s", text);
-    return session_of(m, method, all);
+    return session_of(m, method, formatted("device=cuda %s", text));
 }
+
+// n floats on the device; those that are declared OWN_DEVICE are given back where their block ends.
+static float *put_floats(const float *x, size_t n) { return cuda_put(x, n * sizeof *x); }
+#define OWN_DEVICE __attribute__((cleanup(own_device)))
+static void own_device(float **p) { cuda_drop(*p); }
 
 // y = x W^T in double, x (T,I), W (O,I): y (T,O), to be freed.
 static double *product_of(const Tensor *w, const float *x, int T) {
@@ -109,7 +108,7 @@ TEST(cuda_math, "products (gemv, gemm with --exact; f32, f16, bf16), norms, SwiG
                 "with the CPU") {
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     OWN_SESSION Session *s = cuda_session(m, "full", "exact");
-    EACH_SEED(seed) {
+    EACH_VARIANT(once, 1) {
         int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 }, { 21, 1104 } };
         int T[] = { 1, 2, 7 };
         for (int i = 0; i < 6; i++)
@@ -270,6 +269,9 @@ static Pair pair_open(Tiny m, const char *method, const char *text) {
     return (Pair){ m, session_of(m, method, text), cuda_session(m, method, text) };
 }
 
+// Session *s is one, then the other.
+#define EACH_SIDE(s, p) for (Session *s = (p)->c; s; s = s == (p)->c ? (p)->d : NULL)
+
 // Closes both; those that are declared OWN_PAIR where their block ends.
 #define OWN_PAIR __attribute__((cleanup(pair_close)))
 static void pair_close(Pair *p) {
@@ -282,25 +284,23 @@ static void pair_append(Pair *p, int n, double k_std) {
     const Config *c = p->m.c;
     OWN Token *t = xcalloc(n, sizeof *t);
     for (int i = 0; i < n; i++) t[i] = (Token){ i % c->V, -1, p->c->turn, TOK_USER };
-    add_tokens(p->c, t, n);
-    add_tokens(p->d, t, n);
-    p->c->turn++;
-    p->d->turn++;
+    EACH_SIDE(s, p) {
+        add_tokens(s, t, n);
+        s->turn++;
+    }
     tokens_give_cuda(p->d);
     for (int l = 0; l < c->L; l++) {
         size_t all = (size_t)n * c->G * c->D;
         OWN float *k = normals(all, k_std), *v = normals(all, 1);
-        float *dk = cuda_put(k, all * sizeof *k), *dv = cuda_put(v, all * sizeof *v);
+        OWN_DEVICE float *dk = put_floats(k, all), *dv = put_floats(v, all);
         kv_append(p->c, l, k, v, 0, n);
         kv_append(p->d, l, dk, dv, 0, n);
-        cuda_drop(dk);
-        cuda_drop(dv);
     }
 }
 
 // The end of a pass of n tokens on both sides: the commits of all parts, layer after layer.
 static void pair_commit(Pair *p, int n) {
-    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+    EACH_SIDE(s, p)
         for (int l = 0; l <= s->c->L; l++)
             for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, l, NULL, n);
 }
@@ -313,9 +313,11 @@ static int bytes_differ(const void *host, const void *dev, size_t n) {
     return diff;
 }
 
-// Of packed rows.
-static int tables_differ(const KVHead *a, const KVHead *b) {
-    int bad = a->packed != b->packed || a->n_reg != b->n_reg;
+// Rows, their tokens and positions, and the tables of packed ones.
+static int held_differs(const KVHead *a, const KVHead *b) {
+    size_t n = a->len * sizeof(int);
+    int bad = a->len != b->len || a->packed != b->packed || a->n_reg != b->n_reg;
+    if (bad || (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n)))) return 1;
     for (int i = 0; i < a->n_reg && !bad; i++) {
         const Region *x = &a->reg[i], *y = &b->reg[i];
         bad = x->row0 != y->row0 || x->n != y->n || x->w != y->w || x->base != y->base;
@@ -323,12 +325,10 @@ static int tables_differ(const KVHead *a, const KVHead *b) {
     return bad;
 }
 
-// A on the CPU, b on the device: rows, tokens, positions, packed rows.
+// A on the CPU, b on the device: all that, and the bytes.
 static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {
-    size_t raw = a->len - a->packed, n = a->len * sizeof(int);
-    if (a->len != b->len || a->cap != b->cap || a->pk_bytes != b->pk_bytes || tables_differ(a, b))
-        return 1;
-    if (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n))) return 1;
+    size_t raw = a->len - a->packed;
+    if (held_differs(a, b) || a->cap != b->cap || a->pk_bytes != b->pk_bytes) return 1;
     return bytes_differ(a->k, b->k, raw * c->fk->row_bytes(c->c->D)) ||
            bytes_differ(a->v, b->v, raw * c->fv->row_bytes(c->c->D)) ||
            bytes_differ(a->pk, b->pk, a->pk_bytes) || bytes_differ(a->pv, b->pv, a->pk_bytes);
@@ -345,6 +345,19 @@ static int device_differs(const Session *c, const Session *d) {
 // How many heads hold other rows on the device.
 static int pair_rows_differ(const Pair *p) { return device_differs(p->c, p->d); }
 
+// Do hooks read other keys or values of head (l,g) on the device, in these n rows (NULL: the first n)?
+static int loads_differ(const Pair *p, int l, int g, const int *rows, int n) {
+    size_t all = (size_t)n * p->m.c->D;
+    OWN float *a = normals(all, 1), *b = normals(all, 1);
+    int bad = 0;
+    for (int v = 0; v < 2; v++) {
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a);
+        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
+        bad += memcmp(a, b, all * sizeof *a) != 0;
+    }
+    return bad;
+}
+
 // The first rows, and every step-th from `from` on.
 static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
     int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
@@ -353,20 +366,17 @@ static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {
         n++;
     }
     for (int r = from; r < len; r += step) keep[n++] = r;
-    keep_head(p->c, l, g, keep, n);
-    keep_head(p->d, l, g, keep, n);
+    EACH_SIDE(s, p) keep_head(s, l, g, keep, n);
     free(keep);
 }
 
 TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, "
                 "compact, truncate, re-rotate, load; memory is given back") {
     const char *format[] = { "f32", "f16", "bf16", "q8_0", "q4" };
-    EACH_SEED(seed) for (int f = 0; f < 5; f++) {
+    EACH_VARIANT(once, 1) for (int f = 0; f < 5; f++) {
         int D = (int[]){ 40, 48, 64, 72, 56 }[f];
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
-        char text[64];
-        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 5]);
-        OWN_PAIR Pair p = pair_open(m, "full", text);
+        OWN_PAIR Pair p = pair_open(m, "full", formatted("ctk=%s ctv=%s", format[f], format[(f + 1) % 5]));
         // f16 and the scales of q4: some saturate.
         pair_append(&p, 70, f == 1 ? 30000 : f == 4 ? 1e9f : 1);
         CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
@@ -376,7 +386,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         CHECK(!pair_rows_differ(&p) && kv_head(p.d, 1, 1)->len == 0, "%s: keep", format[f]);
         pair_append(&p, 9, 1);
         int idx[] = { 1, 4, 7 };
-        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
+        EACH_SIDE(s, &p) {
             view_group(s, 0, 0, idx, 3, 20);
             view_set(s, 0, 1, idx + 1, 1, 22);
             kv_compact(s, 0);
@@ -385,19 +395,14 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
             kv_repos(s, 1, 0, 0, 5);
         }
         CHECK(!pair_rows_differ(&p), "%s: compact, re-rotate", format[f]);
-        kv_truncate(p.c, 73);
-        kv_truncate(p.d, 73);
+        EACH_SIDE(s, &p) kv_truncate(s, 73);
         CHECK(!pair_rows_differ(&p), "%s: truncate", format[f]);
         pair_append(&p, 60, 1);
         CHECK(!pair_rows_differ(&p), "%s: growing", format[f]);
         int rows[] = { 0, 1, 2, 9, 11, 12, 40 };
-        float a[7 * 72], b[7 * 72];
-        for (int v = 0; v < 2; v++) {
-            (v ? kv_load_v : kv_load_k)(p.c, kv_head(p.c, 0, 1), rows, 0, 7, a);
-            (v ? kv_load_v : kv_load_k)(p.d, kv_head(p.d, 0, 1), rows, 0, 7, b);
-            CHECK(!memcmp(a, b, (size_t)7 * D * sizeof *a), "%s: load", format[f]);
-        }
+        CHECK(!loads_differ(&p, 0, 1, rows, 7), "%s: load", format[f]);
         if (f >= 3) {                           // a block with an infinity has a NaN for its scale
+            float a[72];
             pair_append(&p, 1, INFINITY);
             kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
             CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of %s", format[f]);
@@ -431,9 +436,8 @@ static void pair_messages(Pair *p) {
 // A pair of two layers, the second of which has a sliding window, whose heads have lost rows and so differ in length.
 // Very many rows: one layer, and all are kept.
 static Pair pair_shaped(const Shape *x, int seed) {
-    char text[200];
+    const char *text = formatted("ctk=%s ctv=%s %s", x->k, x->v, x->pats ? x->pats : "");
     int many = x->first > 9000;
-    snprintf(text, sizeof text, "ctk=%s ctv=%s %s", x->k, x->v, x->pats ? x->pats : "");
     Tiny m = tiny_model(many ? 1 : 2, x->H, x->G, x->D, 16, 16, 11, seed);
     tiny_window(m, 2, 37);
     Pair p = pair_open(m, x->pats ? "pats" : "full", text);
@@ -451,15 +455,46 @@ static Pair pair_shaped(const Shape *x, int seed) {
     return p;
 }
 
-// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for, q on the host and dq
-// on the device. Over very many rows, which take seconds, of the most alone.
-static void pair_sums(Pair *p, int l, int n, const float *q, const float *dq, int most, double tol) {
+// Random queries of n tokens on both sides, and room for what attention makes of them. Those that are declared OWN_ASKED
+// are given back where their block ends.
+typedef struct {
+    size_t all;                 // numbers of each
+    float *q, *want, *got;      // want: the CPU's answer; got: the device's, once it is fetched
+    float *dq, *dgot;           // on the device
+} Asked;
+
+static Asked asked_new(const Pair *p, int n) {
+    size_t all = (size_t)n * p->m.c->H * p->m.c->D;
+    Asked x = { all, normals(all, 1.5), xmalloc(all * sizeof(float)), xmalloc(all * sizeof(float)), NULL, NULL };
+    x.dq = put_floats(x.q, all);
+    x.dgot = put_floats(x.q, all);
+    return x;
+}
+
+#define OWN_ASKED __attribute__((cleanup(asked_free)))
+static void asked_free(Asked *x) {
+    free(x->q);
+    free(x->want);
+    free(x->got);
+    cuda_drop(x->dq);
+    cuda_drop(x->dgot);
+}
+
+// Fetches n numbers of the device's answer. Returns how far they are from the CPU's, in units of the bound.
+static double asked_error(Asked *x, size_t n, double bound) {
+    cuda_get(x->got, x->dgot, n * sizeof *x->got);
+    return worst(x->got, x->want, n, bound, bound, NULL);
+}
+
+// Window scores of the last 1 to `most` of n queries in layer l, and of all when more are asked for. Over very many rows,
+// which take seconds, of the most alone.
+static void pair_sums(Pair *p, int l, int n, const Asked *ask, int most, double tol) {
     size_t all = (size_t)p->m.c->H * kv_longest(p->c, l);
     OWN float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
     int W = kv_longest(p->c, l) > 9000 ? most : 1, step = (most - 1) / 3;
     for (int taken = 0; W <= most && taken < n; taken = W, W += step) {
-        window_scores(p->c, l, q, n, W, x);
-        window_scores(p->d, l, dq, n, W, y);
+        window_scores(p->c, l, ask->q, n, W, x);
+        window_scores(p->d, l, ask->dq, n, W, y);
         CHECK(worst(y, x, all, 1e-6, tol, NULL) <= 1, "window scores: layer %d, W %d, %d queries, D %d %s", l, W, n,
               p->m.c->D, p->c->fk->name);
     }
@@ -480,34 +515,37 @@ static void pair_views(Pair *p, int l, int kind) {
     }
 }
 
+// Both sides are in a step, or not, whose first token is `base`.
+static void pair_step(Pair *p, int base, int decoding) {
+    EACH_SIDE(s, p) {
+        s->base = base;
+        s->decoding = decoding;
+    }
+}
+
 // The last n tokens ask, as a pass and for window scores; then the last token does in a step, with three kinds of
 // views. fast: the kernel of steps is decode_kernel.
 static void pair_attention(Pair *p, int l, int n, int fast) {
     const Config *c = p->m.c;
     size_t row = (size_t)c->H * c->D;
-    OWN float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
-    float *dq = cuda_put(q, n * row * sizeof *q), *db = cuda_put(b, n * row * sizeof *b);
+    OWN_ASKED Asked ask = asked_new(p, n);
     if (emu_count) emu_count(NULL);
-    attn_prefill(p->c, l, a, q, 0, n);
-    attn_prefill(p->d, l, db, dq, 0, n);
-    cuda_get(b, db, n * row * sizeof *b);
+    attn_prefill(p->c, l, ask.want, ask.q, 0, n);
+    attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
     // Keys of q8_0: the CPU rounds q to 16 bits (D89). bf16 on tensor cores: q and p in 16 bits.
     int q8 = !strcmp(p->c->fk->name, "q8_0");
     double tol = q8 ? 1e-4 : 1e-5;
-    CHECK(worst(b, a, n * row, tol, tol, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G,
-          c->D);
-    pair_sums(p, l, n, q, dq, 40, 1e-5);
+    CHECK(asked_error(&ask, ask.all, tol) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G, c->D);
+    pair_sums(p, l, n, &ask, 40, 1e-5);
 
     int base = p->c->base;
-    p->c->base = p->d->base = p->c->n_tok - 1;
-    p->c->decoding = p->d->decoding = 1;
+    pair_step(p, p->c->n_tok - 1, 1);
     if (!strcmp(p->c->fk->name, "bf16")) tol = 1e-4;
     for (int kind = 0; kind < 3; kind++) {
         pair_views(p, l, kind);
-        attn_decode(p->c, l, a, q);
-        attn_decode(p->d, l, db, dq);
-        cuda_get(b, db, row * sizeof *b);
-        double e = worst(b, a, row, tol, tol, NULL);
+        attn_decode(p->c, l, ask.want, ask.q);
+        attn_decode(p->d, l, ask.dgot, ask.dq);
+        double e = asked_error(&ask, row, tol);
         CHECK(e <= 1, "decode: layer %d, views %d, H %d G %d D %d, %s: %g times the bound", l, kind, c->H, c->G, c->D,
               p->c->fk->name, e);
     }
@@ -523,12 +561,8 @@ static void pair_attention(Pair *p, int l, int n, int fast) {
     }
     CHECK(p->c->clk.bytes_attended == p->d->clk.bytes_attended, "bytes attended: %g, expected %g",
           p->d->clk.bytes_attended, p->c->clk.bytes_attended);
-    p->c->base = p->d->base = base;
-    p->c->decoding = p->d->decoding = 0;
-    view_all(p->c);
-    view_all(p->d);
-    cuda_drop(dq);
-    cuda_drop(db);
+    pair_step(p, base, 0);
+    EACH_SIDE(s, p) view_all(s);
 }
 
 void cuda_tensor_min(int n);
@@ -544,46 +578,36 @@ static double tensor_bound(const Session *s) {
 // same bits, and q and P in f32 come within 1e-5. Of very many rows, which take seconds, the first is enough.
 static void pair_prefill(Pair *p, int l, int n) {
     const Config *c = p->m.c;
-    size_t row = (size_t)c->H * c->D, all = n * row;
     int last = (n + 2) / 3, many = kv_longest(p->c, l) > 9000;
-    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b);
-    float *alone = xmalloc(all * sizeof *alone), *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(q, all * sizeof *q);
-    attn_prefill(p->c, l, a, q, 0, n);
+    size_t row = (size_t)c->H * c->D, before = (n - last) * row;
+    OWN_ASKED Asked ask = asked_new(p, n);
+    attn_prefill(p->c, l, ask.want, ask.q, 0, n);
     if (emu_count) emu_count(NULL);
-    attn_prefill(p->d, l, db, dq, 0, n);
+    attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
     if (emu_count)
         CHECK(emu_count("prefill_kernel") && !emu_count("attend_kernel"), "tensor cores: D %d", c->D);
-    cuda_get(b, db, all * sizeof *b);
-    double bound = tensor_bound(p->d), e = worst(b, a, all, bound, bound, NULL), exact = 0;
+    double bound = tensor_bound(p->d), e = asked_error(&ask, ask.all, bound), exact = 0;
     CHECK(e <= 1, "%s, H %d G %d D %d, %d tokens, rule %d, layer %d: %g times the bound", p->d->fk->name, c->H, c->G, c->D,
           n, p->d->rule, l, e);
     if (!many) {
-        attn_prefill(p->d, l, db, dq + (n - last) * row, n - last, last);
-        cuda_get(alone, db, last * row * sizeof *alone);
-        CHECK(!memcmp(alone, b + (n - last) * row, last * row * sizeof *b), "D %d: the last %d alone", c->D, last);
+        attn_prefill(p->d, l, ask.dgot, ask.dq + before, n - last, last);
+        CHECK(!bytes_differ(ask.got + before, ask.dgot, last * row * sizeof(float)), "D %d: the last %d alone", c->D, last);
         cuda_exact(p->d, 1);
-        attn_prefill(p->d, l, db, dq, 0, n);
+        attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
         cuda_exact(p->d, 0);
-        cuda_get(b, db, all * sizeof *b);
-        exact = worst(b, a, all, 1e-5, 1e-5, NULL);
+        exact = asked_error(&ask, ask.all, 1e-5);
         CHECK(exact <= 1, "q and P in f32, D %d: %g times the bound", c->D, exact);
     }
     if (getenv("CUDA_VERBOSE"))
         printf("       D %d, %s: %.2g, with q and P in f32 %.2g\n", c->D, p->d->fk->name, e * bound, exact * 1e-5);
-    cuda_drop(dq);
-    cuda_drop(db);
-    free(alone);
 }
 
 // Column sums of 1 to 70 queries.
 static void pair_columns(Pair *p, int l, int n) {
-    size_t all = (size_t)n * p->m.c->H * p->m.c->D;
-    float *q = normals(all, 1.5), *dq = cuda_put(q, all * sizeof *q);
+    OWN_ASKED Asked ask = asked_new(p, n);
     if (emu_count) emu_count(NULL);
-    pair_sums(p, l, n, q, dq, n, 1e-4);
+    pair_sums(p, l, n, &ask, n, 1e-4);
     CHECK(!emu_count || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
-    cuda_drop(dq);
-    free(q);
 }
 
 #define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
@@ -645,7 +669,7 @@ static const Shape attention_shapes[] = {
 // Every shape of which this is asked, in both layers.
 static void shapes_agree(int ask) {
     int all = sizeof attention_shapes / sizeof *attention_shapes;
-    EACH_SEED(seed) EACH_VARIANT(seed, i, all) {
+    EACH_VARIANT(i, all) {
         const Shape *x = &attention_shapes[i];
         if (x->ask != ask) continue;
         int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
@@ -679,21 +703,6 @@ TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and
     shapes_agree(SUMS);
 }
 
-// Rows as f32, what hooks read.
-static void pair_loads(Pair *p, int l, int g) {
-    int D = p->m.c->D, len = kv_head(p->c, l, g)->len, rows[64], n = 0;
-    for (int r = 0; r < len && n < 64; r += 1 + r % 3) rows[n++] = r;
-    OWN float *a = normals((size_t)len * D, 1), *b = normals((size_t)len * D, 1);
-    for (int v = 0; v < 2; v++) {
-        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), NULL, 0, len, a);
-        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), NULL, 0, len, b);
-        CHECK(!memcmp(a, b, (size_t)len * D * sizeof *a), "load of all rows");
-        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a);
-        (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
-        CHECK(!memcmp(a, b, (size_t)n * D * sizeof *a), "load of a list of rows");
-    }
-}
-
 // Rows of n tokens, and the end of the pass.
 static void pair_pass(Pair *p, int n) {
     pair_append(p, n, 1);
@@ -710,7 +719,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
         "pats-tend=150 pats-format=rows64",
         "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
     };
-    EACH_SEED(seed) EACH_VARIANT(seed, i, 5) {
+    EACH_VARIANT(i, 5) {
         int D = (int[]){ 40, 64, 48, 128, 8 }[i];
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
@@ -729,10 +738,13 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
         CHECK(!pair_rows_differ(&p), "%s: a pass after rows were dropped", text[i]);
         for (int l = 0; l < 2; l++) {
             pair_attention(&p, l, 13, 0);
-            for (int g = 0; g < 3; g++) pair_loads(&p, l, g);
+            for (int g = 0; g < 3; g++) {
+                int some[64], n = 0, len = kv_head(p.c, l, g)->len;
+                for (int r = 0; r < len && n < 64; r += 1 + r % 3) some[n++] = r;
+                CHECK(!loads_differ(&p, l, g, NULL, len) && !loads_differ(&p, l, g, some, n), "%s: load", text[i]);
+            }
         }
-        kv_truncate(p.c, 60);
-        kv_truncate(p.d, 60);
+        EACH_SIDE(s, &p) kv_truncate(s, 60);
         CHECK(!pair_rows_differ(&p), "%s: truncate", text[i]);
         pair_pass(&p, 40);
         CHECK(!pair_rows_differ(&p), "%s: growing again", text[i]);
@@ -748,7 +760,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
 TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
                                "and mixed, agrees with the CPU within the size of each block") {
     enum { D = 128, N = 150, BLOCKS = D / 32 };
-    EACH_SEED(seed) EACH_VARIANT(seed, kind, 3) {
+    EACH_VARIANT(kind, 3) {
         OWN_MODEL Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
         OWN_PAIR Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
         float v[D], size[BLOCKS] = { 0 };
@@ -764,48 +776,49 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
             memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
             rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
         }
-        float *q = normals(4 * D, 1.5), *dq = cuda_put(q, 4 * D * sizeof *q);
-        float a[4 * D], b[4 * D], *db = cuda_put(a, sizeof a);
-        p.c->base = p.d->base = N - 1;
-        p.c->decoding = p.d->decoding = 1;
-        attn_decode(p.c, 0, a, q);
-        attn_decode(p.d, 0, db, dq);
-        cuda_get(b, db, sizeof b);
+        OWN_ASKED Asked ask = asked_new(&p, 1);
+        pair_step(&p, N - 1, 1);
+        attn_decode(p.c, 0, ask.want, ask.q);
+        attn_decode(p.d, 0, ask.dgot, ask.dq);
+        cuda_get(ask.got, ask.dgot, ask.all * sizeof(float));
         for (int i = 0; i < 4 * BLOCKS; i++) {
-            double e = worst(b + i * 32, a + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
-            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS,
-                  i % BLOCKS, e);
+            double e = worst(ask.got + i * 32, ask.want + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
+            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS, i % BLOCKS, e);
         }
-        cuda_drop(dq);
-        cuda_drop(db);
-        free(q);
     }
+}
+
+// n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
+// among them, ascending.
+enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, KINDS };
+static float *values_of(int n, int kind) {
+    float *x = normals(n, 3);
+    for (int i = 0; i < n; i++) {
+        if (kind == TIES) x[i] = (float)(i % 7 == 3) - (float)(i % 3 == 0);
+        if (kind == ZEROS) x[i] = i % 3 ? -0.0f : 0;
+        if (kind == INFINITIES && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        if (kind == ASCENDING) x[i] = (float)i - 20000;
+    }
+    return x;
 }
 
 TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past "
                   "n") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
-    EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
+    EACH_VARIANT(once, 1) for (int kind = 0; kind < KINDS; kind++) {
         enum { S = 6, N = 1300 };
-
         int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
         int want[N], per = 700;
-        OWN float *x = normals(S * N, 1);
-        for (int i = 0; i < S * N && kind; i++) {
-            if (kind == 1) x[i] = (float)(i % 7);     // many ties
-            if (kind == 2) x[i] = i % 3 ? -0.0f : 0;  // all equal
-            if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
-        }
+        OWN float *x = values_of(S * N, kind);
         OWN int *idx = xmalloc(S * per * sizeof *idx);
-        float *dx = cuda_put(x, S * N * sizeof *x);
+        OWN_DEVICE float *dx = put_floats(x, S * N);
         top_k_rows(s, dx, S, N, n, k, idx, per, got);
         for (int i = 0; i < S; i++) {
             int w = top_k(x + i * N, n[i], k[i], want);
             CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)),
                   "values %d, row %d: %d, expected %d", kind, i, got[i], w);
         }
-        cuda_drop(dx);
     }
 }
 
@@ -889,32 +902,24 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     choices_agree(p, T, t, m, dev, Q);
     // Many equal gains.
     for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
-    float *even = cuda_put(Q, c->H * each * sizeof *Q);
+    OWN_DEVICE float *even = put_floats(Q, c->H * each);
     choices_agree(p, T, t, m, even, Q);
-    cuda_drop(even);
 }
 
 // Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
 // relative. kinds: how many of draw_lines' there are.
 static void pair_lines(Pair *p, int T, int kinds, double bound) {
     const Config *c = p->m.c;
-    size_t all = (size_t)T * c->H * c->D;
-    OWN float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a);
-    float *b = xmalloc(all * sizeof *b), *dq = cuda_put(q, all * sizeof *q);
-    float *db = cuda_put(q, all * sizeof *q);
+    OWN_ASKED Asked ask = asked_new(p, T);
     size_t mark = scratch_mark(p->c);
     Lines *lines = lines_new(p->c, 0, T);
     for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
-    lines_attend(p->c, 0, lines, a, q, T);
-    lines_attend(p->d, 0, lines, db, dq, T);
-    cuda_get(b, db, all * sizeof *b);
-    double e = worst(b, a, all, bound, bound, NULL);
+    lines_attend(p->c, 0, lines, ask.want, ask.q, T);
+    lines_attend(p->d, 0, lines, ask.dgot, ask.dq, T);
+    double e = asked_error(&ask, ask.all, bound);
     CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
-    if (kinds == 4) pair_samples(p, T, q, dq);
+    if (kinds == 4) pair_samples(p, T, ask.q, ask.dq);
     scratch_reset(p->c, mark);
-    cuda_drop(dq);
-    cuda_drop(db);
-    free(b);
 }
 
 TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
@@ -937,7 +942,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         { 1, 2, 1, 16, 3400, 64, 0, "full", "ctk=f16 ctv=f16" },
     };
     int n_shape = sizeof shape / sizeof *shape;
-    EACH_SEED(seed) EACH_VARIANT(seed, i, n_shape) {
+    EACH_VARIANT(i, n_shape) {
         OWN_MODEL Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
         tiny_window(m, shape[i].window > 0, shape[i].window);
         OWN_PAIR Pair p = pair_open(m, shape[i].method, shape[i].rows);
@@ -985,14 +990,9 @@ static double logit_bound = 1e-3;
 static int views_differ(const Session *a, Session *b) {
     int bad = 0;
     views_fetch_cuda(b);
-    for (int i = 0; i < a->c->L * a->c->H; i++)
-        bad +=
-            !same_view(*kv_view(a, i / a->c->H, i % a->c->H), *kv_view(b, i / a->c->H, i % a->c->H));
-    for (int i = 0; i < a->c->L * a->c->G; i++) {
-        const KVHead *x = &a->head[i], *y = &b->head[i];
-        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) ||
-               memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
-    }
+    for (int l = 0; l < a->c->L; l++)
+        for (int h = 0; h < a->c->H; h++) bad += !same_view(*kv_view(a, l, h), *kv_view(b, l, h));
+    for (int i = 0; i < a->c->L * a->c->G; i++) bad += held_differs(&a->head[i], &b->head[i]);
     return bad;
 }
 
@@ -1015,11 +1015,8 @@ static int sides_agree(Session *a, Session *b, const char *method, const char *t
             }
             if (out) memcpy(out + (size_t)rows * V, y, V * sizeof *y);
             double e = worst(y, x, V, logit_bound, logit_bound, NULL);
-            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i,
-                  e);
-            CHECK(!views_differ(a, b),
-                  "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a "
-                  "score",
+            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i, e);
+            CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a score",
                   method, text, t, i, gap);
         }
     }
@@ -1052,11 +1049,9 @@ static void dialogue_agrees(Tiny m, const char *method, const char *text, const 
 static void device_agrees(Tiny m, const char *spec, const char *more) {
     static const Script p = { 3, { 64, 1, 18 }, { 3, 1, 3 }, 4 };
     static int turn;
-    char err[512], all[320];
-    snprintf(all, sizeof all, "%s device=cuda", more);
-    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
-    OWN_SESSION Session *a = table_open(m, spec, 1, more, err), *b = table_open(m, spec, 1, all, err);
-    CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, err);
+    order_set(turn++);
+    OWN_SESSION Session *a = table_open(m, spec, 1, more), *b = table_open(m, spec, 1, formatted("%s device=cuda", more));
+    CHECK(!a == !b, "%s %s: one side refuses: %s", spec, more, table_err);
     if (!a || !b || sides_agree(a, b, spec, more, &p, NULL) < script_rows(&p)) return;
     if (a->rule != VIS_CAUSAL) return;      // messages that SONIC has finished are not taken back
     for (Session *s = a; s; s = s == a ? b : NULL) kv_truncate(s, s->n_tok - 2);
@@ -1090,14 +1085,32 @@ static Tiny tiny_having(int L, int H, int G, int D, int C, int has) {
     return m;
 }
 
+// Full attention gives the same bits in every order of threads and blocks; q, k and v of a step are one launch a layer.
+static void orders_agree(Tiny m, const char *text, const Script *p) {
+    size_t all = (size_t)script_rows(p) * m.c->V;
+    int steps = script_rows(p) - p->turns;
+    OWN float *first = NULL;
+    for (int order = 0; emu_set_seed && !emu_is_hard() && order < 3; order++) {
+        order_set(order);
+        emu_count(NULL);
+        OWN_SESSION Session *s = cuda_session(m, "full", text);
+        float *x = run_session(s, p);
+        CHECK(emu_count("qkv_kernel") == steps * m.c->L, "%s, D %d: %ld launches", text, m.c->D, emu_count("qkv_kernel"));
+        CHECK(!first || !memcmp(first, x, all * sizeof *x), "%s, D %d: another order, other bits", text, m.c->D);
+        free(first);
+        first = x;
+    }
+}
+
 TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table does not have agree with the CPU: tensor cores, "
                      "heads wider than a tile's sums, lists of 5 to 64 query heads, more works than a warp has lanes, "
-                     "weights of Nexus rows' own; qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes") {
+                     "weights of Nexus rows' own; head_dim 2 to 256, qk-norm, biases, f16 and bf16 weights, tied ones, mixed "
+                     "dtypes; full attention in every order of blocks the same bits") {
     static const struct {
         int L, H, G, D, first;
         const char *method, *text;
         double bound;
-        int has;
+        int has, C;
     } run[] = {
         { 2, 6, 3, 40, 60, "adakv", "budget=20 obs-window=4 ctk=f16 ctv=f16", 1e-3 },
         { 2, 6, 3, 40, 60, "snapkv", "budget=20 obs-window=4 ctk=bf16", 1e-3 },
@@ -1134,29 +1147,31 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         { 2, 6, 3, 40, 37, "full", "exact ctk=f16", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "snapkv", "exact budget=20 obs-window=4", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "full", "exact", 1e-3, NORMS | BIASES | WINDOW | MIXED },
+        { 2, 2, 2, 128, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 520 },
+        { 2, 4, 2, 6, 40, "full", "", 1e-3, NORMS, 20 },
+        { 2, 3, 3, 64, 40, "full", "ctk=f16 ctv=f16", 1e-3, BIASES | TIED },
+        { 2, 2, 1, 80, 40, "full", "ctk=q8_0 ctv=q8_0", 1e-3, NORMS | BIASES, 40 },
+        { 2, 2, 1, 256, 40, "full", "ctk=bf16 ctv=bf16", 1e-3, BIASES | TIED },
+        { 2, 4, 1, 96, 40, "full", "ctk=bf16 ctv=q8_0", 1e-3, NORMS | TIED },
+        { 2, 12, 4, 2, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 16 },
     };
-    EACH_VARIANT(0, i, (int)(sizeof run / sizeof *run)) {
-        int H = run[i].H, G = run[i].G, D = run[i].D, nexus = !strcmp(run[i].method, "sonic");
-        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
-        OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, 24, run[i].has);
-        OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, 24, 40, 53, 77);
+    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
+        int H = run[i].H, G = run[i].G, D = run[i].D, C = run[i].C ? run[i].C : 24, nexus = !strcmp(run[i].method, "sonic");
+        OWN_MODEL Tiny m = tiny_having(run[i].L, H, G, D, C, run[i].has);
+        OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, C, 40, 53, 77);
         Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
         logit_bound = run[i].bound;
         dialogue_agrees(m, run[i].method, run[i].text, &p, nexus ? n.w->layer : NULL);
+        if (!strcmp(run[i].method, "full") && run[i].first == 40) orders_agree(m, run[i].text, &p);
     }
     logit_bound = 1e-3;
-}
-
-// How many of n floats differ in a bit between host and device.
-static int floats_differ(const void *host, const void *dev, size_t n) {
-    return n && bytes_differ(host, dev, n * 4);
 }
 
 // A on the CPU.
 static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {
     size_t n = a->n;
-    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) ||
-           floats_differ(a->tokens, b->tokens, n) || (n && floats_differ(a->of, b->of, children));
+    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || bytes_differ(a->r, b->r, n * 4) ||
+           bytes_differ(a->tokens, b->tokens, n * 4) || (n && bytes_differ(a->of, b->of, (size_t)children * 4));
 }
 
 // To the bit.
@@ -1175,7 +1190,8 @@ static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
 // the same (0): every head reads the same.
 static void select_agrees(Pair *p, int l, double scale, const char *text) {
     const Config *c = p->m.c;
-    float *q = normals((size_t)c->H * c->D, scale), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    OWN float *q = normals((size_t)c->H * c->D, scale);
+    OWN_DEVICE float *dq = put_floats(q, (size_t)c->H * c->D);
     p->c->part[0].m->select(p->c, p->c->part[0].ms, l, q);
     p->d->part[0].m->select(p->d, p->d->part[0].ms, l, dq);
     views_fetch_cuda(p->d);
@@ -1184,8 +1200,6 @@ static void select_agrees(Pair *p, int l, double scale, const char *text) {
         CHECK(same_view(a, b), "%s, %d tokens, query times %g: layer %d, head %d reads %d rows before %d, on the CPU %d "
               "before %d", text, p->c->n_tok, scale, l, h, b.n, b.tail, a.n, a.tail);
     }
-    cuda_drop(dq);
-    free(q);
 }
 
 // Do both sides hold another index? LycheeCluster's trees, or Quest's bounds, to the bit.
@@ -1200,40 +1214,63 @@ static int index_differs(const Pair *p) {
     return bad;
 }
 
-TEST(cuda_index, "from equal rows both devices make the same index to the bit, and read the same rows: trees that are "
-                 "built, grafted and built anew, every score, with and without units; bounds of pages that grow; every "
-                 "format, packed rows") {
+// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
+void cuda_seek_shared(int bytes);
+
+#define LYCHEE_SHORT "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 lychee-chunk-max=4 "
+
+TEST(cuda_index, "from equal rows both devices make the same index to the bit, and a selection in one launch reads the same "
+                 "rows: trees that are built, grafted and built anew, every score, with and without units; bounds of pages "
+                 "that grow; every format, packed rows; few and many units, random, partly and all tied, scores in shared "
+                 "memory and out of it, budgets of nothing and of nearly all") {
     static const struct {
-        int H, G, D;
+        int L, H, G, D;
         const char *method, *text;
+        int n[2];               // tokens of two passes; 0: of many that grow
+        double std[2];          // and the deviation of their keys
     } run[] = {
-        { 6, 3, 40, "lychee", "budget=40" },
-        { 12, 3, 16, "lychee", "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16" },
-        { 12, 3, 16, "lychee", "budget=30 lychee-kg=2 paper" },
-        { 2, 2, 128, "lychee", "budget=40 paper" },
-        { 12, 3, 16, "lychee+pats", "budget=40 pats-window=8 ctk=f16 ctv=f16" },
-        { 6, 3, 40, "quest", "budget=64 ctk=f32" },
-        { 6, 3, 64, "quest", "budget=64 ctk=f16 ctv=f16" },
-        { 6, 3, 16, "quest", "budget=64 ctk=bf16" },
-        { 6, 3, 48, "quest", "budget=64 ctk=q8_0" },
-        { 6, 3, 128, "quest+pats", "budget=64 ctk=f16 ctv=f16 pats-window=8" },
+        { 2, 6, 3, 40, "lychee", LYCHEE_SMALL "budget=40" },
+        { 1, 2, 2, 20, "lychee", LYCHEE_SHORT "budget=303 paper", { 300, 300 }, { 0, 1 } },
+        { 2, 12, 3, 16, "lychee", LYCHEE_SMALL "budget=50 paper lychee-kg=3 ctk=f16 ctv=f16" },
+        { 2, 12, 3, 16, "lychee", LYCHEE_SMALL "budget=30 lychee-kg=2 paper" },
+        { 1, 2, 2, 20, "quest", "full-layers=0 budget=1600 ctk=f16", { 8000, 2000 }, { 1, 0 } },    // 624 pages: three blocks
+        { 2, 2, 2, 128, "lychee", LYCHEE_SMALL "budget=40 paper" },
+        { 1, 5, 1, 24, "quest", "full-layers=0 budget=48 ctk=f16", { 40, 30 }, { 1, 1 } },          // 4 pages
+        { 1, 2, 2, 20, "quest", "full-layers=0 budget=64 ctk=bf16", { 400, 300 }, { 0, 1 } },       // ties in the first pages
+        { 2, 12, 3, 16, "lychee+pats", LYCHEE_SMALL "budget=40 pats-window=8 ctk=f16 ctv=f16" },
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=20", { 60, 9 }, { 1, 1 } },
+        { 1, 2, 2, 20, "lychee", LYCHEE_SHORT "budget=2 lychee-kg=2", { 60, 20 }, { 1, 1 } },       // the sinks alone
+        { 1, 5, 1, 24, "quest", "full-layers=0 budget=4700 ctk=f32", { 4500, 300 }, { 1, 1 } },     // all pages but a few
+        { 2, 6, 3, 16, "quest", "budget=64 full-layers=0 ctk=bf16" },
+        { 2, 6, 3, 40, "quest", "budget=64 full-layers=0 ctk=f32" },
+        { 2, 6, 3, 64, "quest", "budget=64 full-layers=0 ctk=f16 ctv=f16" },
+        { 2, 6, 3, 48, "quest", "budget=64 full-layers=0 ctk=q8_0" },
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=100 lychee-kg=16", { 3000, 200 }, { 1, 0 } }, // 400 clusters: two blocks
+        { 1, 5, 1, 24, "lychee", LYCHEE_SHORT "budget=2900 lychee-kg=16", { 3000, 200 }, { 1, 0 } },
+        { 2, 6, 3, 128, "quest+pats", "budget=64 full-layers=0 ctk=f16 ctv=f16 pats-window=8" },
     };
     if (!strcmp(simd_name(), "plain")) return;      // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) EACH_VARIANT(seed, i, 10) {
-        int quest = *run[i].method == 'q';
-        char text[200];
-        snprintf(text, sizeof text, "%s %s", run[i].text,
-                 quest ? "full-layers=0" : "lychee-buffer=8 full-layers=0 sink=4");
-        OWN_MODEL Tiny m = tiny_model(2, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, run[i].method, text);
-        for (int pass = 0; pass < (quest ? 7 : 15); pass++) {
+    EACH_VARIANT(i, (int)(sizeof run / sizeof *run)) {
+        int quest = *run[i].method == 'q', two = run[i].n[0] > 0, passes = two ? 2 : quest ? 7 : 15;
+        OWN_MODEL Tiny m = tiny_model(run[i].L, run[i].H, run[i].G, run[i].D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, run[i].method, run[i].text);
+        for (int pass = 0; pass < passes; pass++) {
             int grown = quest ? 1 + 9 * pass : pass < 13 ? 7 : pass < 14 ? 130 : 30, n = pass ? grown : quest ? 77 : 90;
-            pair_append(&p, n, 1);
+            if (two) n = run[i].n[pass];
+            pair_append(&p, n, two ? run[i].std[pass] : 1);
             pair_commit(&p, n);
-            CHECK(!index_differs(&p), "%s: another index behind %d tokens", text, p.c->n_tok);
-            for (int l = 0; l < 2; l++) select_agrees(&p, l, 1.5, text);
-            CHECK(kv_view(p.d, 1, 0)->tail > 60 || (!quest && p.c->n_tok < 120), "%s: nothing was selected", text);
+            CHECK((two && !run[i].std[0]) || !index_differs(&p), "%s: another index behind %d tokens", run[i].text,
+                  p.c->n_tok);
+            for (int way = 0; way < (two && pass ? 4 : two ? 0 : 1); way++)
+                for (int l = 0; l < run[i].L; l++) {
+                    cuda_seek_shared(way & 1 ? 0 : -1);
+                    select_agrees(&p, l, way & 2 ? 0 : 1.5, run[i].text);
+                }
+            int first = !quest && p.c->n_tok < 120, last = run[i].L - 1;
+            CHECK(first || (two && !pass) || kv_view(p.d, last, 0)->tail > (two ? 0 : 60), "%s: nothing was selected",
+                  run[i].text);
         }
+        cuda_seek_shared(-1);
     }
 }
 
@@ -1244,11 +1281,10 @@ TEST(cuda_trace, "under every method traces of both devices have the same names,
     size_t n = (size_t)script_rows(&p) * m.c->V;
     EACH_METHOD(x) {
         const char *method = (*x)->name;
-        char err[512];
         float *cpu, *device;
-        SafeFile *a = trace_played(m, table_open(m, method, 1, "", err), method, &p, &cpu);
-        SafeFile *b = trace_played(m, table_open(m, method, 1, "device=cuda", err), method, &p, &device);
-        OWN_SESSION Session *s = table_open(m, method, 1, "device=cuda", err);
+        SafeFile *a = trace_played(m, table_open(m, method, 1, ""), method, &p, &cpu);
+        SafeFile *b = trace_played(m, table_open(m, method, 1, "device=cuda"), method, &p, &device);
+        OWN_SESSION Session *s = table_open(m, method, 1, "device=cuda");
         OWN float *untraced = run_session(s, &p);
         CHECK(worst(device, cpu, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU", method);
         CHECK(worst(device, untraced, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace", method);
@@ -1336,7 +1372,7 @@ TEST(cuda_steady, "steps as a graph, over grafts, ends of pages, selections, hea
     for (size_t n = 1; n < 3000000; n += n / 3 + 1)     // a step's works are cut into so many items
         CHECK((n + cuda_chunk(n) - 1) / cuda_chunk(n) <= 512, "%zu rows in pieces of %zu", n, cuda_chunk(n));
     for (int i = 0; i < (int)(sizeof run / sizeof *run); i++) {
-        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        order_set(i);
         steady_agrees(&run[i]);
     }
 }
@@ -1350,11 +1386,10 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
         OWN float *full = NULL;
         size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof *full;
         EACH_METHOD(x) {
-            char more[160], err[512];
             if ((*x)->role & ROLE_STORE || (*x)->rule) continue;
-            snprintf(more, sizeof more, "device=cuda batch-size=50 %s %s", rows[f], (*x)->budget ? "budget=1000" : "");
-            OWN_SESSION Session *s = table_open(m, (*x)->name, 0, more, err);
-            CHECK(s, "%s: %s", (*x)->name, err);
+            const char *more = formatted("device=cuda batch-size=50 %s %s", rows[f], (*x)->budget ? "budget=1000" : "");
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 0, more);
+            CHECK(s, "%s: %s", (*x)->name, table_err);
             float *got = run_session(s, &p);
             CHECK(!full || !memcmp(full, got, bytes), "%s %s is not full attention", (*x)->name, more);
             if (full) free(got);
@@ -1398,40 +1433,6 @@ TEST(cuda_prefill_error, "logits behind a prefill with bf16 weights: one product
     CHECK(one < 2e-3, "logits differ by %g of the largest", one);
 }
 
-TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_dim 2 to 256, norms of q and k, biases, "
-                 "tied weights, every row format; in every order of blocks the same bits") {
-    static const struct {
-        int H, G, D, C, has;
-        const char *rows;
-    } shape[] = {
-        { 4, 2, 6, 20, NORMS, "ctk=f32 ctv=f32" },
-        { 3, 3, 64, 24, BIASES | TIED, "ctk=f16 ctv=f16" },
-        { 2, 1, 80, 40, NORMS | BIASES, "ctk=q8_0 ctv=q8_0" },
-        { 4, 1, 96, 24, NORMS | TIED, "ctk=bf16 ctv=q8_0" },
-        { 2, 2, 128, 520, NORMS, "ctk=f16 ctv=f16" },
-        { 2, 1, 256, 24, BIASES | TIED, "ctk=bf16 ctv=bf16" },
-        { 12, 4, 2, 16, NORMS, "ctk=f16 ctv=f16" },
-    };
-    Script p = { 1, { 40 }, { 3 }, 4 };
-    EACH_VARIANT(0, i, 7) {
-        int D = shape[i].D;
-        OWN_MODEL Tiny m = tiny_having(2, shape[i].H, shape[i].G, D, shape[i].C, shape[i].has);
-        dialogue_agrees(m, "full", shape[i].rows, &p, NULL);
-        OWN float *first = NULL;
-        for (int order = 0; order < (emu_set_seed && !emu_is_hard() ? 3 : 1); order++) {
-            if (emu_set_seed) emu_set_seed(cuda_seeds[order]);
-            if (emu_count) emu_count(NULL);
-            OWN_SESSION Session *s = cuda_session(m, "full", shape[i].rows);
-            float *x = run_session(s, &p);
-            long n = emu_count ? emu_count("qkv_kernel") : 6, other = emu_count ? emu_count("gemv_kernel") : 3 * 7 + 4;
-            CHECK(n == 6 && other == 3 * 7 + 4, "D %d: %ld and %ld launches in 3 steps", D, n, other);
-            CHECK(!first || !memcmp(first, x, 4 * 53 * sizeof *x), "D %d: another order, other bits", D);
-            if (first) free(x);
-            else first = x;
-        }
-    }
-}
-
 // The exit code opening a session ends with; 0: it opened.
 static int cuda_try(Tiny m, const char *method, const char *text) {
     // static: longjmp leaves it alone.
@@ -1445,40 +1446,29 @@ static int cuda_try(Tiny m, const char *method, const char *text) {
     return rc;
 }
 
-TEST(cuda_launches, "what a prefill in blocks and a step launch, kernel by kernel") {
+TEST(cuda_launches, "what a prefill in blocks launches, kernel by kernel") {
+    // Two layers in three blocks of 128 tokens; behind its attention the last layer goes on with the last token.
     static const struct {
         const char *kernel;
-        int prefill, step;
+        int n;
     } want[] = {
-        // Two layers in three blocks of 128 tokens; behind its attention the last layer goes on with the last token.
-        { "embed_kernel", 1, 1 },
-        { "rows_kernel", 6 + 9, 0 },        // norms, SwiGLU, activations in 16 bits
-        { "cublasGemmEx", 6 + 9, 0 },       // products
-        { "finish_kernel", 6, 0 },          // scales, biases, residuals
-        { "heads_kernel", 6, 0 },           // scales, biases, RoPE, append
-        { "prefill_kernel", 6, 0 },
-        { "step_works_kernel", 0, 1 },      // items of every layer
-        { "qkv_kernel", 0, 2 },             // norm, q, k, v, RoPE, append
-        { "attend_kernel", 0, 2 },
-        { "gemv_kernel", 4, 3 * 2 + 1 },    // output, MLP, logits
-        { "pick_kernel", 0, 1 },            // the best 40 logits
+        { "embed_kernel", 1 },
+        { "rows_kernel", 6 + 9 },       // norms, SwiGLU, activations in 16 bits
+        { "cublasGemmEx", 6 + 9 },      // products
+        { "finish_kernel", 6 },         // scales, biases, residuals
+        { "heads_kernel", 6 },          // scales, biases, RoPE, append
+        { "prefill_kernel", 6 },
+        { "gemv_kernel", 4 },           // output, MLP, logits
+        { "_kernel", 1 + 15 + 6 + 6 + 6 + 4 },
     };
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
     Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
-    int *ids = random_ids(300, c->V);
-    for (int step = 0; emu_count && step < 3; step++) {
-        emu_count(NULL);
-        if (step) decode(s, ids[0]);
-        else prefill(s, ids, 300);
-        s->picks = 40;
-        for (size_t i = 0; step != 1 && i < sizeof want / sizeof *want; i++) {
-            long n = emu_count(want[i].kernel);
-            CHECK(n == (step ? want[i].step : want[i].prefill), "%s was launched %ld times in a %s", want[i].kernel, n,
-                  step ? "step" : "prefill");
-        }
-    }
-    arrfree(ids);
+    if (emu_count) emu_count(NULL);
+    prefill(s, seven_ids(300, c->V), 300);
+    for (size_t i = 0; emu_count && i < sizeof want / sizeof *want; i++)
+        CHECK(emu_count(want[i].kernel) == want[i].n, "%s was launched %ld times", want[i].kernel,
+              emu_count(want[i].kernel));
     session_done(s);
     weights_close(w, c);
 }
@@ -1488,9 +1478,8 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
     enum { L = 3 };
     OWN_MODEL Tiny m = table_model(L, 4, 2, 0);
     EACH_METHOD(p) {
-        char err[512];
         if (!emu_count) break;
-        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "device=cuda", err);
+        OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "device=cuda");
         long n = -1, want = 5 * L + 3;
         if ((*p)->select) want += (*p)->plan ? 1 + (L - 1) : 1;     // the first layer reads every row
         prefill(s, seven_ids(60, m.c->V), 60);
@@ -1509,21 +1498,21 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
 void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
 
 // The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
-static void best_agrees(Session *s, const float *x, int V, int k, const char *text) {
+static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
     static BestLogits b;
-    int *idx = xmalloc((size_t)V * sizeof *idx), n = top_k(x, V, k, idx), worst = 0;
+    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
+    int n = top_k(x, V, k, idx), worst = 0;
     for (int i = 0; i < V; i++) {
         FloatBits u = { x[i] };
         worst = max_int(worst, (int)(u.u & 0x7fffffff));
     }
     cuda_best(s, x, V, k, &b);
-    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x",
-          text, k, V, b.n, b.worst, n, worst);
+    CHECK(b.n == n && b.worst == worst, "values %d: the best %d of %d: %d, %08x; on the CPU %d, %08x", kind, k, V, b.n,
+          b.worst, n, worst);
     for (int i = 0; i < n && b.n == n; i++)
         CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
-              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i,
-              b.best[i].id, b.best[i].x, idx[i], x[idx[i]]);
-    free(idx);
+              "values %d: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", kind, k, V, i, b.best[i].id,
+              b.best[i].x, idx[i], x[idx[i]]);
 }
 
 TEST(cuda_best,
@@ -1535,20 +1524,13 @@ TEST(cuda_best,
     for (int i = 0; i < 6; i++)
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
-            if (emu_set_seed) emu_set_seed(cuda_seeds[(i + j) % 3]);
+            order_set(i + j);
+            for (int kind = 0; kind < KINDS; kind++) {
+                OWN float *x = values_of(V, kind);
+                best_agrees(s, x, V, k, kind);
+            }
             OWN float *x = normals(V, 3);
-            best_agrees(s, x, V, k, "random");
-            for (int t = 0; t < V; t++) x[t] = (float)(t % 7 == 3) - (float)(t % 3 == 0);
-            best_agrees(s, x, V, k, "ties");
-            for (int t = 0; t < V; t++) x[t] = t % 2 ? -0.0f : 0.0f;
-            best_agrees(s, x, V, k, "zeros");
-            // The last 128 ids: more are chosen in the last block than anywhere.
-            for (int t = 0; t < V; t++) x[t] = (float)t - 20000;
-            best_agrees(s, x, V, k, "ascending");
             BestLogits b;
-            x[V / 2] = -INFINITY;
-            cuda_best(s, x, V, k, &b);
-            CHECK(b.worst == 0x7f800000, "%08x", b.worst);
             x[V / 3] = -NAN;
             cuda_best(s, x, V, k, &b);
             CHECK(b.worst > 0x7f800000, "%08x", b.worst);
@@ -1609,47 +1591,44 @@ TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are 
     CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
 }
 
+// The bytes that a memory plan asks for in all.
+static size_t planned(const MemoryPlan *p) { return p->weights + p->kv + p->parts + p->pass; }
+
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
                   "device: exit 4 with the numbers and what helps") {
-    const char *method[] = { "full", "full",  "snapkv", "window",
-                             "pats", "quest", "lychee", "loopserve" };
-    const char *text[] = { "ctx-size=300 ctk=f32 ctv=f32",
-                           "ctx-size=300 batch-size=64",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
-                           "ctx-size=300 budget=64",
-                           "ctx-size=300 budget=64 lychee-buffer=8 sink=4",
-                           "ctx-size=300 loopserve-min-context=0" };
+    static const struct {
+        const char *method, *text;
+    } run[] = {
+        { "full", "ctx-size=300 ctk=f32 ctv=f32" },
+        { "full", "ctx-size=300 batch-size=64" },
+        { "snapkv", "ctx-size=300 budget=64" },
+        { "window", "ctx-size=300 budget=64" },
+        { "pats", "ctx-size=300 ctk=f16 ctv=f16 pats-window=16" },
+        { "quest", "ctx-size=300 budget=64" },
+        { "lychee", "ctx-size=300 budget=64 lychee-buffer=8 sink=4" },
+        { "loopserve", "ctx-size=300 loopserve-min-context=0" },
+    };
     for (int i = 0; emu_set_memory && i < 8; i++) {
         OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         weights_count(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
-        Session *s = cuda_session(m, method[i], text[i]);
+        Session *s = cuda_session(m, run[i].method, run[i].text);
         MemoryPlan p = memory_plan(s);
         prefill(s, seven_ids(299, 53), 299);
         decode(s, 1);
-        size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
-        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned",
-              method[i], text[i], most, need);
+        size_t need = planned(&p), most = emu_most_memory();
+        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", run[i].method, run[i].text,
+              most, need);
         session_done(s);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
-        int rc = cuda_try(m, method[i], text[i]);
-        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") &&
-                  strstr(die_text, i == 1 ? "the weights alone" : "-c"),
+        int rc = cuda_try(m, run[i].method, run[i].text);
+        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"),
               "%d: %s", rc, die_text);
         emu_set_memory(need);
-        CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
+        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
     }
-}
-
-// The bytes that the memory plan asks for on the device.
-static size_t cuda_plan(Tiny m, const char *text) {
-    OWN_SESSION Session *s = session_of(m, "full", text);
-    MemoryPlan p = memory_plan(s);
-    return p.weights + p.kv + p.parts + p.pass;
 }
 
 // The first call sets the mark to what is held.
@@ -1682,7 +1661,9 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
     if (!emu_set_memory) return;
     emu_set_memory(1000);
     CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
-    emu_set_memory(cuda_plan(m, "ctx-size=300") + 1000);    // enough for this model, not for the trial's
+    OWN_SESSION Session *s = session_of(m, "full", "ctx-size=300");
+    MemoryPlan p = memory_plan(s);
+    emu_set_memory(planned(&p) + 1000);     // enough for this model, not for the trial's
     CHECK(!strcmp(device_chosen(m), "cpu"), "no room for the trial: -d %s", device_chosen(m));
     CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
     emu_set_memory(0);
@@ -1692,9 +1673,8 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
                  "held as at the start") {
     static const char *const method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
     for (int i = 0; emu_most_memory && i < 6; i++) {
-        char err[512];
         OWN_MODEL Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
-        Session *s = table_open(m, method[i], 1, "device=cuda budget=12 full-layers=0", err);
+        Session *s = table_open(m, method[i], 1, "device=cuda budget=12 full-layers=0");
         size_t first = 0;
         for (int t = 0; t < 60; t++) {
             int ids[3] = { t % 23, 3, 5 };
@@ -1762,49 +1742,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     arrfree(line);
 }
 
-// ---- selections in one launch a layer, and a prefill that fits only packed
-
-// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
-void cuda_seek_shared(int bytes);
-
-#define LYCHEE_SHORT "lychee-buffer=4 full-layers=0 sink=2 lychee-chunk-min=2 lychee-chunk-max=4 "
-
-TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and many units, random, partly "
-                "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
-    static const struct {
-        int heads;              // query heads of one KV head, or 1: of two of these
-        const char *method, *text;
-        int n[2];               // tokens of two passes
-        double std[2];          // and the deviation of their keys
-    } run[] = {
-        { 1, "lychee", LYCHEE_SHORT "budget=303 paper", { 300, 300 }, { 0, 1 } },
-        { 5, "quest", "full-layers=0 budget=48 ctk=f16", { 40, 30 }, { 1, 1 } },            // 4 pages
-        { 1, "quest", "full-layers=0 budget=64 ctk=bf16", { 400, 300 }, { 0, 1 } },         // ties in the first pages
-        { 5, "lychee", LYCHEE_SHORT "budget=20", { 60, 9 }, { 1, 1 } },
-        { 1, "quest", "full-layers=0 budget=1600 ctk=f16", { 8000, 2000 }, { 1, 0 } },      // 624 pages: three blocks
-        { 1, "lychee", LYCHEE_SHORT "budget=2 lychee-kg=2", { 60, 20 }, { 1, 1 } },         // room for the sinks alone
-        { 5, "quest", "full-layers=0 budget=4700 ctk=f32", { 4500, 300 }, { 1, 1 } },       // all pages but a few
-        { 5, "lychee", LYCHEE_SHORT "budget=100 lychee-kg=16", { 3000, 200 }, { 1, 0 } },   // 400 clusters: two blocks
-        { 5, "lychee", LYCHEE_SHORT "budget=2900 lychee-kg=16", { 3000, 200 }, { 1, 0 } },
-    };
-    if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) EACH_VARIANT(seed, i, (int)(sizeof run / sizeof *run)) {
-        int one = run[i].heads == 1;
-        OWN_MODEL Tiny m = one ? tiny_model(1, 2, 2, 20, 16, 16, 11, 3) : tiny_model(1, 5, 1, 24, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, run[i].method, run[i].text);
-        for (int pass = 0; pass < 2; pass++) {
-            pair_append(&p, run[i].n[pass], run[i].std[pass]);
-            pair_commit(&p, 9);
-        }
-        for (int way = 0; way < 4; way++) {
-            cuda_seek_shared(way & 1 ? 0 : -1);
-            select_agrees(&p, 0, way & 2 ? 0 : 1.5, run[i].text);
-            for (int h = 0; h < m.c->H; h++)
-                CHECK(kv_view(p.c, 0, h)->tail > 0 && kv_view(p.c, 0, h)->n > 0, "%s: nothing was selected", run[i].text);
-        }
-        cuda_seek_shared(-1);
-    }
-}
+// ---- a prefill that fits only packed, and growth
 
 TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
                        "layers beside the weights and rooms runs it") {
@@ -1814,7 +1752,7 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
                               "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
                               "ctv=f16");
     MemoryPlan plan = memory_plan(s);
-    size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
+    size_t need = planned(&plan), sum = 0;
     size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
     for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].bytes;
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
@@ -1964,4 +1902,3 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers, which e
         turn_free(turn);
     }
 }
-#endif

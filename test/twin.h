@@ -48,12 +48,10 @@ struct Twin {
     int *id, *pos, *kind, *seg;  // stb_ds arrays: every token seen
     int base, pos_next, decoding, step, turn;
     int format;  // DT_F32 or DT_F16: how rows are rounded
-    // < 0: the next tokens get pos_next; otherwise set by a hook through twin_tokens.
-    int next_pos;
     TwinHooks hook;
-    // (n,H,rows of the layer's longest head) of the last layer attended, if want_prob.
-    double *prob;
-    int want_mass;  // rows gather attention in .mass
+    // (L*H) 1: query i of the layer's last pass read row j, (n,rows) by twin_mask; NULL: it read every row that it sees.
+    char **mask;
+    int attending;  // 1: they count
 };
 
 // The elements of a tensor in double, to be freed; NULL for a tensor that the model lacks.
@@ -101,6 +99,7 @@ static Twin *twin_new(const Config *c, const Weights *w, int format) {
     t->embed = widen(&w->embed);
     t->head = widen(&w->head);
     t->row = xcalloc((size_t)c->L * c->G, sizeof *t->row);
+    t->mask = xcalloc((size_t)c->L * c->H, sizeof *t->mask);
     return t;
 }
 
@@ -143,14 +142,15 @@ static void twin_free(Twin *t) {
     }
     twin_layers_free(t->layer, t->c->L);
     twin_layers_free(t->alt, t->c->L);
+    for (int i = 0; i < t->c->L * t->c->H; i++) free(t->mask[i]);
     arrfree(t->id);
     arrfree(t->pos);
     arrfree(t->kind);
     arrfree(t->seg);
     free(t->row);
+    free(t->mask);
     free(t->embed);
     free(t->head);
-    free(t->prob);
     free(t);
 }
 
@@ -197,15 +197,23 @@ static int twin_causal(const Twin *t, int l, int i, const TwinRow *r) {
     return r->src <= t->base + i && (!w || r->pos > t->pos[t->base + i] - w);
 }
 
+// For a hook before attention: the rows of layer l that query head h reads in this pass, (n,rows), all 0 at first. Those
+// that it does not see it does not read.
+static char *twin_mask(Twin *t, int l, int h, int n) {
+    int rows = (int)arrlen(t->row[l * t->c->G + h / (t->c->H / t->c->G)]);
+    return t->mask[l * t->c->H + h] = xcalloc((size_t)n * rows + 1, 1);
+}
+
 // probabilities of query head h of token i over the layer's rows: p (rows), 0 where not seen
 static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p) {
     TwinRow *r = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
     double max = -INFINITY, sum = 0;
     int n = (int)arrlen(r), D = t->c->D;
+    const char *mask = t->attending ? t->mask[l * t->c->H + h] : NULL;
     for (int j = 0; j < n; j++) {
         p[j] = -INFINITY;
-        if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j])))
-            continue;
+        if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j]))) continue;
+        if (mask && !mask[(size_t)i * n + j]) continue;
         p[j] = 0;
         for (int d = 0; d < D; d++) p[j] += q[d] * r[j].k[d];
         p[j] /= sqrt(D);
@@ -278,8 +286,14 @@ static void twin_run(Twin *t, int n, double *logits) {
                 }
             }
         }
+        for (int k = l * c->H; k < (l + 1) * c->H; k++) {
+            free(t->mask[k]);
+            t->mask[k] = NULL;
+        }
         if (t->hook.before) t->hook.before(t->hook.u, t, l, q, n);
+        t->attending = 1;
         twin_attend(t, l, o, q, n);
+        t->attending = 0;
         if (t->hook.after) t->hook.after(t->hook.u, t, l, q, qp, n);
         for (int i = 0; i < n; i++) {
             const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
@@ -471,6 +485,18 @@ static void draw_ids(int *ids, int n, int V) {
     for (int i = 0; i < n; i++) ids[i] = rnd_int(V);
 }
 
+// A text as printf makes it, until the eighth call after.
+static const char *formatted(const char *fmt, ...) {
+    static char text[8][512];
+    static int k;
+    va_list ap;
+    va_start(ap, fmt);
+    k = (k + 1) % 8;
+    vsnprintf(text[k], sizeof text[k], fmt, ap);
+    va_end(ap);
+    return text[k];
+}
+
 // A session with options given as "name=value name=value"; rows stored as f32 unless said
 // otherwise.
 static Options *options_of(const char *text) {
@@ -586,6 +612,22 @@ static int rows_differ(const Session *s, const Twin *t) {
     return bad;
 }
 
+// How many query heads have read other rows in the last pass, a step, than the twin's?
+static int reads_differ(const Session *s, const Twin *t) {
+    static int rows[8192];
+    int bad = 0, H = s->c->H;
+    for (int i = 0; i < s->c->L * H && t->decoding; i++) {
+        int len = (int)arrlen(t->row[i / (H / s->c->G)]), n = view_rows(s, i / H, i % H, rows), at = 0, diff = 0;
+        for (int r = 0; r < len; r++) {
+            int in = at < n && rows[at] == r;
+            at += in;
+            diff |= in != (!t->mask[i] || t->mask[i][r]);
+        }
+        bad += diff || at < n;
+    }
+    return bad;
+}
+
 // The number of heads in which two sessions hold the rows of other tokens.
 static int heads_differ(const Session *a, const Session *b) {
     int bad = 0;
@@ -603,7 +645,7 @@ typedef struct {
 } Beside;
 
 // Runs a script on a session of this method and on the twin with these hooks: their logits differ by 1e-5 at most,
-// absolute and relative, and their heads hold the same rows.
+// absolute and relative, their heads hold the same rows, and the last step read the same.
 static Beside run_beside(Tiny m, const char *method, const char *text, TwinHooks hooks, const Script *p) {
     Beside x = { session_of(m, method, text), twin_new(m.c, m.w, DT_F32) };
     x.t->hook = hooks;
@@ -612,6 +654,8 @@ static Beside run_beside(Tiny m, const char *method, const char *text, TwinHooks
     CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, text, m.c->H, m.c->G, m.c->L, e);
     CHECK(!rows_differ(x.s, x.t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, text, m.c->H, m.c->G,
           m.c->L, rows_differ(x.s, x.t));
+    CHECK(!reads_differ(x.s, x.t), "%s %s, H %d G %d L %d: %d heads read other rows", method, text, m.c->H, m.c->G,
+          m.c->L, reads_differ(x.s, x.t));
     return x;
 }
 
@@ -631,9 +675,8 @@ static void ctrl_c_in_layers(const char *what, double share) {
 // Two traces can be open at a time.
 static SafeFile *trace_played(Tiny m, Session *s, const char *method, const Script *p, float **logits) {
     static int made;
-    char err[512], name[64];
-    snprintf(name, sizeof name, "trace-%d", made++ % 2);
-    const char *path = tmp_path(name);
+    char err[512];
+    const char *path = tmp_path(formatted("trace-%d", made++ % 2));
     App a = { .o = options_in(s), .c = m.c, .w = m.w, .s = s, .method = (char *)(uintptr_t)method };
     options_set(a.o, "trace", path, err);
     trace_open(&a);
