@@ -20,8 +20,8 @@
 //      HELPERS: growing buffers, what the device holds of a session, tensors on the device
 //      PRODUCTS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
-//    2 CACHE: rows of K and V: rotated, rounded, appended, moved
-//    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
+//    2 CACHE: rows of K and V: rotated, rounded, appended, moved; views that the device chooses
+//    3 ATTENTION: five attention kernels, sums over queries
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
@@ -1271,6 +1271,164 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
     upload(to, raw, bytes);
 }
 
+// n bytes to the host.
+void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
+
+// h->mass to the host, for hooks that read it.
+void mass_fetch_cuda(Session *s, KVHead *h) {
+    download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float));
+}
+
+// The most rows that any head has memory for.
+static int most_rows(const Session *s) {
+    int n = 1;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n = max_int(n, s->head[i].packed + s->head[i].cap);
+    return n;
+}
+
+// ---- rows that prefill_kernel cannot read as they are stored become f16
+// Packed rows, rows of q8_0 and q4, and rows of two types are brought to f16 before a pass reads them: each is
+// read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
+// fewer bits, so they stay what they are; q8_0, q4 and bf16 numbers are rounded to f16's 11 bits, as q is.
+// Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
+
+enum { F16_WARPS = 4 };         // of a block
+
+// Row r of KV head blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (G,2,N,D). A warp a row.
+static __global__ void rows_as_f16_kernel(LayerRows a, int N, uint16_t *to) {
+    const HeadRef &h = a.heads.at[blockIdx.y];
+    int r = blockIdx.x * F16_WARPS + (threadIdx.x >> 5), v = blockIdx.z;
+    if (r >= h.len) return;
+    to += ((size_t)(2 * blockIdx.y + v) * N + r) * a.D;
+    for (int d = threadIdx.x & 31; d < a.D; d += 32) to[d] = half_put<DT_F16>(row_value(a, h, v, r, d));
+}
+
+// Brings the rows of layer l, unless all of them are 16-bit numbers of one type, to where prefill_kernel can read
+// them. The memory for it is that of one layer's rows in f16.
+static void rows_as_f16(Session *s, int l, LayerRows &a) {
+    int N = max_int(kv_longest(s, l), 1), packed = 0;
+    for (int g = 0; g < a.G; g++) packed |= a.heads.at[g].packed;
+    if (a.kind_k == a.kind_v && a.kind_k < ROW_Q8 && !packed) return;
+    size_t rows = (size_t)N * a.D;
+    uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * a.G * rows);
+    dim3 grid(blocks(N, F16_WARPS), a.G, 2);
+    KV_LAUNCH(rows_as_f16_kernel, grid, F16_WARPS * 32, 0, a, N, to);
+    for (int g = 0; g < a.G; g++) {
+        HeadRef *h = &a.heads.at[g];
+        h->k = (char *)(to + 2 * g * rows);
+        h->v = (char *)(to + (2 * g + 1) * rows);
+        h->packed = 0;
+    }
+    a.kind_k = a.kind_v = ROW_F16;
+}
+
+// ---- accounting: what attention reads
+
+// Bytes of a row of K and V, as allocated: raw and packed rows on the average.
+static double row_bytes(const Session *s, const KVHead *h) {
+    size_t raw = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
+    return (double)(h->cap * raw + 2 * h->pk_bytes) / (h->packed + h->cap);
+}
+
+// Counts what attention reads of layer l in a decode step. Rows that query heads share count once, as in attn_decode of
+// kvcomp.c. Of lists that the device has chosen the host learns later (lists_count).
+static void count_read(Session *s, int l) {
+    int H = s->c->H, R = H / s->c->G;
+    for (int h = 0; h < H && s->dev->chosen.kept[l] == KEPT_NONE; h++) {
+        const KVHead *x = kv_head(s, l, h / R);
+        const View *v = kv_view(s, l, h);
+        if (h % R && same_as_before(s, l, h)) continue;
+        s->clk.bytes_attended += (double)(v->n + x->len - v->tail) * row_bytes(s, x);
+    }
+}
+
+// ---- views that stay on the device
+// A decode step of Quest or LycheeCluster chooses rows in every layer. If the host had to see them,
+// it would wait for the device as often. So a list is left where it was made, with the View's n and
+// tail in front:
+//
+//     list of a KV head     | n | tail | row 0 | row 1 | ..           two: LIST_HEAD
+//
+// Attention reads it there, and only its number of rows comes to the host, together with the
+// logits. views_fetch_cuda() brings copies for whoever asks (kv_meta_bytes, view_rows).
+
+// Lists that a select hook chose on the device for layer l: (G,stride).
+static int *lists_of(const Session *s, int l) {
+    return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride;
+}
+
+// (G,stride) for the lists of layer l, to be filled before its attention.
+static int *chosen_room(Session *s, int l, int stride) {
+    Chosen *c = &s->dev->chosen;
+    int G = s->c->G;
+    if (stride != c->stride) {
+        views_fetch_cuda(s);
+        views_drop_cuda(s);
+    }
+    c->stride = stride;
+    if (!c->kept[l]) s->changes++;
+    c->kept[l] = KEPT;
+    room_kept<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
+    return lists_of(s, l);
+}
+
+// rows (n): rows of each list less its tail. A thread a list.
+static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int *list = views + (size_t)i * stride;
+    if (i < n) rows[i] = list[LIST_ROWS] - list[LIST_TAIL];
+}
+
+// After the last layer: how many rows the lists have is on its way to the host when this returns.
+static void lists_tell(Session *s) {
+    Chosen *c = &s->dev->chosen;
+    int n = s->c->L * s->c->G, any = 0;
+    for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
+    if (!any) return;
+    int *dev = room<int>(s, ROOM_LIST, n);
+    KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
+    KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
+}
+
+// After logits_wait: counts what was read of the lists. A copy of a list that the host may have is
+// of an older step now.
+static void lists_count(Session *s) {
+    Chosen *c = &s->dev->chosen;
+    int G = s->c->G;
+    for (int l = 0; l < s->c->L; l++) {
+        if (!c->kept[l]) continue;
+        for (int i = l * G; i < (l + 1) * G; i++)
+            s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * row_bytes(s, &s->head[i]);
+        c->kept[l] = KEPT;
+    }
+}
+
+// The last step's views to the host. Session.changes stays as it is, because the device goes on
+// reading its lists.
+void views_fetch_cuda(Session *s) {
+    Chosen *c = &s->dev->chosen;
+    int G = s->c->G;
+    unsigned changes = s->changes;
+    size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
+    int *host = (int *)scratch(s, layer * sizeof(int));
+    for (int l = 0; l < s->c->L; l++) {
+        if (c->kept[l] != KEPT) continue;
+        download(host, lists_of(s, l), layer * sizeof(int));
+        for (int g = 0; g < G; g++) {
+            const int *list = host + g * c->stride;
+            view_group(s, l, g, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
+        }
+        c->kept[l] = KEPT_SEEN;
+    }
+    s->changes = changes;
+    scratch_reset(s, mark);
+}
+
+// From here on the views are the host's.
+void views_drop_cuda(Session *s) {
+    memset(s->dev->chosen.kept, KEPT_NONE, s->c->L);
+}
+
 // ==================================================================================================== 3 ATTENTION
 // What is computed, for a query row q and the rows r of the cache that it may see (kv_visible):
 //
@@ -1399,53 +1557,9 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 }
 
 // ---- the items of a work become one
-//
-// Item c left max t_c, sum z_c and vector x_c under its own maximum. With t = max t_c:
-//     out = (sum of exp(t_c - t) x_c) / (sum of exp(t_c - t) z_c)
-// Whichever block of a work arrives last does this for its rows. The items are added in their order,
-// whoever does it, so the result is the same in every run.
-
-// One query row, by a warp. part: the first of n items, stride floats apart. out (D) or NULL, stat (2): see Attn.
-// Items that other blocks have left are read past L1. Each read is a wait, so JOIN_AHEAD items are asked for before
-// the first of them is added.
-//   Lane    factor exp(t_c - t) and sum of one item of JOIN_AHEAD; of each 128 dimensions four
-enum { JOIN_AHEAD = 8 };
-
-static __device__ void join_row(const float *part, size_t stride, int n, int D, float *out, float *stat) {
-    int lane = threadIdx.x & 31;
-    float top = -INFINITY, sum = 0;
-    for (int c = lane; c < n; c += 32) top = fmaxf(top, __ldcg(part + c * stride));
-    top = lanes_max<32>(top);
-    for (int d0 = 0; d0 < D; d0 += 128) {
-        int d[2] = { d0 + 2 * lane, d0 + 64 + 2 * lane };
-        float2 x[2] = {};
-        sum = 0;
-        for (int c = 0; c < n; c += JOIN_AHEAD) {
-            float2 own = { -INFINITY, 0 }, v[JOIN_AHEAD][2];
-            if (lane < min_int(n - c, JOIN_AHEAD)) own = __ldcg((const float2 *)(part + (c + lane) * stride));
-            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
-                KV_UNROLL() for (int i = 0; i < 2; i++) {
-                    v[k][i] = { 0, 0 };
-                    const float *from = part + (c + k) * stride + 2 + d[i];
-                    if (out && c + k < n && d[i] < D) v[k][i] = __ldcg((const float2 *)from);
-                }
-            float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
-            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
-                float e = __shfl_sync(ALL_LANES, factor, k);
-                sum += e * __shfl_sync(ALL_LANES, own.y, k);
-                KV_UNROLL() for (int i = 0; i < 2; i++) {
-                    x[i].x += e * v[k][i].x;
-                    x[i].y += e * v[k][i].y;
-                }
-            }
-        }
-        for (int i = 0; i < 2; i++)
-            if (out && d[i] < D) *(float2 *)(out + d[i]) = { x[i].x / sum, x[i].y / sum };
-    }
-    if (lane) return;
-    stat[0] = top;
-    stat[1] = sum;
-}
+// An item leaves max, sum and vector under its own maximum; join_row (lib/cuda_kernels.h) makes them one. Whichever
+// block of a work arrives last does this for its rows. The items are added in their order, whoever does it, so the
+// result is the same in every run.
 
 // The end of an item's block, whose part, of BQ query rows, is stored: the last block of a work joins its items, a
 // warp a row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
@@ -1677,18 +1791,13 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_
 // What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
 // rows and 2^-8 |q||k| / sqrt(D) with bf16 rows at most, a probability by 2^-11 and 2^-8 of itself more.
 // (With --exact attend_kernel computes in f32 instead.)
-// P is multiplied by 2^P_SHIFT, or f16 would round small probabilities more. Tensor cores round a sum towards zero
-// each time they add to it, so they sum the KT keys of a tile from nothing, and f32 adders, which round to nearest,
-// add that to the output; this is the multiply-add that shrinks the older sums, and costs nothing.
 
 enum {
     TC_MIN = 256,               // tokens of a pass; below, split-K keeps more of the device busy
     TC_LIST = 512,              // tiles of a list
     TC_COLS = 2048,             // room for gathered columns
-    TC_STEP = 1024,             // columns that a block looks at at once to gather them
-    P_SHIFT = 15                // 2^15 is the largest power of two in f16
+    TC_STEP = 1024              // columns that a block looks at at once to gather them
 };
-static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
 
 // The shape of a block, by the width of the products: DIM >= D. DIM is 64, 128 or 256.
 template <int DIM, int LINES> struct TensorShape {
@@ -1703,10 +1812,6 @@ template <int DIM, int LINES> struct TensorShape {
         LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32,   // lanes that copy a row, 16 bytes each
         COPIES = KT * LANES / (WARPS * 32)      // rows of a tile that a lane copies
     };
-};
-
-struct RowState {               // the softmax of a query row so far
-    float top, sum;             // its greatest score, not scaled; the sum of its probabilities
 };
 
 struct TensorShared {
@@ -1849,7 +1954,7 @@ static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Wo
     return { at, n, n < KT || behind || a.window, 1 };
 }
 
-// ---- a tile
+// ---- a tile: its rows come, are multiplied (lib/cuda_kernels.h: "tiles of attention"), and go
 
 // q (BQ,P) = the work's query rows, rounded; zeros behind the last and behind D.
 template <int DT, int DIM, int BQ>
@@ -1889,115 +1994,6 @@ static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols,
             copy16_async(to + 2 * (PART * N + j) * (DIM + 8), from + (size_t)row[j] * (unsigned)(2 * D));
     }
     if (PART == PARTS - 1) copy_commit();
-}
-
-// s (MT,KT/8,4) = the lane's scores of a tile. q, keys: where the lane names its rows.
-template <int DT, int DIM, int MT, int KT>
-static __device__ void tensor_scores(float (*s)[KT / 8][4], SharedAt q, SharedAt keys) {
-    KV_UNROLL() for (int i = 0; i < MT; i++)
-        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
-            KV_UNROLL() for (int e = 0; e < 4; e++) s[i][n][e] = 0;
-    KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
-        if (k % 2 == 0) __syncwarp();
-        unsigned f[MT][4];
-        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + 2 * (i * 16 * (DIM + 8) + k * 16));
-        KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
-            unsigned b[4];
-            ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
-            KV_UNROLL() for (int i = 0; i < MT; i++) {
-                mma_16x8x16<DT>(s[i][2 * n], f[i], b);
-                mma_16x8x16<DT>(s[i][2 * n + 1], f[i], b + 2);
-            }
-        }
-    }
-}
-
-// What a row does not see becomes -infinity. see: the row's words, those of row g + 8 are 8 rows on.
-template <int MT, int KT>
-static __device__ void tensor_hide(float (*s)[KT / 8][4], const unsigned *see) {
-    const int WORDS = KT / 32;
-    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
-    KV_UNROLL() for (int i = 0; i < MT; i++)
-        KV_UNROLL() for (int half = 0; half < 2; half++)
-            KV_UNROLL() for (int w = 0; w < WORDS; w++) {
-                unsigned bits = see[(16 * i + 8 * half + g) * WORDS + w] >> (2 * t);
-                KV_UNROLL() for (int n = 0; n < 4; n++)
-                    KV_UNROLL() for (int e = 0; e < 2; e++)
-                        if (!(bits >> (8 * n + e) & 1)) s[i][4 * w + n][2 * half + e] = -INFINITY;
-            }
-}
-
-// The softmax of one tile. p (KT/16,MT,4): the A fragments of its probabilities; shrink (MT,2): by how much
-// older sums of rows g and g + 8 shrink. state: of the warp's rows, as in TensorShared; its maxima become
-// those up to here. c: what makes a score a power of 2.
-template <int DT, int MT, int KT>
-static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], const float (*s)[KT / 8][4],
-                                      float c, RowState *state) {
-    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
-    KV_UNROLL() for (int i = 0; i < MT; i++) {
-        float low[2], tops[2];
-        KV_UNROLL() for (int half = 0; half < 2; half++) {
-            RowState *row = state + 16 * i + 8 * half + g;
-            float top = row->top, high = top;
-            KV_UNROLL() for (int n = 0; n < KT / 8; n++)
-                high = fmaxf(high, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-            high = lanes_max<4>(high);
-            shrink[i][half] = exp2_flush((top - high) * c);
-            low[half] = P_SHIFT - high * c;
-            tops[half] = high;
-        }
-        __syncwarp();                           // the four lanes of a row have read its maximum
-        KV_UNROLL() for (int half = 0; half < 2; half++)
-            if (!t) state[16 * i + 8 * half + g].top = tops[half];
-        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
-            KV_UNROLL() for (int half = 0; half < 2; half++) {
-                const float *x = s[i][n] + 2 * half;
-                p[n / 2][i][n % 2 * 2 + half] =
-                    half_pack<DT>(exp2_flush(x[0] * c + low[half]), exp2_flush(x[1] * c + low[half]));
-            }
-    }
-}
-
-// Adds up P: a product with ones, of which lane t = 0 keeps one column for rows g and g + 8.
-template <int DT, int MT, int KT>
-static __device__ void tensor_sums(RowState *state, const float (*shrink)[2], const unsigned (*p)[MT][4]) {
-    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
-    unsigned one = half_pack<DT>(1, 1), ones[2] = { one, one };
-    KV_UNROLL() for (int i = 0; i < MT; i++) {
-        float x[4] = { 0, 0, 0, 0 };
-        __syncwarp();
-        KV_UNROLL() for (int k = 0; k < KT / 16; k++) mma_16x8x16<DT>(x, p[k][i], ones);
-        if (t) continue;
-        RowState *row = state + 16 * i + g;
-        row[0].sum = row[0].sum * shrink[i][0] + x[0];
-        row[8].sum = row[8].sum * shrink[i][1] + x[2];
-    }
-}
-
-// acc (MT,DIM/8,4) = acc shrink + P V, for half of the dims. vals: where the lane names its row.
-template <int DT, int DIM, int MT, int KT, int HALF>
-static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink)[2],
-                                  const unsigned (*p)[MT][4], SharedAt vals) {
-    const int J0 = HALF * (DIM / 32), J1 = HALF ? DIM / 16 : DIM / 32;
-    KV_UNROLL() for (int j = J0; j < J1; j++) {
-        if (j == J0 || j % 2 == 0) __syncwarp();
-        float x[MT][2][4];
-        KV_UNROLL() for (int i = 0; i < MT; i++)
-            KV_UNROLL() for (int e = 0; e < 8; e++) x[i][e / 4][e % 4] = 0;
-        KV_UNROLL() for (int k = 0; k < KT / 16; k++) {
-            unsigned b[4];
-            ldmatrix_x4_trans(b, vals + 2 * (k * 16 * (DIM + 8) + j * 16));
-            KV_UNROLL() for (int i = 0; i < MT; i++) {
-                mma_16x8x16<DT>(x[i][0], p[k][i], b);
-                mma_16x8x16<DT>(x[i][1], p[k][i], b + 2);
-            }
-        }
-        KV_UNROLL() for (int i = 0; i < MT; i++)
-            KV_UNROLL() for (int e = 0; e < 8; e++) {
-                float *to = &acc[i][2 * j + e / 4][e % 4];
-                *to = *to * shrink[i][e % 4 / 2] + x[i][e / 4][e % 4];
-            }
-    }
 }
 
 // The warp's rows to Attn.out and .stat. state: of the warp's rows.
@@ -2152,8 +2148,6 @@ prefill_kernel(Attn a) {
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
 // rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
 // of them, and save what memory hides anyway.
-// Probabilities are multiplied by 2^P_SHIFT, or f16 would round small ones more. Tensor cores round sums
-// towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
     DECODE_PATS = ROW_Q4 + 1,   // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
@@ -2172,7 +2166,7 @@ template <int KIND, int D, int NT> struct DecodeShape {
         ASKEW = SCALED || (KIND == DECODE_PATS && D % 128),     // 1: rows may begin amid 16 bytes
         LANES = D > 64 && !UNPACKS ? 16 : 8,    // that copy a row together, 16 bytes each at a time
         TIMES = (BYTES + (ASKEW ? 15 : 0) + 16 * LANES - 1) / (16 * LANES),     // that they do
-        ROW = 2 * D + 16,       // bytes from a row to the next for ldmatrix: 8 rows lie in different banks
+        ROW = tile_row(D),      // bytes from a row to the next for ldmatrix
         STORED = KIND == ROW_Q8 ? D + 16 : KIND == ROW_Q4 ? D / 2 + 16 : ROW,   // and in a slot
         SLOT = KEYS * STORED,
         WARP = 2 * SLOT + (UNPACKS ? KEYS * ROW : 0)    // bytes of a warp's slots: K, V, f16 numbers
@@ -2193,40 +2187,6 @@ template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared
     m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D * 8);
     return b.at;
-}
-
-// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. A warp 32 of them.
-// In a tile of q4 dim i of 32 stands beside dim i + 16 (halves_of_q4): in `to` if into is 1, else in `from`.
-static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
-    int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
-    for (int i = threadIdx.x >> 5; i < m * blocks; i += ATTN_WARPS) {
-        int row = i / blocks, d = i % blocks * Q4_BLOCK;
-        float x = hadamard_lanes(from[row * stride + d + (into ? lane : place)], Q4_BLOCK) / 8;
-        __syncwarp();                           // every lane has read: to may be from
-        to[row * to_stride + d + (into ? place : lane)] = x;
-    }
-}
-
-// q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
-// them; zeros behind the work's last query. rows (m,D): its queries. Complete after the next barrier. All of a thread's
-// numbers are asked for before the first is split, or it would wait for each.
-template <int DT, int D, int NT>
-static __device__ void decode_queries(unsigned *q, const float *rows, int m) {
-    const int THREADS = ATTN_WARPS * 32, WORDS = NT * D * 8 / THREADS;
-    float2 x[WORDS];
-    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
-        int i = threadIdx.x + k * THREADS, t = i % 4, g = i / 4 % 8, word = i / 32 % 4, step = i / (128 * NT);
-        int r = g + (NT == 2 ? word % 2 * 8 : 0), d = 16 * step + word / 2 * 8 + 2 * t;
-        x[k] = { 0, 0 };
-        if (r < m) x[k] = *(const float2 *)(rows + r * D + d);
-    }
-    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
-        int i = threadIdx.x + k * THREADS, second = NT == 2 ? i / 128 % NT : i / 32 % 2;
-        uint16_t value[2], rest[2];
-        half_split<DT>(&value[0], &rest[0], x[k].x);
-        half_split<DT>(&value[1], &rest[1], x[k].y);
-        q[i] = second ? rest[0] | (unsigned)rest[1] << 16 : value[0] | (unsigned)value[1] << 16;
-    }
 }
 
 // ---- the rows of a tile, from device memory to a slot
@@ -2312,19 +2272,6 @@ static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed
 
 // ---- a slot becomes f16 numbers
 
-// scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of the tile in the slot, f16, block by block.
-template <int KIND, int D> static __device__ void block_scales(unsigned (*scale)[2], const char *slot, int off) {
-    typedef DecodeShape<KIND, D, 1> Shape;
-    KV_UNROLL() for (int i = 0; i < 4; i++) {
-        int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
-        const char *from = slot + r * Shape::STORED + __shfl_sync(ALL_LANES, off, r);
-        KV_UNROLL() for (int b = 0; b < D / 32; b++) {
-            unsigned x = *(const uint16_t *)(from + b * Shape::BLOCK);
-            scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
-        }
-    }
-}
-
 // to (16,ROW) = the tile in the slot as f16 numbers (Sec. 3, fetch), and of blocks their scales. off, bits: of row
 // lane % 16, to which lane % 16 + 16 belongs, too.
 template <int KIND, int D>
@@ -2336,136 +2283,11 @@ static __device__ void rows_unpack(char *to, unsigned (*scale)[2], const char *s
     if (KIND == DECODE_PATS) halves_of_elements<D>(to, from, half, bits);
     if (KIND == ROW_Q8) halves_of_q8<D>(to, from, half);
     if (KIND == ROW_Q4) halves_of_q4<D>(to, from, half);
-    if (Shape::SCALED) block_scales<KIND, D>(scale, slot, off);
+    if (Shape::SCALED) block_scales<D, Shape::BLOCK, Shape::STORED>(scale, slot, off);
     __syncwarp();
 }
 
-// ---- a tile
-
-// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
-template <int D, int NT> struct DecodeSums {
-    float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
-    float top[NT];              // a whole number of powers of 2 that no score exceeds
-    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
-    float unit;                 // a power of two: 1, but for blocks with scales
-};
-
-// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
-template <int NT> static __device__ void decode_row(float x[2], const float d[4], int i) {
-    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
-}
-
-// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every 16.
-// keys, q: where the lane names its rows. The products of a block with a scale are summed before it is applied.
-template <int KIND, int D, int NT, int N>
-static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
-    typedef DecodeShape<KIND, D, NT> Shape;
-    const int STEPS = Shape::SCALED ? 2 : D / 16;       // of a block
-    for (int i = 0; i < 4 * N * NT; i++) s[i / (4 * N)][i % (4 * N)] = 0;
-    KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
-        float d[2 * N][4] = {}, x[2];
-        KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
-            unsigned b[N][4], f[4];
-            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * (int)Shape::ROW + 32 * i);
-            for (int j = 0; j < NT; j++) {
-                ldmatrix_x4(f, q + 512 * (i * NT + j));
-                for (int n = 0; n < 2 * N; n++) mma_16x8x16<Shape::TYPE>(d[n], f, b[n / 2] + n % 2 * 2);
-            }
-        }
-        for (int j = 0; j < NT; j++)
-            for (int n = 0; n < 2 * N; n++) {
-                decode_row<NT>(x, d[n], j);
-                for (int e = 0; e < 2; e++) {
-                    float by = Shape::SCALED ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
-                    s[j][2 * n + e] = Shape::SCALED ? s[j][2 * n + e] + x[e] * by : x[e];
-                }
-            }
-    }
-}
-
-// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the lane's
-// scores.
-template <int NT, int N> static __device__ void decode_hide(float (*s)[4 * N], unsigned see) {
-    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
-        KV_UNROLL() for (int j = 0; j < NT; j++)
-            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
-}
-
-// One query row meets a tile. s (4 N): the lane's scores, become its probabilities under the new maximum,
-// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
-// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
-template <int N> static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
-    float high = s[0];
-    for (int i = 1; i < 4 * N; i++) high = fmaxf(high, s[i]);
-    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
-    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
-    for (int i = 0; i < 4 * N; i++) s[i] = exp2_flush(s[i] * c + low);
-    float add = s[0];
-    for (int i = 1; i < 4 * N; i++) add += s[i];
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
-}
-
-// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
-template <int DT, int NT, int N>
-static __device__ void decode_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
-    for (int i = 0; i < NT; i++)
-        for (int n = 0; n < 2 * N; n++) {
-            float x = p[i][2 * n], y = p[i][2 * n + 1];
-            unsigned value = half_pack<DT>(x, y);
-            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
-                                          y - half_get<DT>((uint16_t)(value >> 16)));
-            f[n / 2][0][n % 2 * 2 + i] = value;
-            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
-        }
-}
-
-// The scales of the values of a tile are folded into the probabilities, and divided by z.unit, which no scale yet has
-// exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in block_scales,
-// is divided here; older sums shrink by as much as the unit grows.
-template <int D, int NT>
-static __device__ void scales_fold(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
-    unsigned most = 0;
-    for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
-
-    // The least power of two above the scales.
-    float top = lanes_max<4>(fmaxf(half_get<DT_F16>((uint16_t)most), half_get<DT_F16>((uint16_t)(most >> 16))));
-    float unit = fmaxf(z.unit, __int_as_float((__float_as_int(top) & 0x7f800000) + 0x00800000));
-    float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
-    unsigned inv2 = half_pack<DT_F16>(inv, inv);
-    for (int i = 0; i < D / 16; i++) scale[i / 2][i % 2] = halves_times(scale[i / 2][i % 2], inv2);
-    for (int i = 0; i < NT; i++) shrink[i] *= less;
-    z.unit = unit;
-}
-
-// f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
-// a value and a rest, too.
-template <int NT>
-static __device__ void scaled_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
-    for (int i = 0; i < 2 * NT; i++) {
-        int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
-        unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
-        f[0][at] = value;
-        f[NT - 1][other] = halves_fma(prob[NT - 1][other], by, halves_fma(p, by, halves_minus(value)));
-    }
-}
-
-// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, two words for each of the two
-// products.
-template <int DT, int D, int NT, int N>
-static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
-                                  const unsigned (*b)[4]) {
-    for (int e = 0; e < 2; e++) {
-        float d[4] = { 0, 0, 0, 0 }, x[2];
-        for (int n = 0; n < N; n++)
-            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
-        for (int i = 0; i < NT; i++) {
-            decode_row<NT>(x, d, i);
-            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
-        }
-    }
-}
+// ---- the tiles of a warp (lib/cuda_kernels.h: "tiles of attention")
 
 // The warp's tiles among positions p0..p1-1. queries (w.m,D): they become fragments while the first tile is under way;
 // NULL: they have.
@@ -2498,7 +2320,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
     unsigned see = walk_next<KIND, D, NT>(x, a, h, w, p1), next;
     rows_ask<KIND, D, NT>(to, rk, pk, x, see != 0);
     rows_ask<KIND, D, NT>(to + SLOT, rv, pv, x, see != 0);
-    if (queries) decode_queries<DT, D, NT>(m.q, queries, w.m);
+    if (queries) decode_queries<DT, D, NT, ATTN_WARPS * 32>(m.q, queries, w.m);
     __syncthreads();                            // the fragments are there
     for (; see; see = next) {
         int off = x.off, bits = x.bits;
@@ -2511,7 +2333,7 @@ static __device__ void decode_tiles(DecodeSums<D, NT> &z, const Attn &a, const H
         __syncwarp();
         if (UNPACKS) rows_unpack<KIND, D>(tile, scale, slot_k, off, bits);
         if (UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
-        decode_scores<KIND, D, NT, N>(s, keys, q, scale);
+        decode_scores<DT, D, NT, N, SCALED>(s, keys, q, scale);
         if (!UNPACKS) __syncwarp();
         if (!UNPACKS) rows_ask<KIND, D, NT>(to, rk, pk, x, next != 0);
         if (see != ALL) decode_hide<NT, N>(s, see >> (2 * t));
@@ -2584,9 +2406,9 @@ decode_kernel(KV_PARAMETER(Attn) a, int BQ) {
     const float *q = a.q + query_row(a, w, w.m0) * D;          // of one token, so that its rows are neighbours
     // Rows of q4 are H times what is stored, and a product with one is of the query times H with what is stored.
     if (KIND == ROW_Q4) {
-        q4_turn(m.sums, D, q, D, w.m, D, 1);
+        q4_turn<ATTN_WARPS>(m.sums, D, q, D, w.m, D, 1);
         __syncthreads();
-        decode_queries<DT_F16, D, NT>(m.q, m.sums, w.m);
+        decode_queries<DT_F16, D, NT, ATTN_WARPS * 32>(m.q, m.sums, w.m);
         __syncthreads();
         q = NULL;
     }
@@ -2620,7 +2442,7 @@ decode_kernel(KV_PARAMETER(Attn) a, int BQ) {
     float *part = a.part + (size_t)blockIdx.x * BQ * (D + 2);
     decode_join(part, m.sums, w.m, 8 * NT, D);
     __syncthreads();
-    if (KIND == ROW_Q4) q4_turn(part + 2, D + 2, part + 2, D + 2, w.m, D, 0);
+    if (KIND == ROW_Q4) q4_turn<ATTN_WARPS>(part + 2, D + 2, part + 2, D + 2, w.m, D, 0);
     join_arrived(a, BQ);
 }
 
@@ -2733,7 +2555,7 @@ template <int DT, int D> struct WindowShape {
         PARTS = DT == DT_F16 ? 2 : 3,           // of a query
         WARPS = DT == DT_F16 ? 8 : 6,           // of a block, at most: registers allow two such blocks
         LANES = D / 8,                          // lanes that copy a row
-        ROW = 2 * D + 16,                       // bytes from a row to the next, for ldmatrix
+        ROW = tile_row(D),                      // bytes from a row to the next, for ldmatrix
         SLOT = WINDOW_KEYS * ROW
     };
 };
@@ -2750,22 +2572,6 @@ static __device__ int window_sees(const Attn &a, const HeadRef &h, int p, int n,
     return some ? 1 + all : 0;
 }
 
-// f (D/16,PARTS,4) = the A fragments of n queries, `stride` floats apart; zeros behind the last.
-template <int DT, int D>
-static __device__ void window_queries(unsigned (*f)[WindowShape<DT, D>::PARTS][4], const float *q, size_t stride,
-                                      int n) {
-    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
-    KV_UNROLL() for (int i = 0; i < D / 4; i++) {
-        int word = i % 4, r = g + word % 2 * 8;
-        const float *from = q + min_int(r, n - 1) * stride + i / 4 * 16 + word / 2 * 8 + 2 * t;
-        float2 x = r < n ? *(const float2 *)from : make_float2(0, 0);
-        KV_UNROLL() for (int part = 0; part < WindowShape<DT, D>::PARTS; part++) {
-            unsigned two = f[i / 4][part][word] = half_pack<DT>(x.x, x.y);
-            x = make_float2(x.x - half_get<DT>((uint16_t)two), x.y - half_get<DT>((uint16_t)(two >> 16)));
-        }
-    }
-}
-
 // Asks for the tile of rows from p on; behind row p1 - 1 it comes again. to, keys: the lane's 16 bytes of row
 // threadIdx.x / LANES of the slot and of row 0. One group of copies.
 template <int DT, int D> static __device__ void window_ask(SharedAt to, const char *keys, int p, int p1) {
@@ -2774,21 +2580,6 @@ template <int DT, int D> static __device__ void window_ask(SharedAt to, const ch
     KV_UNROLL(4) for (int r = threadIdx.x / Shape::LANES; r < WINDOW_KEYS; r += step, to += step * (int)Shape::ROW)
         copy16_async(to, keys + (size_t)min_int(p + r, p1 - 1) * (2 * D));
     copy_commit();
-}
-
-// s (2,8) = the lane's scores of 32 keys; keys: where the lane names its rows.
-template <int DT, int D>
-static __device__ void window_products(float (*s)[8], const unsigned (*f)[WindowShape<DT, D>::PARTS][4],
-                                       SharedAt keys) {
-    typedef WindowShape<DT, D> Shape;
-    float d[4][4] = {};
-    KV_UNROLL() for (int k = 0; k < D / 16; k++) {
-        unsigned b[2][4];
-        KV_UNROLL() for (int n = 0; n < 2; n++) ldmatrix_x4(b[n], keys + n * 16 * (int)Shape::ROW + 32 * k);
-        KV_UNROLL() for (int part = Shape::PARTS - 1; part >= 0; part--)
-            KV_UNROLL() for (int n = 0; n < 4; n++) mma_16x8x16<DT>(d[n], f[k][part], b[n / 2] + n % 2 * 2);
-    }
-    KV_UNROLL() for (int i = 0; i < 16; i++) s[i % 4 / 2][i / 4 * 2 + i % 2] = d[i / 4][i % 4];
 }
 
 // Scores of 32 rows from p on become -infinity where the lane's queries, of tokens t0 + g and t0 + g + 8 up to t1, do
@@ -2805,22 +2596,6 @@ static __device__ void window_hide(float (*s)[8], const Attn &a, const HeadRef &
         }
     }
     for (int half = 0; half < 2; half++) decode_hide<1, 2>(s + half, see[half]);
-}
-
-// -> the sum over the 16 queries of column 8 (g / 2) + 2t + g % 2 of 32. A score x of query g + 8 half has the
-// probability 2^(c x + low[half]) times by[half].
-static __device__ float window_sum(const float (*s)[8], float c, const float *low, const float *by) {
-    int lane = threadIdx.x & 31;
-    float x[8];
-    KV_UNROLL() for (int i = 0; i < 8; i++)
-        x[i] = exp2_flush(s[0][i] * c + low[0]) * by[0] + exp2_flush(s[1][i] * c + low[1]) * by[1];
-    KV_UNROLL() for (int n = 4; n; n /= 2)
-        KV_UNROLL() for (int i = 0; i < n; i++) {
-            int upper = lane & 4 * n;
-            float keep = upper ? x[i + n] : x[i], give = upper ? x[i] : x[i + n];
-            x[i] = keep + __shfl_xor_sync(ALL_LANES, give, 4 * n);
-        }
-    return x[0];
 }
 
 // The end of a block of statistics, whose part is stored: the last block of the same queries joins what all n_part
@@ -2872,7 +2647,7 @@ window_kernel(KV_PARAMETER(Attn) a, ColumnPlan c, int rows, int i0, float *out) 
         top[i] = SUMS ? stat[0] : SCORE_LOW;
         sum[i] = SUMS && g + 8 * i < n ? stat[1] : 0;
     }
-    window_queries<DT, D>(f, a.q + query * D, (size_t)a.H * D, n);
+    window_queries<DT, D, Shape::PARTS>(f, a.q + query * D, (size_t)a.H * D, n);
     for (int i = 0; i < 2; i++) {
         low[i] = sum[i] > 0 ? -top[i] * LOG2_E : 0;
         by[i] = sum[i] > 0 ? c.factor / sum[i] : 0;
@@ -2889,7 +2664,7 @@ window_kernel(KV_PARAMETER(Attn) a, ColumnPlan c, int rows, int i0, float *out) 
             int row = p + i + g / 2 * 8 + 2 * t + g % 2;        // of window_sum
             float *to_row = out + (size_t)head * c.N + row, s[2][8];
             float before = SUMS && i0 && row < p1 ? *to_row : 0;
-            window_products<DT, D>(s, f, keys + slot + i * ROW);
+            window_products<DT, D, Shape::PARTS>(s, f, keys + slot + i * ROW);
             if (!all) window_hide(s, a, h, p + i, p1, t0, t1);
             for (int half = 0; half < 2 && !SUMS; half++) decode_softmax<2>(s[half], a.power, &top[half], &sum[half]);
             float more = SUMS ? window_sum(s, a.power, low, by) : 0;
@@ -2979,11 +2754,6 @@ struct Plan {
     const int *lists = NULL;    // NULL, or device memory the works' lists lie in, instead of idx
 };
 
-// Lists that a select hook chose on the device for layer l: (G,stride).
-static int *lists_of(const Session *s, int l) {
-    return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride;
-}
-
 // How many rows of a head are of tokens up to tok; src is ascending.
 static int rows_until(const KVHead *h, int tok) {
     int lo = 0, hi = h->len;
@@ -3011,24 +2781,6 @@ static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dens
             p.work[p.n_work++] = { head / R, head, per, m0, m, sees, tok0 };
         }
     return p;
-}
-
-// Bytes of a row of K and V, as allocated: raw and packed rows on the average.
-static double row_bytes(const Session *s, const KVHead *h) {
-    size_t raw = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
-    return (double)(h->cap * raw + 2 * h->pk_bytes) / (h->packed + h->cap);
-}
-
-// Counts what attention reads of layer l in a decode step. Rows that query heads share count once, as in attn_decode of
-// kvcomp.c. Of lists that the device has chosen the host learns later (lists_count).
-static void count_read(Session *s, int l) {
-    int H = s->c->H, R = H / s->c->G;
-    for (int h = 0; h < H && s->dev->chosen.kept[l] == KEPT_NONE; h++) {
-        const KVHead *x = kv_head(s, l, h / R);
-        const View *v = kv_view(s, l, h);
-        if (h % R && same_as_before(s, l, h)) continue;
-        s->clk.bytes_attended += (double)(v->n + x->len - v->tail) * row_bytes(s, x);
-    }
 }
 
 // The works of a decode step: query heads of a KV head whose views are equal share one, up to BQ of them. With KV_MASS
@@ -3212,40 +2964,6 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
     return a;
 }
 
-// ---- rows that prefill_kernel cannot read as they are stored
-// Packed rows, rows of q8_0 and q4, and rows of two types are brought to f16 before a pass reads them: each is
-// read by as many works as the pass has, and unpacked only once. Packed rows are f16 numbers with
-// fewer bits, so they stay what they are; q8_0, q4 and bf16 numbers are rounded to f16's 11 bits, as q is.
-// Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
-
-// Row r of KV head blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (G,2,N,D). A warp a row.
-static __global__ void rows_as_f16_kernel(LayerRows a, int N, uint16_t *to) {
-    const HeadRef &h = a.heads.at[blockIdx.y];
-    int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z;
-    if (r >= h.len) return;
-    to += ((size_t)(2 * blockIdx.y + v) * N + r) * a.D;
-    for (int d = threadIdx.x & 31; d < a.D; d += 32) to[d] = half_put<DT_F16>(row_value(a, h, v, r, d));
-}
-
-// Brings the rows of layer l, unless all of them are 16-bit numbers of one type, to where prefill_kernel can read
-// them. The memory for it is that of one layer's rows in f16.
-static void rows_as_f16(Session *s, int l, Attn &a) {
-    int N = max_int(kv_longest(s, l), 1), packed = 0;
-    for (int g = 0; g < a.G; g++) packed |= a.heads.at[g].packed;
-    if (a.kind_k == a.kind_v && a.kind_k < ROW_Q8 && !packed) return;
-    size_t rows = (size_t)N * a.D;
-    uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * a.G * rows);
-    dim3 grid(blocks(N, ATTN_WARPS), a.G, 2);
-    KV_LAUNCH(rows_as_f16_kernel, grid, ATTN_WARPS * 32, 0, a, N, to);
-    for (int g = 0; g < a.G; g++) {
-        HeadRef *h = &a.heads.at[g];
-        h->k = (char *)(to + 2 * g * rows);
-        h->v = (char *)(to + (2 * g + 1) * rows);
-        h->packed = 0;
-    }
-    a.kind_k = a.kind_v = ROW_F16;
-}
-
 // ---- sums over queries, and KV_MASS
 
 // Launches column_kernel for n query heads.
@@ -3308,18 +3026,6 @@ static void add_mass(Session *s, const Attn &a, const Work *list, const float *s
     float *col = column_sums(s, a, list, stat, n_q, N, 1);
     dim3 grid(blocks(N, 256), a.G);
     for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a, list, col, N, r);
-}
-
-// The most rows that any head has memory for.
-static int most_rows(const Session *s) {
-    int n = 1;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n = max_int(n, s->head[i].packed + s->head[i].cap);
-    return n;
-}
-
-// h->mass to the host, for hooks that read it.
-void mass_fetch_cuda(Session *s, KVHead *h) {
-    download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float));
 }
 
 // ---- attention of a pass
@@ -3385,9 +3091,6 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
     scratch_reset(s, mark);
 }
 
-// n bytes to the host.
-void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
-
 // ---- window scores
 
 // (H,N) on the device: the softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D).
@@ -3421,88 +3124,6 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
-// ---- views that stay on the device
-// A decode step of Quest or LycheeCluster chooses rows in every layer. If the host had to see them,
-// it would wait for the device as often. So a list is left where it was made, with the View's n and
-// tail in front:
-//
-//     list of a KV head     | n | tail | row 0 | row 1 | ..           two: LIST_HEAD
-//
-// Attention reads it there, and only its number of rows comes to the host, together with the
-// logits. views_fetch_cuda() brings copies for whoever asks (kv_meta_bytes, view_rows).
-
-// (G,stride) for the lists of layer l, to be filled before its attention.
-static int *chosen_room(Session *s, int l, int stride) {
-    Chosen *c = &s->dev->chosen;
-    int G = s->c->G;
-    if (stride != c->stride) {
-        views_fetch_cuda(s);
-        views_drop_cuda(s);
-    }
-    c->stride = stride;
-    if (!c->kept[l]) s->changes++;
-    c->kept[l] = KEPT;
-    room_kept<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
-    return lists_of(s, l);
-}
-
-// rows (n): rows of each list less its tail. A thread a list.
-static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    const int *list = views + (size_t)i * stride;
-    if (i < n) rows[i] = list[LIST_ROWS] - list[LIST_TAIL];
-}
-
-// After the last layer: how many rows the lists have is on its way to the host when this returns.
-static void lists_tell(Session *s) {
-    Chosen *c = &s->dev->chosen;
-    int n = s->c->L * s->c->G, any = 0;
-    for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
-    if (!any) return;
-    int *dev = room<int>(s, ROOM_LIST, n);
-    KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
-    KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
-}
-
-// After logits_wait: counts what was read of the lists. A copy of a list that the host may have is
-// of an older step now.
-static void lists_count(Session *s) {
-    Chosen *c = &s->dev->chosen;
-    int G = s->c->G;
-    for (int l = 0; l < s->c->L; l++) {
-        if (!c->kept[l]) continue;
-        for (int i = l * G; i < (l + 1) * G; i++)
-            s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * row_bytes(s, &s->head[i]);
-        c->kept[l] = KEPT;
-    }
-}
-
-// The last step's views to the host. Session.changes stays as it is, because the device goes on
-// reading its lists.
-void views_fetch_cuda(Session *s) {
-    Chosen *c = &s->dev->chosen;
-    int G = s->c->G;
-    unsigned changes = s->changes;
-    size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
-    int *host = (int *)scratch(s, layer * sizeof(int));
-    for (int l = 0; l < s->c->L; l++) {
-        if (c->kept[l] != KEPT) continue;
-        download(host, lists_of(s, l), layer * sizeof(int));
-        for (int g = 0; g < G; g++) {
-            const int *list = host + g * c->stride;
-            view_group(s, l, g, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
-        }
-        c->kept[l] = KEPT_SEEN;
-    }
-    s->changes = changes;
-    scratch_reset(s, mark);
-}
-
-// From here on the views are the host's.
-void views_drop_cuda(Session *s) {
-    memset(s->dev->chosen.kept, KEPT_NONE, s->c->L);
-}
-
 // ==================================================================================================== 4 THE DECODE LOOP
 // ---- a decode step in one go
 // When no hook has to see or change anything in the middle of a step, the host tells the device the
@@ -3534,7 +3155,7 @@ void views_drop_cuda(Session *s) {
 // the product behind it asks for weights while attention is at work.
 //
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
-// section 3), or one that launches nothing, as LoopServe's between two choices. They are called where
+// section 2), or one that launches nothing, as LoopServe's between two choices. They are called where
 // their launches are captured, and not when these are replayed. What memory they need, and whether they
 // choose at all, shows in an ordinary step. So one ordinary step comes after every change, and the step
 // after that one is captured.

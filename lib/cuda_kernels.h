@@ -1,6 +1,6 @@
 // lib/cuda_kernels.h - what lib/kernels offers the CPU, for kernels: products of one token, the rows that products of
-// more read, rows of K and V as they are stored, elements of fewer bits, dot products to the CPU's bit, the largest
-// k of a row, prefix sums.
+// more read, rows of K and V as they are stored, elements of fewer bits, tiles of attention on tensor cores, dot
+// products to the CPU's bit, the largest k of a row, prefix sums.
 //
 // Like lib/cuda.h, on which it stands, it knows nothing of models or sessions, its functions are static, and it is
 // included by one file of CUDA C++. Pointers are device memory unless a comment says otherwise.
@@ -752,6 +752,407 @@ template <int D> static __device__ void halves_of_q4(char *to, const char *row, 
             *(uint4 *)(to + i * 128 + half * 64 + c * 16) = { x[0], x[1], x[2], x[3] };
         }
     }
+}
+
+// scale (D/32,2) = the scales of rows (2t,2t+1) and (2t+8,2t+9) of a tile of 16, f16, block by block. Rows, of blocks
+// of BLOCK bytes, begin STORED bytes apart; row lane % 16 begins `off` bytes later.
+template <int D, int BLOCK, int STORED>
+static __device__ void block_scales(unsigned (*scale)[2], const char *rows, int off) {
+    KV_UNROLL() for (int i = 0; i < 4; i++) {
+        int r = (threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8;
+        const char *from = rows + r * STORED + __shfl_sync(ALL_LANES, off, r);
+        KV_UNROLL() for (int b = 0; b < D / 32; b++) {
+            unsigned x = *(const uint16_t *)(from + b * BLOCK);
+            scale[b][i / 2] = i % 2 ? scale[b][i / 2] | x << 16 : x;
+        }
+    }
+}
+
+// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. By a block of WARPS,
+// a warp 32 numbers. In a tile of q4 dim i of 32 stands beside dim i + 16 (halves_of_q4): in `to` if into is 1, else in
+// `from`.
+template <int WARPS>
+static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
+    int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
+    for (int i = threadIdx.x >> 5; i < m * blocks; i += WARPS) {
+        int row = i / blocks, d = i % blocks * Q4_BLOCK;
+        float x = hadamard_lanes(from[row * stride + d + (into ? lane : place)], Q4_BLOCK) / 8;
+        __syncwarp();                           // every lane has read: to may be from
+        to[row * to_stride + d + (into ? place : lane)] = x;
+    }
+}
+
+// ---- tiles of attention on tensor cores
+// What attention's kernels do with a tile that lies in shared memory: scores, what is not to be seen, softmax, and the
+// sum of the values. They know rows, fragments and registers, not which rows these are. Which query, key and dim a
+// number of lane (g,t) belongs to is drawn at the kernels; "where the lane names its rows" is what ldmatrix asks of it
+// (lib/cuda.h). A row is D 16-bit numbers, tile_row(D) bytes long, so that 8 rows lie in different banks.
+//
+// Probabilities are powers of 2, of a score times c, and are multiplied by 2^P_SHIFT, or f16 would round small ones
+// more. Tensor cores round a sum towards zero each time they add to it, so they sum the keys of a tile from nothing, and
+// f32 adders, which round to nearest, add that to the output; this is the multiply-add that shrinks the older sums.
+
+enum { P_SHIFT = 15 };                          // 2^15 is the largest power of two in f16
+static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
+
+KV_HD static constexpr int tile_row(int D) { return 2 * D + 16; }
+
+// A prefill: a warp has MT times 16 query rows, and a tile KT keys.
+
+struct RowState {               // the softmax of a query row so far
+    float top, sum;             // its greatest score, not scaled; the sum of its probabilities
+};
+
+// s (MT,KT/8,4) = the lane's scores of a tile. q, keys: where the lane names its rows.
+template <int DT, int DIM, int MT, int KT>
+static __device__ void tensor_scores(float (*s)[KT / 8][4], SharedAt q, SharedAt keys) {
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+            KV_UNROLL() for (int e = 0; e < 4; e++) s[i][n][e] = 0;
+    KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
+        if (k % 2 == 0) __syncwarp();
+        unsigned f[MT][4];
+        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + 2 * (i * 16 * (DIM + 8) + k * 16));
+        KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
+            unsigned b[4];
+            ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
+            KV_UNROLL() for (int i = 0; i < MT; i++) {
+                mma_16x8x16<DT>(s[i][2 * n], f[i], b);
+                mma_16x8x16<DT>(s[i][2 * n + 1], f[i], b + 2);
+            }
+        }
+    }
+}
+
+// What a row does not see becomes -infinity. see: the row's words, those of row g + 8 are 8 rows on.
+template <int MT, int KT>
+static __device__ void tensor_hide(float (*s)[KT / 8][4], const unsigned *see) {
+    const int WORDS = KT / 32;
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int half = 0; half < 2; half++)
+            KV_UNROLL() for (int w = 0; w < WORDS; w++) {
+                unsigned bits = see[(16 * i + 8 * half + g) * WORDS + w] >> (2 * t);
+                KV_UNROLL() for (int n = 0; n < 4; n++)
+                    KV_UNROLL() for (int e = 0; e < 2; e++)
+                        if (!(bits >> (8 * n + e) & 1)) s[i][4 * w + n][2 * half + e] = -INFINITY;
+            }
+}
+
+// The softmax of one tile. p (KT/16,MT,4): the A fragments of its probabilities; shrink (MT,2): by how much
+// older sums of rows g and g + 8 shrink. state: of the warp's rows; its maxima become
+// those up to here. c: what makes a score a power of 2.
+template <int DT, int MT, int KT>
+static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], const float (*s)[KT / 8][4],
+                                      float c, RowState *state) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < MT; i++) {
+        float low[2], tops[2];
+        KV_UNROLL() for (int half = 0; half < 2; half++) {
+            RowState *row = state + 16 * i + 8 * half + g;
+            float top = row->top, high = top;
+            KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+                high = fmaxf(high, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+            high = lanes_max<4>(high);
+            shrink[i][half] = exp2_flush((top - high) * c);
+            low[half] = P_SHIFT - high * c;
+            tops[half] = high;
+        }
+        __syncwarp();                           // the four lanes of a row have read its maximum
+        KV_UNROLL() for (int half = 0; half < 2; half++)
+            if (!t) state[16 * i + 8 * half + g].top = tops[half];
+        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+            KV_UNROLL() for (int half = 0; half < 2; half++) {
+                const float *x = s[i][n] + 2 * half;
+                p[n / 2][i][n % 2 * 2 + half] =
+                    half_pack<DT>(exp2_flush(x[0] * c + low[half]), exp2_flush(x[1] * c + low[half]));
+            }
+    }
+}
+
+// Adds up P: a product with ones, of which lane t = 0 keeps one column for rows g and g + 8.
+template <int DT, int MT, int KT>
+static __device__ void tensor_sums(RowState *state, const float (*shrink)[2], const unsigned (*p)[MT][4]) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    unsigned one = half_pack<DT>(1, 1), ones[2] = { one, one };
+    KV_UNROLL() for (int i = 0; i < MT; i++) {
+        float x[4] = { 0, 0, 0, 0 };
+        __syncwarp();
+        KV_UNROLL() for (int k = 0; k < KT / 16; k++) mma_16x8x16<DT>(x, p[k][i], ones);
+        if (t) continue;
+        RowState *row = state + 16 * i + g;
+        row[0].sum = row[0].sum * shrink[i][0] + x[0];
+        row[8].sum = row[8].sum * shrink[i][1] + x[2];
+    }
+}
+
+// acc (MT,DIM/8,4) = acc shrink + P V, for half of the dims. vals: where the lane names its row.
+template <int DT, int DIM, int MT, int KT, int HALF>
+static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink)[2],
+                                  const unsigned (*p)[MT][4], SharedAt vals) {
+    const int J0 = HALF * (DIM / 32), J1 = HALF ? DIM / 16 : DIM / 32;
+    KV_UNROLL() for (int j = J0; j < J1; j++) {
+        if (j == J0 || j % 2 == 0) __syncwarp();
+        float x[MT][2][4];
+        KV_UNROLL() for (int i = 0; i < MT; i++)
+            KV_UNROLL() for (int e = 0; e < 8; e++) x[i][e / 4][e % 4] = 0;
+        KV_UNROLL() for (int k = 0; k < KT / 16; k++) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, vals + 2 * (k * 16 * (DIM + 8) + j * 16));
+            KV_UNROLL() for (int i = 0; i < MT; i++) {
+                mma_16x8x16<DT>(x[i][0], p[k][i], b);
+                mma_16x8x16<DT>(x[i][1], p[k][i], b + 2);
+            }
+        }
+        KV_UNROLL() for (int i = 0; i < MT; i++)
+            KV_UNROLL() for (int e = 0; e < 8; e++) {
+                float *to = &acc[i][2 * j + e / 4][e % 4];
+                *to = *to * shrink[i][e % 4 / 2] + x[i][e / 4][e % 4];
+            }
+    }
+}
+
+// Decode: a warp has NT times 8 query rows, in 16 rows of fragments as values and rests, and a tile 16 N keys.
+
+// q (D/16,NT,4,8,4) in shared memory: the A fragments of m queries, rows (m,D), four (8,8) matrices each, as ldmatrix
+// reads them; zeros behind the last. By a block of THREADS, complete after the next barrier. All of a thread's numbers
+// are asked for before the first is split, or it would wait for each.
+template <int DT, int D, int NT, int THREADS>
+static __device__ void decode_queries(unsigned *q, const float *rows, int m) {
+    const int WORDS = NT * D * 8 / THREADS;
+    float2 x[WORDS];
+    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
+        int i = threadIdx.x + k * THREADS, t = i % 4, g = i / 4 % 8, word = i / 32 % 4, step = i / (128 * NT);
+        int r = g + (NT == 2 ? word % 2 * 8 : 0), d = 16 * step + word / 2 * 8 + 2 * t;
+        x[k] = { 0, 0 };
+        if (r < m) x[k] = *(const float2 *)(rows + r * D + d);
+    }
+    KV_UNROLL() for (int k = 0; k < WORDS; k++) {
+        int i = threadIdx.x + k * THREADS, second = NT == 2 ? i / 128 % NT : i / 32 % 2;
+        uint16_t value[2], rest[2];
+        half_split<DT>(&value[0], &rest[0], x[k].x);
+        half_split<DT>(&value[1], &rest[1], x[k].y);
+        q[i] = second ? rest[0] | (unsigned)rest[1] << 16 : value[0] | (unsigned)value[1] << 16;
+    }
+}
+
+// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
+template <int D, int NT> struct DecodeSums {
+    float acc[NT][D / 8][2];    // [2j+e][c]: dim 16 j + 8 e + 2t + c of the sum of p v, divided by unit
+    float top[NT];              // a whole number of powers of 2 that no score exceeds
+    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
+    float unit;                 // a power of two: 1, but for blocks with scales
+};
+
+// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
+template <int NT> static __device__ void decode_row(float x[2], const float d[4], int i) {
+    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
+}
+
+// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every 16.
+// keys, q: where the lane names its rows. SCALED: the products of a block are summed before its scale, of scale
+// (D/32,2), is applied.
+template <int DT, int D, int NT, int N, int SCALED>
+static __device__ void decode_scores(float (*s)[4 * N], SharedAt keys, SharedAt q, const unsigned (*scale)[2]) {
+    const int STEPS = SCALED ? 2 : D / 16;      // of a block
+    for (int i = 0; i < 4 * N * NT; i++) s[i / (4 * N)][i % (4 * N)] = 0;
+    KV_UNROLL() for (int block = 0; block < D / 16 / STEPS; block++) {
+        float d[2 * N][4] = {}, x[2];
+        KV_UNROLL() for (int i = block * STEPS; i < (block + 1) * STEPS; i++) {
+            unsigned b[N][4], f[4];
+            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * tile_row(D) + 32 * i);
+            for (int j = 0; j < NT; j++) {
+                ldmatrix_x4(f, q + 512 * (i * NT + j));
+                for (int n = 0; n < 2 * N; n++) mma_16x8x16<DT>(d[n], f, b[n / 2] + n % 2 * 2);
+            }
+        }
+        for (int j = 0; j < NT; j++)
+            for (int n = 0; n < 2 * N; n++) {
+                decode_row<NT>(x, d[n], j);
+                for (int e = 0; e < 2; e++) {
+                    float by = SCALED ? half_get<DT_F16>((uint16_t)(scale[block][n % 2] >> 16 * e)) : 1;
+                    s[j][2 * n + e] = SCALED ? s[j][2 * n + e] + x[e] * by : x[e];
+                }
+            }
+    }
+}
+
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the lane's
+// scores.
+template <int NT, int N> static __device__ void decode_hide(float (*s)[4 * N], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
+        KV_UNROLL() for (int j = 0; j < NT; j++)
+            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
+}
+
+// One query row meets a tile. s (4 N): the lane's scores, become its probabilities under the new maximum,
+// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
+// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
+template <int N> static __device__ float decode_softmax(float *s, float c, float *top, float *sum) {
+    float high = s[0];
+    for (int i = 1; i < 4 * N; i++) high = fmaxf(high, s[i]);
+    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
+    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
+    for (int i = 0; i < 4 * N; i++) s[i] = exp2_flush(s[i] * c + low);
+    float add = s[0];
+    for (int i = 1; i < 4 * N; i++) add += s[i];
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
+}
+
+// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
+template <int DT, int NT, int N>
+static __device__ void decode_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
+    for (int i = 0; i < NT; i++)
+        for (int n = 0; n < 2 * N; n++) {
+            float x = p[i][2 * n], y = p[i][2 * n + 1];
+            unsigned value = half_pack<DT>(x, y);
+            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                          y - half_get<DT>((uint16_t)(value >> 16)));
+            f[n / 2][0][n % 2 * 2 + i] = value;
+            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
+        }
+}
+
+// The scales of the values of a tile are folded into the probabilities, and divided by z.unit, which no scale yet has
+// exceeded, so that the products are in the range of f16 as the probabilities are. scale (D/32,2), as in block_scales,
+// is divided here; older sums shrink by as much as the unit grows.
+template <int D, int NT>
+static __device__ void scales_fold(DecodeSums<D, NT> &z, float *shrink, unsigned (*scale)[2]) {
+    unsigned most = 0;
+    for (int i = 0; i < D / 16; i++) most = halves_max(most, scale[i / 2][i % 2]);
+
+    // The least power of two above the scales.
+    float top = lanes_max<4>(fmaxf(half_get<DT_F16>((uint16_t)most), half_get<DT_F16>((uint16_t)(most >> 16))));
+    float unit = fmaxf(z.unit, __int_as_float((__float_as_int(top) & 0x7f800000) + 0x00800000));
+    float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
+    unsigned inv2 = half_pack<DT_F16>(inv, inv);
+    for (int i = 0; i < D / 16; i++) scale[i / 2][i % 2] = halves_times(scale[i / 2][i % 2], inv2);
+    for (int i = 0; i < NT; i++) shrink[i] *= less;
+    z.unit = unit;
+}
+
+// f (NT,4) = the fragments of P, prob (NT,4), times the scales (2) of a block's rows. A product of two f16 numbers is
+// a value and a rest, too.
+template <int NT>
+static __device__ void scaled_factors(unsigned (*f)[4], const unsigned (*prob)[4], const unsigned scale[2]) {
+    for (int i = 0; i < 2 * NT; i++) {
+        int at = i % 2 * 2 + i / 2, other = i % 2 * 2 + (NT == 2 ? i / 2 : 1);
+        unsigned p = prob[0][at], by = scale[i % 2], value = halves_times(p, by);
+        f[0][at] = value;
+        f[NT - 1][other] = halves_fma(prob[NT - 1][other], by, halves_fma(p, by, halves_minus(value)));
+    }
+}
+
+// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, two words for each of the two
+// products.
+template <int DT, int D, int NT, int N>
+static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
+                                  const unsigned (*b)[4]) {
+    for (int e = 0; e < 2; e++) {
+        float d[4] = { 0, 0, 0, 0 }, x[2];
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
+        for (int i = 0; i < NT; i++) {
+            decode_row<NT>(x, d, i);
+            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
+        }
+    }
+}
+
+// A window: a warp has 16 queries, and 32 keys at a time.
+
+// f (D/16,PARTS,4) = the A fragments of n queries, `stride` floats apart; zeros behind the last. A query is PARTS 16-bit
+// numbers, each what the rounding of those before has left over.
+template <int DT, int D, int PARTS>
+static __device__ void window_queries(unsigned (*f)[PARTS][4], const float *q, size_t stride, int n) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < D / 4; i++) {
+        int word = i % 4, r = g + word % 2 * 8;
+        const float *from = q + min_int(r, n - 1) * stride + i / 4 * 16 + word / 2 * 8 + 2 * t;
+        float2 x = r < n ? *(const float2 *)from : make_float2(0, 0);
+        KV_UNROLL() for (int part = 0; part < PARTS; part++) {
+            unsigned two = f[i / 4][part][word] = half_pack<DT>(x.x, x.y);
+            x = make_float2(x.x - half_get<DT>((uint16_t)two), x.y - half_get<DT>((uint16_t)(two >> 16)));
+        }
+    }
+}
+
+// s (2,8) = the lane's scores of 32 keys; keys: where the lane names its rows.
+template <int DT, int D, int PARTS>
+static __device__ void window_products(float (*s)[8], const unsigned (*f)[PARTS][4], SharedAt keys) {
+    float d[4][4] = {};
+    KV_UNROLL() for (int k = 0; k < D / 16; k++) {
+        unsigned b[2][4];
+        KV_UNROLL() for (int n = 0; n < 2; n++) ldmatrix_x4(b[n], keys + n * 16 * tile_row(D) + 32 * k);
+        KV_UNROLL() for (int part = PARTS - 1; part >= 0; part--)
+            KV_UNROLL() for (int n = 0; n < 4; n++) mma_16x8x16<DT>(d[n], f[k][part], b[n / 2] + n % 2 * 2);
+    }
+    KV_UNROLL() for (int i = 0; i < 16; i++) s[i % 4 / 2][i / 4 * 2 + i % 2] = d[i / 4][i % 4];
+}
+
+// -> the sum over the 16 queries of column 8 (g / 2) + 2t + g % 2 of 32. A score x of query g + 8 half has the
+// probability 2^(c x + low[half]) times by[half].
+static __device__ float window_sum(const float (*s)[8], float c, const float *low, const float *by) {
+    int lane = threadIdx.x & 31;
+    float x[8];
+    KV_UNROLL() for (int i = 0; i < 8; i++)
+        x[i] = exp2_flush(s[0][i] * c + low[0]) * by[0] + exp2_flush(s[1][i] * c + low[1]) * by[1];
+    KV_UNROLL() for (int n = 4; n; n /= 2)
+        KV_UNROLL() for (int i = 0; i < n; i++) {
+            int upper = lane & 4 * n;
+            float keep = upper ? x[i + n] : x[i], give = upper ? x[i] : x[i + n];
+            x[i] = keep + __shfl_xor_sync(ALL_LANES, give, 4 * n);
+        }
+    return x[0];
+}
+
+// ---- parts of a softmax become one
+// Part c of a row left max t_c, sum z_c and vector x_c under its own maximum. With t = max t_c:
+//     out = (sum of exp(t_c - t) x_c) / (sum of exp(t_c - t) z_c)
+
+// One query row, by a warp. part: the first of n items, stride floats apart. out (D) or NULL, stat (2):
+// max and sum of the whole row.
+// Items that other blocks have left are read past L1. Each read is a wait, so JOIN_AHEAD items are asked for before
+// the first of them is added.
+//   Lane    factor exp(t_c - t) and sum of one item of JOIN_AHEAD; of each 128 dimensions four
+enum { JOIN_AHEAD = 8 };
+
+static __device__ void join_row(const float *part, size_t stride, int n, int D, float *out, float *stat) {
+    int lane = threadIdx.x & 31;
+    float top = -INFINITY, sum = 0;
+    for (int c = lane; c < n; c += 32) top = fmaxf(top, __ldcg(part + c * stride));
+    top = lanes_max<32>(top);
+    for (int d0 = 0; d0 < D; d0 += 128) {
+        int d[2] = { d0 + 2 * lane, d0 + 64 + 2 * lane };
+        float2 x[2] = {};
+        sum = 0;
+        for (int c = 0; c < n; c += JOIN_AHEAD) {
+            float2 own = { -INFINITY, 0 }, v[JOIN_AHEAD][2];
+            if (lane < min_int(n - c, JOIN_AHEAD)) own = __ldcg((const float2 *)(part + (c + lane) * stride));
+            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++)
+                KV_UNROLL() for (int i = 0; i < 2; i++) {
+                    v[k][i] = { 0, 0 };
+                    const float *from = part + (c + k) * stride + 2 + d[i];
+                    if (out && c + k < n && d[i] < D) v[k][i] = __ldcg((const float2 *)from);
+                }
+            float factor = own.x == -INFINITY ? 0 : expf(own.x - top);
+            KV_UNROLL() for (int k = 0; k < JOIN_AHEAD; k++) {
+                float e = __shfl_sync(ALL_LANES, factor, k);
+                sum += e * __shfl_sync(ALL_LANES, own.y, k);
+                KV_UNROLL() for (int i = 0; i < 2; i++) {
+                    x[i].x += e * v[k][i].x;
+                    x[i].y += e * v[k][i].y;
+                }
+            }
+        }
+        for (int i = 0; i < 2; i++)
+            if (out && d[i] < D) *(float2 *)(out + d[i]) = { x[i].x / sum, x[i].y / sum };
+    }
+    if (lane) return;
+    stat[0] = top;
+    stat[1] = sum;
 }
 
 // ---- dot products to the CPU's bit
