@@ -1807,7 +1807,7 @@ template <int DIM, int LINES> struct TensorShape {
         MT = DIM <= (LINES ? 64 : 128) ? 2 : 1, // fragments of queries of a warp
         KT = DIM <= 128 ? 64 : 32,              // keys of a tile
         BQ = WARPS * 16 * MT,                   // query rows of a block
-        P = DIM + 8,                            // numbers of a row in shared memory
+        P = tile_row(DIM) / 2,                  // numbers of a row in shared memory
         WORDS = KT / 32,                        // words of a bit a key
         LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32,   // lanes that copy a row, 16 bytes each
         COPIES = KT * LANES / (WARPS * 32)      // rows of a tile that a lane copies
@@ -1963,7 +1963,7 @@ static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Work &w)
     for (int j = threadIdx.x >> 5; j < BQ; j += blockDim.x >> 5) {
         const float *from = a.q + query_row(a, w, w.m0 + min_int(j, w.m - 1)) * a.D;
         for (int d = lane; d < DIM; d += 32)
-            q[j * (DIM + 8) + d] = half_put<DT>(j < w.m && d < a.D ? from[d] : 0);
+            q[j * (tile_row(DIM) / 2) + d] = half_put<DT>(j < w.m && d < a.D ? from[d] : 0);
     }
 }
 
@@ -1991,7 +1991,7 @@ static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols,
             KV_UNROLL() for (int j = 0; j < N; j++) row[j] = min_int(first + j, tile.p + tile.n - 1);
         }
         KV_UNROLL() for (int j = 0; j < N; j++)
-            copy16_async(to + 2 * (PART * N + j) * (DIM + 8), from + (size_t)row[j] * (unsigned)(2 * D));
+            copy16_async(to + (PART * N + j) * tile_row(DIM), from + (size_t)row[j] * (unsigned)(2 * D));
     }
     if (PART == PARTS - 1) copy_commit();
 }
@@ -4141,8 +4141,8 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 // Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
 // On the device run: the bounds of full pages, the scores of the pages in every decode step, the
 // choice of the best, and the lists of their rows, which stay here as the layer's views
-// (chosen_room, section 3). The host keeps the number of pages that have bounds, asks for memory,
-// and decides whether a step chooses at all (quest_select).
+// (chosen_room, section 2). The host asks for memory, and decides whether a step chooses at all
+// (quest_select).
 //   max_d, min_d of a page     the largest and smallest key value of its 16 rows in channel d
 //   u(page) = sum_d max(q_d max_d, q_d min_d)
 // Map:

@@ -812,10 +812,10 @@ static __device__ void tensor_scores(float (*s)[KT / 8][4], SharedAt q, SharedAt
     KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
         if (k % 2 == 0) __syncwarp();
         unsigned f[MT][4];
-        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + 2 * (i * 16 * (DIM + 8) + k * 16));
+        KV_UNROLL() for (int i = 0; i < MT; i++) ldmatrix_x4(f[i], q + i * 16 * tile_row(DIM) + 32 * k);
         KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
             unsigned b[4];
-            ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
+            ldmatrix_x4(b, keys + n * 16 * tile_row(DIM) + 32 * k);
             KV_UNROLL() for (int i = 0; i < MT; i++) {
                 mma_16x8x16<DT>(s[i][2 * n], f[i], b);
                 mma_16x8x16<DT>(s[i][2 * n + 1], f[i], b + 2);
@@ -898,7 +898,7 @@ static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink
             KV_UNROLL() for (int e = 0; e < 8; e++) x[i][e / 4][e % 4] = 0;
         KV_UNROLL() for (int k = 0; k < KT / 16; k++) {
             unsigned b[4];
-            ldmatrix_x4_trans(b, vals + 2 * (k * 16 * (DIM + 8) + j * 16));
+            ldmatrix_x4_trans(b, vals + k * 16 * tile_row(DIM) + 32 * j);
             KV_UNROLL() for (int i = 0; i < MT; i++) {
                 mma_16x8x16<DT>(x[i][0], p[k][i], b);
                 mma_16x8x16<DT>(x[i][1], p[k][i], b + 2);
