@@ -6536,6 +6536,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
     plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (turn_hooks(s) ? 4 : 1) * scores);      // 4: hooks choose rows by them
+    // Of column_sums.
+    if (turn_hooks(s)) plan_room_cuda(p, "scores of queries", max_size(scores, min_size(span * scores, (size_t)64 << 20)));
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
 }

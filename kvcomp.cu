@@ -85,7 +85,7 @@ enum {
     ROOM_CENTRES,               // LycheeCluster: centres while an index is built
     ROOM_SEEK,                  // Quest, LycheeCluster: scores of pages or clusters
     ROOM_RING,                  // LoopServe: queries of the ring, oldest first
-    ROOM_PROBS,                 // LoopServe: sampled softmax rows
+    ROOM_PROBS,                 // (heads,n_q,N) scores of queries; LoopServe: sampled softmax rows
     ROOM_PICKS,                 // LoopServe: what the choice of lines needs
     ROOM_VIEWS,                 // (L,G,stride) the lists that select hooks chose on the device
     ROOM_ARRIVED,               // counters of blocks that have come by, all 0 between two launches
@@ -1447,13 +1447,12 @@ void views_drop_cuda(Session *s) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Five kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
+// Four kernels compute it; the first is the one to read first. Which one reads which rows, and why, stands at
 // "which kernel reads which rows".
-//     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above
+//     attend_kernel     any rule, any format, any head_dim: the algorithm as it stands above; or the scores s alone
 //     prefill_kernel    a long prefill on tensor cores; its works are not cut into items
 //     decode_kernel     decode on tensor cores, over f16, bf16, q8_0, q4 and PATS rows
-//     column_kernel     sums of probabilities over queries
-//     window_kernel     the same on tensor cores, and max and sum of softmax rows
+//     window_kernel     sums of probabilities over queries, and max and sum of softmax rows, on tensor cores
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -1506,6 +1505,10 @@ struct Attn : LayerRows {       // argument of the kernels; pointers are device 
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
     float *stat;                // (n,H,2) max and sum of each row's softmax
+    // Or, instead of both:
+    float *score;               // (heads,n_q,N) s_r of the heads from head0 on, by positions of their lists, or NULL
+    const int *t;               // (n_q) the queries: rows of q, and tokens from the work's tok0 on; NULL: all
+    int head0, n_q, N;
 };
 
 // The row of (n,H,..) that pair m of work w is.
@@ -1526,8 +1529,8 @@ static __device__ int listed_row(const Work &w, const int *idx, int p) {
 // ---- tiles in shared memory
 
 // The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every query's sliding
-// window (the first query's begins first), or none of its columns is needed. Called by all threads; what it
-// writes is complete after the next barrier.
+// window (the first query's begins first), or none of its columns is needed, and scores are not wanted. Called by all
+// threads; what it writes is complete after the next barrier.
 static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
                                  int *row, int *src, int *any) {
     if (threadIdx.x >= TILE) return;
@@ -1535,7 +1538,7 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
     if (i < n) {
         row[i] = listed_row(w, a.idx, p + i);
         src[i] = h.src[row[i]];
-        see = !a.window || a.rule != VIS_CAUSAL || a.tok[src[i]].pos > a.tok[query_token(w, 0)].pos - a.window;
+        see = a.score || !a.window || a.rule != VIS_CAUSAL || a.tok[src[i]].pos > a.tok[query_token(w, 0)].pos - a.window;
         if (a.lines) see = see && column_needed(a.lines[w.head], row[i], w.m0, w.m0 + w.m);
     }
     see = __any_sync(ALL_LANES, see);
@@ -1597,8 +1600,9 @@ static KV_CALL void join_arrived(const Attn &a, int BQ) {
 //   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory: one for
 //           every multiply-add, 2 D of each a cell (a query and a key), so a cell is 4 D / 32 = 16
 //           instructions of a warp at D 128
-// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.lines a query row reads what lies
-// on its head's lines (section 7), and tiles that need none of it are left out.
+// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.score there is no softmax either: a scored
+// tile is stored as it is. With Attn.lines a query row reads what lies on its head's lines (section 7), and tiles that
+// need none of it are left out.
 
 struct AttendShared {
     float *q, *kv, *score;
@@ -1650,11 +1654,15 @@ template <int QW> static __device__ float fold_scores(float *mine, float *top, f
     return shrink;
 }
 
+// The query of pair m of work w, as a row of Attn.q and as a token from the work's first on.
+static __device__ int query_of(const Attn &a, const Work &w, int m) { return a.t ? a.t[m / w.per] : m / w.per; }
+
 // The block's query rows to shared memory; zeros behind the work's last.
 template <int BQ> static __device__ void load_queries(float *q, const Attn &a, const Work &w) {
     int lane = threadIdx.x & 31;
     for (int j = threadIdx.x >> 5; j < BQ; j += ATTN_WARPS) {
-        const float *from = a.q + query_row(a, w, w.m0 + j) * a.D;
+        int m = w.m0 + min_int(j, w.m - 1);
+        const float *from = a.q + ((size_t)query_of(a, w, m) * a.H + w.head + m % w.per) * a.D;
         for (int d = lane; d < a.D; d += 32) q[j * a.D + d] = j < w.m ? from[d] : 0;
     }
 }
@@ -1669,10 +1677,20 @@ static __device__ void score_tile(const AttendShared &m, const Attn &a, const Wo
     int src = m.src[key], c = m.row[key], needed = lane < n;
     if (a.lines) needed = needed && column_needed(a.lines[w.head], c, w.m0, w.m0 + w.m);
     for (int i = 0; i < QW; i++) {
-        int j = warp * QW + i, t = query_token(w, j);
+        int j = warp * QW + i, t = w.tok0 + query_of(a, w, w.m0 + min_int(j, w.m - 1));
         int see = needed && j < w.m && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
         if (see && a.lines) see = cell_chosen(a.lines[w.head], w.m0 + j, c);
         m.score[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
+    }
+}
+
+// The warp's scores of the tile's n keys to Attn.score: positions p.. of the work's list.
+template <int QW>
+static __device__ void store_scores(const AttendShared &m, const Attn &a, const Work &w, int p, int n) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int j = warp * QW; j < min_int(warp * QW + QW, w.m); j++) {
+        int head = w.head + (w.m0 + j) % w.per, i = (w.m0 + j) / w.per;
+        if (lane < n) a.score[((size_t)(head - a.head0) * a.n_q + i) * a.N + p + lane] = m.score[j * (TILE + 1) + lane];
     }
 }
 
@@ -1720,6 +1738,10 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_
         __syncthreads();
         score_tile<QW>(m, a, w, n);
         __syncwarp();
+        if (a.score) {
+            store_scores<QW>(m, a, w, p, n);
+            continue;
+        }
         float *mine = m.score + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES;
         float shrink = fold_scores<QW>(mine, &top, &sum);
         if (lane % LANES == 0) m.shrink[warp * QW + lane / LANES] = shrink;
@@ -1729,6 +1751,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, ATTEND_BLOCKS) attend_
         __syncthreads();
         mix_tile<QW>(acc, m, D, n);
     }
+    if (a.score) return;
 
     float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
     if (lane % LANES == 0) {
@@ -2446,89 +2469,12 @@ decode_kernel(KV_PARAMETER(Attn) a, int BQ) {
     join_arrived(a, BQ);
 }
 
-// ---- column_kernel: sums over queries
-//
-// out[h][p] = factor * sum over the n_q queries of the softmax probability of position p of head
-// h's list; out (H,N). The max and the sum of each softmax row are known (stat), so no row of
-// probabilities is ever stored: memory is O(H N). Without stat the scaled scores themselves are wanted, of
-// sampled queries, out (heads,n_q,N), -infinity where a query may not look.
-//
-//   Block   a tile of positions (blockIdx.x) of one query head (head0 + blockIdx.y). Its keys stay, the
-//           queries come by, 32 at a time
-//   Warp    8 of the 32 queries
-//   Lane    one key
-//   Shared  that of attend_kernel for 32 query rows. kv: the keys; score: a row for each warp, its sums, which are added
-//           in order of the warps
-//   Bound   the loads of score_rows from shared memory
-
-struct ColumnPlan {
-    const Work *list;           // (H) the work that each query head reads; NULL: every row of its KV head
-    const int *t;               // (n_q) the queries: rows of q, and tokens from the work's tok0 on; NULL: all
-    const float *stat;          // (n_q,H,2) or NULL
-    int head0, n_q, N;
-    float factor;
-};
-
-// What query head `head` reads: see ColumnPlan.list.
-static __device__ Work column_work(const Attn &a, const Work *list, int head) {
-    int g = head / a.R;
-    if (list) return list[head];
-    return { g, head, 1, 0, 1, a.heads.at[g].len, a.tok0 };
-}
-
-// The query that is the i-th one.
-static __device__ int column_query(const ColumnPlan &p, int i) { return p.t ? p.t[i] : i; }
-
-static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
-    KV_DYN_SHARED(char, mem);
-    const int QW = 8;
-    AttendShared m;
-    attend_carve<QW>(&m, mem, a.D);
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = c.head0 + blockIdx.y;
-    int p = blockIdx.x * TILE;
-    float score[QW], sum = 0;
-    Work w = column_work(a, c.list, head);
-    HeadRef h = a.heads.at[w.g];
-    int n = min_int(w.n - p, TILE), key = lane < n ? lane : 0;
-    if (n <= 0) return;                         // the same for the whole block
-    list_rows(a, h, w, p, n, m.row, m.src, m.any);
-    __syncthreads();
-    load_tile(m.kv, D + 1, a, h, 0, m.row, n);
-    for (int i0 = 0; i0 < c.n_q; i0 += 32) {
-        __syncthreads();                        // the queries before these are done with
-        for (int j = warp; j < 32; j += ATTN_WARPS) {
-            const float *from = a.q + ((size_t)column_query(c, min_int(i0 + j, c.n_q - 1)) * a.H + head) * D;
-            for (int d = lane; d < D; d += 32) m.q[j * D + d] = from[d];
-        }
-        __syncthreads();
-        score_rows<QW>(score, m.q + warp * QW * D, m.kv + key * (D + 1), D);
-        for (int i = 0; i < QW; i++) {
-            int j = i0 + warp * QW + i, src = m.src[key];
-            if (j >= c.n_q || lane >= n) continue;
-            int t = w.tok0 + column_query(c, j);
-            int see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
-            if (!c.stat) {
-                float S = see ? score[i] * a.scale : -INFINITY;                 // Algorithm 2, line 4
-                out[((size_t)blockIdx.y * c.n_q + j) * c.N + p + lane] = S;
-            } else if (see) {
-                const float *st = c.stat + ((size_t)j * a.H + head) * 2;
-                sum += expf(score[i] * a.scale - st[0]) / st[1];
-            }
-        }
-    }
-    m.score[warp * (TILE + 1) + lane] = sum;
-    __syncthreads();
-    if (warp || lane >= n || !c.stat) return;
-    float all = 0;
-    for (int i = 0; i < ATTN_WARPS; i++) all += m.score[i * (TILE + 1) + lane];
-    out[(size_t)head * c.N + p + lane] = all * c.factor;
-}
-
 // ---- window_kernel: softmax rows and sums over queries on tensor cores, f16 or bf16 keys, head_dim 64 and 128
 //
-// For the queries of a window, or of a whole pass: max and sum of every softmax row (SUMS 0), and with these what
-// column_kernel computes (SUMS 1). attend_kernel and column_kernel multiply a key by one query after the other; here
-// a tensor core multiplies it by 16 queries, and a key in shared memory serves all query heads of its KV head.
+// For the queries of a window, or of a whole pass: max and sum of every softmax row (SUMS 0), and with these sums of
+// columns (SUMS 1): out[h][r] = factor * sum over the n_q queries of the softmax probability of row r of head h. No row
+// of probabilities is ever stored: memory is O(H N). attend_kernel multiplies a key by one query after the other; here a
+// tensor core multiplies it by 16 queries, and a key in shared memory serves all query heads of its KV head.
 //
 //   Block   a stretch of `rows` rows of KV head blockIdx.y, in tiles of WINDOW_KEYS; 16 queries of as many of its query
 //           heads as there are warps. More heads and, with SUMS 0, more queries are further blocks (blockIdx.z)
@@ -2548,6 +2494,12 @@ static __global__ void column_kernel(Attn a, ColumnPlan c, float *out) {
 //
 // What is rounded: a query is PARTS 16-bit numbers, each what the rounding of those before has left over. So scores
 // differ from exact ones by 2^-20 |q||k| with f16 keys, and with bf16 keys as sums of f32 do.
+
+struct ColumnPlan {
+    const float *stat;          // (n_q,H,2) or NULL
+    int n_q, N;
+    float factor;
+};
 
 enum { WINDOW_KEYS = 64 };      // keys of a tile
 template <int DT, int D> struct WindowShape {
@@ -2691,20 +2643,20 @@ window_kernel(KV_PARAMETER(Attn) a, ColumnPlan c, int rows, int i0, float *out) 
 //
 //                              decode            prefill                     sums of columns (by the keys alone)
 //     f16, bf16                decode_kernel     prefill_kernel              window_kernel
-//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16      column_kernel
+//     q8_0, q4, PATS's         decode_kernel     prefill_kernel, as f16      attend_kernel
 //     PATS's under rows64,
 //     K and V in two formats   attend_kernel     prefill_kernel, as f16      as their keys
-//     f32                      attend_kernel     attend_kernel               column_kernel
+//     f32                      attend_kernel     attend_kernel               attend_kernel
 //
 // decode_kernel and window_kernel are for head_dims of 64 and 128, which the families of models that are loaded have,
 // prefill_kernel for multiples of 8 and passes of TC_MIN tokens. Whatever is left, and a prefill with --exact, goes
-// through attend_kernel. What a window's sums need of its softmax rows is window_kernel's too, or else attend_kernel's;
-// column_kernel has the sums over lists of rows, in decode, and scores of sampled queries, over any rows.
+// through attend_kernel. What a window's sums need of its softmax rows comes from the kernel that sums. Sums over lists
+// of rows, in decode, and sampled queries go through attend_kernel too, which stores their scores.
 //
 // What the papers ask of them. Rows are read in a prefill by prefill_kernel, in decode by decode_kernel, or by
 // attend_kernel where the table above says so:
 //     LoopServe       prefill: the lines that select_lines_kernel has chosen for every query head, as works of one head
-//                     (Attn.lines; prefill_kernel<.., LINES 1>); the sampled rows it chooses by: column_kernel.
+//                     (Attn.lines; prefill_kernel<.., LINES 1>); the sampled rows it chooses by: attend_kernel.
 //                     Decode: a list for each KV head, which ring_lists_kernel has left in ROOM_VIEWS; the sums it
 //                     chooses by: window_kernel
 //     PATS            prefill: its packed rows as f16 (rows_as_f16). Decode: packed rows (rows_unpack)
@@ -2717,21 +2669,23 @@ window_kernel(KV_PARAMETER(Attn) a, ColumnPlan c, int rows, int i0, float *out) 
 
 static int tensor_min = TC_MIN;
 
+// attend_kernel for so many query rows. Up to 8 are two blocks, or most of the warps of one would have none.
+static Reader general_reader(int rows) { return { BY_ATTEND, 0, rows <= 8 ? 4 : 32, ATTEND_BLOCKS }; }
+
 // Which kernel computes n tokens of this pass, a decode step or a prefill, whose query heads read the rows that their
 // KV head reads or, with lines, rows of their own.
 static Reader reader_of(const Session *s, int n, int decode, int lines) {
     int D = s->c->D, rows = lines ? n : n * (s->c->H / s->c->G), kind = row_kind(s->fk);
     int f32 = kind == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    // Up to 8 rows of attend_kernel are two blocks, or most of the warps of one would have none.
-    Reader general = { BY_ATTEND, kind, rows <= 8 ? 4 : 32, ATTEND_BLOCKS };
     if (decode) {
-        if (s->fk != s->fv || f32 || (D != 64 && D != 128)) return general;
-        if (s->packing && !s->packing->dense) return general;
+        if (s->fk != s->fv || f32 || (D != 64 && D != 128)) return general_reader(rows);
+        if (s->packing && !s->packing->dense) return general_reader(rows);
         int unpacks = s->packing || kind == ROW_Q8 || kind == ROW_Q4;
         return { BY_DECODE, s->packing ? (int)DECODE_PATS : kind, rows <= 4 ? 4 : rows <= 8 ? 8 : 16,
                  decode_blocks(unpacks, D, rows <= 8 ? 1 : 2) };
     }
-    if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact) return general;
+    if (s->n_tok - s->base < tensor_min || D % 8 || f32 || s->dev->base->exact)
+        return general_reader(rows);
     return { BY_PREFILL, kind, lines || D > 128 ? 64 : 128, 1 };        // as in TensorShape
 }
 
@@ -2779,6 +2733,20 @@ static Plan plan_pass(Session *s, int l, Reader by, const Lines *lines, int dens
             int m0 = b * by.BQ, m = min_int(n * per - m0, by.BQ);
             int sees = s->rule == VIS_CAUSAL ? rows_until(h, tok0 + (m0 + m - 1) / per) : h->len;
             p.work[p.n_work++] = { head / R, head, per, m0, m, sees, tok0 };
+        }
+    return p;
+}
+
+// The works of the scores of n queries, for the query heads of KV heads g0 .. g0+ng-1: every row that is held.
+static Plan plan_scores(Session *s, int l, int g0, int ng, int tok0, int n) {
+    int R = s->c->H / s->c->G;
+    Reader by = general_reader(n * R);
+    int all = blocks((size_t)n * R, by.BQ);
+    Plan p = { by, (Work *)scratch(s, (size_t)ng * all * sizeof(Work)) };
+    for (int b = 0; b < all; b++)
+        for (int g = g0; g < g0 + ng; g++) {
+            int m0 = b * by.BQ;
+            p.work[p.n_work++] = { g, g * R, R, m0, min_int(n * R - m0, by.BQ), kv_head(s, l, g)->len, tok0 };
         }
     return p;
 }
@@ -2966,12 +2934,29 @@ static Attn plan_run(Session *s, Attn a, const Plan *p) {
 
 // ---- sums over queries, and KV_MASS
 
-// Launches column_kernel for n query heads.
-static void column_launch(const Attn &a, const ColumnPlan &c, int n, float *out) {
-    AttendShared m;
-    size_t smem = attend_carve<8>(&m, NULL, a.D);
-    dim3 grid(blocks(c.N, TILE), n);
-    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, c, out);
+// The work that query head `head` reads: its own of a list, or every row of its KV head.
+static __device__ Work column_work(const Attn &a, const Work *list, int head) {
+    int g = head / a.R;
+    if (list) return list[head];
+    return { g, head, 1, 0, 1, a.heads.at[g].len, a.tok0 };
+}
+
+// col (H,N) = the softmax probabilities of the queries whose scores attend_kernel has left in a.score, times factor, and
+// with `add` what there is; stat (n_q,H,2) has the max and the sum of their rows. A thread a position of query head
+// blockIdx.y. Bound by reading the scores once.
+static __global__ void
+columns_kernel(Attn a, const Work *list, const float *stat, float factor, int add, float *col) {
+    int h = blockIdx.y, p = blockIdx.x * blockDim.x + threadIdx.x;
+    if (p >= a.N) return;
+    int n_q = p < column_work(a, list, h).n ? a.n_q : 0;
+    float sum = 0;
+    for (int i = 0; i < n_q; i++) {
+        const float *st = stat + ((size_t)i * a.H + h) * 2;
+        float score = a.score[((size_t)h * a.n_q + i) * a.N + p];
+        if (score > -INFINITY) sum += expf(score - st[0]) / st[1];
+    }
+    float *to = &col[(size_t)h * a.N + p];
+    *to = (add ? *to : 0) + sum * factor;
 }
 
 // Launches window_kernel over all rows of a layer, which window_reads has allowed, in stretches as long as items are.
@@ -2999,15 +2984,34 @@ template <int SUMS> static void window_run(Session *s, const Attn &a, const Colu
     else                  window_launch<DT_BF16, 128, SUMS>(s, a, c, out);
 }
 
-// Column sums (H,N) on the device, in ROOM_COL. list: see ColumnPlan; it uses the idx of a. The n_q queries count from
-// the tok0 of works on.
-static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q,
-                          int N, float factor) {
-    float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
-    KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
-    ColumnPlan c = { list, NULL, stat, 0, n_q, N, factor };
-    if (!list && window_reads(a)) window_run<1>(s, a, c, col);
-    else column_launch(a, c, a.H, col);
+enum { SCORES_MIB = 64 };       // room for the scores of some queries; those of one may take more
+
+// Column sums (H,N) on the device, in ROOM_COL, of n_q queries from those of the argument on, whose softmax rows have
+// this max and sum. n_items: of the argument's works, of which each query head has one; 0: every row is summed.
+static float *column_sums(Session *s, int l, Attn a, int n_items, const float *stat, int n_q, int N, float factor) {
+    size_t row = (size_t)a.H * N;
+    float *col = room<float>(s, ROOM_COL, row);
+    if (!n_items && window_reads(a)) {
+        KV_CUDA(cudaMemsetAsync(col, 0, row * sizeof(float), kv_stream));
+        window_run<1>(s, a, { stat, n_q, N, factor }, col);
+        return col;
+    }
+    int most = (int)min_size(max_size(((size_t)SCORES_MIB << 20) / (row * sizeof(float)), 1), n_q);
+    const Work *list = n_items ? a.work : NULL;
+    dim3 grid(blocks(N, 256), a.H);
+    a.score = room<float>(s, ROOM_PROBS, most * row);
+    a.N = N;
+    for (int i = 0; i < n_q; i += most, a.tok0 += most) {
+        a.n_q = min_int(n_q - i, most);
+        if (n_items) attn_launch(a, general_reader(1), n_items);
+        else {
+            Plan p = plan_scores(s, l, 0, a.G, a.tok0, a.n_q);
+            plan_run(s, a, &p);
+        }
+        KV_LAUNCH(columns_kernel, grid, 256, 0, a, list, stat, factor, i > 0, col);
+        a.q += (size_t)most * a.H * a.D;
+        stat += (size_t)most * a.H * 2;
+    }
     return col;
 }
 
@@ -3020,10 +3024,11 @@ static __global__ void mass_kernel(Attn a, const Work *list, const float *col, i
     if (i < w.n) a.heads.at[g].mass[listed_row(w, a.idx, i)] += col[(size_t)h * N + i];
 }
 
-// Adds the probabilities of n_q queries to the mass of the rows: one launch of column_kernel, R of
-// mass_kernel.
-static void add_mass(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N) {
-    float *col = column_sums(s, a, list, stat, n_q, N, 1);
+// Adds the probabilities of n_q queries to the mass of the rows: column sums, and a launch for each query head of a
+// group.
+static void add_mass(Session *s, int l, const Attn &a, int n_items, const float *stat, int n_q, int N) {
+    float *col = column_sums(s, l, a, n_items, stat, n_q, N, 1);
+    const Work *list = n_items ? a.work : NULL;
     dim3 grid(blocks(N, 256), a.G);
     for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a, list, col, N, r);
 }
@@ -3053,8 +3058,8 @@ void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, in
     int tok0 = s->base + t0;
     float *stat = attend_pass(s, l, NULL, out, q, tok0, n);
     if (s->wants & KV_MASS) {
-        Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // column_kernel reads the rows as they are stored
-        add_mass(s, a, NULL, stat, n, kv_longest(s, l));
+        Attn a = attn_args(s, l, q, tok0, NULL, NULL);          // of the rows as they are stored
+        add_mass(s, l, a, 0, stat, n, kv_longest(s, l));
     }
     scratch_reset(s, mark);
 }
@@ -3072,6 +3077,7 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     float *stat = d->told ? (float *)d->room[ROOM_STAT].p : room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attn_args(s, l, q, 0, out, stat);  // works say which token it is
+    int n_items = d->grid;
     if (d->told) {
         const LayerWorks &w = d->works[l];
         a.work = w.work;
@@ -3083,11 +3089,12 @@ void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
     } else {
         Plan p = plan_decode(s, l);
         a = plan_run(s, a, &p);
+        n_items = plan_items(&p, most_pieces(s, p.by));
         count_read(s, l);
     }
     // The plan has a work for each query head then. N is what there is memory for, not what is held, so that the
     // launches stay the same from step to step.
-    if (s->wants & KV_MASS) add_mass(s, a, a.work, a.stat, 1, most_rows(s));
+    if (s->wants & KV_MASS) add_mass(s, l, a, n_items, a.stat, 1, most_rows(s));
     scratch_reset(s, mark);
 }
 
@@ -3101,13 +3108,12 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Attn a = attn_args(s, l, q, tok0, NULL, stat);
-    if (window_reads(a)) window_run<0>(s, a, { NULL, NULL, NULL, 0, w, N, 1 }, NULL);
+    if (window_reads(a)) window_run<0>(s, a, { NULL, w, N, 1 }, NULL);
     else {
-        Reader by = { BY_ATTEND, 0, w * a.R <= 8 ? 4 : 32, ATTEND_BLOCKS };
-        Plan p = plan_pass(s, l, by, NULL, 1, tok0, w);
+        Plan p = plan_pass(s, l, general_reader(w * a.R), NULL, 1, tok0, w);
         plan_run(s, a, &p);
     }
-    float *score = column_sums(s, a, NULL, stat, w, N, factor);
+    float *score = column_sums(s, l, a, 0, stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
 }
@@ -3262,7 +3268,10 @@ static Pass step_prepare(Session *s) {
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     arrivals(s, s->c->H + 2 * s->c->G);
     room<char>(s, ROOM_STEP, step_bytes(s));
-    if (s->wants & KV_MASS) room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
+    if (s->wants & KV_MASS) {
+        room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
+        room<float>(s, ROOM_PROBS, (size_t)s->c->H * most_rows(s));
+    }
     if (s->changes != d->seen || n_picks(s) != d->n_picks) {
         step_plan(s);
         d->replays = 0;
@@ -4099,7 +4108,13 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const 
     Attn a = attn_args(s, l, q, s->base, NULL, NULL);
     upload(tokens, t, m * sizeof(int));
 
-    column_launch(a, { NULL, tokens, NULL, g0 * R, m, N, 1 }, ng * R, P);
+    a.score = P;
+    a.t = tokens;
+    a.head0 = g0 * R;
+    a.n_q = m;
+    a.N = N;
+    Plan p = plan_scores(s, l, g0, ng, s->base, m);
+    plan_run(s, a, &p);                         // Algorithm 2, line 4
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
     scratch_reset(s, mark);
     return P;
@@ -4297,7 +4312,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // Map:
 //   Eq. 1 -> recovered, select_lines_kernel
 //   Algorithm 1, line 5 -> choose_lines_cuda
-//   Algorithm 2, line 4 -> column_kernel, softmax_rows_kernel
+//   Algorithm 2, line 4 -> attend_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
 //   Algorithm 2, line 12 -> segment_best
 //   Algorithm 2, line 13 -> take_one
@@ -5316,9 +5331,9 @@ void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
 // Map:
 //   Eq. 2 -> sonic_embed, embed_cuda
-//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
-//   Eq. 4 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel, rows_move_cuda
-//   Eq. 5 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, column_kernel, window_kernel
+//   Eq. 3 -> attend_kernel, decode_kernel, prefill_kernel, window_kernel
+//   Eq. 4 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, window_kernel, rows_move_cuda
+//   Eq. 5 -> work_sees, attend_kernel, decode_kernel, prefill_kernel, window_kernel
 //   Sec. 3.1 -> same_weights, project, mlp_rows
 // On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
 // message, all positions, and the choice of the rows to drop (sonic_drop).
