@@ -128,7 +128,7 @@ CUDA_ARCHS   = 80 90
 machine_code = $(foreach a,$(1),$(if $(filter sm_$(a),$(NVCODE)),-gencode arch=compute_$(a)$(comma)code=sm_$(a)))
 NVCODE  := $(shell $(NVCC) --list-gpu-code 2>/dev/null)
 SHIPPED  = $(call machine_code,$(CUDA_ARCHS)) -gencode arch=compute_90$(comma)code=compute_90
-NVFLAGS  = -std=c++17 -O3 -DKVCOMP_CUDA $(filter -I%,$(CUDA))
+NVFLAGS  = -std=c++17 -O3 -Xcompiler -O1 -DKVCOMP_CUDA $(filter -I%,$(CUDA))
 NVLINK   = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) $(filter-out -I%,$(CUDA)) -lm -ldl
 
 build/cuda/kvcomp_cuda.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) Makefile
