@@ -4964,7 +4964,7 @@ static __global__ void cover_kernel(Tree *trees, int coarse, const float *keys, 
 
 // ---- the host's side of building
 // M and the M+1 starts of the chunks to ROOM_START, where retrieval finds them too -> the starts.
-static const int *starts_upload(Session *s, const LycheeRule *x) {
+static const int *starts_upload(Session *s, const Lychee *x) {
     int *dev = room<int>(s, ROOM_START, x->M + 2);
     upload(dev, &x->M, sizeof(int));
     upload(dev + 1, x->start, (x->M + 1) * sizeof(int));
@@ -4989,7 +4989,7 @@ static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, 
 
 // tree_build of kvcomp.c for all KV heads of layer l. trees (G), on the host: their arrays, for
 // which there is room, lie on the device.
-void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {
+void lychee_build_cuda(Session *s, const Lychee *x, int l, const Tree *trees) {
     int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
     const int *start = starts_upload(s, x);
     room_kept<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
@@ -5089,7 +5089,7 @@ graft_kernel(Tree *trees, LayerRows a, const int *start, int from, int M) {
 }
 
 // Chunks from .. M-1 join the trees of layer l.
-void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
+void lychee_graft_cuda(Session *s, const Lychee *x, int l, int from) {
     const int *start = starts_upload(s, x);
     KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), layer_rows(s, l), start, from, x->M);
 }
@@ -5278,18 +5278,18 @@ cluster_select_kernel(KV_PARAMETER(LycheeSeek) a) {
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
 // one a KV head, become the layer's views (chosen_room). S (G,K) on the host gets the scores of all
 // clusters, if it is not NULL.
-void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, float *S) {
+void lychee_seek_cuda(Session *s, const Lychee *x, int l, const Tree *trees, const float *q, float *S) {
     int G = s->c->G, K = trees->fine.n;
     LycheeShared m;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
-    seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
+    seek_fill(s, &a, l, q, K, x->sink + chunk_room(x), (size_t)(s->c->H / G + 4) * (s->c->D + 1));
     a.trees = trees_of(s, l);
     a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
     a.bound = x->bound;
-    a.units = x->units;
-    a.least = 4 * x->room;
-    a.room = x->room;
+    a.units = x->kg;
+    a.least = 4 * chunk_room(x);
+    a.room = chunk_room(x);
     a.sink = x->sink;
     dim3 grid(blocks(K, SEEK_UNITS), G);
     size_t smem = lychee_carve(&m, NULL, a);
