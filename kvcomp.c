@@ -520,7 +520,7 @@ static void head_free(Session *s, KVHead *h) {
     free(h->v);
     free(h->pk);
     free(h->pv);
-    free(h->reg);
+    arrfree(h->reg);
     memset(h, 0, sizeof *h);
 }
 
@@ -4166,7 +4166,7 @@ const Method loopserve_d_method = {
 //
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
-//   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
+//   Sec. 3, w -> regions_of, pats_write_row, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel, packed_half
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, rows_unpack
 //
@@ -4287,29 +4287,24 @@ static unsigned char *pats_row(char *memory, const Region *g, int r, size_t byte
     return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * bytes;
 }
 
-// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
-// many.
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
-    if (!n) return 0;
-    const Region *last = &reg[n - 1];
-    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
-}
-
-// Adds one row of width w behind the others of the table reg (an stb array). Returns the table,
-// which may have moved.
-static Region *region_add(Region *reg, int w, int rows64, int D) {
-    int n = (int)arrlen(reg);
-    if (n && reg[n - 1].w == w) {
-        reg[n - 1].n++;
-        return reg;
+// The table (an stb array) of n packed rows, of which row i is row keep[i] of a head with the tokens src: each has lost
+// the bits that `lost` says of its token. *bytes: what K takes under it, the guard behind the last row included; V takes
+// as many.
+static Region *regions_of(const unsigned char *lost, const int *src, const int *keep, int n, int rows64, int D,
+                          size_t *bytes) {
+    Region *reg = NULL;
+    size_t end = 0;
+    for (int i = 0; i < n; i++) {
+        int w = 16 - lost[src[keep[i]]];                 // Sec. 3, w
+        if (!i || arrlast(reg).w != w) {
+            end = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
+            Region next = { .row0 = i, .w = w, .base = end };
+            arrput(reg, next);
+        }
+        arrlast(reg).n++;
+        end += pats_row_bytes(rows64, D, w);
     }
-    Region next = { .n = 1, .w = w };
-    if (n) {
-        size_t end = regions_bytes(reg, n, rows64, D) - PATS_GUARD;
-        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
-        next.base = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
-    }
-    arrput(reg, next);
+    *bytes = n ? end + PATS_GUARD : 0;
     return reg;
 }
 
@@ -4346,84 +4341,59 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 
 // ---- cutting rows
 
-// -> the packed bytes of K (OF_K) or V (OF_V) under the new table reg (n_reg), `total` of them. Row i
-// is the head's row keep[i] (NULL: row i), packed or raw now.
-static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
-                           int n_reg, size_t total, const int *keep) {
-    int D = s->c->D;
+// -> the packed bytes of K (OF_K) or V (OF_V), `total` of them, under the table reg of n rows. Row i is the head's row
+// keep[i], packed or raw now.
+static char *pats_repacked(const Session *s, const KVHead *h, int v, const Region *reg, int n, size_t total,
+                           const int *keep) {
+    int D = s->c->D, rows64 = pats_of(s)->rows64;
     char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
     char *to = total ? xcalloc(total, 1) : NULL;
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
-    for (int i = 0; i < n_reg; i++) {
-        size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
-            int from = keep ? keep[r] : r;
-            unsigned char *place = pats_row(to, &reg[i], r, bytes);
-            if (from >= h->packed) {
-                memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
-            } else {
-                old = region_of(old, from);
-                const unsigned char *p = pats_row(held, old, from, pats_row_bytes(x->rows64, D, old->w));
-                if (old->w == reg[i].w) {                // nothing is cut
-                    memcpy(place, p, bytes);
-                    continue;
-                }
-                pats_load_region(x->rows64, old, p, 1, D, row);
-            }
-            pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
+    for (int i = 0; i < n; i++) {
+        int from = keep[i];
+        if (from < h->packed) {
+            old = region_of(old, from);
+            pats_load_region(rows64, old, pats_row(held, old, from, pats_row_bytes(rows64, D, old->w)), 1, D, row);
+        } else {
+            memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
         }
+        reg = region_of(reg, i);
+        pats_write_row(pats_row(to, reg, i, pats_row_bytes(rows64, D, reg->w)), row, D, reg->w, rows64);
     }
     return to;
 }
 
-// Gives a head the table reg (an stb array, which is freed) and packs its rows anew: row i is row
-// keep[i] (NULL: row i). Bits that are cut stay cut, for a row is made of what is stored. The number
-// of packed rows may have changed, so move_rows follows and sizes src, pos and mass anew.
-static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
+// Packing.keep, and what packs: a head gets n packed rows with the bits that B[t] says, of which row i is its row
+// keep[i], packed or raw now. Bits that are cut stay cut, for a row is made of what is stored. The number of packed rows
+// may have changed, so move_rows follows and sizes src, pos and mass anew.
+static void pats_repack(Session *s, KVHead *h, const int *keep, int n) {
     const Pats *x = pats_of(s);
-    int n_reg = (int)arrlen(reg);
-    size_t total = regions_bytes(reg, n_reg, x->rows64, s->c->D);
+    size_t total;
+    Region *reg = regions_of(x->bits, h->src, keep, n, x->rows64, s->c->D, &total);
     if (KV_DEV(s)) {
-        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->rows64);
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, keep, x->rows64);
     } else {
-        char *k = pats_repacked(s, x, h, OF_K, reg, n_reg, total, keep);
-        char *v = pats_repacked(s, x, h, OF_V, reg, n_reg, total, keep);
+        char *k = pats_repacked(s, h, OF_K, reg, n, total, keep);
+        char *v = pats_repacked(s, h, OF_V, reg, n, total, keep);
         free(h->pk);
         free(h->pv);
         h->pk = k;
         h->pv = v;
     }
-    free(h->reg);
-    h->reg = n_reg ? xmalloc(n_reg * sizeof(Region)) : NULL;
-    if (n_reg) memcpy(h->reg, reg, n_reg * sizeof(Region));
-    h->n_reg = n_reg;
-    h->packed = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
+    arrfree(h->reg);
+    h->reg = reg;
+    h->n_reg = (int)arrlen(reg);
+    h->packed = n;
     h->pk_bytes = total;
-    arrfree(reg);
 }
 
-// Packing.keep: of the packed rows of a head only those of keep (n), ascending, stay, bit for bit as
-// they are.
-static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
-    const Region *from = h->reg;
-    Region *reg = NULL;
-    for (int i = 0; i < n; i++) {
-        from = region_of(from, keep[i]);
-        reg = region_add(reg, from->w, pats_of(s)->rows64, s->c->D);
-    }
-    pats_repack(s, h, reg, keep);
-}
-
-// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says; the others move up.
-// same: row i for every i.
+// Packs the rows of a head that belong to the tokens [0,cut); the others move up. same: row i for every i.
 static void pats_pack_head(Session *s, const Pats *x, KVHead *h, const int *same) {
     int old = h->packed, n = 0;
-    Region *reg = NULL;
-    for (; n < h->len && h->src[n] < x->cut; n++)
-        reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, s->c->D);      // Sec. 3, w
+    while (n < h->len && h->src[n] < x->cut) n++;
     if (!n) return;
-    pats_repack(s, h, reg, NULL);
+    pats_repack(s, h, same, n);
     move_rows(s, &(Move){ h, same, h->len, n, old, (int)round_to_step(h->len - n) }, 1);
 }
 
@@ -4493,10 +4463,17 @@ static size_t pats_plan(const Session *s, int n, int *raw) {
     return cut ? 2 * all : 0;
 }
 
-// Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
-// s->err set.
-static int pats_check(Session *s, const Pats *x) {
+// Method.open. Refuses options that do not fit each other, the model, or the other parts.
+static int pats_open(Session *s, void *ms) {
+    Pats *x = ms;
     const Options *o = s->opt;
+    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
+    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
+    x->b_max = opt_int(o, "pats-bmax");
+    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
+    x->sink = sinks(s, 16);
+    x->window = opt_int(o, "pats-window");
+    x->T_end = opt_int(o, "pats-tend");
     if (x->schedule == PATS_NEW && !x->T_end)
         return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
                          "gone: give --pats-tend, the tokens of the whole dialogue");
@@ -4508,23 +4485,8 @@ static int pats_check(Session *s, const Pats *x) {
     for (int i = 0; i < s->n_part; i++)
         if (!strcmp(s->part[i].m->name, "streaming") && opt_int(o, "streaming-rerotate"))
             return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
-    return 0;
-}
-
-// Method.open.
-static int pats_open(Session *s, void *ms) {
-    Pats *x = ms;
-    const Options *o = s->opt;
-    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
-    x->b_max = opt_int(o, "pats-bmax");
-    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
-    x->sink = sinks(s, 16);
-    x->window = opt_int(o, "pats-window");
-    x->T_end = opt_int(o, "pats-tend");
-    if (pats_check(s, x)) return -1;
     s->fk = s->fv = format_find("f16");
-    x->packing = (Packing){ pats_load, pats_stored, pats_keep, pats_plan, !x->rows64 };
+    x->packing = (Packing){ pats_load, pats_stored, pats_repack, pats_plan, !x->rows64 };
     s->packing = &x->packing;
     return 0;
 }
@@ -4540,8 +4502,7 @@ static size_t pats_bytes(const Session *s, const void *ms) {
 }
 
 // Hook trace, after a pass that has packed rows: B[t] of every token; of every head its regions (row0,
-// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8: behind the last row lies
-// the guard.
+// n, w, base) and its packed bytes, up to a multiple of 8: behind the last row lies the guard, all zeros.
 static void pats_trace(Session *s, void *ms, int l) {
     const Pats *x = ms;
     if (!x->b_max || !x->due) return;
@@ -4553,17 +4514,15 @@ static void pats_trace(Session *s, void *ms, int l) {
     for (int g = 0; g < s->c->G && l < s->c->L; g++) {
         const KVHead *h = kv_head(s, l, g);
         int *reg = scratch(s, (size_t)(4 * h->n_reg + 1) * sizeof *reg);
-        size_t used = h->n_reg ? h->pk_bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
+        int used = h->n_reg ? (int)(h->pk_bytes - PATS_GUARD + 7) / 8 * 8 : 0;
         for (int i = 0; i < h->n_reg; i++) {
             const Region r = h->reg[i];
             memcpy(reg + 4 * i, (int[]){ r.row0, r.n, r.w, (int)r.base }, 4 * sizeof *reg);
         }
         trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
         for (int v = 0; v < 2; v++) {
-            char *copy = scratch(s, filled + 1);
-            memset(copy, 0, filled);
-            if (used) memcpy(copy, near_here(s, v ? h->pv : h->pk, used), used);
-            trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
+            const void *packed = used ? near_here(s, v ? h->pv : h->pk, used) : "";
+            trace_u8(s, packed, used, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
 }
@@ -5383,24 +5342,57 @@ typedef struct {
 // base model it was trained for. Everything that the base can contradict is checked. All functions that
 // return int return 0, or -1 with s->err set.
 
-// The metadata string must be `want`, or `or` where that is not NULL.
-static int sonic_meta(Session *s, const SafeFile *f, const char *key, const char *want, const char *or) {
-    const char *v = safetensors_meta(f, key);
-    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", f->path, key, v ? v : "missing",
-                  want, or ? " or " : "", or ? or : "");
+// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
+// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
+static uint64_t sonic_fingerprint(const Weights *w) {
+    uint64_t h = 0xcbf29ce484222325ull;
+    Tensor known[2];
+    weights_known(w, known);
+    for (const Tensor *t = known; t < known + 2; t++) {
+        const unsigned char *p = t->data, *end = p + tensor_bytes(t);
+        for (; p < end; p++) h = (h ^ *p) * 0x100000001b3ull;
+    }
+    return h;
 }
 
-// Reads a metadata number from 1 to 65536 into *value.
-static int sonic_meta_int(Session *s, const SafeFile *f, const char *key, int *value) {
-    const char *v = safetensors_meta(f, key);
-    char *end = NULL;
-    long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536)
-        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", f->path, key,
-                      v ? v : "missing");
-    *value = (int)n;
-    return 0;
+// The metadata: is it an adapter as this program knows them, and was it trained for this base? Numbers go into x.
+static int sonic_meta(Session *s, Sonic *x) {
+    const char *path = x->file->path;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL },
+        { "version", "1", NULL },
+        { "body", "full_message", NULL },
+        { "position_mode", "augmented", "original" },
+        { "mlp", "dedicated", "shared" },
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        const char *v = safetensors_meta(x->file, words[i].key), *want = words[i].want, *or = words[i].or;
+        if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) continue;
+        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", path, words[i].key,
+                      v ? v : "missing", want, or ? " or " : "", or ? or : "");
+    }
+
+    const struct { const char *key; int *to; } numbers[] = {
+        { "k_max", &x->K_max }, { "k_default", &x->K }, { "t_max", &x->T_max },
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const char *v = safetensors_meta(x->file, numbers[i].key);
+        char *end = NULL;
+        long n = v ? strtol(v, &end, 10) : 0;
+        if (n < 1 || n > 65536 || *end)
+            return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", path,
+                          numbers[i].key, v ? v : "missing");
+        *numbers[i].to = (int)n;
+    }
+
+    // The fingerprint is written in hexadecimal, with or without 0x.
+    char own[20];
+    const char *made = safetensors_meta(x->file, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (made && !strcasecmp(made, own)) return 0;
+    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights?)",
+                  path, made ? made : "missing", own);
 }
 
 // Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
@@ -5446,58 +5438,26 @@ static int sonic_layer(Session *s, SafeFile *f, Layer *y, int l, int mlp) {
     return 0;
 }
 
-// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
-// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-static uint64_t sonic_fingerprint(const Weights *w) {
-    uint64_t h = 0xcbf29ce484222325ull;
-    Tensor known[2];
-    weights_known(w, known);
-    for (const Tensor *t = known; t < known + 2; t++) {
-        const unsigned char *p = t->data, *end = p + tensor_bytes(t);
-        for (; p < end; p++) h = (h ^ *p) * 0x100000001b3ull;
-    }
-    return h;
-}
-
-// Is it an adapter as this program knows them, and was it trained for this base? Sizes are those of its tensors.
-static int sonic_check_base(Session *s, const SafeFile *f) {
-    const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL },
-        { "version", "1", NULL },
-        { "body", "full_message", NULL },
-        { "position_mode", "augmented", "original" },
-        { "mlp", "dedicated", "shared" },
-    };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
-        if (sonic_meta(s, f, words[i].key, words[i].want, words[i].or)) return -1;
-
-    // The fingerprint is written in hexadecimal, with or without 0x.
-    char own[20];
-    const char *made = safetensors_meta(f, "base_fingerprint");
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
-    if (made && !strncmp(made, "0x", 2)) made += 2;
-    if (made && !strcasecmp(made, own)) return 0;
-    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
-                  "weights?)", f->path, made ? made : "missing", own);
-}
-
 // Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
 // one block of f32.
 static int sonic_load(Session *s, Sonic *x, const char *path) {
     const int C = s->c->C;
     char why[512];
-    Tensor base, pos, turn;
     SafeFile *f = x->file = safetensors_open(path, why);
     if (!f) return refuse(s, "sonic: %.200s: %.250s", path, why);
-    if (sonic_check_base(s, f)) return -1;
+    if (sonic_meta(s, x)) return -1;
+    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
 
-    // Sizes and embeddings
-    if (sonic_meta_int(s, f, "k_max", &x->K_max)) return -1;
-    if (sonic_meta_int(s, f, "k_default", &x->K)) return -1;
-    if (sonic_meta_int(s, f, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(s, f, &base, -1, "base", 0, C)) return -1;
-    if (sonic_tensor(s, f, &pos, -1, "pos", x->K_max, C)) return -1;
-    if (sonic_tensor(s, f, &turn, -1, "turn", x->T_max, C)) return -1;
+    const struct { const char *name; int rows; } embed[] = { { "base", 0 }, { "pos", x->K_max }, { "turn", x->T_max } };
+    size_t at = 0;
+    for (int i = 0; i < 3; i++) {
+        Tensor t;
+        if (sonic_tensor(s, f, &t, -1, embed[i].name, embed[i].rows, C)) return -1;
+        size_t n = (size_t)t.rows * C;
+        x->embed = xrealloc(x->embed, (at + n) * sizeof(float));
+        to_f32(x->embed + at, t.data, t.dtype, n);
+        at += n;
+    }
 
     // The layers. A tensor that nothing has asked for by then is one that is not understood.
     int mlp = !strcmp(safetensors_meta(f, "mlp"), "dedicated");
@@ -5506,12 +5466,6 @@ static int sonic_load(Session *s, Sonic *x, const char *path) {
     for (int i = 0; i < f->n; i++)
         if (!f->tensor[i].used)
             return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, f->tensor[i].name);
-
-    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
-    to_f32(x->embed, base.data, base.dtype, C);
-    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
     return 0;
 }
 

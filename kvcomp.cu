@@ -4701,7 +4701,7 @@ static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int 
 struct Repack {                 // argument of repack_kernel
     HeadRef now;                // what is stored now
     const Packed *next;         // the new table, whose k and v are written
-    const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
+    const int *rows;            // new row i is row rows[i] of what is stored now
     unsigned words;             // words of K, and of V
     int D;
 };
@@ -4709,7 +4709,7 @@ struct Repack {                 // argument of repack_kernel
 // Element d of new row r as it is stored now.
 static __device__ uint16_t stored_half(const Repack &a, int v, int r, int d) {
     const Packed *p = a.now.pack;
-    int from = a.rows ? a.rows[r] : r;
+    int from = a.rows[r];
     if (from >= a.now.packed)
         return ((const uint16_t *)(v ? a.now.v : a.now.k))[(size_t)(from - a.now.packed) * a.D + d];
     return packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, from), p->rows64, from, d, a.D);
@@ -4751,7 +4751,7 @@ static __global__ void repack_kernel(Repack a) {
 enum { PACK_STEP = 4096 };
 
 // The packed rows of h become those of the table reg (n_reg), `bytes` bytes for K and for V: row i
-// is row keep[i] of what is stored now (NULL: row i). The table stands behind the values. Sets pk and pv of h; the
+// is row keep[i] of what is stored now. The table stands behind the values. Sets pk and pv of h; the
 // caller then sets reg, packed and pk_bytes.
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
                       const int *keep, int rows64) {
@@ -4771,8 +4771,8 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         host->rows64 = rows64;
         memcpy((char *)host + head, reg, table - head);
         upload(next, host, table);
-        int *rows = keep ? room<int>(s, ROOM_LIST, n) : NULL;
-        if (keep) upload(rows, keep, (size_t)n * sizeof(int));
+        int *rows = room<int>(s, ROOM_LIST, n);
+        upload(rows, keep, (size_t)n * sizeof(int));
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
         Repack a = { now, next, rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);

@@ -640,7 +640,7 @@ void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf)
 
 void   rows_store_cuda (char *to, const char *raw, size_t bytes);
 // h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
-// packed or raw; NULL: row i
+// packed or raw
 void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep,
                         int rows64);
 
