@@ -3558,7 +3558,7 @@ const Method quest_method = {
 //
 // Map:
 //   Definition 1 -> loopserve_enter
-//   Eq. 1 -> cells_of, tally_done, select_exact, recovered, select_lines_kernel
+//   Eq. 1 -> cells_of, tally_done, select_exact, select_lines_kernel
 //   Algorithm 1, line 3 -> loopserve_enter
 //   Algorithm 1, line 5 -> loopserve_attend, lines_choose, loop_heads_device, choose_lines_cuda
 //   Algorithm 1, line 7 -> loopserve_select
@@ -4019,20 +4019,15 @@ static int loopserve_p_open(Session *s, void *ms) {
     return 0;
 }
 
-// Method.open of decode alone.
-static int loopserve_d_open(Session *s, void *ms) {
+// Method.open of both halves, and of decode, which makes nothing of the rest.
+static int loopserve_open(Session *s, void *ms) {
     LoopServe *x = ms;
     x->first = opt_int(s->opt, "loopserve-first");
     x->interval = opt_int(s->opt, "loopserve-interval");
     x->obs = opt_int(s->opt, "loopserve-obs");
     if (!x->obs) x->obs = x->interval;
     s->queries = max_int(s->queries, x->obs);
-    return 0;
-}
-
-// Method.open of both halves.
-static int loopserve_open(Session *s, void *ms) {
-    return loopserve_d_open(s, ms) || loopserve_p_open(s, ms) ? -1 : 0;
+    return loopserve_p_open(s, x);
 }
 
 // Method.close: gives the ring back.
@@ -4116,7 +4111,7 @@ const Method loopserve_d_method = {
     .opts    = loopserve_d_opts,
     .role    = ROLE_SELECT,
     .state   = sizeof(LoopServe),
-    .open    = loopserve_d_open,
+    .open    = loopserve_open,
     .close   = loopserve_close,
     .enter   = loopserve_enter,
     .select  = loopserve_select,
@@ -4658,24 +4653,17 @@ static int text_tail(const Token *tok, int i, unsigned char *b) {
     return at;
 }
 
-// Does the text b (n) end inside a UTF-8 character? Bytes that are no UTF-8 count as characters of their own.
-static int ends_inside(const unsigned char *b, int n) {
-    int k = 0;                                  // continuation bytes at the end
-    while (k < 3 && k < n && (b[n - 1 - k] & 0xc0) == 0x80) k++;
-    int first = k < n ? b[n - 1 - k] : 0;
-    if (first < 0xc0 || first >= 0xf8) return 0;
-    return k + 1 < (first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4);
-}
-
-// The character of b that ends before byte `end` (> 0); *at: its first byte. A byte that is not
-// part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
+// The character of b that ends before byte `end` (> 0); *at: its first byte. -1: b ends inside a character there. A byte
+// that is not part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
 static int char_before(const unsigned char *b, int end, int *at) {
     uint32_t c;
     int k = end - 1;
     while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int whole = utf8_read((const char *)b + k, (size_t)(end - k), &c) == end - k;
-    *at = whole ? k : end - 1;
-    if (whole) return (int)c;
+    int first = b[k], need = first < 0xc0 || first >= 0xf8 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    *at = k;
+    if (utf8_read((const char *)b + k, (size_t)(end - k), &c) == end - k) return (int)c;
+    if (end - k < need) return -1;
+    *at = end - 1;
     return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
 }
 
@@ -4711,11 +4699,11 @@ static int delimiter_level(const unsigned char *b, int at, int c, int next) {
 // counts.
 static int boundary_level(const unsigned char *b, int len, int n, int next) {
     int level = CUT_NONE, blank = n > 0;
-    if (ends_inside(b, len)) return CUT_INSIDE;
     for (int i = max_int(len - n, 0); i < len; i++) blank &= b[i] == ' ' || b[i] == '\t';
     if (blank) return CUT_BLANK;
     for (int i = 0, end = len, at; i < WALK_CHARS && end > 0; i++, end = at) {
         int c = char_before(b, end, &at);
+        if (c < 0 && end == len) return CUT_INSIDE;
         int found = delimiter_level(b, at, c, end < len ? b[end] : next);
         if (found == WALK_ENDS) break;
         if (found != WALK_ON) level = min_int(level, found);
@@ -5644,28 +5632,24 @@ static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
 // turn get their Nexus tokens. Returns the new n; the current turn begins at t[x->cur].
 static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     int i = x->cur, pos = s->tok[i].pos;                // where the next token stands
-    const int end[] = { x->cur + x->n_user, s->n_tok + foot };
+    int first = i, user_end = i + x->n_user, reply_end = s->n_tok + foot;
     Token *own = scratch(s, (size_t)n * sizeof *own);
     memcpy(own, t, (size_t)n * sizeof *own);
     memcpy(t, s->tok, (size_t)i * sizeof *t);           // Eq. 1: I_sys, m_1, N^(1), ..
-    for (int m = 0, k = i; m < 2; m++) {
-        int body = end[m] - max_int(k, x->sys);
-        for (; k < end[m]; k++) {
-            t[i] = k < s->n_tok ? s->tok[k] : own[k - s->n_tok];         // Eq. 1: m_i
-            t[i].pos = pos++;
-            t[i++].seg = sonic_seg(x, k);
-        }
-        if (body <= 0) continue;                        // all of it belongs to the system message
-        int K = sonic_K(x, body);
+    for (int k = i; k < s->n_tok + n; k++) {
+        t[i] = k < s->n_tok ? s->tok[k] : own[k - s->n_tok];     // Eq. 1: m_i, Q_curr
+        t[i].pos = pos++;
+        t[i++].seg = sonic_seg(x, k);
+        if (k + 1 != user_end && k + 1 != reply_end) continue;
+
+        // A message has ended. All of it may belong to the system message
+        int body = k + 1 - max_int(first, x->sys), K = body > 0 ? sonic_K(x, body) : 0;
         for (int j = 0; j < K; j++) t[i++] = sonic_token(x, s->turn - 1, j, x->h, pos + j);      // Eq. 1: N^(i)
         if (!x->original) pos += K;                     // else they take no position away
-        x->h++;
+        x->h += K > 0;
+        first = k + 1;
     }
-    x->cur = i;
-    for (int k = foot; k < n; k++) {                    // Eq. 1: Q_curr
-        t[i] = own[k];
-        t[i++].pos = pos++;
-    }
+    x->cur = i - (n - foot);
     kv_truncate(s, 0);
     return i;
 }
@@ -5898,24 +5882,12 @@ const char *score_names[SCORES][2] = {
 
 // The map of score `which` in the file j: the object under one of its names, else j itself.
 static const Json *scores_find(const Json *j, const char *which) {
-    for (int i = 0; i < SCORES; i++) {
-        if (strcmp(which, score_names[i][0])) continue;
-        for (int k = 0; k < 2 && score_names[i][k]; k++) {
-            const Json *v = json_get(j, score_names[i][k]);
-            if (json_is(v, JSON_OBJECT)) return v;
-        }
+    for (int i = 0; i < 2 * SCORES; i++) {
+        const char *ours = score_names[i / 2][0], *name = score_names[i / 2][i % 2];
+        const Json *v = name && !strcmp(which, ours) ? json_get(j, name) : NULL;
+        if (json_is(v, JSON_OBJECT)) return v;
     }
     return j;
-}
-
-// The place layer * H + head of a key "layer-head"; -1: not a head of a model with L layers and H
-// heads.
-static int scores_index(const char *key, int L, int H) {
-    char layer[9], head[9];
-    int n = 0;
-    if (sscanf(key, "%8[0-9]-%8[0-9]%n", layer, head, &n) != 2 || key[n]) return -1;
-    int l = atoi(layer), h = atoi(head);
-    return l < L && h < H ? l * H + h : -1;
 }
 
 // A number, or the mean of a list of numbers of at least 0; -1: neither.
@@ -5934,15 +5906,16 @@ static double scores_value(const Json *v) {
 static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
     if (j->type != JSON_OBJECT) return fault(err, "expected an object with keys \"layer-head\"");
     for (int i = 0; i < j->n; i++) {
-        int at = scores_index(j->key[i], L, H);
+        char layer[9], head[9];
+        int end = 0, two = sscanf(j->key[i], "%8[0-9]-%8[0-9]%n", layer, head, &end) == 2;
+        int l = two ? atoi(layer) : L, h = two ? atoi(head) : H;
         double v = scores_value(&j->item[i]);
-        if (at < 0)
+        if (l >= L || h >= H || j->key[i][end])
             return fault(err, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads",
                          j->key[i], L, H);
-        if (x[at] >= 0) return fault(err, "head %d-%d stands there twice", at / H, at % H);
-        if (!(v >= 0))
-            return fault(err, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H);
-        x[at] = v;
+        if (x[l * H + h] >= 0) return fault(err, "head %d-%d stands there twice", l, h);
+        if (!(v >= 0)) return fault(err, "head %d-%d: expected a number of at least 0, or a list of them", l, h);
+        x[l * H + h] = v;
     }
     for (int i = 0; i < L * H; i++)
         if (x[i] < 0) return fault(err, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H);
