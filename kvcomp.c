@@ -3558,7 +3558,7 @@ const Method quest_method = {
 //
 // Map:
 //   Definition 1 -> loopserve_enter
-//   Eq. 1 -> cells_of, tally_done, select_exact, select_lines_kernel
+//   Eq. 1 -> cells_of, select_exact, select_lines_kernel
 //   Algorithm 1, line 3 -> loopserve_enter
 //   Algorithm 1, line 5 -> loopserve_attend, lines_choose, loop_heads_device, choose_lines_cuda
 //   Algorithm 1, line 7 -> loopserve_select
@@ -3567,7 +3567,7 @@ const Method quest_method = {
 //   Algorithm 2, line 5 -> residuals, line_residuals
 //   Algorithm 2, line 6 -> best_line
 //   Algorithm 2, lines 9 to 17 -> select_faithful, best_line, take_line, segment_best, take_one
-//   Algorithm 3, lines 3, 6 -> loop_due
+//   Algorithm 3, lines 3, 6 -> loopserve_steady
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
@@ -3583,12 +3583,9 @@ typedef struct {
     int min_context;            // heads with at most so many rows are computed in full
 
     // Decode, Algorithm 3.
-    int first;                  // the token of an answer at which the first choice is made: 16
-    int interval;               // n_d: tokens from one choice to the next
     int obs;                    // queries that choose, |X^obs|; 0: this part chooses none in decode (loopserve-p)
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
-    int budget;                 // B: rows to choose
     float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
 } LoopServe;
 
@@ -3613,12 +3610,11 @@ static double cells_all(const Lines *a) {
     return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1));
 }
 
-// The sum of the lengths of the lines in `bits` (n bits): one of the two sums that Eq. 1 minimises.
-// A cell where a vertical and a slash cross counts twice, as it does there.
-static double cells_of(const Lines *a, const uint64_t *bits) {
+// The sum of the lengths of all lines, which Eq. 1 minimises. A cell where a vertical and a slash cross counts twice, as
+// it does there.
+static double cells_of(const Lines *a) {
     double sum = 0;
-    for (int x = 0; x < a->n; x++)
-        if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);   // Eq. 1: l_x
+    for (int x = 0; x < a->n; x++) sum += (bit_get(a->v, x) + bit_get(a->s, x)) * (double)line_len(x, a->p0, a->n);  // Eq. 1: l_x
     return sum;
 }
 
@@ -3663,20 +3659,23 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     return t;
 }
 
-enum { GAIN_BLOCK = 64 };       // lines whose largest gain is remembered
+enum { GAIN_BLOCK = 64 };                                // lines whose largest gain is remembered
+static const double LEAST_GAIN = 1e-12;                  // with lengths, what gains no more counts as nothing
 
-// The line with the largest of the gains (n); -1: none gains anything. Gains only fall, so the largest of a block as
-// it was at some earlier moment, top (n / GAIN_BLOCK, rounded up; INFINITY at first), is never too small: if the
-// block with the largest one still has it, the best line is there.
-static int best_line(const double *gain, double *top, int n) {
+// The line with the largest of the gains g (n), -1: none gains anything; per line or, with p, per cell of a line. Gains
+// only fall, so the largest of a block as it was at some earlier moment, top (n / GAIN_BLOCK, rounded up; INFINITY at
+// first), is never too small: if the block with the largest one still has it, the best line is there.
+static int best_line(const double *g, double *top, int n, const LineSample *p) {
     for (;;) {
         int block = 0, best = -1;
         for (int i = 1; i * GAIN_BLOCK < n; i++)
             if (top[i] > top[block]) block = i;
         double now = 0;
         for (int id = block * GAIN_BLOCK; id < min_int((block + 1) * GAIN_BLOCK, n); id++) {
-            if (gain[id] <= now) continue;
-            now = gain[id];
+            double gain = g[id];
+            if (p) gain = gain > LEAST_GAIN ? gain / (double)line_len(id % p->n, p->p0, p->n) : 0;
+            if (gain <= now) continue;
+            now = gain;
             best = id;
         }
         if (now == top[block]) return best;
@@ -3711,7 +3710,7 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, dou
         int x[2];
         double gain[2] = { 0, 0 }, per_cell[2] = { 0, 0 };
         for (int v = 0; v < 2; v++) {                    // 0: slashes, 1: verticals
-            x[v] = best_line(w + v * n, heaviest + v * blocks, n);       // Algorithm 2, lines 6, 10: s = s[n_s]
+            x[v] = best_line(w + v * n, heaviest + v * blocks, n, NULL);       // Algorithm 2, lines 6, 10: s = s[n_s]
             if (x[v] < 0) continue;
             gain[v] = fmax(0, w[v * n + x[v]] - ol[!v]);                 // Algorithm 2, line 11: w_s - ol_v, w_v - ol_s
             per_cell[v] = gain[v] / fmax(1, line_len(x[v], p->p0, n) - taken[!v]);       // l_s - |V^|, l_v - |S^|
@@ -3727,43 +3726,26 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, dou
 
     bit_set(a->s, 0);
     f->mass = tot > 0 ? sum / tot : 1;
-    f->cells = (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a);
+    f->cells = cells_of(a) / cells_all(a);
     return sum < u->alpha * tot;
 }
 
 // ---- variant b: exact residuals
 // The residual of a line is what it would add to the attention that the chosen lines recover.
 
-static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
-
-// What lines are ordered by: the residual g of line `id` per length; 0: it gains nothing.
-static double line_gain(const LineSample *p, double g, int id) {
-    return g > LEAST_GAIN ? g / (double)line_len(id % p->n, p->p0, p->n) : 0;
-}
-
-// The condition of Eq. 1: both halves of the samples recover alpha of their attention.
-static int tally_done(const Tally *t, double alpha) {
-    return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1];     // Eq. 1
-}
-
 // Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one
 // line of the other kind crosses it: the shared cell, if it was not covered before, leaves that line's residual.
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, double *gain, int id, Tally *t) {
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id < n, x = slash ? id : id - n;
     t->rec[0] += g[id];
-    gain[id] = 0;
+    g[id] = 0;
     bit_set(slash ? a->s : a->v, x);
     for (int i = 0; i < p->m; i++) {
         int other = p->R[i] - x;
         if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
         double cell = p->P[(size_t)i * n + (slash ? other : x)];
-        int crossing = slash ? n + other : other;
-        if (u->holdout & i) {
-            t->rec[1] += cell;
-            continue;
-        }
-        g[crossing] -= cell;
-        gain[crossing] = line_gain(p, g[crossing], crossing);
+        if (u->holdout & i) t->rec[1] += cell;
+        else g[slash ? n + other : other] -= cell;
     }
 }
 
@@ -3771,28 +3753,26 @@ static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *
 // samples recover alpha. Returns 1, and the head is dense, when the lines cover more than max_cells
 // of the pass or no line is left before the validating half recovers alpha; otherwise 0. room (5 n).
 static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
-    double *g = room, *gain = g + 2 * (size_t)p->n;      // of slashes, then of verticals: residuals, and per length;
-    double *best = gain + 2 * (size_t)p->n;              // the largest of these, block by block
+    double *g = room, *best = g + 2 * (size_t)p->n;      // residuals of slashes, then of verticals; best_line's
+    double all = cells_all(a), alpha = u->alpha;
     int failed = 0;
-    double all = cells_all(a);
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);      // lines that are always taken
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
-    double cells = cells_of(a, a->v) + cells_of(a, a->s);
+    double cells = cells_of(a);
     Tally t = residuals(p, u, g);
-    for (int id = 0; id < 2 * p->n; id++) gain[id] = line_gain(p, g[id], id);
     for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) best[i] = INFINITY;
 
-    while (!tally_done(&t, u->alpha) && !failed) {       // Eq. 1: the constraint
-        int id = best_line(gain, best, 2 * p->n);        // Algorithm 2, line 12, with exact gains
+    while (!failed && !(t.rec[0] >= alpha * t.tot[0] && t.rec[1] >= alpha * t.tot[1])) {         // Eq. 1: the constraint
+        int id = best_line(g, best, 2 * p->n, p);        // Algorithm 2, line 12, with exact gains
         if (id < 0) break;
-        take_line(p, u, a, g, gain, id, &t);
+        take_line(p, u, a, g, id, &t);
         cells += (double)line_len(id % p->n, p->p0, p->n);       // Eq. 1: the cost so far
         failed = cells > u->max_cells * all;
     }
 
     double tot = t.tot[0] + t.tot[1];
     *f = (LoopFound){ tot > 0 ? (t.rec[0] + t.rec[1]) / tot : 1, cells / all };
-    return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
+    return failed || (u->holdout && t.rec[1] < alpha * t.tot[1]);
 }
 
 // ---- prefill: Algorithm 1, line 5
@@ -3932,7 +3912,7 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
 // Chooses the rows that layer l reads from now on: of the prompt_end rows that every KV head held at the end of the
 // prefill the B with the largest score, and every row behind them. No more than B are read as they are.
 static void loop_select(Session *s, const LoopServe *x, int l) {
-    int G = s->c->G, R = s->c->H / G, B = x->budget;
+    int G = s->c->G, R = s->c->H / G, B = budget_now(s);
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
     if (x->prompt_end <= B) return;
     int *idx = scratch(s, (size_t)G * B * sizeof(int));
@@ -3954,14 +3934,13 @@ static void loop_select(Session *s, const LoopServe *x, int l) {
     for (int g = 0; g < G; g++) view_near(s, l, g * R);
 }
 
-// Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included.
-static int loop_due(const Session *s, const LoopServe *x) {
+// Method.steady: a step that chooses nothing launches the same kernels as the one before it. It chooses rows when it is
+// due: n_o counts the tokens of the answer so far, this step's included.
+static int loopserve_steady(const Session *s, const void *ms) {
     int n_o = s->step + 1;                               // Algorithm 3, line 6
-    return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
+    int n = n_o - opt_int(s->opt, "loopserve-first");
+    return n < 0 || n % opt_int(s->opt, "loopserve-interval");           // Algorithm 3, line 3
 }
-
-// Method.steady: a step that chooses nothing launches the same kernels as the one before it.
-static int loopserve_steady(const Session *s, const void *ms) { return loop_due(s, ms) ? UNSTEADY : STEADY; }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
 // rows of layer l.
@@ -3969,7 +3948,7 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
     // A device that knows the ring puts them there with the rows of K and V.
     if (!KV_DEV(s) || !x->ring) ring_put(s, x, l, s->base, q);   // Algorithm 3, line 4
-    if (loop_due(s, x)) loop_select(s, x, l);            // Algorithm 1, line 7
+    if (!loopserve_steady(s, x)) loop_select(s, x, l);   // Algorithm 1, line 7
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D). At its end
@@ -3981,8 +3960,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     if (s->decoding) return;
     if (l == L) {
         x->prompt_end = s->n_tok;
-        x->budget = budget_now(s);
-        int most = x->prompt_end > x->budget ? x->budget : 0;
+        int B = budget_now(s), most = x->prompt_end > B ? B : 0;
         for (int i = 0; x->obs && i < L * H; i++) {
             if (!layer_acts(s, i / H)) continue;
             view_room(s, i / H, i % H, most);
@@ -4022,10 +4000,8 @@ static int loopserve_p_open(Session *s, void *ms) {
 // Method.open of both halves, and of decode, which makes nothing of the rest.
 static int loopserve_open(Session *s, void *ms) {
     LoopServe *x = ms;
-    x->first = opt_int(s->opt, "loopserve-first");
-    x->interval = opt_int(s->opt, "loopserve-interval");
     x->obs = opt_int(s->opt, "loopserve-obs");
-    if (!x->obs) x->obs = x->interval;
+    if (!x->obs) x->obs = opt_int(s->opt, "loopserve-interval");
     s->queries = max_int(s->queries, x->obs);
     return loopserve_p_open(s, x);
 }
@@ -5315,8 +5291,6 @@ typedef struct {
     int K;                      // Nexus tokens of a message
     double ratio;               // share of a body to remove; < 0: K counts instead
     int original;               // 1: text has positions as if there were no Nexus tokens; 0: as in S_aug
-    int oneshot;                // 1: exact mask, the whole history every turn
-    int sink;                   // least number of tokens that count as system message
     // the dialogue
     int sys;                    // its leading tokens that are the system message
     int h;                      // finished messages, whose text rows commit drops; the segment of the current turn
@@ -5663,10 +5637,10 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
     int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
-    if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
-    else if (x->oneshot) n = sonic_one_shot(s, x, t, n, foot);
-    else n = sonic_finish(s, x, t, n, foot);
-    if (!x->oneshot || !s->turn) x->cur = s->n_tok;
+    int one_shot = s->turn && s->rule == VIS_SEGMENT_EXACT;
+    if (!s->turn) x->sys = max_int(s->n_sys, sinks(s, 4));
+    else n = one_shot ? sonic_one_shot(s, x, t, n, foot) : sonic_finish(s, x, t, n, foot);
+    if (!one_shot) x->cur = s->n_tok;
 
     // The current turn is t[from..n). Its last n_head tokens open the reply: they belong to the
     // reply's message
@@ -5704,8 +5678,6 @@ static int sonic_adapter(Session *s, Sonic *x) {
 // Hook open.
 static int sonic_open(Session *s, void *ms) {
     Sonic *x = ms;
-    x->oneshot = opt_int(s->opt, "paper");
-    x->sink = sinks(s, 4);
     s->budget = 0;                                      // K says what is kept
     if (sonic_adapter(s, x)) return -1;
 
@@ -5723,7 +5695,7 @@ static int sonic_open(Session *s, void *ms) {
     int most = x->ratio >= 0 ? x->K_max : x->K;
     s->pos_extra = x->original ? 0 : 2 * most;  // two messages finish when a turn begins
     s->alt = x->alt;                            // Sec. 3.1: the matrices of Nexus rows
-    s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
+    s->rule = opt_int(s->opt, "paper") ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
     return 0;
 }
 
@@ -5846,7 +5818,7 @@ const Method sonic_method = {
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
 //   Algorithm 1, lines 3, 4, 8, 13, 14, 16, 17, 18, 19 -> dililazy_caps
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
+//   Sec. 3.3 -> dililazy_commit, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
 // Both stages are host hooks, stage 1's in app/measure.c (head_scores, head_probe_commit). Algorithm 1
 // runs on the host on either device, because it is a few hundred numbers. The rows that no view reads
 // any more are given back by kv_compact, on a device through rows_move_cuda and gather_kernel.
@@ -6009,20 +5981,6 @@ static size_t dililazy_bytes(const Session *s, const void *ms) {
 
 // ---- the selection at the end of a prefill
 
-// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
-// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
-// of the group reads are dropped.
-static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
-    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
-    int *keep = scratch(s, (size_t)H * N * sizeof(int));
-    int *kept = scratch(s, (size_t)H * sizeof(int));
-    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
-    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
-    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
-    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-    kv_compact(s, l);
-}
-
 // For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
 // and the scores of the heads that they were made from.
 static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
@@ -6038,7 +5996,7 @@ static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const fl
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
-    int L = s->c->L, H = s->c->H, B = budget_now(s), w = min_int(x->snap.window, B);
+    int L = s->c->L, H = s->c->H, R = H / s->c->G, B = budget_now(s), w = min_int(x->snap.window, B);
     if (!snap_due(s, l, B)) return;
 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
@@ -6047,11 +6005,16 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
         x->caps(x->inf, L, H, x->base, x->beta, x->cap);
     }
 
-    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    // Sec. 3.3: every query head gets a view of its own: of the candidates, n (G) in each KV head, the best by score
+    // (H,N), as many as its capacity allows, and the last w rows. Candidates that no view of the group reads are dropped
+    size_t N = kv_longest(s, l), ints = H * sizeof(int);
+    int *n = scratch(s, ints), *n_of = scratch(s, ints), *kept = scratch(s, ints), *keep = scratch(s, N * ints);
     float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
     dililazy_trace_scores(s, x, l, score, n);
-    dililazy_views(s, l, score, n, x->cap + (size_t)l * H);
+    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
+    top_k_rows(s, score, H, N, n_of, x->cap + (size_t)l * H, keep, (int)N, kept);
+    for (int h = 0; h < H; h++) view_set(s, l, h, keep + h * N, kept[h], n_of[h]);
+    kv_compact(s, l);
 }
 
 // Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
