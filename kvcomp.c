@@ -520,7 +520,7 @@ static void head_free(Session *s, KVHead *h) {
     free(h->v);
     free(h->pk);
     free(h->pv);
-    free(h->reg);
+    arrfree(h->reg);
     memset(h, 0, sizeof *h);
 }
 
@@ -3558,27 +3558,22 @@ const Method quest_method = {
 //
 // Map:
 //   Definition 1 -> loopserve_enter
-//   Eq. 1 -> cells_of, tally_done, select_exact, recovered, select_lines_kernel
+//   Eq. 1 -> cells_of, select_exact, select_lines_kernel
 //   Algorithm 1, line 3 -> loopserve_enter
 //   Algorithm 1, line 5 -> loopserve_attend, lines_choose, loop_heads_device, choose_lines_cuda
 //   Algorithm 1, line 7 -> loopserve_select
 //   Algorithm 2, line 1 -> sample_rows
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
-//   Algorithm 2, line 5 -> line_sums, residuals, line_residuals
-//   Algorithm 2, line 6 -> by_weight
+//   Algorithm 2, line 5 -> residuals, line_residuals
+//   Algorithm 2, line 6 -> best_line
 //   Algorithm 2, lines 9 to 17 -> select_faithful, best_line, take_line, segment_best, take_one
-//   Algorithm 3, lines 3, 6 -> loop_due
+//   Algorithm 3, lines 3, 6 -> loopserve_steady
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 7 -> view_group, view_set
 //
 // Options: --sink (4), --loopserve-alpha, -samples, -min-context, -max-cells, -local (prefill);
 // --loopserve-first, -interval, -obs (decode); --budget (B, 1024) and --paper.
-
-typedef struct {                // variant a: a line in the sorted list of its kind
-    double key;                 // its weight
-    int id;                     // its number
-} LineItem;
 
 typedef struct {
     // The prefill.
@@ -3588,13 +3583,9 @@ typedef struct {
     int min_context;            // heads with at most so many rows are computed in full
 
     // Decode, Algorithm 3.
-    int first;                  // the token of an answer at which the first choice is made: 16
-    int interval;               // n_d: tokens from one choice to the next
     int obs;                    // queries that choose, |X^obs|; 0: this part chooses none in decode (loopserve-p)
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
-    int chosen;                 // 1: in this answer some head reads chosen rows only
-    int budget;                 // B: rows to choose
     float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
 } LoopServe;
 
@@ -3619,135 +3610,21 @@ static double cells_all(const Lines *a) {
     return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1));
 }
 
-// The sum of the lengths of the lines in `bits` (n bits): one of the two sums that Eq. 1 minimises.
-// A cell where a vertical and a slash cross counts twice, as it does there.
-static double cells_of(const Lines *a, const uint64_t *bits) {
+// The sum of the lengths of all lines, which Eq. 1 minimises. A cell where a vertical and a slash cross counts twice, as
+// it does there.
+static double cells_of(const Lines *a) {
     double sum = 0;
-    for (int x = 0; x < a->n; x++)
-        if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);   // Eq. 1: l_x
+    for (int x = 0; x < a->n; x++) sum += (bit_get(a->v, x) + bit_get(a->s, x)) * (double)line_len(x, a->p0, a->n);  // Eq. 1: l_x
     return sum;
 }
 
-// ---- variant a: Algorithm 2 of the paper
-
-// Order of Desc_Sort, for qsort: larger weights first, equal weights by line number.
-static int by_weight(const void *pa, const void *pb) {
-    const LineItem *a = pa, *b = pb;
-    if (a->key != b->key) return a->key < b->key ? 1 : -1;
-    return a->id - b->id;
-}
-
-// VerticalSum and SlashSum: the weights w_v of the verticals and w_s of the slashes, into the keys
-// of v (n) and s (n). top (2n): w^max of the verticals, then of the slashes. Returns the weight of
-// all cells.
-static double line_sums(const LineSample *p, LineItem *v, LineItem *s, float *top) {
-    int n = p->n;
-    double tot = 0;
-    for (int j = 0; j < n; j++) {
-        v[j] = (LineItem){ 0, j };
-        s[j] = (LineItem){ 0, j };
-        top[j] = 0;
-        top[n + j] = 0;
-    }
-    for (int i = 0; i < p->m; i++)
-        for (int c = 0; c <= p->R[i]; c++) {
-            float x = p->P[(size_t)i * n + c];
-            int o = p->R[i] - c;
-            v[c].key += x;                               // Algorithm 2, line 5
-            s[o].key += x;
-            tot += x;
-            if (x > top[c]) top[c] = x;
-            if (x > top[n + o]) top[n + o] = x;
-        }
-    return tot;
-}
-
-// Chooses lines until the sum of their gains reaches alpha of the sampled attention. The sum is a
-// lower bound of what the lines recover: a cell that a slash and a vertical share is charged once,
-// by at least its own size, because it is no larger than w^max of the line that was chosen first.
-// Offset 0 is added at the end: a row must see itself (D33). Returns 1 when no line promises a gain
-// before alpha is reached, which makes the head dense; otherwise 0. room (5 n).
-static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
-    int n = p->n;
-    int n_v = 0, n_s = 0;                                // |V^|, |S^|: so much of a list is used up
-    LineItem *v = (LineItem *)room, *s = v + n;
-    float *top = (float *)(s + n);                       // w^max: the largest cell of every line
-    double ol_v = 0, ol_s = 0, sum = 0;
-    double tot = line_sums(p, v, s, top);
-    qsort(v, n, sizeof *v, by_weight);                   // Algorithm 2, line 6
-    qsort(s, n, sizeof *s, by_weight);
-
-    while (sum < u->alpha * tot && (n_v < n || n_s < n)) {       // Algorithm 2, line 9
-        double gain_v = -INFINITY, gain_s = -INFINITY, len_v = 1, len_s = 1;
-        if (n_s < n) {                                   // Algorithm 2, line 10: s = s[n_s]
-            gain_s = fmax(0, s[n_s].key - ol_v);         // Algorithm 2, line 11: w_s - ol_v
-            len_s = fmax(1, line_len(s[n_s].id, p->p0, n) - n_v);        // l_s - |V^|
-        }
-        if (n_v < n) {
-            gain_v = fmax(0, v[n_v].key - ol_s);         // w_v - ol_s
-            len_v = fmax(1, line_len(v[n_v].id, p->p0, n) - n_s);        // l_v - |S^|
-        }
-        if (gain_s <= 0 && gain_v <= 0) break;
-        if (gain_s / len_s >= gain_v / len_v) {          // Algorithm 2, line 12
-            int o = s[n_s++].id;
-            bit_set(a->s, o);                            // Algorithm 2, lines 13-14
-            ol_s += top[n + o];
-            sum += gain_s;
-        } else {
-            int c = v[n_v++].id;
-            bit_set(a->v, c);                            // Algorithm 2, lines 16-17
-            ol_v += top[c];
-            sum += gain_v;
-        }
-    }
-
-    int failed = sum < u->alpha * tot;
-    bit_set(a->s, 0);
-    f->mass = tot > 0 ? sum / tot : 1;
-    f->cells = (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a);
-    return failed;
-}
-
-// ---- variant b: exact residuals
-// The residual of a line is what it would add to the attention that the chosen lines recover. Line `id` is slash id,
-// or vertical id - n: of equal lines the one with the smaller id is chosen.
-
-static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
-enum { GAIN_BLOCK = 64 };                                // lines whose largest gain is remembered
-
-// What lines are ordered by: the residual g of line `id` per length; 0: it gains nothing.
-static double line_gain(const LineSample *p, double g, int id) {
-    return g > LEAST_GAIN ? g / (double)line_len(id % p->n, p->p0, p->n) : 0;
-}
-
-// Algorithm 2, line 12, with exact gains: the line with the largest of the gains (n2); -1: none gains anything. Gains
-// only fall, so the largest of a block as it was at some earlier moment, top (n2 / GAIN_BLOCK, rounded up), is never
-// too small: if the block with the largest one still has it, the best line is there.
-static int best_line(const double *gain, double *top, int n2) {
-    for (;;) {
-        int block = 0, best = -1;
-        for (int i = 1; i * GAIN_BLOCK < n2; i++)
-            if (top[i] > top[block]) block = i;
-        double now = 0;
-        for (int id = block * GAIN_BLOCK; id < min_int((block + 1) * GAIN_BLOCK, n2); id++) {
-            if (gain[id] <= now) continue;
-            now = gain[id];
-            best = id;
-        }
-        if (now == top[block]) return best;
-        top[block] = now;
-    }
-}
+// ---- what a line is worth
+// Line `id` of a head with n rows is slash id, or vertical id - n: of equal lines the one with the smaller id is chosen.
 
 typedef struct {                // attention of the sampled rows: [0] selecting, [1] validating ones
-    double rec[2];              // in the cells of the chosen lines
+    double rec[2];              // in the cells of the lines that are always taken, and then of all chosen ones
     double tot[2];              // in all cells
 } Tally;
-
-// The condition of Eq. 1: both halves of the samples recover alpha of their attention.
-static int tally_done(const Tally *t, double alpha) {
-    return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1];     // Eq. 1
-}
 
 // The sum of x[0..31], by a tree of additions. Destroys x.
 static double sum_lanes32(double *x) {
@@ -3756,10 +3633,9 @@ static double sum_lanes32(double *x) {
     return x[0];
 }
 
-// The attention that every line would add to the kept lines, into g (2n): slashes, then verticals;
-// selecting samples only. Even samples select; with 32 samples or more the odd ones validate.
-// Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
-// GPU can add in the same order.
+// The attention that every line would add to the lines that are always taken, into g (2n); selecting samples only.
+// Even samples select; with 32 samples or more the odd ones validate. A row is summed in 32 lanes, so that a warp of
+// the GPU can add in the same order.
 static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     Tally t = { { 0, 0 }, { 0, 0 } };
     int n = p->n;
@@ -3783,24 +3659,93 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     return t;
 }
 
+enum { GAIN_BLOCK = 64 };                                // lines whose largest gain is remembered
+static const double LEAST_GAIN = 1e-12;                  // with lengths, what gains no more counts as nothing
+
+// The line with the largest of the gains g (n), -1: none gains anything; per line or, with p, per cell of a line. Gains
+// only fall, so the largest of a block as it was at some earlier moment, top (n / GAIN_BLOCK, rounded up; INFINITY at
+// first), is never too small: if the block with the largest one still has it, the best line is there.
+static int best_line(const double *g, double *top, int n, const LineSample *p) {
+    for (;;) {
+        int block = 0, best = -1;
+        for (int i = 1; i * GAIN_BLOCK < n; i++)
+            if (top[i] > top[block]) block = i;
+        double now = 0;
+        for (int id = block * GAIN_BLOCK; id < min_int((block + 1) * GAIN_BLOCK, n); id++) {
+            double gain = g[id];
+            if (p) gain = gain > LEAST_GAIN ? gain / (double)line_len(id % p->n, p->p0, p->n) : 0;
+            if (gain <= now) continue;
+            now = gain;
+            best = id;
+        }
+        if (now == top[block]) return best;
+        top[block] = now;
+    }
+}
+
+// ---- variant a: Algorithm 2 of the paper
+
+// Chooses lines until the sum of their gains reaches alpha of the sampled attention. The sum is a
+// lower bound of what the lines recover: a cell that a slash and a vertical share is charged once,
+// by at least its own size, because it is no larger than w^max of the line that was chosen first.
+// Offset 0 is added at the end: a row must see itself (D33). Returns 1 when no line promises a gain
+// before alpha is reached, which makes the head dense; otherwise 0. room (5 n).
+static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
+    int n = p->n, blocks = (n + GAIN_BLOCK - 1) / GAIN_BLOCK;
+    double *w = room, *heaviest = w + 2 * (size_t)n;     // weights of the lines that are left; of slashes, then
+    float *top = (float *)(heaviest + 2 * blocks);       // of verticals, best_line's; w^max: the largest cell of a line
+    double tot = residuals(p, &(LoopRule){ 0 }, w).tot[0], sum = 0;
+    double ol[2] = { 0, 0 };                             // ol_s, ol_v
+    int taken[2] = { 0, 0 };                             // |S^|, |V^|
+    memset(top, 0, 2 * (size_t)n * sizeof *top);
+    for (int i = 0; i < p->m; i++)
+        for (int c = 0; c <= p->R[i]; c++) {
+            float x = p->P[(size_t)i * n + c], *of_s = &top[p->R[i] - c], *of_v = &top[n + c];
+            if (x > *of_s) *of_s = x;
+            if (x > *of_v) *of_v = x;
+        }
+    for (int i = 0; i < 2 * blocks; i++) heaviest[i] = INFINITY;
+
+    while (sum < u->alpha * tot) {                       // Algorithm 2, line 9
+        int x[2];
+        double gain[2] = { 0, 0 }, per_cell[2] = { 0, 0 };
+        for (int v = 0; v < 2; v++) {                    // 0: slashes, 1: verticals
+            x[v] = best_line(w + v * n, heaviest + v * blocks, n, NULL);       // Algorithm 2, lines 6, 10: s = s[n_s]
+            if (x[v] < 0) continue;
+            gain[v] = fmax(0, w[v * n + x[v]] - ol[!v]);                 // Algorithm 2, line 11: w_s - ol_v, w_v - ol_s
+            per_cell[v] = gain[v] / fmax(1, line_len(x[v], p->p0, n) - taken[!v]);       // l_s - |V^|, l_v - |S^|
+        }
+        if (gain[0] <= 0 && gain[1] <= 0) break;
+        int v = per_cell[1] > per_cell[0], line = v * n + x[v];          // Algorithm 2, line 12
+        bit_set(v ? a->v : a->s, x[v]);                  // Algorithm 2, lines 13-14, 16-17
+        w[line] = 0;
+        taken[v]++;
+        ol[v] += top[line];
+        sum += gain[v];
+    }
+
+    bit_set(a->s, 0);
+    f->mass = tot > 0 ? sum / tot : 1;
+    f->cells = cells_of(a) / cells_all(a);
+    return sum < u->alpha * tot;
+}
+
+// ---- variant b: exact residuals
+// The residual of a line is what it would add to the attention that the chosen lines recover.
+
 // Algorithm 2, line 13, with exact gains: chooses line `id` and books what it gains. In every sampled row one
 // line of the other kind crosses it: the shared cell, if it was not covered before, leaves that line's residual.
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, double *gain, int id, Tally *t) {
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id < n, x = slash ? id : id - n;
     t->rec[0] += g[id];
-    gain[id] = 0;
+    g[id] = 0;
     bit_set(slash ? a->s : a->v, x);
     for (int i = 0; i < p->m; i++) {
         int other = p->R[i] - x;
         if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
         double cell = p->P[(size_t)i * n + (slash ? other : x)];
-        int crossing = slash ? n + other : other;
-        if (u->holdout & i) {
-            t->rec[1] += cell;
-            continue;
-        }
-        g[crossing] -= cell;
-        gain[crossing] = line_gain(p, g[crossing], crossing);
+        if (u->holdout & i) t->rec[1] += cell;
+        else g[slash ? n + other : other] -= cell;
     }
 }
 
@@ -3808,28 +3753,26 @@ static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *
 // samples recover alpha. Returns 1, and the head is dense, when the lines cover more than max_cells
 // of the pass or no line is left before the validating half recovers alpha; otherwise 0. room (5 n).
 static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
-    double *g = room, *gain = g + 2 * (size_t)p->n;      // of slashes, then of verticals: residuals, and per length;
-    double *best = gain + 2 * (size_t)p->n;              // the largest of these, block by block
+    double *g = room, *best = g + 2 * (size_t)p->n;      // residuals of slashes, then of verticals; best_line's
+    double all = cells_all(a), alpha = u->alpha;
     int failed = 0;
-    double all = cells_all(a);
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);      // lines that are always taken
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
-    double cells = cells_of(a, a->v) + cells_of(a, a->s);
+    double cells = cells_of(a);
     Tally t = residuals(p, u, g);
-    for (int id = 0; id < 2 * p->n; id++) gain[id] = line_gain(p, g[id], id);
     for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) best[i] = INFINITY;
 
-    while (!tally_done(&t, u->alpha) && !failed) {       // Eq. 1: the constraint
-        int id = best_line(gain, best, 2 * p->n);
+    while (!failed && !(t.rec[0] >= alpha * t.tot[0] && t.rec[1] >= alpha * t.tot[1])) {         // Eq. 1: the constraint
+        int id = best_line(g, best, 2 * p->n, p);        // Algorithm 2, line 12, with exact gains
         if (id < 0) break;
-        take_line(p, u, a, g, gain, id, &t);
+        take_line(p, u, a, g, id, &t);
         cells += (double)line_len(id % p->n, p->p0, p->n);       // Eq. 1: the cost so far
         failed = cells > u->max_cells * all;
     }
 
     double tot = t.tot[0] + t.tot[1];
     *f = (LoopFound){ tot > 0 ? (t.rec[0] + t.rec[1]) / tot : 1, cells / all };
-    return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
+    return failed || (u->holdout && t.rec[1] < alpha * t.tot[1]);
 }
 
 // ---- prefill: Algorithm 1, line 5
@@ -3888,7 +3831,7 @@ static void loop_trace(Session *s, const LineChoice *c) {
 // more than it saves.
 static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LoopServe *x = ms;
-    int H = s->c->H, m = x->m, all_dense = 1;
+    int H = s->c->H, m = x->m;
     if (x->rule.alpha >= 1 || T / 4 < m) {
         attn_prefill(s, l, out, q, 0, T);
         return;
@@ -3898,12 +3841,8 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     int *rows = scratch(s, (size_t)m * sizeof(int));
     LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
     sample_rows(T, m, s->turn, l, rows);
-    for (int h = 0; h < H; h++) {
-        c.lines[h].dense = c.lines[h].n <= x->min_context;
-        all_dense &= c.lines[h].dense;
-    }
-
-    if (!all_dense) {                                    // Algorithm 1, line 5
+    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= x->min_context;
+    if (kv_longest(s, l) > x->min_context) {             // Algorithm 1, line 5
         if (KV_DEV(s)) loop_heads_device(s, x, &c);
         else lines_choose(s, &c, 0, H, NULL, loop_choose, x);
     }
@@ -3970,48 +3909,38 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
     return score;
 }
 
-// Chooses the rows that layer l reads from now on: for every KV head the B candidates with the
-// largest score, and every row behind the candidates. A head with at most B candidates reads every
-// row.
-static void loop_select(Session *s, LoopServe *x, int l) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
-    int most = min_int(x->budget, N);                    // rows of a list
+// Chooses the rows that layer l reads from now on: of the prompt_end rows that every KV head held at the end of the
+// prefill the B with the largest score, and every row behind them. No more than B are read as they are.
+static void loop_select(Session *s, const LoopServe *x, int l) {
+    int G = s->c->G, R = s->c->H / G, B = budget_now(s);
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
-
-    int *idx = scratch(s, (size_t)G * most * sizeof(int));
+    if (x->prompt_end <= B) return;
+    int *idx = scratch(s, (size_t)G * B * sizeof(int));
     int *end = scratch(s, (size_t)3 * G * sizeof(int)), *want = end + G, *found = want + G;
     for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= x->prompt_end; ) end[g]--;
-        want[g] = end[g] > x->budget ? x->budget : 0;
-        x->chosen |= want[g] > 0;
+        end[g] = x->prompt_end;
+        want[g] = B;
     }
-
-    // Where every list has fitted into the budget so far, all rows are read as it is.
-    if (x->chosen) {
-        float *score = loop_scores(s, x, l, first, end);
-        trace_scores(s, l, "loopserve", "head", score, G, end, s->base - first + 1);
-        if (KV_DEV(s)) {
-            ring_select_cuda(s, l, score, end, x->budget);
-        } else {
-            top_k_rows(s, score, G, N, end, want, idx, most, found);     // line 5: arg max
-            for (int g = 0; g < G; g++)                  // Algorithm 3, line 7: what decode reads
-                view_group(s, l, g, idx + (size_t)g * most, found[g], want[g] ? end[g] : 0);
-            // They are read until the next choice. The first head's copy serves its group (decode_groups).
-            #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * most * s->c->D))
-            for (int g = 0; g < G; g++) view_near(s, l, g * R);
-        }
+    float *score = loop_scores(s, x, l, first, end);
+    trace_scores(s, l, "loopserve", "head", score, G, end, s->base - first + 1);
+    if (KV_DEV(s)) {
+        ring_select_cuda(s, l, score, end, B);
+        return;
     }
+    top_k_rows(s, score, G, kv_longest(s, l), end, want, idx, B, found);     // Algorithm 3, line 5: arg max
+    for (int g = 0; g < G; g++) view_group(s, l, g, idx + (size_t)g * B, B, x->prompt_end);      // Algorithm 3, line 7
+    // They are read until the next choice. The first head's copy serves its group (decode_groups).
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * B * s->c->D))
+    for (int g = 0; g < G; g++) view_near(s, l, g * R);
 }
 
-// Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included.
-static int loop_due(const Session *s, const LoopServe *x) {
+// Method.steady: a step that chooses nothing launches the same kernels as the one before it. It chooses rows when it is
+// due: n_o counts the tokens of the answer so far, this step's included.
+static int loopserve_steady(const Session *s, const void *ms) {
     int n_o = s->step + 1;                               // Algorithm 3, line 6
-    return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
+    int n = n_o - opt_int(s->opt, "loopserve-first");
+    return n < 0 || n % opt_int(s->opt, "loopserve-interval");           // Algorithm 3, line 3
 }
-
-// Method.steady: a step that chooses nothing launches the same kernels as the one before it.
-static int loopserve_steady(const Session *s, const void *ms) { return loop_due(s, ms) ? UNSTEADY : STEADY; }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
 // rows of layer l.
@@ -4019,7 +3948,7 @@ static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
     // A device that knows the ring puts them there with the rows of K and V.
     if (!KV_DEV(s) || !x->ring) ring_put(s, x, l, s->base, q);   // Algorithm 3, line 4
-    if (loop_due(s, x)) loop_select(s, x, l);            // Algorithm 1, line 7
+    if (!loopserve_steady(s, x)) loop_select(s, x, l);   // Algorithm 1, line 7
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D). At its end
@@ -4031,17 +3960,14 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     if (s->decoding) return;
     if (l == L) {
         x->prompt_end = s->n_tok;
-        x->budget = budget_now(s);
-        x->chosen = 0;
+        int B = budget_now(s), most = x->prompt_end > B ? B : 0;
+        for (int i = 0; x->obs && i < L * H; i++) {
+            if (!layer_acts(s, i / H)) continue;
+            view_room(s, i / H, i % H, most);
+            if (i % R == 0) view_near_room(s, i / H, i % H, most);
+        }
     }
-    if (!x->obs) return;
-    for (int i = 0; l == L && i < L * H; i++) {
-        int rows = kv_head(s, i / H, i % H / R)->len, most = x->budget < rows ? x->budget : 0;
-        if (!layer_acts(s, i / H)) continue;
-        view_room(s, i / H, i % H, most);
-        if (i % R == 0) view_near_room(s, i / H, i % H, most);
-    }
-    if (l == L) return;
+    if (l == L || !x->obs) return;
     x->ring_from = s->n_tok - n;
     for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (size_t)(T - n + i) * H * s->c->D);
 }
@@ -4051,7 +3977,6 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
     x->prompt_end = min_int(x->prompt_end, n_tok);
     x->ring_from = n_tok;
-    x->chosen = 0;
 }
 
 // ---- opening and closing
@@ -4072,20 +3997,13 @@ static int loopserve_p_open(Session *s, void *ms) {
     return 0;
 }
 
-// Method.open of decode alone.
-static int loopserve_d_open(Session *s, void *ms) {
-    LoopServe *x = ms;
-    x->first = opt_int(s->opt, "loopserve-first");
-    x->interval = opt_int(s->opt, "loopserve-interval");
-    x->obs = opt_int(s->opt, "loopserve-obs");
-    if (!x->obs) x->obs = x->interval;
-    s->queries = max_int(s->queries, x->obs);
-    return 0;
-}
-
-// Method.open of both halves.
+// Method.open of both halves, and of decode, which makes nothing of the rest.
 static int loopserve_open(Session *s, void *ms) {
-    return loopserve_d_open(s, ms) || loopserve_p_open(s, ms) ? -1 : 0;
+    LoopServe *x = ms;
+    x->obs = opt_int(s->opt, "loopserve-obs");
+    if (!x->obs) x->obs = opt_int(s->opt, "loopserve-interval");
+    s->queries = max_int(s->queries, x->obs);
+    return loopserve_p_open(s, x);
 }
 
 // Method.close: gives the ring back.
@@ -4169,7 +4087,7 @@ const Method loopserve_d_method = {
     .opts    = loopserve_d_opts,
     .role    = ROLE_SELECT,
     .state   = sizeof(LoopServe),
-    .open    = loopserve_d_open,
+    .open    = loopserve_open,
     .close   = loopserve_close,
     .enter   = loopserve_enter,
     .select  = loopserve_select,
@@ -4219,7 +4137,7 @@ const Method loopserve_d_method = {
 //
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
-//   Sec. 3, w -> pats_pack_head, pats_repacked, repack_kernel
+//   Sec. 3, w -> regions_of, pats_write_row, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel, packed_half
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, rows_unpack
 //
@@ -4340,29 +4258,24 @@ static unsigned char *pats_row(char *memory, const Region *g, int r, size_t byte
     return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * bytes;
 }
 
-// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
-// many.
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
-    if (!n) return 0;
-    const Region *last = &reg[n - 1];
-    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
-}
-
-// Adds one row of width w behind the others of the table reg (an stb array). Returns the table,
-// which may have moved.
-static Region *region_add(Region *reg, int w, int rows64, int D) {
-    int n = (int)arrlen(reg);
-    if (n && reg[n - 1].w == w) {
-        reg[n - 1].n++;
-        return reg;
+// The table (an stb array) of n packed rows, of which row i is row keep[i] of a head with the tokens src: each has lost
+// the bits that `lost` says of its token. *bytes: what K takes under it, the guard behind the last row included; V takes
+// as many.
+static Region *regions_of(const unsigned char *lost, const int *src, const int *keep, int n, int rows64, int D,
+                          size_t *bytes) {
+    Region *reg = NULL;
+    size_t end = 0;
+    for (int i = 0; i < n; i++) {
+        int w = 16 - lost[src[keep[i]]];                 // Sec. 3, w
+        if (!i || arrlast(reg).w != w) {
+            end = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
+            Region next = { .row0 = i, .w = w, .base = end };
+            arrput(reg, next);
+        }
+        arrlast(reg).n++;
+        end += pats_row_bytes(rows64, D, w);
     }
-    Region next = { .n = 1, .w = w };
-    if (n) {
-        size_t end = regions_bytes(reg, n, rows64, D) - PATS_GUARD;
-        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
-        next.base = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
-    }
-    arrput(reg, next);
+    *bytes = n ? end + PATS_GUARD : 0;
     return reg;
 }
 
@@ -4399,84 +4312,59 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 
 // ---- cutting rows
 
-// -> the packed bytes of K (OF_K) or V (OF_V) under the new table reg (n_reg), `total` of them. Row i
-// is the head's row keep[i] (NULL: row i), packed or raw now.
-static char *pats_repacked(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
-                           int n_reg, size_t total, const int *keep) {
-    int D = s->c->D;
+// -> the packed bytes of K (OF_K) or V (OF_V), `total` of them, under the table reg of n rows. Row i is the head's row
+// keep[i], packed or raw now.
+static char *pats_repacked(const Session *s, const KVHead *h, int v, const Region *reg, int n, size_t total,
+                           const int *keep) {
+    int D = s->c->D, rows64 = pats_of(s)->rows64;
     char *held = v ? h->pv : h->pk, *raw = v ? h->v : h->k;
     char *to = total ? xcalloc(total, 1) : NULL;
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
-    for (int i = 0; i < n_reg; i++) {
-        size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = reg[i].row0; r < reg[i].row0 + reg[i].n; r++) {
-            int from = keep ? keep[r] : r;
-            unsigned char *place = pats_row(to, &reg[i], r, bytes);
-            if (from >= h->packed) {
-                memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
-            } else {
-                old = region_of(old, from);
-                const unsigned char *p = pats_row(held, old, from, pats_row_bytes(x->rows64, D, old->w));
-                if (old->w == reg[i].w) {                // nothing is cut
-                    memcpy(place, p, bytes);
-                    continue;
-                }
-                pats_load_region(x->rows64, old, p, 1, D, row);
-            }
-            pats_write_row(place, row, D, reg[i].w, x->rows64);      // Sec. 3, w
+    for (int i = 0; i < n; i++) {
+        int from = keep[i];
+        if (from < h->packed) {
+            old = region_of(old, from);
+            pats_load_region(rows64, old, pats_row(held, old, from, pats_row_bytes(rows64, D, old->w)), 1, D, row);
+        } else {
+            memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
         }
+        reg = region_of(reg, i);
+        pats_write_row(pats_row(to, reg, i, pats_row_bytes(rows64, D, reg->w)), row, D, reg->w, rows64);
     }
     return to;
 }
 
-// Gives a head the table reg (an stb array, which is freed) and packs its rows anew: row i is row
-// keep[i] (NULL: row i). Bits that are cut stay cut, for a row is made of what is stored. The number
-// of packed rows may have changed, so move_rows follows and sizes src, pos and mass anew.
-static void pats_repack(Session *s, KVHead *h, Region *reg, const int *keep) {
+// Packing.keep, and what packs: a head gets n packed rows with the bits that B[t] says, of which row i is its row
+// keep[i], packed or raw now. Bits that are cut stay cut, for a row is made of what is stored. The number of packed rows
+// may have changed, so move_rows follows and sizes src, pos and mass anew.
+static void pats_repack(Session *s, KVHead *h, const int *keep, int n) {
     const Pats *x = pats_of(s);
-    int n_reg = (int)arrlen(reg);
-    size_t total = regions_bytes(reg, n_reg, x->rows64, s->c->D);
+    size_t total;
+    Region *reg = regions_of(x->bits, h->src, keep, n, x->rows64, s->c->D, &total);
     if (KV_DEV(s)) {
-        rows_repack_cuda(s, h, reg, n_reg, total, keep, x->rows64);
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, keep, x->rows64);
     } else {
-        char *k = pats_repacked(s, x, h, OF_K, reg, n_reg, total, keep);
-        char *v = pats_repacked(s, x, h, OF_V, reg, n_reg, total, keep);
+        char *k = pats_repacked(s, h, OF_K, reg, n, total, keep);
+        char *v = pats_repacked(s, h, OF_V, reg, n, total, keep);
         free(h->pk);
         free(h->pv);
         h->pk = k;
         h->pv = v;
     }
-    free(h->reg);
-    h->reg = n_reg ? xmalloc(n_reg * sizeof(Region)) : NULL;
-    if (n_reg) memcpy(h->reg, reg, n_reg * sizeof(Region));
-    h->n_reg = n_reg;
-    h->packed = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
+    arrfree(h->reg);
+    h->reg = reg;
+    h->n_reg = (int)arrlen(reg);
+    h->packed = n;
     h->pk_bytes = total;
-    arrfree(reg);
 }
 
-// Packing.keep: of the packed rows of a head only those of keep (n), ascending, stay, bit for bit as
-// they are.
-static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
-    const Region *from = h->reg;
-    Region *reg = NULL;
-    for (int i = 0; i < n; i++) {
-        from = region_of(from, keep[i]);
-        reg = region_add(reg, from->w, pats_of(s)->rows64, s->c->D);
-    }
-    pats_repack(s, h, reg, keep);
-}
-
-// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says; the others move up.
-// same: row i for every i.
+// Packs the rows of a head that belong to the tokens [0,cut); the others move up. same: row i for every i.
 static void pats_pack_head(Session *s, const Pats *x, KVHead *h, const int *same) {
     int old = h->packed, n = 0;
-    Region *reg = NULL;
-    for (; n < h->len && h->src[n] < x->cut; n++)
-        reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, s->c->D);      // Sec. 3, w
+    while (n < h->len && h->src[n] < x->cut) n++;
     if (!n) return;
-    pats_repack(s, h, reg, NULL);
+    pats_repack(s, h, same, n);
     move_rows(s, &(Move){ h, same, h->len, n, old, (int)round_to_step(h->len - n) }, 1);
 }
 
@@ -4546,10 +4434,17 @@ static size_t pats_plan(const Session *s, int n, int *raw) {
     return cut ? 2 * all : 0;
 }
 
-// Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
-// s->err set.
-static int pats_check(Session *s, const Pats *x) {
+// Method.open. Refuses options that do not fit each other, the model, or the other parts.
+static int pats_open(Session *s, void *ms) {
+    Pats *x = ms;
     const Options *o = s->opt;
+    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
+    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
+    x->b_max = opt_int(o, "pats-bmax");
+    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
+    x->sink = sinks(s, 16);
+    x->window = opt_int(o, "pats-window");
+    x->T_end = opt_int(o, "pats-tend");
     if (x->schedule == PATS_NEW && !x->T_end)
         return refuse(s, "pats: --pats-schedule=new cannot follow a dialogue that grows, for bits that are cut are "
                          "gone: give --pats-tend, the tokens of the whole dialogue");
@@ -4561,23 +4456,8 @@ static int pats_check(Session *s, const Pats *x) {
     for (int i = 0; i < s->n_part; i++)
         if (!strcmp(s->part[i].m->name, "streaming") && opt_int(o, "streaming-rerotate"))
             return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
-    return 0;
-}
-
-// Method.open.
-static int pats_open(Session *s, void *ms) {
-    Pats *x = ms;
-    const Options *o = s->opt;
-    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
-    x->b_max = opt_int(o, "pats-bmax");
-    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // b_max 0: full attention
-    x->sink = sinks(s, 16);
-    x->window = opt_int(o, "pats-window");
-    x->T_end = opt_int(o, "pats-tend");
-    if (pats_check(s, x)) return -1;
     s->fk = s->fv = format_find("f16");
-    x->packing = (Packing){ pats_load, pats_stored, pats_keep, pats_plan, !x->rows64 };
+    x->packing = (Packing){ pats_load, pats_stored, pats_repack, pats_plan, !x->rows64 };
     s->packing = &x->packing;
     return 0;
 }
@@ -4593,8 +4473,7 @@ static size_t pats_bytes(const Session *s, const void *ms) {
 }
 
 // Hook trace, after a pass that has packed rows: B[t] of every token; of every head its regions (row0,
-// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8: behind the last row lies
-// the guard.
+// n, w, base) and its packed bytes, up to a multiple of 8: behind the last row lies the guard, all zeros.
 static void pats_trace(Session *s, void *ms, int l) {
     const Pats *x = ms;
     if (!x->b_max || !x->due) return;
@@ -4606,17 +4485,15 @@ static void pats_trace(Session *s, void *ms, int l) {
     for (int g = 0; g < s->c->G && l < s->c->L; g++) {
         const KVHead *h = kv_head(s, l, g);
         int *reg = scratch(s, (size_t)(4 * h->n_reg + 1) * sizeof *reg);
-        size_t used = h->n_reg ? h->pk_bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
+        int used = h->n_reg ? (int)(h->pk_bytes - PATS_GUARD + 7) / 8 * 8 : 0;
         for (int i = 0; i < h->n_reg; i++) {
             const Region r = h->reg[i];
             memcpy(reg + 4 * i, (int[]){ r.row0, r.n, r.w, (int)r.base }, 4 * sizeof *reg);
         }
         trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
         for (int v = 0; v < 2; v++) {
-            char *copy = scratch(s, filled + 1);
-            memset(copy, 0, filled);
-            if (used) memcpy(copy, near_here(s, v ? h->pv : h->pk, used), used);
-            trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
+            const void *packed = used ? near_here(s, v ? h->pv : h->pk, used) : "";
+            trace_u8(s, packed, used, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
         }
     }
 }
@@ -4703,7 +4580,7 @@ const Method pats_method = {
 //   Algorithm 1, line 9 -> score_clusters, open_units
 //   Algorithm 1, line 10 -> open_units
 //   Algorithm 1, line 13 -> score_clusters, cluster_scores
-//   Algorithm 1, line 14 -> take_clusters
+//   Algorithm 1, line 14 -> take_rows, take_clusters
 //   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 21 -> cut_chunks
 //   Algorithm 1, line 22 -> lychee_commit, lychee_update, tree_graft, graft_kernel
@@ -4712,6 +4589,7 @@ const Method pats_method = {
 //
 // Options: --budget (1024, the first rows included), --sink (16), --full-layers (2), --paper and lychee_opts below.
 
+// ---- the chunker: where may a chunk end? (Table 4)
 enum {                          // level of the boundary after a token; the lower, the better an end
     CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
     CUT_SENTENCE,               // . ? ! and a line end
@@ -4719,27 +4597,15 @@ enum {                          // level of the boundary after a token; the lowe
     CUT_BLANK,                  // between two words
     CUT_NONE,                   // none of these
     CUT_INSIDE = 9,             // inside a UTF-8 character: only where there is no other end
-};
 
-enum { STREAM_TAIL = 64 };      // bytes of the stream that are remembered
-
-typedef struct {                // the last bytes of the stream; a special token empties it
-    unsigned char b[STREAM_TAIL];
-    int n;                      // bytes there are
-} TextTail;
-
-// ---- the chunker: where may a chunk end? (Table 4)
-TokenText token_text;
-
-enum {                          // what a character says instead of a level
+    // What a character says instead of a level:
     WALK_ON = 0,                // a closing quote or parenthesis: the character before it decides
     WALK_ENDS = -1,             // no delimiter
 };
-enum {                          // given instead of the first byte of the next token
-    NEXT_END = -1,              // the stream ends here
-    NEXT_EMPTY = -2,            // the next token has no text
-};
-enum { WALK_CHARS = 8 };        // characters of it that are looked at, from the last one backwards
+enum { WALK_CHARS = 8 };        // characters that are looked at, from the last one backwards
+enum { TEXT_TAIL = 64 };        // bytes of the text that are looked at, and tokens that they come from
+
+TokenText token_text;
 
 // The text of a token, n bytes; "" without a tokenizer and for a method's own tokens.
 static const char *text_of(int id, int *n) {
@@ -4752,45 +4618,40 @@ static int special_token(int id) {
     return token_text.ctx && id >= 0 && token_text.special(token_text.ctx, id);
 }
 
-// Appends the n bytes p to the tail and forgets the oldest ones that have no room any more.
-static void tail_push(TextTail *t, const char *p, int n) {
-    int skip = max_int(n - STREAM_TAIL, 0), keep = min_int(t->n, STREAM_TAIL - (n - skip));
-    memmove(t->b, t->b + t->n - keep, (size_t)keep);
-    if (n) memcpy(t->b + keep, p + skip, (size_t)(n - skip));
-    t->n = keep + n - skip;
+// The end of the text up to token i, as far as there is no control token in it, to the end of b (TEXT_TAIL).
+// -> where it begins there.
+static int text_tail(const Token *tok, int i, unsigned char *b) {
+    int at = TEXT_TAIL, n;
+    for (int j = i; j > i - TEXT_TAIL && j >= 0 && at && !special_token(tok[j].id); j--) {
+        const char *text = text_of(tok[j].id, &n);
+        while (n && at) b[--at] = (unsigned char)text[--n];
+    }
+    return at;
 }
 
-// Does the stream end inside a UTF-8 character? Bytes that are no UTF-8 count as characters of their
-// own.
-static int ends_inside(const TextTail *t) {
-    int k = 0;                                  // continuation bytes at the end
-    while (k < 3 && k < t->n && (t->b[t->n - 1 - k] & 0xc0) == 0x80) k++;
-    int first = k < t->n ? t->b[t->n - 1 - k] : 0;
-    if (first < 0xc0 || first >= 0xf8) return 0;
-    return k + 1 < (first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4);
-}
-
-// The character of b that ends before byte `end` (> 0); *at: its first byte. A byte that is not
-// part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
+// The character of b that ends before byte `end` (> 0); *at: its first byte. -1: b ends inside a character there. A byte
+// that is not part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
 static int char_before(const unsigned char *b, int end, int *at) {
     uint32_t c;
     int k = end - 1;
     while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int whole = utf8_read((const char *)b + k, (size_t)(end - k), &c) == end - k;
-    *at = whole ? k : end - 1;
-    if (whole) return (int)c;
+    int first = b[k], need = first < 0xc0 || first >= 0xf8 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    *at = k;
+    if (utf8_read((const char *)b + k, (size_t)(end - k), &c) == end - k) return (int)c;
+    if (end - k < need) return -1;
+    *at = end - 1;
     return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
 }
 
-// The level of the character c, which stands at byte `at` of the tail; WALK_ON or WALK_ENDS when it is
-// no delimiter. next: the byte after c, or NEXT_*. A mark inside 3.14, a.b, a::b, 10:30 or -> is none.
-static int delimiter_level(const TextTail *t, int at, int c, int next) {
-    int before = at > 0 ? t->b[at - 1] : 0, blank = at, run = 1;
+// The level of the character c, which stands at byte `at` of b; WALK_ON or WALK_ENDS when it is no delimiter.
+// next: the byte after c. A mark inside 3.14, a.b, a::b, 10:30 or -> is none.
+static int delimiter_level(const unsigned char *b, int at, int c, int next) {
+    int before = at > 0 ? b[at - 1] : 0, blank = at, run = 1;
     int arrow = before == '-' || before == '=' || before == '<';  // -> => <>: one sign
-    int inside = next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':');
-    while (at >= run && t->b[at - run] == t->b[at]) run++;        // 3 for the last '-' of ---
-    while (blank > 0 && (t->b[blank - 1] == ' ' || t->b[blank - 1] == '\t' || t->b[blank - 1] == '\r')) blank--;
-    int empty_line = blank > 0 && t->b[blank - 1] == '\n';
+    int inside = next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':');
+    while (at >= run && b[at - run] == b[at]) run++;              // 3 for the last '-' of ---
+    while (blank > 0 && (b[blank - 1] == ' ' || b[blank - 1] == '\t' || b[blank - 1] == '\r')) blank--;
+    int empty_line = blank > 0 && b[blank - 1] == '\n';
     switch (c) {                                                  // Table 4
     case '\n': return empty_line ? CUT_STRUCTURE : CUT_SENTENCE;
     case '}': case ']': return CUT_STRUCTURE;
@@ -4809,36 +4670,33 @@ static int delimiter_level(const TextTail *t, int at, int c, int next) {
     }
 }
 
-// The level (CUT_*) of the boundary after a token of n bytes, which end the tail; next: the first byte
-// of the next token, or NEXT_*. It walks backwards over delimiters and closing quotes, as in `."` or
-// `),`, and the best of them counts.
-static int boundary_level(const TextTail *t, int n, int next) {
-    int level = CUT_NONE, end = t->n, blank = n > 0;
-    if (ends_inside(t)) return CUT_INSIDE;
-    for (int i = max_int(end - n, 0); i < end; i++) blank &= t->b[i] == ' ' || t->b[i] == '\t';
+// The level of the boundary behind the text b (len), whose last token has n bytes; next: the byte that follows, 0 of
+// an empty token. It walks backwards over delimiters and closing quotes, as in `."` or `),`, and the best of them
+// counts.
+static int boundary_level(const unsigned char *b, int len, int n, int next) {
+    int level = CUT_NONE, blank = n > 0;
+    for (int i = max_int(len - n, 0); i < len; i++) blank &= b[i] == ' ' || b[i] == '\t';
     if (blank) return CUT_BLANK;
-    for (int i = 0, at; i < WALK_CHARS && end > 0; i++, end = at) {
-        int c = char_before(t->b, end, &at);
-        int found = delimiter_level(t, at, c, end < t->n ? t->b[end] : next);
+    for (int i = 0, end = len, at; i < WALK_CHARS && end > 0; i++, end = at) {
+        int c = char_before(b, end, &at);
+        if (c < 0 && end == len) return CUT_INSIDE;
+        int found = delimiter_level(b, at, c, end < len ? b[end] : next);
         if (found == WALK_ENDS) break;
         if (found != WALK_ON) level = min_int(level, found);
     }
-    int word_ends = next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n';
+    int word_ends = next == ' ' || next == '\t' || next == '\r' || next == '\n';
     return level == CUT_NONE && word_ends ? CUT_BLANK : level;
 }
 
-// The level of the boundary between two tokens. t is the text before the first one, and grows by it.
-static int level_between(TextTail *t, int id, int then) {
-    int n, n_next, next = NEXT_EMPTY;
-    const char *text = text_of(id, &n), *after = text_of(then, &n_next);
-    if (special_token(id)) {
-        t->n = 0;
-        return CUT_STRUCTURE;
-    }
-    if (special_token(then)) next = NEXT_END;
-    else if (n_next) next = (unsigned char)after[0];
-    tail_push(t, text, n);
-    return boundary_level(t, n, next);
+// The level of the boundary behind token i. A control token ends what is before it as a line end does.
+static int level_after(const Token *tok, int i) {
+    unsigned char b[TEXT_TAIL];
+    int n, n_next, id = tok[i].id, then = tok[i + 1].id, from = text_tail(tok, i, b);
+    if (special_token(id)) return CUT_STRUCTURE;
+    const char *after = text_of(then, &n_next);
+    int next = special_token(then) ? '\n' : n_next ? (unsigned char)after[0] : 0;
+    text_of(id, &n);
+    return boundary_level(b + from, TEXT_TAIL - from, n, next);
 }
 
 // The last token of the chunk that starts at token s and has min to max tokens. It is the possible
@@ -4854,55 +4712,36 @@ static int chunk_end(const unsigned char *level, int s, int min, int max) {
     return best;
 }
 
-// ---- the index: Nodes and Tree are in kvcomp.h
+// The first token of the recent buffer: the index ends before it.
+static int t_idx(const Lychee *x) {
+    return x->start[x->M];
+}
+
+// Cuts every chunk whose end is certain: max tokens have been seen, and behind them the recent rows;
+// at least one, because the level of a boundary depends on the token that follows (D43).
+static void cut_chunks(const Session *s, Lychee *x) {
+    int behind = max_int(x->buffer, 1) + x->max;
+    for (int i = (int)arrlen(x->level); i < s->n_tok - 1; i++) {
+        unsigned char level = (unsigned char)level_after(s->tok, i);
+        arrput(x->level, level);
+    }
+    while (s->n_tok - t_idx(x) >= behind) {
+        int e = chunk_end(x->level, t_idx(x), x->min, x->max);
+        arrput(x->start, e + 1);                                  // Algorithm 1, line 21: Pack(B)
+        x->M++;
+    }
+}
+
+// ---- the index: Nodes, Tree and Lychee are in kvcomp.h
 enum { CHUNKS_PER_CLUSTER = 2 };                                  // on average (App. A)
-
-typedef struct {
-    int bound;                  // --paper: a node's score is the bound of Eq. 2; 0: without |q| r
-    int kg;                     // units opened in a step; 0: there are none
-    int min, max;               // tokens of a chunk
-    int buffer, sink;           // recent rows and first rows outside the index
-    int full_layers;            // the first layers read every row
-    int B;                      // the budget of this turn, sinks included
-
-    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
-    TextTail tail;              // the text up to the last of them
-    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
-    int M;                      // chunks
-    int M_built;                // chunks when the index was built; 0: there is none
-    int changed;                // 1: the last pass has built the index or grafted on it
-    Tree *tree;                 // (L,G)
-} Lychee;
 
 // Does layer l have an index?
 static int indexed_layer(const Session *s, const Lychee *x, int l) {
     return l >= x->full_layers && layer_acts(s, l);
 }
 
-// The first token of the recent buffer: the index ends before it.
-static int t_idx(const Lychee *x) {
-    return x->start[x->M];
-}
-
-// Tokens that the chunks of a list may have together.
-static int room_for_chunks(const Lychee *x) {
-    return max_int(x->B - x->sink, 0);
-}
-
 static int chunk_tokens(const Lychee *x, int j) {
     return x->start[j + 1] - x->start[j];
-}
-
-// The number of clusters K and of coarse units P for M chunks (paper, App. A).
-static void tree_shape(const Lychee *x, int M, int *K, int *P) {
-    *K = (M + CHUNKS_PER_CLUSTER - 1) / CHUNKS_PER_CLUSTER;
-    *P = x->kg ? min_int((*K + 1) / 2, MOST_UNITS) : 0;
-}
-
-// What the kernels need to know.
-static LycheeRule lychee_rule(const Lychee *x) {
-    return (LycheeRule){ .bound = x->bound, .units = x->kg, .room = room_for_chunks(x), .sink = x->sink,
-                         .M = x->M, .start = x->start };
 }
 
 // The next `bytes` of a block of memory, rounded up to 64. mem NULL: they are only counted in *at.
@@ -4921,26 +4760,19 @@ static void nodes_carve(Nodes *u, char *mem, size_t *at, int n, int children, in
     u->of = carve(mem, at, n ? (size_t)children * sizeof *u->of : 0);
 }
 
-// Lays out a tree of K clusters and P units for up to cap chunks in mem -> the bytes it takes.
-static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {
+// Lays out the trees of all KV heads in mem -> the bytes they take; mem NULL: they are only counted. A tree built of M
+// chunks has room for as many more, after which it is built anew: grafting never asks for memory.
+static size_t trees_carve(const Session *s, const Lychee *x, char *mem, int M) {
+    int D = s->c->D, G = s->c->G, K = (M + CHUNKS_PER_CLUSTER - 1) / CHUNKS_PER_CLUSTER;
+    int P = x->kg ? min_int((K + 1) / 2, MOST_UNITS) : 0;         // clusters and coarse units (App. A)
     size_t at = 0;
-    nodes_carve(&t->fine, mem, &at, K, cap, D);
-    nodes_carve(&t->coarse, mem, &at, P, K, D);
-    return at;
-}
-
-// Gives the tree memory of its size. cap: the most chunks there will be before the next build, so
-// that grafting never asks for memory.
-static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
-    size_t bytes = tree_carve(&(Tree){ 0 }, NULL, cap, K, P, D);
-    if (bytes != t->bytes) {
-        near_drop(s, t->mem);
-        t->mem = NULL;
-        t->bytes = 0;
-        t->mem = near_grow(s, NULL, 0, bytes);
-        t->bytes = bytes;
+    for (int i = 0; i < s->c->L * G; i++) {
+        Tree none, *t = mem ? &x->tree[i] : &none;
+        if (!indexed_layer(s, x, i / G)) continue;
+        nodes_carve(&t->fine, mem, &at, K, 2 * M, D);
+        nodes_carve(&t->coarse, mem, &at, P, K, D);
     }
-    tree_carve(t, t->mem, cap, K, P, D);
+    return at;
 }
 
 // ---- keys and k-means: sums are f32; a centre becomes bf16 once, before the last assignment
@@ -4985,15 +4817,6 @@ static int best_node(const float *S, int n) {
     return -1;
 }
 
-// label (n): the centre of mu (K,D) with the largest product for every point x (n,D); equal ones: the lower
-// number. sc (K) is room.
-static void assign_points(const float *x, int n, const float *mu, int K, int D, int *label, float *sc) {
-    for (int i = 0; i < n; i++) {
-        attn_scores(sc, x + (size_t)i * D, mu, 1, K, D, 1);
-        label[i] = max_int(best_node(sc, K), 0);
-    }
-}
-
 // Spherical k-means of the points x (n,D) into the nodes of u: their centres in bf16, of[] the node of
 // every point by the last assignment, which is made against the rounded centres; radii and tokens are
 // 0. The first centres are evenly spaced points. mu (K,D) gets the centres in f32, sum (K,D) is
@@ -5005,10 +4828,16 @@ static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu,
         int64_t from = ((int64_t)2 * j + 1) * n / ((int64_t)2 * K);
         memcpy(mu + (size_t)j * D, x + (size_t)from * D, row);
     }
-    for (int it = 0; it < iters; it++) {                          // Sec. 4.3
-        assign_points(x, n, mu, K, D, u->of, sum);
-        memset(sum, 0, K * row);
+    for (int it = 0; ; it++) {                                    // Sec. 4.3
+        if (it == iters) from_f32(u->mu, mu, DT_BF16, numbers);
+        if (it == iters) to_f32(mu, u->mu, DT_BF16, numbers);
+        for (int i = 0; i < n; i++) {           // the centre with the largest product; equal ones: the lower number
+            attn_scores(sum, x + (size_t)i * D, mu, 1, K, D, 1);
+            u->of[i] = max_int(best_node(sum, K), 0);
+        }
         memset(points, 0, (size_t)K * sizeof *points);
+        if (it == iters) break;
+        memset(sum, 0, K * row);
         for (int i = 0; i < n; i++) {
             float *to = sum + (size_t)u->of[i] * D;
             points[u->of[i]]++;
@@ -5020,11 +4849,7 @@ static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu,
             memcpy(mu + (size_t)j * D, sum + (size_t)j * D, row);
         }
     }
-    from_f32(u->mu, mu, DT_BF16, numbers);
-    to_f32(mu, u->mu, DT_BF16, numbers);
-    assign_points(x, n, mu, K, D, u->of, sum);
     memset(u->r, 0, (size_t)K * sizeof *u->r);
-    memset(u->tokens, 0, (size_t)K * sizeof *u->tokens);
 }
 
 // ---- building the trees (Algorithm 1, line 3)
@@ -5106,28 +4931,32 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
 // The chunks from..M-1 are new: they are grafted onto every tree, in order, or all trees are built anew from all
 // chunks, when these have doubled (D41). On the session's device.
 static void lychee_update(Session *s, Lychee *x, int from) {
-    int G = s->c->G, D = s->c->D, n = s->c->L * G, anew = x->M >= 2 * x->M_built, K, P;
-    if (anew) x->M_built = x->M;
-    tree_shape(x, x->M_built, &K, &P);
-    LycheeRule rule = lychee_rule(x);
-    for (int i = 0; i < n && anew; i++)
-        if (indexed_layer(s, x, i / G)) tree_room(s, &x->tree[i], 2 * x->M, K, P, D);
-    size_t keys = (size_t)(x->max + 1) * D, all = ((size_t)x->M + K + P + max_int(K, x->max)) * D;
-    size_t per = anew ? all : keys + 2 * (size_t)K;
-    float *rooms = KV_DEV(s) ? NULL : scratch(s, (size_t)n_threads() * per * sizeof *rooms);
-    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && (anew || x->M > 256))
-    for (int i = 0; i < n; i++) {
+    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, anew = M >= 2 * x->M_built;
+    if (anew) {
+        x->M_built = M;
+        x->bytes = trees_carve(s, x, NULL, M);
+        near_drop(s, x->mem);
+        x->mem = NULL;
+        x->mem = near_grow(s, NULL, 0, x->bytes);
+        trees_carve(s, x, x->mem, M);
+        s->changes++;                           // the trees lie elsewhere now
+    }
+    for (int l = 0; l < L && KV_DEV(s); l++) {
+        if (!indexed_layer(s, x, l)) continue;
+        if (anew) lychee_build_cuda(s, x, l, &x->tree[l * G]);            // Algorithm 1, line 3
+        else lychee_graft_cuda(s, x, l, from);                            // Algorithm 1, line 22: LazyUpdate
+    }
+    if (KV_DEV(s)) return;
+    // Room for the keys of the chunks and the centres of both levels, or for a key and two scores of every cluster
+    size_t keys = (size_t)(x->max + 1) * D, per = keys + (anew ? (2 * (size_t)M + MOST_UNITS + 2) * D : 2 * (size_t)M);
+    float *rooms = scratch(s, (size_t)n_threads() * per * sizeof *rooms);
+    #pragma omp parallel for schedule(dynamic) if (anew || M > 256)
+    for (int i = 0; i < L * G; i++) {
         float *room = rooms + thread_id() * per;
         if (!indexed_layer(s, x, i / G)) continue;
-        if (KV_DEV(s)) {
-            if (i % G == 0 && anew) lychee_build_cuda(s, &rule, i / G, &x->tree[i]);     // Algorithm 1, line 3
-            else if (i % G == 0) lychee_graft_cuda(s, &rule, i / G, from);               // Algorithm 1, line 22: LazyUpdate
-            continue;
-        }
         if (anew) tree_build(s, x, &x->tree[i], &s->head[i], room);
-        for (int j = from; j < x->M && !anew; j++) tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
+        for (int j = from; j < M && !anew; j++) tree_graft(s, x, &x->tree[i], &s->head[i], j, room, room + keys);
     }
-    if (anew) s->changes++;                     // the trees may lie elsewhere now
 }
 
 // ---- retrieval (Algorithm 1, lines 8-16)
@@ -5135,7 +4964,7 @@ static void lychee_update(Session *s, Lychee *x, int from) {
 // open (P) = 1 for the best kg units, and for more while those opened hold less than four times what
 // the budget has room for. S (P): the units' scores, which are used up.
 static void open_units(const Lychee *x, const Nodes *u, float *S, char *open) {
-    int enough = 4 * room_for_chunks(x), tokens = 0;
+    int enough = 4 * chunk_room(x), tokens = 0;
     memset(open, 0, (size_t)u->n);
     for (int i = 0; i < x->kg || tokens < enough; i++) {
         int g = best_node(S, u->n);                               // Algorithm 1, line 10: TopK
@@ -5168,60 +4997,52 @@ static void score_clusters(const Lychee *x, const Tree *t, const float *q, int R
     }
 }
 
-// The clusters that are read: the best one, then the next, equal ones by number, as long as all their chunks
-// fit into *room, which becomes what is left. take (K) = 1 for each. S (K): scores, which are used up. ->
-// the cluster of which only some chunks fit; -1: there is none.
-static int take_clusters(const Nodes *u, float *S, char *take, int *room) {
-    int c;
-    memset(take, 0, (size_t)u->n);
-    while ((c = best_node(S, u->n)) >= 0 && u->tokens[c] <= *room) {      // Algorithm 1, line 14: C_top
-        S[c] = -INFINITY;
-        take[c] = 1;
-        *room -= u->tokens[c];
-    }
-    return c;
-}
-
-// rows: the first rows and those of the chunks that are read, ascending, n of them. take (K) = 1 for each
-// cluster that gives some. S (K): scores, which are used up. -> the cluster at which the budget is full, or -1.
+// rows: the first rows and those of the chunks that are read, ascending, n of them: the chunks of the best cluster,
+// then of the next, equal ones by number, until one does not fit into the budget. take (K) = 1 for each cluster that
+// gives some. S (K): scores, which are used up. -> the cluster at which the budget is full, or -1.
 static int take_rows(const Lychee *x, const Nodes *u, float *S, char *take, int *rows, int *n) {
-    int room = room_for_chunks(x), last = take_clusters(u, S, take, &room), some = 0;
+    int room = chunk_room(x), last;
+    memset(take, 0, (size_t)u->n);
+    while ((last = best_node(S, u->n)) >= 0 && u->tokens[last] <= room) {         // Algorithm 1, line 14: C_top
+        S[last] = -INFINITY;
+        take[last] = 1;
+        room -= u->tokens[last];
+    }
     *n = 0;
     for (int r = 0; r < x->sink; r++) rows[(*n)++] = r;
     for (int j = 0; j < x->M; j++) {                              // Algorithm 1, line 16: KV_active
-        int c = u->of[j], size = chunk_tokens(x, j);
-        if (c == last) room = size <= room ? room - size : -1;    // its chunks up to the first that does not fit
+        int c = u->of[j];
+        if (c == last) room -= chunk_tokens(x, j);                // below 0 from the first that does not fit on
         if (c == last ? room < 0 : !take[c]) continue;
-        some |= c == last;
+        take[c] = 1;
         for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[(*n)++] = r;
     }
-    if (some) take[last] = 1;
     return last;
 }
 
-// The tree as the host can read it.
-static Tree tree_here(Session *s, const Lychee *x, const Tree *from) {
-    Tree t = *from;
-    tree_carve(&t, (char *)near_here(s, t.mem, t.bytes), 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
-    return t;
+// A level of a tree as the host can read it.
+static Nodes nodes_here(Session *s, const Nodes *u, int children) {
+    size_t n = u->n, D = s->c->D;
+    return (Nodes){ u->n, (uint16_t *)near_here(s, u->mu, n * D * sizeof *u->mu),
+                    (float *)near_here(s, u->r, n * sizeof *u->r), (int *)near_here(s, u->tokens, n * sizeof(int)),
+                    (int *)near_here(s, u->of, children * sizeof(int)) };
 }
 
 // For --trace: the scores S (K) of all clusters of a head, -INFINITY of those that were not looked at,
 // and the clusters that gave chunks; those with the score at which the budget is full come last.
 static void trace_seek(Session *s, const Lychee *x, int l, int g, const float *S) {
-    Tree tree = tree_here(s, x, &x->tree[l * s->c->G + g]);
-    const Nodes *u = &tree.fine;
-    size_t K = (size_t)u->n;
+    Nodes u = nodes_here(s, &x->tree[l * s->c->G + g].fine, x->M);
+    size_t K = (size_t)u.n;
     float *left = scratch(s, K * sizeof *left);
     char *take = scratch(s, K);
     int *rows = scratch(s, (size_t)s->n_tok * sizeof *rows), *used = scratch(s, K * sizeof *used), n;
     memcpy(left, S, K * sizeof *left);
-    int full = take_rows(x, u, left, take, rows, &n);
+    int full = take_rows(x, &u, left, take, rows, &n);
     n = 0;
     for (int at_end = 0; at_end < 2; at_end++)
-        for (int c = 0; c < u->n; c++)
+        for (int c = 0; c < u.n; c++)
             if (take[c] && (full >= 0 && S[c] == S[full]) == at_end) used[n++] = c;
-    trace_f32(s, S, u->n, 0, "layer%02d.head%02d.lychee.scores", l, g);
+    trace_f32(s, S, u.n, 0, "layer%02d.head%02d.lychee.scores", l, g);
     trace_i32(s, used, n, 0, "layer%02d.head%02d.lychee.clusters", l, g);
 }
 
@@ -5244,11 +5065,10 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     double t0 = now();
     const Tree *tree = &x->tree[l * G];         // (G)
     size_t K = (size_t)tree->fine.n, per = R + (R + 1) * K + 2 * (size_t)tree->coarse.n;
-    int most = x->sink + room_for_chunks(x);    // rows of a list
+    int most = x->sink + chunk_room(x);         // rows of a list
     float *S = scratch(s, G * K * sizeof *S);
     if (KV_DEV(s)) {
-        LycheeRule rule = lychee_rule(x);
-        lychee_seek_cuda(s, &rule, l, tree, q, traced(s, l) ? S : NULL);
+        lychee_seek_cuda(s, x, l, tree, q, traced(s, l) ? S : NULL);
     } else {
         float *room = scratch(s, (size_t)n_threads() * per * sizeof *room);
         int *rows = scratch(s, (size_t)n_threads() * most * sizeof *rows);
@@ -5266,22 +5086,7 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     timed(&s->clk.index, t0);
 }
 
-// ---- hook commit: at the end of a pass chunks are cut, and the index is built or grafted on
-
-// Cuts every chunk whose end is certain: max tokens have been seen, and behind them the recent rows;
-// at least one, because the level of a boundary depends on the token that follows (D43).
-static void cut_chunks(const Session *s, Lychee *x) {
-    int N = s->n_tok, behind = max_int(x->buffer, 1) + x->max;
-    for (int i = (int)arrlen(x->level); i < N - 1; i++)
-        arrput(x->level, (unsigned char)level_between(&x->tail, s->tok[i].id, s->tok[i + 1].id));
-    while (N - t_idx(x) >= behind) {
-        int e = chunk_end(x->level, t_idx(x), x->min, x->max);
-        arrput(x->start, e + 1);                                  // Algorithm 1, line 21: Pack(B)
-        x->M++;
-    }
-}
-
-// At the end of a pass (l == L). There is no index as long as every row is read anyway; it is built
+// Hook commit, at the end of a pass (l == L). There is no index as long as every row is read anyway; it is built
 // anew when the chunks have doubled, and grafted on in between (D41).
 static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     Lychee *x = ms;
@@ -5296,22 +5101,22 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
 
     double t0 = now();
     cut_chunks(s, x);                                             // Algorithm 1, line 2
-    if (x->M == old) return;
-    lychee_update(s, x, old);
-    x->changed = 1;
+    x->changed = x->M > old;
+    if (x->changed) lychee_update(s, x, old);
     timed(&s->clk.index, t0);
 }
 
 // For --trace: one level of the tree of a head, by names that begin with `what`: centres (n,D), radii
 // (n), and the node above each of its children.
-static void trace_nodes(Session *s, int l, int g, const char *what, const char *child, const Nodes *u,
+static void trace_nodes(Session *s, int l, int g, const char *what, const char *child, const Nodes *from,
                         int children) {
-    size_t numbers = (size_t)u->n * s->c->D;
+    Nodes u = nodes_here(s, from, children);
+    size_t numbers = (size_t)u.n * s->c->D;
     float *mu = scratch(s, numbers * sizeof *mu);
-    to_f32(mu, u->mu, DT_BF16, numbers);
-    trace_f32(s, mu, u->n, s->c->D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
-    trace_f32(s, u->r, u->n, 0, "layer%02d.head%02d.lychee.%sradii", l, g, what);
-    trace_i32(s, u->of, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
+    to_f32(mu, u.mu, DT_BF16, numbers);
+    trace_f32(s, mu, u.n, s->c->D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
+    trace_f32(s, u.r, u.n, 0, "layer%02d.head%02d.lychee.%sradii", l, g, what);
+    trace_i32(s, u.of, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
 }
 
 // Hook trace, after a pass that has changed the index: where every chunk ends (the token behind it;
@@ -5321,20 +5126,19 @@ static void lychee_trace(Session *s, void *ms, int l) {
     if (!x->changed) return;
     if (l == s->c->L) trace_i32(s, x->start + 1, x->M, 0, "lychee.chunk_ends");
     for (int g = 0; g < s->c->G && l < s->c->L && indexed_layer(s, x, l); g++) {
-        Tree t = tree_here(s, x, &x->tree[l * s->c->G + g]);
-        trace_nodes(s, l, g, "", "", &t.fine, x->M);
-        if (t.coarse.n) trace_nodes(s, l, g, "unit_", "cluster_", &t.coarse, t.fine.n);
+        const Tree *t = &x->tree[l * s->c->G + g];
+        trace_nodes(s, l, g, "", "", &t->fine, x->M);
+        if (t->coarse.n) trace_nodes(s, l, g, "unit_", "cluster_", &t->coarse, t->fine.n);
     }
 }
 
 // ---- the other hooks
 
-// Tokens from n_tok on are gone. Other tokens may follow, so the text is read again when it is
-// needed. An index of only the tokens that stay is kept; one that reaches further is dropped.
+// Tokens from n_tok on are gone. The level behind the last one that stays depended on the next; an index of only the
+// tokens that stay is kept, one that reaches further is dropped.
 static void lychee_forget(Session *s, void *ms, int n_tok) {
     Lychee *x = ms;
-    arrsetlen(x->level, 0);
-    x->tail.n = 0;
+    arrsetlen(x->level, (size_t)min_int((int)arrlen(x->level), max_int(n_tok - 1, 0)));
     if (t_idx(x) <= n_tok) return;
     arrsetlen(x->start, 1);
     x->M = 0;
@@ -5372,7 +5176,7 @@ static int lychee_open(Session *s, void *ms) {
 // Gives everything back; open may have failed half way.
 static void lychee_close(Session *s, void *ms) {
     Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) near_drop(s, x->tree[i].mem);
+    near_drop(s, x->mem);
     free(x->tree);
     arrfree(x->start);
     arrfree(x->level);
@@ -5381,19 +5185,15 @@ static void lychee_close(Session *s, void *ms) {
 // Bytes the index holds: levels, starts, trees.
 static size_t lychee_bytes(const Session *s, const void *ms) {
     const Lychee *x = ms;
-    size_t n = arrcap(x->level) + arrcap(x->start) * sizeof(int);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes;
-    return n;
+    return arrcap(x->level) + arrcap(x->start) * sizeof(int) + x->bytes;
 }
 
 // The most bytes it takes for n tokens: those of an index in which every chunk is as short as it
 // may be.
 static size_t lychee_plan(const Session *s, const void *ms, int n) {
     const Lychee *x = ms;
-    int M = n / x->min, K, P, heads = 0;
-    tree_shape(x, M, &K, &P);
-    for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
-    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
+    int M = n / x->min;
+    return (size_t)n + (size_t)(M + 1) * sizeof(int) + trees_carve(s, x, NULL, M);
 }
 
 // ---- the table entry
@@ -5491,8 +5291,6 @@ typedef struct {
     int K;                      // Nexus tokens of a message
     double ratio;               // share of a body to remove; < 0: K counts instead
     int original;               // 1: text has positions as if there were no Nexus tokens; 0: as in S_aug
-    int oneshot;                // 1: exact mask, the whole history every turn
-    int sink;                   // least number of tokens that count as system message
     // the dialogue
     int sys;                    // its leading tokens that are the system message
     int h;                      // finished messages, whose text rows commit drops; the segment of the current turn
@@ -5506,24 +5304,57 @@ typedef struct {
 // base model it was trained for. Everything that the base can contradict is checked. All functions that
 // return int return 0, or -1 with s->err set.
 
-// The metadata string must be `want`, or `or` where that is not NULL.
-static int sonic_meta(Session *s, const SafeFile *f, const char *key, const char *want, const char *or) {
-    const char *v = safetensors_meta(f, key);
-    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", f->path, key, v ? v : "missing",
-                  want, or ? " or " : "", or ? or : "");
+// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
+// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
+static uint64_t sonic_fingerprint(const Weights *w) {
+    uint64_t h = 0xcbf29ce484222325ull;
+    Tensor known[2];
+    weights_known(w, known);
+    for (const Tensor *t = known; t < known + 2; t++) {
+        const unsigned char *p = t->data, *end = p + tensor_bytes(t);
+        for (; p < end; p++) h = (h ^ *p) * 0x100000001b3ull;
+    }
+    return h;
 }
 
-// Reads a metadata number from 1 to 65536 into *value.
-static int sonic_meta_int(Session *s, const SafeFile *f, const char *key, int *value) {
-    const char *v = safetensors_meta(f, key);
-    char *end = NULL;
-    long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536)
-        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", f->path, key,
-                      v ? v : "missing");
-    *value = (int)n;
-    return 0;
+// The metadata: is it an adapter as this program knows them, and was it trained for this base? Numbers go into x.
+static int sonic_meta(Session *s, Sonic *x) {
+    const char *path = x->file->path;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL },
+        { "version", "1", NULL },
+        { "body", "full_message", NULL },
+        { "position_mode", "augmented", "original" },
+        { "mlp", "dedicated", "shared" },
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        const char *v = safetensors_meta(x->file, words[i].key), *want = words[i].want, *or = words[i].or;
+        if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) continue;
+        return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", path, words[i].key,
+                      v ? v : "missing", want, or ? " or " : "", or ? or : "");
+    }
+
+    const struct { const char *key; int *to; } numbers[] = {
+        { "k_max", &x->K_max }, { "k_default", &x->K }, { "t_max", &x->T_max },
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const char *v = safetensors_meta(x->file, numbers[i].key);
+        char *end = NULL;
+        long n = v ? strtol(v, &end, 10) : 0;
+        if (n < 1 || n > 65536 || *end)
+            return refuse(s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", path,
+                          numbers[i].key, v ? v : "missing");
+        *numbers[i].to = (int)n;
+    }
+
+    // The fingerprint is written in hexadecimal, with or without 0x.
+    char own[20];
+    const char *made = safetensors_meta(x->file, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (made && !strcasecmp(made, own)) return 0;
+    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights?)",
+                  path, made ? made : "missing", own);
 }
 
 // Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
@@ -5569,58 +5400,26 @@ static int sonic_layer(Session *s, SafeFile *f, Layer *y, int l, int mlp) {
     return 0;
 }
 
-// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
-// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
-static uint64_t sonic_fingerprint(const Weights *w) {
-    uint64_t h = 0xcbf29ce484222325ull;
-    Tensor known[2];
-    weights_known(w, known);
-    for (const Tensor *t = known; t < known + 2; t++) {
-        const unsigned char *p = t->data, *end = p + tensor_bytes(t);
-        for (; p < end; p++) h = (h ^ *p) * 0x100000001b3ull;
-    }
-    return h;
-}
-
-// Is it an adapter as this program knows them, and was it trained for this base? Sizes are those of its tensors.
-static int sonic_check_base(Session *s, const SafeFile *f) {
-    const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL },
-        { "version", "1", NULL },
-        { "body", "full_message", NULL },
-        { "position_mode", "augmented", "original" },
-        { "mlp", "dedicated", "shared" },
-    };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
-        if (sonic_meta(s, f, words[i].key, words[i].want, words[i].or)) return -1;
-
-    // The fingerprint is written in hexadecimal, with or without 0x.
-    char own[20];
-    const char *made = safetensors_meta(f, "base_fingerprint");
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(s->w));
-    if (made && !strncmp(made, "0x", 2)) made += 2;
-    if (made && !strcasecmp(made, own)) return 0;
-    return refuse(s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
-                  "weights?)", f->path, made ? made : "missing", own);
-}
-
 // Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
 // one block of f32.
 static int sonic_load(Session *s, Sonic *x, const char *path) {
     const int C = s->c->C;
     char why[512];
-    Tensor base, pos, turn;
     SafeFile *f = x->file = safetensors_open(path, why);
     if (!f) return refuse(s, "sonic: %.200s: %.250s", path, why);
-    if (sonic_check_base(s, f)) return -1;
+    if (sonic_meta(s, x)) return -1;
+    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
 
-    // Sizes and embeddings
-    if (sonic_meta_int(s, f, "k_max", &x->K_max)) return -1;
-    if (sonic_meta_int(s, f, "k_default", &x->K)) return -1;
-    if (sonic_meta_int(s, f, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(s, f, &base, -1, "base", 0, C)) return -1;
-    if (sonic_tensor(s, f, &pos, -1, "pos", x->K_max, C)) return -1;
-    if (sonic_tensor(s, f, &turn, -1, "turn", x->T_max, C)) return -1;
+    const struct { const char *name; int rows; } embed[] = { { "base", 0 }, { "pos", x->K_max }, { "turn", x->T_max } };
+    size_t at = 0;
+    for (int i = 0; i < 3; i++) {
+        Tensor t;
+        if (sonic_tensor(s, f, &t, -1, embed[i].name, embed[i].rows, C)) return -1;
+        size_t n = (size_t)t.rows * C;
+        x->embed = xrealloc(x->embed, (at + n) * sizeof(float));
+        to_f32(x->embed + at, t.data, t.dtype, n);
+        at += n;
+    }
 
     // The layers. A tensor that nothing has asked for by then is one that is not understood.
     int mlp = !strcmp(safetensors_meta(f, "mlp"), "dedicated");
@@ -5629,12 +5428,6 @@ static int sonic_load(Session *s, Sonic *x, const char *path) {
     for (int i = 0; i < f->n; i++)
         if (!f->tensor[i].used)
             return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, f->tensor[i].name);
-
-    x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
-    to_f32(x->embed, base.data, base.dtype, C);
-    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
     return 0;
 }
 
@@ -5813,28 +5606,24 @@ static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
 // turn get their Nexus tokens. Returns the new n; the current turn begins at t[x->cur].
 static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
     int i = x->cur, pos = s->tok[i].pos;                // where the next token stands
-    const int end[] = { x->cur + x->n_user, s->n_tok + foot };
+    int first = i, user_end = i + x->n_user, reply_end = s->n_tok + foot;
     Token *own = scratch(s, (size_t)n * sizeof *own);
     memcpy(own, t, (size_t)n * sizeof *own);
     memcpy(t, s->tok, (size_t)i * sizeof *t);           // Eq. 1: I_sys, m_1, N^(1), ..
-    for (int m = 0, k = i; m < 2; m++) {
-        int body = end[m] - max_int(k, x->sys);
-        for (; k < end[m]; k++) {
-            t[i] = k < s->n_tok ? s->tok[k] : own[k - s->n_tok];         // Eq. 1: m_i
-            t[i].pos = pos++;
-            t[i++].seg = sonic_seg(x, k);
-        }
-        if (body <= 0) continue;                        // all of it belongs to the system message
-        int K = sonic_K(x, body);
+    for (int k = i; k < s->n_tok + n; k++) {
+        t[i] = k < s->n_tok ? s->tok[k] : own[k - s->n_tok];     // Eq. 1: m_i, Q_curr
+        t[i].pos = pos++;
+        t[i++].seg = sonic_seg(x, k);
+        if (k + 1 != user_end && k + 1 != reply_end) continue;
+
+        // A message has ended. All of it may belong to the system message
+        int body = k + 1 - max_int(first, x->sys), K = body > 0 ? sonic_K(x, body) : 0;
         for (int j = 0; j < K; j++) t[i++] = sonic_token(x, s->turn - 1, j, x->h, pos + j);      // Eq. 1: N^(i)
         if (!x->original) pos += K;                     // else they take no position away
-        x->h++;
+        x->h += K > 0;
+        first = k + 1;
     }
-    x->cur = i;
-    for (int k = foot; k < n; k++) {                    // Eq. 1: Q_curr
-        t[i] = own[k];
-        t[i++].pos = pos++;
-    }
+    x->cur = i - (n - foot);
     kv_truncate(s, 0);
     return i;
 }
@@ -5848,10 +5637,10 @@ static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
     int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
-    if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
-    else if (x->oneshot) n = sonic_one_shot(s, x, t, n, foot);
-    else n = sonic_finish(s, x, t, n, foot);
-    if (!x->oneshot || !s->turn) x->cur = s->n_tok;
+    int one_shot = s->turn && s->rule == VIS_SEGMENT_EXACT;
+    if (!s->turn) x->sys = max_int(s->n_sys, sinks(s, 4));
+    else n = one_shot ? sonic_one_shot(s, x, t, n, foot) : sonic_finish(s, x, t, n, foot);
+    if (!one_shot) x->cur = s->n_tok;
 
     // The current turn is t[from..n). Its last n_head tokens open the reply: they belong to the
     // reply's message
@@ -5889,8 +5678,6 @@ static int sonic_adapter(Session *s, Sonic *x) {
 // Hook open.
 static int sonic_open(Session *s, void *ms) {
     Sonic *x = ms;
-    x->oneshot = opt_int(s->opt, "paper");
-    x->sink = sinks(s, 4);
     s->budget = 0;                                      // K says what is kept
     if (sonic_adapter(s, x)) return -1;
 
@@ -5908,7 +5695,7 @@ static int sonic_open(Session *s, void *ms) {
     int most = x->ratio >= 0 ? x->K_max : x->K;
     s->pos_extra = x->original ? 0 : 2 * most;  // two messages finish when a turn begins
     s->alt = x->alt;                            // Sec. 3.1: the matrices of Nexus rows
-    s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
+    s->rule = opt_int(s->opt, "paper") ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
     return 0;
 }
 
@@ -6031,7 +5818,7 @@ const Method sonic_method = {
 //   Sec. 3.1 -> head_scores, head_probe_commit
 //   Eq. 1 -> head_scores
 //   Algorithm 1, lines 3, 4, 8, 13, 14, 16, 17, 18, 19 -> dililazy_caps
-//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
+//   Sec. 3.3 -> dililazy_commit, pooled_scores, top_k_rows, pool_kernel, top_k_rows_cuda
 // Both stages are host hooks, stage 1's in app/measure.c (head_scores, head_probe_commit). Algorithm 1
 // runs on the host on either device, because it is a few hundred numbers. The rows that no view reads
 // any more are given back by kv_compact, on a device through rows_move_cuda and gather_kernel.
@@ -6067,24 +5854,12 @@ const char *score_names[SCORES][2] = {
 
 // The map of score `which` in the file j: the object under one of its names, else j itself.
 static const Json *scores_find(const Json *j, const char *which) {
-    for (int i = 0; i < SCORES; i++) {
-        if (strcmp(which, score_names[i][0])) continue;
-        for (int k = 0; k < 2 && score_names[i][k]; k++) {
-            const Json *v = json_get(j, score_names[i][k]);
-            if (json_is(v, JSON_OBJECT)) return v;
-        }
+    for (int i = 0; i < 2 * SCORES; i++) {
+        const char *ours = score_names[i / 2][0], *name = score_names[i / 2][i % 2];
+        const Json *v = name && !strcmp(which, ours) ? json_get(j, name) : NULL;
+        if (json_is(v, JSON_OBJECT)) return v;
     }
     return j;
-}
-
-// The place layer * H + head of a key "layer-head"; -1: not a head of a model with L layers and H
-// heads.
-static int scores_index(const char *key, int L, int H) {
-    char layer[9], head[9];
-    int n = 0;
-    if (sscanf(key, "%8[0-9]-%8[0-9]%n", layer, head, &n) != 2 || key[n]) return -1;
-    int l = atoi(layer), h = atoi(head);
-    return l < L && h < H ? l * H + h : -1;
 }
 
 // A number, or the mean of a list of numbers of at least 0; -1: neither.
@@ -6103,15 +5878,16 @@ static double scores_value(const Json *v) {
 static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
     if (j->type != JSON_OBJECT) return fault(err, "expected an object with keys \"layer-head\"");
     for (int i = 0; i < j->n; i++) {
-        int at = scores_index(j->key[i], L, H);
+        char layer[9], head[9];
+        int end = 0, two = sscanf(j->key[i], "%8[0-9]-%8[0-9]%n", layer, head, &end) == 2;
+        int l = two ? atoi(layer) : L, h = two ? atoi(head) : H;
         double v = scores_value(&j->item[i]);
-        if (at < 0)
+        if (l >= L || h >= H || j->key[i][end])
             return fault(err, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads",
                          j->key[i], L, H);
-        if (x[at] >= 0) return fault(err, "head %d-%d stands there twice", at / H, at % H);
-        if (!(v >= 0))
-            return fault(err, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H);
-        x[at] = v;
+        if (x[l * H + h] >= 0) return fault(err, "head %d-%d stands there twice", l, h);
+        if (!(v >= 0)) return fault(err, "head %d-%d: expected a number of at least 0, or a list of them", l, h);
+        x[l * H + h] = v;
     }
     for (int i = 0; i < L * H; i++)
         if (x[i] < 0) return fault(err, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H);
@@ -6205,20 +5981,6 @@ static size_t dililazy_bytes(const Session *s, const void *ms) {
 
 // ---- the selection at the end of a prefill
 
-// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
-// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
-// of the group reads are dropped.
-static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
-    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
-    int *keep = scratch(s, (size_t)H * N * sizeof(int));
-    int *kept = scratch(s, (size_t)H * sizeof(int));
-    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
-    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
-    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
-    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-    kv_compact(s, l);
-}
-
 // For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
 // and the scores of the heads that they were made from.
 static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
@@ -6234,7 +5996,7 @@ static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const fl
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
-    int L = s->c->L, H = s->c->H, B = budget_now(s), w = min_int(x->snap.window, B);
+    int L = s->c->L, H = s->c->H, R = H / s->c->G, B = budget_now(s), w = min_int(x->snap.window, B);
     if (!snap_due(s, l, B)) return;
 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
@@ -6243,11 +6005,16 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
         x->caps(x->inf, L, H, x->base, x->beta, x->cap);
     }
 
-    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    // Sec. 3.3: every query head gets a view of its own: of the candidates, n (G) in each KV head, the best by score
+    // (H,N), as many as its capacity allows, and the last w rows. Candidates that no view of the group reads are dropped
+    size_t N = kv_longest(s, l), ints = H * sizeof(int);
+    int *n = scratch(s, ints), *n_of = scratch(s, ints), *kept = scratch(s, ints), *keep = scratch(s, N * ints);
     float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
     dililazy_trace_scores(s, x, l, score, n);
-    dililazy_views(s, l, score, n, x->cap + (size_t)l * H);
+    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
+    top_k_rows(s, score, H, N, n_of, x->cap + (size_t)l * H, keep, (int)N, kept);
+    for (int h = 0; h < H; h++) view_set(s, l, h, keep + h * N, kept[h], n_of[h]);
+    kv_compact(s, l);
 }
 
 // Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps

@@ -4310,15 +4310,15 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // picks the best (Algorithm 3), which decode_kernel reads.
 //   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
 // Map:
-//   Eq. 1 -> recovered, select_lines_kernel
+//   Eq. 1 -> select_lines_kernel
 //   Algorithm 1, line 5 -> choose_lines_cuda
 //   Algorithm 2, line 4 -> attend_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
-//   Algorithm 2, line 12 -> segment_best
+//   Algorithm 2, line 12 -> segment_best, best_line
 //   Algorithm 2, line 13 -> take_one
 //   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
-// On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
+// On the host stay RandomSelect (line 1; sample_rows), variant a
 // (select_faithful), when a selection is due, views, and the answers that are prefilled
 // again (Definition 1).
 //
@@ -4402,11 +4402,9 @@ void ring_select_cuda(Session *s, int l, const float *score, const int *n, int b
 // run side by side.
 enum { PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
 
-enum { SEG = PICK_THREADS };    // lines of a segment
-
 struct BestLine {
     double key;                 // gain a cell
-    int id;
+    int id;                     // of a line, or of a segment
 };
 
 struct Picks {                  // argument of the kernel; arrays hold the parts of all heads in turn, or the block's
@@ -4415,13 +4413,13 @@ struct Picks {                  // argument of the kernel; arrays hold the parts
     const float *P;             // (m,N) softmax rows of the samples
     const int *t;               // (m) their tokens, from the pass's first on; one list for all heads
     double *gain;               // (2N) residual gain of every line
-    BestLine *bound;            // (segments) the best line of every segment
+    double *bound;              // (segments) the best key of every segment is no larger
     double *row;                // (2,m) a number or two of every sample
     uint64_t *v, *s;            // (words) chosen verticals and offsets
     double *found;              // (3) failed; share of the mass; share of the cells
     int g0, R;                  // first KV head of the batch; query heads of a KV head
     int m, N, T;                // samples; columns of P; tokens of the pass
-    int segments, words;        // segments of 2N lines; 64-bit words of N bits
+    int segments, words;        // segments of 2N lines, PICK_THREADS each; 64-bit words of N bits
     int n, p0;                  // of the block's head: rows held; the first row of the pass
 };
 
@@ -4432,7 +4430,7 @@ static __device__ uint64_t first_bits(int n, int w) {
 }
 
 // a becomes the block's own part, whose bits are set to the lines that are always kept (D33): the first columns, the
-// last offsets. All threads.
+// last offsets. No segment has been looked at. All threads.
 static __device__ void pick_head(Picks &a) {
     size_t h = blockIdx.x;
     a.n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
@@ -4444,6 +4442,8 @@ static __device__ void pick_head(Picks &a) {
     a.found += h * 3;
     a.v += h * a.words;
     a.s += h * a.words;
+    a.segments = (2 * a.n + PICK_THREADS - 1) / PICK_THREADS;
+    for (int i = threadIdx.x; i < a.segments; i += PICK_THREADS) a.bound[i] = INFINITY;
     for (int w = threadIdx.x; w < (a.n + 63) / 64; w += PICK_THREADS) {
         a.v[w] = first_bits(min_int(a.rule.sink, a.n), w);
         a.s[w] = first_bits(min_int(a.rule.local, a.n), w);
@@ -4454,58 +4454,54 @@ static __device__ void pick_head(Picks &a) {
 // Cells of vertical y, and as many of slash y.
 static __device__ int line_len(const Picks &a, int y) { return a.n - max_int(y, a.p0); }
 
-// Is alpha of both halves of the samples recovered? rec, tot (2): mass recovered, and all of it, of
-// the half that selects and of the half that only validates.
-static __device__ int recovered(const Picks &a, const double *rec, const double *tot) {
-    return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1];  // Eq. 1
-}
-
-// What the block has found, for the host. One thread; rec, tot (2) as in recovered.
-static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot,
-                                  double share) {
-    double all = tot[0] + tot[1];
-    a.found[0] = failed;
-    a.found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
-    a.found[2] = share;
-}
-
 // ---- single lines (select_exact of kvcomp.c): one after the other
-// Lines are verticals, ids 0..n-1, and slashes, ids n..2n-1. Gains only ever fall, so the best line
-// of every SEG lines, once known, stays an upper bound. The segment with the best bound is looked
-// at again; if its best line is still that one, it is the best of all.
-// The one to take first: best_line of kvcomp.c. Larger key; slashes; the lower number.
-static __device__ BestLine better(BestLine a, BestLine b, int n) {
-    if (a.key != b.key) return a.key > b.key ? a : b;
-    if ((a.id >= n) != (b.id >= n)) return a.id >= n ? a : b;
-    return a.id < b.id ? a : b;
+// Line `id` is slash id, or vertical id - n. Of equal ones that with the lower id comes first.
+static __device__ BestLine better(BestLine a, BestLine b) {
+    return a.key > b.key || (a.key == b.key && a.id < b.id) ? a : b;
 }
 
 // The best of the block's, in every thread. part (PICK_WARPS) shared.
-static KV_CALL BestLine best_block(BestLine x, int n, BestLine *part) {
+static KV_CALL BestLine best_block(BestLine x, BestLine *part) {
     for (int d = 16; d; d >>= 1) {
         BestLine y;
         y.key = __shfl_xor_sync(ALL_LANES, x.key, d);
         y.id = __shfl_xor_sync(ALL_LANES, x.id, d);
-        x = better(x, y, n);
+        x = better(x, y);
     }
     __syncthreads();                                             // the last one has been read
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
     __syncthreads();
-    for (int w = 0; w < PICK_WARPS; w++) x = better(x, part[w], n);
+    for (int w = 0; w < PICK_WARPS; w++) x = better(x, part[w]);
     return x;
 }
 
 // The best line of a segment that is not taken and gains something; key 0: none. A thread has one
 // line.
 static KV_CALL BestLine segment_best(const Picks &a, int seg, BestLine *part) {
-    int id = seg * SEG + threadIdx.x, y = id < a.n ? id : id - a.n;
-    double g = id < 2 * a.n && !bit_of(id < a.n ? a.v : a.s, y) ? a.gain[id] : 0;
+    int id = seg * PICK_THREADS + threadIdx.x, y = id < a.n ? id : id - a.n;
+    double g = id < 2 * a.n && !bit_of(id < a.n ? a.s : a.v, y) ? a.gain[id] : 0;
     BestLine own = { g > 1e-12 ? g / (double)line_len(a, y) : 0, id };  // Algorithm 2, line 12
-    return best_block(own, a.n, part);
+    return best_block(own, part);
+}
+
+// best_line of kvcomp.c: the line with the largest gain a cell; key 0: none gains anything. Gains only ever fall, so the
+// best key of a segment as it was at some earlier moment is never too small: if the segment with the largest one still
+// has it, the best line is there.
+static __device__ BestLine best_line(const Picks &a, BestLine *part) {
+    for (;;) {
+        BestLine top = { 0, 2 * a.n };
+        for (int i = threadIdx.x; i < a.segments; i += PICK_THREADS) top = better(top, BestLine{ a.bound[i], i });
+        top = best_block(top, part);
+        if (top.key <= 0) return top;
+        BestLine now = segment_best(a, top.id, part);
+        if (now.key == top.key) return now;
+        if (!threadIdx.x) a.bound[top.id] = now.key;
+        __syncthreads();
+    }
 }
 
 // residuals of kvcomp.c: the gains of all lines with the kept ones taken out, a thread a line, over
-// the samples in their order; and rec, tot (2, shared) as in recovered, a warp a sample, whose
+// the samples in their order; and rec, tot (2, shared) of its Tally, a warp a sample, whose
 // lanes are folded as sum_lanes32 of kvcomp.c folds them.
 static __device__ void line_residuals(const Picks &a, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
@@ -4513,7 +4509,7 @@ static __device__ void line_residuals(const Picks &a, double *rec, double *tot) 
     for (int id = threadIdx.x; id < 2 * a.n; id += PICK_THREADS) {
         double sum = 0;
         for (int i = 0; i < a.m; i++) {
-            int r = a.p0 + a.t[i], c = id < a.n ? id : r - (id - a.n);
+            int r = a.p0 + a.t[i], c = id < a.n ? r - id : id - a.n;
             int counts = c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i);
             if (counts) sum += a.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
         }
@@ -4550,13 +4546,13 @@ static __device__ void line_residuals(const Picks &a, double *rec, double *tot) 
 // it. A thread has a sample, and in every sample another line crosses, so no two threads write to
 // one gain. All threads of a block; rec (2) shared.
 static __device__ void take_one(const Picks &a, int id, double *rec) {
-    int slash = id >= a.n, y = slash ? id - a.n : id;
+    int slash = id < a.n, y = slash ? id : id - a.n;
     double *g = a.gain;
     for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
         int other = a.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? a.v : a.s, other);
         double cell = on ? a.P[(size_t)i * a.N + (slash ? other : y)] : 0;
         a.row[i] = cell;
-        if (on && !(a.rule.holdout & i)) g[slash ? other : a.n + other] -= cell;
+        if (on && !(a.rule.holdout & i)) g[slash ? a.n + other : other] -= cell;
     }
     __syncthreads();
     if (!threadIdx.x) {
@@ -4579,96 +4575,62 @@ static __device__ double cells_kept(const Picks &a, double *part) {
 // recovered (Eq. 1). Fails where the lines have too many cells, or none is left before the
 // validating half is recovered.
 // Block: one query head, PICK_THREADS threads. Thread: a line of a segment, a sample when a line is
-// taken. Shared: the warps' candidates and the masses; gains and bounds lie in global memory. SEG =
-// PICK_THREADS: looking at a segment again is one line a thread, and the bounds of all segments are
+// taken. Shared: the warps' candidates and the masses; gains and bounds lie in global memory. A segment has
+// PICK_THREADS lines: looking at it again is one line a thread, and the bounds of all segments are
 // few enough to be read in every turn. Bound by latency: for every line the block meets several
 // times and reads little; only line_residuals reads P as a whole.
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
     __shared__ BestLine part[PICK_WARPS];
     __shared__ double sums[PICK_WARPS], rec[2], tot[2];
     pick_head(a);
-    int n = a.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
-    double all = .5 * ((double)n * (n + 1) - (double)a.p0 * (a.p0 + 1));
+    int n = a.n, failed = 0;
+    double all = .5 * ((double)n * (n + 1) - (double)a.p0 * (a.p0 + 1)), alpha = a.rule.alpha;
     double cells = cells_kept(a, sums);
     line_residuals(a, rec, tot);
-    for (int i = 0; i < segs; i++) {
-        BestLine b = segment_best(a, i, part);
-        if (!threadIdx.x) a.bound[i] = b;
-    }
-    __syncthreads();
-
-    while (!failed && !recovered(a, rec, tot)) {
-        BestLine top = { 0, 2 * n };
-        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, a.bound[i], n);
-        top = best_block(top, n, part);
+    while (!failed && !(rec[0] >= alpha * tot[0] && rec[1] >= alpha * tot[1])) {       // Eq. 1
+        BestLine top = best_line(a, part);
         if (top.key <= 0) break;                                 // nothing is left
-        BestLine now = segment_best(a, top.id / SEG, part);
-        if (now.key == top.key && now.id == top.id) {
-            take_one(a, top.id, rec);
-            cells += (double)line_len(a, top.id % n);
-            failed = cells > a.rule.max_cells * all;
-        } else if (!threadIdx.x) a.bound[top.id / SEG] = now;
-        __syncthreads();
+        take_one(a, top.id, rec);
+        cells += (double)line_len(a, top.id % n);
+        failed = cells > a.rule.max_cells * all;
     }
-
-    failed = failed || (a.rule.holdout && rec[1] < a.rule.alpha * tot[1]);
-    if (!threadIdx.x) tell_found(a, failed, rec, tot, cells / all);
-}
-
-// ---- the host's side
-// The kernel's argument for `heads` query heads from KV head g0 on, and the room it works in: one
-// block of device memory.
-static Picks picks_room(Session *s, int l, int g0, int heads, const LoopRule *rule, const float *P,
-                        int T, int m) {
-    int N = kv_longest(s, l), words = (N + 63) / 64, segments = (2 * N + SEG - 1) / SEG;
-    size_t lines = (size_t)heads * 2 * N, bounds = (size_t)heads * segments;
-    size_t bits = (size_t)heads * words, reals = (size_t)heads * (3 + 2 * m);
-    char *dev = room<char>(s, ROOM_PICKS, (lines + 2 * bits + reals) * 8 + bounds * sizeof(BestLine));
-    Picks a;
-    memset(&a, 0, sizeof a);
-    a.heads = head_refs(s, l);
-    a.rule = *rule;
-    a.P = P;
-    a.t = (const int *)s->dev->room[ROOM_TOP].p;  // line_probs_cuda has left them there
-
-    a.gain = (double *)dev;
-    a.bound = (BestLine *)(a.gain + lines);
-    a.v = (uint64_t *)(a.bound + bounds);
-    a.s = a.v + bits;
-    a.found = (double *)(a.s + bits);
-    a.row = a.found + (size_t)heads * 3;
-
-    a.g0 = g0;
-    a.R = s->c->H / s->c->G;
-    a.m = m;
-    a.N = N;
-    a.T = T;
-    a.segments = segments;
-    a.words = words;
-    return a;
+    if (threadIdx.x) return;
+    a.found[0] = failed || (a.rule.holdout && rec[1] < alpha * tot[1]);
+    a.found[1] = tot[0] + tot[1] > 0 ? (rec[0] + rec[1]) / (tot[0] + tot[1]) : 1;
+    a.found[2] = cells / all;
 }
 
 // The lines of the query heads of ng KV heads from g0 on, from P (ng R,m,N), which line_probs_cuda
 // has just made for the same heads and tokens. lines (ng R), on the host, get their bits and dense;
-// found (ng R) what they recover and cost.
+// found (ng R) what they recover and cost. What the kernel works in is one block of device memory.
 void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T,
                        int m, Lines *lines, LoopFound *found) {
-    int heads = ng * (s->c->H / s->c->G);
+    int R = s->c->H / s->c->G, heads = ng * R, N = kv_longest(s, l);
+    int segments = (int)blocks(2 * N, PICK_THREADS), words = (N + 63) / 64;
+    size_t lines_of = (size_t)heads * 2 * N, bounds = (size_t)heads * segments, bits = (size_t)heads * words;
     size_t mark = scratch_mark(s);
-    Picks a = picks_room(s, l, g0, heads, rule, P, T, m);
+    double *gain = room<double>(s, ROOM_PICKS, lines_of + bounds + 2 * bits + (size_t)heads * (3 + 2 * m));
+    double *bound = gain + lines_of;
+    uint64_t *v = (uint64_t *)(bound + bounds), *slash = v + bits;
+    double *told = (double *)(slash + bits), *row = told + (size_t)heads * 3;
+    const int *t = (const int *)s->dev->room[ROOM_TOP].p;  // line_probs_cuda has left them there
+    Picks a = {
+        head_refs(s, l), *rule, P, t,
+        gain, bound, row, v, slash, told,
+        g0, R, m, N, T, segments, words, 0, 0,
+    };
     KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);   // Algorithm 1, line 5
 
-    size_t bits = (size_t)heads * a.words;
     uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);  // verticals of all heads, then offsets
-    double *told = (double *)scratch(s, heads * 3 * sizeof(double));
+    double *all = (double *)scratch(s, heads * 3 * sizeof(double));
     download(host, a.v, 2 * bits * 8);
-    download(told, a.found, heads * 3 * sizeof(double));
+    download(all, a.found, heads * 3 * sizeof(double));
 
     for (int h = 0; h < heads; h++) {
-        memcpy(lines[h].v, host + (size_t)h * a.words, bit_bytes(lines[h].n));
-        memcpy(lines[h].s, host + bits + (size_t)h * a.words, bit_bytes(lines[h].n));
-        lines[h].dense = told[3 * h] != 0;
-        found[h] = { told[3 * h + 1], told[3 * h + 2] };
+        memcpy(lines[h].v, host + (size_t)h * words, bit_bytes(lines[h].n));
+        memcpy(lines[h].s, host + bits + (size_t)h * words, bit_bytes(lines[h].n));
+        lines[h].dense = all[3 * h] != 0;
+        found[h] = { all[3 * h + 1], all[3 * h + 2] };
     }
     scratch_reset(s, mark);
 }
@@ -4716,7 +4678,7 @@ static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int 
 struct Repack {                 // argument of repack_kernel
     HeadRef now;                // what is stored now
     const Packed *next;         // the new table, whose k and v are written
-    const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
+    const int *rows;            // new row i is row rows[i] of what is stored now
     unsigned words;             // words of K, and of V
     int D;
 };
@@ -4724,7 +4686,7 @@ struct Repack {                 // argument of repack_kernel
 // Element d of new row r as it is stored now.
 static __device__ uint16_t stored_half(const Repack &a, int v, int r, int d) {
     const Packed *p = a.now.pack;
-    int from = a.rows ? a.rows[r] : r;
+    int from = a.rows[r];
     if (from >= a.now.packed)
         return ((const uint16_t *)(v ? a.now.v : a.now.k))[(size_t)(from - a.now.packed) * a.D + d];
     return packed_half(v ? p->v : p->k, region_of(p->reg, p->n_reg, from), p->rows64, from, d, a.D);
@@ -4766,7 +4728,7 @@ static __global__ void repack_kernel(Repack a) {
 enum { PACK_STEP = 4096 };
 
 // The packed rows of h become those of the table reg (n_reg), `bytes` bytes for K and for V: row i
-// is row keep[i] of what is stored now (NULL: row i). The table stands behind the values. Sets pk and pv of h; the
+// is row keep[i] of what is stored now. The table stands behind the values. Sets pk and pv of h; the
 // caller then sets reg, packed and pk_bytes.
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
                       const int *keep, int rows64) {
@@ -4786,8 +4748,8 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         host->rows64 = rows64;
         memcpy((char *)host + head, reg, table - head);
         upload(next, host, table);
-        int *rows = keep ? room<int>(s, ROOM_LIST, n) : NULL;
-        if (keep) upload(rows, keep, (size_t)n * sizeof(int));
+        int *rows = room<int>(s, ROOM_LIST, n);
+        upload(rows, keep, (size_t)n * sizeof(int));
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
         Repack a = { now, next, rows, (unsigned)((bytes + 3) / 4), s->c->D };
         dim3 grid(blocks(a.words, 128), 2);
@@ -4979,7 +4941,7 @@ static __global__ void cover_kernel(Tree *trees, int coarse, const float *keys, 
 
 // ---- the host's side of building
 // M and the M+1 starts of the chunks to ROOM_START, where retrieval finds them too -> the starts.
-static const int *starts_upload(Session *s, const LycheeRule *x) {
+static const int *starts_upload(Session *s, const Lychee *x) {
     int *dev = room<int>(s, ROOM_START, x->M + 2);
     upload(dev, &x->M, sizeof(int));
     upload(dev + 1, x->start, (x->M + 1) * sizeof(int));
@@ -5004,7 +4966,7 @@ static void kmeans_device(Session *s, Tree *t, int coarse, const float *points, 
 
 // tree_build of kvcomp.c for all KV heads of layer l. trees (G), on the host: their arrays, for
 // which there is room, lie on the device.
-void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {
+void lychee_build_cuda(Session *s, const Lychee *x, int l, const Tree *trees) {
     int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
     const int *start = starts_upload(s, x);
     room_kept<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
@@ -5104,7 +5066,7 @@ graft_kernel(Tree *trees, LayerRows a, const int *start, int from, int M) {
 }
 
 // Chunks from .. M-1 join the trees of layer l.
-void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
+void lychee_graft_cuda(Session *s, const Lychee *x, int l, int from) {
     const int *start = starts_upload(s, x);
     KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), layer_rows(s, l), start, from, x->M);
 }
@@ -5293,18 +5255,18 @@ cluster_select_kernel(KV_PARAMETER(LycheeSeek) a) {
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads: the lists,
 // one a KV head, become the layer's views (chosen_room). S (G,K) on the host gets the scores of all
 // clusters, if it is not NULL.
-void lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, float *S) {
+void lychee_seek_cuda(Session *s, const Lychee *x, int l, const Tree *trees, const float *q, float *S) {
     int G = s->c->G, K = trees->fine.n;
     LycheeShared m;
     LycheeSeek a;
     memset(&a, 0, sizeof a);
-    seek_fill(s, &a, l, q, K, x->sink + x->room, (size_t)(s->c->H / G + 4) * (s->c->D + 1));
+    seek_fill(s, &a, l, q, K, x->sink + chunk_room(x), (size_t)(s->c->H / G + 4) * (s->c->D + 1));
     a.trees = trees_of(s, l);
     a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
     a.bound = x->bound;
-    a.units = x->units;
-    a.least = 4 * x->room;
-    a.room = x->room;
+    a.units = x->kg;
+    a.least = 4 * chunk_room(x);
+    a.room = chunk_room(x);
     a.sink = x->sink;
     dim3 grid(blocks(K, SEEK_UNITS), G);
     size_t smem = lychee_carve(&m, NULL, a);

@@ -385,8 +385,6 @@ typedef struct {                // one level of a tree: n nodes over some childr
 typedef struct {                // the index of one KV head of one layer
     Nodes fine;                 // clusters of chunks
     Nodes coarse;               // units of clusters; n 0 without --lychee-kg
-    char *mem;                  // (bytes) where all of it lies
-    size_t bytes;
 } Tree;
 
 enum {
@@ -394,14 +392,26 @@ enum {
     MOST_UNITS = 64,            // coarse units of a tree
 };
 
-typedef struct {                // what the kernels need to know of a session's index
-    int bound;                  // 1: a score is the bound of Eq. 2, 0: q.mu
-    int units;                  // coarse units opened at least; 0: there are none
-    int room;                   // tokens that the chunks of a list may have
-    int sink;                   // rows before the index
+typedef struct {                // the index of a session
+    int bound;                  // --paper: a node's score is the bound of Eq. 2; 0: q.mu
+    int kg;                     // coarse units opened in a step, at least; 0: there are none
+    int min, max;               // tokens of a chunk
+    int buffer, sink;           // recent rows and first rows outside the index
+    int full_layers;            // the first layers read every row
+    int B;                      // the budget of this turn, sinks included
+
+    unsigned char *level;       // boundary levels of the tokens whose successor is known (stb_ds)
+    int *start;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1 (stb_ds)
     int M;                      // chunks
-    const int *start;           // (M+1) their first tokens, on the host
-} LycheeRule;
+    int M_built;                // chunks when the trees were built; 0: there are none
+    int changed;                // 1: the last pass has built the trees or grafted on them
+    Tree *tree;                 // (L,G)
+    char *mem;                  // (bytes) where all trees lie
+    size_t bytes;
+} Lychee;
+
+// Tokens that the chunks of a list may have together.
+static inline int chunk_room(const Lychee *x) { return max_int(x->B - x->sink, 0); }
 
 #ifdef __cplusplus
 extern "C" {
@@ -630,7 +640,7 @@ void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf)
 
 void   rows_store_cuda (char *to, const char *raw, size_t bytes);
 // h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
-// packed or raw; NULL: row i
+// packed or raw
 void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep,
                         int rows64);
 
@@ -701,11 +711,11 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
 void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget);
 
 // ---- LycheeCluster (section 11). t (G): the trees of layer l, with room made
-void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);
-void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from);
+void   lychee_build_cuda(Session *s, const Lychee *x, int l, const Tree *t);
+void   lychee_graft_cuda(Session *s, const Lychee *x, int l, int from);
 
 // q (H,D) on the device; S (G,clusters): the scores come here, or NULL
-void   lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, float *S);
+void   lychee_seek_cuda(Session *s, const Lychee *x, int l, const Tree *t, const float *q, float *S);
 
 #ifdef __cplusplus
 }

@@ -1901,13 +1901,16 @@ TEST(pats_mem_table,
               mem_ideal(PATS_MIDDLE, b, 128));
         for (int k = 0; k < 6; k++) {
             int D = real[k / 2].D, rows64 = k % 2;
-            Region *reg = NULL;
-            for (int t = 1; t <= 1024; t++)
-                reg = region_add(reg, 16 - pats_schedule(PATS_MIDDLE, 2, b, t, 1024), rows64, D);
+            unsigned char lost[1024];
+            int same[1024];
+            size_t bytes;
+            for (int t = 0; t < 1024; t++) {
+                lost[t] = (unsigned char)pats_schedule(PATS_MIDDLE, 2, b, t + 1, 1024);
+                same[t] = t;
+            }
+            Region *reg = regions_of(lost, same, same, 1024, rows64, D, &bytes);
             CHECK((int)arrlen(reg) <= 2 * (b - 2) + 1, "%d regions", (int)arrlen(reg));
-            double save =
-                100 * (1 - (double)(regions_bytes(reg, (int)arrlen(reg), rows64, D) - PATS_GUARD) /
-                               (1024.0 * D * 2));
+            double save = 100 * (1 - (double)(bytes - PATS_GUARD) / (1024.0 * D * 2));
             CHECK(fabs(save - real[k / 2].save[rows64][i]) < .11,
                   "D %d rows64 %d b_max %d: saves %.2f", D, rows64, b, save);
             arrfree(reg);
@@ -2234,9 +2237,10 @@ static void toy_fill(Toy *t) {
 // form. Returns their number.
 static int twin_chunks(const int *id, int n, int sink, int min, int max, int keep, int *end) {
     OWN int *level = xcalloc(n + 1, sizeof *level);
-    TextTail tail = { 0 };
+    OWN Token *tok = xcalloc(n + 1, sizeof *tok);
     int m = 0;
-    for (int i = 0; i + 1 < n; i++) level[i] = level_between(&tail, id[i], id[i + 1]);
+    for (int i = 0; i < n; i++) tok[i].id = id[i];
+    for (int i = 0; i + 1 < n; i++) level[i] = level_after(tok, i);
     for (int s = sink; n - s >= keep + max; s = end[m++] + 1) {
         int best = CUT_INSIDE, last = s + max - 1;
         for (int e = s + min - 1; e <= last; e++) best = min_int(best, level[e]);
@@ -2302,15 +2306,14 @@ TEST(lychee_levels, "boundary levels worked by hand") {
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
         Toy t = { 0 };
-        TextTail tail = { 0 };
-        int a = toy_add(&t, v[i].a), b = toy_add(&t, v[i].b);
+        toy_add(&t, v[i].a);
+        toy_add(&t, v[i].b);
         if (v[i].c)
             toy_add(&t, v[i].c);
         else
             t.p[t.n++] = (ToyPiece){ "", 0, 1 };
         toy_use(&t);
-        level_between(&tail, a, b);
-        int level = level_between(&tail, b, 2);
+        int level = level_after((Token[]){ { 0 }, { 1 }, { 2 } }, 1);
         CHECK(level == v[i].level, "case %zu '%s|%s|%s': level %d, expected %d", i, v[i].a,
               v[i].b, v[i].c ? v[i].c : "<special>", level, v[i].level);
     }

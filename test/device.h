@@ -1177,12 +1177,12 @@ static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {
 
 // To the bit.
 static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {
-    int bad = a->M != b->M || a->M_built != b->M_built, D = c->c->D;
+    int bad = a->M != b->M || a->M_built != b->M_built || a->bytes != b->bytes, D = c->c->D;
     for (int i = 0; i < c->c->L * c->c->G && a->M_built; i++) {
         const Tree *x = &a->tree[i], *y = &b->tree[i];
-        if (!x->mem) continue;
+        if (!x->fine.n) continue;
         bad += nodes_differ(&x->fine, &y->fine, a->M, D) ||
-               nodes_differ(&x->coarse, &y->coarse, x->fine.n, D) || x->bytes != y->bytes;
+               nodes_differ(&x->coarse, &y->coarse, x->fine.n, D);
     }
     return bad;
 }
