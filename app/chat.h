@@ -29,11 +29,11 @@ typedef struct {
     Turn *turn;             // the record (stb_ds array)
     float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
-    int rewrote;            // 1: the chat has said that its template rewrites history
-    int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
+    int rewrote;            // so many ids the template has written otherwise as the dialogue went on
+    int stale;              // 1: the session is empty and waits to be made from the record (a message or a command replays it)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     const Turn *asked;      // the turn whose reply is to be made; NULL: none
-    char *logged;           // what --session's file holds, malloc'd; NULL: nothing of this chat's
+    char *logged;           // what --session's file holds of this chat, malloc'd; NULL: there is no such file
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     TraceFile *trace;       // --trace; NULL: it is not given
@@ -88,14 +88,13 @@ Turn render_turn(const App *a, const char *text, char err[512]);
 int render_how(const App *a);                           // RENDER_*: how the options have a dialogue rendered
 
 // The template writes the last `back` ids of the record otherwise, now that t follows: they leave the record, whose
-// texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with a line).
+// texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with err).
 void record_take_back(App *a, Turn *t);
-int  session_take_back(App *a, Turn *t);
+int  session_take_back(App *a, Turn *t, char err[512]);
 
 void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
 void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
 int  replay(App *a, char err[512]);                     // feeds the record once more: 0, or -1 with err
-int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
 // ---- generating a reply
 int ctx_limit(const App *a);                            // the most rows a head may hold: -c, or the model's own limit
@@ -146,8 +145,9 @@ int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writ
 int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
 int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 
-// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the
-// template or the method refuses it, it names a token without a row, or it does not fit.
+// Feeds the next message, and records it. 0; or -1, and nothing has changed: the template or the method refuses it, it
+// names a token without a row, or it does not fit, as err says; or err is empty, because there is nothing to feed, or
+// Ctrl-C or a signal has ended it.
 int message_feed(App *a, const char *text, char err[512]);
 
 // ---- several methods side by side

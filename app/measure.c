@@ -241,7 +241,7 @@ static void play_prefill(App *a, const char *text) {
     char err[512];
     Turn t = render_turn(a, text, err);
     if (*err) die(EXIT_MODEL, "%s", err);
-    session_take_back(a, &t);
+    session_take_back(a, &t, err);
     arrput(a->turn, t);
     feed_prefill(a, &t);
 }
