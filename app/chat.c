@@ -446,13 +446,13 @@ static int is_stop(const App *a, int id) {
 
 // Writes the bytes of the stb_ds array *text at once, so that they are seen while the reply goes
 // on, and empties it. A terminal gets the control characters in them shown, because it would obey
-// them; a file or a pipe gets the bytes.
+// them; a file or a pipe gets the bytes. out NULL: nobody does.
 static void write_text(char **text, FILE *out) {
     size_t n = arrlenu(*text);
-    if (n && isatty(fileno(out))) show(out, *text, n);
-    else if (n) fwrite(*text, 1, n, out);
+    if (out && n && isatty(fileno(out))) show(out, *text, n);
+    else if (out && n) fwrite(*text, 1, n, out);
+    if (out) fflush(out);
     arrsetlen(*text, 0);
-    fflush(out);
 }
 
 // What is shown is also fed, counted and recorded, so there must be room for it.
@@ -475,31 +475,24 @@ int stop_place(const char **stop, const char *text, size_t n) {
     return first;
 }
 
-// Why a reply of at most n tokens (n < 0: no limit) ends when so many are made; NULL: it goes on.
-static const char *reply_ends(int made, int n) {
-    if (n >= 0 && made >= n) return "length";
-    return stop_asked() ? "interrupt" : NULL;
-}
-
 // Its ids go into the record's last turn; the stop id is neither fed nor recorded, a stop text is both.
 int generate(App *a, int n, FILE *out) {
-    int made = 0;
+    int made = 0, id;
     Decoder d = { .t = a->tok, .skip_special = 1 };
     Wrap w = { .cols = out == stdout && isatty(1) ? screen_columns() : 0 };      // on a terminal lines are broken
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->s->picks = logits_needed(a->o);
-    a->finish = reply_ends(made, n);
-    while (!a->finish) {
-        int id = reply_next(a);
-        if (id < 0) break;
+    for (a->finish = NULL; !a->finish; made++) {
+        if (n >= 0 && made >= n) a->finish = "length";
+        else if (stop_asked()) a->finish = "interrupt";
+        if (a->finish || (id = reply_next(a)) < 0) break;
         if (a->tok) text = decode_token(&d, id, text);
         if (a->stop) bytes_put(&said, text, arrlenu(text));
+        if (stop_place(a->stop, said, arrlenu(said)) >= 0) a->finish = "stop";
         wrap_text(&w, &text, 0);
         write_text(&text, out);
         arrput(arrlast(a->turn).dec, id);
         feed_decode(a, id);
-        made++;
-        a->finish = stop_place(a->stop, said, arrlenu(said)) >= 0 ? "stop" : reply_ends(made, n);
     }
     a->s->picks = 0;
     text = decode_flush(&d, text);
@@ -993,9 +986,7 @@ static int session_read(App *a, const char *path, char err[512]) {
 // LycheeCluster's chunker (section 11) cuts chunks at sentence ends and blanks, so it needs the
 // text of a token. It knows no Tokenizer: it calls two functions with a pointer it does not look
 // into.
-static const char *chunker_bytes(const void *t, int id, int *len) {
-    return tokenizer_bytes(t, id, len);
-}
+static const char *chunker_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
 
 static int chunker_special(const void *t, int id) { return tokenizer_is_special(t, id); }
 
@@ -1009,22 +1000,20 @@ static void trace_meta(const App *a, SafeWriter *w) {
     char text[96];
     const Options *o = a->o;
     const Config *c = a->c;
-    const struct { const char *name; double x; } numbers[] = {
-        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
-        { "window", c->window }, { "rope_theta", c->theta },
+    const struct { const char *name, *text; double x; } meta[] = {      // text NULL: x
+        { "format", "kvcomp trace 1" },             { "method", a->method },
+        { "budget", NULL, a->s->budget },           { "model", c->dir },
+        { "model_type", c->model_type },            { "dtype", dtype_name(c->dtype) },
+        { "L", NULL, c->L },                        { "H", NULL, c->H },
+        { "G", NULL, c->G },                        { "D", NULL, c->D },
+        { "C", NULL, c->C },                        { "F", NULL, c->F },
+        { "V", NULL, c->V },                        { "window", NULL, c->window },
+        { "rope_theta", NULL, c->theta },           { "simd", simd_name() },
     };
-    safe_write_meta(w, "format", "kvcomp trace 1");
-    safe_write_meta(w, "method", a->method);
-    snprintf(text, sizeof text, "%d", a->s->budget);
-    safe_write_meta(w, "budget", text);
-    safe_write_meta(w, "model", c->dir);
-    safe_write_meta(w, "model_type", c->model_type);
-    safe_write_meta(w, "dtype", dtype_name(c->dtype));
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        snprintf(text, sizeof text, "%.9g", numbers[i].x);
-        safe_write_meta(w, numbers[i].name, text);
+    for (size_t i = 0; i < sizeof meta / sizeof *meta; i++) {
+        snprintf(text, sizeof text, "%.9g", meta[i].x);
+        safe_write_meta(w, meta[i].name, meta[i].text ? meta[i].text : text);
     }
-    safe_write_meta(w, "simd", simd_name());
     for (int i = 0; i < (int)shlen(o->map); i++) {
         snprintf(text, sizeof text, "option.%.80s", o->map[i].key);
         safe_write_meta(w, text, o->map[i].value);
@@ -1082,25 +1071,17 @@ void default_model(Options *o) {
 // Nothing is downloaded.
 enum { PATH_ROOM = 1024 };
 
-// The folder of the hub's cache, found as the hub's own programs find it: "" when there is no home.
-static void hub_cache(char out[PATH_ROOM]) {
-    static const struct { const char *variable, *below; } places[] = {
-        { "HF_HUB_CACHE", "" }, { "HF_HOME", "/hub" }, { "XDG_CACHE_HOME", "/huggingface/hub" },
-        { "HOME", "/.cache/huggingface/hub" },
-    };
-    out[0] = 0;
-    for (size_t i = 0; i < sizeof places / sizeof *places && !out[0]; i++) {
-        const char *value = getenv(places[i].variable);
-        if (value && *value) snprintf(out, PATH_ROOM, "%.600s%s", value, places[i].below);
-    }
-}
-
-// -m org/name, where there is no such folder: --model becomes the newest version in the cache. Exit 3, with the
-// command that gets it, when it is not there. What is no such name stays as it is, without a slash at its end, and
-// whoever opens it says what is wrong.
+// Where there is no such folder --model becomes the newest version in the cache, which is found as the hub's own
+// programs find it. Exit 3, with the command that gets it, when it is not there. What is no such name stays as it
+// is, without a slash at its end, and whoever opens it says what is wrong.
 void find_model(Options *o) {
-    char cache[PATH_ROOM], name[PATH_ROOM], path[2 * PATH_ROOM], hash[128] = "", err[256];
+    static const struct { const char *variable, *below; } places[] = {
+        { "HOME", "/.cache/huggingface/hub" }, { "XDG_CACHE_HOME", "/huggingface/hub" }, { "HF_HOME", "/hub" },
+        { "HF_HUB_CACHE", "" },
+    };
+    char name[PATH_ROOM], path[2 * PATH_ROOM], hash[128] = "none", err[256];
     size_t length = strlen(opt_str(o, "model")), size;
+    int n = 0;
     while (length > 1 && opt_str(o, "model")[length - 1] == '/') length--;
     if (!length || length >= sizeof name) return;
     snprintf(name, sizeof name, "%.*s", (int)length, opt_str(o, "model"));
@@ -1108,13 +1089,16 @@ void find_model(Options *o) {
     const char *slash = strchr(name, '/');
     if (!slash || slash == name || strchr(slash + 1, '/') || *name == '.' || strpbrk(name, " \t\n\\")) return;
     if (length > 200 || file_exists(name)) return;
-    hub_cache(cache);
-    int n = snprintf(path, sizeof path, "%s/models--%.*s--%s", cache, (int)(slash - name), name, slash + 1);
+    for (int i = 0; i < 4; i++) {                                       // the last one that is set counts
+        const char *value = getenv(places[i].variable);
+        if (value && *value) n = snprintf(path, PATH_ROOM, "%.600s%s", value, places[i].below);
+    }
+    n += snprintf(path + n, sizeof path - (size_t)n, "/models--%.*s--%s", (int)(slash - name), name, slash + 1);
     snprintf(path + n, sizeof path - (size_t)n, "/refs/main");
     char *ref = read_bounded(path, MOST_CONFIG, &size, err);
     if (ref) (void)sscanf(ref, "%127s", hash);
     free(ref);
-    snprintf(path + n, sizeof path - (size_t)n, "/snapshots/%s", *hash ? hash : "none");
+    snprintf(path + n, sizeof path - (size_t)n, "/snapshots/%s", hash);
     if (!file_exists(path))
         die(EXIT_MODEL, "%s: no such folder, and %.*s has no version of it; if it is a model of the Hugging Face hub, "
             "this gets it: hf download %s", name, n, path, name);
@@ -1267,12 +1251,6 @@ static int device_serves(const App *a) {
     if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return !bad;
 }
-#else
-// Without CUDA no GPU can serve.
-static int device_serves(const App *a) {
-    (void)a;
-    return 0;
-}
 #endif
 
 // Makes cuda or cpu of -d auto. The plan is that of --method; other methods of a comparison ask again. Then says
@@ -1281,42 +1259,34 @@ void choose_device(App *a) {
     char err[512];
     if (!strcmp(opt_str(a->o, "device"), "auto")) {
         options_set(a->o, "device", "cpu", err);
+#ifdef KVCOMP_CUDA
         if (!a->c->as_q8 && device_serves(a)) options_set(a->o, "device", "cuda", err);
+#endif
     }
     int cpu = !strcmp(opt_str(a->o, "device"), "cpu");
     if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");
 }
 
 // ---- opening the rest, and closing
-// The chat template of --chat-template or of the model. needed: one that is refused ends the
-// program; the replay of --ids wants none.
-static void open_template(App *a, const char *tokenizer_path, int needed) {
-    char err[512];
-    const char *model = opt_str(a->o, "model"), *name = opt_str(a->o, "chat-template");
-    const char *path = *name || !*model ? tokenizer_path : model;
-    a->tp = template_load(path, *name ? name : NULL, a->tok, err);
-    if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
-    if (!a->tp) return;
-    if (*opt_str(a->o, "system") && a->tp->no_system)
-        die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
-}
-
-// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
-// that names ids the model does not have, ends the program; without it a line on stderr says that there is none.
-// (--dump-tokens has no model.)
+// Text will be read or written where it is needed, so a missing tokenizer, a template that is refused, or ids that the
+// model does not have end the program; the replay of --ids wants none of them. (--dump-tokens has no model.)
 void open_tokenizer(App *a, int needed) {
     char err[512];
-    const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
+    const char *given = opt_str(a->o, "tokenizer"), *model = opt_str(a->o, "model"), *path = *given ? given : model;
+    const char *name = opt_str(a->o, "chat-template");
     if (!*path && needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
     if (!*path) return;
     a->tok = tokenizer_load(path, err);
     if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
-    if (!a->tok) {
-        if (!quiet) warn("%s; going on without text (lychee then cuts chunks of 16)", err);
-        return;
-    }
+    if (!a->tok && !quiet) warn("%s; going on without text (lychee then cuts chunks of 16)", err);
+    if (!a->tok) return;
     lychee_text(a->tok);
-    if (!opt_int(a->o, "raw")) open_template(a, path, needed);
+    if (!opt_int(a->o, "raw")) {
+        a->tp = template_load(*name || !*model ? path : model, *name ? name : NULL, a->tok, err);
+        if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
+        if (a->tp && *opt_str(a->o, "system") && a->tp->no_system)
+            die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
+    }
     if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
 }
 
@@ -1591,13 +1561,11 @@ static void sides_close(Side *x /* stb_ds */) {
 // 0, or -1 with the reason in x->refused when there is no room for it.
 static int side_turn(Side *x, const char *text, int n) {
     App *a = &x->app;
-    size_t size;
     if (message_feed(a, text, x->refused)) return -1;
     a->s->clk.bytes_attended = a->s->clk.steps = 0;
+    generate(a, n, NULL);
     free(x->reply);
-    FILE *out = memory_stream(&x->reply, &size);
-    generate(a, n, out);
-    memory_stream_close(out);
+    x->reply = reply_text(a, &arrlast(a->turn));
     return 0;
 }
 
@@ -1790,10 +1758,11 @@ static void command_regen(App *a, const char *arg) {
         fprintf(stderr, "nothing to make again\n");
         return;
     }
-    int *reply = arrlast(a->turn).dec;
-    arrlast(a->turn).dec = NULL;
+    Turn *t = &arrlast(a->turn);
+    int *reply = t->dec;
+    t->dec = NULL;
     if (replay(a, err)) {
-        arrlast(a->turn).dec = reply;
+        t->dec = reply;
         warn("the reply stays: %s", err);
         return;
     }
@@ -1842,19 +1811,18 @@ static void command_budget(App *a, const char *arg) {
 // the one in use. "" stands for an empty one.
 static void command_system(App *a, const char *arg) {
     char err[256];
+    const char *used = opt_str(a->o, "system");
     if (*arg && a->tp && a->tp->no_system) {
         warn("this chat template has no system message (%s)", a->tp->no_system);
-        return;
+    } else if (*arg) {
+        if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
+        if (chat_clear(a) || options_set(a->o, "system", strcmp(arg, "\"\"") ? arg : "", err)) return;
+        if (!quiet) tell("another system message; the dialogue is empty");
+    } else if (opt_given(a->o, "system")) {
+        tell("%s", *used ? used : "(an empty system message)");
+    } else {
+        tell("no system message but the template's own, if it has one");
     }
-    const char *text = strcmp(arg, "\"\"") ? arg : "";
-    if (!*arg) {
-        if (!opt_given(a->o, "system")) tell("no system message but the template's own, if it has one");
-        else tell("%s", *opt_str(a->o, "system") ? opt_str(a->o, "system") : "(an empty system message)");
-        return;
-    }
-    if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
-    if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
-    if (!quiet) tell("another system message; the dialogue is empty");
 }
 
 static void command_read(App *a, const char *arg) {
@@ -1952,18 +1920,13 @@ static int chat_command(App *a, char *line) {
 // ---- completion
 // NameAt of a chat: commands, behind /method the names of methods, behind /read, /save and /load paths.
 static const char *chat_name(const char *line, int from, int i, int *paths) {
-    int n = (int)strcspn(line, " ");
+    size_t n = strcspn(line, " ");
     *paths = 0;
     if (*line != '/') return NULL;
     if (!from) return i < N_COMMANDS ? commands[i].name : NULL;
-    for (int k = 0; k < N_COMMANDS; k++)
-        if (!strncmp(line, commands[k].name, (size_t)n) && !commands[k].name[n])
-            *paths = commands[k].needs && !strcmp(commands[k].needs, "a file");
-    if (strncmp(line, "/method ", 8)) return NULL;
-    EACH_METHOD(m) {
-        if (!i--) return (*m)->name;
-    }
-    return NULL;
+    for (const struct Command *c = commands; c < commands + N_COMMANDS; c++)
+        if (strlen(c->name) == n && !strncmp(line, c->name, n)) *paths = c->needs && !strcmp(c->needs, "a file");
+    return !strncmp(line, "/method ", 8) && methods[i] ? methods[i]->name : NULL;
 }
 
 // ---- the chat

@@ -103,7 +103,7 @@ int reply_next(App *a);                                 // its next id; -1: it i
 int stop_place(const char **stop, const char *text, size_t n);         // where the first of the texts begins; -1
 
 // Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
-// Ctrl-C, and writes the text to out as whole UTF-8 characters. Returns the number of tokens made.
+// Ctrl-C, and writes the text to out (NULL: nowhere) as whole UTF-8 characters. Returns the number of tokens made.
 int generate(App *a, int n, FILE *out);
 
 // ---- results
