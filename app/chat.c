@@ -382,13 +382,8 @@ int replay(App *a, char err[512]) {
     return a->stale ? fault(err, "the dialogue is longer than fits: %.400s", why) : 0;
 }
 
-// Makes the session from the record if it was emptied (session_cut). 0, or -1 with a line on stderr.
-static int session_ready(App *a) {
-    char err[512];
-    if (!a->stale || !replay(a, err)) return 0;
-    warn("%s", err);
-    return -1;
-}
+// Makes the session from the record if it was emptied (session_cut). 0, or -1 with a->err.
+static int session_ready(App *a) { return a->stale ? replay(a, a->err) : 0; }
 
 int session_take_back(App *a, Turn *t, char err[512]) {
     int n = t->back;
@@ -1184,22 +1179,6 @@ enum {
 // logits themselves.
 static const double trial_tolerance = 1e-2;
 
-// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V), with all options of `like`
-// at their defaults.
-static void trial_logits(const Config *c, const Weights *w, const Options *like, const char *device, float *out) {
-    char err[512];
-    size_t row = (size_t)c->V * sizeof(float);
-    Options *o = options_like(like);
-    int *ids = random_ids(TRIAL_IDS, c->V);
-    options_set(o, "device", device, err);
-    Session *s = session_open(c, w, o, "full");
-    memcpy(out, prefill(s, ids, TRIAL_IDS), row);
-    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), row);
-    session_close(s);
-    arrfree(ids);
-    options_free(o);
-}
-
 // The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
 static double largest_difference(const float *x, const float *y, int n) {
     double worst = 0, top = 0;
@@ -1212,22 +1191,31 @@ static double largest_difference(const float *x, const float *y, int n) {
 }
 
 // Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
-// wrong on somebody's card must not chat there. Returns the largest difference of logits by the
-// largest logit; -1: the trial died on the way, and its line is in die_text.
+// wrong on somebody's card must not chat there: a prefill and a few steps, with all options of `like` at their
+// defaults. Returns the largest difference of logits by the largest logit; -1: the trial died on the way, and its line
+// is in die_text.
 static double device_trial(const Options *like) {
     jmp_buf jump, *outer = die_jump;
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
-    int n = (1 + TRIAL_STEPS) * c->V;
+    int n = (1 + TRIAL_STEPS) * c->V, *ids = random_ids(TRIAL_IDS, c->V);
     float *both = xcalloc(2 * (size_t)n, sizeof *both);     // the CPU's logits, then the GPU's
+    size_t row = (size_t)c->V * sizeof *both;
     die_jump = &jump;
     int died = setjmp(jump);
-    if (!died) {
-        trial_logits(c, w, like, "cpu", both);
-        trial_logits(c, w, like, "cuda", both + n);
+    for (int gpu = 0; gpu < 2 && !died; gpu++) {
+        char err[256];
+        Options *o = options_like(like);
+        options_set(o, "device", gpu ? "cuda" : "cpu", err);
+        Session *s = session_open(c, w, o, "full");
+        memcpy(both + gpu * n, prefill(s, ids, TRIAL_IDS), row);
+        for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(both + gpu * n + i * c->V, decode(s, ids[i]), row);
+        session_close(s);
+        options_free(o);
     }
     die_jump = outer;
     double e = died ? -1 : largest_difference(both, both + n, n);
+    arrfree(ids);
     free(both);
     weights_close(w, c);
     return e;
@@ -1454,29 +1442,38 @@ static void confirm_replay(const App *a, double t0) {
 // than every method can do with.
 static int quarter_of_dialogue(const App *a) { return max_int(tokens_said(a->s) / 4, 40); }
 
-// Opens the session again with another method (or the same) and options o, which become the App's, and replays the
-// dialogue into it. Where they have neither --budget nor --ratio, and the method's own budget holds the whole dialogue,
-// so that nothing would happen, it gets a quarter of it. The reason why not is on stderr, and the old session stays.
-static void chat_method(App *a, const char *spec, Options *o) {
-    char err[512], text[16];
+// Opens another method (or the same again), with another budget unless that is NULL, and plays the dialogue into it.
+// Where the user has given neither --budget nor --ratio, and the method's own budget holds the whole dialogue, so that
+// nothing would happen, it gets a quarter of it. Where that is refused a->err says why, and the old session stays.
+static void chat_method(App *a, const char *spec, const char *budget) {
+    char text[16];
     double t0 = now();
-    int n = tokens_said(a->s), quarter = quarter_of_dialogue(a), picks = !opt_given(o, "budget") && !opt_given(o, "ratio");
+    int n = tokens_said(a->s), quarter = quarter_of_dialogue(a), bad = 0;
     App next = *a;
-    next.o = o;
+    next.o = options_copy(a->o);
+    next.method = copy_text(spec);
+    next.s = NULL;
     next.picked = 0;
-    next.s = session_try(a->c, a->w, o, spec, err);
-    if (next.s && picks && uses_budget(next.s) && next.s->budget >= n && quarter < n) {
+    if (budget) {
+        bad = options_set(next.o, "budget", budget, a->err);
+        (void)shdel(next.o->given, "ratio");
+    } else if (a->picked) {                     // the new method has its own
+        options_set(next.o, "budget", "0", a->err);
+        (void)shdel(next.o->given, "budget");
+    }
+    if (!bad) next.s = session_try(a->c, a->w, next.o, spec, a->err);
+    int picks = next.s && uses_budget(next.s) && !opt_given(next.o, "budget") && !opt_given(next.o, "ratio");
+    if (picks && next.s->budget >= n && quarter < n) {
         session_close(next.s);
         snprintf(text, sizeof text, "%d", next.picked = quarter);
-        options_set(o, "budget", text, err);
-        next.s = session_try(a->c, a->w, o, spec, err);
+        options_set(next.o, "budget", text, a->err);
+        next.s = session_try(a->c, a->w, next.o, spec, a->err);
     }
-    next.method = copy_text(spec);
-    if (next.s) (void)session_try_reset(a->s);  // two sessions full of rows may be more than there is memory for
-    a->stale |= next.s != NULL;
-    if (!next.s || replay(&next, err)) {
-        warn("%s", err);
-    } else {
+    if (next.s) {
+        (void)session_try_reset(a->s);          // two sessions full of rows may be more than there is memory for
+        a->stale = 1;
+    }
+    if (next.s && !replay(&next, a->err)) {
         App was = *a;
         *a = next;
         next = was;
@@ -1674,7 +1671,7 @@ static void command_compare(App *a, const char *question) {
     sides_close(x);
 }
 
-// ---- commands. arg is what stands behind the name, "" when nothing does
+// ---- commands. arg is what stands behind the name, "" when nothing does; a->err is said behind a command
 
 // /stats: three lines of the session.
 static void command_stats(App *a, const char *arg) {
@@ -1763,24 +1760,18 @@ static void command_regen(App *a, const char *arg) {
     t->dec = NULL;
     if (replay(a, err)) {
         t->dec = reply;
-        warn("the reply stays: %s", err);
-        return;
+        fault(a->err, "the reply stays: %.480s", err);
+    } else {
+        arrfree(reply);
+        turn_begin();
+        turn_end(a, stdout);
     }
-    arrfree(reply);
-    turn_begin();
-    turn_end(a, stdout);
 }
 
 // Without a name: prints the one in use, and all there are.
 static void command_method(App *a, const char *arg) {
     if (*arg) {
-        char err[256];
-        Options *o = options_copy(a->o);
-        if (a->picked) {                        // the new method has its own
-            options_set(o, "budget", "0", err);
-            (void)shdel(o->given, "budget");
-        }
-        chat_method(a, arg, o);
+        chat_method(a, arg, NULL);
         return;
     }
     fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
@@ -1793,30 +1784,20 @@ static void command_method(App *a, const char *arg) {
 // Opens the method again with another budget, which takes the place of --ratio if that was given. Without a number:
 // prints the one in use. A method that has no budget says so.
 static void command_budget(App *a, const char *arg) {
-    char err[256];
-    if (*arg) {
-        Options *o = options_copy(a->o);
-        int bad = options_set(o, "budget", arg, err);
-        (void)shdel(o->given, "ratio");
-        if (bad) warn("%s", err);
-        if (bad) options_free(o);
-        else chat_method(a, a->method, o);
-    } else {
-        fprintf(stderr, "%d\n", a->s->budget);
-    }
+    if (*arg) chat_method(a, a->method, arg);
+    else fprintf(stderr, "%d\n", a->s->budget);
     if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
 }
 
 // The system message is in the first turn, so a new one needs a new dialogue. Without a text: shows
 // the one in use. "" stands for an empty one.
 static void command_system(App *a, const char *arg) {
-    char err[256];
     const char *used = opt_str(a->o, "system");
     if (*arg && a->tp && a->tp->no_system) {
         warn("this chat template has no system message (%s)", a->tp->no_system);
     } else if (*arg) {
         if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
-        if (chat_clear(a) || options_set(a->o, "system", strcmp(arg, "\"\"") ? arg : "", err)) return;
+        if (chat_clear(a) || options_set(a->o, "system", strcmp(arg, "\"\"") ? arg : "", a->err)) return;
         if (!quiet) tell("another system message; the dialogue is empty");
     } else if (opt_given(a->o, "system")) {
         tell("%s", *used ? used : "(an empty system message)");
@@ -1826,28 +1807,20 @@ static void command_system(App *a, const char *arg) {
 }
 
 static void command_read(App *a, const char *arg) {
-    char err[256];
     size_t n;
-    char *text = read_plain_text(arg, &n, err);
-    if (!text) {
-        warn("%s", err);
-        return;
-    }
-    chat_turn(a, text, stdout);
+    char *text = read_plain_text(arg, &n, a->err);
+    if (text) chat_turn(a, text, stdout);
     free(text);
 }
 
 static void command_save(App *a, const char *arg) {
-    char err[512];
-    if (session_save(a, arg, err)) warn("%s", err);
-    else if (!quiet) tell("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
+    int n = (int)arrlen(a->turn);
+    if (!session_save(a, arg, a->err) && !quiet) tell("%s: %d turn%s kept", arg, n, n == 1 ? "" : "s");
 }
 
 static void command_load(App *a, const char *arg) {
-    char err[512];
     double t0 = now();
-    if (session_read(a, arg, err)) warn("%s", err);
-    else confirm_replay(a, t0);
+    if (!session_read(a, arg, a->err)) confirm_replay(a, t0);
 }
 
 static void command_help(App *a, const char *arg);
@@ -1908,8 +1881,10 @@ static int chat_command(App *a, char *line) {
         nearer_name(line, c->name, &near, &distance);
         if (strcmp(line, c->name)) continue;
         if (!c->run) return 1;
+        *a->err = 0;
         if (c->needs && !*arg) fprintf(stderr, "%s wants %s\n", line, c->needs);
         else c->run(a, arg);
+        if (*a->err) warn("%s", a->err);
         return 0;
     }
     if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
@@ -1977,7 +1952,7 @@ int chat(App *a) {
     chat_busy = 0;
     session_end(a);
     if (!opt_int(a->o, "json")) return 0;
-    if (session_ready(a)) return EXIT_RUN;
+    if (session_ready(a)) die(EXIT_RUN, "%s", a->err);
     print_json(a, NULL);
     return 0;
 }

@@ -39,6 +39,7 @@ typedef struct {
     TraceFile *trace;       // --trace; NULL: it is not given
     const char **stop;      // texts that end a reply (stb_ds array); NULL: none
     const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
+    char err[512];          // why the last command of a chat has failed
 } App;
 
 typedef struct {

@@ -54,17 +54,12 @@ static struct termios terminal_before;      // the terminal's own settings, whil
 static struct termios terminal_given;       // those that the chat has given it
 static volatile sig_atomic_t terminal_held;
 
-// Does the terminal listen to this process? One that was sent to the background leaves the settings
-// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
-static int in_foreground(void) {
-    pid_t group = tcgetpgrp(0);
-    return group < 0 || group == getpgrp();
-}
-
-// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
-// a terminal that is gone.
+// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about a terminal that is
+// gone. A process that was sent to the background leaves the settings alone: they are the shell's then, and whoever
+// changes them is stopped (SIGTTOU).
 static void terminal_set(const struct termios *settings, const char *marks) {
-    if (!in_foreground()) return;
+    pid_t group = tcgetpgrp(0);
+    if (group >= 0 && group != getpgrp()) return;
     tcsetattr(0, TCSANOW, settings);
     (void)!write(1, marks, strlen(marks));
 }
