@@ -909,7 +909,7 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, 
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1425 },
+    { "lib/base", 850, 1478 },
     { "lib/kernels", 1000, 1723 },
     { "lib/checkpoint", 1000, 1439 },
     { "lib/tokenizer", 1200, 1689 },
@@ -919,7 +919,7 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "app/terminal", 400, 622 },
     { "app/trace", 140, 137 },
     { "app/chat", 1000, 2145 },
-    { "app/measure", 1300, 1983 },
+    { "app/measure", 1300, 1872 },
     { "app/page", 450, 755 },
     { "app/main", 650, 759 },
 };
