@@ -51,9 +51,9 @@ static int logits_needed(const Options *o) {
 static Cand *sampled_candidates(App *a, int *n) {
     const BestLogits *picked = a->s->picked;
     int V = a->c->V, k = opt_int(a->o, "top-k"), *idx = scratch(a->s, (size_t)V * sizeof *idx);
-    *n = picked ? picked->n : top_k(a->logits, V, k > 0 ? k : V, idx);
+    *n = picked ? picked->n : top_k(a->s->logits, V, k > 0 ? k : V, idx);
     Cand *c = scratch(a->s, (size_t)*n * sizeof *c);
-    for (int i = 0; i < *n; i++) c[i] = picked ? picked->best[i] : (Cand){ a->logits[idx[i]], idx[i] };
+    for (int i = 0; i < *n; i++) c[i] = picked ? picked->best[i] : (Cand){ a->s->logits[idx[i]], idx[i] };
     qsort(c, *n, sizeof *c, cand_order);
     return c;
 }
@@ -78,7 +78,7 @@ static int probable_candidates(const Cand *c, int n, double top_p, double min_p)
 int sample(App *a) {
     double temp = opt_real(a->o, "temp"), sum = 0;
     const BestLogits *picked = a->s->picked;
-    if (temp <= 0) return picked ? picked->best->id : argmax(a->logits, a->c->V);
+    if (temp <= 0) return picked ? picked->best->id : argmax(a->s->logits, a->c->V);
     size_t mark = scratch_mark(a->s);
     int n, pick = 0;
     const Cand *c = sampled_candidates(a, &n);
@@ -308,7 +308,7 @@ void feed_prefill(App *a, const Turn *t) {
     a->s->n_foot = t->n_foot;
     a->s->n_head = t->n_head;
     progress("prefill", 0);
-    memcpy(a->logits, prefill(a->s, t->pre, (int)arrlen(t->pre)), (size_t)a->c->V * sizeof(float));
+    prefill(a->s, t->pre, (int)arrlen(t->pre));
     progress("prefill", 1);
     a->ttft = now() - t0;
 }
@@ -359,11 +359,6 @@ static int feed_message(App *a, const Turn *t) {
     return -1;
 }
 
-void feed_decode(App *a, int id) {
-    const float *logits = decode(a->s, id);
-    if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
-}
-
 // The same method gives the same bits, and what a full context did then, it does again. -1: the method does not open
 // again, and the session is as it was, or the record does not fit, and the session waits to be made from one that does.
 int replay(App *a, char err[512]) {
@@ -376,7 +371,7 @@ int replay(App *a, char err[512]) {
         if (!a->stale) feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec) && !a->stale; j++) {
             a->stale = make_room(a, 1, 0, why) != 0;
-            if (!a->stale) feed_decode(a, t->dec[j]);
+            if (!a->stale) decode(a->s, t->dec[j]);
         }
     }
     return a->stale ? fault(err, "the dialogue is longer than fits: %.400s", why) : 0;
@@ -487,7 +482,7 @@ int generate(App *a, int n, FILE *out) {
         wrap_text(&w, &text, 0);
         write_text(&text, out);
         arrput(arrlast(a->turn).dec, id);
-        feed_decode(a, id);
+        decode(a->s, id);
     }
     a->s->picks = 0;
     text = decode_flush(&d, text);
@@ -543,21 +538,13 @@ void json_real(FILE *f, double x, int digits) {
     fputs(strcmp(text, "-0") ? text : "0", f);
 }
 
-void json_pair(FILE *f, const char *key, const char *text) {
-    fprintf(f, "\"%s\":", key);
-    json_escape(f, text, strlen(text));
-    fputc(',', f);
-}
+void json_pair(FILE *f, const char *key, const char *text) { json_print(f, "%s:%s,", key, text); }
 
 void json_options(const App *a, FILE *f) {
-    fprintf(f, "\"options\":{");
-    for (int i = 0; i < (int)shlen(a->o->given); i++) {
-        const char *name = a->o->given[i].key, *value = opt_str(a->o, name);
-        if (i) fputc(',', f);
-        fprintf(f, "\"%s\":", name);
-        json_escape(f, value, strlen(value));
-    }
-    fprintf(f, "}");
+    json_print(f, "'options':{");
+    for (int i = 0; i < (int)shlen(a->o->given); i++)
+        json_print(f, i ? ",%s:%s" : "%s:%s", a->o->given[i].key, opt_str(a->o, a->o->given[i].key));
+    fputc('}', f);
 }
 
 // A list of n numbers.
@@ -568,7 +555,7 @@ static void json_list(FILE *f, const int *x, int n) {
 }
 
 void write_ids(FILE *f, const int *ids) {
-    fprintf(f, "\"ids\":");
+    json_print(f, "'ids':");
     json_list(f, ids, (int)arrlen(ids));
 }
 
@@ -597,32 +584,26 @@ void json_rows(const Session *s, FILE *f) {
 void json_numbers(const App *a, FILE *f) {
     const Session *s = a->s;
     const Clock *k = &s->clk;
-    fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,", k->n_prefill, k->n_decode);
-    fprintf(f, "\"pp_tok_s\":%.3f,", rate(k->n_prefill, k->prefill));
-    fprintf(f, "\"tg_tok_s\":%.3f,", rate(k->n_decode, k->decode));
-    fprintf(f, "\"ttft_ms\":%.3f,", 1e3 * a->ttft);
-    fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
-    fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
-    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", k->peak, arena_bytes(s->scratch));
+    json_print(f, "'n_prompt':%ld,'n_gen':%ld,", k->n_prefill, k->n_decode);
+    json_print(f, "'pp_tok_s':%.3f,'tg_tok_s':%.3f,", rate(k->n_prefill, k->prefill), rate(k->n_decode, k->decode));
+    json_print(f, "'ttft_ms':%.3f,", 1e3 * a->ttft);
+    json_print(f, "'kv_bytes_stored':%zu,'kv_bytes_full':%zu,", kv_bytes(s), kv_bytes_full(s));
+    json_print(f, "'kv_bytes_attended':%.0f,'meta_bytes':%zu,", bytes_a_step(s), kv_meta_bytes(s));
+    json_print(f, "'kv_bytes_peak':%zu,'pass_bytes':%zu,", k->peak, arena_bytes(s->scratch));
 }
 
-// The whole run as one object on one line. text: the reply to -p, or NULL.
 void print_json(const App *a, const char *text) {
     FILE *f = stdout;
     const Session *s = a->s;
-    fprintf(f, "{");
-    json_pair(f, "method", a->method);
-    fprintf(f, "\"budget\":%d,", s->turn ? s->applied : budget_now(s));
-    json_pair(f, "model", a->c->dir);
-    json_pair(f, "dtype", dtype_name(a->c->dtype));
-    json_pair(f, "device", s->dev ? "cuda" : "cpu");
-    json_pair(f, "saves", what_is_saved(s));
+    const Clock *k = &s->clk;
+    json_print(f, "{'method':%s,'budget':%d,", a->method, s->turn ? s->applied : budget_now(s));
+    json_print(f, "'model':%s,'dtype':%s,", a->c->dir, dtype_name(a->c->dtype));
+    json_print(f, "'device':%s,'saves':%s,", s->dev ? "cuda" : "cpu", what_is_saved(s));
     json_numbers(a, f);
-    fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,",
-            s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
-    fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
-    fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
-    if (text) json_pair(f, "text", text);
+    json_print(f, "'attend_s':%.6f,'select_s':%.6f,", k->attend, k->select);
+    json_print(f, "'commit_s':%.6f,'index_s':%.6f,", k->commit, k->index);
+    json_print(f, "'seed':%d,'simd':%s,'build':%s,", opt_int(a->o, "seed"), simd_name(), KVCOMP_VERSION);
+    if (text) json_print(f, "'text':%s,", text);
     json_options(a, f);
     if (opt_int(a->o, "json-rows")) json_rows(s, f);
     fprintf(f, "}\n");
@@ -729,8 +710,8 @@ int run_ids(App *a) {
         const Turn *t = &a->turn[i];
         for (int j = -1; j < (int)arrlen(t->dec); j++) {
             if (j < 0) feed_prefill(a, t);
-            else feed_decode(a, t->dec[j]);
-            if (f && fwrite(a->logits, sizeof *a->logits, V, f) != V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
+            else decode(a->s, t->dec[j]);
+            if (f && fwrite(a->s->logits, sizeof(float), V, f) != V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
         }
     }
     if (f && (f == stdout ? fflush(f) : fclose(f))) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
@@ -810,30 +791,23 @@ char *written(const App *a, void (*write)(const App *a, FILE *f)) {
 
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
-    fprintf(f, "{\"role\":\"user\",");
-    json_pair(f, "content", t->user ? t->user : "");
+    json_print(f, "{'role':'user','content':%s,", t->user ? t->user : "");
     write_ids(f, t->pre);
-    fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
+    json_print(f, ",'system':%d,'foot':%d,'head':%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
 
 // Writes the whole file of a model whose fingerprint is known.
 static void session_write(const App *a, FILE *f) {
-    char *made = written(a, write_making);
-    fprintf(f, "{\"session\":3,");
-    json_pair(f, "made", made);
-    fprintf(f, "\"model\":\"%016llx\"}\n", (unsigned long long)a->fingerprint);
+    char *made = written(a, write_making), model[20];
+    snprintf(model, sizeof model, "%016llx", (unsigned long long)a->fingerprint);
+    json_print(f, "{'session':3,'made':%s,'model':%s}\n", made, model);
     free(made);
-    if (a->tp && opt_given(a->o, "system")) {
-        const char *system = opt_str(a->o, "system");
-        fprintf(f, "{\"role\":\"system\",\"content\":");
-        json_escape(f, system, strlen(system));
-        fprintf(f, "}\n");
-    }
+    if (a->tp && opt_given(a->o, "system"))
+        json_print(f, "{'role':'system','content':%s}\n", opt_str(a->o, "system"));
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         char *said = reply_text(a, &a->turn[i]);
         write_asked(&a->turn[i], f);
-        fprintf(f, "{\"role\":\"assistant\",");
-        json_pair(f, "content", said);
+        json_print(f, "{'role':'assistant','content':%s,", said);
         write_ids(f, a->turn[i].dec);
         fprintf(f, "}\n");
         free(said);
@@ -1282,15 +1256,12 @@ void open_session(App *a) {
     a->method = copy_text(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
     tell_memory(a);
-    a->logits = xcalloc(a->c->V, sizeof(float));
     int seed = opt_int(a->o, "seed");
     a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;
 }
 
 App app_beside(const App *a, Options *o) {
-    App b = { .o = o, .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
-    b.logits = xcalloc(a->c->V, sizeof(float));
-    return b;
+    return (App){ .o = o, .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
 }
 
 void app_beside_close(App *a) {
@@ -1298,7 +1269,6 @@ void app_beside_close(App *a) {
     session_close(a->s);
     options_free(a->o);
     free(a->method);
-    free(a->logits);
 }
 
 void app_close(App *a) {

@@ -27,7 +27,6 @@ typedef struct {
     Session *s;
     char *method;           // the spec the session was opened with
     Turn *turn;             // the record (stb_ds array)
-    float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
     int rewrote;            // so many ids the template has written otherwise as the dialogue went on
     int stale;              // 1: the session is empty and waits to be made from the record (a message or a command replays it)
@@ -93,8 +92,7 @@ int render_how(const App *a);                           // RENDER_*: how the opt
 void record_take_back(App *a, Turn *t);
 int  session_take_back(App *a, Turn *t, char err[512]);
 
-void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
-void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
+void feed_prefill(App *a, const Turn *t);               // its ids; the time it took stays in the App
 int  replay(App *a, char err[512]);                     // feeds the record once more: 0, or -1 with err
 
 // ---- generating a reply
@@ -122,7 +120,7 @@ void json_options(const App *a, FILE *f);               // "options":{..}, those
 void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
 void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold
 void write_ids(FILE *f, const int *ids);                // "ids":[..]
-void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout
+void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout; text: its reply
 
 // ---- --ids FILE, --trace FILE
 int  is_blank(const char *p, const char *end);          // is there nothing but white space in [p,end)?

@@ -273,9 +273,9 @@ static void play_right(App *a, const EvalItem *it, int i, float **ref, Played *x
     for (int k = 0; k < n; k++) {
         int from = (int)arrlen(text);
         text = decode_token(&d, ids[k], text);
-        if (ref && !x) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
+        if (ref && !x) memcpy(arraddnptr(*ref, V), a->s->logits, (size_t)V * sizeof **ref);
         if (ref && x) {
-            double nll = note_logits(*ref, a->logits, V, ids[k], x);
+            double nll = note_logits(*ref, a->s->logits, V, ids[k], x);
             int counts = in_answer(t, from, (int)arrlen(text));
             counted += counts;
             x->nll += counts ? nll : 0;
@@ -283,7 +283,7 @@ static void play_right(App *a, const EvalItem *it, int i, float **ref, Played *x
         }
         if (last && k == n - 1) break;                  // nothing is asked behind the last token of the dialogue
         arrput(arrlast(a->turn).dec, ids[k]);
-        feed_decode(a, ids[k]);
+        decode(a->s, ids[k]);
     }
     if (x) x->nll /= max_int(counted, 1);
     arrfree(ids);

@@ -333,7 +333,7 @@ static void shown_decode(Shown *x, int id) {
     App *a = &x->side.app;
     double before = a->s->clk.bytes_attended;
     arrput(arrlast(a->turn).dec, id);
-    feed_decode(a, id);
+    decode(a->s, id);
     x->read = a->s->clk.bytes_attended - before;
 }
 
