@@ -29,12 +29,10 @@ static int stop_asked(void) { return interrupts || leaving; }
 // Order for qsort: larger logits first, equal ones by id.
 static int cand_order(const void *a, const void *b) {
     const Cand *p = a, *q = b;
-    if (p->x < q->x) return 1;
-    if (p->x > q->x) return -1;
-    return p->id - q->id;
+    if (p->x == q->x) return p->id - q->id;
+    return p->x < q->x ? 1 : -1;
 }
 
-// The index of the largest of x (n); the first of equal ones.
 int argmax(const float *x, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)
@@ -44,28 +42,18 @@ int argmax(const float *x, int n) {
 
 // How many of the largest logits sampling looks at, 0: at all of them, or at more than a device brings.
 static int logits_needed(const Options *o) {
-    int k = opt_int(o, "top-k");
-    if (opt_real(o, "temp") <= 0) return 1;
+    int k = opt_real(o, "temp") > 0 ? opt_int(o, "top-k") : 1;
     return k <= MAX_BEST ? k : 0;
 }
 
-// The candidates of a draw, the best first, in scratch memory; *n: how many they are. With --temp 0 it is the best
-// one alone, else those that --top-k leaves. A device has picked them already, as many as logits_needed says.
+// The candidates that --top-k leaves, the best first, in scratch memory; *n: how many they are. A device has picked
+// them already.
 static Cand *sampled_candidates(App *a, int *n) {
-    Session *s = a->s;
-    int V = a->c->V, k = opt_real(a->o, "temp") > 0 ? opt_int(a->o, "top-k") : 1;
-    Cand *c;
-    if (s->picked) {
-        *n = s->picked->n;
-        c = scratch(s, (size_t)*n * sizeof *c);
-        memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
-    } else {
-        int *idx = scratch(s, (size_t)V * sizeof *idx);
-        *n = k == 1 ? 1 : top_k(a->logits, V, k > 0 ? k : V, idx);
-        if (k == 1) *idx = argmax(a->logits, V);
-        c = scratch(s, (size_t)*n * sizeof *c);
-        for (int i = 0; i < *n; i++) c[i] = (Cand){ a->logits[idx[i]], idx[i] };
-    }
+    const BestLogits *picked = a->s->picked;
+    int V = a->c->V, k = opt_int(a->o, "top-k"), *idx = scratch(a->s, (size_t)V * sizeof *idx);
+    *n = picked ? picked->n : top_k(a->s->logits, V, k > 0 ? k : V, idx);
+    Cand *c = scratch(a->s, (size_t)*n * sizeof *c);
+    for (int i = 0; i < *n; i++) c[i] = picked ? picked->best[i] : (Cand){ a->s->logits[idx[i]], idx[i] };
     qsort(c, *n, sizeof *c, cand_order);
     return c;
 }
@@ -85,38 +73,28 @@ static int probable_candidates(const Cand *c, int n, double top_p, double min_p)
     return keep;
 }
 
-// Draws one of n candidates with probability proportional to exp(logit / temp), and returns its id.
-static int draw(const Cand *c, int n, double temp, uint64_t *rng) {
-    double z = 0;
-    float top = c[0].x;
-    for (int i = 0; i < n; i++) z += exp((c[i].x - top) / temp);
-    double r = (double)(splitmix64(rng) >> 11) / 9007199254740992.0 * z;   // 53 bits: uniform in [0,z)
-    int pick = 0;
+// --temp 0 takes the largest logit and leaves the random numbers alone. Else one of the candidates is drawn, with
+// probability proportional to exp(logit / temp).
+int sample(App *a) {
+    double temp = opt_real(a->o, "temp"), sum = 0;
+    const BestLogits *picked = a->s->picked;
+    if (temp <= 0) return picked ? picked->best->id : argmax(a->s->logits, a->c->V);
+    size_t mark = scratch_mark(a->s);
+    int n, pick = 0;
+    const Cand *c = sampled_candidates(a, &n);
+    n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
+    for (int i = 0; i < n; i++) sum += exp((c[i].x - c->x) / temp);
+    double r = (double)(splitmix64(&a->rng) >> 11) / 9007199254740992.0 * sum;     // 53 bits: uniform in [0,sum)
     for (; pick < n - 1; pick++) {
-        r -= exp((c[pick].x - top) / temp);
+        r -= exp((c[pick].x - c->x) / temp);
         if (r < 0) break;
     }
-    return c[pick].id;
-}
-
-// The next id, drawn from the last logits as the sampling options say. --temp 0 takes the largest
-// logit and leaves the random numbers alone.
-int sample(App *a) {
-    double temp = opt_real(a->o, "temp");
-    size_t mark = scratch_mark(a->s);
-    int n;
-    const Cand *c = sampled_candidates(a, &n);
-    int id = c->id;
-    if (temp > 0) {
-        n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
-        id = draw(c, n, temp, &a->rng);
-    }
+    int id = c[pick].id;
     scratch_reset(a->s, mark);
     return id;
 }
 
 // ---- the record
-// Frees what one turn holds.
 void turn_free(Turn t) {
     arrfree(t.pre);
     arrfree(t.dec);
@@ -129,13 +107,11 @@ void turns_free(Turn *turns) {
     arrfree(turns);
 }
 
-// Appends ids to an stb_ds array.
 int *ids_append(int *to, const int *ids, int n) {
     if (n > 0) memcpy(arraddnptr(to, n), ids, (size_t)n * sizeof *ids);
     return to;
 }
 
-// A copy of a turn, of its reply as far as it is ids the first n_dec of them.
 Turn turn_copy(const Turn *from, int n_dec) {
     Turn t = *from;
     t.pre = ids_append(NULL, from->pre, (int)arrlen(from->pre));
@@ -151,7 +127,6 @@ Turn *turns_copy(const Turn *turns) {
     return copy;
 }
 
-// All ids of a record, as they are fed (stb_ds array).
 int *record_ids(const Turn *turns) {
     int *ids = NULL;
     for (int i = 0; i < (int)arrlen(turns); i++) {
@@ -161,14 +136,11 @@ int *record_ids(const Turn *turns) {
     return ids;
 }
 
-// Forgets all turns; the session keeps its rows until it is reset.
 void record_clear(App *a) {
     turns_free(a->turn);
     a->turn = NULL;
 }
 
-// The messages of a JSON list [{"role":..,"content":..},..] (stb_ds array), whose texts are the list's. The roles
-// alternate; a system message may stand first. The text of a reply may be missing, and is then empty. NULL, and err.
 Message *messages_of_json(const Json *list, char err[512]) {
     int n = json_is(list, JSON_ARRAY) ? list->n : 0, bad = n ? 0 : fault(err, "no 'messages', or none in it");
     int from = n && !strcmp(json_text(&list->item[0], "role"), "system");
@@ -193,7 +165,6 @@ Message *messages_of_json(const Json *list, char err[512]) {
 // Some templates write earlier messages otherwise once others follow: Qwen3 and R1 drop the thoughts of old
 // replies, Mistral moves the system text. Then the new turn begins where the two part.
 
-// The text of a reply, malloc'd.
 char *reply_text(const App *a, const Turn *t) {
     Decoder d = { .t = a->tok, .skip_special = 1 };
     char *text = NULL;
@@ -246,29 +217,27 @@ static int begins_like(const App *a, const int *all, const Message *m, int n, in
 //   n_head: what is not there when no reply is opened; or, when that is nothing, what follows the words
 //   n_foot: what is there without the new message
 //   n_sys:  what is there with the system message alone; without one, what another system text has not
-static void turn_parts(const App *a, Turn *t, const Message *m, const int *all, int how) {
+static void turn_parts(const App *a, Turn *t, Message *m, const int *all, int how) {
     char err[512];
     int n = (int)arrlen(m), total = (int)arrlen(all), fed = total - (int)arrlen(t->pre), closed = how & ~RENDER_PROMPT;
     const char *words = m[n - 1].content;
     t->n_head = total - begins_like(a, all, m, n, closed);
     if (!t->n_head) {                       // the same dialogue with other words at its end
-        Message *changed = NULL;
-        memcpy(arraddnptr(changed, n), m, (size_t)n * sizeof *m);
-        changed[n - 1].content = *words && words[strlen(words) - 1] == 'a' ? "b" : "a";
-        int *other = template_ids(a->tp, changed, n, how, err);
+        m[n - 1].content = *words && words[strlen(words) - 1] == 'a' ? "b" : "a";
+        int *other = template_ids(a->tp, m, n, how, err);
+        m[n - 1].content = words;
         t->n_head = same_end(all, other);
         arrfree(other);
-        arrfree(changed);
     }
     t->n_head = min_int(t->n_head, (int)arrlen(t->pre));
 
     if (arrlen(a->turn)) {
         t->n_foot = max_int(begins_like(a, all, m, n - 1, closed) - fed, 0);
     } else if (!strcmp(m->role, "system")) {
-        Message other[2] = { m[0], m[1] };
-        other[1].content = *words == 'a' ? "b" : "a";
         t->n_sys = begins_like(a, all, m, 1, closed);
-        if (t->n_sys <= 1) t->n_sys = begins_like(a, all, other, 2, how);       // it stands inside the first message
+        m[n - 1].content = *words == 'a' ? "b" : "a";
+        if (t->n_sys <= 1) t->n_sys = begins_like(a, all, m, n, how);       // it stands inside the first message
+        m[n - 1].content = words;
     } else {
         t->n_sys = all[0] == tokenizer_bos(a->tok);
         if (a->tp->no_system) return;
@@ -280,23 +249,19 @@ static void turn_parts(const App *a, Turn *t, const Message *m, const int *all, 
     }
 }
 
-// The turn without a template.
-static Turn render_plain(const App *a, const char *text) {
-    Turn t = { .user = copy_text(text) };
-    if (!arrlen(a->turn) && tokenizer_adds_bos(a->tok)) arrput(t.pre, tokenizer_bos(a->tok));
-    t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
-    return t;
-}
-
-// How a dialogue is rendered.
 int render_how(const App *a) {
     return RENDER_PROMPT | (opt_int(a->o, "no-think") ? RENDER_NO_THINK : 0)
          | (opt_int(a->o, "parse-special") ? RENDER_TRUST : 0);
 }
 
 Turn render_turn(const App *a, const char *text, char err[512]) {
+    Turn t = { .user = copy_text(text) };
     *err = 0;
-    if (!a->tp) return render_plain(a, text);
+    if (!a->tp) {
+        if (!arrlen(a->turn) && tokenizer_adds_bos(a->tok)) arrput(t.pre, tokenizer_bos(a->tok));
+        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+        return t;
+    }
     Message *m = record_messages(a, text);
     int how = render_how(a), n = (int)arrlen(m), *fed = record_ids(a->turn);
 
@@ -308,7 +273,7 @@ Turn render_turn(const App *a, const char *text, char err[512]) {
         all = template_ids(a->tp, m, n, how, err);
         same = same_beginning(all, fed);
     }
-    Turn t = { .user = copy_text(text), .back = (int)arrlen(fed) - same };
+    t.back = (int)arrlen(fed) - same;
     if (all) t.pre = ids_append(NULL, all + same, (int)arrlen(all) - same);
     if (arrlen(t.pre)) turn_parts(a, &t, m, all, how);
     else if (all) fault(err, "the chat template writes nothing for this message");
@@ -320,26 +285,22 @@ Turn render_turn(const App *a, const char *text, char err[512]) {
     return t;
 }
 
-// The template writes the last `back` ids of the record otherwise, now that t follows: they leave the
-// record, whose texts stay. What stands there now is in t.
 void record_take_back(App *a, Turn *t) {
-    int n = t->back;
-    t->back = 0;
-    for (int i = (int)arrlen(a->turn) - 1; n > 0 && i >= 0; i--) {
+    for (int i = (int)arrlen(a->turn) - 1; t->back > 0 && i >= 0; i--) {
         Turn *old = &a->turn[i];
-        int decoded = min_int(n, (int)arrlen(old->dec)), prefilled = min_int(n - decoded, (int)arrlen(old->pre));
+        int n = (int)arrlen(old->pre), m = (int)arrlen(old->dec), decoded = min_int(t->back, m);
+        int left = max_int(n + decoded - t->back, 0);
         if (!old->reply) old->reply = reply_text(a, old);
-        arrsetlen(old->dec, arrlenu(old->dec) - (size_t)decoded);
-        if (prefilled) arrsetlen(old->pre, arrlenu(old->pre) - (size_t)prefilled);
-        int left = (int)arrlen(old->pre);
-        old->n_head = max_int(old->n_head - prefilled, 0);
+        if (m) arrsetlen(old->dec, m - decoded);
+        if (n) arrsetlen(old->pre, left);
+        old->n_head = max_int(old->n_head - (n - left), 0);
         old->n_sys = min_int(old->n_sys, left);
         old->n_foot = min_int(old->n_foot, left);
-        n -= decoded + prefilled;
+        t->back -= decoded + n - left;
     }
+    t->back = 0;
 }
 
-// One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
 void feed_prefill(App *a, const Turn *t) {
     double t0 = now();
     if (!arrlen(t->pre)) return;            // a turn whose ids the template has moved into a later one
@@ -347,7 +308,7 @@ void feed_prefill(App *a, const Turn *t) {
     a->s->n_foot = t->n_foot;
     a->s->n_head = t->n_head;
     progress("prefill", 0);
-    memcpy(a->logits, prefill(a->s, t->pre, (int)arrlen(t->pre)), (size_t)a->c->V * sizeof(float));
+    prefill(a->s, t->pre, (int)arrlen(t->pre));
     progress("prefill", 1);
     a->ttft = now() - t0;
 }
@@ -398,53 +359,35 @@ static int feed_message(App *a, const Turn *t) {
     return -1;
 }
 
-// One decode step; its logits stay in the App, or the best of them in the session.
-void feed_decode(App *a, int id) {
-    const float *logits = decode(a->s, id);
-    if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
-}
-
-// Feeds a turn of the record: its message, and then its reply. 0, or -1 with err when there is no room for it.
-static int feed_turn(App *a, const Turn *t, char err[512]) {
-    if (make_room(a, (int)arrlen(t->pre), a->s->pos_extra, err)) return -1;
-    feed_prefill(a, t);
-    for (int i = 0; i < (int)arrlen(t->dec); i++) {
-        if (make_room(a, 1, 0, err)) return -1;
-        feed_decode(a, t->dec[i]);
-    }
-    return 0;
-}
-
-// Feeds the record once more, from an empty cache. The same method gives the same bits, and what a full context did
-// then, it does again. 0; or -1, with err: the method does not open again, and the session is as it was, or the record
-// does not fit, and the session waits to be made from one that does.
+// The same method gives the same bits, and what a full context did then, it does again. -1: the method does not open
+// again, and the session is as it was, or the record does not fit, and the session waits to be made from one that does.
 int replay(App *a, char err[512]) {
     char why[512];
     if (session_try_reset(a->s)) return fault(err, "%s", a->s->err);
     a->stale = 0;
-    for (int i = 0; i < (int)arrlen(a->turn) && !a->stale; i++) a->stale = feed_turn(a, &a->turn[i], why) != 0;
+    for (int i = 0; i < (int)arrlen(a->turn) && !a->stale; i++) {
+        const Turn *t = &a->turn[i];
+        a->stale = make_room(a, (int)arrlen(t->pre), a->s->pos_extra, why) != 0;
+        if (!a->stale) feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec) && !a->stale; j++) {
+            a->stale = make_room(a, 1, 0, why) != 0;
+            if (!a->stale) decode(a->s, t->dec[j]);
+        }
+    }
     return a->stale ? fault(err, "the dialogue is longer than fits: %.400s", why) : 0;
 }
 
-// Makes the session from the record if it was emptied (session_cut). 0, or -1: the method does not
-// open again, and a line on stderr says why.
-int session_ready(App *a) {
-    char err[512];
-    if (!a->stale || !replay(a, err)) return 0;
-    warn("%s", err);
-    return -1;
-}
+// Makes the session from the record if it was emptied (session_cut). 0, or -1 with a->err.
+static int session_ready(App *a) { return a->stale ? replay(a, a->err) : 0; }
 
-// The last `back` ids of the record go, and those of the session. 0, or -1, as session_ready.
-int session_take_back(App *a, Turn *t) {
+int session_take_back(App *a, Turn *t, char err[512]) {
     int n = t->back;
     record_take_back(a, t);
     if (n && !a->stale) session_cut(a, a->s->n_tok - n);
-    return session_ready(a);
+    return a->stale ? replay(a, err) : 0;
 }
 
 // ---- generating a reply
-// The most rows a head may hold: -c, or with -c 0 the model's own limit.
 int ctx_limit(const App *a) {
     int c = opt_int(a->o, "ctx-size");
     return c ? c : a->c->max_pos;
@@ -465,10 +408,8 @@ static int rows_coming(const App *a, int n) {
     return min_int(n, chunk + max_int(a->s->budget - rows_held(a), 0));
 }
 
-// Is there room for n tokens more: rows, if need be when a method that drops rows does so now, and positions, `extra`
-// of them for tokens of the method's own? 0; or -1, and err says what is missing. Nothing is dropped for n tokens that
-// would not fit then either: they are refused, and a replay of the dialogue, which knows nothing of them, must drop
-// what was dropped.
+// Nothing is dropped for n tokens that would not fit then either: they are refused, and a replay of the dialogue, which
+// knows nothing of them, must drop what was dropped.
 int make_room(const App *a, int n, int extra, char err[512]) {
     const Session *s = a->s;
     int least = s->ratio >= 0 ? 0 : min_int(rows_held(a), s->budget);
@@ -488,38 +429,33 @@ static int is_stop(const App *a, int id) {
     if (opt_int(a->o, "ignore-eos")) return 0;
     for (int i = 0; i < a->c->n_eos; i++)
         if (a->c->eos[i] == id) return 1;
-    if (a->tok && tokenizer_eos(a->tok) == id) return 1;
     for (int i = 0; a->tp && i < (int)arrlen(a->tp->stop); i++)
         if (a->tp->stop[i] == id) return 1;
-    return 0;
+    return a->tok && tokenizer_eos(a->tok) == id;
 }
 
 // Writes the bytes of the stb_ds array *text at once, so that they are seen while the reply goes
 // on, and empties it. A terminal gets the control characters in them shown, because it would obey
-// them; a file or a pipe gets the bytes.
+// them; a file or a pipe gets the bytes. out NULL: nobody does.
 static void write_text(char **text, FILE *out) {
     size_t n = arrlenu(*text);
-    if (n && isatty(fileno(out))) show(out, *text, n);
-    else if (n) fwrite(*text, 1, n, out);
+    if (out && n && isatty(fileno(out))) show(out, *text, n);
+    else if (out && n) fwrite(*text, 1, n, out);
+    if (out) fflush(out);
     arrsetlen(*text, 0);
-    fflush(out);
 }
 
-// The next id of a reply; -1: it is over, and a->finish says why. What is shown is also fed, counted and
-// recorded, so there must be room for it.
+// What is shown is also fed, counted and recorded, so there must be room for it.
 int reply_next(App *a) {
     char err[512];
-    int id = sample(a);
-    if (!is_stop(a, id) && !make_room(a, 1, 0, err)) return id;
-    a->finish = is_stop(a, id) ? "stop" : "context";
-    if (!is_stop(a, id)) {
-        fputc('\n', stderr);
-        warn("the context is full: %s", err);
-    }
+    int id = sample(a), stops = is_stop(a, id);
+    if (!stops && !make_room(a, 1, 0, err)) return id;
+    a->finish = stops ? "stop" : "context";
+    if (!stops) fputc('\n', stderr);
+    if (!stops) warn("the context is full: %s", err);
     return -1;
 }
 
-// Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
 int stop_place(const char **stop, const char *text, size_t n) {
     int first = -1;
     for (int i = 0; i < (int)arrlen(stop); i++) {
@@ -529,33 +465,24 @@ int stop_place(const char **stop, const char *text, size_t n) {
     return first;
 }
 
-// Why a reply of at most n tokens (n < 0: no limit) ends when so many are made; NULL: it goes on.
-static const char *reply_ends(int made, int n) {
-    if (n >= 0 && made >= n) return "length";
-    return stop_asked() ? "interrupt" : NULL;
-}
-
-// Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
-// Ctrl-C, and writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn;
-// the stop id is neither fed nor recorded, a stop text is both. Returns the number of tokens made.
+// Its ids go into the record's last turn; the stop id is neither fed nor recorded, a stop text is both.
 int generate(App *a, int n, FILE *out) {
-    int made = 0;
+    int made = 0, id;
     Decoder d = { .t = a->tok, .skip_special = 1 };
     Wrap w = { .cols = out == stdout && isatty(1) ? screen_columns() : 0 };      // on a terminal lines are broken
     char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->s->picks = logits_needed(a->o);
-    a->finish = reply_ends(made, n);
-    while (!a->finish) {
-        int id = reply_next(a);
-        if (id < 0) break;
+    for (a->finish = NULL; !a->finish; made++) {
+        if (n >= 0 && made >= n) a->finish = "length";
+        else if (stop_asked()) a->finish = "interrupt";
+        if (a->finish || (id = reply_next(a)) < 0) break;
         if (a->tok) text = decode_token(&d, id, text);
         if (a->stop) bytes_put(&said, text, arrlenu(text));
+        if (stop_place(a->stop, said, arrlenu(said)) >= 0) a->finish = "stop";
         wrap_text(&w, &text, 0);
         write_text(&text, out);
         arrput(arrlast(a->turn).dec, id);
-        feed_decode(a, id);
-        made++;
-        a->finish = stop_place(a->stop, said, arrlenu(said)) >= 0 ? "stop" : reply_ends(made, n);
+        decode(a->s, id);
     }
     a->s->picks = 0;
     text = decode_flush(&d, text);
@@ -568,11 +495,8 @@ int generate(App *a, int n, FILE *out) {
 }
 
 // ---- results: what the numbers mean
-// n per second; 0 before any time has passed.
 double rate(long n, double seconds) { return seconds > 0 ? (double)n / seconds : 0; }
 
-// Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
-// the first.
 double bytes_a_step(const Session *s) {
     return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0;
 }
@@ -590,7 +514,6 @@ static const char *what_is_saved(const Session *s) {
     return role ? "reads" : "nothing";
 }
 
-// n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
 Words human_bytes(double n) {
     const char *unit[] = { "B", "KB", "MB", "GB", "TB" };
     Words out;
@@ -601,7 +524,6 @@ Words human_bytes(double n) {
 }
 
 // ---- results as JSON (--json)
-// x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
 void json_real(FILE *f, double x, int digits) {
     char text[400];
     if (!isfinite(x)) {
@@ -616,23 +538,13 @@ void json_real(FILE *f, double x, int digits) {
     fputs(strcmp(text, "-0") ? text : "0", f);
 }
 
-// "key":"text", with the comma behind it.
-void json_pair(FILE *f, const char *key, const char *text) {
-    fprintf(f, "\"%s\":", key);
-    json_escape(f, text, strlen(text));
-    fputc(',', f);
-}
+void json_pair(FILE *f, const char *key, const char *text) { json_print(f, "%s:%s,", key, text); }
 
-// The options that the user set, as one object.
 void json_options(const App *a, FILE *f) {
-    fprintf(f, "\"options\":{");
-    for (int i = 0; i < (int)shlen(a->o->given); i++) {
-        const char *name = a->o->given[i].key, *value = opt_str(a->o, name);
-        if (i) fputc(',', f);
-        fprintf(f, "\"%s\":", name);
-        json_escape(f, value, strlen(value));
-    }
-    fprintf(f, "}");
+    json_print(f, "'options':{");
+    for (int i = 0; i < (int)shlen(a->o->given); i++)
+        json_print(f, i ? ",%s:%s" : "%s:%s", a->o->given[i].key, opt_str(a->o, a->o->given[i].key));
+    fputc('}', f);
 }
 
 // A list of n numbers.
@@ -642,9 +554,8 @@ static void json_list(FILE *f, const int *x, int n) {
     fputc(']', f);
 }
 
-// "ids":[..]
 void write_ids(FILE *f, const int *ids) {
-    fprintf(f, "\"ids\":");
+    json_print(f, "'ids':");
     json_list(f, ids, (int)arrlen(ids));
 }
 
@@ -673,32 +584,26 @@ void json_rows(const Session *s, FILE *f) {
 void json_numbers(const App *a, FILE *f) {
     const Session *s = a->s;
     const Clock *k = &s->clk;
-    fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,", k->n_prefill, k->n_decode);
-    fprintf(f, "\"pp_tok_s\":%.3f,", rate(k->n_prefill, k->prefill));
-    fprintf(f, "\"tg_tok_s\":%.3f,", rate(k->n_decode, k->decode));
-    fprintf(f, "\"ttft_ms\":%.3f,", 1e3 * a->ttft);
-    fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
-    fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
-    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", k->peak, arena_bytes(s->scratch));
+    json_print(f, "'n_prompt':%ld,'n_gen':%ld,", k->n_prefill, k->n_decode);
+    json_print(f, "'pp_tok_s':%.3f,'tg_tok_s':%.3f,", rate(k->n_prefill, k->prefill), rate(k->n_decode, k->decode));
+    json_print(f, "'ttft_ms':%.3f,", 1e3 * a->ttft);
+    json_print(f, "'kv_bytes_stored':%zu,'kv_bytes_full':%zu,", kv_bytes(s), kv_bytes_full(s));
+    json_print(f, "'kv_bytes_attended':%.0f,'meta_bytes':%zu,", bytes_a_step(s), kv_meta_bytes(s));
+    json_print(f, "'kv_bytes_peak':%zu,'pass_bytes':%zu,", k->peak, arena_bytes(s->scratch));
 }
 
-// The whole run as one object on one line. text: the reply to -p, or NULL.
 void print_json(const App *a, const char *text) {
     FILE *f = stdout;
     const Session *s = a->s;
-    fprintf(f, "{");
-    json_pair(f, "method", a->method);
-    fprintf(f, "\"budget\":%d,", s->turn ? s->applied : budget_now(s));
-    json_pair(f, "model", a->c->dir);
-    json_pair(f, "dtype", dtype_name(a->c->dtype));
-    json_pair(f, "device", s->dev ? "cuda" : "cpu");
-    json_pair(f, "saves", what_is_saved(s));
+    const Clock *k = &s->clk;
+    json_print(f, "{'method':%s,'budget':%d,", a->method, s->turn ? s->applied : budget_now(s));
+    json_print(f, "'model':%s,'dtype':%s,", a->c->dir, dtype_name(a->c->dtype));
+    json_print(f, "'device':%s,'saves':%s,", s->dev ? "cuda" : "cpu", what_is_saved(s));
     json_numbers(a, f);
-    fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,",
-            s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
-    fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
-    fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
-    if (text) json_pair(f, "text", text);
+    json_print(f, "'attend_s':%.6f,'select_s':%.6f,", k->attend, k->select);
+    json_print(f, "'commit_s':%.6f,'index_s':%.6f,", k->commit, k->index);
+    json_print(f, "'seed':%d,'simd':%s,'build':%s,", opt_int(a->o, "seed"), simd_name(), KVCOMP_VERSION);
+    if (text) json_print(f, "'text':%s,", text);
     json_options(a, f);
     if (opt_int(a->o, "json-rows")) json_rows(s, f);
     fprintf(f, "}\n");
@@ -706,14 +611,12 @@ void print_json(const App *a, const char *text) {
 }
 
 // ---- results for people
-// Does any part of the method choose rows by --budget?
 int uses_budget(const Session *s) {
     int uses = 0;
     for (int i = 0; i < s->n_part; i++) uses |= s->part[i].m->budget > 0;
     return uses;
 }
 
-// The tokens of the dialogue that a session has seen, without a method's own.
 int tokens_said(const Session *s) {
     int n = 0;
     for (int t = 0; t < s->n_tok; t++) n += s->tok[t].kind != TOK_EXTRA;
@@ -756,82 +659,59 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
 // ---- --ids FILE: teacher forcing (D3)
 // Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
 
-// Is there nothing but white space in [p,end)?
 int is_blank(const char *p, const char *end) {
     while (p < end && isspace((unsigned char)*p)) p++;
     return p == end;
 }
 
-// Appends the ids of the line [p,end) to a turn. 0, or -1 with err.
-static int ids_line(const char *p, const char *end, int V, Turn *t, char err[512]) {
-    int **to = &t->pre;
-    while (!is_blank(p, end)) {
-        char *next;
-        p += strspn(p, " \t\r\v\f");
-        if (*p == '|' && t->pre && to == &t->pre) {
-            to = &t->dec;
-            p++;
-            continue;
-        }
-        errno = 0;
-        long id = strtol(p, &next, 10);
-        if (next == p) return fault(err, "'%.12s' is no id%s", p, t->pre ? "" : ": a turn begins with ids to prefill");
-        if (errno || id < 0 || id >= V) return fault(err, "id %ld is outside the vocabulary of %d", id, V);
-        arrput(*to, (int)id);
-        p = next;
-    }
-    return 0;
-}
-
 // The turns of a file, as a record; blank lines are skipped. Exit 2 with the line when there is
 // something else in it.
 static Turn *ids_read(const char *path, int V) {
-    char err[512];
+    char err[512], *next;
     size_t n;
     char *text = read_plain_text(path, &n, err);
     if (!text) die(EXIT_USAGE, "--ids %s", err);
     Turn *turns = NULL;
-    int number = 0, bad = 0;
-    for (const char *line = text, *end; line < text + n && !bad; line = end + 1) {
-        end = line + strcspn(line, "\n");
-        number++;
-        if (is_blank(line, end)) continue;
-        arrput(turns, (Turn){ 0 });
-        bad = ids_line(line, end, V, &arrlast(turns), err);
+    int number = 1, begun = 0, **to = NULL;             // of a line; begun 1: it has a turn, whose ids go to *to
+    for (char *p = text; *p; p = next) {
+        next = p + 1;
+        number += *p == '\n';
+        begun &= *p != '\n';
+        if (isspace((unsigned char)*p)) continue;
+        if (!begun) arrput(turns, (Turn){ 0 });
+        Turn *t = &arrlast(turns);
+        if (!begun) to = &t->pre;
+        begun = 1;
+        if (*p == '|' && t->pre && to == &t->pre) {
+            to = &t->dec;
+            continue;
+        }
+        errno = 0;
+        long id = strtol(p, &next, 10);
+        if (next == p)
+            die(EXIT_USAGE, "%s:%d: '%.12s' is no id%s", path, number, p,
+                t->pre ? "" : ": a turn begins with ids to prefill");
+        if (errno || id < 0 || id >= V)
+            die(EXIT_USAGE, "%s:%d: id %ld is outside the vocabulary of %d", path, number, id, V);
+        arrput(*to, (int)id);
     }
     free(text);
-    if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
     if (!turns) die(EXIT_USAGE, "--ids %s: no turn in the file", path);
     return turns;
 }
 
-// Appends one row of logits x (V) to the file, if there is one.
-static void write_row(FILE *f, const float *x, int V, const char *path) {
-    if (f && fwrite(x, sizeof *x, V, f) != (size_t)V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
-}
-
-// Opens --dump-logits for writing; NULL: it is not given. Exit 1 when it cannot be.
-static FILE *dump_open(const char *path) {
-    if (!*path || !strcmp(path, "-")) return *path ? stdout : NULL;
-    FILE *f = fopen(path, "wb");
-    if (!f) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
-    return f;
-}
-
-// Feeds the file's turns to the session, and writes the logits of every prefill and decode to
-// --dump-logits.
 int run_ids(App *a) {
     const char *path = opt_str(a->o, "dump-logits");
-    record_clear(a);
+    size_t V = (size_t)a->c->V;
     a->turn = ids_read(opt_str(a->o, "ids"), a->c->V);
-    FILE *f = dump_open(path);
+    FILE *f = !*path ? NULL : strcmp(path, "-") ? fopen(path, "wb") : stdout;
+    if (*path && !f) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        feed_prefill(a, t);
-        write_row(f, a->logits, a->c->V, path);
-        for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            feed_decode(a, t->dec[j]);
-            write_row(f, a->logits, a->c->V, path);
+        for (int j = -1; j < (int)arrlen(t->dec); j++) {
+            if (j < 0) feed_prefill(a, t);
+            else decode(a->s, t->dec[j]);
+            if (f && fwrite(a->s->logits, sizeof(float), V, f) != V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
         }
     }
     if (f && (f == stdout ? fflush(f) : fclose(f))) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
@@ -875,13 +755,11 @@ static uint64_t model_fingerprint(const Config *c, const Weights *w) {
     return hash_tensors(h, (const Tensor *)w->layer, (size_t)c->L * sizeof *w->layer / sizeof(Tensor));
 }
 
-// The fingerprint of the App's model, worked out when it is first asked for.
 uint64_t app_fingerprint(App *a) {
     if (!a->fingerprint) a->fingerprint = model_fingerprint(a->c, a->w);
     return a->fingerprint;
 }
 
-// Writes " --NAME VALUE", the value in quotes, if it is given and not the default.
 void write_option(const App *a, const Options *plain, const char *name, FILE *f) {
     const char *value = opt_str(a->o, name);
     if (!opt_given(a->o, name) || !strcmp(value, opt_str(plain, name))) return;
@@ -889,8 +767,6 @@ void write_option(const App *a, const Options *plain, const char *name, FILE *f)
     json_escape(f, value, strlen(value));
 }
 
-// Writes the method, and the options besides the model that decide which bits a session computes,
-// as they stand on a command line: those of its parts, the shared ones, those of the template.
 void write_making(const App *a, FILE *f) {
     static const char *shared[] = {
         "budget", "ratio", "sink", "obs-window", "kernel", "chunk", "pool", "paper", "ctk", "ctv", "raw",
@@ -904,7 +780,6 @@ void write_making(const App *a, FILE *f) {
     options_free(plain);
 }
 
-// What `write` writes of the App, malloc'd.
 char *written(const App *a, void (*write)(const App *a, FILE *f)) {
     char *text = NULL;
     size_t n;
@@ -916,30 +791,23 @@ char *written(const App *a, void (*write)(const App *a, FILE *f)) {
 
 // Writes the line of a message of the user.
 static void write_asked(const Turn *t, FILE *f) {
-    fprintf(f, "{\"role\":\"user\",");
-    json_pair(f, "content", t->user ? t->user : "");
+    json_print(f, "{'role':'user','content':%s,", t->user ? t->user : "");
     write_ids(f, t->pre);
-    fprintf(f, ",\"system\":%d,\"foot\":%d,\"head\":%d}\n", t->n_sys, t->n_foot, t->n_head);
+    json_print(f, ",'system':%d,'foot':%d,'head':%d}\n", t->n_sys, t->n_foot, t->n_head);
 }
 
 // Writes the whole file of a model whose fingerprint is known.
 static void session_write(const App *a, FILE *f) {
-    char *made = written(a, write_making);
-    fprintf(f, "{\"session\":3,");
-    json_pair(f, "made", made);
-    fprintf(f, "\"model\":\"%016llx\"}\n", (unsigned long long)a->fingerprint);
+    char *made = written(a, write_making), model[20];
+    snprintf(model, sizeof model, "%016llx", (unsigned long long)a->fingerprint);
+    json_print(f, "{'session':3,'made':%s,'model':%s}\n", made, model);
     free(made);
-    if (a->tp && opt_given(a->o, "system")) {
-        const char *system = opt_str(a->o, "system");
-        fprintf(f, "{\"role\":\"system\",\"content\":");
-        json_escape(f, system, strlen(system));
-        fprintf(f, "}\n");
-    }
+    if (a->tp && opt_given(a->o, "system"))
+        json_print(f, "{'role':'system','content':%s}\n", opt_str(a->o, "system"));
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         char *said = reply_text(a, &a->turn[i]);
         write_asked(&a->turn[i], f);
-        fprintf(f, "{\"role\":\"assistant\",");
-        json_pair(f, "content", said);
+        json_print(f, "{'role':'assistant','content':%s,", said);
         write_ids(f, a->turn[i].dec);
         fprintf(f, "}\n");
         free(said);
@@ -956,39 +824,35 @@ static int session_save(App *a, const char *path, char err[512]) {
     return save_keep(&x, err);
 }
 
-// Appends a text to a file, behind the n bytes that it holds, and brings it to the disk. 0, or -1 with err, and then
-// no part of it stays.
-static int session_append(const char *path, size_t n, const char *text, char err[512]) {
-    size_t all = strlen(text);
-    int fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
-    if (fd >= 0) errno = 0;             // where only a part of it finds room
-    int bad = fd < 0 || write(fd, text, all) != (ssize_t)all || (fsync(fd) && errno != EINVAL);
-    if (bad) fault(err, "%.400s: %s; the old file stays", path, save_reason());
-    if (bad && fd >= 0) (void)!ftruncate(fd, (off_t)n);
-    if (fd >= 0) close(fd);
-    return bad ? -1 : 0;
-}
-
 // --session FILE: saves the dialogue in it, if it has changed. Where it has gone on, as it mostly has, the new lines
-// are appended; else a whole file takes its place. A file that is not as this chat left it is another's now, and stays
-// as it is. 0, or -1: it could not be saved, and err says why.
+// are appended and brought to the disk; else a whole file takes its place. A file that is not as this chat left it is
+// another's now, and stays as it is. 0, or -1: it could not be saved, err says why, and the old file stays.
 static int session_catch_up(App *a, char err[512]) {
     struct stat st;
     const char *path = opt_str(a->o, "session");
-    size_t had = a->logged ? strlen(a->logged) : 0;
-    if (!*path) return 0;
+    if (!a->logged) return 0;
+    size_t had = strlen(a->logged);
     if (had && (stat(path, &st) || st.st_size != (off_t)had))
         return fault(err, "%.300s: somebody else has changed it, so this dialogue is not saved there any more", path);
     (void)app_fingerprint(a);
     char *text = written(a, session_write);
-    int goes_on = had && !strncmp(text, a->logged, had), bad = 0;
+    int bad = 0;
     saving_turn = 1;
-    if (!goes_on) bad = session_save(a, path, err);
-    else if (text[had]) bad = session_append(path, had, text + had, err);
+    if (!had || strncmp(text, a->logged, had)) {
+        bad = session_save(a, path, err);
+    } else if (text[had]) {
+        size_t more = strlen(text + had);
+        int fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
+        if (fd >= 0) errno = 0;             // where only a part of it finds room
+        bad = fd < 0 || write(fd, text + had, more) != (ssize_t)more || (fsync(fd) && errno != EINVAL);
+        if (bad) fault(err, "%.400s: %s; the old file stays", path, save_reason());
+        if (bad && fd >= 0) (void)!ftruncate(fd, (off_t)had);
+        if (fd >= 0) close(fd);
+    }
     saving_turn = 0;
     free(bad ? text : a->logged);
     if (!bad) a->logged = text;
-    return bad;
+    return bad ? -1 : 0;
 }
 
 // The same, and a line on stderr says why not.
@@ -998,15 +862,6 @@ static void session_keep(App *a) {
 }
 
 // ---- reading them
-typedef struct {            // a session file being read
-    const char *path;
-    Turn *turn;             // stb_ds array
-    char *made;             // what it was made with, malloc'd
-    int asked;              // 1: the last turn is a message that waits for its reply
-    int torn;               // 1: its last line was not whole and is left out
-} SessionFile;
-
-// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
 int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]) {
     const Json *j = json_get(obj, key);
     if (!j || j->type != JSON_NUMBER || !j->is_int || j->i < lo || j->i > hi)
@@ -1015,21 +870,20 @@ int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char er
     return 0;
 }
 
-// The first line, NULL if there is none: is it one of this format, and of this model? 0, or -1 with err.
-static int session_header(App *a, SessionFile *x, const Json *j, char err[512]) {
+// The first line, NULL if there is none: is it one of this format, and of this model? *made: what it was made with,
+// malloc'd. 0, or -1 with err.
+static int session_header(App *a, const char *path, const Json *j, char **made, char err[512]) {
     const char *model = json_text(j, "model");
     int version;
     if (read_whole(j, "session", 3, 3, &version, err) || !*model || !*json_text(j, "made"))
-        return fault(err, "%.400s: not a session file of this kvcomp", x->path);
+        return fault(err, "%.400s: not a session file of this kvcomp", path);
     unsigned long long own = app_fingerprint(a), found = strtoull(model, NULL, 16);
     if (found != own)
-        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
-                     found, own);
-    x->made = copy_text(json_text(j, "made"));
+        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", path, found, own);
+    *made = copy_text(json_text(j, "made"));
     return 0;
 }
 
-// Appends a list of ids below V to *ids (stb_ds). 0, or -1 with why.
 int ids_of_json(const Json *list, int V, int **ids, char why[512]) {
     if (!json_is(list, JSON_ARRAY)) return fault(why, "expected a list of \"ids\"");
     for (const Json *id = list->item; id < list->item + list->n; id++) {
@@ -1040,19 +894,19 @@ int ids_of_json(const Json *list, int V, int **ids, char why[512]) {
     return 0;
 }
 
-// A message of the user, which begins a turn, or the reply to it. 0, or -1 with why.
-static int session_line(const App *a, SessionFile *x, const Json *j, char why[512]) {
-    const char *role = json_text(j, "role"), *text = json_text(j, "content");
-    const char *next = x->asked ? "assistant" : "user";
-    if (!strcmp(role, "system") && !arrlen(x->turn)) return 0;
+// A line behind it: a message of the user, which begins a turn of the record, or the reply to it. *asked 1: that is
+// still to come. 0, or -1 with why.
+static int session_line(App *a, const Json *j, int *asked, char why[512]) {
+    const char *role = json_text(j, "role"), *text = json_text(j, "content"), *next = *asked ? "assistant" : "user";
+    if (!strcmp(role, "system") && !arrlen(a->turn)) return 0;
     if (strcmp(role, next)) return fault(why, "expected a message of the %s", next);
-    if (!x->asked) arrput(x->turn, ((Turn){ .user = copy_text(text) }));
-    Turn *t = &arrlast(x->turn);
-    x->asked = !x->asked;
-    if (ids_of_json(json_get(j, "ids"), a->c->V, x->asked ? &t->pre : &t->dec, why)) return -1;
-    if (x->asked) {
+    if (!*asked) arrput(a->turn, ((Turn){ .user = copy_text(text) }));
+    Turn *t = &arrlast(a->turn);
+    *asked = !*asked;
+    if (ids_of_json(json_get(j, "ids"), a->c->V, *asked ? &t->pre : &t->dec, why)) return -1;
+    if (*asked) {
         int n = (int)arrlen(t->pre);            // a later turn's may stand in the turns behind it
-        if (!n && arrlen(x->turn) == 1) return fault(why, "no ids");
+        if (!n && arrlen(a->turn) == 1) return fault(why, "no ids");
         return read_whole(j, "system", 0, n, &t->n_sys, why) || read_whole(j, "foot", 0, n, &t->n_foot, why)
             || read_whole(j, "head", 0, n, &t->n_head, why) ? -1 : 0;
     }
@@ -1064,64 +918,44 @@ static int session_line(const App *a, SessionFile *x, const Json *j, char why[51
     return 0;
 }
 
-// The lines of text (n). What has no end of its line, where a write was cut short, is left out. 0, or -1 with err.
-static int session_lines(App *a, SessionFile *x, const char *text, size_t n, char err[512]) {
-    char why[512] = "";
-    int number = 0, bad = 0;
-    for (const char *p = text, *end; !bad && (end = memchr(p, '\n', (size_t)(text + n - p))); p = end + 1) {
-        Json *j = json_parse(p, (size_t)(end - p), why);
-        if (!number++) bad = session_header(a, x, j, err);
-        else if (!j || session_line(a, x, j, why))
-            bad = fault(err, "%.300s, line %d: damaged: %.150s", x->path, number, why);
-        json_free(j);
-    }
-    x->torn = n && text[n - 1] != '\n';
-    return number ? bad : session_header(a, x, NULL, err);
-}
-
-// Says what is not as it was when the session was saved, a line each.
-static void session_differs(const App *a, const SessionFile *x) {
-    char *own = written(a, write_making);
-    if (x->torn) warn("%s: the last line was not written to its end, and is left out", x->path);
-    if (x->asked) warn("%s: the last message got no reply, and is left out: %.400s", x->path, arrlast(x->turn).user);
-    if (strcmp(own, x->made)) warn("%s: made with %s, goes on with %s", x->path, x->made, own);
-    free(own);
-}
-
-// The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App keeps its own.
-static int session_take(App *a, SessionFile *x, char err[512]) {
-    char why[512];
-    Turn *own = a->turn;
-    a->turn = x->turn;
-    x->turn = own;
-    if (!replay(a, why)) return 0;
-    x->turn = a->turn;
-    a->turn = own;
-    return fault(err, "%.200s: %.300s", x->path, why);
-}
-
-// Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
+// Loads a session file, replays it, and says what is not as it was when it was saved. A line without its end, where a
+// write was cut short, is left out. 0, or -1 with err, and then nothing has changed.
 static int session_read(App *a, const char *path, char err[512]) {
+    char why[512] = "", *made = NULL;
     size_t n;
-    SessionFile x = { .path = path };
     char *text = read_file(path, &n, err);
     if (!text) return -1;
-    int bad = session_lines(a, &x, text, n, err);
+    Turn *own = a->turn;
+    int number = 0, asked = 0, bad = 0;
+    a->turn = NULL;
+    for (char *p = text, *end; !bad && (end = memchr(p, '\n', (size_t)(text + n - p))); p = end + 1) {
+        Json *j = json_parse(p, (size_t)(end - p), why);
+        if (!number++) bad = session_header(a, path, j, &made, err);
+        else if (!j || session_line(a, j, &asked, why))
+            bad = fault(err, "%.300s, line %d: damaged: %.150s", path, number, why);
+        json_free(j);
+    }
+    if (!number) bad = session_header(a, path, NULL, &made, err);
+    char *goes_on = written(a, write_making);
+    if (!bad && !quiet) {
+        if (text[n - 1] != '\n') warn("%s: the last line was not written to its end, and is left out", path);
+        if (asked) warn("%s: the last message got no reply, and is left out: %.400s", path, arrlast(a->turn).user);
+        if (strcmp(goes_on, made)) warn("%s: made with %s, goes on with %s", path, made, goes_on);
+    }
+    if (!bad && asked) turn_free(arrpop(a->turn));
+    if (!bad && replay(a, why)) bad = fault(err, "%.200s: %.300s", path, why);
+    turns_free(bad ? a->turn : own);
+    if (bad) a->turn = own;
+    free(goes_on);
+    free(made);
     free(text);
-    if (!bad && !quiet) session_differs(a, &x);
-    if (!bad && x.asked) turn_free(arrpop(x.turn));
-    if (!bad) bad = session_take(a, &x, err);
-    turns_free(x.turn);
-    free(x.made);
     return bad;
 }
 
 // LycheeCluster's chunker (section 11) cuts chunks at sentence ends and blanks, so it needs the
 // text of a token. It knows no Tokenizer: it calls two functions with a pointer it does not look
 // into.
-static const char *chunker_bytes(const void *t, int id, int *len) {
-    return tokenizer_bytes(t, id, len);
-}
+static const char *chunker_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
 
 static int chunker_special(const void *t, int id) { return tokenizer_is_special(t, id); }
 
@@ -1135,22 +969,20 @@ static void trace_meta(const App *a, SafeWriter *w) {
     char text[96];
     const Options *o = a->o;
     const Config *c = a->c;
-    const struct { const char *name; double x; } numbers[] = {
-        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
-        { "window", c->window }, { "rope_theta", c->theta },
+    const struct { const char *name, *text; double x; } meta[] = {      // text NULL: x
+        { "format", "kvcomp trace 1" },             { "method", a->method },
+        { "budget", NULL, a->s->budget },           { "model", c->dir },
+        { "model_type", c->model_type },            { "dtype", dtype_name(c->dtype) },
+        { "L", NULL, c->L },                        { "H", NULL, c->H },
+        { "G", NULL, c->G },                        { "D", NULL, c->D },
+        { "C", NULL, c->C },                        { "F", NULL, c->F },
+        { "V", NULL, c->V },                        { "window", NULL, c->window },
+        { "rope_theta", NULL, c->theta },           { "simd", simd_name() },
     };
-    safe_write_meta(w, "format", "kvcomp trace 1");
-    safe_write_meta(w, "method", a->method);
-    snprintf(text, sizeof text, "%d", a->s->budget);
-    safe_write_meta(w, "budget", text);
-    safe_write_meta(w, "model", c->dir);
-    safe_write_meta(w, "model_type", c->model_type);
-    safe_write_meta(w, "dtype", dtype_name(c->dtype));
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        snprintf(text, sizeof text, "%.9g", numbers[i].x);
-        safe_write_meta(w, numbers[i].name, text);
+    for (size_t i = 0; i < sizeof meta / sizeof *meta; i++) {
+        snprintf(text, sizeof text, "%.9g", meta[i].x);
+        safe_write_meta(w, meta[i].name, meta[i].text ? meta[i].text : text);
     }
-    safe_write_meta(w, "simd", simd_name());
     for (int i = 0; i < (int)shlen(o->map); i++) {
         snprintf(text, sizeof text, "option.%.80s", o->map[i].key);
         safe_write_meta(w, text, o->map[i].value);
@@ -1175,7 +1007,6 @@ void trace_open(App *a) {
     trace_session(a->s, &x->trace);
 }
 
-// Ends it, if there is one. keep 0: the run has failed, and its trace goes.
 void trace_close(App *a, int keep) {
     TraceFile *x = a->trace;
     if (!x) return;
@@ -1198,7 +1029,6 @@ const char *beside_program(const char *name, char path[PROGRAM_PATH]) {
     return path;
 }
 
-// The shipped model.
 void default_model(Options *o) {
     char path[PROGRAM_PATH], err[256];
     options_set(o, "model", beside_program("models/kvcomp-tiny", path), err);
@@ -1210,25 +1040,17 @@ void default_model(Options *o) {
 // Nothing is downloaded.
 enum { PATH_ROOM = 1024 };
 
-// The folder of the hub's cache, found as the hub's own programs find it: "" when there is no home.
-static void hub_cache(char out[PATH_ROOM]) {
-    static const struct { const char *variable, *below; } places[] = {
-        { "HF_HUB_CACHE", "" }, { "HF_HOME", "/hub" }, { "XDG_CACHE_HOME", "/huggingface/hub" },
-        { "HOME", "/.cache/huggingface/hub" },
-    };
-    out[0] = 0;
-    for (size_t i = 0; i < sizeof places / sizeof *places && !out[0]; i++) {
-        const char *value = getenv(places[i].variable);
-        if (value && *value) snprintf(out, PATH_ROOM, "%.600s%s", value, places[i].below);
-    }
-}
-
-// -m org/name, where there is no such folder: --model becomes the newest version in the cache. Exit 3, with the
-// command that gets it, when it is not there. What is no such name stays as it is, without a slash at its end, and
-// whoever opens it says what is wrong.
+// Where there is no such folder --model becomes the newest version in the cache, which is found as the hub's own
+// programs find it. Exit 3, with the command that gets it, when it is not there. What is no such name stays as it
+// is, without a slash at its end, and whoever opens it says what is wrong.
 void find_model(Options *o) {
-    char cache[PATH_ROOM], name[PATH_ROOM], path[2 * PATH_ROOM], hash[128] = "", err[256];
+    static const struct { const char *variable, *below; } places[] = {
+        { "HOME", "/.cache/huggingface/hub" }, { "XDG_CACHE_HOME", "/huggingface/hub" }, { "HF_HOME", "/hub" },
+        { "HF_HUB_CACHE", "" },
+    };
+    char name[PATH_ROOM], path[2 * PATH_ROOM], hash[128] = "none", err[256];
     size_t length = strlen(opt_str(o, "model")), size;
+    int n = 0;
     while (length > 1 && opt_str(o, "model")[length - 1] == '/') length--;
     if (!length || length >= sizeof name) return;
     snprintf(name, sizeof name, "%.*s", (int)length, opt_str(o, "model"));
@@ -1236,23 +1058,20 @@ void find_model(Options *o) {
     const char *slash = strchr(name, '/');
     if (!slash || slash == name || strchr(slash + 1, '/') || *name == '.' || strpbrk(name, " \t\n\\")) return;
     if (length > 200 || file_exists(name)) return;
-    hub_cache(cache);
-    int n = snprintf(path, sizeof path, "%s/models--%.*s--%s", cache, (int)(slash - name), name, slash + 1);
+    for (int i = 0; i < 4; i++) {                                       // the last one that is set counts
+        const char *value = getenv(places[i].variable);
+        if (value && *value) n = snprintf(path, PATH_ROOM, "%.600s%s", value, places[i].below);
+    }
+    n += snprintf(path + n, sizeof path - (size_t)n, "/models--%.*s--%s", (int)(slash - name), name, slash + 1);
     snprintf(path + n, sizeof path - (size_t)n, "/refs/main");
     char *ref = read_bounded(path, MOST_CONFIG, &size, err);
     if (ref) (void)sscanf(ref, "%127s", hash);
     free(ref);
-    snprintf(path + n, sizeof path - (size_t)n, "/snapshots/%s", *hash ? hash : "none");
+    snprintf(path + n, sizeof path - (size_t)n, "/snapshots/%s", hash);
     if (!file_exists(path))
         die(EXIT_MODEL, "%s: no such folder, and %.*s has no version of it; if it is a model of the Hugging Face hub, "
             "this gets it: hf download %s", name, n, path, name);
     options_set(o, "model", path, err);
-}
-
-// The last part of a path that does not end in a slash.
-static const char *last_part(const char *path) {
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
 }
 
 // ---- the memory of this machine
@@ -1267,8 +1086,6 @@ static double number_in(const char *path, const char *word) {
     return x;
 }
 
-// Bytes that may still be used: what the system has available, or what is left of the limit of a
-// container, whichever is less. -1: not known.
 double memory_free(void) {
     double free_kb = number_in("/proc/meminfo", "MemAvailable:");
     double limit = number_in("/sys/fs/cgroup/memory.max", ""), used = number_in("/sys/fs/cgroup/memory.current", "");
@@ -1290,30 +1107,23 @@ static void tell_memory(const App *a) {
          human_bytes(room).text, fits);
 }
 
-// The numbers in a model's matrices.
 size_t parameters_of(const Config *c) {
     size_t C = c->C, F = c->F, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     size_t layer = C * (HD + 2 * GD) + HD * C + 3 * C * F;
     return c->L * layer + (c->tied ? 1 : 2) * (size_t)c->V * C;
 }
 
-// Would the program, started again, read what it has read? Text from a pipe is gone.
-static int can_start_again(const Options *o) {
-    struct stat st;
-    const char *file = opt_str(o, "file");
-    return !*file || (!stat(file, &st) && S_ISREG(st.st_mode));
-}
-
-// Reads the config: of --model, of the shipped model, or of the shape of --synthetic.
 void open_config(App *a) {
-    const char *shape = opt_str(a->o, "synthetic");
+    struct stat st;
+    const char *shape = opt_str(a->o, "synthetic"), *file = opt_str(a->o, "file");
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
     if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
         die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
-    if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
+    int again = !*file || (!stat(file, &st) && S_ISREG(st.st_mode));        // text from a pipe is gone
+    if (n_threads() > 1 && again) spin_shortly(args);
     if (!quiet) say_without_effect(a->o);
 }
 
@@ -1327,7 +1137,6 @@ void open_weights(App *a) {
     a->w = synthetic ? weights_synthetic(a->c, 1) : weights_load(a->c);
 }
 
-// Both.
 void open_model(App *a) {
     open_config(a);
     open_weights(a);
@@ -1344,22 +1153,6 @@ enum {
 // logits themselves.
 static const double trial_tolerance = 1e-2;
 
-// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V), with all options of `like`
-// at their defaults.
-static void trial_logits(const Config *c, const Weights *w, const Options *like, const char *device, float *out) {
-    char err[512];
-    size_t row = (size_t)c->V * sizeof(float);
-    Options *o = options_like(like);
-    int *ids = random_ids(TRIAL_IDS, c->V);
-    options_set(o, "device", device, err);
-    Session *s = session_open(c, w, o, "full");
-    memcpy(out, prefill(s, ids, TRIAL_IDS), row);
-    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), row);
-    session_close(s);
-    arrfree(ids);
-    options_free(o);
-}
-
 // The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
 static double largest_difference(const float *x, const float *y, int n) {
     double worst = 0, top = 0;
@@ -1372,22 +1165,31 @@ static double largest_difference(const float *x, const float *y, int n) {
 }
 
 // Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
-// wrong on somebody's card must not chat there. Returns the largest difference of logits by the
-// largest logit; -1: the trial died on the way, and its line is in die_text.
+// wrong on somebody's card must not chat there: a prefill and a few steps, with all options of `like` at their
+// defaults. Returns the largest difference of logits by the largest logit; -1: the trial died on the way, and its line
+// is in die_text.
 static double device_trial(const Options *like) {
     jmp_buf jump, *outer = die_jump;
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
-    int n = (1 + TRIAL_STEPS) * c->V;
+    int n = (1 + TRIAL_STEPS) * c->V, *ids = random_ids(TRIAL_IDS, c->V);
     float *both = xcalloc(2 * (size_t)n, sizeof *both);     // the CPU's logits, then the GPU's
+    size_t row = (size_t)c->V * sizeof *both;
     die_jump = &jump;
     int died = setjmp(jump);
-    if (!died) {
-        trial_logits(c, w, like, "cpu", both);
-        trial_logits(c, w, like, "cuda", both + n);
+    for (int gpu = 0; gpu < 2 && !died; gpu++) {
+        char err[256];
+        Options *o = options_like(like);
+        options_set(o, "device", gpu ? "cuda" : "cpu", err);
+        Session *s = session_open(c, w, o, "full");
+        memcpy(both + gpu * n, prefill(s, ids, TRIAL_IDS), row);
+        for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(both + gpu * n + i * c->V, decode(s, ids[i]), row);
+        session_close(s);
+        options_free(o);
     }
     die_jump = outer;
     double e = died ? -1 : largest_difference(both, both + n, n);
+    arrfree(ids);
     free(both);
     weights_close(w, c);
     return e;
@@ -1411,12 +1213,6 @@ static int device_serves(const App *a) {
     if (bad && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return !bad;
 }
-#else
-// Without CUDA no GPU can serve.
-static int device_serves(const App *a) {
-    (void)a;
-    return 0;
-}
 #endif
 
 // Makes cuda or cpu of -d auto. The plan is that of --method; other methods of a comparison ask again. Then says
@@ -1425,72 +1221,56 @@ void choose_device(App *a) {
     char err[512];
     if (!strcmp(opt_str(a->o, "device"), "auto")) {
         options_set(a->o, "device", "cpu", err);
+#ifdef KVCOMP_CUDA
         if (!a->c->as_q8 && device_serves(a)) options_set(a->o, "device", "cuda", err);
+#endif
     }
     int cpu = !strcmp(opt_str(a->o, "device"), "cpu");
     if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");
 }
 
 // ---- opening the rest, and closing
-// The chat template of --chat-template or of the model. needed: one that is refused ends the
-// program; the replay of --ids wants none.
-static void open_template(App *a, const char *tokenizer_path, int needed) {
-    char err[512];
-    const char *model = opt_str(a->o, "model"), *name = opt_str(a->o, "chat-template");
-    const char *path = *name || !*model ? tokenizer_path : model;
-    a->tp = template_load(path, *name ? name : NULL, a->tok, err);
-    if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
-    if (!a->tp) return;
-    if (*opt_str(a->o, "system") && a->tp->no_system)
-        die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
-}
-
-// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
-// that names ids the model does not have, ends the program; without it a line on stderr says that there is none.
-// (--dump-tokens has no model.)
+// Text will be read or written where it is needed, so a missing tokenizer, a template that is refused, or ids that the
+// model does not have end the program; the replay of --ids wants none of them. (--dump-tokens has no model.)
 void open_tokenizer(App *a, int needed) {
     char err[512];
-    const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
+    const char *given = opt_str(a->o, "tokenizer"), *model = opt_str(a->o, "model"), *path = *given ? given : model;
+    const char *name = opt_str(a->o, "chat-template");
     if (!*path && needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
     if (!*path) return;
     a->tok = tokenizer_load(path, err);
     if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
-    if (!a->tok) {
-        if (!quiet) warn("%s; going on without text (lychee then cuts chunks of 16)", err);
-        return;
-    }
+    if (!a->tok && !quiet) warn("%s; going on without text (lychee then cuts chunks of 16)", err);
+    if (!a->tok) return;
     lychee_text(a->tok);
-    if (!opt_int(a->o, "raw")) open_template(a, path, needed);
+    if (!opt_int(a->o, "raw")) {
+        a->tp = template_load(*name || !*model ? path : model, *name ? name : NULL, a->tok, err);
+        if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
+        if (a->tp && *opt_str(a->o, "system") && a->tp->no_system)
+            die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
+    }
     if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
 }
 
-// Opens the session of --method and seeds the sampler.
 void open_session(App *a) {
     a->method = copy_text(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
     tell_memory(a);
-    a->logits = xcalloc(a->c->V, sizeof(float));
     int seed = opt_int(a->o, "seed");
     a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;
 }
 
-// An App with a record and options of its own (o, which it takes), and no session yet. The rest it borrows.
 App app_beside(const App *a, Options *o) {
-    App b = { .o = o, .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
-    b.logits = xcalloc(a->c->V, sizeof(float));
-    return b;
+    return (App){ .o = o, .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
 }
 
-// Closes what is its own.
 void app_beside_close(App *a) {
     turns_free(a->turn);
     session_close(a->s);
     options_free(a->o);
     free(a->method);
-    free(a->logits);
 }
 
-// Closes whatever was opened.
 void app_close(App *a) {
     app_beside_close(a);
     template_free(a->tp);
@@ -1533,7 +1313,6 @@ char **words_of(const char *text, int how) {
     return words;
 }
 
-// Frees a list that words_of made.
 void words_free(char **w) {
     while (arrlen(w)) free(arrpop(w));
     arrfree(w);
@@ -1545,42 +1324,36 @@ void words_free(char **w) {
 // Without a terminal every input line is a turn.
 
 // ---- a turn of the chat
-// Has the model a row for each of these ids? 0, or -1 with err.
 int ids_known(const Config *c, const int *ids, char err[512]) {
     int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
     return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
 }
 
-// The next message as a turn, which the model knows and which fits. 0; or -1, with err, which is empty where there is
-// nothing to feed.
-static int message_turn(const App *a, const char *text, Turn *t, char err[512]) {
-    *t = render_turn(a, text, err);
-    int bad = *err || !arrlen(t->pre) || ids_known(a->c, t->pre, err)
-           || make_room(a, max_int((int)arrlen(t->pre) - t->back, 0), a->s->pos_extra, err);
-    if (bad) turn_free(*t);
-    return bad ? -1 : 0;
-}
-
 int message_feed(App *a, const char *text, char err[512]) {
-    Turn t;
-    if (message_turn(a, text, &t, err)) return -1;
-    if (session_take_back(a, &t)) {
+    if (a->stale && replay(a, err)) return -1;
+    Turn t = render_turn(a, text, err);
+    const int back = t.back;
+    int bad = *err || !arrlen(t.pre) || ids_known(a->c, t.pre, err)
+           || make_room(a, max_int((int)arrlen(t.pre) - back, 0), a->s->pos_extra, err);
+    if (bad) {
         turn_free(t);
-        return fault(err, "%s", a->s->err);
+        return -1;
     }
+    a->asked = &t;
+    session_keep(a);                    // before the reply: whatever ends the program costs the reply only
+    a->asked = NULL;
+    Turn *before = turns_copy(a->turn);
+    if (session_take_back(a, &t, err) || feed_message(a, &t)) {
+        turn_free(t);
+        turns_free(a->turn);
+        a->turn = before;
+        a->stale |= back > 0;           // the session lacks what was taken back
+        return -1;
+    }
+    turns_free(before);
     arrput(a->turn, t);
-    feed_prefill(a, &t);
+    a->rewrote += back;
     return 0;
-}
-
-// The reply to the record's last turn, with a newline behind it, and the summary line. 1: it has a token.
-static int chat_reply(App *a, FILE *out) {
-    double t0 = now();
-    int made = generate(a, opt_int(a->o, "n-predict"), out);
-    fputc('\n', out);
-    fflush(out);
-    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
-    return made > 0;
 }
 
 // A turn begins: signals wait for its end.
@@ -1589,49 +1362,36 @@ static void turn_begin(void) {
     turn_runs = 1;
 }
 
-// It ends: the dialogue is saved, and a signal that waited has its way. When that comes before the
-// first token of a reply the file stays as it is: it has the message, or the reply that was to be made again.
-static void turn_end(App *a, int replied) {
-    if (replied || !leaving) session_keep(a);
+// The rest of a turn: the reply to the record's last message, with a newline behind it, and the summary line, unless
+// out is NULL; the dialogue is saved, and a signal that waited has its way. When that comes before the first token
+// of a reply the file stays as it is: it has the message, or the reply that was to be made again.
+static void turn_end(App *a, FILE *out) {
+    double t0 = now();
+    int made = out ? generate(a, opt_int(a->o, "n-predict"), out) : 0;
+    if (out) {
+        fputc('\n', out);
+        fflush(out);
+        print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+    }
+    if (made || !leaving) session_keep(a);
     turn_runs = 0;
     if (!leaving) return;
     fflush(stdout);
     leave(leaving);
 }
 
-// Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
-// that the model does not have, and nothing was fed.
 int chat_turn(App *a, const char *text, FILE *out) {
     char err[512];
-    Turn t;
-    if (session_ready(a)) return -1;
-    if (message_turn(a, text, &t, err)) {
-        if (*err) warn("%s", err);
-        return *err ? -1 : 0;
-    }
-    int rewrites = t.back, replied = 0;
+    int had = a->rewrote;
     turn_begin();
-    a->asked = &t;
-    session_keep(a);                    // before the reply: whatever ends the program costs the reply only
-    a->asked = NULL;
-    Turn *before = turns_copy(a->turn);
-    if (rewrites && !a->rewrote && !quiet)
+    int bad = message_feed(a, text, err), refused = bad && *err;
+    if (refused) warn("%s", err);
+    else if (bad && stop_asked() && !leaving && !quiet) fprintf(stderr, "\n(the message is taken back)\n");
+    if (!had && a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
-             "taken back and read anew", rewrites);
-    a->rewrote |= rewrites > 0;
-    if (session_take_back(a, &t) || feed_message(a, &t)) {
-        turn_free(t);
-        turns_free(a->turn);
-        a->turn = before;                   // the record is what it was; where ids were taken back, the
-        a->stale |= rewrites > 0;           // session is made from it
-        if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
-    } else {
-        turns_free(before);
-        arrput(a->turn, t);
-        replied = chat_reply(a, out);
-    }
-    turn_end(a, replied);
-    return 0;
+             "taken back and read anew", a->rewrote);
+    turn_end(a, bad ? NULL : out);
+    return refused ? -1 : 0;
 }
 
 // What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
@@ -1652,57 +1412,48 @@ static void confirm_replay(const App *a, double t0) {
 // than every method can do with.
 static int quarter_of_dialogue(const App *a) { return max_int(tokens_said(a->s) / 4, 40); }
 
-// Opens a session of a method with the options o. Where they have neither --budget nor --ratio, and the method's own
-// budget holds the whole dialogue, so that nothing would happen, it is opened with *picked, a quarter of the dialogue.
-// NULL: it is refused, and err says why.
-static Session *session_for_dialogue(App *a, const char *spec, Options *o, int *picked, char err[512]) {
-    char text[16], why[256];
-    int n = tokens_said(a->s), quarter = quarter_of_dialogue(a);
-    Session *s = session_try(a->c, a->w, o, spec, err);
-    *picked = 0;
-    if (!s || opt_given(o, "budget") || opt_given(o, "ratio")) return s;
-    if (!uses_budget(s) || s->budget < n || quarter >= n) return s;
-    session_close(s);
-    snprintf(text, sizeof text, "%d", quarter);
-    options_set(o, "budget", text, why);
-    *picked = quarter;
-    return session_try(a->c, a->w, o, spec, err);
-}
-
-// Opens the session again with another method (or the same) and options o, which become the App's, and replays the
-// dialogue into it. The reason why not is on stderr, and the old session stays.
-static void chat_method(App *a, const char *spec, Options *o) {
-    char err[512];
-    int picked;
+// Opens another method (or the same again), with another budget unless that is NULL, and plays the dialogue into it.
+// Where the user has given neither --budget nor --ratio, and the method's own budget holds the whole dialogue, so that
+// nothing would happen, it gets a quarter of it. Where that is refused a->err says why, and the old session stays.
+static void chat_method(App *a, const char *spec, const char *budget) {
+    char text[16];
     double t0 = now();
-    Session *s = session_for_dialogue(a, spec, o, &picked, err);
-    if (!s) {
-        warn("%s", err);
-        options_free(o);
-        return;
+    int n = tokens_said(a->s), quarter = quarter_of_dialogue(a), bad = 0;
+    App next = *a;
+    next.o = options_copy(a->o);
+    next.method = copy_text(spec);
+    next.s = NULL;
+    next.picked = 0;
+    if (budget) {
+        bad = options_set(next.o, "budget", budget, a->err);
+        (void)shdel(next.o->given, "ratio");
+    } else if (a->picked) {                     // the new method has its own
+        options_set(next.o, "budget", "0", a->err);
+        (void)shdel(next.o->given, "budget");
     }
-    App was = *a;
-    (void)session_try_reset(was.s);             // two sessions full of rows may be more than there is memory for
-    a->s = s;
-    a->o = o;
-    a->method = copy_text(spec);
-    a->picked = picked;
-    int bad = replay(a, err);
-    App unused = bad ? *a : was;
-    if (bad) {
-        warn("%s", err);
-        *a = was;
+    if (!bad) next.s = session_try(a->c, a->w, next.o, spec, a->err);
+    int picks = next.s && uses_budget(next.s) && !opt_given(next.o, "budget") && !opt_given(next.o, "ratio");
+    if (picks && next.s->budget >= n && quarter < n) {
+        session_close(next.s);
+        snprintf(text, sizeof text, "%d", next.picked = quarter);
+        options_set(next.o, "budget", text, a->err);
+        next.s = session_try(a->c, a->w, next.o, spec, a->err);
+    }
+    if (next.s) {
+        (void)session_try_reset(a->s);          // two sessions full of rows may be more than there is memory for
         a->stale = 1;
-    } else {
+    }
+    if (next.s && !replay(&next, a->err)) {
+        App was = *a;
+        *a = next;
+        next = was;
         confirm_replay(a, t0);
     }
-    session_close(unused.s);
-    options_free(unused.o);
-    free(unused.method);
+    session_close(next.s);
+    options_free(next.o);
+    free(next.method);
 }
 
-// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
-// dialogue stays.
 int chat_clear(App *a) {
     if (session_try_reset(a->s)) {
         warn("the dialogue stays: %s", a->s->err);
@@ -1732,14 +1483,19 @@ void side_open(Side *x, const App *a, const Options *o, const char *method) {
     else snprintf(x->label, sizeof x->label, "%.31s", method);
 }
 
-// Closes it. The model and what else it borrowed stay.
 void side_close(Side *x) {
     app_beside_close(&x->app);
     free(x->reply);
 }
 
-// The sides of a run (stb_ds), greedy and with this budget where the user has set none.
-static Side *sides_open(const App *a, int budget) {
+// Names a side that cannot play, and why.
+static void side_refused(const Side *x) {
+    if (*x->refused) warn("%s is left out: %s", x->label, x->refused);
+}
+
+// The sides of a run (stb_ds), greedy and with this budget where the user has set none. Into each the dialogue is
+// played, unless the run begins anew. A line names a side that cannot play.
+static Side *sides_open(const App *a, int budget, int anew) {
     char err[256], text[16];
     Options *o = options_copy(a->o);
     Side *x = NULL;
@@ -1749,11 +1505,16 @@ static Side *sides_open(const App *a, int budget) {
     if (!opt_given(o, "ratio") && opt_int(o, "budget") <= 0) options_set(o, "budget", text, err);
     // Two full layers would be a third of the shipped model, and those in which its copying heads are.
     if (!opt_given(o, "full-layers") && a->c->L < 8) options_set(o, "full-layers", "1", err);
-    for (int i = 0; i < N_SIDES; i++) {
-        side_open(arraddnptr(x, 1), a, o, side_methods[i]);
-        if (!strcmp(a->method, side_methods[i])) own = 0;
+    if (anew) (void)shdel(o->given, "system");
+    for (int i = 0; i < N_SIDES; i++) own &= strcmp(a->method, side_methods[i]) != 0;
+    interrupts = 0;
+    for (int i = 0; i < N_SIDES + own && !interrupts; i++) {
+        Side *side = arraddnptr(x, 1);
+        side_open(side, a, o, i < N_SIDES ? side_methods[i] : a->method);
+        if (!anew) side->app.turn = turns_copy(a->turn);
+        if (!anew && !*side->refused) replay(&side->app, side->refused);
+        side_refused(side);
     }
-    if (own) side_open(arraddnptr(x, 1), a, o, a->method);
     options_free(o);
     return x;
 }
@@ -1767,13 +1528,11 @@ static void sides_close(Side *x /* stb_ds */) {
 // 0, or -1 with the reason in x->refused when there is no room for it.
 static int side_turn(Side *x, const char *text, int n) {
     App *a = &x->app;
-    size_t size;
     if (message_feed(a, text, x->refused)) return -1;
     a->s->clk.bytes_attended = a->s->clk.steps = 0;
+    generate(a, n, NULL);
     free(x->reply);
-    FILE *out = memory_stream(&x->reply, &size);
-    generate(a, n, out);
-    memory_stream_close(out);
+    x->reply = reply_text(a, &arrlast(a->turn));
     return 0;
 }
 
@@ -1790,11 +1549,6 @@ static void side_columns(const char *label, const char *mark, const char *held, 
 static void side_line(const Side *x, const char *mark, const char *reply) {
     side_columns(x->label, mark, human_bytes((double)kv_bytes(x->app.s)).text,
                  human_bytes(bytes_a_step(x->app.s)).text, reply);
-}
-
-// Names a side that cannot play, and why.
-static void side_refused(const Side *x) {
-    if (*x->refused) warn("%s is left out: %s", x->label, x->refused);
 }
 
 // Sends a message to every side that plays, and prints the replies, of at most n tokens. To a question, whose answer
@@ -1846,26 +1600,10 @@ const DemoLine demo_lines[N_DEMO_LINES] = {
 };
 enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
 
-// The end of the demonstration: what each side got right, what it holds, what the last answer read, and what it does.
-static void demo_summary(const Side *x /* stb_ds */) {
-    printf("\n");
-    side_columns("method", "right", "held", "read", "what it does");
-    for (const Side *end = x + arrlen(x); x < end; x++) {
-        char right[32];
-        if (*x->refused || !x->asked) continue;
-        snprintf(right, sizeof right, "%d of %d", x->right, x->asked);
-        side_line(x, right, x->app.s->part[0].m->keeps);
-    }
-}
-
-// --demo and /demo.
 void demo(App *a, const char *arg) {
     double t0 = now();
     (void)arg;
-    Side *x = sides_open(a, SHOW_BUDGET);
-    for (int i = 0; i < (int)arrlen(x); i++) (void)shdel(x[i].app.o->given, "system");
-    interrupts = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) side_refused(&x[i]);
+    Side *x = sides_open(a, SHOW_BUDGET, 1);
     print_wrapped(stdout, "The same messages to several methods, each with its own cache; behind its name stands how "
                   "many rows a head may have. held: bytes of rows in the cache. read: bytes of rows that a step of the "
                   "reply reads. Who replies as full does has a line for answers only.", 0, screen_columns());
@@ -1876,7 +1614,15 @@ void demo(App *a, const char *arg) {
         print_wrapped(stdout, demo_lines[i].user, 2, screen_columns());
         sides_turn(x, demo_lines[i].user, demo_lines[i].answer, SHOW_REPLY, 1);
     }
-    if (!interrupts) demo_summary(x);
+
+    // What each side got right, what it holds, what the last answer read, and what it does.
+    if (!interrupts) printf("\n");
+    if (!interrupts) side_columns("method", "right", "held", "read", "what it does");
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
+        char right[32];
+        snprintf(right, sizeof right, "%d of %d", x[i].right, x[i].asked);
+        if (!*x[i].refused && x[i].asked) side_line(&x[i], right, x[i].app.s->part[0].m->keeps);
+    }
     if (!quiet) fprintf(stderr, "%.1f s\n", now() - t0);
     sides_close(x);
 }
@@ -1886,22 +1632,16 @@ void demo(App *a, const char *arg) {
 // --budget it is a quarter of the dialogue, so that there is something to lose.
 static void command_compare(App *a, const char *question) {
     int n = opt_int(a->o, "n-predict"), users = opt_int(a->o, "budget"), quarter = quarter_of_dialogue(a);
-    Side *x = sides_open(a, quarter);
-    interrupts = 0;
     if (!quiet && !opt_given(a->o, "ratio"))
         fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n",
                 users ? users : quarter, users ? "" : " (a quarter of the dialogue; /budget sets another)");
+    Side *x = sides_open(a, quarter, 0);
     side_columns("method", "as full", "held", "read", "reply");
-    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
-        x[i].app.turn = turns_copy(a->turn);
-        if (!*x[i].refused) replay(&x[i].app, x[i].refused);
-        side_refused(&x[i]);
-    }
     sides_turn(x, question, NULL, n < 0 ? SHOW_REPLY * 4 : n, 0);
     sides_close(x);
 }
 
-// ---- commands. arg is what stands behind the name, "" when nothing does
+// ---- commands. arg is what stands behind the name, "" when nothing does; a->err is said behind a command
 
 // /stats: three lines of the session.
 static void command_stats(App *a, const char *arg) {
@@ -1932,28 +1672,6 @@ static const struct Shade {
     { "\x1b[1;32m", "[100]"   },
 };
 
-// A shade for a row that n of all heads hold.
-static int shade_of(int n, int all) {
-    if (n == 0) return 0;
-    return n == all ? 4 : 1 + (3 * n - 1) / all;
-}
-
-// Goes from shade `from`, -1 for none, to shade `to` in what is written to f.
-static void shade_begin(FILE *f, int from, int to) {
-    if (from == to) return;
-    const char *color = in_color(f, shades[to].color);
-    if (*color) fprintf(f, "%s%s", in_color(f, COLOR_OFF), color);
-    else fputs(shades[to].mark, f);
-}
-
-// How many KV heads of all layers hold a row of each token (n_tok), malloc'd.
-static int *row_holders(const Session *s) {
-    int *holders = xcalloc((size_t)s->n_tok + 1, sizeof *holders);
-    for (int i = 0; i < s->c->L * s->c->G; i++)
-        for (int r = 0; r < s->head[i].len; r++) holders[s->head[i].src[r]]++;
-    return holders;
-}
-
 // The words of the dialogue so far. Control tokens have none, and begin a line. A character may be several
 // tokens: it has the shade of the last one.
 static void command_show(App *a, const char *arg) {
@@ -1961,30 +1679,34 @@ static void command_show(App *a, const char *arg) {
     if (session_ready(a)) return;
     const Session *s = a->s;
     Decoder d = { .t = a->tok, .skip_special = 1 };
-    int all = s->c->L * s->c->G, shade = -1, column = 0, *holders = row_holders(s);
+    int all = s->c->L * s->c->G, shade = -1, column = 0, colors = *in_color(stdout, COLOR_OFF) != 0;
+    int *holders = xcalloc((size_t)s->n_tok + 1, sizeof *holders);          // heads that hold a row of each token
+    for (int i = 0; i < all; i++)
+        for (int r = 0; r < s->head[i].len; r++) holders[s->head[i].src[r]]++;
     char *text = NULL;
     for (int t = 0; t < s->n_tok; t++) {
-        int id = s->tok[t].id, next = shade_of(holders[t], all);
+        int id = s->tok[t].id, held = holders[t], next = held == all ? 4 : held ? 1 + (3 * held - 1) / all : 0;
         if (id < 0) continue;                                   // no token of the text
         text = decode_token(&d, id, text);
         int n = (int)arrlen(text), ends = tokenizer_is_special(a->tok, id) || (n == 1 && *text == '\n');
         if (ends && column) fputc('\n', stdout);                // no empty lines behind control tokens
         if (ends || n) column = !ends && text[n - 1] != '\n';
         if (n && !ends) {
-            shade_begin(stdout, shade, next);
+            if (shade != next && colors) printf("%s%s", COLOR_OFF, shades[next].color);
+            if (shade != next && !colors) fputs(shades[next].mark, stdout);
             shade = next;
             write_text(&text, stdout);
         }
         arrsetlen(text, 0);
     }
-    arrfree(text);
     if (shade >= 0) fputs(in_color(stdout, COLOR_OFF), stdout);
     if (column) fputc('\n', stdout);
+    arrfree(text);
     free(holders);
 
     fputs("% of the heads hold a word's row:", stdout);
     for (int i = 0; i < 5; i++)
-        fprintf(stdout, " %s%s%s", in_color(stdout, shades[i].color), shades[i].mark, in_color(stdout, COLOR_OFF));
+        printf(" %s%s%s", in_color(stdout, shades[i].color), shades[i].mark, in_color(stdout, COLOR_OFF));
     fputc('\n', stdout);
 }
 
@@ -2003,28 +1725,23 @@ static void command_regen(App *a, const char *arg) {
         fprintf(stderr, "nothing to make again\n");
         return;
     }
-    int *reply = arrlast(a->turn).dec;
-    arrlast(a->turn).dec = NULL;
+    Turn *t = &arrlast(a->turn);
+    int *reply = t->dec;
+    t->dec = NULL;
     if (replay(a, err)) {
-        arrlast(a->turn).dec = reply;
-        warn("the reply stays: %s", err);
-        return;
+        t->dec = reply;
+        fault(a->err, "the reply stays: %.480s", err);
+    } else {
+        arrfree(reply);
+        turn_begin();
+        turn_end(a, stdout);
     }
-    arrfree(reply);
-    turn_begin();
-    turn_end(a, chat_reply(a, stdout));
 }
 
 // Without a name: prints the one in use, and all there are.
 static void command_method(App *a, const char *arg) {
     if (*arg) {
-        char err[256];
-        Options *o = options_copy(a->o);
-        if (a->picked) {                        // the new method has its own
-            options_set(o, "budget", "0", err);
-            (void)shdel(o->given, "budget");
-        }
-        chat_method(a, arg, o);
+        chat_method(a, arg, NULL);
         return;
     }
     fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
@@ -2037,62 +1754,43 @@ static void command_method(App *a, const char *arg) {
 // Opens the method again with another budget, which takes the place of --ratio if that was given. Without a number:
 // prints the one in use. A method that has no budget says so.
 static void command_budget(App *a, const char *arg) {
-    char err[256];
-    if (*arg) {
-        Options *o = options_copy(a->o);
-        int bad = options_set(o, "budget", arg, err);
-        (void)shdel(o->given, "ratio");
-        if (bad) warn("%s", err);
-        if (bad) options_free(o);
-        else chat_method(a, a->method, o);
-    } else {
-        fprintf(stderr, "%d\n", a->s->budget);
-    }
+    if (*arg) chat_method(a, a->method, arg);
+    else fprintf(stderr, "%d\n", a->s->budget);
     if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
 }
 
 // The system message is in the first turn, so a new one needs a new dialogue. Without a text: shows
 // the one in use. "" stands for an empty one.
 static void command_system(App *a, const char *arg) {
-    char err[256];
+    const char *used = opt_str(a->o, "system");
     if (*arg && a->tp && a->tp->no_system) {
         warn("this chat template has no system message (%s)", a->tp->no_system);
-        return;
+    } else if (*arg) {
+        if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
+        if (chat_clear(a) || options_set(a->o, "system", strcmp(arg, "\"\"") ? arg : "", a->err)) return;
+        if (!quiet) tell("another system message; the dialogue is empty");
+    } else if (opt_given(a->o, "system")) {
+        tell("%s", *used ? used : "(an empty system message)");
+    } else {
+        tell("no system message but the template's own, if it has one");
     }
-    const char *text = strcmp(arg, "\"\"") ? arg : "";
-    if (!*arg) {
-        if (!opt_given(a->o, "system")) tell("no system message but the template's own, if it has one");
-        else tell("%s", *opt_str(a->o, "system") ? opt_str(a->o, "system") : "(an empty system message)");
-        return;
-    }
-    if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
-    if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
-    if (!quiet) tell("another system message; the dialogue is empty");
 }
 
 static void command_read(App *a, const char *arg) {
-    char err[256];
     size_t n;
-    char *text = read_plain_text(arg, &n, err);
-    if (!text) {
-        warn("%s", err);
-        return;
-    }
-    chat_turn(a, text, stdout);
+    char *text = read_plain_text(arg, &n, a->err);
+    if (text) chat_turn(a, text, stdout);
     free(text);
 }
 
 static void command_save(App *a, const char *arg) {
-    char err[512];
-    if (session_save(a, arg, err)) warn("%s", err);
-    else if (!quiet) tell("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
+    int n = (int)arrlen(a->turn);
+    if (!session_save(a, arg, a->err) && !quiet) tell("%s: %d turn%s kept", arg, n, n == 1 ? "" : "s");
 }
 
 static void command_load(App *a, const char *arg) {
-    char err[512];
     double t0 = now();
-    if (session_read(a, arg, err)) warn("%s", err);
-    else confirm_replay(a, t0);
+    if (!session_read(a, arg, a->err)) confirm_replay(a, t0);
 }
 
 static void command_help(App *a, const char *arg);
@@ -2153,8 +1851,10 @@ static int chat_command(App *a, char *line) {
         nearer_name(line, c->name, &near, &distance);
         if (strcmp(line, c->name)) continue;
         if (!c->run) return 1;
+        *a->err = 0;
         if (c->needs && !*arg) fprintf(stderr, "%s wants %s\n", line, c->needs);
         else c->run(a, arg);
+        if (*a->err) warn("%s", a->err);
         return 0;
     }
     if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
@@ -2165,44 +1865,49 @@ static int chat_command(App *a, char *line) {
 // ---- completion
 // NameAt of a chat: commands, behind /method the names of methods, behind /read, /save and /load paths.
 static const char *chat_name(const char *line, int from, int i, int *paths) {
-    int n = (int)strcspn(line, " ");
+    size_t n = strcspn(line, " ");
     *paths = 0;
     if (*line != '/') return NULL;
     if (!from) return i < N_COMMANDS ? commands[i].name : NULL;
-    for (int k = 0; k < N_COMMANDS; k++)
-        if (!strncmp(line, commands[k].name, (size_t)n) && !commands[k].name[n])
-            *paths = commands[k].needs && !strcmp(commands[k].needs, "a file");
-    if (strncmp(line, "/method ", 8)) return NULL;
-    EACH_METHOD(m) {
-        if (!i--) return (*m)->name;
-    }
-    return NULL;
+    for (const struct Command *c = commands; c < commands + N_COMMANDS; c++)
+        if (strlen(c->name) == n && !strncmp(line, c->name, n)) *paths = c->needs && !strcmp(c->needs, "a file");
+    return !strncmp(line, "/method ", 8) && methods[i] ? methods[i]->name : NULL;
 }
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one. A file that cannot be saved is found now, not when
-// there is something to save.
+// A file that cannot be saved is found now, not when there is something to save.
 void session_begin(App *a) {
     char err[512];
     struct stat st;
     const char *path = opt_str(a->o, "session");
+    if (!*path) return;
+    a->logged = copy_text("");
     int there = !stat(path, &st) && st.st_size > 0;
     if ((there && session_read(a, path, err)) || session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// --session FILE: keeps the dialogue in it, for the last time.
 void session_end(App *a) {
     char err[512];
     if (session_catch_up(a, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// Messages and commands until one of them ends the chat, or the input does.
-static void chat_loop(App *a) {
+// Two lines for who begins: what this is, and what to type.
+static void greet(const App *a) {
+    const char *slash = strrchr(a->c->dir, '/'), *model = slash ? slash + 1 : a->c->dir;
+    tell("kvcomp %s, model %s, method %s. /help lists commands, Ctrl-D leaves.", KVCOMP_VERSION, model, a->method);
+    if (strcmp(model, "kvcomp-tiny")) tell("/compare QUESTION asks several methods, /method NAME takes another one.");
+    else tell("It recalls facts, one a message. Try: My name is Anna. | What is my name? | /demo");
+}
+
+int chat(App *a) {
     char *text = NULL;
+    int r, done = 0;
+    watch_keyboard();
+    session_begin(a);
+    messages_begin(!opt_int(a->o, "no-history"), chat_name);
+    if (isatty(0) && isatty(1) && !quiet) greet(a);
     chat_busy = 1;
-    for (int done = 0; !done; ) {
-        int r = read_message(&text);
-        if (r == READ_END) break;
+    while (!done && (r = read_message(&text)) != READ_END) {
         if (r == READ_INTERRUPTED) {
             interrupt_at_prompt();
         } else if (text[0] == '/') {
@@ -2213,29 +1918,11 @@ static void chat_loop(App *a) {
         }
     }
     arrfree(text);
-}
-
-// Two lines for who begins: what this is, and what to type.
-static void greet(const App *a) {
-    const char *model = last_part(a->c->dir);
-    int shipped = !strcmp(model, "kvcomp-tiny");
-    tell("kvcomp %s, model %s, method %s. /help lists commands, Ctrl-D leaves.", KVCOMP_VERSION, model, a->method);
-    if (shipped) tell("It recalls facts, one a message. Try: My name is Anna. | What is my name? | /demo");
-    else tell("/compare QUESTION asks several methods, /method NAME takes another one.");
-}
-
-// The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
-int chat(App *a) {
-    watch_keyboard();
-    session_begin(a);
-    messages_begin(!opt_int(a->o, "no-history"), chat_name);
-    if (isatty(0) && isatty(1) && !quiet) greet(a);
-    chat_loop(a);
     messages_end();
     chat_busy = 0;
     session_end(a);
     if (!opt_int(a->o, "json")) return 0;
-    if (session_ready(a)) return EXIT_RUN;
+    if (session_ready(a)) die(EXIT_RUN, "%s", a->err);
     print_json(a, NULL);
     return 0;
 }

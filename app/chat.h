@@ -27,18 +27,18 @@ typedef struct {
     Session *s;
     char *method;           // the spec the session was opened with
     Turn *turn;             // the record (stb_ds array)
-    float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
-    int rewrote;            // 1: the chat has said that its template rewrites history
-    int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
+    int rewrote;            // so many ids the template has written otherwise as the dialogue went on
+    int stale;              // 1: the session is empty and waits to be made from the record (a message or a command replays it)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     const Turn *asked;      // the turn whose reply is to be made; NULL: none
-    char *logged;           // what --session's file holds, malloc'd; NULL: nothing of this chat's
+    char *logged;           // what --session's file holds of this chat, malloc'd; NULL: there is no such file
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     TraceFile *trace;       // --trace; NULL: it is not given
     const char **stop;      // texts that end a reply (stb_ds array); NULL: none
     const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
+    char err[512];          // why the last command of a chat has failed
 } App;
 
 typedef struct {
@@ -88,14 +88,12 @@ Turn render_turn(const App *a, const char *text, char err[512]);
 int render_how(const App *a);                           // RENDER_*: how the options have a dialogue rendered
 
 // The template writes the last `back` ids of the record otherwise, now that t follows: they leave the record, whose
-// texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with a line).
+// texts stay, and the session, which is made from the record unless its rows can simply be cut (0, or -1 with err).
 void record_take_back(App *a, Turn *t);
-int  session_take_back(App *a, Turn *t);
+int  session_take_back(App *a, Turn *t, char err[512]);
 
-void feed_prefill(App *a, const Turn *t);               // its ids; the last logits and the time it took stay in the App
-void feed_decode(App *a, int id);                       // its logits stay in the App, or the best in the session
+void feed_prefill(App *a, const Turn *t);               // its ids; the time it took stays in the App
 int  replay(App *a, char err[512]);                     // feeds the record once more: 0, or -1 with err
-int  session_ready(App *a);                             // replays if the session waits for it: 0, or -1 with a line
 
 // ---- generating a reply
 int ctx_limit(const App *a);                            // the most rows a head may hold: -c, or the model's own limit
@@ -104,7 +102,7 @@ int reply_next(App *a);                                 // its next id; -1: it i
 int stop_place(const char **stop, const char *text, size_t n);         // where the first of the texts begins; -1
 
 // Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
-// Ctrl-C, and writes the text to out as whole UTF-8 characters. Returns the number of tokens made.
+// Ctrl-C, and writes the text to out (NULL: nowhere) as whole UTF-8 characters. Returns the number of tokens made.
 int generate(App *a, int n, FILE *out);
 
 // ---- results
@@ -122,7 +120,7 @@ void json_options(const App *a, FILE *f);               // "options":{..}, those
 void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
 void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold
 void write_ids(FILE *f, const int *ids);                // "ids":[..]
-void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout
+void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout; text: its reply
 
 // ---- --ids FILE, --trace FILE
 int  is_blank(const char *p, const char *end);          // is there nothing but white space in [p,end)?
@@ -146,8 +144,9 @@ int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writ
 int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
 int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 
-// Feeds the next message, and records it. 0; or -1, with err, which is empty where there is nothing to feed: the
-// template or the method refuses it, it names a token without a row, or it does not fit.
+// Feeds the next message, and records it. 0; or -1, and nothing has changed: the template or the method refuses it, it
+// names a token without a row, or it does not fit, as err says; or err is empty, because there is nothing to feed, or
+// Ctrl-C or a signal has ended it.
 int message_feed(App *a, const char *text, char err[512]);
 
 // ---- several methods side by side

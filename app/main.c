@@ -478,18 +478,16 @@ static int request_score(App *a, const int *given, FILE *f, char err[512]) {
     double sum = 0;
     write_ids(f, given);
     for (int i = 0; i < n; i++) {
-        double logp = a->logits[given[i]] - log_sum_exp(a->logits, a->c->V);
-        fputs(i ? "," : ",\"logprobs\":[", f);
-        json_exact(f, logp);
+        double logp = a->s->logits[given[i]] - log_sum_exp(a->s->logits, a->c->V);
+        json_print(f, i ? ",%.17g" : ",'logprobs':[%.17g", logp);
         sum += logp;
-        greedy &= argmax(a->logits, a->c->V) == given[i];
+        greedy &= argmax(a->s->logits, a->c->V) == given[i];
         if (i == n - 1) break;                          // nothing is asked behind the last one
         if (make_room(a, 1, 0, err)) return -1;
-        feed_decode(a, given[i]);
+        decode(a->s, given[i]);
     }
-    fprintf(f, "],\"logprob\":");
-    json_exact(f, sum);
-    fprintf(f, ",\"greedy\":%s,", greedy ? "true" : "false");
+    json_print(f, "],'logprob':%.17g,'greedy':", sum);
+    fputs(greedy ? "true," : "false,", f);
     return 0;
 }
 

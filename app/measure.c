@@ -60,12 +60,7 @@ static void eval_set_free(EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->line); i++) json_free(e->line[i]);
     arrfree(e->item);
     arrfree(e->line);
-}
-
-// Frees the answers of a row to one item, with what was said in them.
-static void answers_free(Score *one) {
-    for (int k = 0; k < (int)arrlen(one->answers); k++) free(one->answers[k].said);
-    arrfree(one->answers);
+    arrfree(e->ids);
 }
 
 // The number of scored turns of an item.
@@ -226,22 +221,23 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int t
 }
 
 // ---- how an item is played
-static void note_answer(const EvalItem *it, int turn, char *said, Answer *x);           // see metrics
-static double note_logits(const float *ref, const float *y, int V, int right, Answer *x);
+// What comes of a scored turn, or of the window of a text.
+typedef struct {
+    char *said;                 // the method's reply (free pass), malloc'd
+    double nll;                 // NLL of the right answer per token, in nats (forced pass)
+    double predicted;           // tokens of the right reply, with the frame around the answer (forced pass) ..
+    double kld;                 // .. their KL divergence from full attention, a sum over them
+    double top1;                // .. and those of them where the best token is that of full attention
+} Played;
 
-// An empty record and an empty cache.
-static void play_start(App *a) {
-    record_clear(a);
-    session_reset(a->s);
-    interrupts = 0;
-}
+static double note_logits(const float *ref, const float *y, int V, int right, Played *x);      // see metrics
 
 // Renders a message by the chat template, appends it to the record and prefills it.
 static void play_prefill(App *a, const char *text) {
     char err[512];
     Turn t = render_turn(a, text, err);
     if (*err) die(EXIT_MODEL, "%s", err);
-    session_take_back(a, &t);
+    session_take_back(a, &t, err);
     arrput(a->turn, t);
     feed_prefill(a, &t);
 }
@@ -257,70 +253,6 @@ static int *gold_ids(const App *a, const EvalTurn *t) {
     return ids;
 }
 
-// Feeds a token of a right reply, which becomes the record's.
-static void feed_right(App *a, int id) {
-    arrput(arrlast(a->turn).dec, id);
-    feed_decode(a, id);
-}
-
-// Feeds the right reply to a turn whose message has been read.
-static void play_reply(App *a, const EvalTurn *t) {
-    int *right = gold_ids(a, t);
-    for (int k = 0; k < (int)arrlen(right); k++) feed_right(a, right[k]);
-    arrfree(right);
-}
-
-// Both passes begin with the turns whose replies are given, and the message of the first one that is asked.
-// Returns that turn.
-static int play_given(App *a, const EvalItem *it) {
-    int i = 0;
-    play_start(a);
-    play_prefill(a, it->turn[0].user);
-    while (it->turn[i].given) {
-        play_reply(a, &it->turn[i]);
-        play_prefill(a, it->turn[++i].user);
-    }
-    return i;
-}
-
-// Adds what the session cost. Called once an item.
-static void note_cost(const Session *s, Score *sc) {
-    sc->items++;
-    sc->peak = fmax(sc->peak, (double)s->clk.peak);
-    sc->stored += (double)kv_bytes(s);
-    sc->full += (double)kv_bytes_full(s);
-    sc->attended += bytes_a_step(s);
-    sc->prefill_s += s->clk.prefill;
-    sc->decode_s += s->clk.decode;
-    sc->n_prefill += (double)s->clk.n_prefill;
-    sc->n_decode += (double)s->clk.n_decode;
-}
-
-// The free pass: the method answers every turn from the turn `first` on, whose message has been read, and sc->answers
-// are scored. A reply may be as long as --n-predict, by default 64 tokens or twice the right reply, whichever is more.
-static void play_free(App *a, const EvalItem *it, int first, Score *sc) {
-    int limit = opt_int(a->o, "n-predict");             // negative: the default
-    Answer *x = sc->answers;
-    for (int i = first; i < (int)arrlen(it->turn); i++) {
-        const EvalTurn *t = &it->turn[i];
-        char *said = NULL;
-        size_t n = 0;
-        if (i > first) play_prefill(a, t->user);
-        if (t->given) {
-            play_reply(a, t);
-            continue;
-        }
-        int *right = gold_ids(a, t), most = max_int(2 * (int)arrlen(right), 64);
-        arrfree(right);
-        FILE *f = memory_stream(&said, &n);
-        generate(a, limit < 0 ? most : limit, f);
-        memory_stream_close(f);
-        if (t->answers) note_answer(it, i, said, x++);
-        else free(said);
-    }
-    note_cost(a->s, sc);
-}
-
 // Does a token of the reply, its bytes [from,to), touch the answer?
 static int in_answer(const EvalTurn *t, int from, int to) {
     int hit = !arrlen(t->span);
@@ -328,37 +260,79 @@ static int in_answer(const EvalTurn *t, int from, int to) {
     return hit;
 }
 
-// The forced pass: from the turn `first` on, whose message has been read, the right replies are fed whatever
-// the method would say.
-//   x NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
-//           (stb_ds, V a row).
-//   x       A method plays. Its logits are compared with the rows of *ref, and what comes of it is noted in the
-//           answers x, one a scored reply.
-static void play_forced(App *a, const EvalItem *it, int first, float **ref, Answer *x) {
-    int V = a->c->V, turns = (int)arrlen(it->turn);
-    size_t row = 0;                                                         // the next row of *ref
-    for (int i = first; i < turns; i++) {
-        const EvalTurn *t = &it->turn[i];
-        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
-        Decoder d = { .t = a->tok };
-        char *text = NULL;
-        if (i > first) play_prefill(a, t->user);
-        for (int k = 0; k < n; k++) {
-            int from = (int)arrlen(text);
-            text = decode_token(&d, ids[k], text);
-            if (t->answers && !x) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
-            if (t->answers && x) {
-                double nll = note_logits(*ref + V * row++, a->logits, V, ids[k], x);
-                int counts = in_answer(t, from, (int)arrlen(text));
-                counted += counts;
-                x->nll += counts ? nll : 0;
-            }
-            // Nothing is asked behind the last token of the dialogue.
-            if (i < turns - 1 || k < n - 1) feed_right(a, ids[k]);
+// Feeds the right reply to turn i, whose message has been read, token by token.
+//   ref NULL          nothing is asked
+//   *ref, x NULL      full attention plays: its logits at every token are appended to *ref (stb_ds, V a row)
+//   *ref, x           a method plays: its logits are compared with the rows at *ref, which moves on, and what comes of
+//                     it is noted in x
+static void play_right(App *a, const EvalItem *it, int i, float **ref, Played *x) {
+    const EvalTurn *t = &it->turn[i];
+    int *ids = gold_ids(a, t), n = (int)arrlen(ids), V = a->c->V, counted = 0, last = i == (int)arrlen(it->turn) - 1;
+    Decoder d = { .t = a->tok };
+    char *text = NULL;
+    for (int k = 0; k < n; k++) {
+        int from = (int)arrlen(text);
+        text = decode_token(&d, ids[k], text);
+        if (ref && !x) memcpy(arraddnptr(*ref, V), a->s->logits, (size_t)V * sizeof **ref);
+        if (ref && x) {
+            double nll = note_logits(*ref, a->s->logits, V, ids[k], x);
+            int counts = in_answer(t, from, (int)arrlen(text));
+            counted += counts;
+            x->nll += counts ? nll : 0;
+            *ref += V;
         }
-        if (t->answers && x) x++->nll /= max_int(counted, 1);
-        arrfree(ids);
-        arrfree(text);
+        if (last && k == n - 1) break;                  // nothing is asked behind the last token of the dialogue
+        arrput(arrlast(a->turn).dec, ids[k]);
+        decode(a->s, ids[k]);
+    }
+    if (x) x->nll /= max_int(counted, 1);
+    arrfree(ids);
+    arrfree(text);
+}
+
+// The method's own reply to a turn whose message has been read (malloc'd). It may be as long as --n-predict, by default
+// 64 tokens or twice the right reply, whichever is more.
+static char *play_own(App *a, const EvalTurn *t) {
+    int *right = gold_ids(a, t), most = opt_int(a->o, "n-predict");     // negative: the default
+    char *said = NULL;
+    size_t n = 0;
+    FILE *f = memory_stream(&said, &n);
+    generate(a, most < 0 ? max_int(2 * (int)arrlen(right), 64) : most, f);
+    memory_stream_close(f);
+    arrfree(right);
+    return said;
+}
+
+// Both passes begin with the turns whose replies are given, and the message of the first one that is asked.
+// Returns that turn.
+static int play_given(App *a, const EvalItem *it) {
+    int i = 0;
+    record_clear(a);
+    session_reset(a->s);
+    interrupts = 0;
+    play_prefill(a, it->turn[0].user);
+    while (it->turn[i].given) {
+        play_right(a, it, i, NULL, NULL);
+        play_prefill(a, it->turn[++i].user);
+    }
+    return i;
+}
+
+// Plays the turns of an item from `first` on, whose message has been read. x: one a scored turn.
+//   ref NULL    the free pass: the method answers, and what it says in scored turns is noted
+//   ref         the forced pass: the right replies are fed, whatever the method would say (ref and x: see play_right)
+static void play_turns(App *a, const EvalItem *it, int first, float **ref, Played *x) {
+    for (int i = first, k = 0; i < (int)arrlen(it->turn); i++) {
+        const EvalTurn *t = &it->turn[i];
+        Played *noted = x && t->answers ? &x[k++] : NULL;
+        if (i > first) play_prefill(a, t->user);
+        if (ref || t->given) {
+            play_right(a, it, i, t->answers ? ref : NULL, noted);
+            continue;
+        }
+        char *said = play_own(a, t);
+        if (noted) noted->said = said;
+        else free(said);
     }
 }
 
@@ -366,15 +340,15 @@ static void play_forced(App *a, const EvalItem *it, int first, float **ref, Answ
 // what both passes begin with is computed once. The copy writes its numbers to a file without a name, and
 // this process waits for it. 0; -1: nothing was played, because a copy has but one thread, no GPU, and would
 // write into the trace.
-static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **ref, Answer *x) {
+static int play_forced_in_copy(App *a, const EvalItem *it, int first, float *ref, Played *x) {
     if (n_threads() > 1 || KV_DEV(a->s) || a->trace) return -1;
-    size_t n = (size_t)scored_turns(it);
+    size_t n = arrlenu(x);
     int status;
     FILE *f = tmpfile();
     fflush(NULL);                           // else the copy would write once more what waits in buffers
     pid_t copy = f ? fork() : -1;
     if (!copy) {
-        play_forced(a, it, first, ref, x);
+        play_turns(a, it, first, &ref, x);
         _exit(fwrite(x, sizeof *x, n, f) != n || fflush(f) ? EXIT_RUN : 0);
     }
     if (copy > 0) {
@@ -388,13 +362,40 @@ static int play_forced_in_copy(App *a, const EvalItem *it, int first, float **re
     return copy > 0 ? 0 : -1;
 }
 
-// Plays an item through a->s, both passes, into *sc, which is empty. ref: as play_forced has it.
-static void play_item(App *a, const EvalItem *it, float **ref, Score *sc) {
-    int n = scored_turns(it);
-    memset(arraddnptr(sc->answers, n), 0, (size_t)n * sizeof *sc->answers);
-    int first = play_given(a, it), apart = play_forced_in_copy(a, it, first, ref, sc->answers);
-    play_free(a, it, first, sc);
-    if (apart) play_forced(a, it, play_given(a, it), ref, sc->answers);
+// What the session has cost since it was reset, as the end of a line of --eval-out.
+static void write_cost(const App *a, FILE *f) {
+    const Clock *k = &a->s->clk;
+    json_print(f, "'kv_bytes_stored':%zu,'kv_bytes_full':%zu,", kv_bytes(a->s), kv_bytes_full(a->s));
+    json_print(f, "'kv_bytes_attended':%.17g,'kv_bytes_peak':%zu,", bytes_a_step(a->s), k->peak);
+    json_print(f, "'prefill_s':%.17g,'decode_s':%.17g,", k->prefill, k->decode);
+    json_print(f, "'n_prefill':%ld,'n_decode':%ld}\n", k->n_prefill, k->n_decode);
+}
+
+// Plays an item through a->s, both passes, into x (stb_ds, one a scored turn). ref: the logits of full attention.
+// Returns what the free pass cost, malloc'd.
+static char *play_item(App *a, const EvalItem *it, float *ref, Played *x) {
+    int first = play_given(a, it), apart = play_forced_in_copy(a, it, first, ref, x);
+    play_turns(a, it, first, NULL, x);
+    char *cost = written(a, write_cost);
+    if (apart) play_turns(a, it, play_given(a, it), &ref, x);
+    return cost;
+}
+
+// Plays a window of a text through a->s. Half of it is prefilled, and each further token is decoded; every token of the
+// second half is predicted from what came before it. A session of full attention (NULL: none) sees the same tokens, and
+// the logits are compared. Returns what it cost, malloc'd.
+static char *play_window(App *a, const EvalItem *it, Session *full, Played *x) {
+    int half = it->length / 2;
+    x->said = copy_text("");
+    session_reset(a->s);
+    if (full) session_reset(full);
+    for (int i = half - 1; i < it->length - 1; i++) {   // token i is the last one seen, i+1 is predicted
+        int id = it->ids[i];
+        const float *y = i < half ? prefill(a->s, it->ids, half) : decode(a->s, id), *ref = NULL;
+        if (full) ref = i < half ? prefill(full, it->ids, half) : decode(full, id);
+        x->nll += note_logits(ref, y, a->c->V, it->ids[i + 1], x) / (it->length - half);
+    }
+    return written(a, write_cost);
 }
 
 // ---- metrics: words
@@ -533,20 +534,15 @@ static char *without_frame(const EvalTurn *t, const char *said) {
     return rest;
 }
 
-// Scores what was said in a turn. `said` is the answer's from here on.
-static void note_answer(const EvalItem *it, int turn, char *said, Answer *x) {
+// Writes a scored turn of an item, and what came of it, as an answer of a line of --eval-out.
+static void write_answer(const EvalItem *it, int turn, const Played *x, FILE *f) {
     const EvalTurn *t = &it->turn[turn];
-    char *rest = without_frame(t, said);
-    x->task = it->task;
-    x->said = said;
-    x->item = it->number;
-    x->turn = turn;
-    x->turns = (int)arrlen(it->turn);
-    x->position = t->position;
-    x->length = it->length;
-    x->depth = t->depth;
-    x->score = best_score(it->metric, rest, t);
-    x->found = best_score(METRIC_FOUND, rest, t);
+    char *rest = without_frame(t, x->said);
+    json_print(f, "{'task':%s,'gold':%s,'prediction':%s,", it->task, t->answers->item[0].str, x->said);
+    json_print(f, "'text':%d,'turn':%d,'turns':%d,", it->number, turn, (int)arrlen(it->turn));
+    json_print(f, "'position':%d,'length':%d,'depth':%d,", t->position, it->length, t->depth);
+    json_print(f, "'score':%.17g,'found':%.17g,", best_score(it->metric, rest, t), best_score(METRIC_FOUND, rest, t));
+    json_print(f, "'nll':%.17g,'predicted':%.17g,'kld':%.17g,'top1':%.17g}", x->nll, x->predicted, x->kld, x->top1);
     free(rest);
 }
 
@@ -568,7 +564,7 @@ static double divergence(const float *p, const float *q, int n) {
 
 // Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
 // that follows.
-static double note_logits(const float *ref, const float *y, int V, int right, Answer *x) {
+static double note_logits(const float *ref, const float *y, int V, int right, Played *x) {
     x->predicted++;
     x->kld += ref ? divergence(ref, y, V) : 0;
     x->top1 += ref && argmax(ref, V) == argmax(y, V);
@@ -588,28 +584,31 @@ typedef struct {
     double n;               // how many numbers the sum is of
 } Sum;
 
-// Which answers of a row: a position -1..2 (see Answer), or one of these.
+// Which answers of a row: a "position" -1..2 (where the question stands: 0 begin, 1 middle, 2 end), or one of these.
 enum {
     ANY_PLACE = -2,
     LAST_TURN = -3      // the last turns of the items
 };
 
 // Does the answer belong to the place?
-static int is_at(const Answer *x, int place) {
+static int is_at(const Json *x, int place) {
     if (place == ANY_PLACE) return 1;
-    if (place == LAST_TURN) return x->turn == x->turns - 1;
-    return x->position == place;
+    if (place == LAST_TURN) return json_num(x, "turn") == json_num(x, "turns") - 1;
+    return json_num(x, "position") == place;
 }
 
-// The parts of the answers (stb_ds) of a task (NULL: any task) at a place: what stands at the offset `at` of each. What
-// stands behind `predicted` is a sum over so many tokens, the others are one number. stb_ds; NULL when there are none.
-static Sum *sums_of(const Answer *x, const char *task, int place, size_t at) {
+// The parts of a row's answers of a task (NULL: any task) at a place: what they have by that name. "kld" and "top1" are
+// sums over the predicted tokens, the others are one number. stb_ds; NULL when there are none.
+static Sum *sums_of(const EvalRow *row, const char *task, int place, const char *name) {
+    int of_tokens = word_place("kld|top1", name) >= 0;
     Sum *part = NULL;
-    for (int i = 0; i < (int)arrlen(x); i++) {
-        if ((task && strcmp(task, x[i].task)) || !is_at(&x[i], place)) continue;
-        if (!part || arrlast(part).text != x[i].item) arrput(part, ((Sum){ .text = x[i].item }));
-        arrlast(part).sum += *(const double *)((const char *)&x[i] + at);
-        arrlast(part).n += at > offsetof(Answer, predicted) ? x[i].predicted : 1;
+    for (int i = 0; i < (int)arrlen(row->answer); i++) {
+        const Json *x = row->answer[i];
+        if ((task && strcmp(task, json_text(x, "task"))) || !is_at(x, place)) continue;
+        double text = json_num(x, "text");
+        if (!part || arrlast(part).text != text) arrput(part, ((Sum){ .text = text }));
+        arrlast(part).sum += json_num(x, name);
+        arrlast(part).n += of_tokens ? json_num(x, "predicted") : 1;
     }
     return part;
 }
@@ -674,8 +673,8 @@ static void add_word(Field **c, int shown, const char *name, const char *word) {
 
 // The row that the gaps of row s are measured from: that of the first method, the one with the same
 // budget if it has several.
-static const Score *base_of(const Score *s, const EvalRun *run) {
-    const Score *base = run->rows;
+static const EvalRow *base_of(const EvalRow *s, const EvalRun *run) {
+    const EvalRow *base = run->rows;
     for (int r = 1; r < (int)arrlen(run->rows); r++)
         if (!strcmp(run->rows[r].name, base->name) && run->rows[r].budget == s->budget) base = &run->rows[r];
     return base;
@@ -684,10 +683,10 @@ static const Score *base_of(const Score *s, const EvalRun *run) {
 // Appends, of some answers of the row as sums_of takes them, if there are any: NAME, their mean; _lo and _hi, the ends
 // of its interval; _gap, how far it is above the mean of the base, and the ends of that one's interval. A table shows
 // the mean, and all of it with `whole`.
-static void add_mean(Field **c, int whole, const char *name, const Score *s, const EvalRun *run, const char *task,
-                     int place, size_t at) {
+static void add_mean(Field **c, int whole, const char *name, const EvalRow *s, const EvalRun *run, const char *task,
+                     int place, const char *of) {
     static const char *const part[] = { "", "_lo", "_hi", "_gap", "_gap_lo", "_gap_hi" };
-    Sum *x = sums_of(s->answers, task, place, at), *base = sums_of(base_of(s, run)->answers, task, place, at);
+    Sum *x = sums_of(s, task, place, of), *base = sums_of(base_of(s, run), task, place, of);
     double value[] = { mean_of(x), NAN, NAN, mean_of(x) - mean_of(base), NAN, NAN };
     if (arrlen(x) >= TEXTS_FOR_INTERVAL && arrlen(base) == arrlen(x)) {
         bootstrap(x, NULL, &value[1], &value[2]);
@@ -702,57 +701,68 @@ static void add_mean(Field **c, int whole, const char *name, const Score *s, con
     arrfree(base);
 }
 
-// Is answer i the first one of its task?
-static int first_of_task(const Answer *x, int i) {
-    for (int j = 0; j < i; j++)
-        if (!strcmp(x[i].task, x[j].task)) return 0;
-    return 1;
-}
-
 // Appends what a row scored: over everything, by task in the order of the items, by the place of the question
 // (LAST_TURN on), and how often its answers were found.
-static void score_fields(Field **c, const Score *s, const EvalRun *run) {
+static void score_fields(Field **c, const EvalRow *s, const EvalRun *run) {
     static const char *const places[] = { "last_turn", NULL, "alone", "begin", "middle", "end" };
-    const size_t score = offsetof(Answer, score);
-    const Answer *x = s->answers;
-    add_mean(c, 1, "score", s, run, NULL, ANY_PLACE, score);
-    for (int i = 0; i < (int)arrlen(x); i++)
-        if (first_of_task(x, i)) add_mean(c, 0, x[i].task, s, run, x[i].task, ANY_PLACE, score);
+    char **tasks = NULL;
+    add_mean(c, 1, "score", s, run, NULL, ANY_PLACE, "score");
+    for (int i = 0; i < (int)arrlen(s->answer); i++) {
+        const char *task = json_text(s->answer[i], "task");
+        if (word_in(tasks, task) >= 0) continue;
+        add_mean(c, 0, task, s, run, task, ANY_PLACE, "score");
+        arrput(tasks, (char *)task);
+    }
     for (int i = 0; i < 6; i++)
-        if (places[i]) add_mean(c, 0, places[i], s, run, NULL, LAST_TURN + i, score);
-    add_mean(c, 0, "found", s, run, NULL, ANY_PLACE, offsetof(Answer, found));
+        if (places[i]) add_mean(c, 0, places[i], s, run, NULL, LAST_TURN + i, "score");
+    add_mean(c, 0, "found", s, run, NULL, ANY_PLACE, "found");
+    arrfree(tasks);
+}
+
+// The sum of a number over the items that a row has played.
+static double cost_of(const EvalRow *s, const EvalRun *run, const char *name) {
+    double sum = 0;
+    for (int i = 0; i < run->items; i++) sum += s->line[i] ? json_num(s->line[i], name) : 0;
+    return sum;
 }
 
 // All fields of a row (stb_ds): whose it is; scores, or the perplexity of a text; divergence from full attention and
 // the share of best tokens that are its; bytes and speed.
-Field *row_fields(const Score *s, const EvalRun *run) {
+Field *row_fields(const EvalRow *s, const EvalRun *run) {
     Field *c = NULL;
-    const size_t nll = offsetof(Answer, nll);
-    double items = s->items ? s->items : 1;
+    int items = 0;
+    double peak = 0, full = cost_of(s, run, "kv_bytes_full"), stored = cost_of(s, run, "kv_bytes_stored");
+    double prefill_s = cost_of(s, run, "prefill_s"), decode_s = cost_of(s, run, "decode_s");
+    for (int i = 0; i < run->items; i++) {
+        if (!s->line[i]) continue;
+        items++;
+        peak = fmax(peak, json_num(s->line[i], "kv_bytes_peak"));
+    }
     add_word(&c, 1, "method", s->name);
     add_field(&c, 1, "budget", s->budget, "%.0f");
-    add_field(&c, 0, "items", s->items, "%.0f");
-    add_field(&c, 0, "scored", (double)arrlen(s->answers), "%.0f");
+    add_field(&c, 0, "items", items, "%.0f");
+    add_field(&c, 0, "scored", (double)arrlen(s->answer), "%.0f");
     if (run->ppl) {
-        Sum *x = sums_of(s->answers, NULL, ANY_PLACE, nll);
+        Sum *x = sums_of(s, NULL, ANY_PLACE, "nll");
         add_field(&c, 1, "ppl", exp(mean_of(x)), "%.4f");
         arrfree(x);
     } else {
         score_fields(&c, s, run);
-        add_mean(&c, 0, "nll", s, run, NULL, ANY_PLACE, nll);
+        add_mean(&c, 0, "nll", s, run, NULL, ANY_PLACE, "nll");
     }
     if (!run->ppl || run->kld) {
-        add_mean(&c, 0, "kld_mean", s, run, NULL, ANY_PLACE, offsetof(Answer, kld));
-        add_mean(&c, 0, "top1", s, run, NULL, ANY_PLACE, offsetof(Answer, top1));
+        add_mean(&c, 0, "kld_mean", s, run, NULL, ANY_PLACE, "kld");
+        add_mean(&c, 0, "top1", s, run, NULL, ANY_PLACE, "top1");
     }
-    add_field(&c, 1, "stored", s->stored / (s->full > 0 ? s->full : 1), "%.3f");
-    add_field(&c, 1, "kv_bytes_stored", s->stored / items, NULL);
-    add_field(&c, 0, "kv_bytes_full", s->full / items, NULL);
-    add_field(&c, 1, "kv_bytes_attended", s->attended / items, NULL);
-    add_field(&c, 1, "kv_bytes_peak", s->peak, NULL);
-    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f");
-    add_field(&c, 0, "pp_tok_s", rate((long)s->n_prefill, s->prefill_s), "%.4g");
-    add_field(&c, 1, "tg_tok_s", rate((long)s->n_decode, s->decode_s), "%.4g");
+    items = max_int(items, 1);
+    add_field(&c, 1, "stored", stored / (full > 0 ? full : 1), "%.3f");
+    add_field(&c, 1, "kv_bytes_stored", stored / items, NULL);
+    add_field(&c, 0, "kv_bytes_full", full / items, NULL);
+    add_field(&c, 1, "kv_bytes_attended", cost_of(s, run, "kv_bytes_attended") / items, NULL);
+    add_field(&c, 1, "kv_bytes_peak", peak, NULL);
+    add_field(&c, 1, "prefill_s", prefill_s, "%.2f");
+    add_field(&c, 0, "pp_tok_s", rate((long)cost_of(s, run, "n_prefill"), prefill_s), "%.4g");
+    add_field(&c, 1, "tg_tok_s", rate((long)cost_of(s, run, "n_decode"), decode_s), "%.4g");
     add_word(&c, 0, "model", run->model);
     return c;
 }
@@ -843,17 +853,6 @@ static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int co
 static int table_columns(void) { return isatty(1) ? screen_columns() : 0; }
 
 // ---- the modes: the rows of a run
-// Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
-const char *list_word(const char *list, int k, char out[160]) {
-    for (; k; k--) {
-        list = strchr(list, ',');
-        if (!list) return NULL;
-        list++;
-    }
-    snprintf(out, 160, "%.*s", (int)strcspn(list, ","), list);
-    return out;
-}
-
 // Closes a session that owns its options.
 static void close_with_options(Session *s) {
     Options *o = (Options *)(uintptr_t)s->opt;
@@ -863,41 +862,36 @@ static void close_with_options(Session *s) {
 
 // Has every part of "lychee+pats" the name of a method?
 static int names_methods(const char *spec) {
-    size_t n;
-    int all = 1;
-    for (; *spec && all; spec += n + (spec[n] != 0)) {
-        n = strcspn(spec, "+");
-        all = method_find(spec, n) != NULL;
-    }
-    return all;
+    char part[160];
+    while (next_word(&spec, "+", part, sizeof part))
+        if (!method_find(part, strlen(part))) return 0;
+    return 1;
 }
 
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once. A method
 // without a budget gets one row. Among several those that cannot be opened, as where a file beside the model is
 // missing, are left out, and said; one alone ends the program. Returns the rows (stb_ds).
-static Score *open_rows(const App *a) {
+static EvalRow *open_rows(const App *a) {
     char name[160], budget[160], err[512] = "no method is named";
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
-    Score *rows = NULL;
-    int several = strchr(list, ',') != NULL;
-    for (int i = 0; list_word(list, i, name); i++) {
-        for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
+    int several = strchr(list, ',') != NULL, own_budget = !opt_given(a->o, "budgets");
+    EvalRow *rows = NULL;
+    while (next_word(&list, ",", name, sizeof name)) {
+        const char *budgets = own_budget ? "its own" : opt_str(a->o, "budgets");
+        while (next_word(&budgets, ",", budget, sizeof budget)) {
             App own = { .o = options_copy(a->o), .method = name };
-            Score sc = { 0 };
-            if (opt_given(a->o, "budgets") && options_set(own.o, "budget", budget, err))
-                die(EXIT_USAGE, "--budgets: %s", err);
+            if (!own_budget && options_set(own.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
             int may_miss = several && names_methods(name);
-            own.s = sc.s = may_miss ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
-            if (!sc.s) {
+            own.s = may_miss ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
+            if (!own.s) {
                 options_free(own.o);
                 warn("%s is left out: %s", name, err);
                 break;
             }
-            snprintf(sc.name, sizeof sc.name, "%s", name);
-            sc.made = written(&own, write_making);
-            sc.budget = uses_budget(sc.s) ? sc.s->budget : 0;
-            arrput(rows, sc);
-            if (!uses_budget(sc.s)) break;
+            int uses = uses_budget(own.s);
+            arrput(rows, ((EvalRow){ .s = own.s, .made = written(&own, write_making), .budget = uses ? own.s->budget : 0 }));
+            snprintf(arrlast(rows).name, sizeof arrlast(rows).name, "%s", name);
+            if (!uses) break;
         }
     }
     if (!rows) die(EXIT_USAGE, "%s", err);
@@ -912,69 +906,36 @@ static Score *open_rows(const App *a) {
 // made from the same numbers in the same order whether a run was whole, went on, or was spread over machines. A run
 // with other methods or budgets may share the file: it takes the lines of its own rows, and adds what is missing.
 
-// A number of a line, of an Answer or a Score: its name, and where it stands in the struct.
-typedef struct {
-    const char *name;
-    size_t at;
-} Column;
-
-static const Column answer_columns[] = {
-    { "text",              offsetof(Answer, item) },
-    { "turn",              offsetof(Answer, turn) },
-    { "turns",             offsetof(Answer, turns) },
-    { "position",          offsetof(Answer, position) },
-    { "length",            offsetof(Answer, length) },
-    { "depth",             offsetof(Answer, depth) },
-    { "score",             offsetof(Answer, score) },
-    { "found",             offsetof(Answer, found) },
-    { "nll",               offsetof(Answer, nll) },
-    { "predicted",         offsetof(Answer, predicted) },
-    { "kld",               offsetof(Answer, kld) },
-    { "top1",              offsetof(Answer, top1) },
-    { NULL }
-};
-static const Column cost_columns[] = {
-    { "kv_bytes_stored",   offsetof(Score, stored) },
-    { "kv_bytes_full",     offsetof(Score, full) },
-    { "kv_bytes_attended", offsetof(Score, attended) },
-    { "kv_bytes_peak",     offsetof(Score, peak) },
-    { "prefill_s",         offsetof(Score, prefill_s) },
-    { "decode_s",          offsetof(Score, decode_s) },
-    { "n_prefill",         offsetof(Score, n_prefill) },
-    { "n_decode",          offsetof(Score, n_decode) },
-    { NULL }
-};
 static const char answers_mark[] = "{\"kvcomp\":\"answers 4\",";     // begins every line
 enum { EVAL_ITEMS = 1 << 20 };                                      // most items of a run
+
+// The numbers that a line has, and each of its answers; null is one, too.
+static const char cost_numbers[] = "kv_bytes_stored|kv_bytes_full|kv_bytes_attended|kv_bytes_peak|"
+                                   "prefill_s|decode_s|n_prefill|n_decode";
+static const char answer_numbers[] = "text|turn|turns|position|length|depth|score|found|nll|predicted|kld|top1";
 
 // Is item i there in every row?
 static int item_is_there(const EvalRun *x, int i) {
     int r = 0, rows = (int)arrlen(x->rows);
-    while (r < rows && x->rows[r].part[i].items) r++;
+    while (r < rows && x->rows[r].line[i]) r++;
     return r == rows;
 }
 
-// Adds what a row made of one item to the row.
-static void score_add(Score *sc, const Score *one) {
-    double peak = fmax(sc->peak, one->peak);
-    for (int i = 0; i < (int)arrlen(one->answers); i++) arrput(sc->answers, one->answers[i]);
-    for (const Column *k = cost_columns; k->name; k++)
-        *(double *)((char *)sc + k->at) += *(const double *)((const char *)one + k->at);
-    sc->peak = peak;
-    sc->items += one->items;
-}
-
-// Adds up the rows. Only an item that every row has played counts, so that rows stay comparable. Returns how many
-// are missing; the numbers of the first ones go to text.
-static int rows_add(EvalRun *x, char text[160]) {
+// The answers that count: of items that every row has played, so that rows stay comparable. What else was played is
+// dropped. Returns how many items are missing; the numbers of the first ones go to text.
+static int rows_end(EvalRun *x, char text[160]) {
     int missing = 0;
     *text = 0;
     for (int i = 0; i < x->items; i++) {
         int there = item_is_there(x, i);
-        for (int r = 0; r < (int)arrlen(x->rows) && there; r++) score_add(&x->rows[r], &x->rows[r].part[i]);
-        if (there) continue;
+        for (EvalRow *row = x->rows; row < x->rows + arrlen(x->rows); row++) {
+            const Json *answers = json_get(row->line[i], "answers");
+            for (int k = 0; there && k < answers->n; k++) arrput(row->answer, &answers->item[k]);
+            if (!there) json_free(row->line[i]);
+            if (!there) row->line[i] = NULL;
+        }
         size_t n = strlen(text);
-        if (++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
+        if (!there && ++missing <= 8) snprintf(text + n, 160 - n, "%s%d", n ? ", " : "", i + 1);
     }
     return missing;
 }
@@ -982,15 +943,14 @@ static int rows_add(EvalRun *x, char text[160]) {
 // Frees what x holds, and closes its file.
 static void answers_close(EvalRun *x) {
     for (int r = 0; r < (int)arrlen(x->rows); r++) {
-        Score *row = &x->rows[r];
-        for (int i = 0; i < x->items; i++) answers_free(&row->part[i]);
-        arrfree(row->answers);
-        free(row->part);
+        EvalRow *row = &x->rows[r];
+        for (int i = 0; i < x->items; i++) json_free(row->line[i]);
+        arrfree(row->answer);
+        free(row->line);
         free(row->made);
     }
     free(x->run);
     arrfree(x->rows);
-    strreset(&x->mem);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
 
@@ -1015,59 +975,40 @@ static char *run_of(App *a, const EvalSet *e) {
     return run;
 }
 
-// A number with all its digits; null when it is none.
-void json_exact(FILE *f, double x) {
-    if (isfinite(x)) fprintf(f, "%.17g", x);
-    else fputs("null", f);
-}
-
-// Writes the numbers of a struct.
-static void write_columns(const Column *k, const void *from, FILE *f) {
-    for (const Column *first = k; k->name; k++) {
-        fprintf(f, k > first ? ",\"%s\":" : "\"%s\":", k->name);
-        json_exact(f, *(const double *)((const char *)from + k->at));
-    }
-}
-
-// Writes the line of item i, as row r played it, in one piece. Exit 1 when it cannot be written.
-static void write_item(const EvalRun *x, const EvalItem *it, int i, int r) {
-    const Score *row = &x->rows[r], *one = &row->part[i];
-    char *text = NULL;
+// The line of item i as row r played it, which is written in one piece to the file of the run, if it has one; exit 1
+// when it cannot be. Then the row has it. Frees what was said.
+static void item_done(const EvalRun *x, const EvalItem *it, int i, int r, Played *played, char *cost) {
+    const EvalRow *row = &x->rows[r];
+    char *text = NULL, err[256];
     size_t size;
     FILE *f = memory_stream(&text, &size);
-    fprintf(f, "%s\"items\":%d,\"item\":%d,\"row\":%d,\"budget\":%d,", answers_mark, x->items, i + 1, r + 1, row->budget);
-    json_pair(f, "run", x->run);
-    json_pair(f, "made", row->made);
-    json_pair(f, "method", row->name);
-    json_pair(f, "model", x->model);
-    json_pair(f, "build", KVCOMP_VERSION);
-    fputs("\"answers\":[", f);
-    for (int k = 0; k < (int)arrlen(one->answers); k++) {
-        const Answer *answer = &one->answers[k];
-        fputs(k ? ",{" : "{", f);
-        json_pair(f, "task", answer->task);
-        json_pair(f, "gold", it->turn[(int)answer->turn].answers->item[0].str);
-        json_pair(f, "prediction", answer->said);
-        write_columns(answer_columns, answer, f);
-        fputc('}', f);
+    fputs(answers_mark, f);
+    json_print(f, "'items':%d,'item':%d,'row':%d,'budget':%d,", x->items, i + 1, r + 1, row->budget);
+    json_print(f, "'run':%s,'made':%s,'method':%s,", x->run, row->made, row->name);
+    json_print(f, "'model':%s,'build':%s,'answers':[", x->model, KVCOMP_VERSION);
+    for (int turn = 0, k = 0; turn < (int)arrlen(it->turn); turn++) {
+        if (!it->turn[turn].answers) continue;
+        if (k) fputc(',', f);
+        write_answer(it, turn, &played[k], f);
+        free(played[k++].said);
     }
-    fputs("],", f);
-    write_columns(cost_columns, one, f);
-    fputs("}\n", f);
+    fprintf(f, "],%s", cost);
     memory_stream_close(f);
-    if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
+    if (x->f && (fwrite(text, 1, size, x->f) != size || fflush(x->f)))
         die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
             strerror(errno));
+    row->line[i] = json_parse(text, size, err);
     free(text);
+    free(cost);
 }
 
 // ---- answers on disk: reading
-// Reads what write_columns wrote. 0, or -1 with err.
-static int read_columns(const Json *obj, const Column *k, void *to, char err[512]) {
-    for (; k->name; k++) {
-        const Json *j = json_get(obj, k->name);
-        if (!j || (j->type != JSON_NUMBER && j->type != JSON_NULL)) return fault(err, "'%s' is no number", k->name);
-        *(double *)((char *)to + k->at) = j->type == JSON_NULL ? NAN : j->num;
+// Has obj a number, or null, by each of these names? 0, or -1 with err.
+static int has_numbers(const Json *obj, const char *names, char err[512]) {
+    char name[40];
+    while (next_word(&names, "|", name, sizeof name)) {
+        const Json *j = json_get(obj, name);
+        if (!json_is(j, JSON_NUMBER) && !json_is(j, JSON_NULL)) return fault(err, "'%s' is no number", name);
     }
     return 0;
 }
@@ -1079,7 +1020,7 @@ static int row_of_line(EvalRun *x, const Json *obj) {
     for (int r = 0; r < (int)arrlen(x->rows); r++)
         if (!strcmp(x->rows[r].made, made)) return r;
     if (!x->merges) return -1;
-    Score row = { .made = copy_text(made), .part = xcalloc((size_t)x->items, sizeof row) };
+    EvalRow row = { .made = copy_text(made), .line = xcalloc((size_t)x->items, sizeof *row.line) };
     const Json *budget = json_get(obj, "budget");
     row.budget = budget && budget->is_int ? (int)budget->i : 0;
     snprintf(row.name, sizeof row.name, "%s", json_text(obj, "method"));
@@ -1087,34 +1028,30 @@ static int row_of_line(EvalRun *x, const Json *obj) {
     return (int)arrlen(x->rows) - 1;
 }
 
-// Takes what write_item wrote, unless it is there already, or of a row that this run has not. 0, or -1 with err.
-static int read_item_line(EvalRun *x, const Json *obj, char err[512]) {
-    const Json *answers = json_get(obj, "answers");
-    const char *run = json_text(obj, "run");
-    Score one = { .items = 1 };
-    int item, bad = 0;
+// Takes a line, which item_done wrote, unless it is there already, or of a row that this run has not: *line is then the
+// row's, and NULL here. 0, or -1 with err.
+static int line_take(EvalRun *x, Json **line, char err[512]) {
+    const Json *answers = json_get(*line, "answers");
+    const char *run = json_text(*line, "run");
+    int item;
     if (!x->run) {
-        if (read_whole(obj, "items", 1, EVAL_ITEMS, &x->items, err)) return -1;
+        if (read_whole(*line, "items", 1, EVAL_ITEMS, &x->items, err)) return -1;
         x->run = copy_text(run);
-        snprintf(x->model, sizeof x->model, "%s", json_text(obj, "model"));
+        snprintf(x->model, sizeof x->model, "%s", json_text(*line, "model"));
     }
     if (strcmp(run, x->run)) return fault(err, "of another run: %.200s; expected %.200s", run, x->run);
-    if (read_whole(obj, "item", 1, x->items, &item, err)) return -1;
+    if (read_whole(*line, "item", 1, x->items, &item, err)) return -1;
     if (!json_is(answers, JSON_ARRAY)) return fault(err, "'answers' is no list");
-    int r = row_of_line(x, obj);
-    Score *part = r < 0 ? NULL : &x->rows[r].part[item - 1];
-    if (!part) return 0;
-    x->twice += part->items;
-    if (part->items) return 0;
-    bad = read_columns(obj, cost_columns, &one, err);
-    for (int i = 0; !bad && i < answers->n; i++) {
-        Answer answer = { .task = stralloc(&x->mem, (char *)json_text(&answers->item[i], "task")) };
-        bad = read_columns(&answers->item[i], answer_columns, &answer, err);
-        arrput(one.answers, answer);
-    }
-    if (bad) arrfree(one.answers);
-    else *part = one;
-    return bad;
+    int r = row_of_line(x, *line);
+    Json **place = r < 0 ? NULL : &x->rows[r].line[item - 1];
+    x->twice += place && *place;
+    if (!place || *place) return 0;
+    if (has_numbers(*line, cost_numbers, err)) return -1;
+    for (int i = 0; i < answers->n; i++)
+        if (has_numbers(&answers->item[i], answer_numbers, err)) return -1;
+    *place = *line;
+    *line = NULL;
+    return 0;
 }
 
 // Reads a file of answers, text (n), which it frees. Returns the bytes up to the end of the last whole line: what
@@ -1130,7 +1067,7 @@ static size_t read_answers(EvalRun *x, char *text, size_t n) {
             bad = fault(err, "none that --eval-out of this kvcomp wrote");
         if (!end && !bad) break;
         if (!bad) obj = json_parse(text + at, size, err);
-        bad = !obj || read_item_line(x, obj, err);
+        bad = !obj || line_take(x, &obj, err);
         json_free(obj);
         if (bad) die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
     }
@@ -1162,11 +1099,9 @@ static void answers_open(EvalRun *x, const char *path) {
 // Reads all files, a path a line. Exit 2 when one cannot be read, or is of another run than the first.
 static void merge_files(EvalRun *x, const char *paths) {
     char err[512], path[4096];
-    for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
-        size_t n;
-        end = p + strcspn(p, "\n");
-        snprintf(path, sizeof path, "%.*s", (int)(end - p), p);
-        x->path = path;
+    size_t n;
+    x->path = path;
+    while (next_word(&paths, "\n", path, sizeof path)) {
         char *text = read_bounded(path, MOST_ANSWERS, &n, err);
         if (!text) die(EXIT_USAGE, "--eval-merge %s", err);
         read_answers(x, text, n);
@@ -1205,6 +1140,7 @@ static void count_down(const char *parts, int done, int all, double t0) {
 static void play_items(App *a, const EvalSet *e, EvalRun *x) {
     Session *full = session_open(a->c, a->w, options_copy(a->o), "full");
     float *ref = NULL;                                  // stb_ds, V a row
+    Played *played = NULL;                              // stb_ds, one a scored turn
     int first = 0, step = 1, done = 0;
     double t0 = now();
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
@@ -1213,18 +1149,20 @@ static void play_items(App *a, const EvalSet *e, EvalRun *x) {
         const EvalItem *it = &e->item[i];
         a->s = full;
         arrsetlen(ref, 0);
-        if (!item_is_there(x, i)) play_forced(a, it, play_given(a, it), &ref, NULL);
+        if (!it->ids && !item_is_there(x, i)) play_turns(a, it, play_given(a, it), &ref, NULL);
+        arrsetlen(played, scored_turns(it));
         for (int r = 0; r < (int)arrlen(x->rows); r++) {
-            Score *one = &x->rows[r].part[i];
-            if (one->items) continue;
+            if (x->rows[r].line[i]) continue;
             a->s = x->rows[r].s;
-            play_item(a, it, &ref, one);
+            memset(played, 0, arrlenu(played) * sizeof *played);
+            char *cost = it->ids ? play_window(a, it, x->kld ? full : NULL, played) : play_item(a, it, ref, played);
+            item_done(x, it, i, r, played, cost);
             session_reset(a->s);                        // gives its rows back: many sessions are open
-            if (x->f) write_item(x, it, i, r);
         }
         count_down("items", ++done, (x->items - first + step - 1) / step, t0);
     }
     arrfree(ref);
+    arrfree(played);
     close_with_options(full);
 }
 
@@ -1257,58 +1195,38 @@ static char *task_path(const char *name) {
 static void eval_items(const App *a, const char *what, EvalSet *e) {
     static const char all[] = "needle,multiturn,coref,facts,json,fewshot,summary";
     int most = opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : INT_MAX;
-    size_t n;
-    for (const char *p = strcmp(what, "all") ? what : all; *p; p += n + (p[n] != 0)) {
-        n = strcspn(p, ",");
-        char *word = copy_bytes(p, n), *path = task_path(word);
+    const char *list = strcmp(what, "all") ? what : all;
+    char word[4096];
+    while (next_word(&list, ",", word, sizeof word)) {
+        char *path = task_path(word);
         if (!path && !file_exists(word))
             die(EXIT_USAGE, "--eval wants all, ppl, kld or a list of files and of names in data/tasks (%s, ..); "
                 "found '%s'", all, word);
         read_items(e, a->tok, path ? path : word, most);
         free(path);
-        free(word);
     }
     check_fit(a, e);
 }
 
-// ---- the modes: perplexity and divergence of a text
-enum { WINDOWS = 8 };       // of a text, unless --eval-items says how many
-
-// Plays windows of a text through a->s, each as an answer of sc. Half a window is prefilled, and each further token is
-// decoded; every token of the second half is predicted from what came before it. With with_full
-// (--eval kld), a session of full attention sees the same tokens and the logits are compared.
-static void eval_text(App *a, const char *path, int with_full, Score *sc) {
+// Cuts a text into windows, each an item of one turn without words: the first ones, so many as --eval-items says.
+static void eval_windows(const App *a, const char *path, EvalSet *e) {
+    static const Json no_text = { .type = JSON_STRING, .str = "" }, no_answer = { .item = (Json *)&no_text, .n = 1 };
+    enum { WINDOWS = 8 };                               // unless --eval-items says how many
+    int window = opt_int(a->o, "eval-length"), most = opt_int(a->o, "eval-items");
     char err[256];
     size_t n;
-    int V = a->c->V, window = opt_int(a->o, "eval-length"), half = window / 2;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
-    int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
+    e->ids = tokenizer_encode(a->tok, text, n, 0, NULL);
     free(text);
-    ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
-    if (!windows)
-        die(EXIT_USAGE, "-f %s: %d tokens, one window needs %d (--eval-length)", path,
-            (int)arrlen(ids), window);
-    windows = min_int(windows, opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : WINDOWS);
-
-    Options *plain = options_like(a->o);
-    Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
+    int tokens = (int)arrlen(e->ids), windows = min_int(tokens / window, most ? most : WINDOWS);
+    ids_must_have_rows(a->c, e->ids, tokens);           // their logits are read before they are fed
+    if (!windows) die(EXIT_USAGE, "-f %s: %d tokens, one window needs %d (--eval-length)", path, tokens, window);
     for (int w = 0; w < windows; w++) {
-        const int *x = ids + (size_t)w * window;
-        Answer answer = { .task = "text", .item = w, .position = -1, .depth = -1, .length = window };
-        session_reset(a->s);
-        if (full) session_reset(full);
-        for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
-            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]), *ref = NULL;
-            if (full) ref = i < half ? prefill(full, x, half) : decode(full, x[i]);
-            answer.nll += note_logits(ref, y, V, x[i + 1], &answer) / (window - half);
-        }
-        arrput(sc->answers, answer);
-        note_cost(a->s, sc);
+        EvalItem it = { .task = "text", .number = w, .length = window, .ids = e->ids + (size_t)w * window };
+        arrput(it.turn, ((EvalTurn){ .answers = &no_answer, .position = -1, .depth = -1 }));
+        arrput(e->item, it);
     }
-    session_close(full);
-    options_free(plain);
-    arrfree(ids);
 }
 
 // ---- the run
@@ -1325,7 +1243,7 @@ int eval_merge(App *a) {
     EvalRun x = { .a = a, .merges = 1 };
     char text[160];
     merge_files(&x, opt_str(a->o, "eval-merge"));
-    int missing = rows_add(&x, text);
+    int missing = rows_end(&x, text);
     if (missing == x.items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
     if (missing)
         warn("--eval-merge: %d of %d items are missing: %s%s", missing, x.items, text, missing > 8 ? ", .." : "");
@@ -1353,13 +1271,14 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (ppl && (*out || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
-    if (!ppl) eval_items(a, what, &e);
+    if (ppl) eval_windows(a, path, &e);
+    else eval_items(a, what, &e);
 
     // The rows
     x.rows = open_rows(a);
     x.items = (int)arrlen(e.item);
     int rows = (int)arrlen(x.rows);
-    for (int r = 0; r < rows; r++) x.rows[r].part = xcalloc((size_t)x.items + 1, sizeof *x.rows);
+    for (int r = 0; r < rows; r++) x.rows[r].line = xcalloc((size_t)x.items, sizeof *x.rows->line);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
     if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one row, not with %d", rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
@@ -1368,17 +1287,13 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     }
     if (*out) x.run = run_of(a, &e);
     if (*out) answers_open(&x, out);
-    if (!ppl) play_items(a, &e, &x);
-    rows_add(&x, missing);
-    for (int r = 0; r < rows; r++) {
-        a->s = x.rows[r].s;
-        if (ppl) eval_text(a, path, kld, &x.rows[r]);
-        close_with_options(a->s);
-    }
+    play_items(a, &e, &x);
+    for (int r = 0; r < rows; r++) close_with_options(x.rows[r].s);
+    int items = x.items - rows_end(&x, missing);
     print_rows(&x);
     if (!quiet)
-        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, x.rows[0].items,
-                (int)arrlen(x.rows[0].answers), now() - t0);
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, items, (int)arrlen(x.rows->answer),
+                now() - t0);
     a->s = own;
     if (*opt_str(a->o, "report")) report(a, &x);
 

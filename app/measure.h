@@ -21,46 +21,27 @@ typedef struct {
     int length;                 // tokens, as the item says or as counted
     int metric;                 // METRIC_*
     EvalTurn *turn;             // stb_ds
+    const int *ids;             // (length) of the window of a text, which has one turn without words; NULL: a dialogue
 } EvalItem;
 
 typedef struct {
     EvalItem *item;             // stb_ds
     uint64_t hash;              // of their lines: answers on disk belong to these items
     Json **line;                // stb_ds: the lines of the items, which hold all their texts
+    int *ids;                   // stb_ds: the text that is cut into windows
 } EvalSet;
 
-// One scored answer, or one window of a text. Tables, intervals and the report are made from lists of these. Whole
-// numbers are doubles, too, so that all of them are written, read and averaged alike.
+// One row of the result: a method at a budget, and what it made of each item. That is a JSON object, the line of
+// --eval-out (item_done writes it): tables, intervals and the page are made from its numbers, whether it was played now
+// or read.
 typedef struct {
-    const char *task;           // "needle", "multiturn", ..; owned by the item set, or by the EvalRun that read it
-    char *said;                 // what was said, malloc'd; NULL: it was read, or nothing was asked
-    double item, turn, turns;   // text number in the run, turn of the item, turns the item has
-    double position;            // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
-    double length;              // tokens of the context
-    double depth;               // of the evidence in the text, in per cent; -1 does not apply
-    double score;               // 0..1 by the item's own score
-    double found;               // 1: it holds the answer
-    double nll;                 // NLL of the right answer per token, in nats (forced pass)
-    double predicted;           // tokens of the right reply, with the frame around the answer (forced pass) ..
-    double kld;                 // .. their KL divergence from full attention, a sum over them
-    double top1;                // .. and those of them where the best token is that of full attention
-} Answer;
-
-// One row of the result: a method at a budget. Or what such a row made of one item.
-typedef struct Score Score;
-struct Score {
     char name[160];
-    char *made;                                 // the method, and the options that decide its bits, malloc'd
-    Session *s;                                 // while the run goes on
-    int budget, items;
-    double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
-                                                //   full attention would hold, those read a step
-    double prefill_s, decode_s;                 // seconds, sums over the items
-    double n_prefill, n_decode;                 // tokens of those seconds
-    double peak;                                // bytes of rows, the most that any item held
-    Answer *answers;                            // stb_ds
-    Score *part;                                // of a row: what it made of each item; `items` 0: it is not there
-};
+    char *made;                 // the method, and the options that decide its bits, malloc'd
+    Session *s;                 // while the run goes on
+    int budget;
+    Json **line;                // (items) NULL: it is not there
+    const Json **answer;        // stb_ds: the answers in all lines, once the run is over
+} EvalRow;
 
 // One number or word of a row.
 typedef struct {
@@ -71,28 +52,25 @@ typedef struct {
     char text[48];              // as a table prints it
 } Field;
 
-// A run, or parts of one that are merged: its rows, and their answers in memory and on disk.
+// A run, or parts of one that are merged: its rows, and their lines in memory and on disk.
 typedef struct {
     const App *a;
-    Score *rows;                // stb_ds: they are added up at the end
+    EvalRow *rows;              // stb_ds
     char model[1024];           // the folder
     int ppl, kld;               // 1: --eval ppl and kld; --eval kld
     int items;                  // of the whole run
     const char *path;           // of the file that is read or written
-    FILE *f;                    // where the next answers go; NULL: nowhere
+    FILE *f;                    // where the next lines go; NULL: nowhere
     char *run;                  // what all rows of the run share, malloc'd; NULL: the first line will say it
     int merges;                 // 1: the rows are those that the lines name; 0: other lines are passed over
     int twice;                  // items that were there already when they were read
-    stbds_string_arena mem;     // the texts that were read
 } EvalRun;
 
 void put_part(char **text, const char *sep, const char *part);         // appends a part, behind sep unless it is the first
-const char *list_word(const char *list, int k, char out[160]);         // the k-th word of "a,b,c"; NULL behind the last
-void   json_exact(FILE *f, double x);                                  // with all its digits; null when it is none
-double log_sum_exp(const float *x, int n);                             // of n logits: log p_i = x_i - log_sum_exp(x)
+double log_sum_exp(const float *x, int n);                    // of n logits: log p_i = x_i - log_sum_exp(x)
 
 // All fields of a row (stb_ds); the row as a JSON object on one line, with the options that the user set.
-Field *row_fields(const Score *s, const EvalRun *run);
+Field *row_fields(const EvalRow *s, const EvalRun *run);
 void print_json_row(const Field *c, const App *a, FILE *f);
 
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.

@@ -333,7 +333,7 @@ static void shown_decode(Shown *x, int id) {
     App *a = &x->side.app;
     double before = a->s->clk.bytes_attended;
     arrput(arrlast(a->turn).dec, id);
-    feed_decode(a, id);
+    decode(a->s, id);
     x->read = a->s->clk.bytes_attended - before;
 }
 
@@ -390,12 +390,14 @@ static void write_rows(FILE *f, const EvalRun *run) {
     fputs("[", f);
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
         Field *c = row_fields(&run->rows[i], run);
-        const Answer *x = run->rows[i].answers;
+        const Json **x = run->rows[i].answer;
         fputs(i ? ",{\"row\":" : "{\"row\":", f);
         print_json_row(c, run->a, f);
         fputs(",\"needles\":[", f);
         for (int k = 0, n = 0; k < (int)arrlen(x); k++)
-            if (x[k].depth >= 0) fprintf(f, "%s[%.0f,%.0f,%.6g]", n++ ? "," : "", x[k].length, x[k].depth, x[k].score);
+            if (json_num(x[k], "depth") >= 0)
+                fprintf(f, "%s[%.0f,%.0f,%.6g]", n++ ? "," : "", json_num(x[k], "length"), json_num(x[k], "depth"),
+                        json_num(x[k], "score"));
         fputs("]}", f);
         arrfree(c);
     }
@@ -417,9 +419,10 @@ typedef struct {
 static Options *report_options(const App *a) {
     Options *o = options_copy(a->o);
     char err[256], budget[160] = "";
+    const char *budgets = opt_str(a->o, *opt_str(a->o, "budgets") ? "budgets" : "budget");
     for (int i = 0; i < SHORT_VALUES; i++)
         if (!opt_given(o, short_values[i][0])) options_set(o, short_values[i][0], short_values[i][1], err);
-    list_word(*opt_str(o, "budgets") ? opt_str(o, "budgets") : opt_str(o, "budget"), 0, budget);
+    next_word(&budgets, ",", budget, sizeof budget);
     if (atoi(budget) <= 0) snprintf(budget, sizeof budget, "%d", BUDGET);
     if (!opt_given(o, "ratio")) options_set(o, "budget", budget, err);
     options_set(o, "temp", "0", err);
@@ -492,7 +495,7 @@ static void play_runs(Report *r) {
     else if (opt_given(r->a->o, "method")) list = opt_str(r->a->o, "method");
     fputs("\"runs\":[", r->f);
     play_run(r, "full");
-    for (int i = 0; r->script && list_word(list, i, name); i++)
+    while (r->script && next_word(&list, ",", name, sizeof name))
         if (strcmp(name, "full")) play_run(r, name);
     fputs("],", r->f);
 }

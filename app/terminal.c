@@ -25,9 +25,6 @@ int quiet;
 static double progress_start;
 static volatile sig_atomic_t progress_shown;
 
-// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
-// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
-// taken a second.
 void progress(const char *what, double share) {
     if (quiet || !isatty(2)) return;
     if (share <= 0) {
@@ -57,17 +54,12 @@ static struct termios terminal_before;      // the terminal's own settings, whil
 static struct termios terminal_given;       // those that the chat has given it
 static volatile sig_atomic_t terminal_held;
 
-// Does the terminal listen to this process? One that was sent to the background leaves the settings
-// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
-static int in_foreground(void) {
-    pid_t group = tcgetpgrp(0);
-    return group < 0 || group == getpgrp();
-}
-
-// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
-// a terminal that is gone.
+// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about a terminal that is
+// gone. A process that was sent to the background leaves the settings alone: they are the shell's then, and whoever
+// changes them is stopped (SIGTTOU).
 static void terminal_set(const struct termios *settings, const char *marks) {
-    if (!in_foreground()) return;
+    pid_t group = tcgetpgrp(0);
+    if (group >= 0 && group != getpgrp()) return;
     tcsetattr(0, TCSANOW, settings);
     (void)!write(1, marks, strlen(marks));
 }
@@ -79,7 +71,6 @@ static void terminal_restore(void) {
     terminal_held = 0;
 }
 
-// The width of the screen in columns; 80 when the terminal does not say.
 int screen_columns(void) {
     struct winsize w;
     if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
@@ -121,7 +112,6 @@ static void signal_default(int sig) {
     raise(sig);
 }
 
-// Ends the program by the signal.
 void leave(int sig) {
     leave_tidy(1);
     signal_default(sig);
@@ -196,7 +186,6 @@ static void on_interrupt(int sig) {
     interrupts++;
 }
 
-// Ctrl-C on an empty prompt: twice within a second leaves.
 void interrupt_at_prompt(void) {
     if (interrupt_again()) {
         terminal_restore();
@@ -205,7 +194,6 @@ void interrupt_at_prompt(void) {
     fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
 }
 
-// From here on Ctrl-C stops a reply.
 void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 
 // ---- the history, kept over chats
@@ -217,34 +205,26 @@ enum {
     HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
 };
 
-static char *history_file;          // where it is kept (malloc'd); NULL: it is not
-
-// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
-// ~/.local/state. NULL when there is no such place.
-static char *history_path(void) {
-    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
-    int own = state && *state == '/';
-    if (!own && !(home && *home == '/')) return NULL;
-    size_t room = strlen(own ? state : home) + 64;
-    char *path = xmalloc(room);
-    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
-    return path;
-}
+static char history_file[PATH_MAX]; // where it is kept; "": it is not
 
 // From here on the history is not kept, and a line on stderr says why.
 static void history_give_up(const char *why) {
     if (!quiet) warn("the history is not kept: %s: %s", history_file, why);
-    free(history_file);
-    history_file = NULL;
+    *history_file = 0;
 }
 
-// Reads the history from its file, which is made if there is none, for its owner alone as the folders on the way. What
-// stands in its place and is no file is left alone.
+// Reads the history from its file, $XDG_STATE_HOME/kvcomp/history, by default in ~/.local/state. It is made if there is
+// none, for its owner alone as the folders on the way. What stands in its place and is no file is left alone.
 static void history_read(void) {
     char err[256];
     struct stat st;
-    history_file = history_path();
-    if (!history_file) return;
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    int own = state && *state == '/', size = sizeof history_file;
+    if (!own && !(home && *home == '/')) return;
+    if (snprintf(history_file, size, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state") >= size) {
+        history_give_up(strerror(ENAMETOOLONG));
+        return;
+    }
     for (char *p = strchr(history_file + 1, '/'); p; p = strchr(p + 1, '/')) {
         *p = 0;
         (void)mkdir(history_file, 0700);
@@ -270,7 +250,7 @@ static void history_keep(const char *text) {
     const HIST_ENTRY *last = history_get(history_base + history_length - 1);
     if (last && !strcmp(last->line, text)) return;
     add_history(text);
-    if (!history_file || strlen(text) > HISTORY_MESSAGE) return;
+    if (!*history_file || strlen(text) > HISTORY_MESSAGE) return;
     int bad = append_history(1, history_file);
     if (bad) history_give_up(strerror(bad));
 }
@@ -427,17 +407,14 @@ static int read_edited(char **out) {
     return READ_DONE;
 }
 
-// Can lines be edited? That takes a terminal at both ends, and one that obeys readline.
-static int can_edit(void) {
-    const char *term = getenv("TERM");
-    return isatty(0) && isatty(1) && !(term && !strcmp(term, "dumb"));
-}
-
 static int edited;                  // 1: lines are edited
 
+// That takes a terminal at both ends, and one that obeys readline.
 void messages_begin(int keep_history, NameAt *names) {
+    const char *term = getenv("TERM");
+    int dumb = term && !strcmp(term, "dumb");
     name_at = names;
-    edited = can_edit() && !terminal_take();
+    edited = isatty(0) && isatty(1) && !dumb && !terminal_take();
     if (!edited) return;
     lines_prepare();
     if (keep_history) history_read();
@@ -446,8 +423,7 @@ void messages_begin(int keep_history, NameAt *names) {
 void messages_end(void) {
     terminal_restore();
     clear_history();
-    free(history_file);
-    history_file = NULL;
+    *history_file = 0;
     edited = 0;
 }
 #else
@@ -504,24 +480,13 @@ int read_message(char **out) {
 }
 
 // ---- columns
-// The bytes of the character that the n > 0 bytes at s begin with; one that is no UTF-8 stands alone.
-static int char_bytes(const char *s, size_t n) { return max_int(utf8_length(s, n), 1); }
-
-// Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
-// no UTF-8 are not: a blank stands for them.
-static int is_drawn(const char *s, int n) {
-    char shown[8];
-    return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
-        && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
-}
-
 // The columns that one character of n bytes takes, as the C library has it: 2 for East Asian wide ranges and
-// emoji, 0 for combining marks.
+// emoji, 0 for combining marks. A control character, and a byte that is no UTF-8, count as 1.
 static int char_width(const char *s, int n) {
     static const char *locale;
     mbstate_t state = { 0 };
     wchar_t c;
-    if (n == 1 || !is_drawn(s, n)) return 1;
+    if (n == 1) return 1;
     if (!locale) locale = setlocale(LC_CTYPE, "C.UTF-8");
     if (mbrtowc(&c, s, (size_t)n, &state) != (size_t)n) return 1;
     int width = wcwidth(c);
@@ -534,44 +499,39 @@ enum { LONG_WORD = 20 };
 
 // Appends what waits to *out: to this line if it fits, else to the next one, without its blanks.
 static void wrap_word(Wrap *w, char **out) {
-    int n = (int)arrlen(w->word), from = 0;
+    int from = 0;
     if (w->x && w->x + w->blanks + w->width > w->cols) {
         if (w->width) arrput(*out, '\n');
         if (w->width) w->x = 0;
         from = w->blanks;
     }
-    if (n > from) memcpy(arraddnptr(*out, n - from), w->word + from, (size_t)(n - from));
+    bytes_put(out, w->word + from, arrlenu(w->word) - (size_t)from);
     w->x += w->width + w->blanks - from;
     w->blanks = w->width = 0;
     arrsetlen(w->word, 0);
 }
 
-// Takes the next character, of n bytes. A word ends before a blank and before a wide character,
-// since Chinese and Japanese have no blanks; one that is wider than a line is cut.
-static void wrap_char(Wrap *w, const char *s, int n, char **out) {
-    int width = char_width(s, n), blank = *s == ' ';
-    if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
-    int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
-    if (ends) wrap_word(w, out);
-    if (*s == '\n') {
-        arrput(*out, '\n');
-        w->x = 0;
-        return;
-    }
-    memcpy(arraddnptr(w->word, n), s, (size_t)n);
-    if (blank) w->blanks++;
-    else w->width += width;
-}
-
-// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes
-// behind.
+// A word ends before a blank and before a wide character, since Chinese and Japanese have no blanks; one that is wider
+// than a line is cut.
 void wrap_text(Wrap *w, char **text, int last) {
     char *out = NULL;
     size_t n = arrlenu(*text);
     if (!w->cols) return;
     for (size_t i = 0, k; i < n; i += k) {
-        k = (size_t)char_bytes(*text + i, n - i);
-        wrap_char(w, *text + i, (int)k, &out);
+        const char *s = *text + i;
+        k = (size_t)max_int(utf8_length(s, n - i), 1);          // what is no UTF-8 stands alone
+        int width = char_width(s, (int)k), blank = *s == ' ';
+        if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
+        int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
+        if (ends) wrap_word(w, &out);
+        if (*s == '\n') {
+            arrput(out, '\n');
+            w->x = 0;
+            continue;
+        }
+        bytes_put(&w->word, s, k);
+        if (blank) w->blanks++;
+        else w->width += width;
     }
     if (last || w->x + w->blanks + w->width + LONG_WORD <= w->cols) wrap_word(w, &out);
     arrfree(*text);

@@ -180,7 +180,7 @@ static void observe_window(App *a, const EvalSet *e) {
         play_start(a);
         play_prefill(a, t->user);
         int n = a->s->n_tok, B = n / 10, *reply = gold_ids(a, t), m = (int)arrlen(reply);
-        for (int k = 0; k < m; k++) feed_decode(a, reply[k]);
+        for (int k = 0; k < m; k++) decode(a->s, reply[k]);
         important(heads, n, n - WINDOW, n, B, guess);
         important(heads, n, n, n + m, B, truth);
         sum[t->position] += common(guess, truth, n, B);

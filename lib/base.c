@@ -813,6 +813,15 @@ int *number_list(const char *name, const char *text, long lo, long hi) {
     return list;
 }
 
+// The next word of a list. An empty word counts, but for one behind the last separator.
+int next_word(const char **list, const char *separators, char *word, size_t size) {
+    size_t n = strcspn(*list, separators);
+    if (!**list) return 0;
+    snprintf(word, size, "%.*s", (int)n, *list);
+    *list += n + ((*list)[n] != 0);
+    return 1;
+}
+
 // A copy of the options that the user set. A session reads its options again at every reset, so
 // each row has its own.
 Options *options_copy(const Options *o) {
@@ -1151,6 +1160,36 @@ void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
 }
 
+// Writes fmt, in which ' stands for ", with its arguments: a text as a JSON string, a number that is none as null.
+void json_print(FILE *f, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    for (const char *p = fmt; *p; p++) {
+        char one[16];                               // a conversion, such as %.3f
+        int n = (int)strcspn(p, "sdufg") + 1;
+        if (*p != '%') {
+            fputc(*p == '\'' ? '"' : *p, f);
+            continue;
+        }
+        snprintf(one, sizeof one, "%.*s", n, p);
+        p += n - 1;
+        if (*p == 's') {
+            const char *text = va_arg(ap, const char *);
+            if (text) json_escape(f, text, strlen(text));
+            else fputs("null", f);
+        } else if (*p == 'd') {
+            if (p[-1] == 'l') fprintf(f, one, va_arg(ap, long));
+            else fprintf(f, one, va_arg(ap, int));
+        } else if (*p == 'u') {
+            fprintf(f, one, va_arg(ap, size_t));
+        } else {
+            double x = va_arg(ap, double);
+            fprintf(f, isfinite(x) ? one : "null", x);
+        }
+    }
+    va_end(ap);
+}
+
 int json_is(const Json *j, int type) { return j && j->type == type; }
 
 int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
@@ -1159,6 +1198,11 @@ int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
 const char *json_text(const Json *obj, const char *key) {
     const Json *j = json_get(obj, key);
     return json_is(j, JSON_STRING) && strlen(j->str) == j->len ? j->str : "";
+}
+
+double json_num(const Json *obj, const char *key) {
+    const Json *j = json_get(obj, key);
+    return json_is(j, JSON_NUMBER) ? j->num : NAN;
 }
 
 // Appends n bytes to the stb array *out.

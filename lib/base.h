@@ -219,6 +219,10 @@ const Opt *opt_find_in(const Opt *table, const char *name);
 int        word_place (const char *words, const char *v);       // place of v in "a|b|c"; -1
 int        bytes_place(const char *words, const char *v, size_t n);     // the same of n bytes
 
+// The words of a list that any of the separators parts, one after the other: copies the next one, and moves *list
+// behind it. 0: there is no other one.
+int next_word(const char **list, const char *separators, char *word, size_t size);
+
 // Suggestions: takes name into *best if it is nearer to what was typed than *distance; and how far is too far.
 void nearer_name(const char *typed, const char *name, const char **best, int *distance);
 int  farthest_misspelling(const char *typed);
@@ -227,7 +231,7 @@ int  farthest_misspelling(const char *typed);
 // the option.
 int *number_list(const char *name, const char *text, long lo, long hi);
 
-// ---- JSON: a strict reader (RFC 8259), and a writer of strings
+// ---- JSON: a strict reader (RFC 8259), and a writer
 enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
 typedef struct Json Json;
 struct Json {
@@ -249,8 +253,13 @@ const Json *json_get(const Json *obj, const char *key);         // the last one 
 int   json_is  (const Json *j, int type);
 int   json_none(const Json *j);                                 // absent or null
 const char *json_text(const Json *obj, const char *key);        // "" when it is no text, or holds a NUL
+double json_num(const Json *obj, const char *key);              // NAN when it is no number
 int   json_holds_nul(const Json *v);                            // does any text in v hold a 0 byte?
 void  json_escape(FILE *f, const char *s, size_t n);            // a JSON string, quotes included
+
+// A printf for JSON: ' in fmt becomes ", and %s is a JSON string with its quotes (NULL: null). Numbers are %d, %ld,
+// %zu, and %f or %g, of which those that are none become null.
+void  json_print(FILE *f, const char *fmt, ...) KV_PRINTF(2, 3);
 
 #ifdef __cplusplus
 }

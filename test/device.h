@@ -1548,7 +1548,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     Turn t = { 0 };
     for (int i = 0; i < 40; i++) arrput(t.pre, i * 7 % m.c->V);
     for (int k = 0; k < 2; k++) {
-        a[k] = (App){ .c = m.c, .s = cuda_session(m, method, text), .logits = xmalloc(row), .rng = 11 };
+        a[k] = (App){ .c = m.c, .s = cuda_session(m, method, text), .rng = 11 };
         a[k].o = options_in(a[k].s);
         feed_prefill(&a[k], &t);
     }
@@ -1560,17 +1560,14 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
         best->picks = i == STEPS / 2 ? 0 : picks;           // once in between somebody wants all of them
         int x = sample(&a[0]), y = sample(&a[1]);
         CHECK(x == y && a[0].rng == a[1].rng, "%s %s: step %d draws %d, from all logits %d", method, text, i, x, y);
-        for (int k = 0; k < 2; k++) feed_decode(&a[k], x);
+        for (int k = 0; k < 2; k++) decode(a[k].s, x);
         CHECK(!best->picked == !best->picks && !all->picked, "%s: step %d", text, i);
         CHECK(best->picked || !memcmp(best->logits, all->logits, row), "step %d", i);
     }
     CHECK(!emu_count || !picks || emu_count("pick_kernel") == STEPS - 1, "%s: %ld launches", text,
           emu_count("pick_kernel"));
     turn_free(t);
-    for (int k = 0; k < 2; k++) {
-        free(a[k].logits);
-        session_done(a[k].s);
-    }
+    for (int k = 0; k < 2; k++) session_done(a[k].s);
 }
 
 TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, top-k, top-p, "
@@ -1887,8 +1884,7 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers, which e
     for (int i = 0; i < 3; i++) {
         OWN_SESSION Session *s = cuda_session(m, method[i], "budget=20 obs-window=4");
         OWN_SESSION Session *fresh = cuda_session(m, method[i], "budget=20 obs-window=4");
-        OWN float *logits = xcalloc(m.c->V, sizeof *logits);
-        App a = { .c = m.c, .w = m.w, .s = s, .o = options_in(s), .logits = logits };
+        App a = { .c = m.c, .w = m.w, .s = s, .o = options_in(s) };
         Turn turn = { 0 };
         for (int k = 0; k < 40; k++) arrput(turn.pre, (k * 7 + 1) % m.c->V);
         feed_prefill(&a, &turn);
@@ -1899,7 +1895,7 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers, which e
         for (int k = 0; k < 2; k++) {
             feed_prefill(&a, &turn);
             const float *want = prefill(fresh, turn.pre, 40);
-            CHECK(!memcmp(logits, want, m.c->V * sizeof *want), "%s: other logits", method[i]);
+            CHECK(!memcmp(s->logits, want, m.c->V * sizeof *want), "%s: other logits", method[i]);
         }
         turn_free(turn);
     }

@@ -83,7 +83,6 @@ static void app_end(App *a) {
     session_close(a->s);
     options_free(a->o);
     free(a->method);
-    free(a->logits);
 }
 
 // ---- JSON

@@ -849,14 +849,11 @@ TEST(shown_controls, "control characters from outside are shown on stderr and in
         close(end[0]);
     }
     // What a table of replies draws
-    static const struct { const char *s; int drawn, width; } drawn[] = {
-        { "\x7f", 0, 1 }, { "\xc2\x9b", 0, 1 }, { "\x9b", 0, 1 }, { "\x1b", 0, 1 }, { "\xff", 0, 1 },
-        { "\xe4\xb8\xad", 1, 2 }, { "a", 1, 1 },
+    static const struct { const char *s; int width; } drawn[] = {
+        { "\x7f", 1 }, { "\xc2\x9b", 1 }, { "\x9b", 1 }, { "\x1b", 1 }, { "\xff", 1 }, { "\xe4\xb8\xad", 2 }, { "a", 1 },
     };
-    for (size_t i = 0; i < sizeof drawn / sizeof *drawn; i++) {
-        int n = (int)strlen(drawn[i].s);
-        CHECK(is_drawn(drawn[i].s, n) == drawn[i].drawn && char_width(drawn[i].s, n) == drawn[i].width, "%zu", i);
-    }
+    for (size_t i = 0; i < sizeof drawn / sizeof *drawn; i++)
+        CHECK(char_width(drawn[i].s, (int)strlen(drawn[i].s)) == drawn[i].width, "%zu", i);
 }
 
 // ---- memory
@@ -912,17 +909,17 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, 
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1425 },
+    { "lib/base", 850, 1478 },
     { "lib/kernels", 1000, 1723 },
     { "lib/checkpoint", 1000, 1439 },
     { "lib/tokenizer", 1200, 1689 },
     { "lib/template", 900, 1452 },
     { "kvcomp", 6200, 7292 },
     { "app/options", 300, 399 },
-    { "app/terminal", 400, 662 },
+    { "app/terminal", 400, 622 },
     { "app/trace", 140, 137 },
-    { "app/chat", 1000, 2427 },
-    { "app/measure", 1300, 1983 },
+    { "app/chat", 1000, 2113 },
+    { "app/measure", 1300, 1872 },
     { "app/page", 450, 755 },
     { "app/main", 650, 759 },
 };
@@ -1125,7 +1122,7 @@ TEST(session_resume, "a dialogue that is saved and gone on with has the replies,
             }
             chat_turn(whole, said[i], out);
             chat_turn(part, said[i], out);
-            same &= !memcmp(whole->logits, part->logits, (size_t)part->c->V * sizeof(float));
+            same &= !memcmp(whole->s->logits, part->s->logits, (size_t)part->c->V * sizeof(float));
             if (i < 2) session_end(part);
             if (i < 2) tiny_app_close(part);
         }

@@ -155,6 +155,18 @@ TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 beco
     }
 }
 
+TEST(json_printing, "json_print quotes texts and names, and writes null for what is no text or no number; words of a list") {
+    char *out, word[4], all[64] = "", *volatile none = NULL;
+    size_t n;
+    FILE *f = memory_stream(&out, &n);
+    json_print(f, "{'a':%s,'b':[%d,%ld,%zu],'c':%.3f,'d':%.17g,'e':%s}", "\"x", -1, -2l, (size_t)3, .5, NAN, none);
+    memory_stream_close(f);
+    CHECK(!strcmp(out, "{\"a\":\"\\\"x\",\"b\":[-1,-2,3],\"c\":0.500,\"d\":null,\"e\":null}"), "%s", out);
+    free(out);
+    for (const char *list = ",one|two,,3,"; next_word(&list, ",|", word, sizeof word);) strcat(strcat(all, word), ";");
+    CHECK(!strcmp(all, ";one;two;;3;"), "%s", all);
+}
+
 // ---- SAFETENSORS
 
 // len < 0: the header's own length
