@@ -90,8 +90,8 @@ typedef struct {
     int skip;                   // above 0: what is read is not done
     int ended;                  // RUN_*
     int depth;                  // how many brackets, blocks and calls the present place lies in
-    int failed;                 // 1: err is set, nothing is left to read, and everything returns
-    char *err;                  // (512) the first reason, with its line
+    char *err;                  // (512) why the program was stopped, with the line,
+    jmp_buf stopped;            // .. and where that leads
     JinjaTable *globals, *scope;        // the variables of the program, and of the innermost scope
     char *out;                  // stb array: the output
     uint16_t *from;             // stb array: where its bytes come from
@@ -100,59 +100,61 @@ typedef struct {
 
 enum { RUN_ON, RUN_BREAK, RUN_CONTINUE };       // how a turn of a loop has ended; but for RUN_ON the rest is skipped
 
-// Stops the program: the line and the reason go to err. Returns an undefined value.
-KV_PRINTF(2, 3) static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
+// Stops the program: the line and the reason go to err. It does not return.
+KV_PRINTF(2, 3) static _Noreturn void jinja_fail(Jinja *j, const char *fmt, ...) {
     char why[256];
     int line = 1;
     va_list ap;
-    if (j->failed) return undefined;
     va_start(ap, fmt);
     vsnprintf(why, sizeof why, fmt, ap);
     va_end(ap);
     for (const char *s = j->tp->source; s < j->p; s++) line += *s == '\n';
     fault(j->err, "line %d: %s", line, why);
-    j->failed = 1;
-    j->skip++;
-    j->p = "";
-    return undefined;
+    longjmp(j->stopped, 1);
 }
 
 // A name, as %.*s shows it.
 #define NAMED(v) (int)min_size((v).n, 40), (v).s
 
-// Counts a step over n bytes. Too much work stops the program. Returns 1 when it goes on.
-static int jinja_spend(Jinja *j, size_t n) {
+// Counts a step over n bytes. Too much work stops the program.
+static void jinja_spend(Jinja *j, size_t n) {
     j->work += JINJA_STEP + JINJA_BYTE * n;
     if (j->work > j->most_work) jinja_fail(j, "the program takes too long");
-    return !j->failed;
 }
 
-// n bytes that last as long as the program runs, or NULL.
+// Goes a bracket, a block or a call further inside.
+static void jinja_nest(Jinja *j) {
+    if (++j->depth > JINJA_NESTED)
+        jinja_fail(j, "more than %d brackets, blocks and calls inside one another", JINJA_NESTED);
+}
+
+// n bytes that last as long as the program runs.
 static void *jinja_memory(Jinja *j, size_t n) {
-    return jinja_spend(j, min_size(n, j->most_work) + 64) ? arena_take(j->arena, n) : NULL;
+    jinja_spend(j, min_size(n, j->most_work) + 64);
+    return arena_take(j->arena, n);
 }
 
 // ---- The output
 // Appends a text to the output.
 static void jinja_put(Jinja *j, JinjaValue v) {
-    if (j->skip || !v.n || !jinja_spend(j, 3 * v.n)) return;
-    memcpy(arraddnptr(j->out, v.n), v.s, v.n);
+    if (j->skip) return;
+    jinja_spend(j, 3 * v.n);
     uint16_t *from = arraddnptr(j->from, v.n);
-    if (v.from) memcpy(from, v.from, v.n * sizeof *from);
-    else memset(from, 0, v.n * sizeof *from);
+    bytes_put(&j->out, v.s, v.n);
+    for (size_t i = 0; i < v.n; i++) from[i] = v.from ? v.from[i] : 0;
 }
 
 // Takes what the output has from `at` on out of it again -> this text, which is a value.
 static JinjaValue jinja_collect(Jinja *j, size_t at) {
-    JinjaValue v = jinja_own("", arrlenu(j->out) - at);
-    char *s = jinja_memory(j, v.n);
-    uint16_t *from = jinja_memory(j, v.n * sizeof *from);
-    if (!s || !from || !v.n) return jinja_string("");
-    v.s = memcpy(s, j->out + at, v.n);
-    v.from = memcpy(from, j->from + at, v.n * sizeof *from);
+    size_t n = arrlenu(j->out) - at;
+    char *s = jinja_memory(j, n);
+    uint16_t *from = jinja_memory(j, n * sizeof *from);
+    if (!n) return jinja_string("");
+    memcpy(s, j->out + at, n);
+    memcpy(from, j->from + at, n * sizeof *from);
     arrsetlen(j->out, at);
     arrsetlen(j->from, at);
-    return v;
+    return (JinjaValue){ .kind = J_TEXT, .s = s, .from = from, .n = n };
 }
 
 // The text that {{ v }} writes and that ~ joins.
@@ -161,33 +163,32 @@ static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
     if (v.kind == J_UNDEFINED) return jinja_string("");
     if (v.kind == J_NONE) return jinja_string("None");
     if (v.kind == J_BOOL) return jinja_string(v.i ? "True" : "False");
-    if (v.kind != J_INT) return jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
+    if (v.kind != J_INT) jinja_fail(j, "writes %s", jinja_kinds[v.kind]);
     char *number = jinja_memory(j, 32);
-    if (number) snprintf(number, 32, "%ld", v.i);
-    return number ? jinja_string(number) : v;
+    snprintf(number, 32, "%ld", v.i);
+    return jinja_string(number);
 }
 
 // ---- Lists and dicts
 // An empty list or dict.
 static JinjaValue jinja_table(Jinja *j, int kind) {
     JinjaTable *t = jinja_memory(j, sizeof *t);
-    if (t) *t = (JinjaTable){ 0 };
-    return (JinjaValue){ .kind = t ? kind : J_UNDEFINED, .t = t };
+    *t = (JinjaTable){ 0 };
+    return (JinjaValue){ .kind = kind, .t = t };
 }
 
 // Appends a member with its key.
 static void jinja_add(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
-    if (!t || !jinja_spend(j, 0)) return;
+    jinja_spend(j, 0);
     if (t->n == t->room) {
-        size_t room = max_size(2 * t->room, 4);
-        JinjaValue *item = jinja_memory(j, room * sizeof *item);
-        JinjaValue *keys = jinja_memory(j, room * sizeof *keys);
-        if (!item || !keys) return;
-        if (t->n) memcpy(item, t->item, t->n * sizeof *item);
-        if (t->n) memcpy(keys, t->key, t->n * sizeof *keys);
-        t->item = item;
-        t->key = keys;
-        t->room = room;
+        JinjaTable old = *t;
+        t->room = max_size(2 * t->room, 4);
+        t->item = jinja_memory(j, t->room * sizeof *t->item);
+        t->key = jinja_memory(j, t->room * sizeof *t->key);
+        for (size_t i = 0; i < t->n; i++) {
+            t->item[i] = old.item[i];
+            t->key[i] = old.key[i];
+        }
     }
     t->key[t->n] = key;
     t->item[t->n++] = v;
@@ -199,13 +200,16 @@ static void jinja_enter(Jinja *j, JinjaTable *t, const char *key, JinjaValue v) 
     jinja_add(j, t, jinja_string(key), v);
 }
 
+// Is it a number? A bool is 0 or 1, as in Python.
+static int jinja_number(JinjaValue v) { return v.kind == J_BOOL || v.kind == J_INT; }
+
 // a == b. Two tables are equal when they are the same one: messages are only compared with themselves.
 static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
-    int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
-    if (numbers) return a.i == b.i;
+    if (jinja_number(a) && jinja_number(b)) return a.i == b.i;
     if (a.kind != b.kind) return 0;
-    if (a.kind == J_TEXT) return a.n == b.n && jinja_spend(j, a.n) && (!a.n || !memcmp(a.s, b.s, a.n));
-    return a.t == b.t && a.s == b.s;
+    if (a.kind != J_TEXT) return a.t == b.t && a.s == b.s;
+    jinja_spend(j, a.n);
+    return a.n == b.n && (!a.n || !memcmp(a.s, b.s, a.n));
 }
 
 // The member of a table that has this key; NULL: none.
@@ -225,9 +229,10 @@ static void jinja_store(Jinja *j, JinjaTable *t, JinjaValue key, JinjaValue v) {
 
 // The variable of this name in the innermost scope that has one, else a function; undefined when there is neither.
 static JinjaValue jinja_variable(Jinja *j, JinjaValue name) {
-    JinjaValue *v = NULL;
-    for (JinjaTable *t = j->scope; t && !v && !j->skip; t = t->outer) v = jinja_find(j, t, name);
-    if (v) return *v;
+    for (JinjaTable *t = j->scope; t && !j->skip; t = t->outer) {
+        JinjaValue *v = jinja_find(j, t, name);
+        if (v) return *v;
+    }
     int function = !j->skip && jinja_is(name, "raise_exception|strftime_now|namespace|range|dict");
     return (JinjaValue){ .kind = function ? J_FUNCTION : J_UNDEFINED };
 }
@@ -239,44 +244,47 @@ static JinjaValue jinja_list(Jinja *j, JinjaValue v) {
     JinjaValue list = jinja_table(j, J_LIST);
     if (v.kind > J_DICT || (v.kind && v.kind < J_TEXT)) jinja_fail(j, "a loop over %s", jinja_kinds[v.kind]);
     for (size_t i = 0; v.kind == J_DICT && i < v.t->n; i++) jinja_push(j, list, v.t->key[i]);
-    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n && !j->failed; i += n) {
+    for (size_t i = 0, n; v.kind == J_TEXT && i < v.n; i += n) {
         n = (size_t)max_int(utf8_length(v.s + i, v.n - i), 1);
         jinja_push(j, list, jinja_cut(v, i, i + n));
     }
-    return j->failed ? undefined : list;
+    return list;
 }
 
 // a[b] and a.name
 static JinjaValue jinja_item(Jinja *j, JinjaValue a, JinjaValue b) {
     if (j->skip) return undefined;
-    if (a.kind == J_UNDEFINED) return jinja_fail(j, "a member of %s", jinja_kinds[a.kind]);
+    if (a.kind == J_UNDEFINED) jinja_fail(j, "a member of %s", jinja_kinds[a.kind]);
     if (a.kind == J_DICT) {
         JinjaValue *found = jinja_find(j, a.t, b);
         return found ? *found : undefined;
     }
     if (b.kind != J_INT || (a.kind != J_LIST && a.kind != J_TEXT)) return undefined;
     JinjaValue list = jinja_list(j, a);
-    if (j->failed) return list;
     long i = b.i + (b.i < 0 ? (long)list.t->n : 0);
     return i >= 0 && i < (long)list.t->n ? list.t->item[i] : undefined;
 }
 
 // Is a in b?
 static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
-    if (b.kind == J_TEXT && a.kind == J_TEXT)
-        return jinja_spend(j, b.n) && (!a.n || memmem(b.s, b.n, a.s, a.n));
+    if (b.kind == J_TEXT && a.kind == J_TEXT) {
+        jinja_spend(j, b.n);
+        return !a.n || memmem(b.s, b.n, a.s, a.n);
+    }
     if (b.kind == J_DICT) return jinja_find(j, b.t, a) != NULL;
     if (b.kind != J_LIST && b.kind != J_UNDEFINED)
         jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
-    for (size_t i = 0; b.kind == J_LIST && i < b.t->n && jinja_spend(j, 0); i++)
+    for (size_t i = 0; b.kind == J_LIST && i < b.t->n; i++) {
+        jinja_spend(j, 0);
         if (jinja_equal(j, a, b.t->item[i])) return 1;
+    }
     return 0;
 }
 
 // The members of a list as one text, with `between` between two of them.
 static JinjaValue jinja_join(Jinja *j, JinjaValue list, JinjaValue between) {
     size_t at = arrlenu(j->out);
-    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
+    for (size_t i = 0; i < list.t->n; i++) {
         if (i) jinja_put(j, between);
         jinja_put(j, jinja_written(j, list.t->item[i]));
     }
@@ -288,7 +296,7 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
     JinjaValue list = jinja_table(j, J_LIST);
     const char *at;
     if (!by.n) jinja_fail(j, "an empty text between the parts");
-    while (!j->failed && most-- && (at = memmem(v.s, v.n, by.s, by.n)) != NULL) {
+    while (most-- && (at = memmem(v.s, v.n, by.s, by.n)) != NULL) {
         size_t n = (size_t)(at - v.s);
         jinja_push(j, list, jinja_cut(v, 0, n));
         v = jinja_cut(v, n + by.n, v.n);
@@ -305,23 +313,21 @@ static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3])
         if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
     if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
     JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
-    if (j->failed) return undefined;
 
     // Where it begins, and before which member it ends, moved into the list.
     long n = (long)all.t->n, step = given[2].kind == J_INT ? given[2].i : 1, edge[2];
-    if (!step) return jinja_fail(j, "a part in steps of 0");
+    if (!step) jinja_fail(j, "a part in steps of 0");
     long low = step > 0 ? 0 : -1, high = low + n;
     for (int k = 0; k < 2; k++) {
         long x = given[k].i + (given[k].i < 0 ? n : 0);
         if (given[k].kind != J_INT) x = (step > 0) == (k == 0) ? low : high;
         edge[k] = x < low ? low : x > high ? high : x;
     }
-    for (long i = edge[0]; !j->failed && (step > 0 ? i < edge[1] : i > edge[1]); i += step)
-        jinja_push(j, list, all.t->item[i]);
+    for (long i = edge[0]; step > 0 ? i < edge[1] : i > edge[1]; i += step) jinja_push(j, list, all.t->item[i]);
     return v.kind == J_TEXT ? jinja_join(j, list, undefined) : list;
 }
 
-// ---- Filters and tests
+// ---- Filters, tests, functions
 // A text without the characters of `chars` (no text: white space, with what Python takes for it) at its left end, its
 // right end.
 static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int right) {
@@ -344,58 +350,53 @@ static JinjaValue jinja_strip(JinjaValue v, JinjaValue chars, int left, int righ
 static JinjaValue jinja_case(Jinja *j, JinjaValue v, JinjaValue name) {
     char *s = jinja_memory(j, v.n + 1);
     int start = 1;                                          // does a word begin here?
-    for (size_t i = 0; s && i < v.n; i++) {
+    for (size_t i = 0; i < v.n; i++) {
         int c = (unsigned char)v.s[i], up = *name.s == 'u' || (*name.s != 'l' && start);
-        if (c > 127) return jinja_fail(j, "%.*s of letters beyond ASCII", NAMED(name));
+        if (c > 127) jinja_fail(j, "%.*s of letters beyond ASCII", NAMED(name));
         s[i] = (char)(up ? toupper(c) : tolower(c));
         start = *name.s == 't' && !isalpha(c);
     }
-    if (s) v.s = s;
+    v.s = s;
     return v;
 }
 
 // Argument k of a call, or the one of this name; NULL when it is not given.
-static const JinjaValue *jinja_given(JinjaValue args, size_t k, JinjaValue name) {
-    for (size_t i = 0; args.t && i < args.t->n; i++) {
-        JinjaValue key = args.t->key[i];
-        if (key.kind && key.n == name.n && !memcmp(key.s, name.s, key.n)) return &args.t->item[i];
-    }
-    return args.t && k < args.t->n && !args.t->key[k].kind ? &args.t->item[k] : NULL;
+static const JinjaValue *jinja_given(Jinja *j, JinjaTable *args, size_t k, JinjaValue name) {
+    const JinjaValue *named = jinja_find(j, args, name);
+    return named ? named : k < args->n && !args->key[k].kind ? &args->item[k] : NULL;
 }
 
 // The same; undefined when it is not given.
-static JinjaValue jinja_arg(JinjaValue args, size_t k, const char *name) {
-    const JinjaValue *v = jinja_given(args, k, jinja_string(name));
+static JinjaValue jinja_arg(Jinja *j, JinjaTable *args, size_t k, const char *name) {
+    const JinjaValue *v = jinja_given(j, args, k, jinja_string(name));
     return v ? *v : undefined;
 }
 
 // v is name args; k: the argument that stands behind the name
-static int jinja_test(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args, size_t k) {
+static int jinja_test(Jinja *j, JinjaValue v, JinjaValue name, JinjaTable *args, size_t k) {
     enum { TEXT = 1 << J_TEXT, LIST = 1 << J_LIST, DICT = 1 << J_DICT, UNDEFINED = 1 << J_UNDEFINED };
     static const struct { const char *name; int kinds; } tests[] = {
         { "defined", ~UNDEFINED }, { "undefined", UNDEFINED }, { "none", 1 << J_NONE },
         { "string", TEXT }, { "mapping", DICT }, { "iterable|sequence", TEXT | LIST | DICT | UNDEFINED },
         { "boolean", 1 << J_BOOL }, { "integer", 1 << J_INT }, { "number", 1 << J_INT | 1 << J_BOOL },
     };
-    if (j->skip) return 0;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
         if (jinja_is(name, tests[i].name)) return tests[i].kinds >> v.kind & 1;
 
-    JinjaValue x = jinja_arg(args, k, "other");
+    JinjaValue x = jinja_arg(j, args, k, "other");
     if (jinja_is(name, "true|false")) return v.kind == J_BOOL && v.i == (*name.s == 't');
     if (jinja_is(name, "equalto|eq|==")) return jinja_equal(j, v, x);
     if (jinja_is(name, "ne|!=")) return !jinja_equal(j, v, x);
     if (jinja_is(name, "in")) return jinja_in(j, v, x);
     jinja_fail(j, "the test %.*s of %s", NAMED(name), jinja_kinds[v.kind]);
-    return 0;
 }
 
 // select, reject (by: 0) and selectattr, rejectattr (by: 1, the first argument is a member): the members of a
 // list that pass a test, or do not.
-static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaValue args, size_t by, int want) {
-    JinjaValue chosen = jinja_table(j, J_LIST), test = jinja_arg(args, by, "");
-    for (size_t i = 0; !j->failed && i < list.t->n; i++) {
-        JinjaValue x = by ? jinja_item(j, list.t->item[i], jinja_arg(args, 0, "")) : list.t->item[i];
+static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaTable *args, size_t by, int want) {
+    JinjaValue chosen = jinja_table(j, J_LIST), test = jinja_arg(j, args, by, "");
+    for (size_t i = 0; i < list.t->n; i++) {
+        JinjaValue x = by ? jinja_item(j, list.t->item[i], jinja_arg(j, args, 0, "")) : list.t->item[i];
         int yes = test.kind ? jinja_test(j, x, test, args, by + 1) : jinja_truth(x);
         if (yes == want) jinja_push(j, chosen, list.t->item[i]);
     }
@@ -405,7 +406,7 @@ static JinjaValue jinja_select(Jinja *j, JinjaValue list, JinjaValue args, size_
 // The pairs of key and value of a dict.
 static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
     JinjaValue pairs = jinja_table(j, J_LIST);
-    for (size_t i = 0; i < dict.t->n && !j->failed; i++) {
+    for (size_t i = 0; i < dict.t->n; i++) {
         JinjaValue pair = jinja_table(j, J_LIST);
         jinja_push(j, pair, dict.t->key[i]);
         jinja_push(j, pair, dict.t->item[i]);
@@ -415,12 +416,12 @@ static JinjaValue jinja_items(Jinja *j, JinjaValue dict) {
 }
 
 // The methods v.name(args) and the filters v | name(args)
-static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, "chars"), y = jinja_arg(args, 1, "maxsplit");
-    if (j->skip || !jinja_spend(j, v.kind == J_TEXT ? v.n : 0)) return undefined;
+static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaTable *args) {
+    JinjaValue x = jinja_arg(j, args, 0, "chars"), y = jinja_arg(j, args, 1, "maxsplit");
+    jinja_spend(j, v.kind == J_TEXT ? v.n : 0);
     if (jinja_is(name, "default|d")) {
-        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(args, 1, "boolean")));
-        return stays ? v : jinja_arg(args, 0, "default_value");
+        int stays = v.kind && (jinja_truth(v) || !jinja_truth(jinja_arg(j, args, 1, "boolean")));
+        return stays ? v : jinja_arg(j, args, 0, "default_value");
     }
     if (jinja_is(name, "string")) return jinja_written(j, v);
     if (v.kind == J_UNDEFINED && jinja_is(name, "trim")) return jinja_string("");
@@ -444,143 +445,115 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, JinjaValue name, JinjaValu
 
     // Of a list, of the keys of a dict, or of the characters of a text
     int many = v.kind == J_LIST || v.kind == J_DICT || !v.kind;
-    if (!many && (v.kind != J_TEXT || !jinja_is(name, "list|first|last|select|reject|join")))
-        return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
-    JinjaValue list = jinja_list(j, v);
-    if (j->failed) return undefined;
-    size_t n = list.t->n;
-    if (jinja_is(name, "length|count")) return jinja_int((long)n);
-    if (jinja_is(name, "list|keys")) return list;
-    if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
-    if (jinja_is(name, "join")) return jinja_join(j, list, jinja_arg(args, 0, "d"));
-    if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
-    if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
+    if (many || (v.kind == J_TEXT && jinja_is(name, "list|first|last|select|reject|join"))) {
+        JinjaValue list = jinja_list(j, v);
+        size_t n = list.t->n;
+        if (jinja_is(name, "length|count")) return jinja_int((long)n);
+        if (jinja_is(name, "list|keys")) return list;
+        if (jinja_is(name, "first|last")) return n ? list.t->item[*name.s == 'f' ? 0 : n - 1] : undefined;
+        if (jinja_is(name, "join")) return jinja_join(j, list, jinja_arg(j, args, 0, "d"));
+        if (jinja_is(name, "select|reject")) return jinja_select(j, list, args, 0, *name.s == 's');
+        if (jinja_is(name, "selectattr|rejectattr")) return jinja_select(j, list, args, 1, *name.s == 's');
+    }
     if (v.kind == J_DICT && jinja_is(name, "items")) return jinja_items(j, v);
     if (v.kind == J_DICT && jinja_is(name, "get")) {
-        JinjaValue found = jinja_item(j, v, x);
-        const JinjaValue *other = jinja_given(args, 1, jinja_string("default"));
-        if (found.kind) return found;
-        return other ? *other : (JinjaValue){ .kind = J_NONE };
+        JinjaValue *found = jinja_find(j, v.t, x);
+        const JinjaValue *other = jinja_given(j, args, 1, jinja_string("default"));
+        return found ? *found : other ? *other : (JinjaValue){ .kind = J_NONE };
     }
-    return jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
+    jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[v.kind]);
 }
 
-// ---- Functions and operators
 // The functions.
-static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaValue args) {
-    JinjaValue x = jinja_arg(args, 0, ""), y = jinja_arg(args, 1, "");
+static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaTable *args) {
+    JinjaValue x = jinja_arg(j, args, 0, ""), y = jinja_arg(j, args, 1, "");
     if (x.kind == J_TEXT && jinja_is(name, "raise_exception"))
-        return jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
+        jinja_fail(j, "the program refuses: %.*s", (int)min_size(x.n, 200), x.s);
     if (x.kind == J_TEXT && jinja_is(name, "strftime_now")) {
         char format[64] = "", *date = jinja_memory(j, 256);
         if (x.n < sizeof format) memcpy(format, x.s, x.n);
-        if (!date || !strftime(date, 256, format, &j->tp->today)) return jinja_fail(j, "the date as this text");
+        if (!strftime(date, 256, format, &j->tp->today)) jinja_fail(j, "the date as this text");
         return jinja_string(date);
     }
     if (x.kind == J_INT && jinja_is(name, "range")) {
         JinjaValue list = jinja_table(j, J_LIST);
         long from = y.kind == J_INT ? x.i : 0, to = y.kind == J_INT ? y.i : x.i;
-        for (long i = from; i < to && !j->failed; i++) jinja_push(j, list, jinja_int(i));
+        for (long i = from; i < to; i++) jinja_push(j, list, jinja_int(i));
         return list;
     }
-    if (!jinja_is(name, "namespace|dict")) return jinja_fail(j, "the function %.*s", NAMED(name));
-    JinjaValue dict = jinja_table(j, J_DICT);
-    if (dict.t) dict.t->space = *name.s == 'n';
-    for (size_t i = 0; args.t && i < args.t->n; i++) jinja_add(j, dict.t, args.t->key[i], args.t->item[i]);
-    return dict;
+    if (!jinja_is(name, "namespace|dict")) jinja_fail(j, "the function %.*s", NAMED(name));
+    args->space = *name.s == 'n';
+    return (JinjaValue){ .kind = J_DICT, .t = args };
 }
 
-// The operators between two values, with how tightly they bind; `not` stands between `and` and the comparisons.
-// One that begins like another stands before it.
+// ---- Operators
+// What may stand behind a value, with how tightly it binds; a sign stands between filters and members. One that begins
+// like another stands before it.
 enum { OP_OR, OP_AND, OP_EQUAL, OP_UNEQUAL, OP_LESS_EQUAL, OP_MORE_EQUAL, OP_LESS, OP_MORE, OP_IN, OP_NOT_IN,
-       OP_PLUS, OP_MINUS, OP_JOIN, OP_TIMES, OP_WHOLE, OP_REST, OPERATORS };
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT };
+       OP_PLUS, OP_MINUS, OP_JOIN, OP_TIMES, OP_WHOLE, OP_REST, OP_FILTER, OP_IS, OP_INDEX, OP_MEMBER, OPERATORS };
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT, LEVEL_FILTER, LEVEL_SIGN };
 static const struct { const char *name; int level; } jinja_operators[OPERATORS] = {
     { "or", LEVEL_OR }, { "and", LEVEL_AND },
     { "==", LEVEL_COMPARISON }, { "!=", LEVEL_COMPARISON }, { "<=", LEVEL_COMPARISON }, { ">=", LEVEL_COMPARISON },
-    { "<", LEVEL_COMPARISON }, { ">", LEVEL_COMPARISON }, { "in", LEVEL_COMPARISON }, { "not in", LEVEL_COMPARISON },
+    { "<", LEVEL_COMPARISON }, { ">", LEVEL_COMPARISON }, { "in", LEVEL_COMPARISON }, { "not", LEVEL_COMPARISON },
     { "+", LEVEL_SUM }, { "-", LEVEL_SUM }, { "~", LEVEL_JOIN },
     { "*", LEVEL_PRODUCT }, { "//", LEVEL_PRODUCT }, { "%", LEVEL_PRODUCT },
+    { "|", LEVEL_FILTER }, { "is", LEVEL_FILTER }, { "[", LEVEL_SIGN }, { ".", LEVEL_SIGN },
 };
 
-// a OP b of two numbers
-static JinjaValue jinja_arithmetic(Jinja *j, long a, int op, long b) {
-    int divides = op == OP_WHOLE || op == OP_REST;
-    if (divides && b <= 0) return jinja_fail(j, "%ld %s %ld", a, jinja_operators[op].name, b);
-    long n = 0, rest = divides ? (a % b + b) % b : 0;       // as Python has it, never negative
-    switch (op) {
-    case OP_LESS:       return jinja_bool(a < b);
-    case OP_LESS_EQUAL: return jinja_bool(a <= b);
-    case OP_MORE:       return jinja_bool(a > b);
-    case OP_MORE_EQUAL: return jinja_bool(a >= b);
-    case OP_PLUS:       n = a + b; break;
-    case OP_MINUS:      n = a - b; break;
-    case OP_TIMES:      n = a * b; break;
-    case OP_WHOLE:      n = (a - rest) / b; break;
-    case OP_REST:       n = rest; break;
-    }
-    return labs(n) > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
-}
-
-// a OP b
+// a OP b, but for `or` and `and`
 static JinjaValue jinja_compute(Jinja *j, JinjaValue a, int op, JinjaValue b) {
     if (j->skip) return undefined;
     if (op == OP_EQUAL || op == OP_UNEQUAL) return jinja_bool(jinja_equal(j, a, b) == (op == OP_EQUAL));
     if (op == OP_IN || op == OP_NOT_IN) return jinja_bool(jinja_in(j, a, b) == (op == OP_IN));
-    if (op == OP_JOIN) {
-        a = jinja_written(j, a);
-        b = jinja_written(j, b);
-    }
-    if ((op == OP_PLUS || op == OP_JOIN) && a.kind == J_TEXT && b.kind == J_TEXT) {
-        if (!a.n || !b.n) return a.n ? a : b;
+    if (op == OP_JOIN || (op == OP_PLUS && a.kind == J_TEXT && b.kind == J_TEXT)) {
         size_t at = arrlenu(j->out);
-        jinja_put(j, a);
-        jinja_put(j, b);
+        jinja_put(j, jinja_written(j, a));
+        jinja_put(j, jinja_written(j, b));
         return jinja_collect(j, at);
     }
     if (op == OP_PLUS && a.kind == J_LIST && b.kind == J_LIST) {
         JinjaValue list = jinja_table(j, J_LIST);
-        for (size_t i = 0; i < a.t->n && !j->failed; i++) jinja_push(j, list, a.t->item[i]);
-        for (size_t i = 0; i < b.t->n && !j->failed; i++) jinja_push(j, list, b.t->item[i]);
+        for (size_t i = 0; i < a.t->n; i++) jinja_push(j, list, a.t->item[i]);
+        for (size_t i = 0; i < b.t->n; i++) jinja_push(j, list, b.t->item[i]);
         return list;
     }
-    if ((a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT))
-        return jinja_arithmetic(j, a.i, op, b.i);
-    return jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_operators[op].name, jinja_kinds[b.kind]);
+    if (!jinja_number(a) || !jinja_number(b))
+        jinja_fail(j, "%s %s %s", jinja_kinds[a.kind], jinja_operators[op].name, jinja_kinds[b.kind]);
+
+    int divides = op == OP_WHOLE || op == OP_REST;
+    if (divides && b.i <= 0) jinja_fail(j, "%ld %s %ld", a.i, jinja_operators[op].name, b.i);
+    long n = divides ? (a.i % b.i + b.i) % b.i : 0;         // the rest, as Python has it never negative
+    switch (op) {
+    case OP_LESS:       return jinja_bool(a.i < b.i);
+    case OP_LESS_EQUAL: return jinja_bool(a.i <= b.i);
+    case OP_MORE:       return jinja_bool(a.i > b.i);
+    case OP_MORE_EQUAL: return jinja_bool(a.i >= b.i);
+    case OP_PLUS:       n = a.i + b.i; break;
+    case OP_MINUS:      n = a.i - b.i; break;
+    case OP_TIMES:      n = a.i * b.i; break;
+    case OP_WHOLE:      n = (a.i - n) / b.i; break;
+    }
+    if (labs(n) > JINJA_NUMBER) jinja_fail(j, "a number above %d", JINJA_NUMBER);
+    return jinja_int(n);
 }
 
 // ---- Reading: words
 // A recursive descent: a function for every rule of the grammar, which reads what its rule describes, from j->p on,
 // and returns its value. It moves j->p behind what it has read. There is no list of tokens: a function looks at the
-// text itself (jinja_take). Errors need no way back: jinja_fail notes the first one and lets the text end, so that
-// every loop ends, too.
+// text itself (jinja_take).
 //
 //     expression    a, or a if c else b                       jinja_expression
-//     binary        a or b, .., a * b: a level an operator    jinja_binary
-//     unary         -a                                        jinja_unary
-//     filters       a | name(b), a is name                    jinja_filters
-//     postfix       a.name, a[b], a[b:c], a.name(b)           jinja_postfix
+//     binary        a or b, .., a * b, not a, -a              jinja_binary
+//     behind        a.name, a[b], a[b:c], a | name, a is b    jinja_behind
 //     primary       'text', 12, name, f(a), [a, b], {a: b}    jinja_primary
 //     block         text, {{ a }}, {% tag %} ..               jinja_block
 
-// Goes on reading at p, which has been read before or was passed over.
-static void jinja_go(Jinja *j, const char *p) {
-    if (!j->failed) j->p = p;
-}
-
-// Goes a bracket, a block or a call further inside.
-static void jinja_nest(Jinja *j) {
-    if (++j->depth > JINJA_NESTED)
-        jinja_fail(j, "more than %d brackets, blocks and calls inside one another", JINJA_NESTED);
-}
+// Goes behind the white space that stands here.
+static void jinja_blanks(Jinja *j) { j->p += strspn(j->p, " \t\n\v\f\r"); }
 
 // May the byte stand in a name?
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
-
-// Goes behind the white space that stands here.
-static void jinja_blanks(Jinja *j) {
-    while (isspace((unsigned char)*j->p)) j->p++;
-}
 
 // Does this word, operator or bracket stand here? Then it is read. A sign that belongs to the end of a tag, as
 // in -%}, is no operator, and the beginning of a longer word is no word.
@@ -623,10 +596,7 @@ static void jinja_close(Jinja *j, const char *end) {
     jinja_blanks(j);
     char sign = *j->p;
     j->p += sign == '-' || sign == '+';
-    if (strncmp(j->p, end, 2)) {
-        jinja_fail(j, "expected '%s', found '%.12s'", end, j->p);
-        return;
-    }
+    if (strncmp(j->p, end, 2)) jinja_fail(j, "expected '%s', found '%.12s'", end, j->p);
     j->p += 2;
     if (sign == '-') jinja_blanks(j);
     else if (*end != '}' && sign != '+' && *j->p == '\n') j->p++;
@@ -634,60 +604,56 @@ static void jinja_close(Jinja *j, const char *end) {
 
 // ---- Reading: expressions
 static JinjaValue jinja_expression(Jinja *j);
+static JinjaValue jinja_binary(Jinja *j, int level);
 static void jinja_body(Jinja *j, const char *end);
 
 // Reads the texts in quotes that stand here; neighbours are one text.
 static JinjaValue jinja_quoted(Jinja *j) {
     static const char code[] = "ntr\\'\"", means[] = "\n\t\r\\'\"";
     size_t at = arrlenu(j->out);
-    while (!j->failed && (*j->p == '\'' || *j->p == '"')) {
-        const char stops[] = { *j->p++, '\\', 0 }, *escape = code;
-        while (escape) {
-            size_t n = strcspn(j->p, stops);
-            jinja_put(j, jinja_own(j->p, n));
-            if (!j->failed) j->p += n;
-            if (*j->p != '\\' || !j->p[1]) break;
-            escape = strchr(code, *++j->p);
-            if (escape) jinja_put(j, jinja_own(means + (escape - code), 1));
-            else jinja_fail(j, "the escape \\%.1s", j->p);
-            j->p += escape != NULL;
+    for (; *j->p == '\'' || *j->p == '"'; jinja_blanks(j)) {
+        char quote = *j->p++;
+        for (const char *c; *j->p != quote; j->p++) {
+            if (*(c = j->p) == '\\' && j->p[1]) {
+                const char *escape = strchr(code, *++j->p);
+                if (!escape) jinja_fail(j, "the escape \\%.1s", j->p);
+                c = means + (escape - code);
+            }
+            if (!*c) jinja_fail(j, "a text without its closing quote");
+            jinja_put(j, jinja_own(c, 1));
         }
-        if (*j->p != *stops) jinja_fail(j, "a text without its closing quote");
-        else j->p++;
-        jinja_blanks(j);
+        j->p++;
     }
-    return j->skip ? undefined : jinja_collect(j, at);
+    return jinja_collect(j, at);
 }
 
 // Reads what stands between brackets up to `end` as a list or, up to }, a dict: values, for a call also name=value,
 // for a dict key:value.
 static JinjaValue jinja_members(Jinja *j, const char *end) {
-    JinjaValue table = j->skip ? undefined : jinja_table(j, *end == '}' ? J_DICT : J_LIST);
-    while (!j->failed && !jinja_take(j, end)) {
+    JinjaValue table = jinja_table(j, *end == '}' ? J_DICT : J_LIST);
+    while (!jinja_take(j, end)) {
         const char *from = j->p;
-        JinjaValue key = jinja_maybe_name(j), v;
+        JinjaValue key = jinja_maybe_name(j);
         if (*end != ')' || !key.n || !jinja_take(j, "=")) {
-            jinja_go(j, from);
+            j->p = from;
             key = undefined;
         }
-        v = jinja_expression(j);
         if (*end == '}') {
-            key = v;
+            key = jinja_expression(j);
             jinja_want(j, ":");
-            v = jinja_expression(j);
         }
-        jinja_add(j, table.t, key, v);
+        jinja_add(j, table.t, key, jinja_expression(j));
         if (!jinja_take(j, ",") && *j->p != *end) jinja_want(j, end);
     }
     return table;
 }
 
 // Reads the arguments (a, b=value) of a macro and gives each its value in the innermost scope.
-static void jinja_parameters(Jinja *j, JinjaValue args) {
+static void jinja_parameters(Jinja *j, JinjaTable *args) {
     jinja_want(j, "(");
-    for (size_t k = 0; !j->failed && !jinja_take(j, ")"); k++) {
+    for (size_t k = 0; !jinja_take(j, ")"); k++) {
         JinjaValue name = jinja_name(j, "a name"), v = undefined;
-        const JinjaValue *given = jinja_given(args, k, name);
+        const JinjaValue *given = jinja_given(j, args, k, name);
         j->skip += given != NULL;
         if (jinja_take(j, "=")) v = jinja_expression(j);
         j->skip -= given != NULL;
@@ -696,30 +662,26 @@ static void jinja_parameters(Jinja *j, JinjaValue args) {
     }
 }
 
-// From here on variables are set in a new scope inside `outer`. Returns 0 when the program is to end.
-static int jinja_scope(Jinja *j, JinjaTable *outer) {
-    JinjaTable *t = jinja_table(j, J_DICT).t;
-    if (!t) return 0;
-    t->outer = outer;
-    j->scope = t;
-    return 1;
+// From here on variables are set in a new scope inside `outer`.
+static void jinja_scope(Jinja *j, JinjaTable *outer) {
+    j->scope = jinja_table(j, J_DICT).t;
+    j->scope->outer = outer;
 }
 
 // What a macro writes, which is read once more for that. It sees its arguments and the program's variables, not those
 // of who calls it.
-static JinjaValue jinja_call_macro(Jinja *j, JinjaValue macro, JinjaValue args) {
+static JinjaValue jinja_call_macro(Jinja *j, JinjaValue macro, JinjaTable *args) {
     const char *behind = j->p;
     JinjaTable *caller = j->scope;
     size_t at = arrlenu(j->out);
     jinja_nest(j);
-    if (jinja_scope(j, j->globals)) {
-        jinja_go(j, macro.s);
-        jinja_parameters(j, args);
-        jinja_body(j, "endmacro");
-    }
-    j->depth--;
+    jinja_scope(j, j->globals);
+    j->p = macro.s;
+    jinja_parameters(j, args);
+    jinja_body(j, "endmacro");
+    j->p = behind;
     j->scope = caller;
-    jinja_go(j, behind);
+    j->depth--;
     return jinja_collect(j, at);
 }
 
@@ -731,20 +693,22 @@ static JinjaValue jinja_primary(Jinja *j) {
         char *end;
         long n = strtol(j->p, &end, 10);
         j->p = end;
-        return n > JINJA_NUMBER ? jinja_fail(j, "a number above %d", JINJA_NUMBER) : jinja_int(n);
+        if (n > JINJA_NUMBER) jinja_fail(j, "a number above %d", JINJA_NUMBER);
+        return jinja_int(n);
     }
     if (jinja_take(j, "[")) return jinja_members(j, "]");
     if (jinja_take(j, "{")) return jinja_members(j, "}");
     if (jinja_take(j, "(")) {                               // around one value, or a list
         JinjaValue list = jinja_members(j, ")");
-        return list.t && list.t->n == 1 ? list.t->item[0] : list;
+        return list.t->n == 1 ? *list.t->item : list;
     }
 
     JinjaValue name = jinja_name(j, "a value");
     if (jinja_is(name, "true|True|false|False")) return jinja_bool(name.s[0] == 't' || name.s[0] == 'T');
     if (jinja_is(name, "none|None")) return (JinjaValue){ .kind = J_NONE };
     if (!jinja_take(j, "(")) return jinja_variable(j, name);
-    JinjaValue args = jinja_members(j, ")"), v = jinja_variable(j, name);
+    JinjaTable *args = jinja_members(j, ")").t;
+    JinjaValue v = jinja_variable(j, name);
     if (j->skip) return undefined;
     return v.kind == J_MACRO ? jinja_call_macro(j, v, args) : jinja_function(j, name, args);
 }
@@ -752,114 +716,75 @@ static JinjaValue jinja_primary(Jinja *j) {
 // Reads what stands behind `of[`: an index b, or a slice b:c:d, of which any may be left out.
 static JinjaValue jinja_index(Jinja *j, JinjaValue of) {
     JinjaValue part[3] = { 0 };
-    for (int k = 0; !j->failed; k++) {
+    for (int k = 0;; k++) {
         jinja_blanks(j);
         int left_out = (k < 2 && *j->p == ':') || (k > 0 && *j->p == ']');
         if (!left_out) part[k] = jinja_expression(j);
         if (jinja_take(j, "]")) return k ? jinja_slice(j, of, part) : jinja_item(j, of, part[0]);
         jinja_want(j, k < 2 ? ":" : "]");
     }
-    return undefined;
 }
 
-// What becomes of a value by the members, methods and indices that hang on it.
-static JinjaValue jinja_postfix(Jinja *j, JinjaValue v) {
-    while (!j->failed) {
-        if (jinja_take(j, "[")) {
-            v = jinja_index(j, v);
-            continue;
-        }
-        if (!jinja_take(j, ".")) break;
-        JinjaValue name = jinja_name(j, "a name");
-        if (!jinja_take(j, "(")) {
-            v = jinja_item(j, v, name);
-            continue;
-        }
-        JinjaValue args = jinja_members(j, ")");
-        if (!v.kind && !j->skip) jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[0]);
-        v = jinja_apply(j, v, name, args);
-    }
-    return v;
-}
-
-// The same by the filters and tests behind it. A test may have one literal as its argument without brackets.
-static JinjaValue jinja_filters(Jinja *j, JinjaValue v) {
-    while (!j->failed) {
-        int filter = jinja_take(j, "|");
-        if (!filter && !jinja_take(j, "is")) break;
-        int want = filter || !jinja_take(j, "not");
-        JinjaValue name = jinja_name(j, "a name"), args = undefined;
-        jinja_blanks(j);
-        if (jinja_take(j, "(")) {
-            args = jinja_members(j, ")");
-        } else if (!filter && *j->p && strchr("'\"[0123456789", *j->p)) {
-            args = j->skip ? undefined : jinja_table(j, J_LIST);
-            jinja_push(j, args, jinja_primary(j));
-        }
-        v = filter ? jinja_apply(j, v, name, args) : jinja_bool(jinja_test(j, v, name, args, 0) == want);
-    }
-    return v;
-}
-
-// A value with its sign, if it has one. A sign binds tighter than a filter.
-static JinjaValue jinja_unary(Jinja *j, int with_filters) {
-    JinjaValue v;
-    if (jinja_take(j, "-")) {
-        jinja_nest(j);
-        v = jinja_compute(j, jinja_int(0), OP_MINUS, jinja_unary(j, 0));
-        j->depth--;
-    } else {
-        v = jinja_primary(j);
-    }
-    v = jinja_postfix(j, v);
-    return with_filters ? jinja_filters(j, v) : v;
+// Reads what stands behind a value and its op, and is no right side: an index, the name of a member, of a method, of a
+// filter or of a test, with arguments. A test may have one literal as its argument without brackets.
+static JinjaValue jinja_behind(Jinja *j, JinjaValue v, int op) {
+    if (op == OP_INDEX) return jinja_index(j, v);
+    int want = op != OP_IS || !jinja_take(j, "not"), brackets;
+    JinjaValue name = jinja_name(j, "a name"), args = undefined;
+    brackets = jinja_take(j, "(");
+    if (op == OP_MEMBER && !brackets) return jinja_item(j, v, name);
+    args = brackets ? jinja_members(j, ")") : jinja_table(j, J_LIST);
+    if (op == OP_IS && !brackets && *j->p && strchr("'\"[0123456789", *j->p)) jinja_push(j, args, jinja_primary(j));
+    if (j->skip) return undefined;
+    if (op == OP_IS) return jinja_bool(jinja_test(j, v, name, args.t, 0) == want);
+    if (op == OP_MEMBER && !v.kind) jinja_fail(j, "%.*s of %s", NAMED(name), jinja_kinds[0]);
+    return jinja_apply(j, v, name, args.t);
 }
 
 // Reads the operator that stands here, if it binds at `level` or tighter; -1: none does.
 static int jinja_operator(Jinja *j, int level) {
-    jinja_blanks(j);
-    const char *from = j->p;
-    if (jinja_take(j, "not")) {                             // any blanks may stand in `not in`
-        if (level <= LEVEL_COMPARISON && jinja_take(j, "in")) return OP_NOT_IN;
-        jinja_go(j, from);
-        return -1;
-    }
     for (int op = 0; op < OPERATORS; op++)
         if (jinja_operators[op].level >= level && jinja_take(j, jinja_operators[op].name)) return op;
     return -1;
 }
 
-// An expression of the operators that bind at `level` or tighter. a < b < c is a < b and b < c.
+// An expression of what binds at `level` or tighter. a < b < c is a < b and b < c.
 static JinjaValue jinja_binary(Jinja *j, int level) {
     const char *from = j->p;
     JinjaValue v, left;
     int op, chain = 0;          // 1: a comparison has been read, whose right side is `left`
-    if (level <= LEVEL_NOT && jinja_take(j, "not")) {
+    int not = level <= LEVEL_NOT && jinja_take(j, "not");
+    if (not || jinja_take(j, "-")) {
         jinja_nest(j);
-        v = jinja_bool(!jinja_truth(jinja_binary(j, LEVEL_NOT)));
+        v = jinja_binary(j, not ? LEVEL_NOT : LEVEL_SIGN);
+        v = not ? jinja_bool(!jinja_truth(v)) : jinja_compute(j, jinja_int(0), OP_MINUS, v);
         j->depth--;
     } else {
-        v = jinja_unary(j, 1);
+        v = jinja_primary(j);
     }
-    left = v;
-    while (!j->failed && (op = jinja_operator(j, level)) >= 0) {
+    for (left = v; (op = jinja_operator(j, level)) >= 0; left = chain ? left : v) {
         int binds = jinja_operators[op].level, compares = binds == LEVEL_COMPARISON;
         int known = jinja_truth(v) ? op == OP_OR : op == OP_AND || (chain && compares);
+        chain = compares;
+        if (binds >= LEVEL_FILTER) {
+            v = jinja_behind(j, v, op);
+            continue;
+        }
+        if (op == OP_NOT_IN) jinja_want(j, "in");
         j->skip += known;
         JinjaValue right = jinja_binary(j, binds + 1);
-        if (!known) v = op == OP_OR || op == OP_AND ? right : jinja_compute(j, compares ? left : v, op, right);
         j->skip -= known;
-        chain = compares;
-        left = compares ? right : v;
+        if (!known) v = op <= OP_AND ? right : jinja_compute(j, left, op, right);
+        left = right;
     }
-    if (!j->failed) jinja_spend(j, (size_t)(j->p - from));
+    jinja_spend(j, (size_t)(j->p - from));
     return v;
 }
 
 // a, or `a if c else b`. Whether a counts is known behind it: it is passed over first, and then read again.
 static JinjaValue jinja_expression(Jinja *j) {
     const char *from = j->p, *behind;
-    JinjaValue v = undefined, other = undefined;
+    JinjaValue v = undefined;
     int yes = 1;
     jinja_nest(j);
     j->skip++;
@@ -868,17 +793,17 @@ static JinjaValue jinja_expression(Jinja *j) {
     if (jinja_take(j, "if")) {
         yes = jinja_truth(jinja_binary(j, LEVEL_OR));
         j->skip += yes;
-        if (jinja_take(j, "else")) other = jinja_expression(j);
+        if (jinja_take(j, "else")) v = jinja_expression(j);
         j->skip -= yes;
     }
-    behind = j->p;
     if (yes && !j->skip) {
-        jinja_go(j, from);
+        behind = j->p;
+        j->p = from;
         v = jinja_binary(j, LEVEL_OR);
-        jinja_go(j, behind);
+        j->p = behind;
     }
     j->depth--;
-    return yes ? v : other;
+    return v;
 }
 
 // ---- Reading: tags
@@ -896,7 +821,7 @@ static void jinja_body(Jinja *j, const char *end) {
 static void jinja_if(Jinja *j) {
     int done = 0;               // 1: a branch has been run
     JinjaValue tag = jinja_string("if");
-    while (!j->failed && !jinja_is(tag, "endif")) {
+    while (!jinja_is(tag, "endif")) {
         int yes = 1;
         j->skip += done;
         if (!jinja_is(tag, "else")) yes = jinja_truth(jinja_expression(j));
@@ -909,71 +834,64 @@ static void jinja_if(Jinja *j) {
     jinja_close(j, "%}");
 }
 
-// Begins turn i of a loop over a list: a new scope with its variables.
-static void jinja_turn(Jinja *j, const JinjaValue name[2], JinjaTable *outer, const JinjaTable *t, size_t i) {
-    JinjaValue loop = jinja_table(j, J_DICT), x = t->item[i];
-    if (!jinja_scope(j, outer)) return;
-    jinja_enter(j, loop.t, "index", jinja_int((long)i + 1));
-    jinja_enter(j, loop.t, "index0", jinja_int((long)i));
-    jinja_enter(j, loop.t, "revindex", jinja_int((long)(t->n - i)));
-    jinja_enter(j, loop.t, "revindex0", jinja_int((long)(t->n - i) - 1));
+// Begins turn i of a loop over a list, which is read from p on: a new scope with its variables. Behind the last turn
+// the loop is read once more, to be passed over.
+static void jinja_turn(Jinja *j, const JinjaValue name[2], JinjaTable *outer, JinjaValue list, long i, const char *p) {
+    long n = (long)list.t->n;
+    j->p = p;
+    j->skip += i == n;
+    if (i == n) return;
+    JinjaValue loop = jinja_table(j, J_DICT), x = list.t->item[i];
+    jinja_scope(j, outer);
+    jinja_enter(j, loop.t, "index", jinja_int(i + 1));
+    jinja_enter(j, loop.t, "index0", jinja_int(i));
+    jinja_enter(j, loop.t, "revindex", jinja_int(n - i));
+    jinja_enter(j, loop.t, "revindex0", jinja_int(n - i - 1));
     jinja_enter(j, loop.t, "first", jinja_bool(!i));
-    jinja_enter(j, loop.t, "last", jinja_bool(i == t->n - 1));
-    jinja_enter(j, loop.t, "length", jinja_int((long)t->n));
-    jinja_enter(j, loop.t, "previtem", i ? t->item[i - 1] : undefined);
-    jinja_enter(j, loop.t, "nextitem", i < t->n - 1 ? t->item[i + 1] : undefined);
+    jinja_enter(j, loop.t, "last", jinja_bool(i == n - 1));
+    jinja_enter(j, loop.t, "length", jinja_int(n));
+    jinja_enter(j, loop.t, "previtem", i ? list.t->item[i - 1] : undefined);
+    jinja_enter(j, loop.t, "nextitem", i < n - 1 ? list.t->item[i + 1] : undefined);
     jinja_enter(j, j->scope, "loop", loop);
     int pair = name[1].n > 0;
     if (pair && (x.kind != J_LIST || x.t->n != 2)) jinja_fail(j, "a loop with two names over %s", jinja_kinds[x.kind]);
-    for (int k = 0; k <= pair && !j->failed; k++) jinja_store(j, j->scope, name[k], pair ? x.t->item[k] : x);
+    for (int k = 0; k <= pair; k++) jinja_store(j, j->scope, name[k], pair ? x.t->item[k] : x);
 }
 
-// {% for a in list if c %} .. {% else %} .. {% endfor %}. Condition and body are passed over first.
+// {% for a in list if c %} .. {% else %} .. {% endfor %}
 static void jinja_for(Jinja *j) {
     JinjaTable *outer = j->scope;
-    JinjaValue name[2] = { jinja_name(j, "a name") };
+    JinjaValue name[2] = { jinja_name(j, "a name") }, tag = undefined;
     if (jinja_take(j, ",")) name[1] = jinja_name(j, "a name");
     jinja_want(j, "in");
-    JinjaValue list = jinja_binary(j, LEVEL_OR), all = list;
-    if (!j->skip) list = all = jinja_list(j, list);
+    JinjaValue all = jinja_list(j, jinja_binary(j, LEVEL_OR)), list = all;
+    long n = (long)all.t->n;
     if (jinja_take(j, "if")) {
         const char *condition = j->p;
-        j->skip++;
-        jinja_binary(j, LEVEL_OR);
-        j->skip--;
-        if (!j->skip) list = jinja_table(j, J_LIST);
-        for (size_t i = 0; !j->skip && i < all.t->n; i++) {
-            jinja_turn(j, name, outer, all.t, i);
-            jinja_go(j, condition);
+        list = jinja_table(j, J_LIST);
+        for (long i = 0; i <= n; i++) {
+            jinja_turn(j, name, outer, all, i, condition);
             if (jinja_truth(jinja_binary(j, LEVEL_OR))) jinja_push(j, list, all.t->item[i]);
         }
+        j->skip--;
+        n = (long)list.t->n;
     }
     jinja_close(j, "%}");
 
     const char *body = j->p;
-    j->skip++;
-    JinjaValue tag = jinja_block(j, "endfor|else");
-    j->skip--;
-    const char *behind = j->p;
-    size_t turns = list.t && !j->skip ? list.t->n : 0;
-    for (size_t i = 0; i < turns && !j->failed; i++) {
-        jinja_turn(j, name, outer, list.t, i);
-        jinja_go(j, body);
-        jinja_block(j, "endfor|else");
-        int ended = j->ended;
-        j->skip -= ended != RUN_ON;
+    for (long i = 0; i <= n; i++) {
+        jinja_turn(j, name, outer, list, i, body);
+        tag = jinja_block(j, "endfor|else");
+        j->skip -= j->ended != RUN_ON;
+        if (j->ended == RUN_BREAK) i = n - 1;
         j->ended = RUN_ON;
-        if (ended == RUN_BREAK) break;
     }
+    j->skip--;
     j->scope = outer;
-    jinja_go(j, behind);
-    if (!jinja_is(tag, "else")) {
-        jinja_close(j, "%}");
-        return;
-    }
-    j->skip += turns > 0;
-    jinja_body(j, "endfor");
-    j->skip -= turns > 0;
+    j->skip += n > 0;
+    if (jinja_is(tag, "else")) jinja_body(j, "endfor");
+    else jinja_close(j, "%}");
+    j->skip -= n > 0;
 }
 
 // {% set a = value %}, {% set space.a = value %}, {% set a %} text {% endset %}
@@ -1000,7 +918,7 @@ static void jinja_macro(Jinja *j) {
     JinjaValue name = jinja_name(j, "a name");
     if (!j->skip) jinja_store(j, j->scope, name, (JinjaValue){ .kind = J_MACRO, .s = j->p });
     j->skip++;
-    jinja_parameters(j, undefined);
+    jinja_parameters(j, jinja_table(j, J_LIST).t);
     jinja_body(j, "endmacro");
     j->skip--;
 }
@@ -1025,7 +943,7 @@ static void jinja_tag(Jinja *j, JinjaValue name) {
 static void jinja_plain(Jinja *j) {
     const char *from = j->p, *tag = from;
     while (*tag && (tag[0] != '{' || !tag[1] || !strchr("{%#", tag[1]))) tag++;
-    const char *to = tag;
+    const char *to = j->p = tag;
     if (*tag && tag[2] == '-') {
         while (to > from && isspace((unsigned char)to[-1])) to--;
     } else if (*tag && tag[1] != '{' && tag[2] != '+') {
@@ -1034,19 +952,6 @@ static void jinja_plain(Jinja *j) {
     }
     jinja_spend(j, (size_t)(tag - from));
     jinja_put(j, jinja_own(from, (size_t)(to - from)));
-    jinja_go(j, tag);
-}
-
-// Reads a comment, whose {# is read.
-static void jinja_comment(Jinja *j) {
-    const char *end = strstr(j->p, "#}");
-    if (!end) {
-        jinja_fail(j, "a comment without its end");
-        return;
-    }
-    jinja_spend(j, (size_t)(end - j->p));
-    jinja_go(j, end - (end > j->p && strchr("+-", end[-1])));
-    jinja_close(j, "#}");
 }
 
 // Runs up to a tag that is one of `stops`, "a|b", and returns its name; what stands behind the name is not read.
@@ -1054,16 +959,15 @@ static void jinja_comment(Jinja *j) {
 static JinjaValue jinja_block(Jinja *j, const char *stops) {
     JinjaValue tag = undefined;
     jinja_nest(j);
-    while (!j->failed) {
-        jinja_plain(j);
-        if (!*j->p) {
-            if (*stops) jinja_fail(j, "the program ends before %.*s", (int)strcspn(stops, "|"), stops);
-            break;
-        }
+    for (jinja_plain(j); *j->p; jinja_plain(j)) {
         char kind = j->p[1];
         j->p += 2 + (j->p[2] == '-' || j->p[2] == '+');
-        if (kind == '#') {
-            jinja_comment(j);
+        if (kind == '#') {                                  // a comment
+            const char *end = strstr(j->p, "#}");
+            if (!end) jinja_fail(j, "a comment without its end");
+            jinja_spend(j, (size_t)(end - j->p));
+            j->p = end - (end > j->p && strchr("+-", end[-1]));
+            jinja_close(j, "#}");
         } else if (kind == '{') {
             jinja_put(j, jinja_written(j, jinja_expression(j)));
             jinja_close(j, "}}");
@@ -1073,6 +977,7 @@ static JinjaValue jinja_block(Jinja *j, const char *stops) {
             jinja_tag(j, tag);
         }
     }
+    if (*stops && !*j->p) jinja_fail(j, "the program ends before %.*s", (int)strcspn(stops, "|"), stops);
     j->depth--;
     return tag;
 }
@@ -1091,10 +996,10 @@ static void close_thought(Jinja *j) {
 // Gives the program its variables.
 static void set_variables(Jinja *j, const Message *m, int n, int how) {
     JinjaValue messages = jinja_table(j, J_LIST);
-    for (int i = 0; i < n && !j->failed; i++) {
+    for (int i = 0; i < n; i++) {
         JinjaValue message = jinja_table(j, J_DICT), content = jinja_string(m[i].content);
         uint16_t *from = jinja_memory(j, content.n * sizeof *from);
-        for (size_t k = 0; from && k < content.n; k++) from[k] = (uint16_t)(1 + i % UINT16_MAX);
+        for (size_t k = 0; k < content.n; k++) from[k] = (uint16_t)(1 + i % UINT16_MAX);
         content.from = from;
         jinja_enter(j, message.t, "role", jinja_string(m[i].role));
         jinja_enter(j, message.t, "content", content);
@@ -1114,6 +1019,16 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
     if (how & RENDER_NO_THINK) jinja_enter(j, j->globals, "enable_thinking", jinja_bool(0));
 }
 
+// Runs the program. Returns 0, or -1 where it was stopped.
+static int run_program(Jinja *j, const Message *m, int n, int how) {
+    if (setjmp(j->stopped)) return -1;
+    set_variables(j, m, n, how);
+    jinja_block(j, "");
+    int all_of_it = RENDER_NO_THINK | RENDER_PROMPT;
+    if ((how & all_of_it) == all_of_it) close_thought(j);
+    return 0;
+}
+
 // See template.h. What may be spent grows with the dialogue.
 char *template_render(const Template *tp, const Message *m, int n, int how, size_t *size, uint16_t **from,
                       char err[512]) {
@@ -1121,14 +1036,9 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
     for (int i = 0; i < n; i++) all += strlen(m[i].content);
     Jinja j = { .tp = tp, .p = tp->source, .arena = arena_new(), .err = err,
                 .most_work = JINJA_WORK + JINJA_WORK_MESSAGE * (size_t)n + JINJA_WORK_BYTE * all };
-    set_variables(&j, m, n, how);
-    jinja_block(&j, "");
-    int all_of_it = RENDER_NO_THINK | RENDER_PROMPT;
-    if ((how & all_of_it) == all_of_it) close_thought(&j);
-
     char *text = NULL;
-    *size = arrlenu(j.out);
-    if (!j.failed) {
+    if (!run_program(&j, m, n, how)) {
+        *size = arrlenu(j.out);
         text = copy_bytes(j.out ? j.out : "", *size);
         if (from) *from = xcalloc(*size + 1, sizeof **from);
         if (from && *size) memcpy(*from, j.from, *size * sizeof **from);
@@ -1244,15 +1154,15 @@ static char *folder_program(const char *dir, char err[512]) {
 
 // Takes a copy of the program. 0, or -1 and err.
 static int template_take(Template *tp, const char *program, char err[512]) {
-    size_t n = strlen(program), bytes = 0;
-    if (n > JINJA_SOURCE) return fault(err, "%zu bytes, at most %d are read", n, JINJA_SOURCE);
-    tp->source = xcalloc(n + 1, 1);
+    char *to = tp->source = copy_text(program);
+    if (strlen(program) > JINJA_SOURCE)
+        return fault(err, "%zu bytes, at most %d are read", strlen(program), JINJA_SOURCE);
     for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
         if (*s == '\r' && s[1] == '\n') s++;
-        tp->source[bytes++] = *s == '\r' ? '\n' : *s;
+        *to++ = *s == '\r' ? '\n' : *s;
     }
-    bytes -= bytes && tp->source[bytes - 1] == '\n';        // ... and drops the last one
-    tp->source[bytes] = 0;
+    to -= to > tp->source && to[-1] == '\n';                // ... and drops the last one
+    *to = 0;
     return 0;
 }
 
