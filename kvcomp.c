@@ -992,7 +992,7 @@ typedef struct {            // keys or values as a kernel takes them
 } TileRows;
 
 typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *k;               // (KV_TILE,D) rows as f32
     float *q;               // (Q_BLOCK,D) the queries
     struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
     int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
@@ -1001,6 +1001,8 @@ typedef struct {            // what one thread works in
     float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
     float sum[Q_BLOCK];     // the sum of exp(score - max),
     float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+    const float *skip_v;    // lines (section 7): query i reads row c only where skip_v[c], or else skip_s[c - i], is 0
+    const float *skip_s;    // and not -INFINITY; NULL: it reads every row it may see
 } Tile;
 
 // A Tile for every thread, in scratch memory.
@@ -1009,11 +1011,11 @@ static Tile *tiles_new(Session *s) {
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
         t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
-        t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
         t[i].q8  = whole ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
         t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
         t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
+        t[i].skip_v = NULL;
     }
     return t;
 }
@@ -1064,12 +1066,24 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
     return any;
 }
 
+// Masks the cells of a tile that lie on no line of their query.
+static void skip_cells(const Tile *t, int m, const ViewTile *a) {
+    int first = row_at(a->rows, a->r0, 0), side = row_at(a->rows, a->r0, a->n - 1) - first == a->n - 1;
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < a->n; j++) {
+            int c = side ? first + j : a->rows[j];
+            float v = t->skip_v[c], o = t->skip_s[c - i];
+            t->sc[i * a->n + j] += v > o ? v : o;
+        }
+}
+
 // Pass 1 for a tile: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row.
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const ViewTile *a, TileRows k) {
     int D = s->c->D, n = a->n;
     float scale = 1 / sqrtf((float)D);
     if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, m, n, D, scale, k.next);
     else scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, scale, k.next);
+    if (t->skip_v) skip_cells(t, m, a);
     return mask_tile(s, l, hd, t, m, a->rows, a->r0, n, t->sc, (size_t)n, 1);
 }
 
@@ -2845,9 +2859,8 @@ static long line_len(int x, int p0, int n) {
 }
 
 // ---- attention over lines, a block of rows at a time
-// The rows of a block read the columns that any of them needs, KV_TILE at a time, and fold them into
-// their running softmax (section 3). Columns side by side are read where they lie, others are
-// gathered. A row masks the cells that lie on none of its lines.
+// The rows of a block read the columns that any of them needs: a list, which attention reads as it does a view's
+// (attend_chunk), masking the cells that lie on none of a row's lines (skip_cells).
 // A lone slash makes a block read as many columns as the block has rows. So a block has few rows,
 // LINE_ROWS, where runs of slashes are short, and LINE_BLOCK elsewhere, which share more.
 
@@ -2859,19 +2872,8 @@ typedef struct {                // the lines of one query head, as its blocks us
     int n_slash;
     int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
     float *skip_v;              // (n) 0 where column c is a vertical, else -INFINITY; NULL: the head is dense
-    float *skip_s;              // (n) skip_s[n-1-o]: the same of offset o
+    float *skip_s;              // (n) skip_s[n-1-o]: the same of offset o; behind them LINE_BLOCK that no row has
 } LinePlan;
-
-typedef struct {
-    const Session *s;
-    const KVHead *hd;
-    int window;                 // the layer's sliding window; 0: none
-    Tile *t;
-    const float *K, *V;         // (n,D) the unpacked rows of the KV head
-    int m, r0;                  // the block is the rows r0..r0+m-1
-    uint64_t *need;             // (n bits) room for the columns that the block reads
-    int *cols;                  // (n) room for the same as a list
-} RowBlock;
 
 // The plan of one head with lines a, in scratch. A dense head needs none.
 static LinePlan plan_new(Session *s, const Lines *a) {
@@ -2885,118 +2887,69 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     for (int i = 0; i < p.n_slash; i++) runs += !i || p.slash[i] > p.slash[i - 1] + 1;
     if (p.n_slash < LINE_BLOCK * runs) p.rows = LINE_ROWS;
     p.skip_v = scratch(s, n * sizeof(float));
-    p.skip_s = scratch(s, n * sizeof(float));
+    p.skip_s = scratch(s, (n + LINE_BLOCK) * sizeof(float));
     for (int x = 0; x < a->n; x++) {
         p.skip_v[x] = bit_get(a->v, x) ? 0 : -INFINITY;
         p.skip_s[a->n - 1 - x] = bit_get(a->s, x) ? 0 : -INFINITY;
     }
+    for (int i = 0; i < LINE_BLOCK; i++) p.skip_s[n + i] = -INFINITY;
     return p;
 }
 
-// The columns that the block needs, ascending, into b->cols; returns their number. At the offset o
-// the rows r0..E-1 see the columns r0-o..E-o-1.
-static int block_columns(RowBlock *b, const LinePlan *p) {
-    int E = b->r0 + b->m;
-    memcpy(b->need, p->line->v, bit_bytes(E));
-    if (p->line->dense) bit_fill(b->need, 0, E);
+// cols (n) = the columns that the rows r0 .. E-1 need, ascending -> how many. At the offset o these rows see the
+// columns r0-o .. E-o-1. need (n bits) is room.
+static int block_columns(const LinePlan *p, int r0, int E, uint64_t *need, int *cols) {
+    memcpy(need, p->line->v, bit_bytes(E));
+    if (p->line->dense) bit_fill(need, 0, E);
     for (int i = 0; i < p->n_slash && p->slash[i] < E; i++)
-        bit_fill(b->need, max_int(b->r0 - p->slash[i], 0), E - p->slash[i]);
-    int n = bit_list(b->need, E, b->cols);
-    while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
+        bit_fill(need, max_int(r0 - p->slash[i], 0), E - p->slash[i]);
+    int n = bit_list(need, E, cols);
+    while (n && cols[n - 1] >= E) n--;                  // the last word has columns behind the block
     return n;
 }
 
-// Does row c of the block's head lie before the sliding window of row r? By the positions of their tokens, as
-// kv_visible says; they rise with the rows.
-static int before_window(const RowBlock *b, int c, int r) {
-    const Token *tok = b->s->tok;
-    return b->window && tok[b->hd->src[c]].pos <= tok[b->hd->src[r]].pos - b->window;
-}
-
-// Masks what row i of the block may not read of the columns c (n): what causality or the window
-// forbids, and the cells on no line.
-static void row_mask(RowBlock *b, const LinePlan *p, int i, const int *c, int n) {
-    float *sc = b->t->sc + (size_t)i * n;
-    int r = b->r0 + i, lo = 0, hi = n;
-    while (hi > 0 && c[hi - 1] > r) sc[--hi] = -INFINITY;
-    while (lo < hi && before_window(b, c[lo], r)) sc[lo++] = -INFINITY;
-    if (!p->skip_v) return;
-    const float *skip_s = p->skip_s + (p->line->n - 1 - r);     // skip_s[c]: offset r - c
-    int side = c[n - 1] - c[0] < n;                     // the columns lie side by side
-    for (int j = lo; j < hi; j++) {
-        int at = side ? c[0] + j : c[j];
-        float v = p->skip_v[at], o = skip_s[at];
-        sc[j] += v > o ? v : o;
-    }
-}
-
-// Attention of the block over the cells of its lines.
-static void block_attend(RowBlock *b, const LinePlan *p) {
-    Tile *t = b->t;
-    int D = b->s->c->D, all = block_columns(b, p);
-    size_t row = (size_t)D * sizeof(float);
-    for (int j = 0; j < all; j += KV_TILE) {
-        const int *c = b->cols + j, n = min_int(all - j, KV_TILE);
-        const float *k = b->K + (size_t)c[0] * D, *v = b->V + (size_t)c[0] * D;
-        if (c[n - 1] - c[0] >= n) {                     // they do not lie side by side
-            for (int x = 0; x < n; x++) {
-                memcpy(t->k + (size_t)x * D, b->K + (size_t)c[x] * D, row);
-                memcpy(t->v + (size_t)x * D, b->V + (size_t)c[x] * D, row);
-            }
-            k = t->k;
-            v = t->v;
-        }
-        attn_scores(t->sc, t->q, k, b->m, n, D, 1 / sqrtf((float)D));
-        for (int i = 0; i < b->m; i++) row_mask(b, p, i, c, n);
-        tile_fold(t, b->m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
-    }
-}
-
-// ---- all heads of a layer
-// Unpacks every row of a head into K, V (n,D).
-static void rows_unpack(const Session *s, const KVHead *hd, float *K, float *V) {
-    size_t D = s->c->D;
-    #pragma omp parallel for schedule(static) if (worth_threads(hd->len * D))
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_k(s, hd, NULL, r, m, K + r * D);
-        kv_load_v(s, hd, NULL, r, m, V + r * D);
-    }
-}
-
-// Attention of the R query heads of KV head g over their lines (H). out, q (T,H,D). The blocks of
-// all heads are shared out among the threads, those with the longest rows first, so that the
-// threads finish together.
+// Attention of the R query heads of KV head g over their lines (H). out, q (T,H,D). Many blocks read the same rows,
+// and so they become f32 first: `as` and `hd` are session and head with such rows. The blocks of all heads are shared
+// out among the threads, those with the longest rows first, so that the threads finish together.
 static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q,
                          int T, Tile *tiles) {
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
     int blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
-    const KVHead *hd = kv_head(s, l, g);
-    size_t mark = scratch_mark(s), n = hd->len, words = bit_bytes(hd->len) / sizeof(uint64_t);
-    float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
+    KVHead hd = *kv_head(s, l, g);
+    Session as = *s;
+    size_t mark = scratch_mark(s), n = hd.len, words = bit_bytes(hd.len) / sizeof(uint64_t);
+    size_t room = (size_t)LINE_BLOCK * (D + 2);
+    float *rows[] = { scratch(s, n * D * sizeof(float)), scratch(s, n * D * sizeof(float)) };
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
     uint64_t *need = scratch(s, (size_t)n_threads() * words * sizeof *need);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    rows_unpack(s, hd, K, V);
+    float *parts = scratch(s, (size_t)n_threads() * room * sizeof *parts);
+    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
+    for (int v = 0; v < 2; v++) load_rows(s, &hd, v, NULL, 0, hd.len, rows[v], DT_F32);
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r]);
+    as.fk = as.fv = format_find("f32");
+    hd.packed = 0;
+    hd.k = (char *)rows[OF_K];
+    hd.v = (char *)rows[OF_V];
+
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
     for (int item = R * blocks - 1; item >= 0; item--) {
         const LinePlan *p = &plan[item % R];
-        int h = g * R + item % R, own = thread_id(), rows = p->rows;
-        int t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
-        RowBlock b = { .s = s, .hd = hd, .window = layer_window(s, l), .t = &tiles[own], .K = K, .V = V,
-                       .need = need + own * words, .cols = cols + own * n };
+        int h = g * R + item % R, own = thread_id(), t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
+        Tile *t = &tiles[own];
+        float *part = parts + own * room;
         if (pass_unwanted(s)) continue;             // the pass ends behind this attention
-        for (; t0 < end; t0 += rows) {
-            b.m = min_int(end - t0, rows);
-            b.r0 = hd->len - T + t0;
-            gather_queries(s, b.t, q, t0, b.m, s->base + t0, h, 1);
-            tile_begin(b.t, b.m, D);
-            block_attend(&b, p);
-            for (int i = 0; i < b.m; i++) {
-                float *to = out + ((size_t)(t0 + i) * H + h) * D;
-                for (int d = 0; d < D; d++) to[d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
-            }
+        for (int m; t0 < end; t0 += m) {
+            m = min_int(end - t0, p->rows);
+            int r0 = hd.len - T + t0;
+            View w = { .idx = cols + own * n };
+            w.n = block_columns(p, r0, r0 + m, need + own * words, w.idx);
+            gather_queries(&as, t, q, t0, m, s->base + t0, h, 1);
+            t->skip_v = p->skip_v;
+            if (p->skip_s) t->skip_s = p->skip_s + hd.len - 1 - r0;
+            attend_chunk(&as, l, &hd, &w, t, m, 1, 0, w.n, part);
+            for (int i = 0; i < m; i++)
+                chunks_join(part + i * (D + 2), 0, 1, D, out + ((size_t)(t0 + i) * H + h) * D, &t->max[i], &t->sum[i]);
         }
     }
     scratch_reset(s, mark);
@@ -3106,34 +3059,17 @@ static void lines_choose(Session *s, const LineChoice *c, int h0, int h1, const 
 // **Differs from the paper:** a mask of the prefill only: decode reads every row.
 // Options: --shape-init (128), --shape-local (3968).
 
-typedef struct {
-    int init;                   // first columns every row sees
-    int local;                  // last columns every row sees, itself included
-    int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
-} LineShape;
-
-// Method.open.
-static int a_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    x->init = opt_int(s->opt, "shape-init");
-    x->local = opt_int(s->opt, "shape-local");
-    return 0;
-}
-
-// Prefill attention of A-shape and Tri-shape. out, q (T,H,D). A head is dense when no row lacks a
+// Prefill attention over the lines of A-shape. out, q (T,H,D). A head is dense when no row lacks a
 // column: the last row lacks the columns [init,n-local), and no row lacks more.
-static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    LineShape *x = ms;
-    size_t row = (size_t)s->c->H * s->c->D;
+static void a_shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int init = opt_int(s->opt, "shape-init"), local = opt_int(s->opt, "shape-local");
     Lines *a = lines_new(s, l, T);
-    int last = min_int(x->last, T);
     for (int h = 0; h < s->c->H; h++) {
-        a[h].dense = a[h].n - x->init <= x->local;
-        for (int c = 0; c < a[h].n && c < x->init; c++) bit_set(a[h].v, c);
-        for (int o = 0; o < a[h].n && o < x->local; o++) bit_set(a[h].s, o);
+        a[h].dense = a[h].n - init <= local;
+        bit_fill(a[h].v, 0, min_int(init, a[h].n));
+        bit_fill(a[h].s, 0, min_int(local, a[h].n));
     }
     lines_attend(s, l, a, out, q, T);
-    if (last) attn_prefill(s, l, out + (T - last) * row, q + (T - last) * row, T - last, last);
 }
 
 #define SHAPE_OPTS \
@@ -3150,9 +3086,7 @@ const Method a_shape_method = {
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = a_shape_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(LineShape),
-    .open    = a_shape_open,
-    .attend  = shape_attend,
+    .attend  = a_shape_attend,
 };
 
 // ---- TRI-SHAPE
@@ -3162,11 +3096,12 @@ const Method a_shape_method = {
 //   M(r) = { 0 .. r } for the last --shape-last rows r of the turn
 // Options: --shape-init (128), --shape-local (3968), --shape-last (100).
 
-// Method.open.
-static int tri_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    x->last = opt_int(s->opt, "shape-last");
-    return a_shape_open(s, x);
+// A-shape's attention, and behind it that of the last rows anew, which is dense.
+static void tri_shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int last = min_int(opt_int(s->opt, "shape-last"), T);
+    size_t before = (size_t)(T - last) * s->c->H * s->c->D;
+    a_shape_attend(s, ms, l, out, q, T);
+    if (last) attn_prefill(s, l, out + before, q + before, T - last, last);
 }
 
 static const Opt tri_shape_opts[] = {
@@ -3183,9 +3118,7 @@ const Method tri_shape_method = {
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = tri_shape_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(LineShape),
-    .open    = tri_shape_open,
-    .attend  = shape_attend,
+    .attend  = tri_shape_attend,
 };
 
 // ---- MINFERENCE
@@ -3205,19 +3138,7 @@ const Method tri_shape_method = {
 enum { MINF_LAST = 64 };        // rows looked at
 static const int minference_least[] = { 30, 100 };      // columns and offsets that come first
 
-typedef struct {
-    int n[2];                   // columns and offsets of a head
-} Minference;
-
-// Method.open.
-static int minference_open(Session *s, void *ms) {
-    Minference *x = ms;
-    x->n[0] = opt_int(s->opt, "minference-verticals");
-    x->n[1] = opt_int(s->opt, "minference-slashes");
-    return 0;
-}
-
-// ChooseLines. Lines always taken get an infinite weight.
+// ChooseLines: as many columns and offsets as x (2) says. Lines always taken get an infinite weight.
 static void minference_choose(const void *x, const LineSample *p, Lines *a, double *room, LoopFound *f) {
     float *sum = (float *)room;
     int *idx = (int *)(sum + a->n);
@@ -3226,14 +3147,14 @@ static void minference_choose(const void *x, const LineSample *p, Lines *a, doub
         for (int i = 0; i < p->m; i++)
             for (int c = 0; c <= p->R[i]; c++) sum[slash ? p->R[i] - c : c] += p->P[(size_t)i * a->n + c];
         for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, ((const Minference *)x)->n[slash], idx);
+        int k = top_k(sum, a->n, ((const int *)x)[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
 
 // Chooses the lines of all heads in a device session, some KV heads at a time. Dense heads get lines too, which
 // nothing reads.
-static void minference_device(Session *s, const Minference *x, const LineChoice *c) {
+static void minference_device(Session *s, const int *most, const LineChoice *c) {
     int G = s->c->G, R = s->c->H / G, l = c->l, N = kv_longest(s, l);
     int ng = line_batch_cuda(s, l, c->m), heads = ng * R;
     int *idx = scratch(s, (size_t)heads * N * sizeof(int));
@@ -3244,7 +3165,7 @@ static void minference_device(Session *s, const Minference *x, const LineChoice 
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
-                k[i] = x->n[slash];
+                k[i] = most[slash];
             }
             float *sum = line_sums_cuda(s, l, g, ng, P, c->T, c->m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
@@ -3259,14 +3180,14 @@ static void minference_device(Session *s, const Minference *x, const LineChoice 
 // Prefill attention: chooses the lines of every head, then attends over them. out, q (T,H,D). A
 // head with no more rows than it takes offsets is dense.
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    const Minference *x = ms;
     int H = s->c->H, m = min_int(T, MINF_LAST), rows[MINF_LAST];
+    int most[] = { opt_int(s->opt, "minference-verticals"), opt_int(s->opt, "minference-slashes") };
     double t = now();
     LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
     for (int i = 0; i < m; i++) rows[i] = T - m + i;
-    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= x->n[1];
-    if (KV_DEV(s)) minference_device(s, x, &c);
-    else lines_choose(s, &c, 0, H, NULL, minference_choose, x);
+    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= most[1];
+    if (KV_DEV(s)) minference_device(s, most, &c);
+    else lines_choose(s, &c, 0, H, NULL, minference_choose, most);
     timed(&s->clk.index, t);
     lines_attend(s, l, c.lines, out, q, T);
 }
@@ -3286,8 +3207,6 @@ const Method minference_method = {
                "sizes are for 32k rows and more: on short contexts give fewer diagonals",
     .opts    = minference_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(Minference),
-    .open    = minference_open,
     .attend  = minference_attend,
 };
 
