@@ -2116,7 +2116,7 @@ static int candidates(const KVHead *h, int w) {
     return max_int(h->len - w, 0);
 }
 
-// Link 2. out (n): the R rows of score (R,stride) become one, their mean.
+// Link 2. out (n): the R rows of score (R,stride) become one, their mean. out may be the first of them.
 static void join_heads(float *out, const float *score, int n, size_t stride, int R) {
     for (int j = 0; j < n; j++) {
         float sum = score[j];
@@ -2153,19 +2153,14 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
     if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->kernel, x->mean, order);
 
+    int lists = order == JOIN_POOL ? 1 : R;                 // of a group
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
-    float *joined = scratch(s, N * sizeof(float));
     window_scores(s, l, q, T, x->window, score);
-    for (int g = 0; g < G; g++) {
-        const float *from = score + g * R * N;
-        if (order == JOIN_POOL) {
-            join_heads(joined, from, n[g], N, R);
-            pool(x, pooled + g * N, joined, n[g]);
-            continue;
-        }
-        float *to = pooled + g * R * N;
-        for (int r = 0; r < R; r++) pool(x, to + r * N, from + r * N, n[g]);
+    for (int i = 0; i < G * lists; i++) {
+        float *from = score + i * (R / lists) * N;
+        if (lists == 1) join_heads(from, from, n[i], N, R);
+        pool(x, pooled + i * N, from, n[i / lists]);
     }
     return pooled;
 }
@@ -2254,18 +2249,18 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     snap_commit(s, ms, l, q, T, "snapkv", snapkv_caps);
 }
 
+// What the entries of the chain's methods share.
+#define SNAP_CHAIN \
+    .budget = 1024, .uses = "--obs-window 32, --kernel 7, --pool max", .role = ROLE_SELECT, .evicts = 1, \
+    .state = sizeof(Snap), .open = snapkv_open
+
 const Method snapkv_method = {
+    SNAP_CHAIN,
     .name    = "snapkv",
     .paper   = "SnapKV, arXiv 2404.14469",
     .keeps   = "keeps the rows the last --obs-window queries attend to most, and those last "
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = snapkv_commit,
 };
 
@@ -2318,17 +2313,12 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
 }
 
 const Method adakv_method = {
+    SNAP_CHAIN,
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
     .keeps   = "snapkv with the budget shared out among a layer's heads by their scores; B a "
                "head on average",
     .limits  = "B must exceed --obs-window",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = adakv_commit,
 };
 
@@ -2362,17 +2352,12 @@ static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T)
 }
 
 const Method pyramidkv_method = {
+    SNAP_CHAIN,
     .name    = "pyramidkv",
     .paper   = "PyramidKV, arXiv 2406.02069",
     .keeps   = "snapkv with budgets that fall from the first layer to the last; B a head on "
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = pyramidkv_commit,
 };
 
@@ -2489,10 +2474,9 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
                              const float *v, int t0, int n) {
     Expected *x = ms;
     int H = s->c->H, D = s->c->D;
-    size_t all = (size_t)s->c->L * H * D;
+    size_t all = (size_t)s->c->L * H * D, bytes = all * (D + 1) * sizeof(double);
     if (s->decoding) return;
-    if (!x->sum && KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
-    else if (!x->sum) x->sum = xcalloc(all * (D + 1), sizeof(double));
+    if (!x->sum) x->sum = KV_DEV(s) ? (double *)near_zero_cuda(bytes) : xcalloc(1, bytes);
     for (int t = 0; t < n; t++)
         if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
     double *sum = x->sum + (size_t)l * H * D, *outer = x->sum + all + (size_t)l * H * D * D;
@@ -2524,35 +2508,6 @@ static void expected_turn(double *x, size_t step, int D, const double *cs) {
     }
 }
 
-// z_c for the rows of a head from n0 on, as one query head sees them. z (N), of which [n0,len) is
-// written; mu (D), cov (D,D); buf is room for 2 KV_TILE D + KV_TILE numbers.
-static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu,
-                               const float *cov, float *buf, float *z) {
-    int D = s->c->D;
-    float *k = buf, *y = k + (size_t)KV_TILE * D, *linear = y + (size_t)KV_TILE * D;
-    for (int r = n0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_k(s, hd, NULL, r, m, k);
-        attn_scores(linear, mu, k, 1, m, D, 1 / sqrtf((float)D));           // mu . k / sqrt(D)
-        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                // y (D,m) = Sg k^T / 2D
-        for (int j = 0; j < m; j++) {
-            double a = linear[j];
-            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
-            z[r + j] = (float)a;                                            // z_c
-        }
-    }
-}
-
-// out (N): |v|^2 of every row of a head. v (KV_TILE,D) is room.
-static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {
-    int D = s->c->D;
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_v(s, hd, NULL, r, m, v);
-        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
-    }
-}
-
 // mu (H,D) and cov (H,D,D), on the host: mean and covariance of the queries of layer l's query heads as they will
 // stand at future positions.
 static void expected_queries(Session *s, const Expected *x, int l, float *mu, float *cov) {
@@ -2579,28 +2534,35 @@ static void expected_queries(Session *s, const Expected *x, int l, float *mu, fl
     }
 }
 
-// p (H,N): for each query head the softmax of z over its candidates, the rows from sink[g] on; the
-// rows before are not written. sq (G,N): |v|^2 of the rows. sink (G). Both are on the host.
-static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p,
-                            float *sq, int N) {
+// z (H,N), on the host: z_c of the rows of layer l, as each query head sees them; square (G,N): |v_c|^2. mu (H,D),
+// cov (H,D,D).
+static void expected_scores(Session *s, int l, const float *mu, const float *cov, float *z, float *square, int N) {
     int H = s->c->H, D = s->c->D, R = H / s->c->G;
-    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
-    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n;
-    float *buf = scratch(s, n_threads() * room * sizeof(float));
-    expected_queries(s, x, l, mu, cov);
-    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
+    size_t tile = (size_t)KV_TILE * D, room = 2 * tile + KV_TILE;
+    float *rooms = scratch(s, n_threads() * room * sizeof(float));
+    if (KV_DEV(s)) {
+        expected_scores_cuda(s, l, mu, cov, z, square, N);
+        return;
+    }
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
         const KVHead *hd = kv_head(s, l, h / R);
-        int n0 = sink[h / R];
-        float *z = p + (size_t)h * N, *own = buf + thread_id() * room;
-        if (!KV_DEV(s)) {
-            expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
-            if (h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
+        float *k = rooms + thread_id() * room, *y = k + tile, *linear = y + tile;
+        for (int r = 0; r < hd->len; r += KV_TILE) {
+            int m = min_int(hd->len - r, KV_TILE);
+            kv_load_k(s, hd, NULL, r, m, k);
+            attn_scores(linear, mu + (size_t)h * D, k, 1, m, D, 1 / sqrtf((float)D));       // mu . k / sqrt(D)
+            attn_scores(y, cov + (size_t)h * D * D, k, D, m, D, 1 / (2 * (float)D));        // y (D,m) = Sg k^T / 2D
+            for (int j = 0; j < m; j++) {
+                double a = linear[j];
+                for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
+                z[(size_t)h * N + r + j] = (float)a;                                        // z_c
+            }
+            if (h % R) continue;
+            kv_load_v(s, hd, NULL, r, m, k);
+            for (int j = 0; j < m; j++)
+                square[(size_t)h / R * N + r + j] = dot_f32(k + (size_t)j * D, k + (size_t)j * D, D);
         }
-        float sum = 0;
-        exp_shift(z + n0, max_f32(z + n0, hd->len - n0), hd->len - n0, &sum);
-        for (int r = n0; r < hd->len; r++) z[r] /= sum;
     }
 }
 
@@ -2608,28 +2570,26 @@ static void expected_scores(Session *s, const Expected *x, int l, const int *sin
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
     Expected *x = ms;
-    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
+    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G;
     if (!snap_due(s, l, B)) return;
-    size_t N = kv_longest(s, l);
-    int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
-    float *p = scratch(s, s->c->H * N * sizeof *p);
-    float *all = scratch(s, G * N * sizeof *all), *sq = scratch(s, G * N * sizeof *sq);
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
-    }
-    expected_scores(s, x, l, sink, p, sq, N);
-    for (int g = 0; g < G; g++) {
-        int n0 = sink[g], n = kv_head(s, l, g)->len;
-        float *score = all + g * N;
-        join_heads(score + n0, p + g * R * N + n0, n - n0, N, R);
-        for (int r = 0; r < n0; r++) score[r] = INFINITY;                   // the first rows stay
-        for (int r = n0; r < n; r++) {
-            float length = sqrtf(sq[g * N + r]);                            // |v_c|
-            score[r] = (score[r] + x->epsilon) * length;                    // score_c
+    size_t N = kv_longest(s, l), HD = (size_t)H * D, f = sizeof(float);
+    float *mu = scratch(s, HD * (D + 1) * f), *cov = mu + HD;
+    float *z = scratch(s, H * N * f), *score = scratch(s, G * N * f), *square = scratch(s, G * N * f);
+    expected_queries(s, x, l, mu, cov);
+    expected_scores(s, l, mu, cov, z, square, N);
+    for (int g = 0; g < G; g++, score += N, square += N) {
+        const KVHead *hd = kv_head(s, l, g);
+        int first = 0, n = hd->len;
+        for (; first < n && hd->src[first] < x->sink; first++) score[first] = INFINITY;     // the first rows stay
+        for (int r = 0; r < R; r++) {
+            float *p = z + (g * R + r) * N, sum = 0;
+            exp_shift(p + first, max_f32(p + first, n - first), n - first, &sum);
+            for (int c = first; c < n; c++) p[c] /= sum;                                    // softmax_c(z)
         }
+        join_heads(score + first, z + g * R * N + first, n - first, N, R);
+        for (int c = first; c < n; c++) score[c] = (score[c] + x->epsilon) * sqrtf(square[c]);      // score_c
     }
-    keep_best(s, l, all, B);
+    keep_best(s, l, score - G * N, B);
 }
 
 static const Opt expected_opts[] = {
