@@ -619,18 +619,19 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
     else f->unpack((float *)buf + front, raw, n - packed, D);
 }
 
+// The j-th of some rows.
+static int row_at(const int *rows, int r0, int j) {
+    return rows ? rows[j] : r0 + j;
+}
+
 // The same for listed rows or for neighbours. Listed rows that are neighbours are loaded together.
 static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n,
                       void *buf, int dtype) {
     size_t bytes = kind_bytes(dtype, s->c->D);
-    if (!rows) {
-        load_range(s, h, v, r0, n, buf, dtype);
-        return;
-    }
     for (int i = 0, end; i < n; i = end) {
-        end = i + 1;
+        end = rows ? i + 1 : n;
         while (end < n && rows[end] == rows[end - 1] + 1) end++;
-        load_range(s, h, v, rows[i], end - i, (char *)buf + i * bytes, dtype);
+        load_range(s, h, v, row_at(rows, r0, i), end - i, (char *)buf + i * bytes, dtype);
     }
 }
 
@@ -738,11 +739,6 @@ typedef struct {            // the rows at places p .. p+n-1 of a view
     int r0;
 } ViewTile;
 
-// The j-th of these rows.
-static int row_at(const int *rows, int r0, int j) {
-    return rows ? rows[j] : r0 + j;
-}
-
 // The rows at places p .. p+n-1 of a view. room (n) is used where the list ends among them.
 static ViewTile view_tile(const View *w, int p, int n, int *room) {
     ViewTile a = { .p = p, .n = n };
@@ -759,14 +755,6 @@ static ViewTile view_tile(const View *w, int p, int n, int *room) {
 }
 
 // ---- dropping rows
-// What head h does to keep the rows keep (n), ascending.
-static Move move_of(KVHead *h, const int *keep, int n) {
-    Move m = { h, keep, n, 0, h->packed, 0 };
-    while (m.n_packed < n && keep[m.n_packed] < h->packed) m.n_packed++;
-    m.cap = (int)round_to_step(n - m.n_packed);
-    return m;
-}
-
 // Row keep[i] of a head becomes its row i, for i < n, and the memory of the others is given back. On the CPU rows
 // move in order, which overwrites nothing that is still needed.
 static void move_rows(Session *s, const Move *move, int n_moves) {
@@ -796,8 +784,11 @@ static void heads_keep(Session *s, int l, const int *keep, size_t stride, const 
     Move *move = scratch(s, s->c->G * sizeof *move);
     int n_moves = 0;
     for (int g = 0; g < s->c->G; g++) {
-        Move m = move_of(kv_head(s, l, g), keep + g * stride, n[stride ? g : 0]);
-        if (m.n < m.h->len) move[n_moves++] = m;
+        KVHead *h = kv_head(s, l, g);
+        Move m = { h, keep + g * stride, n[stride ? g : 0], 0, h->packed, 0 };
+        while (m.n_packed < m.n && m.keep[m.n_packed] < h->packed) m.n_packed++;
+        m.cap = (int)round_to_step(m.n - m.n_packed);
+        if (m.n < h->len) move[n_moves++] = m;
     }
     move_rows(s, move, n_moves);
 }
@@ -849,14 +840,17 @@ void kv_compact(Session *s, int l) {
 // Forgets the tokens from n_tok on and their rows, the last ones of every head, and gives back the room
 // that a prefill which was given up has left. Every view reads every row afterwards.
 void kv_truncate(Session *s, int n_tok) {
+    int G = s->c->G;
     if (n_tok >= s->n_tok) return;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        KVHead *h = &s->head[i];
-        size_t mark = scratch_mark(s);
-        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
-        for (; n < h->len && h->src[n] < n_tok; n++) keep[n] = n;
-        Move m = move_of(h, keep, n);
-        move_rows(s, &m, 1);
+    for (int l = 0; l < s->c->L; l++) {
+        size_t mark = scratch_mark(s), N = kv_longest(s, l);
+        int *keep = scratch(s, G * N * sizeof *keep), *n = scratch(s, G * sizeof *n);
+        for (int g = 0; g < G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            for (n[g] = 0; n[g] < h->len && h->src[n[g]] < n_tok; n[g]++) keep[g * N + n[g]] = n[g];
+        }
+        heads_keep(s, l, keep, N, n);
+        for (int g = 0; g < G; g++) head_reserve(s, kv_head(s, l, g), n[g] - kv_head(s, l, g)->packed);
         scratch_reset(s, mark);
     }
     view_all(s);
@@ -873,20 +867,15 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
     if (!shift) return;
 
-    size_t mark = scratch_mark(s);
+    size_t mark = scratch_mark(s), bytes = s->fk->row_bytes(D);
     float *k = scratch(s, (size_t)D * sizeof(float)), *cs = scratch(s, (size_t)D * sizeof(float));
+    char *raw = scratch(s, bytes), *to = h->k + (row - h->packed) * bytes;
     kv_load_k(s, h, NULL, row, 1, k);
     rope_angles(s->w, D, shift, 1, cs);
     rope_apply(k, 1, D, cs);
-
-    char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
-    if (KV_DEV(s)) {
-        char *raw = scratch(s, s->fk->row_bytes(D));
-        s->fk->pack(raw, k, D);
-        rows_store_cuda(to, raw, s->fk->row_bytes(D));
-    } else {
-        s->fk->pack(to, k, D);
-    }
+    s->fk->pack(raw, k, D);
+    if (KV_DEV(s)) rows_store_cuda(to, raw, bytes);
+    else memcpy(to, raw, bytes);
     scratch_reset(s, mark);
     h->pos[row] = pos;
     for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // a copy holds the old key
@@ -1592,9 +1581,8 @@ static const float *checked(const Session *s, const float *logits) {
     const uint32_t infinity = 0x7f800000;
     uint32_t worst = s->picked ? (uint32_t)s->picked->worst : 0;
     for (int i = 0; i < s->c->V && !s->picked; i++) {
-        union { float f; uint32_t u; } x = { logits[i] };
-        uint32_t size = x.u & 0x7fffffff;
-        worst = size > worst ? size : worst;
+        FloatBits x = { logits[i] };
+        if ((x.u & 0x7fffffff) > worst) worst = x.u & 0x7fffffff;
     }
     if (worst >= infinity)
         die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir,
@@ -1715,39 +1703,28 @@ int method_file(const Method *m, const Config *c, const Options *o, char path[11
     return *given || file_exists(path);
 }
 
-// Adds a part with this method, in the order of the timeline: prefill, select, store. 0, or -1 with the
-// reason in s->err: two parts that decide the same thing cannot be combined.
-static int part_add(Session *s, const Method *m, const char *spec) {
+// From "loopserve-p+lychee+pats" to three parts, in the order of the timeline: prefill, select, store. 0, or -1
+// with the reason in s->err: two parts that decide the same thing cannot be combined.
+static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
     };
-    if (s->n_part == MAX_PARTS)
-        return refuse(s, "--method=%s: more than %d parts", spec, MAX_PARTS);
-    EACH_PART(s, p)
-        for (int bit = 0; bit < 3; bit++)
-            if (p->m->role & m->role & 1 << bit)
-                return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
-                              p->m->name, m->name, decides[bit]);
-    int at = s->n_part++;
-    for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
-    s->part[at].m = m;
-    return 0;
-}
-
-// Refuses the n bytes at name, which no method is called. Returns -1.
-static int refuse_name(Session *s, const char *name, size_t n) {
-    const char *near = nearest_method(name, n);
-    if (!near) return refuse(s, "--method: no method is called '%.*s' (see --list-methods)", (int)n, name);
-    return refuse(s, "--method: no method is called '%.*s' (did you mean %s? see --list-methods)", (int)n, name, near);
-}
-
-// From "loopserve-p+lychee+pats" to three parts. 0, or -1 with the reason in s->err.
-static int parts_parse(Session *s, const char *spec) {
     for (const char *name = spec; name; ) {
         size_t n = strcspn(name, "+");
         const Method *m = method_find(name, n);
-        if (!m) return refuse_name(s, name, n);
-        if (part_add(s, m, spec)) return -1;
+        const char *near = m ? NULL : nearest_method(name, n);
+        if (!m)
+            return refuse(s, "--method: no method is called '%.*s' (%s%s%ssee --list-methods)", (int)n, name,
+                          near ? "did you mean " : "", near ? near : "", near ? "? " : "");
+        if (s->n_part == MAX_PARTS) return refuse(s, "--method=%s: more than %d parts", spec, MAX_PARTS);
+        EACH_PART(s, p)
+            for (int bit = 0; bit < 3; bit++)
+                if (p->m->role & m->role & 1 << bit)
+                    return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
+                                  p->m->name, m->name, decides[bit]);
+        int at = s->n_part++;
+        for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
+        s->part[at].m = m;
         name = name[n] ? name + n + 1 : NULL;
     }
     return 0;
@@ -6366,19 +6343,8 @@ static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes) {
     return bytes;
 }
 
-// A growing buffer of a pass on a device for n bytes.
-static void plan_room_cuda(MemoryPlan *p, const char *what, size_t n) {
-    p->pass += plan_line(p, what, n ? room_bytes(n) : 0);
-}
-
-// The same of a buffer that the CPU needs as well, where a block of the arena is half as large again.
-static void plan_room(MemoryPlan *p, const char *what, size_t n) {
-    plan_room_cuda(p, what, n);
-    p->pass_cpu += n + n / 2;
-}
-
-// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. sparse 1: a sparse prefill samples
-// probabilities. These are the rooms of pass_cuda; the CPU has the same but those that plan_room_cuda adds.
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one: those of pass_cuda, and those of them
+// that the CPU has as well. sparse 1: a sparse prefill samples probabilities.
 static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
@@ -6394,29 +6360,36 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     // block does not have fewer pairs of tiles.
     size_t works = span * H / 32 + G, pieces = min_size(512 + works, works * (T / 64 + 1)) + 1;
 
-    plan_room(p, "residual stream (T,C)", T * C * f);
-    plan_room(p, "RoPE angles (T,D)", T * D * f);
-    plan_room(p, span == T ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
-              2 * span * (H + G) * D * f);
-    plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
-    plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
-    plan_room_cuda(p, "inputs of products in 16 bits, with a scale each", block * (2 * widest + f));
-    plan_room_cuda(p, "inputs of products in 32 bits", wide ? block * max_size(C, F) * f : 0);
-    p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
-    plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
-    // Of packed, q8_0, q4 or mixed rows: those of a layer.
+    // Packed, q8_0, q4 or mixed rows become f16 for tensor cores, a layer at a time.
     int halves = s->fk == s->fv && s->fk == full_format(s, OF_K) && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
-    plan_room_cuda(p, "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D);
-    plan_room(p, "maximum and sum of every query", 2 * span * H * f);
-    plan_room(p, "logits", V * f);
-    plan_room_cuda(p, "the best of the logits",
-                   sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
-    plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
-    plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
-    plan_room(p, "scores of every row", (turn_hooks(s) ? 4 : 1) * scores);      // 4: hooks choose rows by them
-    // Of line_batch_cuda.
-    plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
+
+    enum { GPU, BOTH };
+    const struct { const char *what; size_t bytes; int where; } room[] = {
+        { "residual stream (T,C)", T * C * f, BOTH },
+        { "RoPE angles (T,D)", T * D * f, BOTH },
+        { span == T ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
+          2 * span * (H + G) * D * f, BOTH },
+        { "gate and up, -b tokens", block * 2 * F * f, BOTH },
+        { "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f, BOTH },
+        { "inputs of products in 16 bits, with a scale each", block * (2 * widest + f), GPU },
+        { "inputs of products in 32 bits", wide ? block * max_size(C, F) * f : 0, GPU },
+        { "pieces of attention", pieces * 32 * (D + 2) * f, GPU },
+        { "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D, GPU },
+        { "maximum and sum of every query", 2 * span * H * f, BOTH },
+        { "logits", V * f, BOTH },
+        { "the best of the logits", sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f), GPU },
+        { "tokens", p->ctx * (sizeof(Token) + sizeof(int)), BOTH },
+        { "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s), GPU },
+        { "scores of every row", (turn_hooks(s) ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
+        { "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0, BOTH },  // line_batch_cuda
+    };
+    for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
+        size_t n = room[i].bytes;
+        p->pass += plan_line(p, room[i].what, n ? room_bytes(n) : 0);       // on a device a buffer that grows
+        if (room[i].where == BOTH) p->pass_cpu += n + n / 2;                // a block of the arena
+    }
+    p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
 }
 
 // The rows of a dialogue: what is kept in every layer, to which decode appends, and one layer uncompressed, because a
