@@ -619,18 +619,19 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
     else f->unpack((float *)buf + front, raw, n - packed, D);
 }
 
+// The j-th of some rows.
+static int row_at(const int *rows, int r0, int j) {
+    return rows ? rows[j] : r0 + j;
+}
+
 // The same for listed rows or for neighbours. Listed rows that are neighbours are loaded together.
 static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n,
                       void *buf, int dtype) {
     size_t bytes = kind_bytes(dtype, s->c->D);
-    if (!rows) {
-        load_range(s, h, v, r0, n, buf, dtype);
-        return;
-    }
     for (int i = 0, end; i < n; i = end) {
-        end = i + 1;
+        end = rows ? i + 1 : n;
         while (end < n && rows[end] == rows[end - 1] + 1) end++;
-        load_range(s, h, v, rows[i], end - i, (char *)buf + i * bytes, dtype);
+        load_range(s, h, v, row_at(rows, r0, i), end - i, (char *)buf + i * bytes, dtype);
     }
 }
 
@@ -738,11 +739,6 @@ typedef struct {            // the rows at places p .. p+n-1 of a view
     int r0;
 } ViewTile;
 
-// The j-th of these rows.
-static int row_at(const int *rows, int r0, int j) {
-    return rows ? rows[j] : r0 + j;
-}
-
 // The rows at places p .. p+n-1 of a view. room (n) is used where the list ends among them.
 static ViewTile view_tile(const View *w, int p, int n, int *room) {
     ViewTile a = { .p = p, .n = n };
@@ -759,14 +755,6 @@ static ViewTile view_tile(const View *w, int p, int n, int *room) {
 }
 
 // ---- dropping rows
-// What head h does to keep the rows keep (n), ascending.
-static Move move_of(KVHead *h, const int *keep, int n) {
-    Move m = { h, keep, n, 0, h->packed, 0 };
-    while (m.n_packed < n && keep[m.n_packed] < h->packed) m.n_packed++;
-    m.cap = (int)round_to_step(n - m.n_packed);
-    return m;
-}
-
 // Row keep[i] of a head becomes its row i, for i < n, and the memory of the others is given back. On the CPU rows
 // move in order, which overwrites nothing that is still needed.
 static void move_rows(Session *s, const Move *move, int n_moves) {
@@ -796,8 +784,11 @@ static void heads_keep(Session *s, int l, const int *keep, size_t stride, const 
     Move *move = scratch(s, s->c->G * sizeof *move);
     int n_moves = 0;
     for (int g = 0; g < s->c->G; g++) {
-        Move m = move_of(kv_head(s, l, g), keep + g * stride, n[stride ? g : 0]);
-        if (m.n < m.h->len) move[n_moves++] = m;
+        KVHead *h = kv_head(s, l, g);
+        Move m = { h, keep + g * stride, n[stride ? g : 0], 0, h->packed, 0 };
+        while (m.n_packed < m.n && m.keep[m.n_packed] < h->packed) m.n_packed++;
+        m.cap = (int)round_to_step(m.n - m.n_packed);
+        if (m.n < h->len) move[n_moves++] = m;
     }
     move_rows(s, move, n_moves);
 }
@@ -849,14 +840,17 @@ void kv_compact(Session *s, int l) {
 // Forgets the tokens from n_tok on and their rows, the last ones of every head, and gives back the room
 // that a prefill which was given up has left. Every view reads every row afterwards.
 void kv_truncate(Session *s, int n_tok) {
+    int G = s->c->G;
     if (n_tok >= s->n_tok) return;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        KVHead *h = &s->head[i];
-        size_t mark = scratch_mark(s);
-        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
-        for (; n < h->len && h->src[n] < n_tok; n++) keep[n] = n;
-        Move m = move_of(h, keep, n);
-        move_rows(s, &m, 1);
+    for (int l = 0; l < s->c->L; l++) {
+        size_t mark = scratch_mark(s), N = kv_longest(s, l);
+        int *keep = scratch(s, G * N * sizeof *keep), *n = scratch(s, G * sizeof *n);
+        for (int g = 0; g < G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            for (n[g] = 0; n[g] < h->len && h->src[n[g]] < n_tok; n[g]++) keep[g * N + n[g]] = n[g];
+        }
+        heads_keep(s, l, keep, N, n);
+        for (int g = 0; g < G; g++) head_reserve(s, kv_head(s, l, g), n[g] - kv_head(s, l, g)->packed);
         scratch_reset(s, mark);
     }
     view_all(s);
@@ -873,20 +867,15 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
     if (!shift) return;
 
-    size_t mark = scratch_mark(s);
+    size_t mark = scratch_mark(s), bytes = s->fk->row_bytes(D);
     float *k = scratch(s, (size_t)D * sizeof(float)), *cs = scratch(s, (size_t)D * sizeof(float));
+    char *raw = scratch(s, bytes), *to = h->k + (row - h->packed) * bytes;
     kv_load_k(s, h, NULL, row, 1, k);
     rope_angles(s->w, D, shift, 1, cs);
     rope_apply(k, 1, D, cs);
-
-    char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
-    if (KV_DEV(s)) {
-        char *raw = scratch(s, s->fk->row_bytes(D));
-        s->fk->pack(raw, k, D);
-        rows_store_cuda(to, raw, s->fk->row_bytes(D));
-    } else {
-        s->fk->pack(to, k, D);
-    }
+    s->fk->pack(raw, k, D);
+    if (KV_DEV(s)) rows_store_cuda(to, raw, bytes);
+    else memcpy(to, raw, bytes);
     scratch_reset(s, mark);
     h->pos[row] = pos;
     for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // a copy holds the old key
@@ -992,7 +981,7 @@ typedef struct {            // keys or values as a kernel takes them
 } TileRows;
 
 typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *k;               // (KV_TILE,D) rows as f32
     float *q;               // (Q_BLOCK,D) the queries
     struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
     int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
@@ -1001,6 +990,8 @@ typedef struct {            // what one thread works in
     float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
     float sum[Q_BLOCK];     // the sum of exp(score - max),
     float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+    const float *skip_v;    // lines (section 7): query i reads row c only where skip_v[c], or else skip_s[c - i], is 0
+    const float *skip_s;    // and not -INFINITY; NULL: it reads every row it may see
 } Tile;
 
 // A Tile for every thread, in scratch memory.
@@ -1009,11 +1000,11 @@ static Tile *tiles_new(Session *s) {
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
         t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
-        t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
         t[i].q8  = whole ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
         t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
         t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
+        t[i].skip_v = NULL;
     }
     return t;
 }
@@ -1064,12 +1055,24 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
     return any;
 }
 
+// Masks the cells of a tile that lie on no line of their query.
+static void skip_cells(const Tile *t, int m, const ViewTile *a) {
+    int first = row_at(a->rows, a->r0, 0), side = row_at(a->rows, a->r0, a->n - 1) - first == a->n - 1;
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < a->n; j++) {
+            int c = side ? first + j : a->rows[j];
+            float v = t->skip_v[c], o = t->skip_s[c - i];
+            t->sc[i * a->n + j] += v > o ? v : o;
+        }
+}
+
 // Pass 1 for a tile: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row.
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const ViewTile *a, TileRows k) {
     int D = s->c->D, n = a->n;
     float scale = 1 / sqrtf((float)D);
     if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, m, n, D, scale, k.next);
     else scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, scale, k.next);
+    if (t->skip_v) skip_cells(t, m, a);
     return mask_tile(s, l, hd, t, m, a->rows, a->r0, n, t->sc, (size_t)n, 1);
 }
 
@@ -1578,9 +1581,8 @@ static const float *checked(const Session *s, const float *logits) {
     const uint32_t infinity = 0x7f800000;
     uint32_t worst = s->picked ? (uint32_t)s->picked->worst : 0;
     for (int i = 0; i < s->c->V && !s->picked; i++) {
-        union { float f; uint32_t u; } x = { logits[i] };
-        uint32_t size = x.u & 0x7fffffff;
-        worst = size > worst ? size : worst;
+        FloatBits x = { logits[i] };
+        if ((x.u & 0x7fffffff) > worst) worst = x.u & 0x7fffffff;
     }
     if (worst >= infinity)
         die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir,
@@ -1701,39 +1703,28 @@ int method_file(const Method *m, const Config *c, const Options *o, char path[11
     return *given || file_exists(path);
 }
 
-// Adds a part with this method, in the order of the timeline: prefill, select, store. 0, or -1 with the
-// reason in s->err: two parts that decide the same thing cannot be combined.
-static int part_add(Session *s, const Method *m, const char *spec) {
+// From "loopserve-p+lychee+pats" to three parts, in the order of the timeline: prefill, select, store. 0, or -1
+// with the reason in s->err: two parts that decide the same thing cannot be combined.
+static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
     };
-    if (s->n_part == MAX_PARTS)
-        return refuse(s, "--method=%s: more than %d parts", spec, MAX_PARTS);
-    EACH_PART(s, p)
-        for (int bit = 0; bit < 3; bit++)
-            if (p->m->role & m->role & 1 << bit)
-                return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
-                              p->m->name, m->name, decides[bit]);
-    int at = s->n_part++;
-    for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
-    s->part[at].m = m;
-    return 0;
-}
-
-// Refuses the n bytes at name, which no method is called. Returns -1.
-static int refuse_name(Session *s, const char *name, size_t n) {
-    const char *near = nearest_method(name, n);
-    if (!near) return refuse(s, "--method: no method is called '%.*s' (see --list-methods)", (int)n, name);
-    return refuse(s, "--method: no method is called '%.*s' (did you mean %s? see --list-methods)", (int)n, name, near);
-}
-
-// From "loopserve-p+lychee+pats" to three parts. 0, or -1 with the reason in s->err.
-static int parts_parse(Session *s, const char *spec) {
     for (const char *name = spec; name; ) {
         size_t n = strcspn(name, "+");
         const Method *m = method_find(name, n);
-        if (!m) return refuse_name(s, name, n);
-        if (part_add(s, m, spec)) return -1;
+        const char *near = m ? NULL : nearest_method(name, n);
+        if (!m)
+            return refuse(s, "--method: no method is called '%.*s' (%s%s%ssee --list-methods)", (int)n, name,
+                          near ? "did you mean " : "", near ? near : "", near ? "? " : "");
+        if (s->n_part == MAX_PARTS) return refuse(s, "--method=%s: more than %d parts", spec, MAX_PARTS);
+        EACH_PART(s, p)
+            for (int bit = 0; bit < 3; bit++)
+                if (p->m->role & m->role & 1 << bit)
+                    return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
+                                  p->m->name, m->name, decides[bit]);
+        int at = s->n_part++;
+        for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
+        s->part[at].m = m;
         name = name[n] ? name + n + 1 : NULL;
     }
     return 0;
@@ -2102,7 +2093,7 @@ static int candidates(const KVHead *h, int w) {
     return max_int(h->len - w, 0);
 }
 
-// Link 2. out (n): the R rows of score (R,stride) become one, their mean.
+// Link 2. out (n): the R rows of score (R,stride) become one, their mean. out may be the first of them.
 static void join_heads(float *out, const float *score, int n, size_t stride, int R) {
     for (int j = 0; j < n; j++) {
         float sum = score[j];
@@ -2139,19 +2130,14 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
     if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, x->kernel, x->mean, order);
 
+    int lists = order == JOIN_POOL ? 1 : R;                 // of a group
     float *score = scratch(s, H * N * sizeof(float));
     float *pooled = scratch(s, H * N * sizeof(float));
-    float *joined = scratch(s, N * sizeof(float));
     window_scores(s, l, q, T, x->window, score);
-    for (int g = 0; g < G; g++) {
-        const float *from = score + g * R * N;
-        if (order == JOIN_POOL) {
-            join_heads(joined, from, n[g], N, R);
-            pool(x, pooled + g * N, joined, n[g]);
-            continue;
-        }
-        float *to = pooled + g * R * N;
-        for (int r = 0; r < R; r++) pool(x, to + r * N, from + r * N, n[g]);
+    for (int i = 0; i < G * lists; i++) {
+        float *from = score + i * (R / lists) * N;
+        if (lists == 1) join_heads(from, from, n[i], N, R);
+        pool(x, pooled + i * N, from, n[i / lists]);
     }
     return pooled;
 }
@@ -2240,18 +2226,18 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     snap_commit(s, ms, l, q, T, "snapkv", snapkv_caps);
 }
 
+// What the entries of the chain's methods share.
+#define SNAP_CHAIN \
+    .budget = 1024, .uses = "--obs-window 32, --kernel 7, --pool max", .role = ROLE_SELECT, .evicts = 1, \
+    .state = sizeof(Snap), .open = snapkv_open
+
 const Method snapkv_method = {
+    SNAP_CHAIN,
     .name    = "snapkv",
     .paper   = "SnapKV, arXiv 2404.14469",
     .keeps   = "keeps the rows the last --obs-window queries attend to most, and those last "
                "rows; B in all",
     .limits  = "B must exceed --obs-window",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = snapkv_commit,
 };
 
@@ -2304,17 +2290,12 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
 }
 
 const Method adakv_method = {
+    SNAP_CHAIN,
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
     .keeps   = "snapkv with the budget shared out among a layer's heads by their scores; B a "
                "head on average",
     .limits  = "B must exceed --obs-window",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = adakv_commit,
 };
 
@@ -2348,17 +2329,12 @@ static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T)
 }
 
 const Method pyramidkv_method = {
+    SNAP_CHAIN,
     .name    = "pyramidkv",
     .paper   = "PyramidKV, arXiv 2406.02069",
     .keeps   = "snapkv with budgets that fall from the first layer to the last; B a head on "
                "average",
     .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
-    .budget  = 1024,
-    .uses    = "--obs-window 32, --kernel 7, --pool max",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Snap),
-    .open    = snapkv_open,
     .commit  = pyramidkv_commit,
 };
 
@@ -2475,10 +2451,9 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
                              const float *v, int t0, int n) {
     Expected *x = ms;
     int H = s->c->H, D = s->c->D;
-    size_t all = (size_t)s->c->L * H * D;
+    size_t all = (size_t)s->c->L * H * D, bytes = all * (D + 1) * sizeof(double);
     if (s->decoding) return;
-    if (!x->sum && KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
-    else if (!x->sum) x->sum = xcalloc(all * (D + 1), sizeof(double));
+    if (!x->sum) x->sum = KV_DEV(s) ? (double *)near_zero_cuda(bytes) : xcalloc(1, bytes);
     for (int t = 0; t < n; t++)
         if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
     double *sum = x->sum + (size_t)l * H * D, *outer = x->sum + all + (size_t)l * H * D * D;
@@ -2510,35 +2485,6 @@ static void expected_turn(double *x, size_t step, int D, const double *cs) {
     }
 }
 
-// z_c for the rows of a head from n0 on, as one query head sees them. z (N), of which [n0,len) is
-// written; mu (D), cov (D,D); buf is room for 2 KV_TILE D + KV_TILE numbers.
-static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu,
-                               const float *cov, float *buf, float *z) {
-    int D = s->c->D;
-    float *k = buf, *y = k + (size_t)KV_TILE * D, *linear = y + (size_t)KV_TILE * D;
-    for (int r = n0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_k(s, hd, NULL, r, m, k);
-        attn_scores(linear, mu, k, 1, m, D, 1 / sqrtf((float)D));           // mu . k / sqrt(D)
-        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                // y (D,m) = Sg k^T / 2D
-        for (int j = 0; j < m; j++) {
-            double a = linear[j];
-            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
-            z[r + j] = (float)a;                                            // z_c
-        }
-    }
-}
-
-// out (N): |v|^2 of every row of a head. v (KV_TILE,D) is room.
-static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {
-    int D = s->c->D;
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_v(s, hd, NULL, r, m, v);
-        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
-    }
-}
-
 // mu (H,D) and cov (H,D,D), on the host: mean and covariance of the queries of layer l's query heads as they will
 // stand at future positions.
 static void expected_queries(Session *s, const Expected *x, int l, float *mu, float *cov) {
@@ -2565,28 +2511,35 @@ static void expected_queries(Session *s, const Expected *x, int l, float *mu, fl
     }
 }
 
-// p (H,N): for each query head the softmax of z over its candidates, the rows from sink[g] on; the
-// rows before are not written. sq (G,N): |v|^2 of the rows. sink (G). Both are on the host.
-static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p,
-                            float *sq, int N) {
+// z (H,N), on the host: z_c of the rows of layer l, as each query head sees them; square (G,N): |v_c|^2. mu (H,D),
+// cov (H,D,D).
+static void expected_scores(Session *s, int l, const float *mu, const float *cov, float *z, float *square, int N) {
     int H = s->c->H, D = s->c->D, R = H / s->c->G;
-    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
-    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n;
-    float *buf = scratch(s, n_threads() * room * sizeof(float));
-    expected_queries(s, x, l, mu, cov);
-    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
+    size_t tile = (size_t)KV_TILE * D, room = 2 * tile + KV_TILE;
+    float *rooms = scratch(s, n_threads() * room * sizeof(float));
+    if (KV_DEV(s)) {
+        expected_scores_cuda(s, l, mu, cov, z, square, N);
+        return;
+    }
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
         const KVHead *hd = kv_head(s, l, h / R);
-        int n0 = sink[h / R];
-        float *z = p + (size_t)h * N, *own = buf + thread_id() * room;
-        if (!KV_DEV(s)) {
-            expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
-            if (h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
+        float *k = rooms + thread_id() * room, *y = k + tile, *linear = y + tile;
+        for (int r = 0; r < hd->len; r += KV_TILE) {
+            int m = min_int(hd->len - r, KV_TILE);
+            kv_load_k(s, hd, NULL, r, m, k);
+            attn_scores(linear, mu + (size_t)h * D, k, 1, m, D, 1 / sqrtf((float)D));       // mu . k / sqrt(D)
+            attn_scores(y, cov + (size_t)h * D * D, k, D, m, D, 1 / (2 * (float)D));        // y (D,m) = Sg k^T / 2D
+            for (int j = 0; j < m; j++) {
+                double a = linear[j];
+                for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
+                z[(size_t)h * N + r + j] = (float)a;                                        // z_c
+            }
+            if (h % R) continue;
+            kv_load_v(s, hd, NULL, r, m, k);
+            for (int j = 0; j < m; j++)
+                square[(size_t)h / R * N + r + j] = dot_f32(k + (size_t)j * D, k + (size_t)j * D, D);
         }
-        float sum = 0;
-        exp_shift(z + n0, max_f32(z + n0, hd->len - n0), hd->len - n0, &sum);
-        for (int r = n0; r < hd->len; r++) z[r] /= sum;
     }
 }
 
@@ -2594,28 +2547,26 @@ static void expected_scores(Session *s, const Expected *x, int l, const int *sin
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
     Expected *x = ms;
-    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
+    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G;
     if (!snap_due(s, l, B)) return;
-    size_t N = kv_longest(s, l);
-    int *sink = scratch(s, (size_t)G * sizeof(int));            // rows of the first --sink tokens
-    float *p = scratch(s, s->c->H * N * sizeof *p);
-    float *all = scratch(s, G * N * sizeof *all), *sq = scratch(s, G * N * sizeof *sq);
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
-    }
-    expected_scores(s, x, l, sink, p, sq, N);
-    for (int g = 0; g < G; g++) {
-        int n0 = sink[g], n = kv_head(s, l, g)->len;
-        float *score = all + g * N;
-        join_heads(score + n0, p + g * R * N + n0, n - n0, N, R);
-        for (int r = 0; r < n0; r++) score[r] = INFINITY;                   // the first rows stay
-        for (int r = n0; r < n; r++) {
-            float length = sqrtf(sq[g * N + r]);                            // |v_c|
-            score[r] = (score[r] + x->epsilon) * length;                    // score_c
+    size_t N = kv_longest(s, l), HD = (size_t)H * D, f = sizeof(float);
+    float *mu = scratch(s, HD * (D + 1) * f), *cov = mu + HD;
+    float *z = scratch(s, H * N * f), *score = scratch(s, G * N * f), *square = scratch(s, G * N * f);
+    expected_queries(s, x, l, mu, cov);
+    expected_scores(s, l, mu, cov, z, square, N);
+    for (int g = 0; g < G; g++, score += N, square += N) {
+        const KVHead *hd = kv_head(s, l, g);
+        int first = 0, n = hd->len;
+        for (; first < n && hd->src[first] < x->sink; first++) score[first] = INFINITY;     // the first rows stay
+        for (int r = 0; r < R; r++) {
+            float *p = z + (g * R + r) * N, sum = 0;
+            exp_shift(p + first, max_f32(p + first, n - first), n - first, &sum);
+            for (int c = first; c < n; c++) p[c] /= sum;                                    // softmax_c(z)
         }
+        join_heads(score + first, z + g * R * N + first, n - first, N, R);
+        for (int c = first; c < n; c++) score[c] = (score[c] + x->epsilon) * sqrtf(square[c]);      // score_c
     }
-    keep_best(s, l, all, B);
+    keep_best(s, l, score - G * N, B);
 }
 
 static const Opt expected_opts[] = {
@@ -2845,9 +2796,8 @@ static long line_len(int x, int p0, int n) {
 }
 
 // ---- attention over lines, a block of rows at a time
-// The rows of a block read the columns that any of them needs, KV_TILE at a time, and fold them into
-// their running softmax (section 3). Columns side by side are read where they lie, others are
-// gathered. A row masks the cells that lie on none of its lines.
+// The rows of a block read the columns that any of them needs: a list, which attention reads as it does a view's
+// (attend_chunk), masking the cells that lie on none of a row's lines (skip_cells).
 // A lone slash makes a block read as many columns as the block has rows. So a block has few rows,
 // LINE_ROWS, where runs of slashes are short, and LINE_BLOCK elsewhere, which share more.
 
@@ -2859,19 +2809,8 @@ typedef struct {                // the lines of one query head, as its blocks us
     int n_slash;
     int rows;                   // rows of a block: LINE_ROWS or LINE_BLOCK
     float *skip_v;              // (n) 0 where column c is a vertical, else -INFINITY; NULL: the head is dense
-    float *skip_s;              // (n) skip_s[n-1-o]: the same of offset o
+    float *skip_s;              // (n) skip_s[n-1-o]: the same of offset o; behind them LINE_BLOCK that no row has
 } LinePlan;
-
-typedef struct {
-    const Session *s;
-    const KVHead *hd;
-    int window;                 // the layer's sliding window; 0: none
-    Tile *t;
-    const float *K, *V;         // (n,D) the unpacked rows of the KV head
-    int m, r0;                  // the block is the rows r0..r0+m-1
-    uint64_t *need;             // (n bits) room for the columns that the block reads
-    int *cols;                  // (n) room for the same as a list
-} RowBlock;
 
 // The plan of one head with lines a, in scratch. A dense head needs none.
 static LinePlan plan_new(Session *s, const Lines *a) {
@@ -2885,118 +2824,69 @@ static LinePlan plan_new(Session *s, const Lines *a) {
     for (int i = 0; i < p.n_slash; i++) runs += !i || p.slash[i] > p.slash[i - 1] + 1;
     if (p.n_slash < LINE_BLOCK * runs) p.rows = LINE_ROWS;
     p.skip_v = scratch(s, n * sizeof(float));
-    p.skip_s = scratch(s, n * sizeof(float));
+    p.skip_s = scratch(s, (n + LINE_BLOCK) * sizeof(float));
     for (int x = 0; x < a->n; x++) {
         p.skip_v[x] = bit_get(a->v, x) ? 0 : -INFINITY;
         p.skip_s[a->n - 1 - x] = bit_get(a->s, x) ? 0 : -INFINITY;
     }
+    for (int i = 0; i < LINE_BLOCK; i++) p.skip_s[n + i] = -INFINITY;
     return p;
 }
 
-// The columns that the block needs, ascending, into b->cols; returns their number. At the offset o
-// the rows r0..E-1 see the columns r0-o..E-o-1.
-static int block_columns(RowBlock *b, const LinePlan *p) {
-    int E = b->r0 + b->m;
-    memcpy(b->need, p->line->v, bit_bytes(E));
-    if (p->line->dense) bit_fill(b->need, 0, E);
+// cols (n) = the columns that the rows r0 .. E-1 need, ascending -> how many. At the offset o these rows see the
+// columns r0-o .. E-o-1. need (n bits) is room.
+static int block_columns(const LinePlan *p, int r0, int E, uint64_t *need, int *cols) {
+    memcpy(need, p->line->v, bit_bytes(E));
+    if (p->line->dense) bit_fill(need, 0, E);
     for (int i = 0; i < p->n_slash && p->slash[i] < E; i++)
-        bit_fill(b->need, max_int(b->r0 - p->slash[i], 0), E - p->slash[i]);
-    int n = bit_list(b->need, E, b->cols);
-    while (n && b->cols[n - 1] >= E) n--;               // the last word has columns behind the block
+        bit_fill(need, max_int(r0 - p->slash[i], 0), E - p->slash[i]);
+    int n = bit_list(need, E, cols);
+    while (n && cols[n - 1] >= E) n--;                  // the last word has columns behind the block
     return n;
 }
 
-// Does row c of the block's head lie before the sliding window of row r? By the positions of their tokens, as
-// kv_visible says; they rise with the rows.
-static int before_window(const RowBlock *b, int c, int r) {
-    const Token *tok = b->s->tok;
-    return b->window && tok[b->hd->src[c]].pos <= tok[b->hd->src[r]].pos - b->window;
-}
-
-// Masks what row i of the block may not read of the columns c (n): what causality or the window
-// forbids, and the cells on no line.
-static void row_mask(RowBlock *b, const LinePlan *p, int i, const int *c, int n) {
-    float *sc = b->t->sc + (size_t)i * n;
-    int r = b->r0 + i, lo = 0, hi = n;
-    while (hi > 0 && c[hi - 1] > r) sc[--hi] = -INFINITY;
-    while (lo < hi && before_window(b, c[lo], r)) sc[lo++] = -INFINITY;
-    if (!p->skip_v) return;
-    const float *skip_s = p->skip_s + (p->line->n - 1 - r);     // skip_s[c]: offset r - c
-    int side = c[n - 1] - c[0] < n;                     // the columns lie side by side
-    for (int j = lo; j < hi; j++) {
-        int at = side ? c[0] + j : c[j];
-        float v = p->skip_v[at], o = skip_s[at];
-        sc[j] += v > o ? v : o;
-    }
-}
-
-// Attention of the block over the cells of its lines.
-static void block_attend(RowBlock *b, const LinePlan *p) {
-    Tile *t = b->t;
-    int D = b->s->c->D, all = block_columns(b, p);
-    size_t row = (size_t)D * sizeof(float);
-    for (int j = 0; j < all; j += KV_TILE) {
-        const int *c = b->cols + j, n = min_int(all - j, KV_TILE);
-        const float *k = b->K + (size_t)c[0] * D, *v = b->V + (size_t)c[0] * D;
-        if (c[n - 1] - c[0] >= n) {                     // they do not lie side by side
-            for (int x = 0; x < n; x++) {
-                memcpy(t->k + (size_t)x * D, b->K + (size_t)c[x] * D, row);
-                memcpy(t->v + (size_t)x * D, b->V + (size_t)c[x] * D, row);
-            }
-            k = t->k;
-            v = t->v;
-        }
-        attn_scores(t->sc, t->q, k, b->m, n, D, 1 / sqrtf((float)D));
-        for (int i = 0; i < b->m; i++) row_mask(b, p, i, c, n);
-        tile_fold(t, b->m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
-    }
-}
-
-// ---- all heads of a layer
-// Unpacks every row of a head into K, V (n,D).
-static void rows_unpack(const Session *s, const KVHead *hd, float *K, float *V) {
-    size_t D = s->c->D;
-    #pragma omp parallel for schedule(static) if (worth_threads(hd->len * D))
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = min_int(hd->len - r, KV_TILE);
-        kv_load_k(s, hd, NULL, r, m, K + r * D);
-        kv_load_v(s, hd, NULL, r, m, V + r * D);
-    }
-}
-
-// Attention of the R query heads of KV head g over their lines (H). out, q (T,H,D). The blocks of
-// all heads are shared out among the threads, those with the longest rows first, so that the
-// threads finish together.
+// Attention of the R query heads of KV head g over their lines (H). out, q (T,H,D). Many blocks read the same rows,
+// and so they become f32 first: `as` and `hd` are session and head with such rows. The blocks of all heads are shared
+// out among the threads, those with the longest rows first, so that the threads finish together.
 static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q,
                          int T, Tile *tiles) {
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
     int blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
-    const KVHead *hd = kv_head(s, l, g);
-    size_t mark = scratch_mark(s), n = hd->len, words = bit_bytes(hd->len) / sizeof(uint64_t);
-    float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
+    KVHead hd = *kv_head(s, l, g);
+    Session as = *s;
+    size_t mark = scratch_mark(s), n = hd.len, words = bit_bytes(hd.len) / sizeof(uint64_t);
+    size_t room = (size_t)LINE_BLOCK * (D + 2);
+    float *rows[] = { scratch(s, n * D * sizeof(float)), scratch(s, n * D * sizeof(float)) };
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
     uint64_t *need = scratch(s, (size_t)n_threads() * words * sizeof *need);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    rows_unpack(s, hd, K, V);
+    float *parts = scratch(s, (size_t)n_threads() * room * sizeof *parts);
+    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
+    for (int v = 0; v < 2; v++) load_rows(s, &hd, v, NULL, 0, hd.len, rows[v], DT_F32);
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r]);
+    as.fk = as.fv = format_find("f32");
+    hd.packed = 0;
+    hd.k = (char *)rows[OF_K];
+    hd.v = (char *)rows[OF_V];
+
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
     for (int item = R * blocks - 1; item >= 0; item--) {
         const LinePlan *p = &plan[item % R];
-        int h = g * R + item % R, own = thread_id(), rows = p->rows;
-        int t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
-        RowBlock b = { .s = s, .hd = hd, .window = layer_window(s, l), .t = &tiles[own], .K = K, .V = V,
-                       .need = need + own * words, .cols = cols + own * n };
+        int h = g * R + item % R, own = thread_id(), t0 = item / R * LINE_BLOCK, end = min_int(t0 + LINE_BLOCK, T);
+        Tile *t = &tiles[own];
+        float *part = parts + own * room;
         if (pass_unwanted(s)) continue;             // the pass ends behind this attention
-        for (; t0 < end; t0 += rows) {
-            b.m = min_int(end - t0, rows);
-            b.r0 = hd->len - T + t0;
-            gather_queries(s, b.t, q, t0, b.m, s->base + t0, h, 1);
-            tile_begin(b.t, b.m, D);
-            block_attend(&b, p);
-            for (int i = 0; i < b.m; i++) {
-                float *to = out + ((size_t)(t0 + i) * H + h) * D;
-                for (int d = 0; d < D; d++) to[d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
-            }
+        for (int m; t0 < end; t0 += m) {
+            m = min_int(end - t0, p->rows);
+            int r0 = hd.len - T + t0;
+            View w = { .idx = cols + own * n };
+            w.n = block_columns(p, r0, r0 + m, need + own * words, w.idx);
+            gather_queries(&as, t, q, t0, m, s->base + t0, h, 1);
+            t->skip_v = p->skip_v;
+            if (p->skip_s) t->skip_s = p->skip_s + hd.len - 1 - r0;
+            attend_chunk(&as, l, &hd, &w, t, m, 1, 0, w.n, part);
+            for (int i = 0; i < m; i++)
+                chunks_join(part + i * (D + 2), 0, 1, D, out + ((size_t)(t0 + i) * H + h) * D, &t->max[i], &t->sum[i]);
         }
     }
     scratch_reset(s, mark);
@@ -3106,34 +2996,17 @@ static void lines_choose(Session *s, const LineChoice *c, int h0, int h1, const 
 // **Differs from the paper:** a mask of the prefill only: decode reads every row.
 // Options: --shape-init (128), --shape-local (3968).
 
-typedef struct {
-    int init;                   // first columns every row sees
-    int local;                  // last columns every row sees, itself included
-    int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
-} LineShape;
-
-// Method.open.
-static int a_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    x->init = opt_int(s->opt, "shape-init");
-    x->local = opt_int(s->opt, "shape-local");
-    return 0;
-}
-
-// Prefill attention of A-shape and Tri-shape. out, q (T,H,D). A head is dense when no row lacks a
+// Prefill attention over the lines of A-shape. out, q (T,H,D). A head is dense when no row lacks a
 // column: the last row lacks the columns [init,n-local), and no row lacks more.
-static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    LineShape *x = ms;
-    size_t row = (size_t)s->c->H * s->c->D;
+static void a_shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int init = opt_int(s->opt, "shape-init"), local = opt_int(s->opt, "shape-local");
     Lines *a = lines_new(s, l, T);
-    int last = min_int(x->last, T);
     for (int h = 0; h < s->c->H; h++) {
-        a[h].dense = a[h].n - x->init <= x->local;
-        for (int c = 0; c < a[h].n && c < x->init; c++) bit_set(a[h].v, c);
-        for (int o = 0; o < a[h].n && o < x->local; o++) bit_set(a[h].s, o);
+        a[h].dense = a[h].n - init <= local;
+        bit_fill(a[h].v, 0, min_int(init, a[h].n));
+        bit_fill(a[h].s, 0, min_int(local, a[h].n));
     }
     lines_attend(s, l, a, out, q, T);
-    if (last) attn_prefill(s, l, out + (T - last) * row, q + (T - last) * row, T - last, last);
 }
 
 #define SHAPE_OPTS \
@@ -3150,9 +3023,7 @@ const Method a_shape_method = {
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = a_shape_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(LineShape),
-    .open    = a_shape_open,
-    .attend  = shape_attend,
+    .attend  = a_shape_attend,
 };
 
 // ---- TRI-SHAPE
@@ -3162,11 +3033,12 @@ const Method a_shape_method = {
 //   M(r) = { 0 .. r } for the last --shape-last rows r of the turn
 // Options: --shape-init (128), --shape-local (3968), --shape-last (100).
 
-// Method.open.
-static int tri_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    x->last = opt_int(s->opt, "shape-last");
-    return a_shape_open(s, x);
+// A-shape's attention, and behind it that of the last rows anew, which is dense.
+static void tri_shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int last = min_int(opt_int(s->opt, "shape-last"), T);
+    size_t before = (size_t)(T - last) * s->c->H * s->c->D;
+    a_shape_attend(s, ms, l, out, q, T);
+    if (last) attn_prefill(s, l, out + before, q + before, T - last, last);
 }
 
 static const Opt tri_shape_opts[] = {
@@ -3183,9 +3055,7 @@ const Method tri_shape_method = {
     .limits  = "decides the prefill attention only; combine it with a decode method by +",
     .opts    = tri_shape_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(LineShape),
-    .open    = tri_shape_open,
-    .attend  = shape_attend,
+    .attend  = tri_shape_attend,
 };
 
 // ---- MINFERENCE
@@ -3205,19 +3075,7 @@ const Method tri_shape_method = {
 enum { MINF_LAST = 64 };        // rows looked at
 static const int minference_least[] = { 30, 100 };      // columns and offsets that come first
 
-typedef struct {
-    int n[2];                   // columns and offsets of a head
-} Minference;
-
-// Method.open.
-static int minference_open(Session *s, void *ms) {
-    Minference *x = ms;
-    x->n[0] = opt_int(s->opt, "minference-verticals");
-    x->n[1] = opt_int(s->opt, "minference-slashes");
-    return 0;
-}
-
-// ChooseLines. Lines always taken get an infinite weight.
+// ChooseLines: as many columns and offsets as x (2) says. Lines always taken get an infinite weight.
 static void minference_choose(const void *x, const LineSample *p, Lines *a, double *room, LoopFound *f) {
     float *sum = (float *)room;
     int *idx = (int *)(sum + a->n);
@@ -3226,14 +3084,14 @@ static void minference_choose(const void *x, const LineSample *p, Lines *a, doub
         for (int i = 0; i < p->m; i++)
             for (int c = 0; c <= p->R[i]; c++) sum[slash ? p->R[i] - c : c] += p->P[(size_t)i * a->n + c];
         for (int j = 0; j < a->n && j < minference_least[slash]; j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, ((const Minference *)x)->n[slash], idx);
+        int k = top_k(sum, a->n, ((const int *)x)[slash], idx);
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
 
 // Chooses the lines of all heads in a device session, some KV heads at a time. Dense heads get lines too, which
 // nothing reads.
-static void minference_device(Session *s, const Minference *x, const LineChoice *c) {
+static void minference_device(Session *s, const int *most, const LineChoice *c) {
     int G = s->c->G, R = s->c->H / G, l = c->l, N = kv_longest(s, l);
     int ng = line_batch_cuda(s, l, c->m), heads = ng * R;
     int *idx = scratch(s, (size_t)heads * N * sizeof(int));
@@ -3244,7 +3102,7 @@ static void minference_device(Session *s, const Minference *x, const LineChoice 
         for (int slash = 0; slash < 2; slash++) {
             for (int i = 0; i < heads; i++) {
                 n[i] = a[i].n;
-                k[i] = x->n[slash];
+                k[i] = most[slash];
             }
             float *sum = line_sums_cuda(s, l, g, ng, P, c->T, c->m, slash, minference_least[slash]);
             top_k_rows(s, sum, heads, N, n, k, idx, N, found);
@@ -3259,14 +3117,14 @@ static void minference_device(Session *s, const Minference *x, const LineChoice 
 // Prefill attention: chooses the lines of every head, then attends over them. out, q (T,H,D). A
 // head with no more rows than it takes offsets is dense.
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    const Minference *x = ms;
     int H = s->c->H, m = min_int(T, MINF_LAST), rows[MINF_LAST];
+    int most[] = { opt_int(s->opt, "minference-verticals"), opt_int(s->opt, "minference-slashes") };
     double t = now();
     LineChoice c = { l, T, q, rows, m, lines_new(s, l, T), scratch(s, H * sizeof(LoopFound)) };
     for (int i = 0; i < m; i++) rows[i] = T - m + i;
-    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= x->n[1];
-    if (KV_DEV(s)) minference_device(s, x, &c);
-    else lines_choose(s, &c, 0, H, NULL, minference_choose, x);
+    for (int h = 0; h < H; h++) c.lines[h].dense = c.lines[h].n <= most[1];
+    if (KV_DEV(s)) minference_device(s, most, &c);
+    else lines_choose(s, &c, 0, H, NULL, minference_choose, most);
     timed(&s->clk.index, t);
     lines_attend(s, l, c.lines, out, q, T);
 }
@@ -3286,8 +3144,6 @@ const Method minference_method = {
                "sizes are for 32k rows and more: on short contexts give fewer diagonals",
     .opts    = minference_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(Minference),
-    .open    = minference_open,
     .attend  = minference_attend,
 };
 
@@ -6254,19 +6110,8 @@ static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes) {
     return bytes;
 }
 
-// A growing buffer of a pass on a device for n bytes.
-static void plan_room_cuda(MemoryPlan *p, const char *what, size_t n) {
-    p->pass += plan_line(p, what, n ? room_bytes(n) : 0);
-}
-
-// The same of a buffer that the CPU needs as well, where a block of the arena is half as large again.
-static void plan_room(MemoryPlan *p, const char *what, size_t n) {
-    plan_room_cuda(p, what, n);
-    p->pass_cpu += n + n / 2;
-}
-
-// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one. sparse 1: a sparse prefill samples
-// probabilities. These are the rooms of pass_cuda; the CPU has the same but those that plan_room_cuda adds.
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one: those of pass_cuda, and those of them
+// that the CPU has as well. sparse 1: a sparse prefill samples probabilities.
 static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
@@ -6282,31 +6127,37 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     // block does not have fewer pairs of tiles.
     size_t works = span * H / 32 + G, pieces = min_size(512 + works, works * (T / 64 + 1)) + 1;
 
-    plan_room(p, "residual stream (T,C)", T * C * f);
-    plan_room(p, "RoPE angles (T,D)", T * D * f);
-    plan_room(p, span == T ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
-              2 * span * (H + G) * D * f);
-    plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
-    plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
-    plan_room_cuda(p, "inputs of products in 16 bits, with a scale each", block * (2 * widest + f));
-    plan_room_cuda(p, "inputs of products in 32 bits", wide ? block * max_size(C, F) * f : 0);
-    p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
-    plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
-    // Of packed, q8_0, q4 or mixed rows: those of a layer.
+    // Packed, q8_0, q4 or mixed rows become f16 for tensor cores, a layer at a time.
     int halves = s->fk == s->fv && s->fk == full_format(s, OF_K) && !s->packing;
     int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
-    plan_room_cuda(p, "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D);
-    plan_room(p, "maximum and sum of every query", 2 * span * H * f);
-    plan_room(p, "logits", V * f);
-    plan_room_cuda(p, "the best of the logits",
-                   sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
-    plan_room(p, "tokens", p->ctx * (sizeof(Token) + sizeof(int)));
-    plan_room_cuda(p, "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s));
-    plan_room(p, "scores of every row", (turn_hooks(s) ? 4 : 1) * scores);      // 4: hooks choose rows by them
-    // Of column_sums.
-    if (turn_hooks(s)) plan_room_cuda(p, "scores of queries", max_size(scores, min_size(span * scores, (size_t)64 << 20)));
-    // Of line_batch_cuda.
-    plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
+
+    enum { GPU, BOTH };
+    const struct { const char *what; size_t bytes; int where; } room[] = {
+        { "residual stream (T,C)", T * C * f, BOTH },
+        { "RoPE angles (T,D)", T * D * f, BOTH },
+        { span == T ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
+          2 * span * (H + G) * D * f, BOTH },
+        { "gate and up, -b tokens", block * 2 * F * f, BOTH },
+        { "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f, BOTH },
+        { "inputs of products in 16 bits, with a scale each", block * (2 * widest + f), GPU },
+        { "inputs of products in 32 bits", wide ? block * max_size(C, F) * f : 0, GPU },
+        { "pieces of attention", pieces * 32 * (D + 2) * f, GPU },
+        { "rows as f16 for tensor cores", halves || f32 ? 0 : 4 * G * N * D, GPU },
+        { "maximum and sum of every query", 2 * span * H * f, BOTH },
+        { "logits", V * f, BOTH },
+        { "the best of the logits", sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f), GPU },
+        { "tokens", p->ctx * (sizeof(Token) + sizeof(int)), BOTH },
+        { "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s), GPU },
+        { "scores of every row", (turn_hooks(s) ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
+        { "scores of queries", turn_hooks(s) ? max_size(scores, min_size(span * scores, (size_t)64 << 20)) : 0, GPU },
+        { "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0, BOTH },  // line_batch_cuda
+    };
+    for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
+        size_t n = room[i].bytes;
+        p->pass += plan_line(p, room[i].what, n ? room_bytes(n) : 0);       // on a device a buffer that grows
+        if (room[i].where == BOTH) p->pass_cpu += n + n / 2;                // a block of the arena
+    }
+    p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
 }
 
 // The rows of a dialogue: what is kept in every layer, to which decode appends, and one layer uncompressed, because a
