@@ -401,38 +401,47 @@ static char *play_window(App *a, const EvalItem *it, Session *full, Played *x) {
 // ---- metrics: words
 // Every metric takes two texts, what was said and what is right (gold), and returns 0..1.
 
-// The harmonic mean of precision same/n and recall same/m: F = 2 P R / (P + R).
-static double f_measure(double same, double n, double m) {
-    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
+// Takes a word out of a list: 1; 0: it is not in it.
+static int word_take(char **words, const char *w) {
+    int i = word_in(words, w);
+    if (i < 0) return 0;
+    free(words[i]);
+    arrdelswap(words, i);
+    return 1;
 }
 
-// How many words two bags share: a word that comes twice in both counts twice. Frees them.
-static int words_shared(char **a, char **b) {
+// How many words two bags share, which b loses: a word that comes twice in both counts twice.
+static int bag_shared(char **a, char **b) {
     int same = 0;
-    for (int i = 0; i < (int)arrlen(a); i++) {
-        int j = word_in(b, a[i]);
-        if (j < 0) continue;
-        free(b[j]);
-        arrdelswap(b, j);
-        same++;
-    }
-    words_free(a);
-    words_free(b);
+    for (int i = 0; i < (int)arrlen(a); i++) same += word_take(b, a[i]);
     return same;
 }
 
-// F1 of the words of two texts.
-static double word_f1(const char *said, const char *gold) {
-    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
-    int n = (int)arrlen(a), m = (int)arrlen(b);
-    return f_measure(words_shared(a, b), n, m);
+// The length of the longest common subsequence of two lists of words. Behind word i of a, same[j+1] is that of a's
+// first words and the first j+1 words of b.
+static int order_shared(char **a, char **b) {
+    int n = (int)arrlen(a), m = (int)arrlen(b), *same = xcalloc((size_t)m + 1, sizeof *same);
+    for (int i = 0; i < n; i++) {
+        for (int j = 0, before = 0; j < m; j++) {
+            int above = same[j + 1];
+            same[j + 1] = strcmp(a[i], b[j]) ? max_int(above, same[j]) : before + 1;
+            before = above;
+        }
+    }
+    int longest = same[m];
+    free(same);
+    return longest;
 }
 
-// The share of the answer's words that the text has, too; case and punctuation do not count.
-static double word_recall(const char *answer, const char *text) {
-    char **a = words_of(answer, WORDS_PLAIN), **b = words_of(text, WORDS_PLAIN);
-    int n = (int)arrlen(a), same = words_shared(a, b);
-    return n ? (double)same / n : 1;
+// The F measure of two texts, cut into words as WORDS_* says, of which some are shared: the harmonic mean of precision,
+// their share of what was said, and recall, that of what is right. Of bags of words it is F1, of words in their order
+// Rouge-L.
+static double f_measure(const char *said, const char *gold, int how, int (*shared)(char **a, char **b)) {
+    char **a = words_of(said, how), **b = words_of(gold, how);
+    double n = (double)arrlen(a), m = (double)arrlen(b), same = shared(a, b);
+    words_free(a);
+    words_free(b);
+    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
 }
 
 // Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
@@ -453,35 +462,15 @@ static double class_accuracy(const char *said, const char *gold, const Json *cla
     return hit ? 1.0 / named : 0;
 }
 
-// ---- metrics: Rouge-L
-// Rouge-L: the F measure of the longest common subsequence of words. Behind word i of a, same[j+1] is its length in a's
-// first words and the first j+1 words of b.
-static double rouge_l(const char *said, const char *gold) {
-    char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
-    int n = (int)arrlen(a), m = (int)arrlen(b), *same = xcalloc((size_t)m + 1, sizeof *same);
-    for (int i = 0; i < n; i++) {
-        for (int j = 0, before = 0; j < m; j++) {
-            int above = same[j + 1];
-            same[j + 1] = strcmp(a[i], b[j]) ? max_int(above, same[j]) : before + 1;
-            before = above;
-        }
-    }
-    double f = f_measure(same[m], n, m);
-    free(same);
-    words_free(a);
-    words_free(b);
-    return f;
-}
-
 // ---- metrics: the score of a reply
 // The score of a reply against one right answer.
 static double score_by(int metric, const char *said, const char *gold, const Json *classes) {
     switch (metric) {
     case METRIC_CLASS:           return class_accuracy(said, gold, classes);
-    case METRIC_ROUGE:           return rouge_l(said, gold);
+    case METRIC_ROUGE:           return f_measure(said, gold, WORDS_RAW, order_shared);
     case METRIC_FOUND:           return holds_answer(said, gold, 0);
     case METRIC_EXACT:           return holds_answer(said, gold, 1);
-    default:                     return word_f1(said, gold);
+    default:                     return f_measure(said, gold, WORDS_BARE, bag_shared);
     }
 }
 
@@ -493,45 +482,27 @@ static double best_score(int metric, const char *said, const EvalTurn *t) {
     return best;
 }
 
-// The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
-// words, for words_free.
-static char **frame_words(const EvalTurn *t) {
-    char *text = NULL;
-    int passed = 0;                                     // borders of t->span; odd: inside the answer
-    for (int i = 0; t->reply[i]; i++) {
-        while (passed < (int)arrlen(t->span) && i >= t->span[passed]) passed++;
-        arrput(text, passed % 2 ? ' ' : t->reply[i]);
-    }
-    arrput(text, 0);
-    char **frame = words_of(text, WORDS_PLAIN);
-    arrfree(text);
-    return frame;
-}
-
 // The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a
 // model that answers in whole sentences is scored as one that answers in a word. Each word of the
-// right reply's frame goes once; a wrong value stays. Without a known frame the reply is copied.
-// Malloc'd.
+// right reply's frame ("The code is" of "The code is {4821}.") goes once; a wrong value stays. Without a known frame the
+// reply is copied. Malloc'd.
 static char *without_frame(const EvalTurn *t, const char *said) {
     if (!arrlen(t->span)) return copy_text(said);
-    char **frame = frame_words(t), **words = words_of(said, WORDS_RAW), *out = NULL;
+    char *text = copy_text(t->reply), *out = NULL;
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2)
+        memset(text + t->span[i], ' ', (size_t)(t->span[i + 1] - t->span[i]));
+    char **frame = words_of(text, WORDS_PLAIN), **words = words_of(said, WORDS_RAW);
     for (int i = 0; i < (int)arrlen(words); i++) {
         char **plain = words_of(words[i], WORDS_PLAIN);
-        int at = plain ? word_in(frame, plain[0]) : -1;
+        if (!plain || !word_take(frame, plain[0])) put_part(&out, " ", words[i]);
         words_free(plain);
-        if (at >= 0) {
-            free(frame[at]);
-            arrdelswap(frame, at);
-        } else {
-            put_part(&out, " ", words[i]);
-        }
     }
-    arrput(out, 0);
-    char *rest = copy_text(out);
+    free(text);
+    text = copy_bytes(out ? out : "", arrlenu(out));
     arrfree(out);
     words_free(frame);
     words_free(words);
-    return rest;
+    return text;
 }
 
 // Writes a scored turn of an item, and what came of it, as an answer of a line of --eval-out.
@@ -1371,14 +1342,17 @@ static Json *needles_load(const char *path) {
 
 // ---- the scores of one run
 
-// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. idx (n) is room. T is chosen among
-// all keys, those of the first tokens and of the question too, as in the published scores.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3]) {
+// Is the key one of the needle's?
+static int in_needle(const Calibration *r, int key) { return key >= r->at && key < r->at + r->n; }
+
+// DiliLazyKV's: score = Inf, Dili, Lazy (`apart` from one another) of a head from its softmax row a (n). idx (n) is room.
+// T is chosen among all keys, those of the first tokens and of the question too, as in the published scores.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double *score, size_t apart) {
     double hit = 0, top = 0, needle = 0;                // a summed over T & N, T, N
     int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
         top += a[idx[i]];
-        if (idx[i] >= r->at && idx[i] < r->at + r->n) hit += a[idx[i]];
+        if (in_needle(r, idx[i])) hit += a[idx[i]];
     }
     for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
 
@@ -1386,9 +1360,9 @@ static void head_scores(const Calibration *r, const float *a, int n, int *idx, d
     double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
     double inf = 0;
     if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
-    score[0] = inf;
-    score[1] = dili;
-    score[2] = lazy;
+    score[SCORE_INF * apart] = inf;
+    score[SCORE_DILI * apart] = dili;
+    score[SCORE_LAZY * apart] = lazy;
 }
 
 // HeadKV's part: what head i = l H + h looks at in its softmax row a (n), from which the next token
@@ -1398,27 +1372,16 @@ static void head_look(Calibration *r, int i, const float *a, int n, int *idx) {
     double mass = 0;
     for (int j = 0; j < k; j++) {
         if (a[idx[j]] > a[best]) best = idx[j];
-        if (idx[j] >= r->right && idx[j] < r->at + r->n) mass += a[idx[j]];
+        if (idx[j] >= r->right && in_needle(r, idx[j])) mass += a[idx[j]];
     }
     r->top[i] = best;
     r->mass[i] = mass;
 }
 
-// Adds what the LH heads looked at when token `step` of the answer, `id`, was chosen. ids are the
-// prompt's.
-static void head_said(Calibration *r, size_t LH, const int *ids, int step, int id) {
-    double *retrieval = r->score + SCORE_R * LH, *reasoning = r->score + SCORE_R2 * LH;
-    for (size_t i = 0; i < LH; i++) {
-        int in = r->top[i] >= r->at && r->top[i] < r->at + r->n;
-        if (in && ids[r->top[i]] == id) retrieval[i] += 1.0 / r->n;             // R
-        if (step < r->n) reasoning[i] += r->mass[i];                            // R2
-    }
-}
-
 // The probe is an observer, whose state is a pointer to the Calibration.
-// Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's
-// last token, and HeadKV's from those of the answer too. Only these rows are made, so memory grows
-// with the length and not with its square.
+// Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's last token; and
+// HeadKV's from those of the answer too: in the pass of a token that was said counts what its head looked at when it
+// was chosen. Only these rows are made, so memory grows with the length and not with its square.
 static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     Calibration *r = *(Calibration **)ms;
     if (l == s->c->L) return;
@@ -1428,11 +1391,16 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
     float *row = scratch(s, (size_t)H * N * sizeof(float));
     window_scores(s, l, q, T, 1, row);
     for (int h = 0; h < H; h++) {
-        double score[3];
-        head_look(r, l * H + h, row + (size_t)h * N, N, idx);
-        if (s->decoding) continue;
-        head_scores(r, row + (size_t)h * N, N, idx, score);
-        for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
+        const float *a = row + (size_t)h * N;
+        int i = l * H + h, seen = r->top[i];
+        double *score = r->score + i;
+        if (s->decoding) {
+            if (in_needle(r, seen) && s->tok[seen].id == s->tok[s->base].id) score[SCORE_R * LH] += 1.0 / r->n;
+            if (s->step < r->n) score[SCORE_R2 * LH] += r->mass[i];
+        } else {
+            head_scores(r, a, N, idx, score, LH);
+        }
+        head_look(r, i, a, N, idx);
     }
     scratch_reset(s, mark);
 }
@@ -1509,22 +1477,30 @@ static int *run_prompt(Calibration *r, const Json *needle, int depth, int reason
     return encode_at(r->t, text, strlen(text), 1, 0, ids);
 }
 
-// The greedy answer behind the logits of the prompt ids, as an stb_ds array that ends in NUL. What the heads look at
-// meanwhile is added to r.
-static char *greedy_answer(Calibration *r, const int *ids, const float *logits) {
+// The greedy answer behind the logits of the prompt, as an stb_ds array that ends in NUL. All of it is fed, so that the
+// probe sees it.
+static char *greedy_answer(Calibration *r, const float *logits) {
     const Config *c = r->s->c;
     char *text = NULL;
     for (int i = 0; i < HAY_ANSWER; i++) {
         int id = argmax(logits, c->V), end = 0, len;
         for (int e = 0; e < c->n_eos; e++) end |= c->eos[e] == id;
         if (end) break;
-        head_said(r, (size_t)c->L * c->H, ids, i, id);
         const char *b = tokenizer_bytes(r->t, id, &len);
         bytes_put(&text, b, (size_t)len);
-        if (i + 1 < HAY_ANSWER) logits = decode(r->s, id);
+        logits = decode(r->s, id);
     }
     arrput(text, 0);
     return text;
+}
+
+// The share of the answer's words that the text has, too; case and punctuation do not count.
+static double word_recall(const char *answer, const char *text) {
+    char **a = words_of(answer, WORDS_PLAIN), **b = words_of(text, WORDS_PLAIN);
+    double n = (double)arrlen(a), same = bag_shared(a, b);
+    words_free(a);
+    words_free(b);
+    return n > 0 ? same / n : 1;
 }
 
 // One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in
@@ -1536,7 +1512,7 @@ static int calibrate_run(Calibration *r, const Json *needle, int depth, int reas
     size_t LH = (size_t)r->s->c->L * r->s->c->H;
     session_reset(r->s);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
-    char *answer = greedy_answer(r, ids, prefill(r->s, ids, (int)arrlen(ids)));
+    char *answer = greedy_answer(r, prefill(r->s, ids, (int)arrlen(ids)));
     int accepted = word_recall(json_text(needle, "answer"), answer) >= .5;
     arrfree(answer);
     arrfree(ids);
@@ -1553,21 +1529,19 @@ static int calibrate_run(Calibration *r, const Json *needle, int depth, int reas
 static void scores_write(FILE *f, const Calibration *r) {
     const Config *c = r->s->c;
     const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;
-    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
-    json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"mass\", \"k\": %d, ", c->L, c->H, LARGEST);
-    fprintf(f, "\"accept\": \"recall\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n", r->needles->n,
-            r->accepted, r->reasoned);
-    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", r->length);
+    json_print(f, "{\n  'format': 'kvcomp head scores',\n  'model': %s,\n", name);
+    json_print(f, "  'layers': %d, 'heads': %d, 'score': 'mass', 'k': %d, 'accept': 'recall', ", c->L, c->H, LARGEST);
+    json_print(f, "'needles': %d, 'accepted': %d, 'accepted_r2': %d,\n", r->needles->n, r->accepted, r->reasoned);
+    json_print(f, "  'lengths': [%d],\n  'depths': [", r->length);
     for (int i = 0; i < HAY_DEPTHS; i++) fprintf(f, "%s%d", i ? ", " : "", 2 + 3 * i);
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
         int runs = k == SCORE_R2 ? r->reasoned : r->accepted;
         if (!runs) continue;
-        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
+        json_print(f, ",\n  %s: {", score_names[k][0]);
         for (int i = 0; i < c->L * c->H; i++) {
-            fprintf(f, "%s\n    \"%d-%d\": [", i ? "," : "", i / c->H, i % c->H);
+            json_print(f, i ? ",\n    '%d-%d': [" : "\n    '%d-%d': [", i / c->H, i % c->H);
             json_real(f, sum[i] / runs, 9);
             fputc(']', f);
         }
