@@ -39,23 +39,33 @@ enum {
 // ---- tiles
 // A tile is up to 16 rows of 64 bytes: 16 floats, or 16 pairs of bf16.
 
-// to (TILE,TILE) = from (TILE,TILE) with rows and columns exchanged, elements of 4 bytes. For each bit s of a place,
-// what lies in rows with the bit and columns without it changes places with what lies the other way round.
+// to (TILE,TILE) = from (TILE,TILE) with rows and columns exchanged, elements of 4 bytes.
+// Sixteen registers of 16 elements. Rows 0 and 1, 2 and 3, .. are interleaved, then pairs of rows; now register 4 g + c
+// has, in its part i of 128 bits, column 4 i + c of rows 4 g to 4 g + 3. The last steps bring the parts of one column
+// together.
 INLINE void tile_turn(void *to, const void *from) {
-    typedef int32_t Row __attribute__((vector_size(64)));
-    const Row place = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    Row r[TILE];
-    memcpy(r, from, sizeof r);
-    UNROLL for (int s = 1; s < TILE; s *= 2) {
-        Row low = place + (((place & s) != 0) & (TILE - s)), high = low + s;    // places from 16 on are those of b
-        UNROLL for (int i = 0; i < TILE; i++) {
-            if (i & s) continue;
-            __m512i a = (__m512i)r[i], b = (__m512i)r[i + s];
-            r[i] = (Row)_mm512_permutex2var_epi32(a, (__m512i)low, b);
-            r[i + s] = (Row)_mm512_permutex2var_epi32(a, (__m512i)high, b);
-        }
+    __m512i a[TILE], b[TILE], *out = to;
+    UNROLL for (int i = 0; i < TILE; i++) a[i] = _mm512_loadu_si512((const __m512i *)from + i);
+    UNROLL for (int i = 0; i < TILE; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
     }
-    memcpy(to, r, sizeof r);
+    UNROLL for (int i = 0; i < TILE; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);              // parts 0 and 2
+        __m512i odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);               // parts 1 and 3
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_si512(out + c, _mm512_shuffle_i32x4(even, even2, 0x88));
+        _mm512_storeu_si512(out + 4 + c, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        _mm512_storeu_si512(out + 8 + c, _mm512_shuffle_i32x4(even, even2, 0xdd));
+        _mm512_storeu_si512(out + 12 + c, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+    }
 }
 
 // ---- products in tiles
@@ -131,7 +141,7 @@ static void walk_plain(float (*c)[TILE * TILE], const TileWalk *a, int groups) {
 // By AMX, whose numbers of tiles must be literals: 0 to 3 are the sums, 4 and 5 tiles of W, 6 and 7 of x. Meanwhile
 // the next rows are asked for: 64 bytes a step for each of them, but row after row, as memory has them, and into the
 // second-level cache, because there may be as many bytes as the first has.
-TARGET_AMX static void walk_amx(float (*c)[TILE * TILE], const TileWalk *a, int groups) {
+TARGET_AMX INLINE void walk_amx(float (*c)[TILE * TILE], const TileWalk *a, int groups) {
     const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
     size_t row = 4 * a->columns, tile = TILE * row;
     size_t at = 0, width = (size_t)a->steps * 64;       // of a row that is asked for
@@ -145,10 +155,10 @@ TARGET_AMX static void walk_amx(float (*c)[TILE * TILE], const TileWalk *a, int 
         _tile_loadd(5, w + a->tile, a->row);
         for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
             _tile_loadd(6, x0, row);
+            if (groups == 2) _tile_loadd(7, x1, row);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 5, 6);
             if (groups == 1) continue;
-            _tile_loadd(7, x1, row);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -169,7 +179,6 @@ TARGET_AMX static void walk_amx(float (*c)[TILE * TILE], const TileWalk *a, int 
 
 // A product of matrices in tiles: y (m,n) = x w^T, whose columns come in several calls: k0 to k1-1 in this one.
 typedef struct {
-    Walk *walk;         // by AMX, or in plain C
     float *y;           // (m,n), after the call with k1 = K
     size_t ldy;
     float *sums;        // (groups of TILE rows of x,2,TILE,columns): y^T, from call to call
@@ -245,11 +254,11 @@ INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, i
 
 // A walk for the one or two groups of x that begin with row t. What it sums up is added to the sums
 // of earlier columns. first: there are none; last: none follow, and the sums go to y.
-static void tile_groups(const Tiles *a, const TileWalk *walk, int t, int first, int last) {
+TARGET_AMX INLINE void tile_groups(const Tiles *a, const TileWalk *walk, Walk *sums_of, int t, int first, int last) {
     float c[4][TILE * TILE] __attribute__((aligned(64)));
     size_t n_sums = TILE * walk->columns;
     int groups = a->m - t > TILE ? 2 : 1;
-    a->walk(c, walk, groups);
+    sums_of(c, walk, groups);
     for (int i = 0; i < 2 * groups; i++) {
         int t0 = t + i / 2 * TILE, r0 = i % 2 * TILE;
         float *sums = a->sums + t0 / TILE * a->group + i % 2 * n_sums;
@@ -265,7 +274,7 @@ static void tile_groups(const Tiles *a, const TileWalk *walk, int t, int first, 
 // and asks for the columns after these, or after the last ones for the next panel. Where more groups
 // meet a panel of W, it is copied (tile_panel), and they ask for these columns of the next panel, each
 // two of them for their share of its rows.
-static void tile_block(const Tiles *a) {
+TARGET_AMX INLINE void tile_block(const Tiles *a, Walk *sums_of) {
     char panel[TILE_PANEL * TILE_CHUNK * 2] __attribute__((aligned(64)));
     size_t ldw = (size_t)a->K * 2, group = (size_t)tile_steps(a->K) * a->terms * a->columns * 64;
     int lone = a->m <= TILE, pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
@@ -290,11 +299,13 @@ static void tile_block(const Tiles *a) {
             walk.x[0] = x + 2 * p * group;
             walk.x[1] = walk.x[0] + group;
             walk.next_rows = to - from;
-            tile_groups(a, &walk, p * 2 * TILE, k == 0, last);
+            tile_groups(a, &walk, sums_of, p * 2 * TILE, k == 0, last);
             walk.next += (to - from) * ldw;
         }
     }
 }
+
+TARGET_AMX static void tile_block_plain(const Tiles *a) { tile_block(a, walk_plain); }
 
 // The same between the instructions that give every tile its shape and end the use of tiles.
 TARGET_AMX static void tile_block_amx(const Tiles *a) {
@@ -310,7 +321,7 @@ TARGET_AMX static void tile_block_amx(const Tiles *a) {
     }
     MEMORY_IS_READ;
     _tile_loadconfig(&shape);
-    tile_block(a);
+    tile_block(a, walk_amx);
     _tile_release();
 }
 
@@ -320,9 +331,9 @@ TARGET_AMX static void tile_block_amx(const Tiles *a) {
 // all panels before the next, so that their terms stay in the second-level cache; a thread meets the
 // same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
 // to add them.
-static void product_tiles(float *y, const float *x, const Tensor *w, int T, Walk *walk) {
+static void product_tiles(float *y, const float *x, const Tensor *w, int T, void (*block_of)(const Tiles *)) {
     for (; T > TILE_ROWS; T -= TILE_ROWS, y += (size_t)TILE_ROWS * w->rows, x += (size_t)TILE_ROWS * w->cols)
-        product_tiles(y, x, w, TILE_ROWS, walk);
+        product_tiles(y, x, w, TILE_ROWS, block_of);
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
@@ -344,8 +355,7 @@ static void product_tiles(float *y, const float *x, const Tensor *w, int T, Walk
             #pragma omp for collapse(2) schedule(static) nowait
             for (int t = 0; t < T; t += block)
                 for (int r = 0; r < w->rows; r += TILE_PANEL)
-                    (walk == walk_amx ? tile_block_amx : tile_block)(&(Tiles){
-                        .walk = walk,
+                    block_of(&(Tiles){
                         .y = y + t * ldy + r, .ldy = ldy,
                         .sums = sums + (t / TILE * panels + r / TILE_PANEL) * panel,
                         .group = panels * panel,
@@ -359,9 +369,11 @@ static void product_tiles(float *y, const float *x, const Tensor *w, int T, Walk
     }
 }
 
-static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, walk_amx); }
+static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
 
-static void product_plain(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, walk_plain); }
+static void product_plain(float *y, const float *x, const Tensor *w, int T) {
+    product_tiles(y, x, w, T, tile_block_plain);
+}
 
 // Kernels.product_room
 static size_t room_amx(size_t T, size_t n) { return min_size(T, TILE_ROWS) * n * (2 * (size_t)bf16_terms + 4); }
