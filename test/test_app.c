@@ -785,7 +785,7 @@ TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made
            *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
     d->as_q8 = 1;
     Weights *plan = weights_planned(d), *w = weights_synthetic(c, 7), *q = weights_synthetic(d, 7);
-    WeightFiles *wf = q->files;
+    WeightFiles *wf = &q->files;
     CHECK(q->bytes == plan->bytes && wf->block_used == wf->block_bytes && d->dtype == DT_Q8,
           "%zu bytes, %zu planned", q->bytes, plan->bytes);
     CHECK(wf->block_bytes < plan->bytes + 64 * (size_t)(c->L * N_OF_LAYER + 3), "%zu bytes are held, of %zu",
