@@ -443,7 +443,7 @@ int simd_x86(Kernels *k, const char *name) {
     if (vnni) return 0;
     k->name = name;
     k->terms = 1;
-    if (bf16) k->dots_pairs = k->dots_bf16_pairs;
+    if (bf16) k->dots[PAIRS] = k->dots[PAIRS_BF16];
     if (bf16) return __builtin_cpu_supports("avx512bf16") ? 0 : -1;
     if (!strcmp(name, "pairs-plain")) return 0;
     k->product = amx ? product_amx : product_plain;
