@@ -95,25 +95,10 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
     return 0;
 }
 
-// Do the tensors, which are in the order of their place, lie side by side from `data` to the end of the file,
-// each beginning where the one before it ends? Returns 0, or -1 with err set.
-static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
-    const char *end = data;
-    for (int i = 0; i <= f->n; i++) {
-        const SafeTensor *t = &f->tensor[i];
-        const char *at = i < f->n ? t->data : f->map + f->size;
-        if (at < end) return fault(err, "tensors %.200s and %.200s overlap", t[-1].name, t->name);
-        if (at > end)
-            return fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
-                         "are wrong", (long long)(at - end));
-        if (i < f->n) end = at + t->bytes;
-    }
-    return 0;
-}
-
-// Reads the header, `len` bytes behind the u64, into f->tensor. Returns 0, or -1 with err set.
+// Reads the header, `len` bytes behind the u64, into f->tensor. The tensors must lie side by side to the end of the
+// file, each beginning where the one before it ends. Returns 0, or -1 with err set.
 static int safe_header(SafeFile *f, size_t len, char err[512]) {
-    const char *data = f->map + 8 + len;
+    const char *data = f->map + 8 + len, *end = data;
     size_t size = f->size - 8 - len;
     char why[256];
     f->header = json_parse(f->map + 8, len, why);
@@ -121,21 +106,28 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {
     if (f->header->type != JSON_OBJECT) return fault(err, "the header is no JSON object");
 
     // Every entry is a tensor, except for the metadata.
-    f->tensor = xcalloc((size_t)f->header->n, sizeof *f->tensor);
+    f->tensor = xcalloc((size_t)f->header->n + 1, sizeof *f->tensor);
     for (int i = 0; i < f->header->n; i++) {
         const char *name = f->header->key[i];
         const Json *v = &f->header->item[i];
         if (strcmp(name, "__metadata__") && safe_entry(&f->tensor[f->n++], name, v, data, size, err)) return -1;
     }
+    f->tensor[f->n].data = f->map + f->size;
 
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_place);
-    int bad_layout = safe_layout(f, data, err);
+    int bad = 0;
+    for (SafeTensor *t = f->tensor; t <= f->tensor + f->n && !bad; end = (const char *)t->data + t->bytes, t++) {
+        ptrdiff_t gap = (const char *)t->data - end;
+        if (gap < 0) bad = fault(err, "tensors %.200s and %.200s overlap", t[-1].name, t->name);
+        if (gap > 0)
+            bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets are "
+                        "wrong", (long long)gap);
+    }
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
-    for (int i = 1; i < f->n; i++) {
+    for (int i = 1; i < f->n; i++)
         if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
             return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
-    }
-    return bad_layout;
+    return bad;
 }
 
 // Maps the file f->path and reads its header. Returns 0, or -1 with err set.
@@ -389,12 +381,9 @@ static int family_class(const char *arch, const char *family) {
 // and MLPs without SiLU.
 static void config_family(ConfigReader *r, Config *c, const Json *o) {
     const Json *list = config_key(o, "architectures");
-    const char *type = config_str(r, o, "model_type", ""), *arch = "";
-    if (list && list->type == JSON_ARRAY && list->n && list->item[0].type == JSON_STRING)
-        arch = list->item[0].str;
-    else if (list)
-        config_fail(r, "architectures: expected a list of names");
-
+    int named = json_is(list, JSON_ARRAY) && list->n && list->item[0].type == JSON_STRING;
+    const char *type = config_str(r, o, "model_type", ""), *arch = named ? list->item[0].str : "";
+    if (list && !named) config_fail(r, "architectures: expected a list of names");
     if (!*type && !*arch)
         config_fail(r, "model_type and architectures are missing: not a model's config; " SUPPORTED);
 
@@ -476,8 +465,10 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->eps = (float)config_real(r, o, "rms_norm_eps", 1e-6, 1e-12, 1);
     c->tied = config_flag(r, o, "tie_word_embeddings", 0);
     c->qk_norm = !strcmp(c->model_type, "qwen3");
-    c->attention_bias = config_flag(r, o, "attention_bias", 0) && (llama || c->qk_norm);
-    c->mlp_bias = config_flag(r, o, "mlp_bias", 0) && llama;
+    int bias = config_flag(r, o, "attention_bias", 0) && (llama || c->qk_norm);
+    c->o_bias = bias ? MAY_HAVE : 0;
+    c->qkv_bias = strcmp(c->model_type, "qwen2") ? c->o_bias : HAS;
+    c->mlp_bias = config_flag(r, o, "mlp_bias", 0) && llama ? MAY_HAVE : 0;
     if (r->err[0]) return;
 
     // What is absent is derived, and the sizes must fit each other.
@@ -516,22 +507,20 @@ static void config_window(ConfigReader *r, Config *c, const Json *o) {
     c->windowed = xcalloc((size_t)c->L, 1);
     for (int l = 0; l < c->L; l++) {
         const Json *t = types ? &types->item[l] : NULL;
+        int kind = json_is(t, JSON_STRING) ? word_place("full_attention|sliding_attention", t->str) : -1;
         char buf[64];
-        if (!t) c->windowed[l] = use && window && l >= from;
-        else if (t->type == JSON_STRING && !strcmp(t->str, "sliding_attention")) c->windowed[l] = 1;
-        else if (t->type != JSON_STRING || strcmp(t->str, "full_attention"))
+        if (t && kind < 0)
             config_fail(r, "layer_types[%d]: expected full_attention or sliding_attention, found %s", l,
                         json_show(t, buf));
+        c->windowed[l] = t ? kind > 0 : use && window && l >= from;
         any |= c->windowed[l];
     }
     if (any && !window)
         config_fail(r, "layer_types names sliding_attention layers, but sliding_window is missing");
-    if (any) {
-        c->window = window;
-    } else {
-        free(c->windowed);
-        c->windowed = NULL;
-    }
+    if (any) c->window = window;
+    if (any) return;
+    free(c->windowed);
+    c->windowed = NULL;
 }
 
 // The object with the parameters of RoPE, or NULL: rope_scaling in old files, rope_parameters in
@@ -547,28 +536,6 @@ static const Json *config_rope_object(ConfigReader *r, const Json *o) {
 
 static const char *const rope_types[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
 enum { ROPE_TYPES = sizeof rope_types / sizeof *rope_types };
-
-// Reads what the scaling c->rope_type needs from the object p.
-static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
-    c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
-    if (c->rope_type == ROPE_LLAMA3) {
-        c->low_freq = config_real(r, p, "low_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
-        c->high_freq = config_real(r, p, "high_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
-        if (c->low_freq >= c->high_freq)
-            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq,
-                        c->high_freq);
-    }
-    if (c->rope_type == ROPE_YARN) {
-        c->beta_fast = config_real(r, p, "beta_fast", 32, 1e-6, 1e6);
-        c->beta_slow = config_real(r, p, "beta_slow", 1, 1e-6, 1e6);
-        c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
-        if (c->beta_fast < c->beta_slow)
-            config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
-        c->mscale = config_real(r, p, "mscale", 0, 0, 1e6);
-        c->mscale_all_dim = config_real(r, p, "mscale_all_dim", 0, 0, 1e6);
-        c->yarn_exact = !config_flag(r, p, "truncate", 1);
-    }
-}
 
 // Reads the kind of RoPE (D5). Old files have rope_theta and rope_scaling{type|rope_type, ..}, new
 // ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
@@ -593,27 +560,43 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     while (c->rope_type < ROPE_TYPES && strcmp(type, rope_types[c->rope_type])) c->rope_type++;
     if (c->rope_type == ROPE_TYPES)
         config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn", type);
-    if (c->rope_type != ROPE_DEFAULT) config_rope_scaling(r, c, p);
+    if (c->rope_type != ROPE_DEFAULT) c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
+    if (c->rope_type == ROPE_LLAMA3) {
+        c->low_freq = config_real(r, p, "low_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
+        c->high_freq = config_real(r, p, "high_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
+        if (c->low_freq >= c->high_freq)
+            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq,
+                        c->high_freq);
+    }
+    if (c->rope_type == ROPE_YARN) {
+        c->beta_fast = config_real(r, p, "beta_fast", 32, 1e-6, 1e6);
+        c->beta_slow = config_real(r, p, "beta_slow", 1, 1e-6, 1e6);
+        c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
+        if (c->beta_fast < c->beta_slow)
+            config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
+        c->mscale = config_real(r, p, "mscale", 0, 0, 1e6);
+        c->mscale_all_dim = config_real(r, p, "mscale_all_dim", 0, 0, 1e6);
+        c->yarn_exact = !config_flag(r, p, "truncate", 1);
+    }
 }
 
 // Adds the eos ids of o, one number or a list, to those of c. An id without an embedding is never
 // generated, so it is left out.
 static void config_eos(ConfigReader *r, Config *c, const Json *o) {
-    const Json *v = config_key(o, "eos_token_id");
-    if (!v) return;
     const int most = sizeof c->eos / sizeof *c->eos;
-    int list = v->type == JSON_ARRAY, n = list ? v->n : 1;
+    const Json *v = config_key(o, "eos_token_id");
+    int list = json_is(v, JSON_ARRAY), n = list ? v->n : v != NULL;
     for (int i = 0; i < n; i++) {
         const Json *e = list ? &v->item[i] : v;
         char buf[64];
+        int k = 0;
         if (e->type != JSON_NUMBER || !e->is_int) {
             config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf));
             return;
         }
-        int skip = e->i < 0 || e->i >= c->V;
-        for (int k = 0; k < c->n_eos; k++) skip |= c->eos[k] == e->i;
-        if (skip) continue;
-        if (c->n_eos == most) config_fail(r, "eos_token_id: more than 8 different ids");
+        while (k < c->n_eos && c->eos[k] != e->i) k++;
+        if (k < c->n_eos || e->i < 0 || e->i >= c->V) continue;
+        if (k == most) config_fail(r, "eos_token_id: more than 8 different ids");
         else c->eos[c->n_eos++] = (int)e->i;
     }
 }
@@ -642,35 +625,33 @@ static int foreign_files(const char *dir, char err[512]) {
     return found;
 }
 
-// What -m takes, for complaints.
-static const char *const expected_folder = "a Hugging Face folder (config.json, model.safetensors, tokenizer.json)";
-
-// Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
-// is absent and not needed.
-static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
-    char path[1400], why[512];
-    struct stat st;
-    Json *j = NULL;
+// Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file is absent.
+static Json *config_file(const char *dir, const char *name, char err[512]) {
+    char path[1400];
     err[0] = 0;
     snprintf(path, sizeof path, "%s/%s", dir, name);
-    int there = file_exists(path);
-    if (!there && !needed) return NULL;
+    Json *j = file_exists(path) ? json_read(path, MOST_CONFIG, err) : NULL;
+    if (!j || j->type == JSON_OBJECT) return j;
+    fault(err, "%.400s: expected a JSON object", path);
+    json_free(j);
+    return NULL;
+}
 
-    // The folder itself first, then weights that another format would need, then the file. A name with
-    // a blank or without a slash may be a question that lacks its -p.
+// Why there is no config.json in dir, into err: the folder itself is absent, or has weights that another format would
+// need. A name with a blank or without a slash may be a question that lacks its -p.
+static void config_absent(const char *dir, char err[512]) {
+    static const char *const folder = "a Hugging Face folder (config.json, model.safetensors, tokenizer.json)";
+    char path[1400];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/config.json", dir);
     if (stat(dir, &st)) {
         int question = strchr(dir, ' ') || !strchr(dir, '/');
         fault(err, "%.300s: no such folder%s", dir, question ? " (-p TEXT asks one question)" : "");
     } else if (!S_ISDIR(st.st_mode)) {
-        fault(err, "%.300s: expected %s, found a file", dir, expected_folder);
-    } else if (there || !foreign_files(dir, err)) {
-        j = json_read(path, MOST_CONFIG, why);
-        if (!j) fault(err, "%s%s%s", why, there ? "" : "; expected ", there ? "" : expected_folder);
-        else if (j->type != JSON_OBJECT) fault(err, "%.400s: expected a JSON object", path);
+        fault(err, "%.300s: expected %s, found a file", dir, folder);
+    } else if (!foreign_files(dir, err) && stat(path, &st)) {
+        fault(err, "%.190s: %s; expected %s", path, strerror(errno), folder);
     }
-    if (!err[0]) return j;
-    json_free(j);
-    return NULL;
 }
 
 // Reads config.json's object o into c. r->err tells whether c can be used.
@@ -694,30 +675,24 @@ static void config_free(Config *c) {
 // Reads config.json of a folder, and the eos ids of generation_config.json if it is there. Exit 3
 // with the key's name.
 Config *config_load(const char *dir) {
-    Config *c = xcalloc(1, sizeof *c);
-    char file[400];
-    ConfigReader r = { .file = file };
-
-    // c->dir is the path without slashes at its end.
+    static const char *const names[] = { "config.json", "generation_config.json" };
+    Config *c;
     size_t n = strlen(dir);
-    while (n > 1 && dir[n - 1] == '/') n--;
-    if (n >= sizeof c->dir) {
-        config_free(c);
-        die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1);
-    }
+    while (n > 1 && dir[n - 1] == '/') n--;             // c->dir is the path without slashes at its end
+    if (n >= sizeof c->dir) die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1);
+    c = xcalloc(1, sizeof *c);
     memcpy(c->dir, dir, n);
 
-    // The path in `file` follows the file that is read, because complaints name it.
-    Json *config = config_file(c->dir, "config.json", 1, r.err), *generation = NULL;
-    snprintf(file, sizeof file, "%.300s/config.json", c->dir);
-    if (!r.err[0]) config_read(&r, c, config);
-    if (!r.err[0]) generation = config_file(c->dir, "generation_config.json", 0, r.err);
-    if (generation) {
-        snprintf(file, sizeof file, "%.300s/generation_config.json", c->dir);
-        config_eos(&r, c, generation);
+    char file[400];             // the one that is read: complaints name it
+    ConfigReader r = { .file = file };
+    for (int i = 0; i < 2 && !r.err[0]; i++) {
+        Json *o = config_file(c->dir, names[i], r.err);
+        snprintf(file, sizeof file, "%.300s/%s", c->dir, names[i]);
+        if (o && !i) config_read(&r, c, o);
+        if (o && i) config_eos(&r, c, o);
+        if (!o && !i && !r.err[0]) config_absent(c->dir, r.err);
+        json_free(o);
     }
-    json_free(config);
-    json_free(generation);
     if (r.err[0]) {
         config_free(c);
         die(EXIT_MODEL, "%s", r.err);
@@ -784,40 +759,32 @@ Config *config_synthetic(const char *shape) {
 }
 
 // ---- weights
-// One table names every tensor, its sizes and when it must be there. Loading, making, counting and
-// printing walk it.
-enum {
-    TENSOR_NEEDED,              // every model has it
-    TENSOR_QK_NORM,             // a model with QK-norm has it, and no other one
-    TENSOR_QKV_BIAS,            // Qwen2 has it, and a model with attention_bias may
-    TENSOR_O_BIAS,              // a model with attention_bias may have it
-    TENSOR_MLP_BIAS,            // a model with mlp_bias may have it
-};
-
+// One table names every tensor, its sizes and which models have it. Loading, making, counting and printing walk it.
 // rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector. What stands between
-// the embedding and the last norm is a layer's. The output matrix is there if it is not tied.
-static const struct { const char *name; size_t at; char rows, cols; int when; } tensors[] = {
-    { "model.embed_tokens.weight",       offsetof(Weights, embed),   'V', 'C', TENSOR_NEEDED },
-    { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', TENSOR_NEEDED },
-    { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
-    { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', TENSOR_NEEDED },
-    { "self_attn.v_proj.weight",         offsetof(Layer, wv),        'K', 'C', TENSOR_NEEDED },
-    { "self_attn.q_proj.bias",           offsetof(Layer, bq),        '1', 'Q', TENSOR_QKV_BIAS },
-    { "self_attn.k_proj.bias",           offsetof(Layer, bk),        '1', 'K', TENSOR_QKV_BIAS },
-    { "self_attn.v_proj.bias",           offsetof(Layer, bv),        '1', 'K', TENSOR_QKV_BIAS },
-    { "self_attn.q_norm.weight",         offsetof(Layer, q_norm),    '1', 'D', TENSOR_QK_NORM },
-    { "self_attn.k_norm.weight",         offsetof(Layer, k_norm),    '1', 'D', TENSOR_QK_NORM },
-    { "self_attn.o_proj.weight",         offsetof(Layer, wo),        'C', 'Q', TENSOR_NEEDED },
-    { "self_attn.o_proj.bias",           offsetof(Layer, bo),        '1', 'C', TENSOR_O_BIAS },
-    { "post_attention_layernorm.weight", offsetof(Layer, mlp_norm),  '1', 'C', TENSOR_NEEDED },
-    { "mlp.gate_proj.weight",            offsetof(Layer, gate),      'F', 'C', TENSOR_NEEDED },
-    { "mlp.gate_proj.bias",              offsetof(Layer, bgate),     '1', 'F', TENSOR_MLP_BIAS },
-    { "mlp.up_proj.weight",              offsetof(Layer, up),        'F', 'C', TENSOR_NEEDED },
-    { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_MLP_BIAS },
-    { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', TENSOR_NEEDED },
-    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_MLP_BIAS },
-    { "model.norm.weight",               offsetof(Weights, norm),    '1', 'C', TENSOR_NEEDED },
-    { "lm_head.weight",                  offsetof(Weights, head),    'V', 'C', TENSOR_NEEDED },
+// the embedding and the last norm is a layer's. The output matrix is there if it is not tied. `has`: where Config says
+// HAS or MAY_HAVE; 0: every model has it.
+static const struct { const char *name; size_t at; char rows, cols; size_t has; } tensors[] = {
+    { "model.embed_tokens.weight",       offsetof(Weights, embed),   'V', 'C', 0 },
+    { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', 0 },
+    { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', 0 },
+    { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', 0 },
+    { "self_attn.v_proj.weight",         offsetof(Layer, wv),        'K', 'C', 0 },
+    { "self_attn.q_proj.bias",           offsetof(Layer, bq),        '1', 'Q', offsetof(Config, qkv_bias) },
+    { "self_attn.k_proj.bias",           offsetof(Layer, bk),        '1', 'K', offsetof(Config, qkv_bias) },
+    { "self_attn.v_proj.bias",           offsetof(Layer, bv),        '1', 'K', offsetof(Config, qkv_bias) },
+    { "self_attn.q_norm.weight",         offsetof(Layer, q_norm),    '1', 'D', offsetof(Config, qk_norm) },
+    { "self_attn.k_norm.weight",         offsetof(Layer, k_norm),    '1', 'D', offsetof(Config, qk_norm) },
+    { "self_attn.o_proj.weight",         offsetof(Layer, wo),        'C', 'Q', 0 },
+    { "self_attn.o_proj.bias",           offsetof(Layer, bo),        '1', 'C', offsetof(Config, o_bias) },
+    { "post_attention_layernorm.weight", offsetof(Layer, mlp_norm),  '1', 'C', 0 },
+    { "mlp.gate_proj.weight",            offsetof(Layer, gate),      'F', 'C', 0 },
+    { "mlp.gate_proj.bias",              offsetof(Layer, bgate),     '1', 'F', offsetof(Config, mlp_bias) },
+    { "mlp.up_proj.weight",              offsetof(Layer, up),        'F', 'C', 0 },
+    { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', offsetof(Config, mlp_bias) },
+    { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', 0 },
+    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', offsetof(Config, mlp_bias) },
+    { "model.norm.weight",               offsetof(Weights, norm),    '1', 'C', 0 },
+    { "lm_head.weight",                  offsetof(Weights, head),    'V', 'C', 0 },
 };
 enum { N_LINES = sizeof tensors / sizeof *tensors, N_OF_LAYER = N_LINES - 3 };
 
@@ -834,17 +801,6 @@ static int config_size(const Config *c, char letter) {
     }
 }
 
-// Has a model tensors of this kind? 1: it must, 0: it may, -1: it has not.
-static int model_has(const Config *c, int when) {
-    switch (when) {
-    case TENSOR_QK_NORM:  return c->qk_norm ? 1 : -1;
-    case TENSOR_QKV_BIAS: return !strcmp(c->model_type, "qwen2") ? 1 : c->attention_bias - 1;
-    case TENSOR_O_BIAS:   return c->attention_bias - 1;
-    case TENSOR_MLP_BIAS: return c->mlp_bias - 1;
-    default:              return 1;
-    }
-}
-
 typedef struct {                // one tensor of a model, and how far a walk has come
     int next;                   // tensors before the next one
     int line, layer;            // its line of the table, and its layer; -1: none
@@ -857,15 +813,16 @@ typedef struct {                // one tensor of a model, and how far a walk has
 // Goes on to the next tensor that the model may have: for (Place p = {0}; tensor_next(c, w, &p); ). Returns 0 when
 // there is none.
 static int tensor_next(const Config *c, const Weights *w, Place *p) {
-    int n, inner, of_layers = c->L * N_OF_LAYER;
+    int n, inner, has, of_layers = c->L * N_OF_LAYER;
     do {
         n = p->next++;
         if (n > of_layers + (c->tied ? 1 : 2)) return 0;
         inner = n > 0 && n <= of_layers;
         p->layer = inner ? (n - 1) / N_OF_LAYER : -1;
         p->line = inner ? 1 + (n - 1) % N_OF_LAYER : n ? n - of_layers + N_OF_LAYER : 0;
-        p->needed = model_has(c, tensors[p->line].when);
-    } while (p->needed < 0);
+        has = tensors[p->line].has ? *(const int *)((const char *)c + tensors[p->line].has) : HAS;
+    } while (!has);
+    p->needed = has == HAS;
     p->matrix = tensors[p->line].rows != '1';
     p->rows = config_size(c, tensors[p->line].rows);
     p->cols = config_size(c, tensors[p->line].cols);
@@ -947,8 +904,6 @@ static Weights *weights_new(const Config *c) {
     Weights *w = xcalloc(1, sizeof *w);
     double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
     w->layer = xcalloc((size_t)c->L, sizeof *w->layer);
-    w->files = xcalloc(1, sizeof(WeightFiles));
-
     rope_frequencies(c, f, &w->rope_scale);
     w->inv_freq64 = f;
     return w;
@@ -957,11 +912,9 @@ static Weights *weights_new(const Config *c) {
 // Gives both back; either may be NULL.
 void weights_close(Weights *w, Config *c) {
     if (w) {
-        WeightFiles *wf = w->files;
-        for (size_t i = 0; i < arrlenu(wf->file); i++) safetensors_close(wf->file[i]);
-        arrfree(wf->file);
-        if (wf->block) munmap(wf->block, wf->block_bytes);
-        free(wf);
+        for (size_t i = 0; i < arrlenu(w->files.file); i++) safetensors_close(w->files.file[i]);
+        arrfree(w->files.file);
+        if (w->files.block) munmap(w->files.block, w->files.block_bytes);
         free((void *)w->inv_freq64);
         free(w->layer);
         free(w);
@@ -993,10 +946,10 @@ static SafeFile *weights_file(WeightFiles *wf, const char *dir, const char *name
 // model.safetensors. Other weights may lie beside them, so the folder is never searched. Returns 0,
 // or -1 with err set.
 static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
-    char path[1400];
-    Json *index = config_file(dir, "model.safetensors.index.json", 0, err);
+    Json *index = config_file(dir, "model.safetensors.index.json", err);
     if (err[0]) return -1;
     if (!index) {
+        char path[1400];
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
         return weights_file(wf, dir, "model.safetensors", err) ? 0 : -1;
@@ -1004,21 +957,19 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
 
     // weight_map: name of a tensor -> name of its file
     const Json *map = json_get(index, "weight_map");
-    int bad = 0;
     if (!json_is(map, JSON_OBJECT) || !map->n)
-        bad = fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
-    for (int i = 0; !bad && i < map->n; i++) {
+        fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
+    for (int i = 0; !err[0] && i < map->n; i++) {
         const Json *v = &map->item[i];
         SafeFile *f = v->type == JSON_STRING ? weights_file(wf, dir, v->str, err) : NULL;
         SafeTensor *t = f ? safetensors_find(f, map->key[i]) : NULL;
         if (t) t->listed = 1;
         if (v->type != JSON_STRING)
             fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
-        bad = f ? 0 : -1;
     }
     wf->indexed = 1;
     json_free(index);
-    return bad;
+    return err[0] ? -1 : 0;
 }
 
 // The tensor of that name, in the file that the index says; NULL: there is none.
@@ -1063,24 +1014,23 @@ size_t weights_bytes(const Config *c) {
 // Maps one block for all tensors that are made: matrices as DT_Q8, or all of them in bf16. Exit 4 when there is
 // no memory.
 static void weights_block(Weights *w, const Config *c, int vectors, const char *what) {
-    WeightFiles *wf = w->files;
+    size_t n = 0;
     for (Place p = {0}; tensor_next(c, NULL, &p); )
-        if (p.needed && (p.matrix || vectors)) wf->block_bytes += round_up_64(made_bytes(c, &p, DT_BF16));
-    void *block = mmap(NULL, wf->block_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p.needed && (p.matrix || vectors)) n += round_up_64(made_bytes(c, &p, DT_BF16));
+    void *block = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) {
-        size_t n = wf->block_bytes;
         weights_close(w, NULL);
         die(EXIT_MEMORY, "out of memory: %zu bytes of %s could not be had", n, what);
     }
-    wf->block = block;
-    ask_huge_pages(block, wf->block_bytes);
+    w->files.block = block;
+    w->files.block_bytes = n;
+    ask_huge_pages(block, n);
 }
 
 // The next bytes of that block.
 static char *block_take(Weights *w, size_t bytes) {
-    WeightFiles *wf = w->files;
-    char *p = wf->block + wf->block_used;
-    wf->block_used += round_up_64(bytes);
+    char *p = w->files.block + w->files.block_used;
+    w->files.block_used += round_up_64(bytes);
     return p;
 }
 
@@ -1103,40 +1053,33 @@ static void q8_take(Weights *w, const Config *c, const Place *p) {
 
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
-    WeightFiles *wf = w->files;
     weights_block(w, c, 0, "weights in 8 bits");
-    wf->known[0] = w->embed;
-    wf->known[1] = w->layer[0].wq;
     for (Place p = {0}; tensor_next(c, w, &p); ) {
         if (p.line == 0 || p.line == 1) progress_tell("loading", (p.layer + 1.0) / (c->L + 2));
         if (p.matrix) q8_take(w, c, &p);
     }
-    if (c->tied) w->head = w->embed;
     progress_tell("loading", 1);
 }
 
 // Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. Next to a tied output an lm_head may
 // stand if it is the embedding once more (D7).
 static int weights_read(Weights *w, Config *c, char err[512]) {
-    WeightFiles *wf = w->files;
-    if (weights_open(wf, c->dir, err)) return -1;
+    if (weights_open(&w->files, c->dir, err)) return -1;
     for (Place p = {0}; tensor_next(c, w, &p); )
-        if (weights_take(wf, c, &p, err)) return -1;
+        if (weights_take(&w->files, c, &p, err)) return -1;
     if (!c->tied) return 0;
     Place head = { .name = "lm_head.weight", .t = &w->head, .matrix = 1, .rows = c->V, .cols = c->C };
-    if (weights_take(wf, c, &head, err)) return -1;
-    size_t bytes = tensor_bytes(&w->embed);
-    if (w->head.data && (w->head.dtype != w->embed.dtype || memcmp(w->head.data, w->embed.data, bytes)))
-        return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
-                     "and differs (with tie_word_embeddings false it is used)", c->dir);
-    w->head = w->embed;
-    return 0;
+    if (weights_take(&w->files, c, &head, err)) return -1;
+    if (!w->head.data || (w->head.dtype == w->embed.dtype
+                          && !memcmp(w->head.data, w->embed.data, tensor_bytes(&w->embed)))) return 0;
+    return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there and differs "
+                 "(with tie_word_embeddings false it is used)", c->dir);
 }
 
-// Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
-static void weights_count(Weights *w, Config *c) {
+// All tensors are there: sets w->bytes to the sum over them, c->dtype to the dtype that most bytes have, and the head
+// of a tied output.
+static void weights_done(Weights *w, Config *c) {
     size_t by[4] = { 0 };       // bytes by DT_*
-    w->bytes = 0;
     for (Place p = {0}; tensor_next(c, w, &p); )
         if (p.t->data) by[p.t->dtype] += tensor_bytes(p.t);
     c->dtype = DT_BF16;
@@ -1145,6 +1088,7 @@ static void weights_count(Weights *w, Config *c) {
         if (by[k] > by[c->dtype]) c->dtype = k;
     }
     if (by[DT_Q8]) c->dtype = DT_Q8;
+    if (c->tied) w->head = w->embed;
 }
 
 // Warns of tensors that nobody asked for. Stored RoPE frequencies are none of them: older checkpoints have them. Nor
@@ -1175,22 +1119,15 @@ static int weights_leftovers(const WeightFiles *wf, const Config *c, char err[51
 Weights *weights_load(Config *c) {
     Weights *w = weights_new(c);
     char err[512] = "";
-    if (weights_read(w, c, err) || weights_leftovers(w->files, c, err)) {
+    if (weights_read(w, c, err) || weights_leftovers(&w->files, c, err)) {
         weights_close(w, NULL);
         die(EXIT_MODEL, "%s", err);
     }
+    w->known[0] = w->embed;
+    w->known[1] = w->layer[0].wq;
     if (c->as_q8) q8_weights(w, c);
-    weights_count(w, c);
+    weights_done(w, c);
     return w;
-}
-
-// The embedding and layer 0's q_proj, by which an adapter knows its base, as the file has them: with
-// --weights q8_0 they are read once more from there.
-void weights_known(const Weights *w, Tensor known[2]) {
-    const WeightFiles *wf = w->files;
-    int again = wf && wf->known[0].data;
-    known[0] = again ? wf->known[0] : w->embed;
-    known[1] = again ? wf->known[1] : w->layer[0].wq;
 }
 
 // ---- weights from a seed
@@ -1242,8 +1179,9 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
         q8_take(w, c, &p);
         free(to);
     }
-    if (c->tied) w->head = w->embed;
-    weights_count(w, c);
+    w->known[0] = w->embed;
+    w->known[1] = w->layer[0].wq;
+    weights_done(w, c);
     return w;
 }
 

@@ -12,17 +12,16 @@
 
 enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN };
 
+enum { HAS = 1, MAY_HAVE };     // a model has such tensors; the files say whether it has them. 0: it has none
 enum { MAX_R = 64 };            // query heads a KV head may have: a tile of attention holds them all
 
 typedef struct SafeFile SafeFile;       // a mapped safetensors file, see below
 
-// What Weights.files points to: the mapped files of a checkpoint, and what is not used as it lies there.
-typedef struct {
-    SafeFile **file;            // stb_ds array
+typedef struct {                // what the tensors of a checkpoint lie in
+    SafeFile **file;            // mapped (stb_ds array)
     int indexed;                // 1: an index says which of their tensors count (SafeTensor.listed)
     char *block;                // tensors made from a seed, and matrices as DT_Q8 (--weights q8_0)
     size_t block_bytes, block_used;
-    Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
 } WeightFiles;
 
 typedef struct {                // sizes and constants of one checkpoint, all read from its config.json
@@ -31,9 +30,9 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    max_pos;             // max_position_embeddings
     float  eps;                 // of every RMSNorm
     int    tied;                // 1: the output matrix is the embedding
-    int    qk_norm;             // 1: RMSNorm per head on q and k, before RoPE (Qwen3)
-    int    attention_bias;      // 1: q, k, v and o may have a bias, by config.json and the family
-    int    mlp_bias;            // 1: gate, up and down may have one, likewise
+    int    qk_norm;             // HAS: RMSNorm per head on q and k, before RoPE (Qwen3)
+    int    qkv_bias, o_bias;    // HAS, MAY_HAVE or 0: biases of attention, by config.json and the family
+    int    mlp_bias;            // of gate, up and down, likewise
     int    window;              // sliding window W: a query at position p sees keys p-W+1..p; 0: none
     unsigned char *windowed;    // (L) 1: this layer uses the window; NULL: no layer does
     int    rope_type;           // ROPE_*
@@ -66,7 +65,9 @@ typedef struct {
     const double *inv_freq64;   // (D/2) RoPE frequencies after scaling: angles are pos * freq in double (D5)
     float  rope_scale;          // factor on cos and sin (yarn); 1 otherwise
     size_t bytes;               // of all tensors in use
-    void  *files;               // the mapped files, for weights_close
+    Tensor known[2];            // the embedding and layer 0's q_proj, by which an adapter knows its base: as the file
+                                // has them, with --weights q8_0 too
+    WeightFiles files;
 } Weights;
 
 #ifdef __cplusplus
@@ -85,7 +86,6 @@ Weights *weights_planned(const Config *c);              // their bytes and nothi
 void     weights_close(Weights *w, Config *c);          // either may be NULL
 size_t   tensor_bytes(const Tensor *t);
 size_t   weights_bytes(const Config *c);                // of all tensors, which need not be there
-void     weights_known(const Weights *w, Tensor known[2]);      // embedding and layer 0's q_proj, as the file has them
 void     inspect(const Config *c, const Weights *w, FILE *f);   // what --inspect prints
 const char *dtype_name(int dt);
 

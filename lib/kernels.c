@@ -239,26 +239,20 @@ VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
 VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
 VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
 
-// The n numbers of dtype at p as f32; the lanes from n on are 0.
-INLINE Vec vec_load(const void *p, int dtype, int n) {
-    size_t size = dtype == DT_F32 ? 4 : 2;
+// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. In pairs there are two numbers of 16 bits
+// in each lane, as they are.
+INLINE Vec vec_load(const void *p, int kind, int n) {
+    size_t size = kind == DT_F32 ? 4 : 2;
+    int whole = kind >= PAIRS ? 2 * LANES : LANES;
     char part[LANES * 4] = {0};
-    const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
+    const char *at = n < whole ? memcpy(part, p, (size_t)n * size) : p;
     Vec x;
     EACH_REG(i) {
-        const char *from = at + i * WIDTH * size;
-        if (dtype == DT_F32) memcpy(&x.p[i], from, sizeof x.p[i]);
-        if (dtype == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
-        if (dtype == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
+        const char *from = at + i * (whole / PARTS) * size;
+        if (kind == DT_F32 || kind >= PAIRS) memcpy(&x.p[i], from, sizeof x.p[i]);
+        if (kind == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
+        if (kind == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
     }
-    return x;
-}
-
-// The n numbers of 16 bits at p in pairs; those from n on are 0.
-INLINE Vec vec_load_pairs(const void *p, int n) {
-    Vec x = {0};
-    if (n == 2 * LANES) memcpy(&x, p, sizeof x);
-    else memcpy(&x, p, (size_t)n * 2);
     return x;
 }
 
@@ -268,11 +262,16 @@ INLINE void vec_store(float *p, Vec x, int n) {
     else memcpy(p, &x, min_size((size_t)n, LANES) * sizeof *p);
 }
 
-// 16 signed bytes.
-INLINE Vec vec_load_bytes(const signed char *p) {
-    Ints a;
-    EACH_REG(i) a.p[i] = reg_bytes(p + i * WIDTH);
-    return vec_of_ints(a);
+// Of a row of a kind, the n numbers from column d on. Those of q8_0 are scale times integer, of whole vectors.
+INLINE Vec vec_of_row(const char *row, int kind, int d, int n) {
+    if (kind != ROWS_Q8) return vec_load(row + d * dtype_size(kind), kind, n);
+    uint16_t scale;
+    row += d / Q8_BLOCK * (Q8_BLOCK + 2);
+    memcpy(&scale, row, sizeof scale);
+    F32 f = reg_from_f16(scale - (Half){0});
+    Vec x;
+    EACH_REG(i) x.p[i] = __builtin_convertvector(reg_bytes(row + 2 + d % Q8_BLOCK + i * WIDTH), F32) * f;
+    return x;
 }
 
 // One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
@@ -338,24 +337,19 @@ enum { FEW_AHEAD = 4096 };
 // adds the products of columns 2 j + 1 and 2 j, in this order. A product of two bf16 is exact in f32, so the error is
 // that of rounding x: 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. AVX-512 BF16
 // does twice the multiply-adds so.
-enum { IN_PAIRS = 17, IN_PAIRS_BF16 };  // instead of a dtype: x and w of bf16, in pairs; by AVX-512 BF16
 
 // acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, lane by lane. Each vector is loaded once.
-INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t ldw, int dtype, int M, int N,
+INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t ldw, int kind, int M, int N,
                          int k, int n) {
-    size_t size = dtype == DT_F32 ? 4 : 2;
-    int pairs = dtype >= IN_PAIRS;
+    int x_kind = kind >= PAIRS ? kind : DT_F32;
     Vec b[LANES];
-    UNROLL for (int j = 0; j < N; j++) {
-        const char *from = w + j * ldw + k * size;
-        b[j] = pairs ? vec_load_pairs(from, n) : vec_load(from, dtype, n);
-    }
+    UNROLL for (int j = 0; j < N; j++) b[j] = vec_of_row(w + j * ldw, kind, k, n);
     UNROLL for (int i = 0; i < M; i++) {
-        Vec v = pairs ? vec_load_pairs(x[i] + k * 2, n) : vec_load(x[i] + k * 4, DT_F32, n);
+        Vec v = vec_of_row(x[i], x_kind, k, n);
         UNROLL for (int j = 0; j < N; j++) {
             F32 *sum = acc[i * N + j].p;
-            EACH_REG(r) sum[r] = pairs ? reg_dot2(sum[r], v.p[r], b[j].p[r], dtype == IN_PAIRS_BF16)
-                                       : reg_fma(v.p[r], b[j].p[r], sum[r]);
+            EACH_REG(r) sum[r] = kind >= PAIRS ? reg_dot2(sum[r], v.p[r], b[j].p[r], kind == PAIRS_BF16)
+                                               : reg_fma(v.p[r], b[j].p[r], sum[r]);
         }
     }
 }
@@ -363,10 +357,10 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 // The tiles of M rows of x from i0 on, of which m are there, with rows of w from j on, N at a time as long as
 // there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
 // they have asked already for what is read next.
-INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int j, int may_ask) {
-    size_t size = dtype == DT_F32 ? 4 : 2, ldw = a->ldw, ldy = a->ldy, x_size = dtype >= IN_PAIRS ? 2 : 4;
-    size_t columns = dtype >= IN_PAIRS ? 2 * LANES : LANES, step = N * columns * size;
-    int K = a->K, near = !a->next.p && dtype != DT_F32, asks = may_ask && (a->next.bytes || near);
+INLINE int dots_tiles(const Block *a, int kind, int M, int N, int i0, int m, int j, int may_ask) {
+    size_t size = dtype_size(kind), ldw = a->ldw, ldy = a->ldy, x_size = kind >= PAIRS ? 2 : 4;
+    size_t columns = kind >= PAIRS ? 2 * LANES : LANES, step = N * columns * size;
+    int K = a->K, near = !a->next.p && kind != DT_F32, asks = may_ask && (a->next.bytes || near);
     const char *w = a->w + j * ldw;
     const char *ahead = near ? w + FEW_AHEAD : a->next.p;
     if (a->next.p) ahead += (size_t)j * K * size;
@@ -385,9 +379,9 @@ INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int
                 UNROLL for (size_t b = 0; b < step; b += 64) __builtin_prefetch(ahead + b);
                 ahead += step;
             }
-            dots_columns(acc, x, w, ldw, dtype, M, N, k, columns);
+            dots_columns(acc, x, w, ldw, kind, M, N, k, columns);
         }
-        if (k < K) dots_columns(acc, x, w, ldw, dtype, M, N, k, K - k);
+        if (k < K) dots_columns(acc, x, w, ldw, kind, M, N, k, K - k);
         vec_folds(sum, acc, M * N, a->scale);
         UNROLL for (int i = 0; i < M; i++) {
             if (i < m && !a->add) memcpy(y + i * ldy + j, sum + i * N, N * sizeof *y);
@@ -399,28 +393,28 @@ INLINE int dots_tiles(const Dots *a, int dtype, int M, int N, int i0, int m, int
 
 // A block: MR rows of x at a time with all rows of w, which lie in the first- or second-level cache when they
 // are read again; then a last single row of x, with more rows of w.
-INLINE void dots_block(const Dots *a, int dtype) {
+INLINE void dots_block(const Block *a, int kind) {
     for (int i = 0, m; i < a->m; i += m) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
         if (m > 1) {
-            j = dots_tiles(a, dtype, MR, NR, i, m, j, !i);
-            dots_tiles(a, dtype, MR, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, MR, NR, i, m, j, !i);
+            dots_tiles(a, kind, MR, 1, i, m, j, 0);
         } else {
-            j = dots_tiles(a, dtype, 1, N1, i, m, j, !i);
-            j = dots_tiles(a, dtype, 1, NR, i, m, j, !i);
-            dots_tiles(a, dtype, 1, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, 1, N1, i, m, j, !i);
+            j = dots_tiles(a, kind, 1, NR, i, m, j, !i);
+            dots_tiles(a, kind, 1, 1, i, m, j, 0);
         }
     }
 }
 
-// A function for each dtype, so that the dtype is a constant in all that is inlined into it.
-static void dots_f32(const Dots *a)  { dots_block(a, DT_F32); }
-static void dots_f16(const Dots *a)  { dots_block(a, DT_F16); }
-static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
-static void dots_pairs(const Dots *a) { dots_block(a, IN_PAIRS); }
+// A function for each kind, so that the kind is a constant in all that is inlined into it.
+static void dots_f32(const Block *a)  { dots_block(a, DT_F32); }
+static void dots_f16(const Block *a)  { dots_block(a, DT_F16); }
+static void dots_bf16(const Block *a) { dots_block(a, DT_BF16); }
+static void dots_pairs(const Block *a) { dots_block(a, PAIRS); }
 #if defined(__AVX512VNNI__)
-static void dots_bf16_pairs(const Dots *a) { dots_block(a, IN_PAIRS_BF16); }
+static void dots_pairs_bf16(const Block *a) { dots_block(a, PAIRS_BF16); }
 #endif
 
 // ---- dot products with rows of q8_0
@@ -429,8 +423,9 @@ static void dots_bf16_pairs(const Dots *a) { dots_block(a, IN_PAIRS_BF16); }
 // of integers: exact, in any order, on any set (D89). Four rows of x meet four rows of w, and a quarter of a
 // vector belongs to a row of x.
 
-// t (n) = x (n) in units of the factor that is returned, for whole vectors. It is no number where some x is
-// none, or is infinite. Adding 1.5 * 2^23 leaves the integer in the lowest bits.
+// Kernels.whole: t (n) = x (n) in units of the factor that is returned, for whole vectors; the largest is most_t, or 0
+// where no x is larger than `least`. The factor is no number where some x is none, or is infinite. Adding 1.5 * 2^23
+// leaves the integer in the lowest bits.
 INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, float least) {
     Vec top = vec_all(0), odd = vec_all(0);
     for (int k = 0; k < n; k += LANES) {
@@ -479,16 +474,6 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     return sum;
 }
 
-// Kernels.integers. Missing rows repeat the last one.
-static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
-    int16_t t[Q8_COLS];
-    for (int i = 0; i < 4; i++) {
-        float factor = whole_numbers(t, x + (size_t)min_int(i, m - 1) * ldx, n, Q8_TOP, 1e-30f);
-        for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
-        for (int c = 0; c < n; c += 8) memcpy(to->t[c / 8][i], t + c, 8 * sizeof *t);
-    }
-}
-
 // Lane 4i + j is the sum of quarter i of a[j], j < 4.
 INLINE Vec q8_sums(const Ints *a) {
     Ints sum;
@@ -514,7 +499,7 @@ INLINE Vec four_f16(const char *const *p, size_t at) {
 
 // Four rows of w, from j on, by four rows of x, for the `blocks` blocks from column k0 on. Missing rows of w
 // repeat the last one.
-INLINE Vec q8_tile(const Dots *a, const Q8Query *q, int j, int k0, int blocks) {
+INLINE Vec q8_tile(const Block *a, const Q8Query *q, int j, int k0, int blocks) {
     const char *w[4];
     Vec sum = vec_all(0);
     UNROLL for (int r = 0; r < 4; r++) w[r] = a->w + (size_t)min_int(j + r, a->n - 1) * a->ldw + q8_bytes(k0);
@@ -528,13 +513,13 @@ INLINE Vec q8_tile(const Dots *a, const Q8Query *q, int j, int k0, int blocks) {
     return vec_mul(sum, vec_mul(vec_load(q->factor, DT_F32, LANES), vec_all(a->scale)));
 }
 
-// Kernels.dots_q8.
-static void dots_q8(const Dots *a) {
+// dots[ROWS_Q8]
+static void dots_q8(const Block *a) {
     int pieces = q8_pieces(a->K), near = !a->next.p;
     for (int k0 = 0; k0 < a->K; k0 += Q8_COLS) {
         int blocks = min_int(a->K - k0, Q8_COLS) / Q8_BLOCK, add = k0 || a->add;
         for (int i = 0; i < a->m; i += 4) {
-            const Q8Query *q = a->q8 + i / 4 * pieces + k0 / Q8_COLS;
+            const Q8Query *q = (const Q8Query *)a->x + i / 4 * pieces + k0 / Q8_COLS;
             const char *ahead = near ? a->w + FEW_AHEAD : a->next.p;
             int asks = !i && !k0 && (near || a->next.bytes), rows = min_int(a->m - i, 4);
             for (int j = 0; j < a->n; j += 4, ahead += 4 * a->ldw) {
@@ -554,28 +539,17 @@ static void dots_q8(const Dots *a) {
 
 // ---- weighted sums of rows, in tiles of MR rows of o by NV vectors
 
-// A vector of columns of a row of q8_0, from d on: scale times integer, as unpack_q8 has it.
-INLINE Vec q8_vector(const char *row, int d) {
-    uint16_t scale;
-    row += d / Q8_BLOCK * (Q8_BLOCK + 2);
-    memcpy(&scale, row, sizeof scale);
-    F32 f = reg_from_f16(scale - (Half){0});
-    Vec x = vec_load_bytes((const signed char *)row + 2 + d % Q8_BLOCK);
-    EACH_REG(i) x.p[i] = x.p[i] * f;
-    return x;
-}
-
 // The tile of M rows of o from row i0 on, of which m are there, and `vectors` vectors of columns from d0 on,
 // each of `width` columns. Each output adds its n products in the order of the rows of v. Missing rows of o
 // repeat the last one. With every row of v, `share` bytes are asked for.
-INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int vectors, int width,
+INLINE void mix_tile(const Block *a, int kind, int M, int i0, int m, int d0, int vectors, int width,
                      const char *ahead, size_t share) {
     Vec acc[MR * NV];
-    int n = a->n, D = a->D;
-    size_t size = dtype == DT_F32 ? 4 : 2, row = kind_bytes(dtype, D);
-    float *o = a->o + (size_t)i0 * D + d0;
-    const float *p = a->p + (size_t)i0 * n;
-    const char *v = a->v;
+    int n = a->n, D = a->K;
+    size_t row = kind_bytes(kind, D);
+    float *o = a->y + (size_t)i0 * D + d0;
+    const float *p = (const float *)a->x + (size_t)i0 * n;
+    const char *v = a->w;
 
     UNROLL for (int i = 0; i < M; i++) {
         const float *from = o + (size_t)(i < m ? i : m - 1) * D;
@@ -585,9 +559,7 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
     for (int r = 0; r < n; r++, v += row, ahead += share) {
         Vec b[NV];
         for (size_t at = 0; at < share; at += 64) __builtin_prefetch(ahead + at);
-        UNROLL for (int c = 0; c < vectors; c++)
-            b[c] = dtype == ROWS_Q8 ? q8_vector(v, d0 + c * LANES)
-                                    : vec_load(v + (d0 + c * LANES) * size, dtype, width);
+        UNROLL for (int c = 0; c < vectors; c++) b[c] = vec_of_row(v, kind, d0 + c * LANES, width);
         UNROLL for (int i = 0; i < M; i++) {
             Vec weight = vec_all(p[(size_t)(i < m ? i : m - 1) * n + r]);
             UNROLL for (int c = 0; c < vectors; c++)
@@ -603,32 +575,38 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
 // All columns of M rows of o from row i0 on, of which m are there. The first rows of o ask for what is read
 // next, each pass over wide columns for its part: if the first pass asked for all, it would wait for memory,
 // and the others would leave it idle.
-INLINE void mix_rows(const Mix *a, int dtype, int M, int i0, int m) {
-    int d = 0, D = a->D, passes = max_int(1, D / (NV * LANES));
-    size_t row = kind_bytes(dtype, D), share = 0;
+INLINE void mix_rows(const Block *a, int kind, int M, int i0, int m) {
+    int d = 0, D = a->K, passes = max_int(1, D / (NV * LANES));
+    size_t row = kind_bytes(kind, D), share = 0;
     Ahead next = a->next;
-    if (!next.p && dtype == DT_F32) next = (Ahead){ a->v, 0 };
-    if (!next.p) next = (Ahead){ a->v + (passes > 1 ? a->n : 16) * row, a->n * row };
+    if (!next.p && kind == DT_F32) next = (Ahead){ a->w, 0 };
+    if (!next.p) next = (Ahead){ a->w + (passes > 1 ? a->n : 16) * row, a->n * row };
     if (!i0 && next.bytes) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
     for (; d + NV * LANES <= D; d += NV * LANES, next.p += a->n * share)
-        mix_tile(a, dtype, M, i0, m, d, NV, LANES, next.p, share);
-    for (; d + LANES <= D; d += LANES) mix_tile(a, dtype, M, i0, m, d, 1, LANES, next.p, 0);
-    if (d < D) mix_tile(a, dtype, M, i0, m, d, 1, D - d, next.p, 0);
+        mix_tile(a, kind, M, i0, m, d, NV, LANES, next.p, share);
+    for (; d + LANES <= D; d += LANES) mix_tile(a, kind, M, i0, m, d, 1, LANES, next.p, 0);
+    if (d < D) mix_tile(a, kind, M, i0, m, d, 1, D - d, next.p, 0);
 }
 
 // A block: MR rows of o at a time, then a last single one.
-INLINE void mix_block(const Mix *a, int dtype) {
+INLINE void mix_block(const Block *a, int kind) {
     int i = 0;
-    for (; a->m - i > 1; i += MR) mix_rows(a, dtype, MR, i, min_int(a->m - i, MR));
-    if (i < a->m) mix_rows(a, dtype, 1, i, 1);
+    for (; a->m - i > 1; i += MR) mix_rows(a, kind, MR, i, min_int(a->m - i, MR));
+    if (i < a->m) mix_rows(a, kind, 1, i, 1);
 }
 
-static void mix_f32(const Mix *a)  { mix_block(a, DT_F32); }
-static void mix_f16(const Mix *a)  { mix_block(a, DT_F16); }
-static void mix_bf16(const Mix *a) { mix_block(a, DT_BF16); }
-static void mix_q8(const Mix *a)   { mix_block(a, ROWS_Q8); }
+static void mix_f32(const Block *a)  { mix_block(a, DT_F32); }
+static void mix_f16(const Block *a)  { mix_block(a, DT_F16); }
+static void mix_bf16(const Block *a) { mix_block(a, DT_BF16); }
+static void mix_q8(const Block *a)   { mix_block(a, ROWS_Q8); }
 
 // ---- exponentials
+// c[0] + c[1] x + .. + c[n-1] x^(n-1)
+INLINE Vec vec_polynomial(Vec x, const float *c, int n) {
+    Vec p = vec_all(c[n - 1]);
+    UNROLL for (int i = n - 2; i >= 0; i--) p = vec_fma(x, p, vec_all(c[i]));
+    return p;
+}
 
 // e^x in every lane, x at most 150. With x = k ln 2 + r and |r| <= ln 2 / 2, e^x = 2^k e^r:
 //   k    is x / ln 2 rounded. Adding 1.5 * 2^23 leaves no bits for a fraction, and subtracting it again leaves
@@ -638,15 +616,13 @@ static void mix_q8(const Mix *a)   { mix_block(a, ROWS_Q8); }
 // The clamp at -150 makes 0 of everything below the smallest subnormal, and of the NaN that -INFINITY -
 // -INFINITY is.
 INLINE Vec vec_exp(Vec x) {
+    static const float c[] = { 0.499999934f, 0.166665206f, 0.0416683880f, 0.00836871688f, 0.00138145986f };
     x = vec_max(x, vec_all(-150));
     Vec k = vec_fma(x, vec_all(LOG2_E), vec_all(12582912));
     k = vec_add(k, vec_all(-12582912));
     Vec r = vec_fma(k, vec_all(-0.693145752f), x);
     r = vec_fma(k, vec_all(-1.42860677e-6f), r);
-    Vec p = vec_fma(r, vec_all(0.00138145986f), vec_all(0.00836871688f));
-    p = vec_fma(r, p, vec_all(0.0416683880f));
-    p = vec_fma(r, p, vec_all(0.166665206f));
-    p = vec_fma(r, p, vec_all(0.499999934f));
+    Vec p = vec_polynomial(r, c, 5);
     p = vec_add(vec_fma(vec_mul(r, r), p, r), vec_all(1));
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
@@ -656,16 +632,13 @@ INLINE Vec vec_exp(Vec x) {
 // stands, so it needs no products, and 1 + r is not added apart.
 //   2^r  is 1 + r (c1 + c2 r + .. + c6 r^5), a minimax polynomial with relative error 2.0e-9.
 INLINE Vec vec_exp2(Vec x) {
+    static const float c[] = { 1, 0.693147182f, 0.240226477f, 0.0555033237f, 0.00961843692f, 0.00133988750f,
+                               0.000153533620f };
     x = vec_max(x, vec_all(-150));
     Vec k = vec_add(x, vec_all(12582912));
     k = vec_add(k, vec_all(-12582912));
     Vec r = vec_fma(k, vec_all(-1), x);
-    Vec p = vec_fma(r, vec_all(0.000153533620f), vec_all(0.00133988750f));
-    p = vec_fma(r, p, vec_all(0.00961843692f));
-    p = vec_fma(r, p, vec_all(0.0555033237f));
-    p = vec_fma(r, p, vec_all(0.240226477f));
-    p = vec_fma(r, p, vec_all(0.693147182f));
-    p = vec_fma(r, p, vec_all(1));
+    Vec p = vec_polynomial(r, c, 7);
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
 }
@@ -867,13 +840,12 @@ static void unpack_row(uint16_t *h, const unsigned char *p, int n, int w) {
 // The 16 lanes are 16 rows of w, so nothing has to be folded. Sums of whole numbers have no order: every row of
 // x gets the same bits in every tile, and on every set with a fused multiply-add.
 
-// Kernels.whole. Columns behind the last one are 0. Where a block of x has a NaN or an infinity, its scale is a
-// NaN.
-static void whole_row(int16_t *q, float *scale, const float *x, int n) {
+// Kernels.whole_blocks. Columns behind the last one are 0.
+static void whole_row(int16_t *t, float *unit, const float *x, int n) {
     for (int i = 0; i < n; i += Q8_BLOCK) {
         float part[Q8_BLOCK] = {0};
         const float *from = n - i < Q8_BLOCK ? memcpy(part, x + i, (size_t)(n - i) * sizeof *x) : x + i;
-        *scale++ = whole_numbers(q + i, from, Q8_BLOCK, 32767, 0);
+        *unit++ = whole_numbers(t + i, from, Q8_BLOCK, 32767, 0);
     }
 }
 
@@ -897,24 +869,24 @@ INLINE void dots8_sums(Ints *sum, const int16_t *const *x, const char *w, int M)
 }
 
 // A tile: M rows of x from i0 on, of which m are there; missing ones repeat the last.
-INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m) {
+INLINE void dots8_tile(const Block *a, int M, int i0, int m) {
     Vec acc[M8];
     Ints sum[M8];
     const int16_t *x[M8];
-    const float *scale[M8];
+    const float *unit[M8];
     UNROLL for (int i = 0; i < M; i++) {
         size_t row = (size_t)(i0 + (i < m ? i : m - 1));
-        x[i] = a->x + row * a->all * Q8_BLOCK;
-        scale[i] = a->scale + row * a->all;
+        x[i] = (const int16_t *)a->x + row * a->ldx;
+        unit[i] = a->unit + row * (a->ldx / Q8_BLOCK);
         acc[i] = a->add ? vec_load(a->y + row * a->ldy, DT_F32, a->n) : vec_all(0);
     }
-    for (int b = 0; b < a->blocks; b++) {
+    for (int b = 0, blocks = a->K / Q8_BLOCK; b < blocks; b++) {
         const char *w = a->w + (size_t)b * Q8_PANEL;
         Vec d = vec_load(w, DT_F16, LANES);
         for (int at = 0; M == 1 && at < Q8_PANEL; at += 64) __builtin_prefetch(w + FEW_AHEAD + at);
         dots8_sums(sum, x, w + LANES * 2, M);
         UNROLL for (int i = 0; i < M; i++) {
-            acc[i] = vec_fma(vec_of_ints(sum[i]), vec_mul(d, vec_all(scale[i][b])), acc[i]);
+            acc[i] = vec_fma(vec_of_ints(sum[i]), vec_mul(d, vec_all(unit[i][b])), acc[i]);
             x[i] += Q8_BLOCK;
         }
     }
@@ -922,8 +894,8 @@ INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m) {
         vec_store(a->y + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldy, acc[i], a->n);
 }
 
-// Kernels.dots8
-static void dots8_block(const Dots8 *a) {
+// dots[DT_Q8]
+static void dots8_block(const Block *a) {
     int i = 0;
     for (; a->m - i > 1; i += M8) dots8_tile(a, M8, i, min_int(a->m - i, M8));
     if (i < a->m) dots8_tile(a, 1, i, 1);
@@ -945,14 +917,14 @@ static void dots8_block(const Dots8 *a) {
 extern const Kernels PASTE(kernels_, SET);
 const Kernels PASTE(kernels_, SET) = {
     .name            = TEXT(SET),
-    .dots            = { dots_f32, dots_f16, dots_bf16 },
-    .dots_pairs      = dots_pairs,
-    .dots_q8         = dots_q8,
-    .integers        = q8_query,
-    .dots8           = dots8_block,
-    .whole           = whole_row,
-    .mix             = { mix_f32, mix_f16, mix_bf16 },
-    .mix_q8          = mix_q8,
+    .dots            = { dots_f32, dots_f16, dots_bf16, dots8_block, dots_q8, dots_pairs,
+#if defined(__AVX512VNNI__)
+                         dots_pairs_bf16,
+#endif
+                       },
+    .mix             = { mix_f32, mix_f16, mix_bf16, NULL, mix_q8 },
+    .whole           = whole_numbers,
+    .whole_blocks    = whole_row,
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .unpack_q8       = unpack_q8_rows,
     .unpack_q4       = unpack_q4_blocks,
@@ -962,9 +934,6 @@ const Kernels PASTE(kernels_, SET) = {
     .swiglu          = swiglu_row,
     .max             = largest_of,
     .count_from      = count_at_least,
-#if defined(__AVX512VNNI__)
-    .dots_bf16_pairs = dots_bf16_pairs,
-#endif
 };
 
 #if defined(BASE)
@@ -1125,32 +1094,16 @@ void tensor_row(float *dst, const Tensor *w, int r) {
     }
 }
 
-// matmul for DT_Q8. A job is T_BLOCK rows of x and four panels of W, chunk by chunk.
-static void matmul_q8(float *y, const float *x, const Tensor *w, int T) {
-    size_t blocks = q8_blocks(w->cols), chunk = K_CHUNK / Q8_BLOCK, ldy = (size_t)w->rows;
-    // T rows as whole numbers, their scales behind them
-    int16_t *whole = product_room(T * blocks * (Q8_BLOCK * sizeof(int16_t) + sizeof(float)));
-    float *scale = (float *)(whole + T * blocks * Q8_BLOCK);
-    #pragma omp parallel if ((size_t)T * w->rows * w->cols > 1 << 16)
-    {
-        #pragma omp for schedule(static)
-        for (int t = 0; t < T; t++)
-            simd.whole(whole + t * blocks * Q8_BLOCK, scale + t * blocks, x + (size_t)t * w->cols, w->cols);
-
-        #pragma omp for collapse(2) schedule(static)
-        for (int t = 0; t < T; t += T_BLOCK)
-            for (int r0 = 0; r0 < w->rows; r0 += ROW_BLOCK)
-                for (int r = r0; r < min_int(r0 + ROW_BLOCK, w->rows); r += LANES)
-                    for (size_t b = 0; b < blocks; b += chunk)
-                        simd.dots8(&(Dots8){
-                            .y = y + t * ldy + r, .ldy = ldy,
-                            .x = whole + (t * blocks + b) * Q8_BLOCK,
-                            .scale = scale + t * blocks + b, .all = blocks,
-                            .w = q8_at(w, r, (int)b * Q8_BLOCK),
-                            .m = min_int(T - t, T_BLOCK), .n = min_int(w->rows - r, LANES),
-                            .blocks = (int)min_size(blocks - b, chunk), .add = b > 0,
-                        });
-    }
+// x (T,K) as blocks of whole numbers, in the room; *unit (T,blocks) what a 1 stands for in each.
+static const int16_t *whole_rows(const float *x, int T, int K, const float **unit) {
+    size_t blocks = q8_blocks(K);
+    int16_t *to = product_room(T * blocks * (Q8_BLOCK * sizeof *to + sizeof **unit));
+    float *units = (float *)(to + T * blocks * Q8_BLOCK);
+    *unit = units;
+    #pragma omp parallel for schedule(static) if ((size_t)T * K > 1 << 15)
+    for (int t = 0; t < T; t++)
+        simd.whole_blocks(to + t * blocks * Q8_BLOCK, units + t * blocks, x + (size_t)t * K, K);
+    return to;
 }
 
 // x (n) rounded to bf16, in the room.
@@ -1168,33 +1121,34 @@ static size_t wide_row_block(size_t K) { return ROW_BLOCK * min_size(K, K_CHUNK)
 // the next one, so that W streams in order; meanwhile each call asks for its share of the next panel. Short
 // rows are one chunk, and in order anyway: the kernel gets all of them at once (a decode step of the shipped
 // model, of 192 columns, takes .7 of the time that panels take). Where many rows of x meet the same 16-bit rows
-// of W, these are widened once for all of them (room), instead of in registers for every MR.
+// of W, these are widened once for all of them (room), instead of in registers for every MR. Weights in 8 bits lie in
+// panels of LANES rows, which ask for themselves.
 void matmul(float *y, const float *x, const Tensor *w, int T) {
-    if (w->dtype == DT_Q8) {
-        matmul_q8(y, x, w, T);
-        return;
-    }
     int pairs = w->dtype == DT_BF16 && terms_matter(bf16_terms);
     if (pairs && simd.product) {
         simd.product(y, x, w, T);
         return;
     }
-    int K = w->cols, panels = T <= 4 && K > SHORT_ROW, panel = panels ? PANEL : ROW_BLOCK;
-    int wide = T >= WIDE_T && w->dtype != DT_F32 && !pairs;
-    size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows, ldx = (size_t)K;
+    int K = w->cols, q8 = w->dtype == DT_Q8, panels = T <= 4 && K > SHORT_ROW && !q8;
+    int panel = q8 ? LANES : panels ? PANEL : ROW_BLOCK, wide = T >= WIDE_T && w->dtype != DT_F32 && !pairs && !q8;
+    size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows;
+    size_t ldx = q8 ? q8_blocks(K) * Q8_BLOCK : (size_t)K, x_size = pairs || q8 ? 2 : 4;
+    const float *unit = NULL;
+    const char *from = (const char *)(q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x);
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
-    const uint16_t *x16 = pairs ? rounded(x, T * ldx) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
         for (int r0 = 0; r0 < w->rows; r0 += ROW_BLOCK)
             for (int r = r0, end = min_int(r0 + ROW_BLOCK, w->rows); r < end; r += panel)
                 for (int k = 0; k < K; k += K_CHUNK) {
                     const char *row = (const char *)w->data + (size_t)r * K * size;
-                    Dots block = {
+                    Block block = {
                         .y = y + t * ldy + r, .ldy = ldy,
-                        .x = pairs ? (const void *)(x16 + t * ldx + k) : x + t * ldx + k, .ldx = ldx,
-                        .w = row + k * size, .ldw = K * size,
-                        .m = min_int(T - t, T_BLOCK), .n = min_int(end - r, panel), .K = min_int(K - k, K_CHUNK),
+                        .x = from + (t * ldx + k) * x_size, .ldx = ldx,
+                        .unit = q8 ? unit + (t * ldx + k) / Q8_BLOCK : NULL,
+                        .w = q8 ? q8_at(w, r, k) : row + k * size, .ldw = K * size,
+                        .m = min_int(T - t, T_BLOCK), .n = min_int(end - r, panel),
+                        .K = (int)min_size(ldx - k, K_CHUNK),
                         .add = k > 0, .scale = 1,
                     };
                     block.next.p = row + (size_t)panel * (K + k) * size;
@@ -1206,7 +1160,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
                         block.w = (const char *)own;
                         block.ldw = (size_t)block.K * sizeof *own;
                     }
-                    (pairs ? simd.dots_pairs : simd.dots[wide ? DT_F32 : w->dtype])(&block);
+                    simd.dots[wide ? DT_F32 : pairs ? PAIRS : w->dtype](&block);
                 }
 }
 
@@ -1222,38 +1176,42 @@ size_t product_bytes(int dtype, size_t T, size_t n) {
 // ---- the products of attention for a tile of queries and rows
 // They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the cache's
 // own rows. The results are the same bits, and decode need not copy rows first.
-void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
-    simd.dots[dtype](&(Dots){
-        .y = s, .ldy = (size_t)n,
-        .x = q, .ldx = (size_t)D,
-        .w = k, .ldw = kind_bytes(dtype, D),
-        .m = m, .n = n, .K = D,
-        .scale = scale, .next = next,
+static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, int m, int n, int K, int add,
+                 float scale, Ahead next) {
+    simd.dots[kind](&(Block){
+        .y = y, .ldy = ldy,
+        .x = x, .ldx = (size_t)K,
+        .w = w, .ldw = kind_bytes(kind, K),
+        .m = m, .n = n, .K = K,
+        .add = add, .scale = scale, .next = next,
     });
+}
+
+void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
+    dots(s, (size_t)n, q, k, dtype, m, n, D, 0, scale, next);
 }
 
 size_t q8_query_bytes(int m, int D) { return (size_t)(m / 4) * q8_pieces(D) * sizeof(Q8Query); }
 
+// Missing rows of a group of four repeat the last one.
 void q8_queries(Q8Query *to, const float *q, int m, int D) {
+    int16_t t[Q8_COLS];
     for (int i = 0; i < m; i += 4)
-        for (int c = 0; c < D; c += Q8_COLS)
-            simd.integers(to++, q + (size_t)i * D + c, (size_t)D, min_int(m - i, 4), min_int(D - c, Q8_COLS));
+        for (int c = 0; c < D; c += Q8_COLS, to++)
+            for (int r = 0; r < 4; r++) {
+                int n = min_int(D - c, Q8_COLS);
+                float factor = simd.whole(t, q + (size_t)min_int(i + r, m - 1) * D + c, n, Q8_TOP, 1e-30f);
+                for (int j = 0; j < 4; j++) to->factor[4 * r + j] = factor;
+                for (int j = 0; j < n; j += 8) memcpy(to->t[j / 8][r], t + j, 8 * sizeof *t);
+            }
 }
 
 void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next) {
-    simd.dots_q8(&(Dots){
-        .y = s, .ldy = (size_t)n,
-        .q8 = q,
-        .w = k, .ldw = q8_bytes(D),
-        .m = m, .n = n, .K = D,
-        .scale = scale, .next = next,
-    });
+    dots(s, (size_t)n, q, k, ROWS_Q8, m, n, D, 0, scale, next);
 }
 
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {
-    Mix block = { .o = o, .p = p, .v = v, .m = m, .n = n, .D = D, .add = add, .next = next };
-    if (dtype == ROWS_Q8) simd.mix_q8(&block);
-    else simd.mix[dtype](&block);
+    simd.mix[dtype](&(Block){ .y = o, .x = p, .w = v, .m = m, .n = n, .K = D, .add = add, .next = next });
 }
 
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {
@@ -1261,13 +1219,7 @@ void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, 
 }
 
 void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add) {
-    simd.dots[DT_F32](&(Dots){
-        .y = y, .ldy = ldy,
-        .x = x, .ldx = (size_t)K,
-        .w = (const char *)w, .ldw = K * sizeof(float),
-        .m = m, .n = n, .K = K,
-        .add = add, .scale = 1,
-    });
+    dots(y, ldy, x, w, DT_F32, m, n, K, add, 1, (Ahead){0});
 }
 
 float dot_f32(const float *a, const float *b, int n) {

@@ -10,7 +10,8 @@
 
 // types of weights and of plain rows; see dtype_size()
 enum { DT_F32, DT_F16, DT_BF16,
-       DT_Q8 };                 // matrices only, on the CPU (--weights q8_0): panels of blocks, see q8_store
+       DT_Q8,                   // matrices only, on the CPU (--weights q8_0): panels of blocks, see q8_store
+       ROWS_Q8 };               // rows in the hands of a kernel only: of format q8_0
 
 typedef struct {                // a matrix W (rows,cols): y = W x has rows numbers, x has cols. A vector has rows 1
     const void *data;           // NULL: there is no such tensor
@@ -106,7 +107,6 @@ void from_f32(void *dst, const float *src, int dtype, size_t n);
 // ---- rows of format q8_0: blocks of 32 values, the last one may be shorter; a block is an f16 scale
 // d = max|x| / 127, and then one signed byte round(x / d) a value
 enum { Q8_BLOCK = 32 };
-enum { ROWS_Q8 = 16 };          // what rows in the hands of a kernel may be beside DT_*: of this format
 static inline size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }       // a row
 static inline size_t kind_bytes(int dtype, int D) {            // of a row of D values of dtype, or ROWS_Q8
     return dtype == ROWS_Q8 ? q8_bytes(D) : D * dtype_size(dtype);
@@ -204,53 +204,31 @@ struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor 
     float factor[LANES];                        // lane 4i + j: of row i
 };
 
-typedef struct {        // a block of dot products: y (m,n) = scale * x (m,K) w (n,K)^T, or y += that
+typedef struct {        // a block of a product: dots y (m,n) = scale * x (m,K) w (n,K)^T, mix y (m,K) = x (m,n) w (n,K)
     float *y;
     size_t ldy;         // numbers from a row of y to the next
-    const void *x;      // of f32; dots_pairs: of bf16
+    const void *x;      // of f32. dots[PAIRS]: of bf16; dots[DT_Q8]: whole numbers, int16; dots[ROWS_Q8]: Q8Query, group
+                        // after group of four rows
     size_t ldx;         // numbers from a row of x to the next
-    const Q8Query *q8;  // dots_q8: x as integers, group after group of four rows
-    const char *w;      // of the dtype whose function is called
-    size_t ldw;         // bytes from a row of w to the next
-    int m, n, K;
+    const float *unit;  // dots[DT_Q8]: what a 1 stands for in each Q8_BLOCK columns of x, ldx / Q8_BLOCK a row
+    const char *w;      // of the kind whose function is called. DT_Q8: panels (K / Q8_BLOCK,Q8_PANEL)
+    size_t ldw;         // bytes from a row of w to the next; mix: they lie side by side
+    int m, n, K;        // dots[DT_Q8]: n at most LANES, K a multiple of Q8_BLOCK
     int add;            // 1: y += the products
-    float scale;
+    float scale;        // dots, but not of DT_Q8
     Ahead next;         // memory that is read after this block; none: the rows of w that follow
-} Dots;
+} Block;
 
-typedef struct {        // the same for 16 rows of w of DT_Q8, by x as whole numbers
-    float *y;           // (m,n)
-    size_t ldy;
-    const int16_t *x;   // (m,blocks,Q8_BLOCK)
-    const float *scale; // (m,blocks)
-    size_t all;         // blocks of a whole row of x, from one to the next
-    const char *w;      // (blocks,Q8_PANEL)
-    int m, n, blocks;   // n: rows of w that there are
-    int add;
-} Dots8;
+// Kinds of products beside those of DT_* and ROWS_Q8: w and x of bf16, in pairs, and the same by AVX-512 BF16.
+enum { PAIRS = ROWS_Q8 + 1, PAIRS_BF16, KINDS };
 
-typedef struct {        // a block of weighted sums of rows: o (m,D) = p (m,n) v (n,D), or o += that
-    float *o;
-    const float *p;
-    const char *v;      // of the dtype whose function is called, rows side by side
-    int m, n, D;
-    int add;
-    Ahead next;         // as in Dots
-} Mix;
-
-// The kernels of one instruction set. An array has an entry for DT_F32, DT_F16 and DT_BF16: of the right side
-// of a product, or of src.
+// The kernels of one instruction set. NULL: not in this set.
 typedef struct {
     const char *name;
-    void (*dots[3])(const Dots *a);
-    void (*dots_pairs)(const Dots *a);          // w and x of bf16, in pairs
-    void (*dots_bf16_pairs)(const Dots *a);     // the same by AVX-512 BF16; NULL: not in this set
-    void (*dots_q8)(const Dots *a);             // w: rows of q8_0, of whole blocks
-    void (*integers)(Q8Query *to, const float *x, size_t ldx, int m, int n);    // m <= 4 rows, n <= Q8_COLS
-    void (*dots8)(const Dots8 *a);
-    void (*whole)(int16_t *q, float *scale, const float *x, int n);     // x (n) for dots8
-    void (*mix[3])(const Mix *a);
-    void (*mix_q8)(const Mix *a);
+    void (*dots[KINDS])(const Block *a);
+    void (*mix[KINDS])(const Block *a);         // w: DT_F32, DT_F16, DT_BF16, ROWS_Q8
+    float (*whole)(int16_t *t, const float *x, int n, float most, float least);
+    void (*whole_blocks)(int16_t *t, float *unit, const float *x, int n);       // for dots[DT_Q8]
     void (*widen[3])(float *dst, const void *src, size_t n);
     void (*unpack_q8)(float *dst, const char *src, int n, int D);
     void (*unpack_q4)(float *dst, const char *src, size_t n);   // n whole blocks

@@ -2,9 +2,9 @@
 // kernels.c. And the packed rows of PATS by AVX-512 VBMI. A reader of the methods never needs this file.
 //
 // It is compiled for AVX-512 with VNNI, which every processor with tiles has; what needs more says so by TARGET.
-// simd_find in kernels.c sees to it that nothing here runs where it cannot. Products in tiles can be made with
-// twins of their instructions in plain C, which say what the instructions mean, from Intel's manual. So what is
-// built on them is tested on machines without them.
+// simd_find in kernels.c sees to it that nothing here runs where it cannot. What the instructions of tiles compute
+// stands beside them in plain C (walk_plain), from Intel's manual, and can take their place. So what is built on
+// them is tested on machines without them.
 #define _GNU_SOURCE
 #include "kernels.h"
 #if defined(KERNELS_X86)
@@ -16,6 +16,9 @@
 #include <unistd.h>
 #endif
 #define TARGET(what) __attribute__((target(what)))
+#define TARGET_AMX TARGET("amx-tile,amx-bf16")
+// GCC does not know that tileloadd and ldtilecfg read memory: it must be told to have stored what they read.
+#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(enable)")
@@ -30,103 +33,16 @@ enum {
     TILE_BLOCK = 256,   // rows of x that a job takes: three terms of TILE_CHUNK columns fill 768 KiB of L2
     TILE_CHUNK = 512,   // columns that one sum runs over
     TILE_ROWS  = 512,   // rows of x that are split into terms at a time, a multiple of TILE_BLOCK
-    TILES      = 8,     // of a thread
     TILE_BYTES = TILE * 64,
 };
 
-// Subnormal numbers count as zero, as they come in and as they go out.
-static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
+// ---- tiles
+// A tile is up to 16 rows of 64 bytes: 16 floats, or 16 pairs of bf16.
 
-// ---- the twins of tiles
-// A thread has eight tiles. A tile has up to 16 rows of up to 64 bytes: 16 floats, or 16 pairs of bf16.
-
-// The shape of every tile, as the instruction ldtilecfg reads it.
-typedef struct {
-    uint8_t palette;            // 1: the eight tiles of AMX
-    uint8_t start, zero[14];
-    uint16_t bytes[16];         // of a row, for each tile
-    uint8_t rows[16];
-} TileShape;
-
-static _Thread_local struct {
-    TileShape shape;
-    unsigned char tile[TILES][TILE][64];
-} twin;
-
-// The tiles get these shapes, and are zeros.
-static void twin_tile_shape(const void *shape) {
-    memset(&twin, 0, sizeof twin);
-    memcpy(&twin.shape, shape, sizeof twin.shape);
-}
-
-// Tile t is zeros.
-static void twin_tile_zero(int t) {
-    memset(twin.tile[t], 0, TILE_BYTES);
-}
-
-// The rows of tile t are those at p, `stride` bytes apart.
-static void twin_tile_load(int t, const void *p, size_t stride) {
-    twin_tile_zero(t);
-    for (int i = 0; i < twin.shape.rows[t]; i++)
-        memcpy(twin.tile[t][i], (const char *)p + i * stride, twin.shape.bytes[t]);
-}
-
-// The rows of tile t go to p, `stride` bytes apart.
-static void twin_tile_store(int t, void *p, size_t stride) {
-    for (int i = 0; i < twin.shape.rows[t]; i++)
-        memcpy((char *)p + i * stride, twin.tile[t][i], twin.shape.bytes[t]);
-}
-
-// The bf16 at p.
-static float tile_number(const unsigned char *p) {
-    uint16_t h;
-    memcpy(&h, p, sizeof h);
-    return no_subnormal(bf16_to_f32(h));
-}
-
-// Tile c (rows of a,columns), f32, += a (rows,pairs) b (pairs,columns), pairs of bf16. The first
-// numbers of all pairs are summed, pair after pair, and so are the second ones; then the two sums are
-// added, and that is added to c. Every sum is rounded to the nearest f32. A product of two bf16
-// has 16 bits, so it is exact in f32.
-static void twin_tile_product(int c, int a, int b) {
-    int pairs = twin.shape.bytes[a] / 4, n = twin.shape.bytes[c] / 4;
-    float x[TILE][2][TILE];                     // the numbers of b
-    for (int k = 0; k < pairs; k++)
-        for (int j = 0; j < 2 * n; j++) x[k][j % 2][j / 2] = tile_number(twin.tile[b][k] + 2 * j);
-    for (int i = 0; i < twin.shape.rows[c]; i++) {
-        float sum[2][TILE] = {{0}}, out[TILE];
-        for (int k = 0; k < pairs; k++)
-            for (int half = 0; half < 2; half++) {
-                float w = tile_number(twin.tile[a][i] + 4 * k + 2 * half);
-                for (int j = 0; j < n; j++)
-                    sum[half][j] = no_subnormal(sum[half][j] + w * x[k][half][j]);
-            }
-        memcpy(out, twin.tile[c][i], sizeof out);
-        for (int j = 0; j < n; j++)
-            out[j] = no_subnormal(out[j] + no_subnormal(sum[0][j] + sum[1][j]));
-        memcpy(twin.tile[c][i], out, sizeof out);
-    }
-}
-
-// ---- tiles: the instruction, or its twin
-// The numbers of tiles are part of the instructions and must be literals, so these are macros; twins is a
-// constant where they stand. GCC does not know that tileloadd and ldtilecfg read memory: it must be told to
-// have stored what they read.
-#define TARGET_AMX TARGET("amx-tile,amx-bf16")
-#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
-#define tile_shape(shape)   do { MEMORY_IS_READ; if (twins) twin_tile_shape(shape); else _tile_loadconfig(shape); } while (0)
-#define tile_end()          do { if (!twins) _tile_release(); } while (0)
-#define tile_zero(t)        do { if (twins) twin_tile_zero(t); else _tile_zero(t); } while (0)
-#define tile_load(t, p, by) \
-    do { MEMORY_IS_READ; if (twins) twin_tile_load(t, p, by); else _tile_loadd(t, p, by); } while (0)
-#define tile_store(t, p, by) do { if (twins) twin_tile_store(t, p, by); else _tile_stored(t, p, by); } while (0)
-#define tile_product(c, a, b) do { if (twins) twin_tile_product(c, a, b); else _tile_dpbf16ps(c, a, b); } while (0)
-
-// No instruction of AMX, but what tiles need: to (TILE,TILE) = from (TILE,TILE) with rows and columns
-// exchanged, elements of 4 bytes.
-// Sixteen registers of 16 elements. Rows 0 and 1, 2 and 3, .. are interleaved, then pairs of rows;
-// now register 4 g + c has, in its part i of 128 bits, column 4 i + c of rows 4 g to 4 g + 3. The
-// last steps bring the parts of one column together.
+// to (TILE,TILE) = from (TILE,TILE) with rows and columns exchanged, elements of 4 bytes.
+// Sixteen registers of 16 elements. Rows 0 and 1, 2 and 3, .. are interleaved, then pairs of rows; now register 4 g + c
+// has, in its part i of 128 bits, column 4 i + c of rows 4 g to 4 g + 3. The last steps bring the parts of one column
+// together.
 INLINE void tile_turn(void *to, const void *from) {
     __m512i a[TILE], b[TILE], *out = to;
     UNROLL for (int i = 0; i < TILE; i++) a[i] = _mm512_loadu_si512((const __m512i *)from + i);
@@ -163,7 +79,7 @@ INLINE void tile_turn(void *to, const void *from) {
 //   three terms 1.4e-7     two 2.5e-6     one 1.7e-3     vectors (f32) 1.6e-7
 //
 // The order of a sum: 32 columns after 32 columns, and of those the first terms, the second, the third,
-// all added to one tile (tile_product says in which order within the 32). The sums of TILE_CHUNK
+// all added to one tile (plain_product says in which order within the 32). The sums of TILE_CHUNK
 // columns each are added in order; one longer sum would lose accuracy (2.6e-7 over all 2,048). Rows of
 // x do not meet each other and what is missing is zeros, so a row of y has the same bits in every place
 // of every block, and in decode, where a tile of x has one column. Subnormal numbers count as zero. An
@@ -171,6 +87,95 @@ INLINE void tile_turn(void *to, const void *from) {
 //
 // Two tiles of W by two of x are four sums, and each tile that is loaded is used twice. A product takes
 // 16 cycles, and its sum is ready after 52, so the four sums take turns.
+
+// Where the tiles of a walk lie, and what it asks memory for.
+typedef struct {
+    const char *w;      // the first tile of W
+    size_t row;         // bytes from a row of it to the next,
+    size_t tile;        // to the second tile,
+    size_t step;        // and to the next step's first tile
+    const char *x[2];   // the first tiles of two groups of rows of x; the terms and steps follow
+    size_t columns;     // of a tile of x
+    int steps, terms;
+    const char *next;   // rows of W that are read later: so many of them, ldw bytes apart
+    int next_rows;
+    size_t ldw;
+} TileWalk;
+
+// A function that walks: c = two tiles of W by one or two of x (groups), each (TILE,columns), summed over the steps:
+// W 0 by x 0, W 1 by x 0, W 0 by x 1, W 1 by x 1.
+typedef void Walk(float (*c)[TILE * TILE], const TileWalk *a, int groups);
+
+// Subnormal numbers count as zero, as they come in and as they go out.
+static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
+
+// In plain C, c (TILE,columns) += a tile of W by one of x. The products of the first numbers of all pairs are summed,
+// pair after pair, and so are the second ones; then the two sums are added, and that is added to c. Every sum is
+// rounded to the nearest f32. A product of two bf16 has 16 bits, so it is exact in f32.
+static void plain_product(float *c, const char *w, size_t row, const uint16_t *x, int columns) {
+    float b[TILE_COLS][TILE];
+    for (int k = 0; k < TILE_COLS; k++)
+        for (int j = 0; j < columns; j++)
+            b[k][j] = no_subnormal(bf16_to_f32(x[k / 2 * 2 * columns + 2 * j + k % 2]));
+    for (int i = 0; i < TILE; i++, w += row, c += columns) {
+        float sum[2][TILE] = {{0}};
+        for (int k = 0; k < TILE_COLS; k++) {
+            uint16_t h;
+            memcpy(&h, w + 2 * k, sizeof h);
+            float a = no_subnormal(bf16_to_f32(h)), *s = sum[k % 2];
+            for (int j = 0; j < columns; j++) s[j] = no_subnormal(s[j] + a * b[k][j]);
+        }
+        for (int j = 0; j < columns; j++) c[j] = no_subnormal(c[j] + no_subnormal(sum[0][j] + sum[1][j]));
+    }
+}
+
+static void walk_plain(float (*c)[TILE * TILE], const TileWalk *a, int groups) {
+    size_t tile = TILE * 2 * a->columns;                // numbers of a tile of x
+    memset(c, 0, 2 * (size_t)groups * sizeof *c);
+    for (int i = 0; i < 2 * groups; i++)
+        for (int n = 0; n < a->steps * a->terms; n++)
+            plain_product(c[i], a->w + n / a->terms * a->step + i % 2 * a->tile, a->row,
+                          (const uint16_t *)a->x[i / 2] + n * tile, (int)a->columns);
+}
+
+// By AMX, whose numbers of tiles must be literals: 0 to 3 are the sums, 4 and 5 tiles of W, 6 and 7 of x. Meanwhile
+// the next rows are asked for: 64 bytes a step for each of them, but row after row, as memory has them, and into the
+// second-level cache, because there may be as many bytes as the first has.
+TARGET_AMX INLINE void walk_amx(float (*c)[TILE * TILE], const TileWalk *a, int groups) {
+    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
+    size_t row = 4 * a->columns, tile = TILE * row;
+    size_t at = 0, width = (size_t)a->steps * 64;       // of a row that is asked for
+    MEMORY_IS_READ;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < a->steps; k++, w += a->step) {
+        _tile_loadd(4, w, a->row);
+        _tile_loadd(5, w + a->tile, a->row);
+        for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
+            _tile_loadd(6, x0, row);
+            if (groups == 2) _tile_loadd(7, x1, row);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (groups == 1) continue;
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        for (int i = 0; i < a->next_rows; i++) {
+            __builtin_prefetch(next + at, 0, 2);
+            at += 64;
+            if (at < width) continue;
+            at = 0;
+            next += a->ldw;
+        }
+    }
+    _tile_stored(0, c[0], row);
+    _tile_stored(1, c[1], row);
+    if (groups == 1) return;
+    _tile_stored(2, c[2], row);
+    _tile_stored(3, c[3], row);
+}
 
 // A product of matrices in tiles: y (m,n) = x w^T, whose columns come in several calls: k0 to k1-1 in this one.
 typedef struct {
@@ -236,52 +241,6 @@ INLINE void tile_panel(char *panel, const char *w, size_t ldw, int n, int cols) 
     }
 }
 
-// Where the tiles of a walk lie, and what it asks memory for.
-typedef struct {
-    const char *w;      // the first tile of W
-    size_t row;         // bytes from a row of it to the next,
-    size_t tile;        // to the second tile,
-    size_t step;        // and to the next step's first tile
-    const char *x[2];   // the first tiles of two groups of rows of x; the terms and steps follow
-    size_t columns;     // of a tile of x
-    int steps, terms;
-    const char *next;   // rows of W that are read later: so many of them, ldw bytes apart
-    int next_rows;
-    size_t ldw;
-} TileWalk;
-
-// Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Meanwhile the next rows
-// are asked for: 64 bytes a step for each of them, but row after row, as memory has them, and into the
-// second-level cache, because there may be as many bytes as the first has.
-TARGET_AMX INLINE void tile_walk(const TileWalk *a, int groups, int twins) {
-    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
-    size_t row = 4 * a->columns, tile = TILE * row;
-    size_t at = 0, width = (size_t)a->steps * 64;       // of a row that is asked for
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (int k = 0; k < a->steps; k++, w += a->step) {
-        tile_load(4, w, a->row);
-        tile_load(5, w + a->tile, a->row);
-        for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
-            tile_load(6, x0, row);
-            if (groups == 2) tile_load(7, x1, row);
-            tile_product(0, 4, 6);
-            tile_product(1, 5, 6);
-            if (groups == 2) tile_product(2, 4, 7);
-            if (groups == 2) tile_product(3, 5, 7);
-        }
-        for (int i = 0; i < a->next_rows; i++) {
-            __builtin_prefetch(next + at, 0, 2);
-            at += 64;
-            if (at < width) continue;
-            at = 0;
-            next += a->ldw;
-        }
-    }
-}
-
 // y (m,n) = the transpose of c (TILE,columns).
 INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, int n) {
     float turned[TILE][TILE] __attribute__((aligned(64)));
@@ -295,19 +254,11 @@ INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, i
 
 // A walk for the one or two groups of x that begin with row t. What it sums up is added to the sums
 // of earlier columns. first: there are none; last: none follow, and the sums go to y.
-TARGET_AMX INLINE void tile_groups(const Tiles *a, const TileWalk *walk, int t, int first, int last, int twins) {
+TARGET_AMX INLINE void tile_groups(const Tiles *a, const TileWalk *walk, Walk *sums_of, int t, int first, int last) {
     float c[4][TILE * TILE] __attribute__((aligned(64)));
-    size_t row = 4 * walk->columns, n_sums = TILE * walk->columns;
+    size_t n_sums = TILE * walk->columns;
     int groups = a->m - t > TILE ? 2 : 1;
-    if (groups == 2) {
-        tile_walk(walk, 2, twins);
-        tile_store(2, c[2], row);
-        tile_store(3, c[3], row);
-    } else {
-        tile_walk(walk, 1, twins);
-    }
-    tile_store(0, c[0], row);
-    tile_store(1, c[1], row);
+    sums_of(c, walk, groups);
     for (int i = 0; i < 2 * groups; i++) {
         int t0 = t + i / 2 * TILE, r0 = i % 2 * TILE;
         float *sums = a->sums + t0 / TILE * a->group + i % 2 * n_sums;
@@ -323,17 +274,10 @@ TARGET_AMX INLINE void tile_groups(const Tiles *a, const TileWalk *walk, int t, 
 // and asks for the columns after these, or after the last ones for the next panel. Where more groups
 // meet a panel of W, it is copied (tile_panel), and they ask for these columns of the next panel, each
 // two of them for their share of its rows.
-TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
+TARGET_AMX INLINE void tile_block(const Tiles *a, Walk *sums_of) {
     char panel[TILE_PANEL * TILE_CHUNK * 2] __attribute__((aligned(64)));
     size_t ldw = (size_t)a->K * 2, group = (size_t)tile_steps(a->K) * a->terms * a->columns * 64;
     int lone = a->m <= TILE, pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
-    TileShape shape = { .palette = 1 };
-    for (int t = 0; t < TILES; t++) {
-        shape.rows[t] = TILE;
-        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : 4 * a->columns);        // W; x and sums
-    }
-    tile_shape(&shape);
-
     for (int k = a->k0; k < a->k1; k += TILE_CHUNK) {
         int cols = min_int(a->k1 - k, TILE_CHUNK), last = k + cols == a->K;
         const char *w = a->w + (size_t)k * 2, *below = w + TILE_PANEL * ldw;
@@ -355,15 +299,31 @@ TARGET_AMX INLINE void tile_block(const Tiles *a, int twins) {
             walk.x[0] = x + 2 * p * group;
             walk.x[1] = walk.x[0] + group;
             walk.next_rows = to - from;
-            tile_groups(a, &walk, p * 2 * TILE, k == 0, last, twins);
+            tile_groups(a, &walk, sums_of, p * 2 * TILE, k == 0, last);
             walk.next += (to - from) * ldw;
         }
     }
-    tile_end();
 }
 
-TARGET_AMX static void tile_block_amx(const Tiles *a)   { tile_block(a, 0); }
-TARGET_AMX static void tile_block_twins(const Tiles *a) { tile_block(a, 1); }
+TARGET_AMX static void tile_block_plain(const Tiles *a) { tile_block(a, walk_plain); }
+
+// The same between the instructions that give every tile its shape and end the use of tiles.
+TARGET_AMX static void tile_block_amx(const Tiles *a) {
+    struct {
+        uint8_t palette;                // 1: the eight tiles of AMX
+        uint8_t start, zero[14];
+        uint16_t bytes[16];             // of a row, for each tile
+        uint8_t rows[16];
+    } shape = { .palette = 1 };
+    for (int t = 0; t < 8; t++) {
+        shape.rows[t] = TILE;
+        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : 4 * a->columns);        // W; x and sums
+    }
+    MEMORY_IS_READ;
+    _tile_loadconfig(&shape);
+    tile_block(a, walk_amx);
+    _tile_release();
+}
 
 // Kernels.product in tiles, TILE_ROWS rows of x after TILE_ROWS rows. First x is split into terms. Then a job is
 // at most TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
@@ -411,8 +371,8 @@ static void product_tiles(float *y, const float *x, const Tensor *w, int T, void
 
 static void product_amx(float *y, const float *x, const Tensor *w, int T) { product_tiles(y, x, w, T, tile_block_amx); }
 
-static void product_twins(float *y, const float *x, const Tensor *w, int T) {
-    product_tiles(y, x, w, T, tile_block_twins);
+static void product_plain(float *y, const float *x, const Tensor *w, int T) {
+    product_tiles(y, x, w, T, tile_block_plain);
 }
 
 // Kernels.product_room
@@ -483,10 +443,10 @@ int simd_x86(Kernels *k, const char *name) {
     if (vnni) return 0;
     k->name = name;
     k->terms = 1;
-    if (bf16) k->dots_pairs = k->dots_bf16_pairs;
+    if (bf16) k->dots[PAIRS] = k->dots[PAIRS_BF16];
     if (bf16) return __builtin_cpu_supports("avx512bf16") ? 0 : -1;
     if (!strcmp(name, "pairs-plain")) return 0;
-    k->product = amx ? product_amx : product_twins;
+    k->product = amx ? product_amx : product_plain;
     k->product_room = room_amx;
     k->terms = 3;
     return amx && !amx_can() ? -1 : 0;

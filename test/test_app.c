@@ -785,7 +785,7 @@ TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made
            *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
     d->as_q8 = 1;
     Weights *plan = weights_planned(d), *w = weights_synthetic(c, 7), *q = weights_synthetic(d, 7);
-    WeightFiles *wf = q->files;
+    WeightFiles *wf = &q->files;
     CHECK(q->bytes == plan->bytes && wf->block_used == wf->block_bytes && d->dtype == DT_Q8,
           "%zu bytes, %zu planned", q->bytes, plan->bytes);
     CHECK(wf->block_bytes < plan->bytes + 64 * (size_t)(c->L * N_OF_LAYER + 3), "%zu bytes are held, of %zu",
@@ -910,11 +910,11 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, 
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/base", 850, 1478 },
-    { "lib/kernels", 1000, 1723 },
-    { "lib/checkpoint", 1000, 1439 },
+    { "lib/kernels", 1000, 1653 },
+    { "lib/checkpoint", 1000, 1377 },
     { "lib/tokenizer", 1200, 1689 },
     { "lib/template", 900, 1362 },
-    { "kvcomp", 6200, 6922 },
+    { "kvcomp", 6200, 6920 },
     { "app/options", 300, 398 },
     { "app/terminal", 400, 622 },
     { "app/trace", 140, 137 },

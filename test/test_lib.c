@@ -616,7 +616,7 @@ TEST(weights_synthetic_made, "the same bits whatever the number of threads, the 
     for (int i = 0; i < 4; i++) {
         set_threads(ways[i].threads);
         w[i] = weights_synthetic(c, (uint64_t)ways[i].seed);
-        const WeightFiles *first = w[0]->files, *files = w[i]->files;
+        const WeightFiles *first = &w[0]->files, *files = &w[i]->files;
         CHECK(files->block_bytes == first->block_bytes, "%d: %zu bytes", i, files->block_bytes);
         CHECK((memcmp(files->block, first->block, first->block_bytes) != 0) == (i == 3), "%d threads, seed %d: other "
               "weights, or the same", ways[i].threads, ways[i].seed);

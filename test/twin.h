@@ -398,6 +398,8 @@ static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t
                                  .gate = tiny_tensor(F, C, one),
                                  .up = tiny_tensor(F, C, one),
                                  .down = tiny_tensor(C, F, .7 / sqrt(F)) };
+    m.w->known[0] = m.w->embed;
+    m.w->known[1] = m.w->layer[0].wq;
     return m;
 }
 
