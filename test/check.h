@@ -212,6 +212,18 @@ static int set_threads(int n) {
     return old;
 }
 
+// A text as printf makes it, until the eighth call after.
+static const char *formatted(const char *fmt, ...) {
+    static char text[8][512];
+    static int k;
+    va_list ap;
+    va_start(ap, fmt);
+    k = (k + 1) % 8;
+    vsnprintf(text[k], sizeof text[k], fmt, ap);
+    va_end(ap);
+    return text[k];
+}
+
 // ---- tables of cases
 // The parts of a line "a | b | c" of a table of cases, without the blanks around them; the last may hold what looks like
 // one more. # begins a comment. Returns how many parts there are, 0: none.
