@@ -212,6 +212,19 @@ static int set_threads(int n) {
     return old;
 }
 
+// A text as printf makes it, until the eighth call after.
+static const char *formatted(const char *fmt, ...) {
+    static char text[8][512];
+    static int k;
+    va_list ap;
+    va_start(ap, fmt);
+    k = (k + 1) % 8;
+    vsnprintf(text[k], sizeof text[k], fmt, ap);
+    va_end(ap);
+    return text[k];
+}
+
+// ---- tables of cases
 // The parts of a line "a | b | c" of a table of cases, without the blanks around them; the last may hold what looks like
 // one more. # begins a comment. Returns how many parts there are, 0: none.
 static int case_parts(char *line, char **part, int most) {
@@ -235,6 +248,50 @@ static int next_case(FILE *f, char *line, int size, char **part, int most) {
     int n = 0;
     while (!n && f && fgets(line, size, f)) n = case_parts(line, part, most);
     return n;
+}
+
+// The value of a hexadecimal digit in capitals; -1: it is none.
+static int hex_digit(char c) {
+    const char *all = "0123456789ABCDEF", *at = c ? strchr(all, c) : NULL;
+    return at ? (int)(at - all) : -1;
+}
+
+// Puts the byte in the place of each %0A of a text. Returns how many bytes there are then.
+static size_t case_bytes(char *s) {
+    char *out = s, *begin = s;
+    for (; *s; s++) {
+        int high = *s == '%' ? hex_digit(s[1]) : -1, low = high < 0 ? -1 : hex_digit(s[2]);
+        *out++ = low < 0 ? *s : (char)(16 * high + low);
+        s += low < 0 ? 0 : 2;
+    }
+    *out = 0;
+    return (size_t)(out - begin);
+}
+
+// The tables of test/cases.txt: "== NAME: what the parts are" begins one, and each line behind it is a case. %0A stands
+// for the byte of that number. The test NAME does what stands behind TABLE(NAME, ..) for each case: part[0], part[1] ..
+#define TABLE(name, parts, what) \
+    static void case_##name(char **part); \
+    TEST(name, what) { each_case(#name, parts, case_##name); } \
+    static void case_##name(char **part)
+
+static size_t case_size[8];     // bytes of the parts of the running case
+
+static void each_case(const char *table, int parts, void (*check)(char **part)) {
+    char line[2048], *part[8];
+    FILE *f = fopen("test/cases.txt", "r");
+    int inside = 0, cases = 0;
+    for (int n; (n = next_case(f, line, sizeof line, part, parts));) {
+        int begins = !strncmp(line, "== ", 3);
+        if (begins) inside = !strncmp(line + 3, table, strlen(table)) && line[3 + strlen(table)] == ':';
+        if (begins || !inside) continue;
+        CHECK(n == parts, "%s: %d parts, not %d: %s", table, n, parts, line);
+        for (int i = 0; i < n; i++) case_size[i] = case_bytes(part[i]);
+        if (n == parts) check(part);
+        cases++;
+    }
+    CHECK(cases, "test/cases.txt has no table %s", table);
+    if (f) fclose(f);
 }
 
 // How many lines a text has.

@@ -20,6 +20,8 @@
 #include "../app/main.c"
 #include <glob.h>
 
+enum { FUZZ_V = 512 };          // rows of the embedding
+
 // A finding: what should hold does not.
 static void must(int holds, const char *what) {
     if (holds) return;
@@ -39,12 +41,25 @@ static const char *as_file(const char *data, size_t n) {
     return path;
 }
 
-// ---- what the targets that need a model use
-// Random weights, and a tokenizer with the tokens of chat templates.
-enum { FUZZ_V = 512 };
+// These ids have rows in the embedding.
+static void must_have_rows(const int *ids) {
+    for (int i = 0; i < (int)arrlen(ids); i++) must(ids[i] >= 0 && ids[i] < FUZZ_V, "ids have rows");
+}
+
+// Cuts what stands before the first such byte off the data, and the byte; there may be none. Returns it (malloc'd), and
+// how many bytes it has in *size.
+static char *cut_off(const char **data, size_t *n, char byte, size_t *size) {
+    const char *end = memchr(*data, byte, *n), *begin = *data;
+    *size = end ? (size_t)(end - begin) : *n;
+    *data += *size + (end != NULL);
+    *n -= *size + (end != NULL);
+    return copy_bytes(begin, *size);
+}
+
+// ---- what the targets that need a model use: random weights, and a tokenizer with the tokens of chat templates
 
 // The tokenizer, loaded once.
-static const Tokenizer *the_tokenizer(void) {
+static Tokenizer *the_tokenizer(void) {
     static Tokenizer *t;
     char err[512] = "";
     if (!t) t = tokenizer_load("data/tokenizers/marks", err);
@@ -53,25 +68,18 @@ static const Tokenizer *the_tokenizer(void) {
     return t;
 }
 
-static Config *the_config;
-static Weights *the_weights;
-
 // An App with random weights and a session of full attention; with_text: with the tokenizer. app_end gives
 // it back.
 static App app_begin(int with_text) {
-    App a = { .o = options_of_program() };
-    char err[512];
-    if (!the_config) {
-        char shape[64];
-        snprintf(shape, sizeof shape, "L2,H2,G1,D8,C16,F16,V%d", FUZZ_V);
-        the_config = config_synthetic(shape);
-        the_weights = weights_synthetic(the_config, 1);
-    }
-    must(!options_set(a.o, "seed", "1", err) && !options_set(a.o, "n-predict", "2", err)
-         && !options_set(a.o, "ctx-size", "256", err) && !options_set(a.o, "device", "cpu", err), "options");
-    a.c = the_config;
-    a.w = the_weights;
-    if (with_text) a.tok = (Tokenizer *)the_tokenizer();
+    static Config *c;
+    static Weights *w;
+    static const char *const set[][2] = { { "seed", "1" }, { "n-predict", "2" }, { "ctx-size", "256" }, { "device", "cpu" } };
+    char err[512], shape[64];
+    snprintf(shape, sizeof shape, "L2,H2,G1,D8,C16,F16,V%d", FUZZ_V);
+    if (!c) c = config_synthetic(shape);
+    if (!w) w = weights_synthetic(c, 1);
+    App a = { .o = options_of_program(), .c = c, .w = w, .tok = with_text ? the_tokenizer() : NULL };
+    for (int i = 0; i < 4; i++) must(!options_set(a.o, set[i][0], set[i][1], err), err);
     open_session(&a);
     return a;
 }
@@ -80,6 +88,7 @@ static App app_begin(int with_text) {
 static void app_end(App *a) {
     record_clear(a);
     arrfree(a->turn);
+    template_free(a->tp);
     session_close(a->s);
     options_free(a->o);
     free(a->method);
@@ -188,46 +197,36 @@ static void target_config(const char *data, size_t n) {
 
 // ---- tokenizers
 
-// Encodes a text without and with special tokens, decodes each id, and frees the tokenizer.
-static void use(Tokenizer *t, const char *text, size_t n) {
-    for (int special = 0; special < 2; special++) {
-        int *ids = tokenizer_encode(t, text, n, special, NULL), len;
-        for (size_t i = 0; i < arrlenu(ids); i++) {
+// A tokenizer.json, then after a 0 byte the text to encode, without and with special tokens.
+static void target_tokenizer(const char *data, size_t n) {
+    size_t size;
+    char err[512], *json = cut_off(&data, &n, 0, &size);
+    Tokenizer *t = tokenizer_parse(json, size, err);
+    for (int special = 0; t && special < 2; special++) {
+        int *ids = tokenizer_encode(t, n ? data : "Hello  world's 12", n ? n : 17, special, NULL), len;
+        for (int i = 0; i < (int)arrlen(ids); i++) {
             must(ids[i] >= 0 && ids[i] < tokenizer_size(t), "ids lie in the vocabulary");
             tokenizer_bytes(t, ids[i], &len);
         }
         arrfree(ids);
     }
     tokenizer_free(t);
-}
-
-// A tokenizer.json, then after a 0 byte the text to encode.
-static void target_tokenizer(const char *data, size_t n) {
-    char err[512];
-    const char *end = memchr(data, 0, n);
-    size_t len = end ? (size_t)(end - data) : n;
-    Tokenizer *t = tokenizer_parse(data, len, err);
-    if (t) use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
+    free(json);
 }
 
 // ---- sessions on disk
 
-// A file that is read must leave a record that fits the session, and be read again as it was saved.
+// A file that is read must leave a record that fits the session.
 static void target_session(const char *data, size_t n) {
     char err[512];
     App a = app_begin(1);
-    if (!session_read(&a, as_file(data, n), err)) {
-        int tokens = 0;
-        for (int i = 0; i < (int)arrlen(a.turn); i++) {
-            const Turn *t = &a.turn[i];
-            tokens += (int)arrlen(t->pre) + (int)arrlen(t->dec);
-            for (int j = 0; j < (int)arrlen(t->pre); j++)
-                must(t->pre[j] >= 0 && t->pre[j] < FUZZ_V, "prefilled ids have rows");
-            for (int j = 0; j < (int)arrlen(t->dec); j++)
-                must(t->dec[j] >= 0 && t->dec[j] < FUZZ_V, "decoded ids have rows");
-        }
-        must(a.s->n_tok == tokens, "the replay saw every token");
+    int tokens = 0, bad = session_read(&a, as_file(data, n), err);
+    for (int i = 0; !bad && i < (int)arrlen(a.turn); i++) {
+        must_have_rows(a.turn[i].pre);
+        must_have_rows(a.turn[i].dec);
+        tokens += (int)arrlen(a.turn[i].pre) + (int)arrlen(a.turn[i].dec);
     }
+    must(bad || a.s->n_tok == tokens, "the replay saw every token");
     app_end(&a);
 }
 
@@ -270,8 +269,7 @@ static void target_ids(const char *data, size_t n) {
     must(arrlen(turns) > 0, "a file that passed has a turn");
     for (int i = 0; i < (int)arrlen(turns); i++) {
         must(arrlen(turns[i].pre) > 0, "a turn prefills something");
-        for (int j = 0; j < (int)arrlen(turns[i].pre); j++)
-            must(turns[i].pre[j] >= 0 && turns[i].pre[j] < FUZZ_V, "ids have rows");
+        must_have_rows(turns[i].pre);
     }
     turns_free(turns);
 }
@@ -329,33 +327,28 @@ static void target_answers(const char *data, size_t n) {
 
 // ---- --batch
 
-// Every line is answered by one line, an object, and none of them ends the program.
+// A line is answered by one line, an object, and does not end the program.
 static void target_batch(const char *data, size_t n) {
-    char err[512], *out = NULL, *line_end;
+    char err[512], *out = NULL;
     size_t size = 0;
     jmp_buf here;
     App a = app_begin(1);
     a.tp = template_load("/nonexistent", "chatml", a.tok, err);
     must(a.tp != NULL, err);
-    FILE *f = memory_stream(&out, &size);
-    int lines = 0;
     die_jump = &here;
     if (setjmp(here)) must(0, "a line has ended the program");
-    for (const char *p = data, *end; p < data + n && lines < 8; p = end + 1) {
-        end = memchr(p, '\n', (size_t)(data + n - p));
-        if (!end) end = data + n;
-        batch_line(&a, p, (size_t)(end - p), ++lines, f);
-    }
-    memory_stream_close(f);
-    for (char *p = out; lines--; p = line_end + 1) {
-        line_end = strchr(p, '\n');
-        Json *j = line_end ? json_parse(p, (size_t)(line_end - p), err) : NULL;
-        must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"),
-             "an answer is an object");
+    for (int lines = 1; n && lines <= 8; lines++) {
+        size_t length;
+        char *line = cut_off(&data, &n, '\n', &length);
+        FILE *f = memory_stream(&out, &size);
+        batch_line(&a, line, length, lines, f);
+        memory_stream_close(f);
+        Json *j = size && out[size - 1] == '\n' ? json_parse(out, size, err) : NULL;
+        must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"), "an answer is an object");
         json_free(j);
+        free(out);
+        free(line);
     }
-    free(out);
-    template_free(a.tp);
     app_end(&a);
 }
 
@@ -363,22 +356,17 @@ static void target_batch(const char *data, size_t n) {
 
 // A program, then after a 0 byte the message that is rendered by what was recognised.
 static void target_template(const char *data, size_t n) {
-    char err[512];
-    const char *end = memchr(data, 0, n);
-    size_t len = end ? (size_t)(end - data) : n;
-    char *text = end ? copy_bytes(end + 1, n - len - 1) : copy_text("hello");
+    size_t size;
+    char err[512], *program = cut_off(&data, &n, 0, &size), *text = n ? copy_bytes(data, n) : copy_text("hello");
     App a = app_begin(1);
-    a.tp = template_load("/nonexistent", as_file(data, len), a.tok, err);
+    a.tp = template_load("/nonexistent", as_file(program, size), a.tok, err);
     for (int turn = 0; a.tp && turn < 2; turn++) {
-        char why[512];
-        Turn t = render_turn(&a, text, why);
-        for (int i = 0; i < (int)arrlen(t.pre); i++)
-            must(t.pre[i] >= 0 && t.pre[i] < tokenizer_size(a.tok), "ids lie in the vocabulary");
-        must(t.n_sys + t.n_head + t.n_foot <= (int)arrlen(t.pre) + t.n_foot,
-             "system message and head lie inside the turn");
+        Turn t = render_turn(&a, text, err);
+        must_have_rows(t.pre);
+        must(t.n_sys + t.n_head <= (int)arrlen(t.pre), "system message and head lie inside the turn");
         arrput(a.turn, t);
     }
-    template_free(a.tp);
+    free(program);
     free(text);
     app_end(&a);
 }
@@ -388,12 +376,9 @@ static void target_template(const char *data, size_t n) {
 // Lines of a chat: each is a command or a turn; none may save a file.
 static void target_chat(const char *data, size_t n) {
     App a = app_begin(1);
-    const char *end;
-    int lines = 0;
-    for (const char *p = data; p < data + n && lines < 8; p = end + 1, lines++) {
-        end = memchr(p, '\n', (size_t)(data + n - p));
-        if (!end) end = data + n;
-        char *text = copy_bytes(p, (size_t)(end - p));
+    for (int lines = 0; n && lines < 8; lines++) {
+        size_t size;
+        char *text = cut_off(&data, &n, '\n', &size);
         if (text[0] == '/' && strncmp(text, "/save", 5)) chat_command(&a, text);
         else if (text[0] && text[0] != '/') chat_turn(&a, text, stdout);
         free(text);
@@ -407,40 +392,31 @@ static void target_chat(const char *data, size_t n) {
 static void adapter_seed(const char *path) {
     App a = app_begin(0);
     const Config *c = a.c;
-    char text[32], name[80];
     const int HD = c->H * c->D, GD = c->G * c->D;
-    const struct { const char *key; int value; } sizes[] = {
-        { "k_max", 4 }, { "k_default", 2 }, { "t_max", 2 },
-    };
-    const struct { const char *what; int dim[2]; } part[] = {
-        { "embed.pos", { 4, c->C } }, { "embed.turn", { 2, c->C } },            // and of every layer:
+    const struct { const char *name; int dim[2]; } part[] = {               // the first two once, the others of every layer
+        { "nexus.embed.pos", { 4, c->C } }, { "nexus.embed.turn", { 2, c->C } },
         { "self_attn.q_proj.weight", { HD, c->C } }, { "self_attn.k_proj.weight", { GD, c->C } },
         { "self_attn.v_proj.weight", { GD, c->C } }, { "self_attn.o_proj.weight", { c->C, HD } },
         { "mlp.gate_proj.weight", { c->F, c->C } }, { "mlp.up_proj.weight", { c->F, c->C } },
         { "mlp.down_proj.weight", { c->C, c->F } },
     };
-    static const char zeros[4096];
+    static const char zeros[4096], *const meta[][2] = {
+        { "format", "sonic-nexus" }, { "version", "1" }, { "body", "full_message" }, { "position_mode", "augmented" },
+        { "mlp", "dedicated" }, { "k_max", "4" }, { "k_default", "2" }, { "t_max", "2" },
+    };
+    char text[80];
     SafeWriter w;
     safe_write_begin(&w, path, "fuzz");
-    safe_write_meta(&w, "format", "sonic-nexus");
-    safe_write_meta(&w, "version", "1");
-    safe_write_meta(&w, "body", "full_message");
-    safe_write_meta(&w, "position_mode", "augmented");
-    safe_write_meta(&w, "mlp", "dedicated");
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        snprintf(text, sizeof text, "%d", sizes[i].value);
-        safe_write_meta(&w, sizes[i].key, text);
-    }
+    for (size_t i = 0; i < sizeof meta / sizeof *meta; i++) safe_write_meta(&w, meta[i][0], meta[i][1]);
     snprintf(text, sizeof text, "%016llx", (unsigned long long)sonic_fingerprint(a.w));
     safe_write_meta(&w, "base_fingerprint", text);
     safe_write_meta_end(&w);
     safe_write(&w, "nexus.embed.base", "F16", 2, zeros, &c->C, 1);
-    for (int l = -1; l < c->L; l++) {
-        for (size_t i = l < 0 ? 0 : 2; i < (l < 0 ? 2 : sizeof part / sizeof *part); i++) {
-            if (l < 0) snprintf(name, sizeof name, "nexus.%s", part[i].what);
-            else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, part[i].what);
-            safe_write(&w, name, "F16", 2, zeros, part[i].dim, 2);
-        }
+    for (int i = 0; i < 2 + 7 * c->L; i++) {
+        int k = i < 2 ? i : 2 + (i - 2) % 7;
+        if (i < 2) snprintf(text, sizeof text, "%s", part[k].name);
+        else snprintf(text, sizeof text, "nexus.layers.%d.%s", (i - 2) / 7, part[k].name);
+        safe_write(&w, text, "F16", 2, zeros, part[k].dim, 2);
     }
     safe_write_end(&w);
     app_end(&a);
@@ -499,23 +475,10 @@ static void write_seeds(const char *folder) {
     globfree(&found);
 }
 
-// What the program says is no finding, and standard input is empty.
-static void silence(void) {
-    must(freopen("/dev/null", "w", stdout) != NULL && freopen("/dev/null", "r", stdin) != NULL,
-         "/dev/null");
-}
-
 void __lsan_disable(void);                      // of the sanitizer's runtime
 
-// Adds an argument of libFuzzer to the command line.
-static void argument_add(int *argc, char ***argv, const char *arg) {
-    char **all = xcalloc((size_t)*argc + 2, sizeof *all);
-    for (int i = 0; i < *argc; i++) all[i] = (*argv)[i];
-    all[(*argc)++] = copy_text(arg);
-    *argv = all;
-}
-
-// libFuzzer calls this once, before it reads its command line.
+// libFuzzer calls this once, before it reads its command line. What the program says is no finding, and standard input is
+// empty.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     const char *name = getenv("FUZZ_TARGET");
     struct stat st;
@@ -523,18 +486,12 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         if (!strcmp(name, targets[i].name)) chosen = &targets[i];
     }
     must(chosen != NULL, "FUZZ_TARGET names no target; see the table at the end of fuzz.c");
-    silence();
+    must(freopen("/dev/null", "w", stdout) && freopen("/dev/null", "r", stdin), "/dev/null");
     quiet = 1;
-    for (int i = 1; i < *argc; i++) {
-        const char *arg = (*argv)[i];
-        if (arg[0] == '-') continue;
-        if (!stat(arg, &st) && S_ISDIR(st.st_mode)) write_seeds(arg);
-        break;
-    }
-    if (chosen->dies) {
-        argument_add(argc, argv, "-detect_leaks=0");
-        __lsan_disable();
-    }
+    int first = 1;
+    while (first < *argc && (*argv)[first][0] == '-') first++;
+    if (first < *argc && !stat((*argv)[first], &st) && S_ISDIR(st.st_mode)) write_seeds((*argv)[first]);
+    if (chosen->dies) __lsan_disable();
     return 0;
 }
 

@@ -32,121 +32,83 @@
 // Whether two numbers agree to a millionth.
 static int near_to(double a, double b) { return fabs(a - b) < 1e-6; }
 
-TEST(eval_scores, "scores worked by hand: F1 of bags of words, which a word enters as often as both texts have it, and case, "
-                  "punctuation and articles do not; labels that the first line names share the point, those inside the "
-                  "right one do not count; whole words in their order are found, and are exact alone") {
+TABLE(eval_scores, 4, "scores worked by hand: F1 of bags of words, which a word enters as often as both texts have it, and case, "
+                      "punctuation and articles do not; labels that the first line names share the point, those inside the "
+                      "right one do not count; whole words in their order are found, and are exact alone") {
     char err[256];
     Json *classes = json_parse("[\"a\",\"ab\",\"abc\",\"x\"]", 20, err);
-    static const struct {
-        int metric;
-        const char *said, *gold;
-        double score;
-    } cases[] = {
-        { METRIC_F1, "The PARIS!", "paris", 1 },
-        { METRIC_F1, "b c", "b c d", .8 },
-        { METRIC_F1, "a b the c", "an b c, d", .8 },
-        { METRIC_F1, "x x y", "x y y", 2. / 3 },
-        { METRIC_F1, "one two", "three", 0 },
-        { METRIC_F1, "", "x", 0 },
-        { METRIC_F1, "the", "a", 0 },
-        { METRIC_F1, "4821", "The secret code is 4821.", .4 },
-        { METRIC_F1, "it's", "its", 1 },
-        { METRIC_CLASS, "abc", "abc", 1 },
-        { METRIC_CLASS, "abc", "a", 1. / 3 },
-        { METRIC_CLASS, "abc", "ab", .5 },
-        { METRIC_CLASS, "x or abc", "abc", .5 },
-        { METRIC_CLASS, "x", "abc", 0 },
-        { METRIC_CLASS, "\n\nx\nabc", "abc", 0 },
-        { METRIC_CLASS, "\nabc\nx", "abc", 1 },
-        { METRIC_CLASS, "", "x", 0 },
-        { METRIC_ROUGE, "a x b c", "a b y c", .75 },
-        { METRIC_FOUND, "It is red, blue.", "red blue", 1 },
-        { METRIC_FOUND, "It is blue red", "red blue", 0 },
-        { METRIC_FOUND, "reddish", "red", 0 },
-        { METRIC_EXACT, "The red!", "red", 1 },
-        { METRIC_EXACT, "dark red", "red", 0 },
-        { METRIC_EXACT, "", "", 0 },
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        double x = score_by(cases[i].metric, cases[i].said, cases[i].gold, classes);
-        CHECK(near_to(x, cases[i].score), "'%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, x,
-              cases[i].score);
-    }
+    double x = score_by(word_place(eval_metrics, part[0]), part[1], part[2], classes);
+    CHECK(near_to(x, atof(part[3])), "%s: '%s' against '%s': %g, expected %s", part[0], part[1], part[2], x, part[3]);
     json_free(classes);
 }
 
-TEST(eval_frame, "the sentence around an answer is not scored, what stands in it wrongly is; "
-                 "replies without a known frame stay as they are") {
-    Json answer = { .type = JSON_STRING, .str = "12 7" }, answers = { .type = JSON_ARRAY, .n = 1, .item = &answer };
+// A turn whose right reply has the answer "12 7" in a sentence.
+static EvalTurn framed_turn(void) {
+    static Json answer = { .type = JSON_STRING, .str = "12 7" }, answers = { .type = JSON_ARRAY, .n = 1, .item = &answer };
     EvalTurn t = { .reply = "The numbers of the red box are 12 and 7.", .answers = &answers };
     mark_answer(&t);
+    return t;
+}
 
-    static const char *const cases[][2] = {
-        { "The numbers of the red box are 12 and 7.", "12 7." },
-        { "the numbers of the red box are 3.", "3." },
-        { "12", "12" },
-        { "The red red box", "red" },
-        { "You said nothing", "You said nothing" },
-        { "", "" },
-    };
-    CHECK(arrlen(t.span) == 4, "the pieces of the answer: %d", (int)arrlen(t.span) / 2);
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        OWN char *rest = without_frame(&t, cases[i][0]);
-        CHECK(!strcmp(rest, cases[i][1]), "'%s' leaves '%s', expected '%s'", cases[i][0], rest, cases[i][1]);
-    }
+TABLE(eval_frame, 2, "the sentence around an answer is not scored, what stands in it wrongly is; replies without a known frame "
+                     "stay as they are") {
+    EvalTurn t = framed_turn();
+    OWN char *rest = without_frame(&t, part[0]);
+    CHECK(!strcmp(rest, part[1]), "'%s' leaves '%s', expected '%s'", part[0], rest, part[1]);
+    arrsetlen(t.span, 0);
+    OWN char *whole = without_frame(&t, part[0]);
+    CHECK(!strcmp(whole, part[0]), "no frame: '%s'", whole);
+    arrfree(t.span);
+}
+
+TEST(eval_span, "the tokens of an answer are those that touch it; without a known answer all are") {
+    EvalTurn t = framed_turn();
     int from = (int)(strstr(t.reply, "12") - t.reply);
+    CHECK(arrlen(t.span) == 4, "the pieces of the answer: %d", (int)arrlen(t.span) / 2);
     CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) &&
               !in_answer(&t, from - 4, from) && !in_answer(&t, from + 2, from + 6),
           "tokens of the answer");
     arrsetlen(t.span, 0);
-    OWN char *rest = without_frame(&t, "The numbers\n");
-    CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
+    CHECK(in_answer(&t, 0, 1), "no answer");
     arrfree(t.span);
 }
 
 // ---- tasks
 
-TEST(eval_tasks, "every task of the shipped model: the answer is found in the right reply, which scores 1 where a "
-                 "denial scores nothing; texts have the length they say, and versions the same answers") {
-    static const struct {
-        const char *file;
-        int versions, texts;
-    } tasks[] = {
-        { "needle", 4, 12 }, { "multiturn", 3, 12 }, { "coref", 1, 12 },   { "facts", 1, 12 },
-        { "json", 4, 12 },   { "fewshot", 1, 12 },   { "summary", 4, 12 }, { "needle-short", 4, 8 },
-    };
+// A right reply scores 1, and a denial next to nothing.
+static void check_gold(const char *path, const EvalItem *it, const EvalTurn *t) {
+    OWN char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
+    double right = best_score(it->metric, rest, t), denied = best_score(it->metric, wrong, t);
+    CHECK(arrlen(t->span) >= 2 && near_to(right, 1) && denied < .2, "%s %d: '%s' scores %g, a denial %g", path, it->number,
+          t->reply, right, denied);
+}
+
+TABLE(eval_tasks, 3, "every task of the shipped model: the answer is found in the right reply, which scores 1 where a "
+                     "denial scores nothing; texts have the length they say, and versions the same answers") {
+    static Tokenizer *tok;
     char err[512];
-    Tokenizer *tok = tokenizer_load("models/kvcomp-tiny", err);
-    for (size_t k = 0; k < sizeof tasks / sizeof *tasks; k++) {
-        EvalSet e = { 0 };
-        char path[64];
-        snprintf(path, sizeof path, "data/tasks/%s.jsonl", tasks[k].file);
-        read_items(&e, tok, path, 100);
-        CHECK((int)arrlen(e.item) == tasks[k].versions * tasks[k].texts, "%s: %d items", path, (int)arrlen(e.item));
-        for (int i = 0; i < (int)arrlen(e.item); i++) {
-            const EvalItem *it = &e.item[i], *first = &e.item[i - i % tasks[k].versions];
-            int n = (int)arrlen(it->turn), tokens = 0;
-            CHECK(it->number == i / tasks[k].versions && it->turn[n - 1].answers, "%s %d: the last turn asks", path, i);
-            CHECK(!strcmp(arrlast(it->turn).answers->item[0].str, arrlast(first->turn).answers->item[0].str), "%s %d: another answer", path, i);
-            for (int j = 0; j < n; j++) {
-                const EvalTurn *t = &it->turn[j];
-                int *ids = tokenizer_encode(tok, t->user, strlen(t->user), 0, NULL);
-                tokens += (int)arrlen(ids);
-                arrfree(ids);
-                CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
-                if (!t->answers) continue;
-                OWN char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
-                CHECK(arrlen(t->span) >= 2 && near_to(best_score(it->metric, rest, t), 1) &&
-                          best_score(it->metric, wrong, t) < .2,
-                      "%s %d: '%s' scores %g, a denial %g", path, i, t->reply, best_score(it->metric, rest, t),
-                      best_score(it->metric, wrong, t));
-            }
-            CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens,
-                  it->length);
+    const char *path = formatted("data/tasks/%s.jsonl", part[0]);
+    int versions = atoi(part[1]);
+    EvalSet e = { 0 };
+    if (!tok) tok = tokenizer_load("models/kvcomp-tiny", err);
+    read_items(&e, tok, path, 100);
+    CHECK((int)arrlen(e.item) == versions * atoi(part[2]), "%s: %d items", path, (int)arrlen(e.item));
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i], *first = &e.item[i - i % versions];
+        const Json *asked = arrlast(it->turn).answers, *same = arrlast(first->turn).answers;
+        int tokens = 0;
+        CHECK(it->number == i / versions && asked && !strcmp(asked->item[0].str, same->item[0].str), "%s %d: other answers", path, i);
+        for (int j = 0; j < (int)arrlen(it->turn); j++) {
+            const EvalTurn *t = &it->turn[j];
+            int *ids = tokenizer_encode(tok, t->user, strlen(t->user), 0, NULL);
+            tokens += (int)arrlen(ids);
+            arrfree(ids);
+            CHECK(t->reply && *t->reply && !t->given, "%s %d: a turn without a reply", path, i);
+            if (t->answers) check_gold(path, it, t);
         }
-        eval_set_free(&e);
+        CHECK(tokens >= .9 * it->length && tokens <= 1.1 * it->length, "%s %d: %d tokens for %d", path, i, tokens, it->length);
     }
-    tokenizer_free(tok);
+    eval_set_free(&e);
 }
 
 // ==================================================================================================== 13 BENCHMARK
@@ -227,33 +189,39 @@ static char *web_reply(int i, const char *message) {
 
 // Do the masks of side i say what its rows and views say, bit by bit?
 static int web_masks_hold(int i) {
+    static int rows[8192];
     const Session *s = web_side[i].side.app.s;
     int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8, wrong = 0;
-    OWN int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
     unsigned char *mask = masks_of(s);
-    for (int l = 0; l < L; l++)
-        for (int h = 0; h < H; h++) {
-            const KVHead *head = kv_head(s, l, h / (H / G));
-            int n = view_rows(s, l, h, rows), kept = l * G + h / (H / G), read = L * G + l * H + h;
-            for (int t = 0; t < s->n_tok; t++) {
-                int holds = 0, reads = 0;
-                for (int r = 0; r < head->len; r++) holds |= head->src[r] == t;
-                for (int r = 0; r < n; r++) reads |= head->src[rows[r]] == t;
-                wrong += holds != (mask[t * wide + kept / 8] >> kept % 8 & 1);
-                wrong += reads != (mask[t * wide + read / 8] >> read % 8 & 1);
-            }
+    for (int q = 0; q < L * H; q++) {
+        const int kept = q / (H / G), read = L * G + q, n = view_rows(s, q / H, q % H, rows);
+        const KVHead *head = &s->head[kept];
+        for (int t = 0; t < s->n_tok; t++) {
+            int holds = 0, reads = 0;
+            for (int r = 0; r < head->len; r++) holds |= head->src[r] == t;
+            for (int r = 0; r < n; r++) reads |= head->src[rows[r]] == t;
+            wrong += holds != (mask[t * wide + kept / 8] >> kept % 8 & 1);
+            wrong += reads != (mask[t * wide + read / 8] >> read % 8 & 1);
         }
+    }
     arrfree(mask);
     return !wrong;
 }
 
-TEST(web_sides,
-     "what a page in a browser calls: replies, rows and views are those of a session; a method "
-     "that is refused leaves its side alone; a follower holds what it follows") {
-    static const char *const line[] = { "My password is 4821.", "Tell me a joke.",
-                                        "What is my password?" };
+static const char *const web_lines_said[] = { "My password is 4821.", "Tell me a joke.", "What is my password?" };
+
+// A page that is open, and gives everything back.
+static void web_begin_test(void) { json_free(web_json(web_open("models/kvcomp-tiny"))); }
+static void web_end_test(void) {
+    for (int i = 0; i < SIDES; i++) web_close(i);
+    app_close(&web);
+    web = (App){ 0 };
+}
+
+TEST(web_sides, "what a page in a browser calls: replies, rows and views are those of a session; what is refused leaves its "
+                "side alone") {
     static const char *const names[] = { "full", "streaming", "sonic", "lychee", "h2o", "pats" };
-    json_free(web_json(web_open("models/kvcomp-tiny")));
+    web_begin_test();
     for (int m = 0; m < 6; m++) {
         char err[256], *rows = NULL;
         size_t n;
@@ -264,8 +232,8 @@ TEST(web_sides,
         CHECK(!*web_method(0, names[m], "budget=24"), "%s is refused", names[m]);
         web_clear(0);
         for (int i = 0; i < 3; i++) {
-            OWN char *reply = web_reply(0, line[i]);
-            side_turn(&own, line[i], 48);
+            OWN char *reply = web_reply(0, web_lines_said[i]);
+            side_turn(&own, web_lines_said[i], 48);
             CHECK(!strcmp(reply, own.reply), "%s: \"%s\", not \"%s\"", names[m], reply, own.reply);
         }
         FILE *f = memory_stream(&rows, &n);
@@ -278,13 +246,11 @@ TEST(web_sides,
         free(rows);
         side_close(&own);
     }
+    static const char *const refused[][3] = { { "fulll", "", "did you mean full" }, { "full", "budgett=3", "budgett" },
+                                              { "full", "budget=-4", "budget" }, { "streaming", "budget=2", "recent row" } };
     const Session *before = web_side[0].side.app.s;
-    CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") &&
-              strstr(web_method(0, "full", "budgett=3"), "budgett") &&
-              strstr(web_method(0, "full", "budget=-4"), "budget") &&
-              *web_method(0, "streaming", "budget=2") && web_side[0].side.app.s == before,
-          "a refused method");
-
+    for (int i = 0; i < 4; i++)
+        CHECK(strstr(web_method(0, refused[i][0], refused[i][1]), refused[i][2]), "%s %s", refused[i][0], refused[i][1]);
     OWN char *longer = xmalloc(40001);
     memset(longer, 'a', 40000);
     longer[40000] = 0;
@@ -294,36 +260,34 @@ TEST(web_sides,
     dup2(err2, 2);
     close(err2);
     close(null);
-    CHECK(fits == -1 && before->n_tok == n_tok, "a message that does not fit: %d", fits);
+    CHECK(fits == -1 && web_side[0].side.app.s == before && before->n_tok == n_tok, "a message that does not fit: %d", fits);
+    web_end_test();
+}
 
-    // The papers' pictures, from the follower. It goes on, and begins anew when the dialogue does.
-    static const char *const paper[] = { "lychee", "pats", "dililazy", "loopserve" };
-    web_clear(0);
+TEST(web_follower, "a follower holds what it follows, goes on when the dialogue does, and has a picture of every paper's; it "
+                   "begins anew when the dialogue does") {
+    static const char *const paper[][2] = { { "lychee", "layer04.head00.lychee.scores" }, { "pats", "pats.bits" },
+                                            { "dililazy", "layer01.dililazy.budgets" }, { "loopserve", "layer00.k" } };
+    web_begin_test();
+    CHECK(!*web_method(0, "full", ""), "no session");
     free(web_reply(0, demo_lines[4].user));
     for (int m = 0; m < 4; m++) {
-        CHECK(!*web_method(FOLLOWER, paper[m],
-                           "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8"),
-              "%s", paper[m]);
+        const char *refusal = web_method(FOLLOWER, paper[m][0], "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8");
+        CHECK(!*refusal, "%s: %s", paper[m][0], refusal);
         for (int turn = 0; turn < 2; turn++) {
             CHECK(!*web_follow(FOLLOWER, 0), "it follows");
-            CHECK(web_side[FOLLOWER].side.app.s->n_tok == web_side[0].side.app.s->n_tok,
-                  "%s: %d tokens, not %d", paper[m], web_side[FOLLOWER].side.app.s->n_tok,
-                  web_side[0].side.app.s->n_tok);
-            if (!turn) free(web_reply(0, line[1]));
+            int held = web_side[FOLLOWER].side.app.s->n_tok, want = web_side[0].side.app.s->n_tok;
+            CHECK(held == want, "%s: %d tokens, not %d", paper[m][0], held, want);
+            if (!turn) free(web_reply(0, web_lines_said[1]));
         }
         Json *j = web_json(m == 3 ? web_lines() : web_trace());
-        static const char *const holds[] = { "layer04.head00.lychee.scores", "pats.bits", "layer01.dililazy.budgets" };
-        const Json *part = m == 3 ? json_get(json_get(j, "trace"), "layer00.k") : json_get(j, holds[m]);
-        const Json *x = part ? json_get(part, "x") : NULL;
-        CHECK(x && *x->str, "%s: nothing to draw", paper[m]);
+        const Json *x = json_get(json_get(m == 3 ? json_get(j, "trace") : j, paper[m][1]), "x");
+        CHECK(x && *x->str, "%s: nothing to draw", paper[m][0]);
         json_free(j);
     }
     web_clear(0);
-    CHECK(!*web_follow(FOLLOWER, 0) && !web_side[FOLLOWER].side.app.s->n_tok,
-          "a dialogue that was forgotten");
-    for (int i = 0; i < SIDES; i++) web_close(i);
-    app_close(&web);
-    web = (App){ 0 };
+    CHECK(!*web_follow(FOLLOWER, 0) && !web_side[FOLLOWER].side.app.s->n_tok, "a dialogue that was forgotten");
+    web_end_test();
 }
 
 // ==================================================================================================== 15 THE PROGRAM FROM OUTSIDE
@@ -340,38 +304,33 @@ TEST(web_sides,
 
 static char sh_out[1 << 20], sh_err[1 << 16];
 
-// Reads a file into buf as a text; an empty one where there is no file.
-static void slurp_into(const char *path, char *buf, size_t size) {
-    FILE *f = fopen(path, "rb");
-    size_t n = f ? fread(buf, 1, size - 1, f) : 0;
-    buf[n] = 0;
-    if (f) fclose(f);
-}
-
 // Leaves the running test out where ./kvcomp is not built.
 static void needs_program(void) {
     if (access("./kvcomp", X_OK)) leave_out("./kvcomp (make kvcomp)");
 }
 
+// Reads a file into buf as a text, and removes it.
+static void take_file(const char *path, char *buf, size_t size) {
+    FILE *f = fopen(path, "rb");
+    buf[f ? fread(buf, 1, size - 1, f) : 0] = 0;
+    if (f) fclose(f);
+    unlink(path);
+}
+
 // Runs a command. Returns its exit code; stdout is in sh_out, stderr in sh_err.
 static int sh(const char *fmt, ...) {
-    needs_program();
     static char cmd[16384], full[16700];
-    char o[64], e[64];
+    const char *o = tmp_path("sh_out"), *e = tmp_path("sh_err");
     va_list ap;
+    needs_program();
     va_start(ap, fmt);
     vsnprintf(cmd, sizeof cmd, fmt, ap);
     va_end(ap);
-    snprintf(o, sizeof o, "/tmp/kvt_%d_out", (int)getpid());
-    snprintf(e, sizeof e, "/tmp/kvt_%d_err", (int)getpid());
     // -d auto is the CPU, whatever the machine has.
-    snprintf(full, sizeof full, "{ export CUDA_VISIBLE_DEVICES= ; %s ; } >%s 2>%s </dev/null", cmd,
-             o, e);
+    snprintf(full, sizeof full, "{ export CUDA_VISIBLE_DEVICES= ; %s ; } >%s 2>%s </dev/null", cmd, o, e);
     int rc = system(full);
-    slurp_into(o, sh_out, sizeof sh_out);
-    slurp_into(e, sh_err, sizeof sh_err);
-    unlink(o);
-    unlink(e);
+    take_file(o, sh_out, sizeof sh_out);
+    take_file(e, sh_err, sizeof sh_err);
     return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
 }
 
@@ -382,78 +341,76 @@ static int sh(const char *fmt, ...) {
 
 // Does the text match the pattern, in which a * stands for any characters?
 static int matches(const char *text, const char *pattern) {
-    const char *star = NULL, *back = NULL;
-    while (*text) {
-        if (*pattern == '*') {
-            star = pattern++;
-            back = text;
-        } else if (*pattern == *text) {
-            pattern++;
-            text++;
-        } else if (star) {
-            pattern = star + 1;
-            text = ++back;
-        } else {
-            return 0;
-        }
+    size_t n = strcspn(pattern, "*");
+    if (strncmp(text, pattern, n)) return 0;
+    while (text && pattern[n]) {            // behind a star, as near as possible; what is behind the last one ends the text
+        text += n;
+        pattern += n + 1;
+        n = strcspn(pattern, "*");
+        text = pattern[n] ? memmem(text, strlen(text), pattern, n) : text + max_size(strlen(text), n) - n;
+        if (text && !pattern[n]) return !strcmp(text, pattern);
     }
-    while (*pattern == '*') pattern++;
-    return !*pattern;
+    return text && !text[n];
 }
 
-// The lines of `got` against the patterns of `want`, in order; a pattern "*" is any number of lines. Says where they
-// part.
-static void lines_match(const char *file, const char *cmd, const char *which, char *got, const char *want) {
-    char *rest = got;
-    int any = 0, c = (int)strcspn(cmd, "\n");
-    while (*want) {
-        char pattern[2048];
-        size_t n = strcspn(want, "\n");
-        snprintf(pattern, sizeof pattern, "%.*s", (int)n, want);
-        want += n + (want[n] == '\n');
-        if (!strcmp(pattern, "*")) {
-            any = 1;
-            continue;
-        }
-        int found = 0;
-        while (*rest && !found) {
-            size_t m = strcspn(rest, "\n");
-            char end = rest[m];
-            rest[m] = 0;
-            found = matches(rest, pattern);
-            if (!found && !any) {
-                CHECK(0, "%s: $ %.*s\n  %s has: %s\n  expected:   %s", file, c, cmd, which, rest, pattern);
-                return;
-            }
-            rest += m + (end != 0);
-        }
-        CHECK(found, "%s: $ %.*s\n  %s lacks: %s", file, c, cmd, which, pattern);
-        if (!found) return;
-        any = 0;
+// Cuts the next line off a text; NULL: there is none.
+static char *next_line(char **text) {
+    char *line = *text, *end = strchr(line, '\n');
+    *text = end ? end + 1 : line + strlen(line);
+    if (end) *end = 0;
+    return *line || end ? line : NULL;
+}
+
+// A step of a transcript: a command, what its lines on stdout and stderr match, and its exit code.
+typedef struct {
+    char kind, cmd[8192], out[16384], err[16384];
+    int code, ends;             // ends: 1: the exit code is written
+    struct Pty *pty;
+} Step;
+
+// The lines of `got` against the patterns of `want`, in order; a pattern "*" is any number of lines. Says where they part.
+static void lines_match(const char *about, const char *which, char *got, char *want) {
+    int any = 0;
+    for (char *pattern, *line = NULL; (pattern = next_line(&want)); ) {
+        any |= !strcmp(pattern, "*");
+        if (!strcmp(pattern, "*")) continue;
+        do line = next_line(&got);
+        while (any && line && !matches(line, pattern));
+        any = line && matches(line, pattern) ? 0 : -1;
+        CHECK(!any, "%s\n  %s: %s\n  expected: %s", about, which, line ? line : "nothing more", pattern);
+        if (any) return;
     }
-    CHECK(any || !*rest, "%s: $ %.*s\n  %s goes on: %.400s", file, c, cmd, which, rest);
+    CHECK(any || !*got, "%s\n  %s goes on: %.400s", about, which, got);
+}
+
+// A command ends with this code, and with one line on stderr, which holds the words (* is any text), beside that of a
+// reply; no words: it says nothing. What is refused has nothing on stdout.
+static void command_says(const char *about, const char *cmd, int want, const char *words) {
+    int code = sh("{ %s\n}", cmd), lines = lines_in(sh_err) - (strstr(sh_err, "[turn 1 | ") != NULL);
+    CHECK(code == want && matches(sh_err, formatted("*%s*", words)) && lines == (*words != 0), "%s: exit code %d: %s", about,
+          code, sh_err);
+    CHECK(!want || !*sh_out, "%s: on stdout: %s", about, sh_out);
 }
 
 // ---- a program on a terminal that is waited for, not slept for
 
-typedef struct {
-    int fd, tty;  // the two ends
+typedef struct Pty {
+    int fd, tty;                // the two ends
     pid_t pid;
     char seen[1 << 18];
-    size_t n, from;  // bytes seen; where the next pty_wait begins
+    size_t n, from;             // bytes seen; where the next pty_wait begins
 } Pty;
 
 // Starts a command of a transcript on a pseudo-terminal.
 static Pty *pty_start(const char *cmd) {
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
+    struct rlimit none = { 0, 0 };
     Pty *p = xcalloc(1, sizeof *p);
-    char text[4200];
-    snprintf(text, sizeof text, "exec %.4100s", cmd);
+    const char *text = formatted("exec %s", cmd);
     needs_program();
     if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
     p->pid = fork();
     if (p->pid) return p;
-    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
-    struct rlimit none = { 0, 0 };
     for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
     setrlimit(RLIMIT_CORE, &none);
     setenv("TERM", "xterm", 1);
@@ -512,115 +469,123 @@ static int pty_end(Pty *p) {
     return code;
 }
 
-// ---- what a terminal is asked in a transcript
-
 // The longest line of a text of one column a byte.
 static int widest_line(const char *s) {
     int most = 0;
-    for (; *s; s += s[strcspn(s, "\n")] == '\n' ? strcspn(s, "\n") + 1 : strcspn(s, "\n"))
-        most = max_int(most, (int)strcspn(s, "\n"));
+    for (size_t n; *s; s += n + (s[n] != 0)) {
+        n = strcspn(s, "\n");
+        most = max_int(most, (int)n);
+    }
     return most;
 }
 
-// A line of a transcript as it is meant: \r, \n, \t, \e and \\, ^X for Ctrl-X, ^? for the key that deletes; $T: the folder.
-static const char *keys_of(const char *line, const char *folder) {
+// What stands in a transcript as it is meant: \r, \n, \t, \e and \\, ^X for Ctrl-X, ^? for the key that deletes; $T: the folder.
+static char *keys_of(const char *line) {
     static char keys[2048];
     int n = 0;
     for (; *line; line++) {
         const char *at = strchr("r\rn\nt\te\x1b", *line == '\\' ? line[1] : '!');
-        if (!strncmp(line, "$T", 2)) n += sprintf(keys + n, "%s", folder);
-        else if (*line == '\\') keys[n++] = at ? at[1] : line[1];
+        int folder = !strncmp(line, "$T", 2), pair = folder || *line == '\\' || *line == '^';
+        if (folder) n += sprintf(keys + n, "%s", getenv("T"));
         else if (*line == '^') keys[n++] = line[1] == '?' ? 127 : (char)(line[1] & 31);
-        else keys[n++] = *line;
-        line += (*line == '\\' || *line == '^' || !strncmp(line, "$T", 2)) && line[1];
+        else keys[n++] = *line != '\\' ? *line : at ? at[1] : line[1];
+        line += pair && line[1];
     }
     keys[n] = 0;
     return keys;
 }
 
-// "|": a prompt has come. "| TEXT": the line is drawn anew by Ctrl-L, and reads so: what follows only moves the cursor.
-static int prompt_reads(Pty *p, const char *text) {
+// A prompt has come; with a line: it is drawn anew by Ctrl-L, and reads so: what follows only moves the cursor.
+static int prompt_reads(Pty *p, const char *line) {
     static const char prompt[] = "\x1b[32m> \x1b[0m";
-    char want[2100];
-    if (!*text) return pty_wait(p, prompt);
-    snprintf(want, sizeof want, "\x1b[2J%s%s", prompt, text);
+    if (!line) return pty_wait(p, prompt);
     pty_type(p, "\f");
-    if (!pty_wait(p, want)) return 0;
+    if (!pty_wait(p, formatted("\x1b[2J%s%s", prompt, line))) return 0;
     const char *rest = p->seen + p->from;
     return strspn(rest, "\b\r") == strlen(rest);
 }
 
 // A line of a transcript behind "@ ": what is typed, waited for, or must not have come.
-static void terminal_line(const char *file, Pty *p, const char *line, const char *folder) {
-    static char text[2048], all[1 << 15];
-    char *rest = (char *)line + 1;
-    int times = isdigit((unsigned char)*rest) ? (int)strtol(rest, &rest, 10) : -1, come = 0;
-    snprintf(text, sizeof text, "%s", keys_of(rest + (*rest == ' '), folder));
-    for (*all = 0; *line == '<' && times > 1; times--) strcat(all, text);
-    if (*line == '<') pty_type(p, strcat(all, text));
-    if (*line == '~') CHECK(pty_wait(p, text), "%s: %s\n  has not come: %.2000s", file, line, p->seen);
-    if (*line == '|') CHECK(prompt_reads(p, text), "%s: %s: %.2000s", file, line, p->seen);
-    for (char *at = p->seen; *line == '-' && (at = memmem(at, p->n - (size_t)(at - p->seen), text, strlen(text))); at++) come++;
-    if (*line == '-') CHECK(come == max_int(times, 0), "%s: %s\n  has come %d times: %.2000s", file, line, come, p->seen);
-    char *words = *line == ':' ? strstr(text, " | ") : NULL;        // ": KEYS | WORDS": a line, its answer, the next prompt
+static void terminal_line(const char *file, Pty *p, const char *line) {
+    char *rest = (char *)line + 1, *keys, *words;
+    int times = isdigit((unsigned char)*rest) ? (int)strtol(rest, &rest, 10) : -1, right = 1;
+    keys = keys_of(rest + (*rest == ' '));
+    words = strchr("<:;", *line) ? strstr(keys, " | ") : NULL;
     if (words) *words = 0;
-    if (words) pty_type(p, strcat(strcpy(all, text), "\r"));
-    if (words) CHECK(pty_wait(p, words + 3) && prompt_reads(p, ""), "%s: %s\n  has not come: %.2000s", file, line, p->seen);
-    if (*line == '&') CHECK(!sh("%s", line + 1), "%s: %s: %s", file, line, sh_err);
-    if (!strcmp(line, "sane")) CHECK(pty_sane(p), "%s: the terminal is not in its usual mode", file);
-    if (*line == 'w' && times > 0) CHECK(widest_line(p->seen) <= times + 1, "%s: %s: wider: %s", file, line, p->seen);
-    if (!strcmp(line, "raw")) CHECK(!pty_sane(p), "%s: the terminal is in its usual mode", file);
+    if (words) words += 3;
+    for (int i = 0; strchr("<:;", *line) && i < abs(times); i++) pty_type(p, keys);
+    if (*line == ':') pty_type(p, "\r");
+    if (*line == '~') right = pty_wait(p, keys);
+    if (*line == ';') right = prompt_reads(p, words);
+    else if (words) right = pty_wait(p, words);
+    if (*line == '|') right = prompt_reads(p, *keys ? keys : NULL);
+    if (*line == ':') right &= prompt_reads(p, NULL);
+    if (*line == '-') {
+        int come = 0;
+        for (char *at = p->seen; (at = memmem(at, p->n - (size_t)(at - p->seen), keys, strlen(keys))); at++) come++;
+        right = come == max_int(times, 0);
+    }
+    if (*line == '&') right = !sh("%s", line + 1);
+    if (!strcmp(line, "sane")) right = pty_sane(p);
+    if (!strcmp(line, "raw")) right = !pty_sane(p);
+    if (*line == 'w') right = widest_line(p->seen) <= times + 1;
     if (!strncmp(line, "kill ", 5)) kill(p->pid, atoi(line + 5));
+    CHECK(right, "%s: %s: what came is %.2000s", file, line, p->seen);
 }
 
 // "COMMAND | WHAT": does this machine lack WHAT? The command fails then.
 static int transcript_lacks(char *line) {
     char *what = strstr(line, " | ");
-    line[strcspn(line, "\n")] = *what = 0;
+    *what = 0;
     if (!sh("%s", line)) return 0;
     lack(copy_text(what + 3), 1);
     return 1;
 }
 
-// A step of a transcript: a command, what its lines on stdout and stderr match, and its exit code.
-typedef struct {
-    char kind, cmd[8192], out[16384], err[16384];
-    int want;
-    Pty *pty;
-} Step;
-
 // Ends a step: what it was to do is done, and compared.
 static void step_end(const char *file, Step *s) {
-    int code = s->pty ? pty_end(s->pty) : s->kind == '$' ? sh("{ %s}", s->cmd) : s->want;
-    CHECK(code == s->want, "%s: %c %s\n  exit code %d, expected %d: %.2000s", file, s->kind, s->cmd, code, s->want,
-          s->pty ? s->pty->seen : sh_err);
-    if (s->kind == '$') lines_match(file, s->cmd, "stdout", sh_out, s->out);
-    if (s->kind == '$') lines_match(file, s->cmd, "stderr", sh_err, s->err);
+    const char *about = formatted("%s: %c %.400s", file, s->kind, s->cmd);
+    if (s->pty && s->kind == '@' && !s->ends) pty_type(s->pty, "\x01\x0b\x04");
+    int code = s->pty ? pty_end(s->pty) : s->kind == '$' ? sh("{ %s}", s->cmd) : s->code;
+    CHECK(code == s->code, "%s\n  exit code %d, expected %d: %.2000s", about, code, s->code, s->pty ? s->pty->seen : sh_err);
+    if (s->kind == '$') lines_match(about, "stdout", sh_out, s->out);
+    if (s->kind == '$') lines_match(about, "stderr", sh_err, s->err);
     free(s->pty);
     memset(s, 0, sizeof *s);
 }
 
-// A line of a table, "CODE | $L | WORDS": the command ends with this code, and with one line on stderr, which holds the
-// words (* is any text), beside that of a reply; no words: it says nothing. What is refused has nothing on stdout.
-static void step_of_table(const char *file, const char *cmd, char *line) {
-    char *part[3], words[1024];
-    int n = case_parts(line, part, 3);
-    CHECK(n == 3, "%s: %d parts: %s", file, n, line);
-    if (n < 3) return;
-    setenv("L", part[1], 1);
-    snprintf(words, sizeof words, "*%s*", part[2]);
-    int want = atoi(part[0]), code = sh("{ %s}", cmd), lines = lines_in(sh_err) - (strstr(sh_err, "[turn 1 | ") != NULL);
-    CHECK(code == want && matches(sh_err, words) && lines == (*part[2] != 0), "%s: %s | %s: exit code %d: %s", file,
-          part[1], part[2], code, sh_err);
-    CHECK(!want || !*sh_out, "%s: %s: on stdout: %s", file, part[1], sh_out);
+// A line of a transcript that belongs to a step.
+static void step_line(const char *file, Step *s, char *line) {
+    char *part[3] = { "", "", "" };
+    if (!strncmp(line, "= ", 2)) {
+        s->ends = 1;
+        s->code = atoi(line + 2);
+    } else if (s->kind == '+') {
+        const char *about = formatted("%s: %s", file, line);
+        int n = case_parts(line, part, 3);
+        setenv("L", part[1], 1);
+        CHECK(n == 3, "%s: %d parts", about, n);
+        if (n == 3) command_says(about, s->cmd, atoi(part[0]), part[2]);
+    } else if (s->pty) {
+        terminal_line(file, s->pty, line);
+    } else if (!strncmp(line, "! ", 2)) {
+        strcat(strcat(s->err, line + 2), "\n");
+    } else if (!strncmp(line, "~ ", 2)) {
+        strcat(strcat(strcat(s->err, "*\n*"), line + 2), "*\n*\n");
+    } else {
+        strcat(strcat(s->out, line), "\n");
+    }
 }
 
 // A transcript. "$ " begins a command and "> " goes on with it; then "= N" is its exit code, if it is not 0, "! " a line
 // of stderr, and every other line one of stdout, in which * is any text; a * alone is any number of lines. "~ " is a line
-// of stderr that holds the words, with any lines before and behind it. "# " says something. $T is a folder of the transcript's own; $SYN, $TINY and $CHAT begin commands. "+ " begins a command that is
-// run for every line of the table below it, with $L (see step_of_table). "@ " begins a program on a terminal, and "= -N"
-// behind it the signal that ended it; test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what
-// follows, up to the next ?, where the command fails, because this machine lacks WHAT.
+// of stderr that holds the words, with any lines before and behind it. "# " says something. $T is a folder of the
+// transcript's own; $SYN, $TINY and $CHAT begin commands.
+//
+// "=2 COMMAND | WORDS" is a command that ends with 2 and says this (see command_says). "+ " begins a command that is run
+// so for every line "2 | $L | WORDS" of the table below it. "@ " begins a chat on a terminal, "@@ " another program there;
+// test/cli/terminal.txt says what follows. "? COMMAND | WHAT" leaves out what follows, up to the next ?, where the command
+// fails, because this machine lacks WHAT.
 static void transcript(const char *path) {
     static char line[4096];
     static Step s;
@@ -634,27 +599,26 @@ static void transcript(const char *path) {
     setenv("TINY", "./kvcomp --synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", 1);
     setenv("CHAT", CHAT, 1);
     while (f && fgets(line, sizeof line, f)) {
-        int begins = strchr("$@+?", *line) && line[1] == ' ';
+        line[strcspn(line, "\n")] = 0;
+        int at = !strncmp(line, "@@", 2), says = *line == '=' && isdigit((unsigned char)line[1]);
+        int begins = says || (strchr("$@+?", *line) && line[1 + at] == ' ');
+        char *words = line + strlen(line);
         if (begins) step_end(path, &s);
         if (begins && *line == '?') left_out = transcript_lacks(line + 2);
-        if (left_out || *line == '\n' || *line == '#' || (begins && *line == '?')) continue;
-        if (begins) s.kind = *line;
-        if (begins || !strncmp(line, "> ", 2) || !strcmp(line, ">\n")) {
-            strcat(s.cmd, line[1] == ' ' ? line + 2 : line + 1);
-            if (s.kind == '@') s.pty = pty_start(s.cmd);
-        } else if (!strncmp(line, "= ", 2)) {
-            s.want = atoi(line + 2);
-        } else if (s.kind == '+') {
-            step_of_table(path, s.cmd, line);
-        } else if (s.pty) {
-            line[strcspn(line, "\n")] = 0;
-            terminal_line(path, s.pty, line, folder);
-        } else if (!strncmp(line, "! ", 2)) {
-            strcat(s.err, line + 2);
-        } else if (!strncmp(line, "~ ", 2)) {
-            sprintf(s.err + strlen(s.err), "*\n*%.*s*\n*\n", (int)strcspn(line + 2, "\n"), line + 2);
+        if (left_out || !*line || *line == '#' || (begins && *line == '?')) continue;
+        if (says) {
+            const char *about = formatted("%s: %.400s", path, line);
+            while (words > line && strncmp(words, " |", 2)) words--;
+            *words = 0;
+            words += 2 + (words[2] == ' ');
+            command_says(about, strchr(line, ' '), atoi(line + 1), words);
+        } else if (begins || *line == '>') {
+            s.kind = at ? '^' : begins ? *line : s.kind;
+            strcat(strcat(s.cmd, line + 1 + at + (line[1 + at] == ' ')), "\n");
+            if (*line == '@') s.pty = pty_start(s.cmd);
+            if (s.kind == '@') CHECK(prompt_reads(s.pty, NULL), "%s: %s: no prompt: %.2000s", path, line, s.pty->seen);
         } else {
-            strcat(s.out, line);
+            step_line(path, &s, line);
         }
     }
     step_end(path, &s);
@@ -715,37 +679,27 @@ TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tell
                   "budget that the method opens with") {
     OWN_MODEL Tiny tiny = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     OWN_OPTIONS Options *none = options_of("");
-    char err[512];
     CHECK(sh("./kvcomp --list-methods") == 0 && !*sh_err, "%s", sh_err);
-    char list[1 << 14];
-    snprintf(list, sizeof list, "%.16000s", sh_out);
+    OWN char *list = copy_text(sh_out);
     int n = 0;
     EACH_METHOD (at) {
         const Method *m = *at;
-        char want[64];
-        snprintf(want, sizeof want, "%s%s ", n++ ? "\n" : "", m->name);
-        CHECK(strstr(list, want), "%s", m->name);
-        CHECK(sh("./kvcomp --help %s", m->name) == 0 && strstr(sh_out, m->keeps) && m->paper &&
-                  strstr(sh_out, m->paper),
-              "%s", m->name);
-        for (const Opt *o = m->opts; o && o->name; o++) {
-            snprintf(want, sizeof want, "--%s", o->name);
-            CHECK(strstr(sh_out, want), "--help %s does not tell %s", m->name, want);
-        }
-        snprintf(want, sizeof want, "Uses --budget %d", m->budget);
-        if (m->budget)
-            CHECK(strstr(sh_out, want) && strstr(sh_out, "or --ratio"), "--help %s: %s", m->name,
-                  want);
-        if (m->uses) CHECK(strstr(sh_out, m->uses), "--help %s: %s", m->name, m->uses);
+        CHECK(strstr(list, formatted("%s%s ", n++ ? "\n" : "", m->name)), "%s is not listed", m->name);
+        const char *told[] = { m->keeps, m->paper, m->uses ? m->uses : "", m->budget ? "or --ratio" : "",
+                               m->budget ? formatted("Uses --budget %d", m->budget) : "" };
+        CHECK(sh("./kvcomp --help %s", m->name) == 0, "%s", sh_err);
+        for (int i = 0; i < 5; i++) CHECK(strstr(sh_out, told[i]), "--help %s does not tell %s", m->name, told[i]);
+        for (const Opt *o = m->opts; o && o->name; o++)
+            CHECK(strstr(sh_out, formatted("--%s", o->name)), "--help %s does not tell --%s", m->name, o->name);
 
-        // Which need a file of scores.
+        // Two need a file of scores.
+        char err[512];
         int has = m->budget && strcmp(m->name, "dililazy") && strcmp(m->name, "headkv");
         Session *s = has ? session_try(tiny.c, tiny.w, none, m->name, err) : NULL;
         CHECK(!has || (s && s->budget == m->budget), "%s opens with %d", m->name, s ? s->budget : -1);
         session_close(s);
     }
     CHECK(lines_in(list) == n, "%d lines, %d methods", lines_in(list), n);
-    CHECK(sh("./kvcomp --help nosuch") == 2, "%s", sh_err);
 }
 
 TEST(cli_options_help, "--help is one screen of at most 25 options and 100 columns, --help all has every option, at most "
@@ -760,11 +714,7 @@ TEST(cli_options_help, "--help is one screen of at most 25 options and 100 colum
     for (const char *p = sh_out; (p = strstr(p, "\n  -")); p++) options++;
     CHECK(options <= 25, "%d options on the first screen", options);
     CHECK(sh("./kvcomp --help all") == 0 && widest_line(sh_out) <= 100, "%d columns", widest_line(sh_out));
-    for (int i = 0; i < n; i++) {
-        char want[96];
-        snprintf(want, sizeof want, "--%s", all->map[i].key);
-        CHECK(strstr(sh_out, want), "%s", want);
-    }
+    for (int i = 0; i < n; i++) CHECK(strstr(sh_out, formatted("--%s", all->map[i].key)), "no --%s", all->map[i].key);
     EACH_METHOD (at)
         for (const Opt *o = (*at)->opts; o && o->name; o++)
             CHECK(methods_look_at((*at)->name, o->name), "%s --%s", (*at)->name, o->name);
@@ -808,35 +758,23 @@ TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made
 
 // ---- files that are none, texts with a 0 byte, control characters, options without effect
 
-TEST(shown_controls, "control characters from outside are shown on stderr and in a chat on a terminal, and stay as they are in a "
-                     "pipe") {
-    static const struct {
-        const char *in;
-        size_t n;
-        const char *out;
-    } cases[] = {
-        { "a\tb\n", 4, "a\tb\n" },
-        { "\x1b[2J", 4, "\\x1b[2J" },
-        { "\r\0\x7f", 3, "\\x0d\\x00\\x7f" },
-        { "\xc2\x9b" "1m", 4, "\\u009b1m" },
-        { "\x9b" "1m", 3, "\\x9b1m" },
-        { "\xc3\x9b", 2, "\xc3\x9b" },
-        { "\xe2\x82\xac \xf0\x9f\x98\x80", 8, "\xe2\x82\xac \xf0\x9f\x98\x80" },
-        { "\xe2\x9b", 2, "\xe2\\x9b" },
-        { "\xc2\xa0", 2, "\xc2\xa0" },
-        { "", 0, "" },
-    };
+// Writes bytes as they are shown; malloc'd.
+static char *shown(const char *s, size_t size) {
+    char *out = NULL;
+    size_t n;
+    FILE *f = memory_stream(&out, &n);
+    show(f, s, size);
+    memory_stream_close(f);
+    return out;
+}
 
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char *out = NULL;
-        size_t n = 0;
-        FILE *f = memory_stream(&out, &n);
-        show(f, cases[i].in, cases[i].n);
-        memory_stream_close(f);
-        CHECK(!strcmp(out, cases[i].out), "case %zu: %s", i, out);
-        free(out);
-    }
-    for (int pipes = 0; pipes < 2; pipes++) {       // a reply is shown on a terminal, and raw in a pipe
+TABLE(shown_controls, 2, "control characters from outside are shown on stderr and in a chat on a terminal") {
+    OWN char *out = shown(part[0], case_size[0]);
+    CHECK(!strcmp(out, part[1]), "%s, expected %s", out, part[1]);
+}
+
+TEST(shown_replies, "a reply is shown on a terminal, and raw in a pipe") {
+    for (int pipes = 0; pipes < 2; pipes++) {
         int end[2];
         char got[64] = "", *text = NULL;
         if (pipes ? pipe(end) : openpty(&end[0], &end[1], NULL, NULL, NULL)) leave_out(NO_TERMINAL);
@@ -848,12 +786,10 @@ TEST(shown_controls, "control characters from outside are shown on stderr and in
         fclose(f);
         close(end[0]);
     }
-    // What a table of replies draws
-    static const struct { const char *s; int width; } drawn[] = {
-        { "\x7f", 1 }, { "\xc2\x9b", 1 }, { "\x9b", 1 }, { "\x1b", 1 }, { "\xff", 1 }, { "\xe4\xb8\xad", 2 }, { "a", 1 },
-    };
-    for (size_t i = 0; i < sizeof drawn / sizeof *drawn; i++)
-        CHECK(char_width(drawn[i].s, (int)strlen(drawn[i].s)) == drawn[i].width, "%zu", i);
+}
+
+TABLE(shown_cells, 2, "how wide a character is in a table of replies") {
+    CHECK(char_width(part[0], (int)case_size[0]) == atoi(part[1]), "%s", part[0]);
 }
 
 // ---- memory
@@ -865,43 +801,34 @@ static int run_short(long n, const char *args) {
               args);
 }
 
-TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, a report or a benchmark: one "
-                "line and exit 4, or full success") {
+TABLE(no_memory, 2, "whichever allocation fails, in loading, a chat, an evaluation, a report, a benchmark or saving: one line "
+                    "and exit 4, or full success; no file in the making is left") {
     static char want[1 << 16];
-    static const struct {
-        const char *args;
-        int samples;
-    } runs[] = {
-        { "-m models/kvcomp-tiny -t 1 -d cpu --inspect", 6 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < $M", 24 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval test/tasks/facts.jsonl --eval-items 1 "
-          "--compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 16 },
-        { "--synthetic L1,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny -t 1 -d cpu -q -c 600 "
-          "--method streaming --report $M.html | cut -d'|' -f2-5", 8 },
-        { "--bench --synthetic L1,H4,G2,D16,C32,F64,V64 --bench-prompts 9 --bench-depths 9 -r 1 -t 1 -d cpu | wc -l", 6 },
-    };
-    setenv("M", tmp_path("chat"), 1);
+    const char *args = part[1], *told;
+    OWN char *folder = copy_text(tmp_path("memory"));
+    int samples = atoi(part[0]), piped = strchr(args, '|') != NULL;         // the exit code is then cut's
+    mkdir(folder, 0755);
+    setenv("M", formatted("%s/m", folder), 1);
     put_text(getenv("M"), "hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n");
+    put_text(formatted("%s.ids", getenv("M")), "1 2 3\n");
+    CHECK(run_short(0, args) == 0, "%s: %s", args, sh_err);
+    told = strstr(sh_err, "allocations ");
+    long total = told ? atol(told + 12) : 0;
+    CHECK(total > 100, "%s: %ld allocations", args, total);
+    snprintf(want, sizeof want, "%.60000s", sh_out);
     rnd_seed(19);
-    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
-        int piped = strchr(runs[i].args, '|') != NULL;  // the exit code is then cut's
-        CHECK(run_short(0, runs[i].args) == 0, "%s: %s", runs[i].args, sh_err);
-        const char *told = strstr(sh_err, "allocations ");
-        long total = told ? atol(told + 12) : 0;
-        CHECK(total > 100, "%s: %ld allocations", runs[i].args, total);
-        snprintf(want, sizeof want, "%.60000s", sh_out);
-        for (int k = 0; k <= runs[i].samples; k++) {
-            // the first few, then anywhere, more often early; the last is one that no longer happens
-            long n = k < 4 ? k + 1 : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
-            if (k == runs[i].samples) n = total + 1;
-            int rc = run_short(n, runs[i].args);
-            const char *line = strstr(sh_err, "kvcomp: out of memory");
-            int refused = (rc == EXIT_MEMORY || piped) && line && !strstr(line + 1, "kvcomp: ");
-            CHECK(n <= total ? refused : !rc && !line && !strcmp(want, sh_out), "%s: allocation %ld of %ld: exit %d: %s",
-                  runs[i].args, n, total, rc, sh_err);
-        }
+    for (int k = 0; k <= min_int(samples, (int)total); k++) {
+        // all, or the first few, then anywhere, more often early; the last is one that no longer happens
+        long n = k < 4 || total <= samples ? k + 1 : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
+        if (k == samples) n = total + 1;
+        int rc = run_short(n, args);
+        const char *line = strstr(sh_err, "kvcomp: out of memory");
+        int refused = (rc == EXIT_MEMORY || piped) && line && !strstr(line + 1, "kvcomp: ");
+        CHECK(n <= total ? refused : !rc && !line && !strcmp(want, sh_out), "%s: allocation %ld of %ld: exit %d: %s", args, n,
+              total, rc, sh_err);
     }
+    CHECK(sh("ls -A %s | grep kvcomp-", folder) == 1, "%s: left are %s", args, sh_out);
+    tmp_clear(folder);
 }
 
 // ---- the floors
@@ -965,33 +892,32 @@ static const char *save_folder(char d[64]) {
 // How many files a folder holds, those with a dot in front included.
 static int files_in(const char *d) { return sh("ls -A %s | wc -l", d) ? -1 : atoi(sh_out); }
 
+// Does another bit in this byte make another model?
+static int tells_apart(Tiny m, const void *byte) {
+    unsigned char *at = (unsigned char *)(uintptr_t)byte;
+    uint64_t was = model_fingerprint(m.c, m.w);
+    *at ^= 128;
+    int other = model_fingerprint(m.c, m.w) != was;
+    *at ^= 128;
+    return other && model_fingerprint(m.c, m.w) == was;
+}
+
 TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
                           "fingerprint; threads do not") {
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
-    uint64_t was = model_fingerprint(m.c, m.w);
     for (int l = 0; l < 2; l++) {
         Layer *y = &m.w->layer[l];
         const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq,     &y->wk,
                                 &y->wv,        &y->wo,       &y->gate,   &y->up,
                                 &y->down,      &m.w->embed,  &m.w->norm, &m.w->head };
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-            unsigned char *last = (unsigned char *)all[i]->data + tensor_bytes(all[i]) - 1;
-            *last ^= 128;
-            CHECK(model_fingerprint(m.c, m.w) != was, "layer %d, tensor %zu", l, i);
-            *last ^= 128;
-        }
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+            CHECK(tells_apart(m, (const char *)all[i]->data + tensor_bytes(all[i]) - 1), "layer %d, tensor %zu", l, i);
     }
-    m.c->eps *= 2;
-    CHECK(model_fingerprint(m.c, m.w) != was, "eps");
-    m.c->eps /= 2;
-    ((double *)m.w->inv_freq64)[1] *= 2;
-    CHECK(model_fingerprint(m.c, m.w) != was, "the frequencies");
-    ((double *)m.w->inv_freq64)[1] /= 2;
-    CHECK(model_fingerprint(m.c, m.w) == was, "as it was");
+    CHECK(tells_apart(m, &m.c->eps) && tells_apart(m, &m.w->inv_freq64[1]), "eps and the frequencies");
     char text[200];
     for (int i = 0; i < 200; i++) text[i] = (char)i;
-    for (int n = 1; n < 200; n++)
-        for (int bit = 0; bit < 8 * n; bit++) {
+    for (int bit = 0; bit < 8 * 199; bit++)
+        for (int n = bit / 8 + 1; n < 200; n++) {
             uint64_t h = hash_bytes(1, text, (size_t)n);
             text[bit / 8] ^= 1 << bit % 8;
             CHECK(hash_bytes(1, text, (size_t)n) != h, "bit %d of %d bytes", bit, n);
@@ -1148,146 +1074,77 @@ TEST(session_resume, "a dialogue that is saved and gone on with has the replies,
     CHECK(files_in(d) == 0 && !rmdir(d), "something is left");
 }
 
-static int stop_calls[2];  // calls of attend, commit
+static int attended, committed;         // calls of the method "stops", in which somebody presses Ctrl-C
 
-// Attention of a method in which somebody presses Ctrl-C.
 static void stop_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     (void)ms;
-    stop_calls[0]++;
+    attended++;
     interrupts = 1;
     attn_prefill(s, l, out, q, 0, T);
 }
 
-// Counts the commits: none may follow a prefill that was given up.
 static void stop_commit(Session *s, void *ms, int l, const float *q, int T) {
-    (void)s;
-    (void)ms;
-    (void)l;
-    (void)q;
-    (void)T;
-    stop_calls[1]++;
+    (void)s, (void)ms, (void)l, (void)q, (void)T;
+    committed++;
 }
 
-TEST(stop_layer, "a prefill is given up within its first layer and leaves no room behind there; a pass whose caller did not "
-                 "ask for it runs to its end") {
+TEST(stop_layer, "a prefill is given up within its first layer, commits nothing and leaves no room behind; a pass whose caller "
+                 "did not ask for it runs to its end") {
     static const Method stops = { .name = "stops", .attend = stop_attend, .commit = stop_commit };
-    int ids[500];
-    for (int i = 0; i < 500; i++) ids[i] = i % 31;
+    const int *ids = seven_ids(500, 31);
     OWN_MODEL Tiny m = tiny_model(3, 4, 2, 8, 16, 24, 31, 5);
     App a = { .s = session_of(m, "full", "batch-size=16") };
-    const Method *full = a.s->part[0].m;
+    Session *s = a.s;
     jmp_buf stop;
-    prefill(a.s, ids, 20);
-    const size_t held = kv_bytes(a.s);
-    a.s->part[0].m = &stops;
-    a.s->unwanted = stop_asked;
-    a.s->stop = &stop;
-    memset(stop_calls, 0, sizeof stop_calls);
-    interrupts = 0;
+    prefill(s, ids, 20);
+    const size_t held = kv_bytes(s);
+    const Method *full = s->part[0].m;
+    s->part[0].m = &stops;
+    s->unwanted = stop_asked;
+    s->stop = &stop;
+    attended = committed = interrupts = 0;
     if (!setjmp(stop)) {
-        prefill(a.s, ids, 500);
+        prefill(s, ids, 500);
         CHECK(0, "the prefill ran to its end");
     }
-    CHECK(stop_calls[0] == 1 && !stop_calls[1], "attend %d times, commit %d", stop_calls[0], stop_calls[1]);
-    a.s->stop = NULL;
-    a.s->part[0].m = full;
-    scratch_reset(a.s, 0);
-    free(a.s->coming);
-    a.s->coming = NULL;
+    CHECK(attended == 1 && !committed, "attend %d times, commit %d", attended, committed);
+    s->stop = NULL;
+    s->part[0].m = full;
+    scratch_reset(s, 0);
+    free(s->coming);
+    s->coming = NULL;
     session_cut(&a, 20);
-    CHECK(a.s->n_tok == 20 && kv_bytes(a.s) == held, "%d tokens in %zu bytes, %zu before", a.s->n_tok, kv_bytes(a.s),
-          held);
+    CHECK(a.s->n_tok == 20 && kv_bytes(a.s) == held, "%d tokens in %zu bytes, %zu before", a.s->n_tok, kv_bytes(a.s), held);
     a.s->part[0].m = &stops;
     prefill(a.s, ids, 200);
-    CHECK(stop_calls[1] == 4 && a.s->n_tok == 220, "three layers and the end commit: %d", stop_calls[1]);
+    CHECK(committed == 4 && a.s->n_tok == 220, "three layers and the end commit: %d", committed);
     a.s->part[0].m = full;
     session_done(a.s);
     interrupts = 0;
 }
 
-TEST(json_numbers, "the numbers of --json have no exponent; what is none is null") {
-    static const struct {
-        double x;
-        int digits;
-        const char *text;
-    } numbers[] = {
-        { 0, 6, "0" },                   { -0.0, 6, "0" },
-        { 1, 6, "1" },                   { -0.75, 6, "-0.75" },
-        { 1.0 / 3, 6, "0.333333" },      { 1e-7 / 3, 6, "0.0000000333333" },
-        { 123456789, 6, "123456789" },   { 2.5e21, 6, "2500000000000000000000" },
-        { 999999.96, 6, "1000000" },     { 64248.83, 6, "64248.8" },
-        { NAN, 6, "null" },              { -INFINITY, 6, "null" },
-        { 2.0 / 3, 9, "0.666666667" },   { 100, 3, "100" },
-    };
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        char *out = NULL;
-        size_t n;
-        FILE *f = open_memstream(&out, &n);
-        json_real(f, numbers[i].x, numbers[i].digits);
-        fclose(f);
-        CHECK(!strcmp(out, numbers[i].text), "%g: %s, expected %s", numbers[i].x, out, numbers[i].text);
-        free(out);
-    }
+TABLE(json_numbers, 3, "the numbers of --json have no exponent; what is none is null") {
+    char *out = NULL;
+    size_t n;
+    FILE *f = memory_stream(&out, &n);
+    json_real(f, atof(part[0]), atoi(part[1]));
+    memory_stream_close(f);
+    CHECK(!strcmp(out, part[2]), "%s: %s, expected %s", part[0], out, part[2]);
+    free(out);
 }
 
-// Begins to save a file, and gives it up. Returns the exit code, 0 if it could be begun. It has a frame of its own, so that
-// longjmp out of die() cannot clobber a caller's variables.
-static int try_save(const char *path) {
+TABLE(cpu_memory, 2, "what is planned for the CPU is at least what its passes and rows take, and at most four times it") {
     char err[512];
-    int code;
-    Saving x;
-    EXPECT_DIE(code, if (!save_begin(&x, path, err)) save_drop(&x));
-    return code;
-}
-
-TEST(save_no_memory, "a file whose stream finds no memory ends the program with 4, not 1, and leaves nothing behind") {
-    char d[64], path[100];
-    int n = 0, bad = 0, status = -1;
-    CHECK(save_folder(d), "no folder");
-    snprintf(path, sizeof path, "%s/f", d);
-    // In a child: what die() jumps over stays allocated, as in a program that ends there.
-    fflush(NULL);
-    pid_t child = fork();
-    for (int k = 1; !child && k == n + 1; k++) {
-        allocations = 0;
-        allocation_to_fail = k;
-        int code = try_save(path);
-        allocation_to_fail = 0;
-        n += code != 0;
-        bad += code && code != EXIT_MEMORY;
-        temp_files_remove();
-    }
-    if (!child) _exit(bad || n < 3);
-    CHECK(waitpid(child, &status, 0) == child && !status, "status %x: an allocation that fails ends otherwise", status);
-    CHECK(files_in(d) == 0 && !rmdir(d), "a file is left");
-}
-
-TEST(cpu_memory, "what is planned for the CPU is at least what its passes and rows take, and at most four times it") {
-    const char *method[] = { "full", "full", "snapkv", "window", "quest", "lychee", "loopserve" };
-    const char *text[] = { "ctx-size=600 ctk=f32 ctv=f32",
-                           "ctx-size=600 batch-size=64",
-                           "ctx-size=600 budget=64",
-                           "ctx-size=600 budget=64",
-                           "ctx-size=600 budget=64",
-                           "ctx-size=600 budget=64 lychee-buffer=8 sink=4",
-                           "ctx-size=600 loopserve-min-context=0" };
-    for (int i = 0; i < 7; i++) {
-        char err[512];
-        OWN_MODEL Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);
-        int ids[600];
-        for (int t = 0; t < 600; t++) ids[t] = t % 53;
-        OWN_OPTIONS Options *o = options_of(text[i]);
-        Session *s = session_try(m.c, m.w, o, method[i], err);
-        MemoryPlan p = memory_plan(s);
-        prefill(s, ids, 599);
-        decode(s, 1);
-        size_t held = 0, plan = p.kv + p.parts + p.pass_cpu;
-        for (int k = 0; k < (int)arrlen(s->scratch->block); k++) held += s->scratch->block[k].size;
-        held += s->clk.peak;
-        CHECK(held <= plan && plan <= 4 * held, "%s %s: %zu bytes held at most, %zu planned",
-              method[i], text[i], held, plan);
-        session_close(s);
-    }
+    OWN_MODEL Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);
+    OWN_OPTIONS Options *o = options_of(part[1]);
+    Session *s = session_try(m.c, m.w, o, part[0], err);
+    MemoryPlan p = memory_plan(s);
+    prefill(s, seven_ids(599, 53), 599);
+    decode(s, 1);
+    size_t held = s->clk.peak, plan = p.kv + p.parts + p.pass_cpu;
+    for (int k = 0; k < (int)arrlen(s->scratch->block); k++) held += s->scratch->block[k].size;
+    CHECK(held <= plan && plan <= 4 * held, "%s %s: %zu bytes held at most, %zu planned", part[0], part[1], held, plan);
+    session_close(s);
 }
 
 // Wraps a text that comes in pieces of so many characters; malloc'd.
@@ -1312,29 +1169,10 @@ static char *wrapped(const char *s, int characters, int cols) {
     return out;
 }
 
-TEST(cli_wrap, "on a terminal a reply breaks between words, whatever pieces it comes in, by the columns "
-               "of wide characters; in a pipe, and in --json, lines stay") {
-    static const struct {
-        const char *in;
-        int cols;
-        const char *out;
-    } cases[] = {
-        { "one two three", 7, "one two\nthree" },
-        { "one two three", 8, "one two\nthree" },
-        { "one two  three\n  four five", 9, "one two\nthree\n  four\nfive" },
-        { "abcdefghij k", 4, "abcd\nefgh\nij k" },
-        { "a\n\nb", 3, "a\n\nb" },
-        { "abc ", 3, "abc" },
-        { "\xe4\xb8\xad\xe6\x96\x87\xe5\xad\x97 \xc3\xa4\xc3\xb6", 5,
-          "\xe4\xb8\xad\xe6\x96\x87\n\xe5\xad\x97 \xc3\xa4\xc3\xb6" },
-        { "e\xcc\x81" "e\xcc\x81 e\xcc\x81" "e", 5, "e\xcc\x81" "e\xcc\x81 e\xcc\x81" "e" },
-        { "", 5, "" },
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        for (int characters = 1; characters < 100; characters += 98) {
-            OWN char *out = wrapped(cases[i].in, characters, cases[i].cols);
-            CHECK(!strcmp(out, cases[i].out), "case %zu, %d characters at a time:\n%s", i, characters, out);
-        }
+TABLE(cli_wrap, 3, "on a terminal a reply breaks between words, whatever pieces it comes in, by the columns of wide characters") {
+    for (int characters = 1; characters < 100; characters += 98) {
+        OWN char *out = wrapped(part[0], characters, atoi(part[1]));
+        CHECK(!strcmp(out, part[2]), "%s, %d characters at a time:\n%s", part[0], characters, out);
     }
 }
 

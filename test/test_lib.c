@@ -1,4 +1,4 @@
-// test/test_lib.c - the tests of lib/base and lib/checkpoint: files, good and damaged, golden logits; and of rows
+// test/test_lib.c - the tests of lib/base and lib/checkpoint: JSON, files, good and damaged, golden logits; and of rows
 // that kvcomp.c packs for the kernels. It includes them, so that every static function can be tried.
 #include "../lib/base.c"
 #include "../lib/checkpoint.c"
@@ -6,8 +6,6 @@
 #include "../app/chat.h"
 #include "check.h"
 #include "twin.h"
-
-// ==================================================================================================== JSON, SAFETENSORS, CONFIG, WEIGHTS
 
 // text with the first `old` replaced by `with`; old "": unchanged. Aborts when old is not there: a
 // mutation must mutate.
@@ -22,91 +20,62 @@ static char *replaced(const char *text, const char *old, const char *with) {
     return out;
 }
 
-// ---- JSON
+// ==================================================================================================== JSON
 
-// Parses a text; err has the complaint.
-static Json *parsed(const char *text, char err[256]) { return json_parse(text, strlen(text), strcpy(err, "")); }
-
-TEST(json_values, "values of every type, numbers to the bit, order and duplicates") {
-    static const char text[] =
-        " {\"a\" : [1, -2.5e3, 0, -0, 9223372036854775807, 9223372036854775808, 1e-2],\r\n\t"
-        "\"b\":{\"c\":true,\"d\":false,\"e\":null},"
-        "\"s\":\"x\\\"\\\\\\/\\b\\f\\n\\r\\ty\",\"\":\"\",\"s\":\"last\"} ";
-    char err[256];
-    Json *j = parsed(text, err);
-    CHECK(j, "%s", err);
-    if (!j) return;
-    static const struct { double num; int is_int; int64_t i; } numbers[] = {
-        { 1, 1, 1 },            { -2500, 0, 0 },                   { 0, 1, 0 }, { 0, 1, 0 },
-        { 0x1p63, 1, INT64_MAX }, { 0x1p63, 0, 0 /* no wrap */ }, { 0.01, 0, 0 },
-    };
-    const Json *a = json_get(j, "a"), *b = json_get(j, "b");
-    CHECK(j->n == 5 && !strcmp(j->key[0], "a") && !strcmp(j->key[4], "s"), "%d keys", j->n);
-    CHECK(a && a->type == JSON_ARRAY && a->n == 7, "a");
-    for (int i = 0; i < 7; i++) {
-        const Json *v = &a->item[i];
-        CHECK(v->num == numbers[i].num && v->is_int == numbers[i].is_int && (!v->is_int || v->i == numbers[i].i),
-              "number %d is %g, %lld", i, v->num, (long long)v->i);
+// Writes a value: a whole number as it is, another one behind ~.
+static void json_write(FILE *f, const Json *j) {
+    static const char *const words[] = { "false", "true" }, brackets[] = "[]{}";
+    int object = j->type == JSON_OBJECT;
+    if (j->type == JSON_NULL) fputs("null", f);
+    if (j->type == JSON_BOOL) fputs(words[j->i], f);
+    if (j->type == JSON_NUMBER && j->is_int) fprintf(f, "%lld", (long long)j->i);
+    if (j->type == JSON_NUMBER && !j->is_int) fprintf(f, "~%.17g", j->num);
+    if (j->type == JSON_STRING) json_escape(f, j->str, j->len);
+    if (j->type < JSON_ARRAY) return;
+    fputc(brackets[2 * object], f);
+    for (int i = 0; i < j->n; i++) {
+        if (i) fputc(',', f);
+        if (object) fprintf(f, "%s:", j->key[i]);
+        json_write(f, &j->item[i]);
     }
-    CHECK(json_get(b, "c")->type == JSON_BOOL && json_get(b, "c")->i == 1 && json_get(b, "d")->i == 0 &&
-          json_get(b, "e")->type == JSON_NULL, "b");
-    CHECK(!json_get(b, "z") && !json_get(a, "c") && !json_get(NULL, "c"), "absent keys are NULL");
-    CHECK(j->item[2].len == 10 && !memcmp(j->item[2].str, "x\"\\/\b\f\n\r\ty", 10), "escapes: %s", j->item[2].str);
-    CHECK(!strcmp(json_get(j, "s")->str, "last"), "the last duplicate wins, found %s", json_get(j, "s")->str);
+    fputc(brackets[2 * object + 1], f);
+}
+
+TABLE(json, 2, "values of every type, numbers to the bit, escapes, NUL inside a string; broken texts are refused with the "
+               "byte where they break") {
+    char *out = NULL, err[256] = "";
+    size_t n;
+    Json *j = json_parse(part[0], case_size[0], err);
+    FILE *f = memory_stream(&out, &n);
+    if (j) json_write(f, j);
+    memory_stream_close(f);
+    int value = *part[1] == '=';
+    CHECK(value ? !strcmp(out, part[1] + 2) : !j && strstr(err, part[1]), "%s: %s%s, not %s", part[0], out, err, part[1]);
     json_free(j);
-    // Found by fuzzing: nothing was allocated for no children.
-    static const char *const empty[] = { "[]", "{}", "[[],{}]" };
-    for (int i = 0; i < 3; i++) {
-        j = parsed(empty[i], err);
-        CHECK(j && j->n == (i == 2 ? 2 : 0) && !json_get(j, "a"), "%s: %s", empty[i], err);
-        json_free(j);
-    }
+    free(out);
 }
 
-TEST(json_unicode, "\\u escapes, surrogate pairs and halves, NUL inside a string, raw UTF-8") {
-    static const struct { const char *text, *want; size_t len; } cases[] = {
-        { "\"\\u0041\\u00e9\\u20ac\"", "A\xc3\xa9\xe2\x82\xac", 6 }, { "\"\xc3\xa9\"", "\xc3\xa9", 2 },
-        { "\"\\ud83e\\udd99\"", "\xf0\x9f\xa6\x99", 4 },          { "\"\\uD83E\\uDD99x\"", "\xf0\x9f\xa6\x99x", 5 },
-        { "\"\\ud83ex\"", "\xef\xbf\xbdx", 4 },                   { "\"\\udd99\"", "\xef\xbf\xbd", 3 },
-        { "\"\\ud83e\\u0041\"", "\xef\xbf\xbd" "A", 4 },         { "\"\\ud83e\\n\"", "\xef\xbf\xbd\n", 4 },
-        { "\"\\ud83e\\ud83e\\udd99\"", "\xef\xbf\xbd\xf0\x9f\xa6\x99", 7 }, { "\"a\\u0000b\"", "a\0b", 3 },
-    };
-
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char err[256];
-        Json *j = parsed(cases[i].text, err);
-        CHECK(j && j->type == JSON_STRING && j->len == cases[i].len && !memcmp(j->str, cases[i].want, j->len) &&
-              !j->str[j->len], "%s: %s", cases[i].text, err);
-        json_free(j);
-    }
+TABLE(json_escaping, 2, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
+    char *out = NULL, err[256];
+    size_t n;
+    FILE *f = memory_stream(&out, &n);
+    json_escape(f, part[0], case_size[0]);
+    memory_stream_close(f);
+    CHECK(!strcmp(out, part[1]), "%s, not %s", out, part[1]);
+    Json *j = json_parse(out, n, err);
+    int broken = strstr(out, "\\ufffd") != NULL;
+    CHECK(j && (broken || (j->len == case_size[0] && !memcmp(j->str, part[0], j->len))), "%s is read as another text", out);
+    json_free(j);
+    free(out);
 }
 
-TEST(json_malformed, "broken texts are refused with the byte where they break") {
-    static const struct { const char *text, *want; } cases[] = {
-        { "", "byte 0" },                  { "   ", "byte 3" },               { "{", "byte 1" },
-        { "[1,]", "byte 3" },              { "{\"a\":1,}", "byte 7" },        { "[1 2]", "byte 3" },
-        { "{\"a\" 1}", "byte 5" },         { "{a:1}", "byte 1: expected a key" }, { "\"abc", "byte 4" },
-        { "\"a\nb\"", "byte 2" },          { "\"\\x\"", "backslash" },        { "\"\\u12g4\"", "hexadecimal" },
-        { "\"\\u12", "hexadecimal" },      { "\"\\", "backslash" },           { "01", "leading zero" },
-        { "-", "digit" },                  { "1.", "digit" },                 { ".5", "byte 0" },
-        { "1e", "exponent" },              { "1e+", "exponent" },             { "+1", "byte 0" },
-        { "0x10", "nothing more" },        { "1e999", "double" },             { "-1e999", "double" },
-        { "nul", "null" },                 { "tru", "true" },                 { "NaN", "byte 0" },
-        { "Infinity", "byte 0" },          { "[] []", "byte 3" },             { "{\"a\":1}}", "byte 7" },
-        { "[\"a\":1]", "byte 4" },         { "'a'", "byte 0" },               { "\xef\xbb\xbf{}", "byte 0" },
-        { "[1]//", "byte 3" },             { "{\"a\":}", "byte 5" },          { "{1:2}", "a key" },
-    };
-
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char err[256];
-        Json *j = parsed(cases[i].text, err);
-        CHECK(!j && strstr(err, cases[i].want), "\"%s\": wanted \"%s\", err \"%s\"", cases[i].text, cases[i].want,
-              err);
-        json_free(j);
-    }
-    char err[256] = "", deep[200];
-    Json *j = json_parse("[0,\0]", 5, err);
-    CHECK(!j && strstr(err, "byte 3"), "a NUL in the text: %s", err);
+TEST(json_lookup, "the last duplicate of a key wins; absent keys, and keys of what is no object, are NULL; 64 levels are read") {
+    static const char text[] = "{\"s\":\"x\",\"a\":[1],\"s\":\"last\"}";
+    char err[256] = "", deep[130];
+    Json *j = json_parse(text, sizeof text - 1, err);
+    CHECK(j && !strcmp(json_get(j, "s")->str, "last"), "%s", err);
+    CHECK(!json_get(j, "z") && !json_get(json_get(j, "a"), "s") && !json_get(NULL, "s"), "absent keys");
+    json_free(j);
     for (int n = 64; n <= 65; n++) {
         memset(deep, '[', n);
         memset(deep + n, ']', n);
@@ -135,26 +104,6 @@ TEST(json_large, "a vocabulary of 200,000 is parsed in well under a second and w
     free(text);
 }
 
-TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
-    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc2\x80\xc2\x9b[2J\xc2\x9f\xc2\xa0\xc3\xa9 \xf0\x9f\xa6\x99";
-    static const char broken[] = "\xc3(\xed\xa0\x80\xf0\x9f\xc0\xaf";
-    for (int k = 0; k < 2; k++) {
-        char *out, err[256] = "";
-        size_t n, i = 0;
-        FILE *f = memory_stream(&out, &n);
-        json_escape(f, k ? broken : raw, k ? sizeof broken - 1 : sizeof raw);       // the NUL too
-        memory_stream_close(f);
-        Json *j = json_parse(out, n, err);
-        if (k) CHECK(j && strstr(j->str, "\xef\xbf\xbd("), "%s: %s", out, err);
-        else CHECK(j && j->len == sizeof raw && !memcmp(j->str, raw, sizeof raw) &&
-                   strstr(out, "\\u0001\\u007f\\u0080\\u009b[2J\\u009f\xc2\xa0\xc3\xa9 "), "%s: %s", out, err);
-        for (size_t w; j && i < j->len && (w = (size_t)utf8_length(j->str + i, j->len - i)); i += w) {}
-        CHECK(j && i == j->len, "byte %zu is not UTF-8", i);
-        json_free(j);
-        free(out);
-    }
-}
-
 TEST(json_printing, "json_print quotes texts and names, and writes null for what is no text or no number; words of a list") {
     char *out, word[4], all[64] = "", *volatile none = NULL;
     size_t n;
@@ -167,9 +116,9 @@ TEST(json_printing, "json_print quotes texts and names, and writes null for what
     CHECK(!strcmp(all, ";one;two;;3;"), "%s", all);
 }
 
-// ---- SAFETENSORS
+// ==================================================================================================== SAFETENSORS
 
-// len < 0: the header's own length
+// Writes a file of tensors: its length (below 0: the header's own), the header, and bytes of data that count up.
 static void put_safetensors(const char *path, const char *header, long long len, size_t data) {
     size_t n = strlen(header);
     OWN char *buf = xcalloc(8 + n + data, 1);
@@ -180,48 +129,35 @@ static void put_safetensors(const char *path, const char *header, long long len,
     put_file(path, buf, 8 + n + data);
 }
 
-#define ST(dtype, shape, offsets) \
-    "{\"dtype\":" dtype ",\"shape\":" shape ",\"data_offsets\":" offsets "}"
-
-TEST(safetensors_cases, "every line of test/lib/safetensors.txt: good and broken headers, offsets, shapes and "
-                        "dtypes") {
-    char line[512], *part[4], err[512];
-    FILE *f = fopen("test/lib/safetensors.txt", "r");
-    int n = 0;
-    for (; next_case(f, line, sizeof line, part, 4) == 4; n++) {
-        int good = !strcmp(part[3], "good");
-        put_safetensors(tmp_path("case.safetensors"), part[0], atoll(part[1]), (size_t)atol(part[2]));
-        SafeFile *x = safetensors_open(tmp_path("case.safetensors"), err);
-        CHECK(good ? x != NULL : !x && strstr(err, part[3]), "%s, length %s: wanted \"%s\", found \"%s\"", part[0],
-              part[1], part[3], x ? "no complaint" : err);
-        safetensors_close(x);
-    }
-    CHECK(n > 40, "%d lines", n);
-    fclose(f);
+// A file is opened, or refused with these words.
+static void check_safetensors(const char *path, const char *want) {
+    char err[512] = "";
+    SafeFile *x = safetensors_open(path, err);
+    CHECK(strcmp(want, "good") ? !x && strstr(err, want) : x != NULL, "wanted \"%s\", found \"%s\"", want, err);
+    safetensors_close(x);
 }
 
-TEST(safetensors_files, "files that are no safetensors file at all; find, metadata, data at odd addresses") {
-    static const struct { const char *text, *want; } cases[] = {
-        { "", "at least 8" }, { "1234567", "at least 8" },
-        { "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git-lfs" },
-    };
-    char err[512] = "";
-    CHECK(!safetensors_open(tmp_path("none.safetensors"), err) && strstr(err, "No such file"), "%s", err);
-    CHECK(!safetensors_open(tmp_dir, err) && strstr(err, "regular file"), "%s", err);
-    for (int i = 0; i < 3; i++) {
-        put_text(tmp_path("x"), cases[i].text);
-        CHECK(!safetensors_open(tmp_path("x"), err) && strstr(err, cases[i].want), "%s", err);
-    }
+TABLE(safetensors, 4, "good and broken headers, offsets, shapes and dtypes") {
+    put_safetensors(tmp_path("case.safetensors"), part[0], atoll(part[1]), (size_t)atol(part[2]));
+    check_safetensors(tmp_path("case.safetensors"), part[3]);
+}
+
+TABLE(safetensors_none, 2, "files that are no safetensors file at all") {
+    put_file(tmp_path("x"), part[0], case_size[0]);
+    check_safetensors(*part[0] == '/' ? part[0] : tmp_path("x"), part[1]);
+}
+
+TEST(safetensors_find, "tensors and metadata are found by name; data at odd addresses are as they are") {
     for (int pad = 0; pad < 4; pad++) {  // the data start at every address mod 4
-        char header[300];
-        snprintf(header, sizeof header, "{\"b\":%s,\"a\":%s,\"__metadata__\":{\"format\":\"pt\"}}%.*s",
-                 ST("\"F32\"", "[2,1]", "[0,8]"), ST("\"U8\"", "[3]", "[8,11]"), pad, "   ");
+        static const unsigned char want[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+        char err[512] = "", header[300];
+        snprintf(header, sizeof header, "{\"b\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},\"a\":{\"dtype\":\"U8\","
+                 "\"shape\":[3],\"data_offsets\":[8,11]},\"__metadata__\":{\"format\":\"pt\"}}%.*s", pad, "   ");
         put_safetensors(tmp_path("x"), header, -1, 11);
         SafeFile *f = safetensors_open(tmp_path("x"), err);
         CHECK(f && f->n == 2, "%s", err);
         if (!f) continue;
         SafeTensor *t = safetensors_find(f, "b");
-        static const unsigned char want[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
         CHECK(t && t->dtype == DT_F32 && t->n_dim == 2 && t->dim[0] == 2 && t->dim[1] == 1 && t->bytes == 8 &&
               !memcmp(t->data, want, 8), "pad %d", pad);
         CHECK(safetensors_find(f, "b") == t, "a second find changes nothing");
@@ -232,35 +168,8 @@ TEST(safetensors_files, "files that are no safetensors file at all; find, metada
     }
 }
 
-// ---- CONFIG
-
-// Each try has its own frame, so that longjmp out of die() cannot clobber a caller's variables. ->
-// exit code, 0: it returned.
-static int try_config(const char *dir, Config **c) {
-    int code;
-    *c = NULL;
-    EXPECT_DIE(code, *c = config_load(dir));
-    return code;
-}
-
-static int try_weights(Config *c, Weights **w) {
-    int code;
-    *w = NULL;
-    EXPECT_DIE(code, *w = weights_load(c));
-    return code;
-}
-
-static int try_synthetic(const char *shape) {
-    int code;
-    EXPECT_DIE(code, config_synthetic(shape));
-    return code;
-}
-
-// What came out of a try: the wanted complaint, with exit code 3, or none, if none is wanted (NULL).
-static void check_said(int code, const char *want, const char *about) {
-    int good = want ? code == EXIT_MODEL && strstr(die_text, want) != NULL : !code;
-    CHECK(good, "%s: code %d, \"%s\", not \"%s\"", about, code, code ? die_text : "", want ? want : "");
-}
+// ==================================================================================================== CHECKPOINTS
+// A good folder, in which something is changed: it is loaded, or refused in one line.
 
 static const char good_config[] =
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"hidden_size\":8,\"intermediate_size\":6,"
@@ -269,12 +178,13 @@ static const char good_config[] =
     "\"tie_word_embeddings\":false,\"hidden_act\":\"silu\",\"bos_token_id\":1,\"eos_token_id\":2,"
     "\"torch_dtype\":\"bfloat16\"}";
 
-// The tensors for good_config, all of BF16: a header, and the bytes of their data, which are counted bytes: small
-// finite numbers. shard 1: embedding and layer 0; 2: the rest; 3: everything.
-static char header[8192];
+// The tensors for good_config, all of BF16: a header, and how many bytes their data have. Shard 1: embedding and layer 0;
+// 2: the rest; 3: everything.
+static char *config, *header;
 static size_t data;
 
-static void header_put(FILE *f, const char *name, int rows, int cols) {         // rows 0: a vector
+// Appends a tensor to the header; rows 0: a vector.
+static void header_put(FILE *f, const char *name, int rows, int cols) {
     size_t end = data + 2 * (size_t)max_int(rows, 1) * (size_t)cols;
     fprintf(f, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", data ? "," : "{", name);
     if (rows) fprintf(f, "%d,", rows);
@@ -289,41 +199,125 @@ static void good_header(int shard) {
         { "post_attention_layernorm.weight", 0, 8 },
         { "mlp.gate_proj.weight", 6, 8 },    { "mlp.up_proj.weight", 6, 8 },      { "mlp.down_proj.weight", 8, 6 },
     };
-    FILE *f = fmemopen(header, sizeof header, "w");
+    size_t n;
+    free(header);
+    FILE *f = memory_stream(&header, &n);
     data = 0;
     if (shard & 1) header_put(f, "model.embed_tokens.weight", 10, 8);
     for (int i = 0; i < 2 * 9; i++) {
-        char name[100];
-        snprintf(name, sizeof name, "model.layers.%d.%s", i / 9, of_layer[i % 9].name);
+        const char *name = formatted("model.layers.%d.%s", i / 9, of_layer[i % 9].name);
         if (shard & (1 + i / 9)) header_put(f, name, of_layer[i % 9].rows, of_layer[i % 9].cols);
     }
     if (shard & 2) header_put(f, "model.norm.weight", 0, 8);
     if (shard & 2) header_put(f, "lm_head.weight", 10, 8);
     fprintf(f, "}");
-    fclose(f);
+    memory_stream_close(f);
 }
 
-// A fresh folder with a good config.json; header and data are those of all its tensors.
-static const char *model_dir(void) {
-    static char dir[400];
-    snprintf(dir, sizeof dir, "%s", tmp_path("model"));
-    tmp_clear(dir);
-    mkdir(dir, 0755);
-    put_text(tmp_path("model/config.json"), good_config);
+// A file of the folder.
+static const char *in_folder(const char *name) { return tmp_path(formatted("model/%s", name)); }
+
+// Makes the folder anew, as it should be.
+static void folder_begin(void) {
+    tmp_clear(in_folder(""));
+    mkdir(in_folder(""), 0755);
+    free(config);
+    config = copy_text(good_config);
     good_header(3);
-    return dir;
+    put_text(in_folder("config.json"), config);
+    put_safetensors(in_folder("model.safetensors"), header, -1, data);
 }
 
-// Has the config these values? They are written "NAME NUMBER NAME NUMBER ..".
-static int config_says(const Config *c, const char *want) {
+// Changes a text, which is malloc'd, in one place.
+static void change(char **text, const char *old, const char *with) {
+    char *now_it_is = replaced(*text, old, with);
+    free(*text);
+    *text = now_it_is;
+}
+
+// Replaces bytes of the file of tensors, so many before its end.
+static void patch(long before_end, const void *bytes, size_t n) {
+    FILE *f = fopen(in_folder("model.safetensors"), "r+b");
+    CHECK(f && !fseek(f, -before_end, SEEK_END) && fwrite(bytes, 1, n, f) == n && !fclose(f), "%ld", before_end);
+}
+
+// Writes a shard of the tensors. Returns its lines of an index, to be freed.
+static char *shard_map(int shard) {
+    char *map, err[256];
+    size_t n;
+    good_header(shard);
+    const char *file = formatted("s%d.safetensors", shard);
+    put_safetensors(in_folder(file), header, -1, data);
+    Json *j = json_parse(header, strlen(header), err);
+    FILE *f = memory_stream(&map, &n);
+    for (int i = 0; i < j->n; i++) fprintf(f, "%s\"%s\":\"%s\"", i ? "," : "", j->key[i], file);
+    memory_stream_close(f);
+    json_free(j);
+    return map;
+}
+
+// Writes an index, in which A and B stand for the two shards, beside a file that is not to be read.
+static void put_index(const char *text) {
+    OWN char *a = shard_map(1), *b = shard_map(2);
+    char *index = copy_text(text);
+    if (strchr(index, 'A')) change(&index, "A", a);
+    if (strchr(text, 'B')) change(&index, "B", b);
+    put_text(in_folder("model.safetensors.index.json"), index);
+    put_text(in_folder("model.safetensors"), "broken on purpose");
+    free(index);
+}
+
+static int as_q8;               // the weights become q8_0
+static char said[2000];         // what loading said: the refusal, or warnings
+
+// It has a frame of its own, so that longjmp out of die() cannot clobber a caller's variables. Returns the exit code, 0: it
+// returned.
+static int try_load(const char *dir, int weights, Config **c, Weights **w) {
+    int code;
+    *c = NULL;
+    *w = NULL;
+    EXPECT_DIE(code, {
+        *c = config_load(dir);
+        (*c)->as_q8 = as_q8;
+        if (weights) *w = weights_load(*c);
+    });
+    return code;
+}
+
+// Loads a folder, with its weights or without.
+static int load(const char *dir, int weights, Config **c, Weights **w) {
+    FILE *f = tmpfile();
+    fflush(stderr);
+    int old = dup(2);
+    dup2(fileno(f), 2);
+    int code = try_load(dir, weights, c, w);
+    dup2(old, 2);
+    close(old);
+    rewind(f);
+    said[fread(said, 1, sizeof said - 1, f)] = 0;
+    if (code) snprintf(said, sizeof said, "%s", die_text);
+    fclose(f);
+    return code;
+}
+
+// Have config and weights, if there are any, these values? They are written "NAME NUMBER NAME NUMBER ..".
+static int has_values(const Config *c, const Weights *w, const char *want) {
+    static const Weights none;
+    static const Layer no_layer;
+    const Layer *y = w ? &w->layer[1] : &no_layer;
+    w = w ? w : &none;
     const struct { const char *name; double value; } all[] = {
         { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
         { "max_pos", c->max_pos }, { "eps", c->eps == 1e-5f ? 1e-5 : c->eps }, { "tied", c->tied },
         { "qk_norm", c->qk_norm }, { "window", c->window },
         { "layers", c->windowed ? c->windowed[0] + 2 * c->windowed[1] : 0 },
-        { "bos", c->bos }, { "n_eos", c->n_eos }, { "eos", c->eos[0] }, { "eos1", c->eos[1] }, { "dtype", c->dtype },
-        { "rope", c->rope_type }, { "theta", c->theta }, { "factor", c->factor }, { "low", c->low_freq },
-        { "high", c->high_freq }, { "orig", c->orig_pos }, { "fast", c->beta_fast }, { "slow", c->beta_slow },
+        { "bos", c->bos }, { "n_eos", c->n_eos }, { "eos", c->eos[0] }, { "eos1", c->eos[1] }, { "eos2", c->eos[2] },
+        { "dtype", c->dtype }, { "rope", c->rope_type }, { "theta", c->theta }, { "factor", c->factor },
+        { "low", c->low_freq }, { "high", c->high_freq }, { "orig", c->orig_pos }, { "fast", c->beta_fast },
+        { "slow", c->beta_slow },
+        { "bytes", (double)w->bytes }, { "head_is_embed", w->head.data == w->embed.data }, { "norm", w->norm.data != NULL },
+        { "down", y->down.data != NULL }, { "bq", y->bq.data != NULL }, { "bo", y->bo.data != NULL },
+        { "bdown", y->bdown.data != NULL },
     };
     const size_t most = sizeof all / sizeof *all;
     char name[16];
@@ -336,274 +330,75 @@ static int config_says(const Config *c, const char *want) {
     return !want[strspn(want, " ")];
 }
 
-TEST(config_cases, "every line of test/lib/config.txt: an unusable value of config.json, or a key by which another "
-                   "family computes something else, ends with exit code 3 and the key's name; others are read as "
-                   "they say, in old and new keys, for each family") {
-    const char *dir = model_dir();
-    char line[1024], *part[3];
-    FILE *f = fopen("test/lib/config.txt", "r");
-    int n = 0;
-    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
-        OWN char *text = replaced(good_config, part[0], part[1]);
-        put_text(tmp_path("model/config.json"), text);
-        Config *c;
-        int code = try_config(dir, &c), good = *part[2] == '=';
-        if (good) CHECK(!code && config_says(c, part[2] + 1), "%s -> %s: %d, not %s", part[0], part[1], code,
-                        part[2]);
-        else check_said(code, strstr(die_text, "config.json") ? part[2] : "config.json", part[1]);
-        weights_close(NULL, c);
-    }
-    CHECK(n > 110, "%d lines", n);
-    fclose(f);
-}
-
-TEST(config_folders, "missing folders and files, a file instead of a folder, weights in foreign formats") {
-    static const struct { const char *file, *want; } foreign[] = {
-        { "pytorch_model.bin", "only pytorch_model.bin: pickled weights" },
-        { "pytorch_model-00001-of-00002.bin", "pickled" },
-        { "consolidated.00.pth", "consolidated.00.pth: weights in the vendor's own layout" },
-        { "consolidated.safetensors", "interleaved" },
-        { "model-Q4_K_M.gguf", "model-Q4_K_M.gguf: a GGUF file" },
-    };
+// Loading says this: "good", nothing; "warns" and words of one line; = and values of what was loaded; or words of a refusal.
+static void check_load(const char *what, const char *dir, int weights, const char *want) {
     Config *c;
     Weights *w;
-    const char *dir = model_dir();
-    char path[2000];
-    memset(path, 'x', sizeof path - 1);
-    path[sizeof path - 1] = 0;
-    check_said(try_config(tmp_path("nowhere"), &c), "no such folder", "nowhere");
-    check_said(try_config(tmp_path("model/config.json"), &c), "found a file", "a file");
-    check_said(try_config(path, &c), "longer than", "a long path");
-    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[2,3],");
-    check_said(try_config(dir, &c), "generation_config.json: byte", "broken");
-    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[2,3]}");
-    c = config_load(dir);
-    check_said(try_weights(c, &w), "model.safetensors: No such file", "no weights");
-    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) {
-        snprintf(path, sizeof path, "%s/%s", dir, foreign[i].file);
-        put_text(path, "x");
-        check_said(try_weights(c, &w), foreign[i].want, foreign[i].file);
-        unlink(path);
-    }
-    weights_close(NULL, c);
-    put_text(tmp_path("model/x.gguf"), "GGUF");
-    unlink(tmp_path("model/config.json"));
-    check_said(try_config(dir, &c), "x.gguf: a GGUF file", "GGUF alone");
-    unlink(tmp_path("model/x.gguf"));
-    check_said(try_config(dir, &c), "config.json: No such file", "an empty folder");
-}
-
-// good_config with one replacement, loaded.
-static Config *config_of(const char *old, const char *with) {
-    OWN char *text = replaced(good_config, old, with);
-    put_text(tmp_path("model/config.json"), text);
-    return config_load(tmp_path("model"));
-}
-
-TEST(config_eos, "eos ids are those of config.json and generation_config.json together") {
-    model_dir();
-    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[3,2,7]}");
-    Config *c = config_of("", "");
-    CHECK(c->n_eos == 3 && c->eos[0] == 2 && c->eos[1] == 3 && c->eos[2] == 7, "the union of both files: %d",
-          c->n_eos);
-    weights_close(NULL, c);
-}
-
-TEST(config_synthetic_shapes, "named shapes, sizes over the defaults, bad shapes with exit code 2") {
-    static const struct { const char *shape, *want; } good[] = {
-        { "llama-3.2-1b", "L 16 H 32 G 8 D 64 C 2048 F 8192 V 128256 tied 1" },
-        { "qwen3-4b", "L 36 D 128 C 2560 qk_norm 1" },
-        { "L3,V500,G4,C64,F80,H8,D16", "L 3 V 500 G 4 C 64 F 80 H 8 D 16" },
-        { "L2", "L 2 C 2048" },
-    };
-    static const char *const bad[] = {
-        "", "llama", "L", "L0", "L-1", "L2;", "L2,", "L2,X3", "L99999999999999999999", "H8,G3", "H65,G1", "D7", "L 2",
-        "l2",
-    };
-    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
-        Config *c = config_synthetic(good[i].shape);
-        CHECK(config_says(c, good[i].want) && !strcmp(c->dir + strlen("synthetic:"), good[i].shape), "%s", c->dir);
-        weights_close(NULL, c);
-    }
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        int code = try_synthetic(bad[i]);
-        CHECK(code == EXIT_USAGE && strstr(die_text, "shape"), "\"%s\": %d %s", bad[i], code, die_text);
-    }
-}
-
-// ---- WEIGHTS
-
-// Writes the model's file, with its header changed in one place and so many bytes more of data.
-static void put_model(const char *old, const char *with, size_t more) {
-    OWN char *text = replaced(header, old, with);
-    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data + more);
-}
-
-// Replaces n bytes of that file: at `at`, or so many before its end.
-static void patch_model(long at, const void *bytes, size_t n) {
-    FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
-    CHECK(f && !fseek(f, at, at < 0 ? SEEK_END : SEEK_SET) && fwrite(bytes, 1, n, f) == n && !fclose(f), "%ld", at);
-}
-
-TEST(weights_broken, "every line of test/lib/weights.txt: a tensor that is missing, misshapen or of a wrong dtype "
-                     "ends with exit code 3 and its name") {
-    const char *dir = model_dir();
-    Config *c = config_load(dir);
-    char line[512], *part[3];
-    FILE *f = fopen("test/lib/weights.txt", "r");
-    int n = 0;
-    for (; next_case(f, line, sizeof line, part, 3) == 3; n++) {
-        Weights *w;
-        put_model(part[0], part[1], 0);
-        int code = try_weights(c, &w);
-        if (strcmp(part[2], "good")) check_said(code, part[2], part[1]);
-        else CHECK(!code && w && w->bytes == data && c->dtype == DT_BF16 && w->head.data != w->embed.data &&
-                   !w->layer[1].bq.data, "%d %s", code, die_text);
-        weights_close(w, NULL);
-    }
-    CHECK(n > 15, "%d lines", n);
-    fclose(f);
-    weights_close(NULL, c);
-    put_model("", "", 0);
-    static const struct { const char *type, *want; } others[] = {
-        { "\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"", "q_proj.bias is missing" },
-        { "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"head_dim\":2", "q_norm.weight is missing" },
-    };
-    for (int i = 0; i < 2; i++) {
-        Weights *w;
-        c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", others[i].type);
-        check_said(try_weights(c, &w), others[i].want, others[i].type);
-        weights_close(NULL, c);
-    }
-}
-
-TEST(weights_q8_range, "--weights q8_0 refuses a tensor with a weight that its scales cannot reach, by name; the "
-                       "largest that they reach, an infinity and a NaN are taken") {
-    static const struct {
-        int first;              // 1: of the embedding's first weight, 0: of lm_head's last one
-        uint16_t weight;        // BF16
-        const char *want;
-    } cases[] = {
-        { 1, 0x4afd, NULL },    // 8290304
-        { 1, 0x4b00, "tensor 'model.embed_tokens.weight' has a weight of 8.389e+06" },
-        { 0, 0xcb00, "tensor 'lm_head.weight' has a weight of 8.389e+06" },
-        { 0, 0x7f7f, "tensor 'lm_head.weight' has a weight of 3.39e+38" },
-        { 1, 0x7f80, NULL },
-        { 0, 0x7fc0, NULL },
-    };
-    static const char zeros[8192];
-    const char *dir = model_dir();
-    Config *c = config_load(dir);
-    c->as_q8 = 1;
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Weights *w;
-        put_model("", "", 0);
-        patch_model(-(long)data, zeros, data);
-        patch_model(cases[i].first ? -(long)data : -2, &cases[i].weight, 2);
-        check_said(try_weights(c, &w), cases[i].want, "q8_0");
-        weights_close(w, NULL);
-    }
-    weights_close(NULL, c);
-}
-
-// What fn prints to stderr, in a static buffer.
-static const char *stderr_of(void (*fn)(void *), void *arg) {
-    static char buf[2000];
-    FILE *f = tmpfile();
-    fflush(stderr);
-    int old = dup(2);
-    dup2(fileno(f), 2);
-    fn(arg);
-    fflush(stderr);
-    dup2(old, 2);
-    close(old);
-    rewind(f);
-    buf[fread(buf, 1, sizeof buf - 1, f)] = 0;
-    fclose(f);
-    return buf;
-}
-
-// Loads config and weights of a folder and frees them.
-static void load_and_close(void *dir) {
-    Config *c = config_load(dir);
-    weights_close(weights_load(c), c);
-}
-
-TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head that "
-                        "differs is refused, the embedding once more is not") {
-    char *dir = (char *)(uintptr_t)model_dir();
-    put_model("", "", 0);
-    const char *said = stderr_of(load_and_close, dir);
-    CHECK(!*said, "a clean folder: %s", said);
-    put_model("{", "{\"extra.one\":" ST("\"F32\"", "[0]", "[0,0]") ",\"extra.two\":" ST("\"I64\"", "[0]", "[0,0]")
-                   ",\"model.layers.0.self_attn.rotary_emb.inv_freq\":" ST("\"F32\"", "[0]", "[0,0]") ",", 0);
-    said = stderr_of(load_and_close, dir);
-    CHECK(strstr(said, "2 tensors are not used, the first: extra.one") && lines_in(said) == 1, "%s", said);
-    put_model("", "", 0);
-    Config *c = config_of("\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
-    Weights *w;
-    check_said(try_weights(c, &w), "ties the output to the embedding, but lm_head.weight is there and differs",
-               "tied");
-    unsigned char embed[160];
-    for (int i = 0; i < 160; i++) embed[i] = (unsigned char)i;          // as put_safetensors writes them
-    patch_model(-160, embed, 160);
-    said = stderr_of(load_and_close, dir);
-    CHECK(!*said, "the embedding once more: %s", said);
-    put_model("\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"", 0);
-    w = weights_load(c);
-    CHECK(w->head.data == w->embed.data && w->head.rows == 10, "tied without lm_head");
+    int code = load(dir, weights, &c, &w), right = code == EXIT_MODEL && strstr(said, want) != NULL;
+    if (*want == '=') right = !code && has_values(c, w, want + 1);
+    if (!strcmp(want, "good")) right = !code && !*said;
+    if (!strncmp(want, "warns ", 6)) right = !code && strstr(said, want + 6) && lines_in(said) == 1;
+    CHECK(right, "%s: code %d, \"%s\", not \"%s\"", what, code, said, want);
     weights_close(w, c);
 }
 
-// A and B: the two shards; both hold what good_header splits
-static const struct {
-    const char *text, *want;
-} index_cases[] = {
-    { "{\"weight_map\":{A,B}}", NULL },
-    { "{\"metadata\":{\"total_size\":1},\"weight_map\":{B,A}}", NULL },
-    { "{\"weight_map\":{A}}", "is missing" },
-    { "{\"weight_map\":{A,\"x\":\"s2.safetensors\"}}", "tensor model.layers.1.input_layernorm.weight is missing" },
-    { "{}", "no weight_map" },
-    { "{\"weight_map\":{}}", "no weight_map" },
-    { "{\"weight_map\":[]}", "no weight_map" },
-    { "[]", "expected a JSON object" },
-    { "{", "byte" },
-    { "{\"weight_map\":{A,B,\"x\":3}}", "x is no file name" },
-    { "{\"weight_map\":{A,B,\"x\":\"s3.safetensors\"}}", "s3.safetensors: No such file" },
-    { "{\"weight_map\":{A,B,\"x\":\"../model/s1.safetensors\"}}", "in the same folder" },
-    { "{\"weight_map\":{A,B,\"x\":\"..\"}}", "in the same folder" },
-    { "{\"weight_map\":{A,B,\"x\":\"\"}}", "in the same folder" },
-    { "{\"weight_map\":{A,B,\"x\":\"config.json\"}}", "config.json: " },
-};
+TABLE(config, 3, "an unusable value of config.json, or a key by which another family computes something else, ends with exit "
+                 "code 3 and the key's name; others are read as they say, in old and new keys, for each family") {
+    folder_begin();
+    change(&config, part[0], part[1]);
+    put_text(in_folder("config.json"), config);
+    check_load(part[1], in_folder(""), 0, part[2]);
+    CHECK(*part[2] == '=' || strstr(said, "config.json"), "%s: %s", part[1], said);
+}
 
-TEST(weights_shards, "index.json: good, lying, missing shards, names outside the folder; "
-                     "model.safetensors beside it is not read") {
-    const char *dir = model_dir();
-    static char map[2][8192];
-    for (int s = 1; s <= 2; s++) {
-        char file[60], err[256];
-        size_t n = 0;
-        good_header(s);
-        snprintf(file, sizeof file, "model/s%d.safetensors", s);
-        put_safetensors(tmp_path(file), header, -1, data);
-        Json *j = json_parse(header, strlen(header), err);
-        for (int i = 0; i < j->n; i++)
-            n += (size_t)snprintf(map[s - 1] + n, sizeof map[0] - n, "%s\"%s\":\"s%d.safetensors\"",
-                                  i ? "," : "", j->key[i], s);
-        json_free(j);
+TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are missing, misshapen or of a wrong dtype end with "
+                  "exit code 3 and their name; shards; biases that config.json denies; what nobody asked for is a warning") {
+    static const char zeros[2000];
+    static char at[2000], counting[256];        // the folder; bytes as put_safetensors writes them
+    static int goes_on;
+    const char *what = part[0], *a = part[1], *b = part[2];
+    if (!goes_on) {
+        folder_begin();
+        as_q8 = 0;
+        snprintf(at, sizeof at, "%s", in_folder(""));
+        for (int i = 0; i < 256; i++) counting[i] = (char)i;
     }
-    put_text(tmp_path("model/model.safetensors"), "broken on purpose");
-    Config *c = config_load(dir);
-    for (size_t i = 0; i < sizeof index_cases / sizeof *index_cases; i++) {
-        const char *text = index_cases[i].text;
-        OWN char *a = strchr(text, 'A') ? replaced(text, "A", map[0]) : copy_text(text);
-        OWN char *b = strchr(text, 'B') ? replaced(a, "B", map[1]) : copy_text(a);
-        put_text(tmp_path("model/model.safetensors.index.json"), b);
-        Weights *w;
-        check_said(try_weights(c, &w), index_cases[i].want, index_cases[i].text);
-        CHECK(index_cases[i].want || (w && w->layer[1].down.data), "%s", index_cases[i].text);
-        weights_close(w, NULL);
+    if (!strcmp(what, "at")) snprintf(at, sizeof at, "%s", tmp_path(a));
+    if (!strcmp(what, "long")) memset(at, 'x', sizeof at - 1);
+    if (!strcmp(what, "file")) put_text(in_folder(a), b);
+    if (!strcmp(what, "gone")) unlink(in_folder(a));
+    if (!strcmp(what, "index")) put_index(a);
+    if (!strcmp(what, "config")) change(&config, a, b);
+    if (!strcmp(what, "config")) put_text(in_folder("config.json"), config);
+    if (!strcmp(what, "header")) change(&header, a, b);
+    if (!strcmp(what, "bare")) while (strstr(header, "\"model.")) change(&header, "\"model.", "\"");
+    if (!strcmp(what, "bias")) {
+        change(&header, "{", formatted("{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},", a,
+                                       data, data + 16));
+        data += 16;
     }
+    if (strchr("hb", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
+    if (!strcmp(what, "data")) patch(atol(a), *b ? zeros : counting, (size_t)atol(a));
+    if (!strcmp(what, "q8")) as_q8 = 1;
+    if (!strcmp(what, "q8")) patch((long)data, zeros, data);
+    if (!strcmp(what, "q8")) patch(atol(a), b, case_size[2]);
+    goes_on = !strcmp(part[3], "and");
+    if (!goes_on) check_load(formatted("%s %s %s", what, a, b), at, 1, part[3]);
+}
+
+// ---- from a shape and a seed
+
+static int try_synthetic(const char *shape, Config **c) {
+    int code;
+    EXPECT_DIE(code, *c = config_synthetic(shape));
+    return code;
+}
+
+TABLE(config_synthetic, 2, "named shapes, sizes over the defaults; bad shapes with exit code 2") {
+    Config *c = NULL;
+    int code = try_synthetic(part[0], &c), good = *part[1] == '=';
+    if (good) CHECK(!code && has_values(c, NULL, part[1] + 1) && !strcmp(c->dir, formatted("synthetic:%s", part[0])), "%s", part[0]);
+    else CHECK(code == EXIT_USAGE && strstr(die_text, part[1]), "\"%s\": %d %s", part[0], code, die_text);
     weights_close(NULL, c);
 }
 
@@ -661,57 +456,45 @@ TEST(rope_exact, "yarn with truncate false: the ramp begins between two pairs (a
     weights_close(NULL, c);
 }
 
-// ---- GOLDEN LOGITS: data/golden, made by data/make_golden.py from transformers
+// ==================================================================================================== GOLDEN LOGITS
+// data/golden, made by data/make_golden.py from transformers.
 
 typedef struct {
+    const char *name;
     int n_ids, n_rows, V;
-    const int32_t *ids, *rows;
-    const float *logits;
+    const int32_t *ids, *rows;  // rows: of which tokens the logits are there
+    const float *logits;        // (n_rows,V)
     char *file;
     Config *c;
     Weights *w;
 } Golden;
 
-enum { GOLDEN_PREFILL = 70 };
+enum { GOLDEN_PREFILL = 70, N_GOLDEN = 16 };
 
-static Config *golden_loaded;
-
-static const char *const golden_names[] = {
+static const char *const golden_names[N_GOLDEN] = {
     "llama2-mha", "llama3-tied", "llama-linear", "llama-biases", "llama-sharded", "llama-mixed", "qwen2-yarn",
     "qwen2-biases", "qwen2-window", "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo",
     "qwen3-bare", "llama-yarn",
 };
 
-enum { N_GOLDEN = sizeof golden_names / sizeof *golden_names };
-
-// Loads a golden folder's config, as a function that may die.
-static void golden_config(void *path) { golden_loaded = config_load(path); }
-
-// Reads golden.bin and the checkpoint beside it. Returns 0, with a failed CHECK, if one cannot be
-// read.
+// Reads golden.bin and the checkpoint beside it. Returns 0, with a failed CHECK, if one cannot be read.
 static int golden_open(Golden *g, const char *name) {
-    char path[200], err[256] = "";
+    char err[256] = "";
+    const char *dir = formatted("data/golden/%s", name);
     size_t n = 0;
-    snprintf(path, sizeof path, "data/golden/%s/golden.bin", name);
-    *g = (Golden){ .file = read_file(path, &n, err) };
-    CHECK(g->file, "%s", err);
-    if (!g->file) return 0;
+    *g = (Golden){ .name = name, .file = read_file(formatted("%s/golden.bin", dir), &n, err) };
     const int32_t *p = (const int32_t *)g->file;
+    CHECK(p && !load(dir, 1, &g->c, &g->w), "%s: %s%s", name, err, said);
+    if (!p || !g->w) return 0;
     g->n_ids = p[0];
     g->n_rows = p[1];
     g->V = p[2];
     g->ids = p + 3;
     g->rows = g->ids + g->n_ids;
     g->logits = (const float *)(g->rows + g->n_rows);
-    CHECK(n == 12 + 4 * (size_t)(g->n_ids + g->n_rows * (1 + g->V)), "%s: %zu bytes", path, n);
-    snprintf(path, sizeof path, "data/golden/%s", name);
+    CHECK(n == 12 + 4 * (size_t)(g->n_ids + g->n_rows * (1 + g->V)) && g->c->V == g->V, "%s: %zu bytes", name, n);
     // The one checkpoint without a rope_theta says what is used.
-    const char *said = stderr_of(golden_config, path);
-    CHECK((strstr(said, "no rope_theta, 10000 is used") != NULL) == !strcmp(name, "llama2-mha"), "%s: \"%s\"", name,
-          said);
-    g->c = golden_loaded;
-    g->w = weights_load(g->c);
-    CHECK(g->c->V == g->V, "%s: V %d", name, g->c->V);
+    CHECK((strstr(said, "no rope_theta, 10000 is used") != NULL) == !strcmp(name, "llama2-mha"), "%s: %s", name, said);
     return 1;
 }
 
@@ -721,85 +504,70 @@ static void golden_close(Golden *g) {
     free(g->file);
 }
 
-// Options with the prefill batch and the row format of a golden run.
-static Options *golden_options(const char *batch, const char *format) {
-    Options *o = options_of_program();
-    char err[256] = "";
-    CHECK(!options_set(o, "ctk", format, err) && !options_set(o, "ctv", format, err) &&
-              !options_set(o, "batch-size", batch, err),
-          "%s", err);
-    return o;
-}
-
-// The logits (n_ids - first + 1, V) of a prefill of `first` ids and a decode step for each other
-// id.
-static float *golden_run(const Golden *g, const Options *o, int first) {
-    Session *s = session_open(g->c, g->w, o, "full");
-    float *out = xmalloc((size_t)(g->n_ids - first + 1) * (size_t)g->V * sizeof *out), *row = out;
-    for (int i = first; i <= g->n_ids; i++, row += g->V)
-        memcpy(row, i == first ? prefill(s, g->ids, first) : decode(s, g->ids[i - 1]),
-               (size_t)g->V * sizeof *row);
-    session_close(s);
+// The logits (n_ids,V) behind each id, to be freed: prefills of so many, and then a step for each id; 0 inside a prefill.
+static float *golden_run(const Golden *g, Session *s, const int *prefills) {
+    size_t V = (size_t)g->V;
+    float *out = xcalloc((size_t)g->n_ids * V, sizeof *out);
+    session_reset(s);
+    for (int at = 0; at < g->n_ids; ) {
+        int n = *prefills ? *prefills++ : 0;
+        const float *logits = n ? prefill(s, g->ids + at, n) : decode(s, g->ids[at]);
+        at += max_int(n, 1);
+        memcpy(out + (size_t)(at - 1) * V, logits, V * sizeof *out);
+    }
     return out;
 }
 
-// Are the logits got (V) the n-th ones of the golden rows, the one of token `row`?
-static void golden_row(const Golden *g, const char *name, const char *how, const float *got, int n, int row) {
-    const float *want = g->logits + (size_t)n * (size_t)g->V;
-    size_t at = 0;
-    double e = worst(got, want, (size_t)g->V, 2e-4, 2e-4, &at);
-    CHECK(g->rows[n] == row && e <= 1, "%s, %s, row %d: logit %zu is %g, transformers has %g (%.1f times the bound)",
-          name, how, row, at, got[at], want[at], e);
+static const int at_once[] = { GOLDEN_PREFILL, 0 };
+
+// Those of full attention with these options, as it reads the ids at once.
+static float *golden_logits(const Golden *g, const char *options) {
+    OWN_SESSION Session *s = session_open(g->c, g->w, options_of(options), "full");
+    return golden_run(g, s, at_once);
 }
 
-TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token") {
+TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token, again after a reset") {
+    static const int ways[][3] = { { GOLDEN_PREFILL }, { 1 }, { 11, 25 } };
     int threads = set_threads(1);
-    OWN_OPTIONS Options *o = golden_options("512", "f32");
     for (int i = 0; i < N_GOLDEN; i++) {
-        const char *name = golden_names[i];
         Golden g;
-        if (!golden_open(&g, name)) continue;
+        if (!golden_open(&g, golden_names[i])) continue;
         size_t V = (size_t)g.V, left = (size_t)(g.n_ids - GOLDEN_PREFILL + 1), at = 0;
-        OWN float *run = golden_run(&g, o, GOLDEN_PREFILL), *steps = golden_run(&g, o, 1);
-        for (int n = 0; n < g.n_rows; n++) {
-            int row = g.rows[n], place = row - (GOLDEN_PREFILL - 1);
-            if (place >= 0) golden_row(&g, name, "prefill and decode", run + (size_t)place * V, n, row);
-            golden_row(&g, name, "token by token", steps + (size_t)row * V, n, row);
+        Session *s = session_open(g.c, g.w, options_of(""), "full");
+        float *run[3];
+        for (int way = 0; way < 3; way++) {
+            run[way] = golden_run(&g, s, ways[way]);
+            for (int n = 0; n < g.n_rows; n++) {
+                const float *got = run[way] + (size_t)g.rows[n] * V;
+                double e = worst(got, g.logits + (size_t)n * V, V, 2e-4, 2e-4, &at);
+                int inside = g.rows[n] < ways[way][0] - 1;
+                CHECK(inside || e <= 1, "%s, way %d, row %d: logit %zu is %g, %.1f times the bound", g.name, way, g.rows[n], at,
+                      got[at], e);
+            }
         }
-        double e = worst(run, steps + (GOLDEN_PREFILL - 1) * V, left * V, 5e-5, 5e-5, &at);
-        CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", name, e);
-        // A second turn reads the first one's rows: row 35. And after a reset the first turn again: row 10.
-        Session *s = session_open(g.c, g.w, o, "full");
-        prefill(s, g.ids, 11);
-        golden_row(&g, name, "second turn", prefill(s, g.ids + 11, 25), 1, 35);
-        session_reset(s);
-        golden_row(&g, name, "after a reset", prefill(s, g.ids, 11), 0, 10);
-        session_close(s);
+        double e = worst(run[0] + (GOLDEN_PREFILL - 1) * V, run[1] + (GOLDEN_PREFILL - 1) * V, left * V, 5e-5, 5e-5, &at);
+        CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", g.name, e);
+        for (int way = 0; way < 3; way++) free(run[way]);
+        session_done(s);
         golden_close(&g);
     }
     set_threads(threads);
 }
 
 TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
-    static const struct { const char *batch; int threads; } ways[] = {
-        { "512", 1 }, { "7", 1 }, { "64", 1 }, { "64", 2 },
-    };
+    static const struct { int batch, threads; } ways[] = { { 512, 1 }, { 7, 1 }, { 64, 1 }, { 64, 2 } };
     int threads = set_threads(1);
     for (int i = 0; i < N_GOLDEN; i++) {
         Golden g;
-        float *first = NULL;
+        float *run[4];
         if (!golden_open(&g, golden_names[i])) continue;
-        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V;
         for (int k = 0; k < 4; k++) {
-            OWN_OPTIONS Options *o = golden_options(ways[k].batch, i & 1 ? "f16" : "f32");
             set_threads(ways[k].threads);
-            float *run = golden_run(&g, o, GOLDEN_PREFILL);
-            CHECK(!k || !memcmp(first, run, n * sizeof *run), "%s: -b %s with %d threads differs", golden_names[i],
+            run[k] = golden_logits(&g, formatted("batch-size=%d%s", ways[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
+            CHECK(!memcmp(run[0], run[k], (size_t)(g.n_ids * g.V) * sizeof *run[k]), "%s: -b %d with %d threads differs", g.name,
                   ways[k].batch, ways[k].threads);
-            if (k) free(run);
-            else first = run;
         }
-        free(first);
+        for (int k = 0; k < 4; k++) free(run[k]);
         golden_close(&g);
     }
     set_threads(threads);
@@ -807,15 +575,12 @@ TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit"
 
 TEST(golden_tiles, "both with products in tiles, as plain C has them, where weights are BF16") {
     Golden g;
-    OWN_OPTIONS Options *o = NULL;
     if (simd_set("amx-plain")) leave_out("AVX-512 with VNNI");
-    o = golden_options("512", "f32");
     if (golden_open(&g, "qwen3-norms")) {
-        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V;
-        OWN float *tiles = golden_run(&g, o, GOLDEN_PREFILL);
+        OWN float *tiles = golden_logits(&g, "");
         CHECK(!simd_set("avx512vnni"), "the set that amx-plain adds to is missing");
-        OWN float *vectors = golden_run(&g, o, GOLDEN_PREFILL);
-        CHECK(memcmp(vectors, tiles, n * sizeof *tiles), "no product is made in tiles");
+        OWN float *vectors = golden_logits(&g, "");
+        CHECK(memcmp(vectors, tiles, (size_t)(g.n_ids * g.V) * sizeof *tiles), "no product is made in tiles");
         CHECK(!simd_set("amx-plain"), "amx-plain is gone");
         golden_close(&g);
     }
@@ -830,77 +595,16 @@ TEST(golden_formats, "f16, bf16, q8_0 and q4 rows stay close to the f32 ones and
     };
     Golden g;
     if (!golden_open(&g, "qwen3-norms")) return;
+    const size_t n = (size_t)((g.n_ids - GOLDEN_PREFILL + 1) * g.V);
+    const float *want = g.logits + 2 * (size_t)g.V;             // rows 69..79 stand together
     for (int k = 0; k < 4; k++) {
-        OWN_OPTIONS Options *o = golden_options("512", tried[k].format);
-        OWN float *run = golden_run(&g, o, GOLDEN_PREFILL);
-        // Rows 69..79 stand together.
-        const float *want = g.logits + 2 * (size_t)g.V;
-        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V, at = 0;
-        double e = worst(run, want, n, tried[k].tol, tried[k].tol, &at);
-        CHECK(e <= 1, "%s: logit %g, wanted %g", tried[k].format, run[at], want[at]);
-        CHECK(worst(run, want, n, 2e-4, 2e-4, &at) > 1, "%s changes nothing: is the option read?", tried[k].format);
+        OWN float *run = golden_logits(&g, formatted("ctk=%s ctv=%s", tried[k].format, tried[k].format));
+        const float *got = run + (GOLDEN_PREFILL - 1) * g.V;
+        double off = worst(got, want, n, tried[k].tol, tried[k].tol, NULL);
+        CHECK(off <= 1, "%s is %g times its bound off", tried[k].format, off);
+        CHECK(worst(got, want, n, 2e-4, 2e-4, NULL) > 1, "%s changes nothing: is the option read?", tried[k].format);
     }
     golden_close(&g);
-}
-
-// ---- checkpoints that config.json does not tell the truth about
-
-TEST(weights_denied, "biases that config.json denies: refused, unless they are zero") {
-    static const struct { const char *family, *tensor, *keys, *want; } cases[] = {
-        { "Llama", "self_attn.q_proj.bias", "", "model.layers.1.self_attn.q_proj.bias is not zero, but by its "
-          "family, attention_bias and mlp_bias in config.json the model has no such bias" },
-        { "Llama", "self_attn.q_proj.bias", "\"mlp_bias\":true,\"attention_bias\":false,",
-          "self_attn.q_proj.bias is not zero, but by its family" },
-        { "Llama", "self_attn.q_proj.bias", "\"attention_bias\":true,", NULL },
-        { "Llama", "mlp.down_proj.bias", "\"attention_bias\":true,",
-          "mlp.down_proj.bias is not zero, but by its family" },
-        { "Llama", "mlp.down_proj.bias", "\"mlp_bias\":true,", NULL },
-        { "Mistral", "self_attn.o_proj.bias", "\"attention_bias\":true,",
-          "o_proj.bias is not zero, but by its family" },
-    };
-    static const char none[16];
-    model_dir();
-    for (int i = 0; i < 2 * 6; i++) {
-        const char *family = cases[i / 2].family, *tensor = cases[i / 2].tensor, *want = cases[i / 2].want;
-        char with[300];
-        int zero = i % 2;
-        snprintf(with, sizeof with, "\"%sForCausalLM\"],\"model_type\":\"%c%s\",%s\"x\":0", family, tolower(*family),
-                 family + 1, cases[i / 2].keys);
-        Config *c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", with);
-        snprintf(with, sizeof with, "{\"model.layers.1.%s\":" ST("\"BF16\"", "[8]", "[%zu,%zu]") ",", tensor, data,
-                 data + 16);
-        put_model("{", with, 16);
-        if (zero) patch_model(-16, none, 16);
-        Weights *w;
-        int code = try_weights(c, &w);
-        check_said(code, zero ? NULL : want, with);
-        if (!code) {
-            const Layer *y = &w->layer[1];
-            const Tensor *b = *tensor == 'm' ? &y->bdown : *family == 'L' ? &y->bq : &y->bo;
-            CHECK(!b->data == (want != NULL), "%s %s: taken or not", tensor, cases[i / 2].keys);
-        }
-        weights_close(w, c);
-    }
-}
-
-TEST(weights_bare, "names without \"model.\" at the front, all of them, in one file and with an index") {
-    static char bare[8192];
-    const char *dir = model_dir();
-    size_t n = 0;
-    Config *c = config_load(dir);
-    for (const char *p = header; *p; p++) {
-        bare[n++] = *p;
-        if (!strncmp(p, "\"model.", 7)) p += 6;
-    }
-    put_safetensors(tmp_path("model/model.safetensors"), bare, -1, data);
-    Weights *w;
-    int code = try_weights(c, &w);
-    CHECK(!code && w && w->bytes == data && w->layer[1].down.data && w->norm.data, "%d %s", code, die_text);
-    weights_close(w, NULL);
-    put_text(tmp_path("model/model.safetensors.index.json"),
-             "{\"weight_map\":{\"embed_tokens.weight\":\"model.safetensors\"}}");
-    check_said(try_weights(c, &w), "tensor model.layers.0.input_layernorm.weight is missing", "an index of one");
-    weights_close(NULL, c);
 }
 
 // ==================================================================================================== PACKED ROWS

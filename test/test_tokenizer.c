@@ -187,50 +187,14 @@ TEST(tokenizer_unseen_patterns, "patterns of known parts that no model has cut a
     json_free(j);
 }
 
-TEST(tokenizer_refuses_patterns, "a construct that the matcher does not know is refused with its text and its place") {
-    static const struct {
-        const char *says, *pattern[5];
-    } bad[] = {
-        { "no pattern", { "" } },
-        { "this property is not supported: '\\p{Han}' at byte 1 of the pattern 'a\\p{Han}+'", { "a\\p{Han}+" } },
-        { "a property without {..}", { "\\p{Lu", "\\pL" } },
-        { "this kind of group is not supported: '(?<' at byte 2", { "ab(?<=a)b" } },
-        { "this kind of group is not supported: '(?<' at byte 0", { "(?<!a)b" } },
-        { "this kind of group", { "(?>a+)b", "(?i)a" } },
-        { "this escape is not supported: '\\1' at byte 3", { "(a)\\1" } },
-        { "this escape is not supported: '\\b' at byte 1", { "a\\b" } },
-        { "this escape is not supported: '\\é'", { "\\é" } },
-        { "this escape", { "\\" } },
-        { "a set inside a set", { "[a-z&&[^b]]", "[[:alpha:]]" } },
-        { "a set without an end", { "[a-z", "[" } },
-        { "a set without members", { "[]", "[^]" } },
-        { "this range is not supported: 'z-a' at byte 1", { "[z-a]" } },
-        { "this range", { "[\\d-z]", "[a-z-9]" } },
-        { "a group without an end is not supported: '(ab' at byte 0", { "(ab" } },
-        { "a bracket that closes nothing is not supported: ')' at byte 2", { "ab)" } },
-        { "a quantifier of nothing", { "*a", "a|+", "a**" } },
-        { "this count", { "a{", "a{3,2}", "a{1000}", "a{,2}" } },
-        { "a quantifier of nothing, or of another one", { "a{2}?", "a*?" } },
-        { "this character, which stands for others, is not supported: '^' at byte 0", { "^a" } },
-        { "this character, which stands for others, is not supported: '.' at byte 1", { "a." } },
-        { "this escape is not supported: '\\w' at byte 0", { "\\w+" } },
-        { "this property is not supported: '\\p{^L}' at byte 0", { "\\p{^L}" } },
-        { "a possessive quantifier of more than one character", { "(ab)++" } },
-        { "repeating a group that may be empty", { "(a*)*", "(?!a)+" } },
-        { "this inside (?i:..) is not supported: 'é' at byte 4", { "(?i:é)" } },
-        { "this inside (?i:..)", { "(?i:\\p{L})" } },
-        { "a pair of letters", { "(?i:ss)" } },
-        { "so deep a group", { "(((((((((((((((((((((a)))))))))))))))))))))" } },
-        { "so large a pattern", { "((((a{99}){99}){99}){99})" } },
-    };
+TABLE(tokenizer_refuses_patterns, 2, "a construct that the matcher does not know is refused with its text and its place") {
+    char err[512] = "";
+    OWN_TOKENIZER *t = split_tokenizer(part[0], "Isolated", 0, err);
+    CHECK(!t && strstr(err, part[1]), "%s: %s", part[0], t ? "accepted" : err);
+}
+
+TEST(tokenizer_refuses_splits, "so are an unknown behavior, and a pattern with more sets than there is room for") {
     char err[512];
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        for (const char *const *p = bad[i].pattern; *p; p++) {
-            *err = 0;
-            OWN_TOKENIZER *t = split_tokenizer(*p, "Isolated", 0, err);
-            CHECK(!t && strstr(err, bad[i].says), "%s: %s", *p, t ? "accepted" : err);
-        }
-    }
     OWN_TOKENIZER *sideways = split_tokenizer("a", "Sideways", 0, err);
     CHECK(!sideways && strstr(err, "Sideways"), "%s", err);
 
@@ -440,132 +404,33 @@ TEST(tokenizer_odd_characters, "a broken byte is a symbol to patterns, as U+FFFD
 }
 
 // ---- files that are wrong
-TEST(tokenizer_refuses, "what is not supported or malformed is refused with a line that names it") {
-    static const struct {
-        const char *text, *says;
-    } bad[] = {
-        { "", "" },
-        { "{", "byte" },
-        { "[]", "model" },
-        { "{}", "model" },
-        { "{'model':7}", "model" },
-        { "{'model':{'type':'Unigram','vocab':[]}}", "Unigram" },
-        { "{'model':{'type':'WordPiece','vocab':{'a':1}}}", "WordPiece" },
-        { "{'model':{'type':'BPE','vocab':{},'merges':['a b']}}", "model.vocab" },
-        { "{'model':{'type':'BPE','vocab':{'a':0},'merges':[]}}", "model.merges" },
-        { "{'model':{'type':'BPE','vocab':{'a':0}}}", "model.merges" },
-        { "{'model':{'type':'BPE','vocab':[1],'merges':[]}}", "model.vocab" },
-        { "{'model':{'vocab':{'a':0,'b':0,'ab':1},'merges':['a b']}}", "two tokens" },
-        { "{'model':{'vocab':{'a':0,'a':1},'merges':['a b']}}", "two ids" },
-        { "{'model':{'vocab':{'a':-1},'merges':['a b']}}", "-1" },
-        { "{'model':{'vocab':{'a':2147483648},'merges':['a b']}}", "2147483648" },
-        { "{'model':{'vocab':{'a':2147483647},'merges':['a b']}}", "2147483647" },
-        { "{'model':{'vocab':{'a':9e18},'merges':['a b']}}", "integer" },
-        { "{'model':{'vocab':{'a':0.5},'merges':['a b']}}", "integer" },
-        { "{'model':{'vocab':{'a':'x'},'merges':['a b']}}", "integer" },
-        { "{'model':{'vocab':{'a':null},'merges':['a b']}}", "integer" },
-        { "{'model':{'vocab':{'a':0,'b':1},'merges':['a b']}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'ab':1},'merges':['a b']}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a','a']}}", "merges[1]" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a a']}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[['a']]}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[['a',1]]}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[3,null]}}", "merges[0]" },
-        { "{'model':{'vocab':{'a':0,'':1},'merges':[['a','']]}}", "empty side" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':[' ']}}", "empty side" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'unk_token':'u'}}", "unk_token" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'dropout':0.1}}", "dropout" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'continuing_subword_prefix':'##'}}",
-          "continuing_subword_prefix" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'end_of_word_suffix':'</w>'}}", "end_of_word_suffix" },
-        { "{'model':{'vocab':{'a':0,'aa':1},'merges':['a a'],'ignore_merges':3}}", "ignore_merges" },
-        { "'added_tokens':[{'id':0,'content':'x'}]", "two tokens" },
-        { "'added_tokens':[{'id':1,'content':'a'}]", "two ids" },
-        { "'added_tokens':[{'content':'x'}]", "id" },
-        { "'added_tokens':[{'id':9,'content':''}]", "empty" },
-        { "'added_tokens':[{'id':99999999,'content':'x'}]", "99999999" },
-        { "'added_tokens':7", "added_tokens" },
-        { "'added_tokens':[7]", "added_tokens[0]" },
-        { "'added_tokens':[{'id':9,'content':'x','single_word':true}]", "single_word" },
-        { "'added_tokens':[{'id':9,'content':'x','lstrip':1}]", "lstrip" },
-        { "'added_tokens':[{'id':9,'content':'x'},{'id':9,'content':'x'}]", "twice" },
-        { "'normalizer':{'type':'NFKC'}", "NFKC" },
-        { "'normalizer':{}", "without a type" },
-        { "'normalizer':[1]", "normalizer" },
-        { "'normalizer':{'type':'Sequence'}", "Sequence" },
-        { "'normalizer':{'type':'Sequence','normalizers':[{'type':'NFC'},{'type':'Lowercase'}]}", "Lowercase" },
-        { "'normalizer':{'type':'Replace','pattern':{'Regex':'x'},'content':'y'}", "Replace" },
-        { "'normalizer':{'type':'Prepend'}", "Prepend" },
-        { "'pre_tokenizer':{'type':'BertPreTokenizer'}", "BertPreTokenizer" },
-        { "'pre_tokenizer':{'type':'ByteLevel','add_prefix_space':true}", "add_prefix_space" },
-        { "'pre_tokenizer':{'type':'Metaspace','replacement':'_'}", "Metaspace" },
-        { "'pre_tokenizer':{'type':'Metaspace','replacement':'▁','prepend_scheme':'last'}", "last" },
-        { "'pre_tokenizer':{'type':'Digits','individual_digits':2}", "individual_digits" },
-        { "'pre_tokenizer':{'type':'Split','pattern':{'Regex':'a\xff'},'behavior':'Isolated'}", "not UTF-8" },
-        { "'decoder':{'type':'WordPiece'}", "WordPiece" },
-        { "'decoder':{'type':'Strip','content':' ','start':2,'stop':0}", "Strip" },
-        { "'decoder':{'type':'Replace','pattern':{'String':'x'},'content':' '}", "Replace" },
-        { "'post_processor':{'type':'BertProcessing'}", "BertProcessing" },
-        { "'post_processor':{'type':'TemplateProcessing','single':[{'SpecialToken':{'id':'<x>'}}]}", "'<x>' has no id" },
-        { "'post_processor':{'type':'TemplateProcessing','single':[{'Sequence':{}},{'SpecialToken':{'id':'<s>'}}]}",
-          "before the text" },
-        { "{'model':{'vocab':{'a\xff':0},'merges':['a b']}}", "UTF-8" },
-        { "'added_tokens':[{'id':9,'content':'x\\u0000y'}]", "NUL" },
-    };
-
+TABLE(tokenizer_refuses, 2, "what is not supported or malformed is refused with a line that names it") {
     char err[512] = "";
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        *err = 0;
-        OWN_TOKENIZER *t = small_tokenizer(bad[i].text, err);
-        CHECK(!t && strstr(err, bad[i].says) && *err, "case %zu %.60s...: %s", i, bad[i].text, t ? "accepted" : err);
-    }
+    OWN_TOKENIZER *t = small_tokenizer(part[0], err);
+    CHECK(!t && *err && strstr(err, part[1]), "%s: %s", part[0], t ? "accepted" : err);
+}
+
+TEST(tokenizer_small, "the file of which these are changes is taken; a token as long as a book is not") {
+    char err[512] = "", book[MAX_BOOK + 100];
     OWN_TOKENIZER *good = small_tokenizer("'version':'1.0'", err);
     OWN_ARRAY int *ids = good ? tokenizer_encode(good, "abab<s>ba?", 10, 1, NULL) : NULL;
     static const int want[] = { 2, 2, 4, 1, 0 };
     CHECK(arrlen(ids) == 5 && !memcmp(ids, want, sizeof want), "%s", err);
-
-    // A token as long as a book
-    char book[MAX_BOOK + 100];
     int head = snprintf(book, sizeof book, "{'model':{'vocab':{'");
     memset(book + head, 'x', MAX_BOOK);
     strcpy(book + head + MAX_BOOK, "':0},'merges':['a b']}}");
     CHECK(!small_tokenizer(book, err) && strstr(err, "4097 bytes: expected at most 4096"), "%s", err);
 }
 
-TEST(tokenizer_folders, "a folder without tokenizer.json, a SentencePiece model and a wrong tokenizer_config.json are refused "
-                        "in one line") {
-    static const struct {
-        const char *put, *text, *load, *says;       // a file is written, and a path in the folder loaded
-        int bos, eos;                               // what that gives, if it says nothing
-    } cases[] = {
-        { NULL, "", "/nowhere", "nowhere" },
-        { NULL, "", "", "no tokenizer.json here" },
-        { "tokenizer.model", "\n\x05\n\x03<s>", "", "a SentencePiece model" },
-        { "tokenizer.model", "\n\x05\n\x03<s>", "/tokenizer.model", "a SentencePiece model" },
-        // A text that begins with a newline is JSON all the same.
-        { "tokenizer.json", "\n{\"model\":{\"vocab\":{\"a\":0,\"</s>\":1,\"aa\":2},\"merges\":[\"a a\"]}}", "", NULL, -1, 1 },
-        { "tokenizer_config.json", "{\"bos_token\":{\"content\":\"a\"},\"eos_token\":\"aa\",\"add_bos_token\":true}", "",
-          NULL, 0, 2 },
-        { "tokenizer_config.json", "{\"add_bos_token\":3}", "", "add_bos_token" },
-        { "tokenizer_config.json", "{", "", "tokenizer_config.json" },
-    };
-    char dir[] = "/tmp/kvcomp-test-XXXXXX", path[300];
-    CHECK(mkdtemp(dir), "%s", dir);
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char err[512] = "";
-        if (cases[i].put) {
-            snprintf(path, sizeof path, "%s/%s", dir, cases[i].put);
-            FILE *f = fopen(path, "wb");
-            CHECK(f && fputs(cases[i].text, f) >= 0 && !fclose(f), "%s", path);
-        }
-        snprintf(path, sizeof path, "%s%s", dir, cases[i].load);
-        OWN_TOKENIZER *t = tokenizer_load(path, err);
-        const char *says = cases[i].says;
-        int right = says ? !t && strstr(err, says) && !strchr(err, '\n')
-                         : t && t->bos == cases[i].bos && t->eos == cases[i].eos && t->add_bos == (t->bos >= 0);
-        CHECK(right, "case %zu: %s", i, err);
-    }
-    tmp_clear(dir);
+TABLE(tokenizer_folders, 4, "a folder without tokenizer.json, a SentencePiece model and a wrong tokenizer_config.json are refused "
+                            "in one line") {
+    char err[512] = "";
+    const char *dir = tmp_path("tokenizer");
+    mkdir(dir, 0755);
+    if (*part[0]) put_text(formatted("%s/%s", dir, part[0]), part[1]);
+    OWN_TOKENIZER *t = tokenizer_load(formatted("%s%s", dir, part[2]), err);
+    const char *is = t ? formatted("= bos %d eos %d%s", t->bos, t->eos, t->add_bos ? ", added" : "") : err;
+    CHECK((t ? !strcmp(is, part[3]) : strstr(is, part[3]) != NULL) && !strchr(is, '\n'), "%s: %s", part[0], is);
 }
 
 TEST(tokenizer_mutants, "thousands of damaged files load or are refused, and what loads still encodes") {

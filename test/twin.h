@@ -487,18 +487,6 @@ static void draw_ids(int *ids, int n, int V) {
     for (int i = 0; i < n; i++) ids[i] = rnd_int(V);
 }
 
-// A text as printf makes it, until the eighth call after.
-static const char *formatted(const char *fmt, ...) {
-    static char text[8][512];
-    static int k;
-    va_list ap;
-    va_start(ap, fmt);
-    k = (k + 1) % 8;
-    vsnprintf(text[k], sizeof text[k], fmt, ap);
-    va_end(ap);
-    return text[k];
-}
-
 // A session with options given as "name=value name=value"; rows stored as f32 unless said
 // otherwise.
 static Options *options_of(const char *text) {
