@@ -2194,22 +2194,16 @@ TEST(lychee_chunks_online,
 
 // ---- the twin's index
 
-enum { TW = 640, TWD = 64 };
+enum { TW = 640, TWD = TWIN_D };
 
 typedef struct {
     double mu[TWD], r;
-    int chunk[TW], n, parent;
-} TwinCluster;
+} TwinNode;
 
+// Chunk j is of cluster of[j], cluster c of unit up[c].
 typedef struct {
-    double mu[TWD], R;
-} TwinUnit;
-
-typedef struct {
-    TwinCluster *c;
-    int K;
-    TwinUnit *u;
-    int P;
+    TwinNode cluster[TW / 2], unit[64];
+    int K, P, of[TW], up[TW];
 } TwinTree;
 
 typedef struct {
@@ -2258,34 +2252,26 @@ static void twin_key(const TwinLychee *y, Twin *t, int l, int g, int j, double *
     twin_unit(key, D);
 }
 
-// x (n) points of TWD doubles -> mu (K), label (n)
-static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D, int iters, int *label) {
-    for (int j = 0; j < K; j++) memcpy(mu[j], x[(2 * j + 1) * n / (2 * K)], sizeof *mu);
-    for (int it = 0; it <= iters; it++) {
-        if (it == iters)
-            for (int j = 0; j < K; j++)
-                for (int d = 0; d < D; d++) mu[j][d] = twin_bf16(mu[j][d]);
-        for (int i = 0; i < n; i++) {
-            double best = -INFINITY;
-            for (int j = 0; j < K; j++) {
-                double c = twin_dot(x[i], mu[j], D);
-                if (c > best) {
-                    best = c;
-                    label[i] = j;
-                }
-            }
-        }
-        for (int j = 0; j < K && it < iters; j++) {
+// Divides the centres of x (n) among K nodes, whose centres are rounded before the last division: of (n).
+static void twin_kmeans(const TwinNode *x, int n, TwinNode *node, int K, int D, int *of) {
+    double score[TW];
+    for (int j = 0; j < K; j++) node[j] = x[(2 * j + 1) * n / (2 * K)];
+    for (int it = 0; it < 11; it++) {
+        for (int j = 0; j < K; j++) {
             double sum[TWD] = { 0 };
-            int k = 0;
-            for (int i = 0; i < n; i++)
-                if (label[i] == j) {
-                    k++;
-                    for (int d = 0; d < D; d++) sum[d] += x[i][d];
-                }
-            if (!k) continue;
-            twin_unit(sum, D);
-            memcpy(mu[j], sum, sizeof sum);
+            int size = 0;
+            for (int i = 0; i < n && it; i++) {
+                if (of[i] != j) continue;
+                size++;
+                for (int d = 0; d < D; d++) sum[d] += x[i].mu[d];
+            }
+            if (size) twin_unit(sum, D);
+            for (int d = 0; d < D && size; d++) node[j].mu[d] = sum[d];
+            for (int d = 0; d < D && it == 10; d++) node[j].mu[d] = twin_bf16(node[j].mu[d]);
+        }
+        for (int i = 0; i < n; i++) {
+            for (int j = 0; j < K; j++) score[j] = twin_dot(x[i].mu, node[j].mu, D);
+            of[i] = twin_best(score, K);
         }
     }
 }
@@ -2293,70 +2279,40 @@ static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D
 // Builds the index of one head: chunks, their clusters, and units of clusters.
 static void twin_index_build(TwinLychee *y, Twin *t, int l, int g) {
     TwinTree *w = &y->tree[l * t->c->G + g];
-    int D = t->c->D, M = y->M, K = (M + 1) / 2;
-    int P = (K + 1) / 2 < 64 ? (K + 1) / 2 : 64;
-    OWN int *label = xcalloc(M + K, sizeof(int));
-    OWN double (*x)[TWD] = xcalloc(M, sizeof *x), (*mu)[TWD] = xcalloc(K, sizeof *mu),
-           (*gm)[TWD] = xcalloc(P, sizeof *gm);
-    for (int j = 0; j < M; j++) twin_key(y, t, l, g, j, x[j]);
-    twin_kmeans(x, M, mu, K, D, 10, label);
-    twin_kmeans(mu, K, gm, P, D, 10, label + M);
-    free(w->c);
-    free(w->u);
-    w->c = xcalloc(K, sizeof *w->c);
-    w->u = xcalloc(P, sizeof *w->u);
-    w->K = K;
-    w->P = P;
-    for (int p = 0; p < P; p++) memcpy(w->u[p].mu, gm[p], sizeof *gm);
-    for (int j = 0; j < K; j++) {
-        memcpy(w->c[j].mu, mu[j], sizeof *mu);
-        w->c[j].parent = label[M + j];
-    }
-    for (int i = 0; i < M; i++) {
-        TwinCluster *c = &w->c[label[i]];
-        c->chunk[c->n++] = i;
-        c->r = fmax(c->r, twin_dist(x[i], c->mu, D));
-        w->u[c->parent].R = fmax(w->u[c->parent].R, twin_dist(x[i], w->u[c->parent].mu, D));
+    int D = t->c->D;
+    OWN TwinNode *key = xcalloc(y->M, sizeof *key);
+    w->K = (y->M + 1) / 2;
+    w->P = min_int((w->K + 1) / 2, 64);
+    for (int j = 0; j < y->M; j++) twin_key(y, t, l, g, j, key[j].mu);
+    twin_kmeans(key, y->M, w->cluster, w->K, D, w->of);
+    twin_kmeans(w->cluster, w->K, w->unit, w->P, D, w->up);
+    for (int j = 0; j < y->M; j++) {
+        TwinNode *c = &w->cluster[w->of[j]], *u = &w->unit[w->up[w->of[j]]];
+        c->r = fmax(c->r, twin_dist(key[j].mu, c->mu, D));
+        u->r = fmax(u->r, twin_dist(key[j].mu, u->mu, D));
     }
 }
 
-// How many chunks the clusters of unit p hold.
-static int twin_chunks_below(const TwinTree *w, int p) {
-    int n = 0;
-    for (int c = 0; c < w->K; c++)
-        if (w->c[c].parent == p) n += w->c[c].n;
-    return n;
+// Moves a node's centre towards a new point v, so that its ball becomes the smallest that holds the old one and v.
+static void twin_absorb(TwinNode *u, const double *v, int D) {
+    TwinNode old = *u;
+    double d = twin_dist(u->mu, v, D);
+    if (d <= u->r) return;
+    for (int i = 0; i < D; i++) u->mu[i] = twin_bf16(old.mu[i] + (v[i] - old.mu[i]) * (d - old.r) / (2 * d));
+    u->r = fmax(old.r + twin_dist(u->mu, old.mu, D), twin_dist(u->mu, v, D));
 }
 
-// Moves a centre mu towards a new point v, so that the ball of radius r becomes the smallest that holds
-// the old one and v.
-static void twin_absorb(double *mu, double *r, const double *v, int D) {
-    double d = twin_dist(mu, v, D), to[TWD], shift;
-    if (d <= *r) return;
-    memcpy(to, mu, sizeof to);
-    for (int i = 0; i < D; i++) to[i] = twin_bf16(mu[i] + (v[i] - mu[i]) * (d - *r) / (2 * d));
-    shift = twin_dist(to, mu, D);
-    memcpy(mu, to, sizeof to);
-    *r = fmax(*r + shift, twin_dist(mu, v, D));
-}
-
-// Puts the new chunk j into the nearest cluster and that cluster's unit.
+// Puts the new chunk j into the nearest cluster that has a chunk, and that cluster's unit.
 static void twin_graft(TwinLychee *y, Twin *t, int l, int g, int j) {
     TwinTree *w = &y->tree[l * t->c->G + g];
-    int D = t->c->D, best = -1;
-    double v[TWD] = { 0 }, top = 0;
+    int D = t->c->D;
+    double v[TWD] = { 0 }, near[TW];
     twin_key(y, t, l, g, j, v);
-    for (int c = 0; c < w->K; c++) {
-        double x = twin_dot(v, w->c[c].mu, D);
-        if (w->c[c].n && (best < 0 || x > top)) {
-            best = c;
-            top = x;
-        }
-    }
-    TwinCluster *c = &w->c[best];
-    twin_absorb(w->u[c->parent].mu, &w->u[c->parent].R, v, D);
-    twin_absorb(c->mu, &c->r, v, D);
-    c->chunk[c->n++] = j;
+    for (int c = 0; c < w->K; c++) near[c] = NAN;
+    for (int i = 0; i < j; i++) near[w->of[i]] = twin_dot(v, w->cluster[w->of[i]].mu, D);
+    int c = w->of[j] = twin_best(near, w->K);
+    twin_absorb(&w->cluster[c], v, D);
+    twin_absorb(&w->unit[w->up[c]], v, D);
 }
 
 // After a pass: new chunks are grafted; twice as many as the index was built of build it anew.
@@ -2372,75 +2328,51 @@ static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const do
     for (int j = 0; j < y->M; j++) y->start[j + 1] = end[j] + 1;
     if (y->M == old) return;
     int build = y->M >= 2 * y->built;
-    for (int i = y->full; i < t->c->L; i++)
-        for (int g = 0; g < t->c->G; g++) {
-            if (build)
-                twin_index_build(y, t, i, g);
-            else
-                for (int j = old; j < y->M; j++) twin_graft(y, t, i, g, j);
-        }
-    if (build) {
-        y->built = y->M;
-        y->builds++;
-    } else
-        y->grafts += y->M - old;
+    for (int i = y->full * t->c->G; i < t->c->L * t->c->G; i++) {
+        if (build) twin_index_build(y, t, i / t->c->G, i % t->c->G);
+        for (int j = old; j < y->M && !build; j++) twin_graft(y, t, i / t->c->G, i % t->c->G, j);
+    }
+    y->builds += build;
+    y->grafts += build ? 0 : y->M - old;
+    if (build) y->built = y->M;
 }
 
-static double twin_cluster_score(const TwinLychee *y, const double *q, int m, const double *mu, double r, int D) {
+// How well a node suits the queries q (m,D).
+static double twin_suits(const TwinLychee *y, const double *q, int m, const TwinNode *u, int D) {
     double best = -INFINITY;
-    for (int i = 0; i < m; i++) {
-        double x = twin_dot(q + i * D, mu, D), n = sqrt(twin_dot(q + i * D, q + i * D, D));
-        best = fmax(best, x / n + (y->bound ? r : 0));
-    }
-    return best;
+    for (int i = 0; i < m; i++)
+        best = fmax(best, twin_dot(q + i * D, u->mu, D) / sqrt(twin_dot(q + i * D, q + i * D, D)));
+    return best + (y->bound ? u->r : 0);
 }
 
-// Take (M)
-static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *q, int m, int D,
-                          char *take) {
-    int room = y->B > y->sink ? y->B - y->sink : 0, fill = 0, left = 0, tokens = 0;
+// The chunks of the best clusters, of open units only: 1 in take (M).
+static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *q, int m, int D, char *take) {
+    int room = y->B > y->sink ? y->B - y->sink : 0, left = 0, tokens = 0, c;
     int kg = y->kg > 0 && y->kg < w->P ? y->kg : w->P;
-    OWN char *open = xcalloc(w->P, 1), *done = xcalloc(w->K, 1);
-    for (int i = 0; i < w->P; i++) {  // units, best first
-        int p = -1;
-        double top = 0;
-        for (int g = 0; g < w->P; g++) {
-            double x = twin_cluster_score(y, q, m, w->u[g].mu, w->u[g].R, D);
-            if (!open[g] && twin_chunks_below(w, g) && (p < 0 || x > top)) {
-                p = g;
-                top = x;
-            }
-        }
-        if (p < 0 || (i >= kg && tokens >= 4 * room)) break;
-        open[p] = 1;
-        for (int c = 0; c < w->K; c++)
-            if (w->c[c].parent == p)
-                for (int j = 0; j < w->c[c].n; j++)
-                    tokens += y->start[w->c[c].chunk[j] + 1] - y->start[w->c[c].chunk[j]];
+    double unit[64], cluster[TW];
+    char open[64] = { 0 };
+    for (int i = 0; i < TW; i++) unit[i % 64] = cluster[i] = NAN;
+    for (int j = 0; j < y->M; j++) {                // nodes without a chunk are out
+        int of = w->of[j], up = w->up[of];
+        unit[up] = twin_suits(y, q, m, &w->unit[up], D);
+        cluster[of] = twin_suits(y, q, m, &w->cluster[of], D);
     }
-    while (!fill) {
-        int b = -1;
-        double top = 0;
-        for (int c = 0; c < w->K; c++) {
-            if (done[c] || !w->c[c].n || (y->kg && !open[w->c[c].parent])) continue;
-            double x = twin_cluster_score(y, q, m, w->c[c].mu, w->c[c].r, D);
-            if (b < 0 || x > top) {
-                b = c;
-                top = x;
-            }
-        }
-        if (b < 0) break;
-        done[b] = 1;
-        for (int j = 0; j < w->c[b].n && !fill; j++) {
-            int k = w->c[b].chunk[j], len = y->start[k + 1] - y->start[k];
-            if (left + len > room) {
-                fill = 1;
-                break;
-            }
-            take[k] = 1;
+    for (int i = 0; i < kg || tokens < 4 * room; i++) {
+        int p = twin_best(unit, w->P);
+        if (p < 0) break;
+        unit[p] = NAN;
+        open[p] = 1;
+        for (int j = 0; j < y->M; j++)
+            if (w->up[w->of[j]] == p) tokens += y->start[j + 1] - y->start[j];
+    }
+    for (; (c = twin_best(cluster, w->K)) >= 0; cluster[c] = NAN)
+        for (int j = 0; j < y->M; j++) {
+            int len = y->start[j + 1] - y->start[j];
+            if (w->of[j] != c || (y->kg && !open[w->up[c]])) continue;
+            if (left + len > room) return;
+            take[j] = 1;
             left += len;
         }
-    }
 }
 
 // Before a decode step's attention: the rows of the best clusters, the sink and the buffer are
@@ -2452,7 +2384,7 @@ static void lychee_twin_before(void *u, Twin *t, int l, const double *q, int n) 
     for (int g = 0; g < G; g++) {
         OWN char *take = xcalloc(y->M, 1);
         twin_retrieve(y, &y->tree[l * G + g], q + (size_t)g * R * D, R, D, take);
-        for (int h = g * R; h < (g + 1) * R; h++) {
+        for (int h = g * R; h < g * R + R; h++) {
             char *see = twin_mask(t, l, h, n);
             y->sparse++;
             for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
@@ -2524,27 +2456,20 @@ static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text
     Toy toy;
     toy_fill(&toy);
     if (with_text) toy_use(&toy);
-    Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
-    Options *o = options_of(k->opt);
+    OWN_MODEL Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
+    OWN_OPTIONS Options *o = options_of(k->opt);
     TwinLychee y = twin_settings(o);
-    y.tree = xcalloc((size_t)k->L * k->G, sizeof *y.tree);
+    OWN TwinTree *tree = xcalloc((size_t)k->L * k->G, sizeof *tree);
+    y.tree = tree;
     TwinHooks hooks = { &y, .before = lychee_twin_before, .after = lychee_twin_after };
-    Beside b = run_beside(m, "lychee", k->opt, hooks, &k->p);
+    OWN_BESIDE Beside b = run_beside(m, "lychee", k->opt, hooks, &k->p);
     Session *s = b.s;
     Lychee *x = lychee_of(s);
     CHECK(y.sparse >= k->sparse, "only %d sparse views", y.sparse);
     CHECK(x->M == y.M && x->M_built == y.built, "chunks %d (%d), twin %d (%d)", x->M, x->M_built, y.M, y.built);
     CHECK(y.grafts > 0 && y.builds > 0, "%s: %d grafts, %d builds", k->opt, y.grafts, y.builds);
     for (int h = 0; h < k->L * k->H; h++) CHECK(kv_view(s, h / k->H, h % k->H)->n <= y.B, "head %d lists more rows", h);
-    for (int i = 0; i < k->L * k->G; i++) {
-        if (x->M_built && i / k->G >= x->full_layers) check_tree(s, x, i / k->G, i % k->G);
-        free(y.tree[i].c);
-        free(y.tree[i].u);
-    }
-    free(y.tree);
-    options_free(o);
-    beside_done(&b);
-    tiny_free(m);
+    for (int i = x->full_layers * k->G; i < k->L * k->G && x->M_built; i++) check_tree(s, x, i / k->G, i % k->G);
     token_text = (TokenText){ 0 };
     return y.builds;
 }
@@ -2791,40 +2716,28 @@ typedef struct {
 static void quest_twin_before(void *u, Twin *t, int l, const double *q, int n) {
     TwinQuest *y = u;
     int H = t->c->H, G = t->c->G, R = H / G, D = t->c->D, N = (int)arrlen(t->id);
-    int cur = (N - 1) / 16, want = (int)fmax(3, floor(y->B / 16.0)) - 1;
+    int cur = (N - 1) / 16, want = (int)fmax(3, floor(y->B / 16.0)) - 1, idx[64];
     if (!t->decoding || l < y->full || N <= y->B) return;
     for (int g = 0; g < G; g++) {
-        OWN char *done = xcalloc(cur + 1, 1);           // pages that are read
         TwinRow *row = t->row[l * G + g];
-        done[cur] = 1;
-        for (int k = 0; k < want; k++) {
-            int best = -1;
-            double top = 0;
-            for (int p = 0; p < cur; p++) {
-                double x = -INFINITY;
-                for (int h = 0; h < R; h++) {
-                    double sum = 0;
-                    for (int d = 0; d < D; d++) {
-                        double qd = q[(size_t)(g * R + h) * D + d], lo = INFINITY, hi = -INFINITY;
-                        for (int r = p * 16; r < p * 16 + 16; r++) {
-                            lo = fmin(lo, row[r].k[d]);
-                            hi = fmax(hi, row[r].k[d]);
-                        }
-                        sum += fmax(qd * lo, qd * hi);
-                    }
-                    x = fmax(x, sum);
+        double x[64];
+        for (int p = 0; p < cur; p++) {
+            x[p] = -INFINITY;
+            for (int h = g * R; h < g * R + R; h++) {
+                double sum = 0;
+                for (int d = 0; d < D; d++) {
+                    double best = -INFINITY;
+                    for (int r = p * 16; r < p * 16 + 16; r++) best = fmax(best, q[(size_t)h * D + d] * row[r].k[d]);
+                    sum += best;
                 }
-                if (!done[p] && (best < 0 || x > top)) {
-                    best = p;
-                    top = x;
-                }
+                x[p] = fmax(x[p], sum);
             }
-            if (best < 0) break;
-            done[best] = 1;
         }
-        for (int h = g * R; h < (g + 1) * R; h++) {
+        int k = twin_pick(x, cur, want, idx);
+        for (int h = g * R; h < g * R + R; h++) {
             char *mask = twin_mask(t, l, h, n);
-            for (int r = 0; r < N; r++) mask[r] = done[r / 16];
+            for (int i = 0; i < k; i++) memset(mask + idx[i] * 16, 1, 16);
+            memset(mask + cur * 16, 1, N - cur * 16);
         }
     }
 }
@@ -2883,12 +2796,10 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
 
 // ---- an adapter made in memory, and written as a file
 
-// Rows 0: a vector.
 typedef struct {
     char name[96];
-    int rows, cols;
-    float *x;
-    const char *type;
+    Tensor x;                   // one row: a vector
+    const char *type;           // its name in a file
 } NexusTensor;
 
 typedef struct {
@@ -2902,63 +2813,45 @@ typedef struct {
     int K_max, T_max;
 } Nexus;
 
-// x as a tensor of the given type holds it.
-static float nexus_round(float x, const char *type) {
-    return !strcmp(type, "F16")    ? f16_to_f32(f32_to_f16(x))
-           : !strcmp(type, "BF16") ? bf16_to_f32(f32_to_bf16(x))
-                                   : x;
-}
-
-static void nexus_add(Nexus *a, const char *name, int rows, int cols, const Tensor *from,
-                      double noise, const char *type) {
-    NexusTensor t = { .rows = rows, .cols = cols, .type = type };
+// A tensor of random numbers, on top of those of `from`, if it is not NULL.
+static void nexus_add(Nexus *a, const char *name, int rows, int cols, const Tensor *from, double noise, int dtype) {
+    static const char *const types[] = { [DT_F32] = "F32", [DT_F16] = "F16", [DT_BF16] = "BF16" };
+    Tensor x = tiny_tensor(rows, cols, noise);
+    for (int i = 0; i < rows * cols && from; i++) ((float *)x.data)[i] += ((const float *)from->data)[i];
+    NexusTensor t = { .x = tiny_as(x, dtype), .type = types[dtype] };
     snprintf(t.name, sizeof t.name, "%s", name);
-    size_t n = (size_t)(rows ? rows : 1) * cols;
-    t.x = xmalloc(n * sizeof *t.x);
-    for (size_t i = 0; i < n; i++)
-        t.x[i] = nexus_round(
-            (from ? ((const float *)from->data)[i] : 0) + rnd_normal() * (float)noise, type);
     arrput(a->t, t);
 }
 
 // Adds, or changes.
 static void nexus_meta(Nexus *a, const char *key, const char *value) {
-    NexusMeta m = { .key = "" };
-    snprintf(m.key, sizeof m.key, "%s", key);
-    snprintf(m.value, sizeof m.value, "%s", value);
-    for (int i = 0; i < (int)arrlen(a->meta); i++)
-        if (!strcmp(a->meta[i].key, key)) {
-            a->meta[i] = m;
-            return;
-        }
-    arrput(a->meta, m);
+    int i = 0;
+    while (i < (int)arrlen(a->meta) && strcmp(a->meta[i].key, key)) i++;
+    if (i == (int)arrlen(a->meta)) arrput(a->meta, (NexusMeta){ .key = "" });
+    snprintf(a->meta[i].key, sizeof a->meta[i].key, "%s", key);
+    snprintf(a->meta[i].value, sizeof a->meta[i].value, "%s", value);
 }
 
-static const char *const nexus_part[] = { "self_attn.q_proj.weight", "self_attn.k_proj.weight",
-                                          "self_attn.v_proj.weight", "self_attn.o_proj.weight",
-                                          "mlp.gate_proj.weight",    "mlp.up_proj.weight",
-                                          "mlp.down_proj.weight",    "self_attn.q_proj.bias",
-                                          "self_attn.k_proj.bias",   "self_attn.v_proj.bias" };
-
-// The base model's tensor that part k of a layer's adapter takes the place of.
-static const Tensor *nexus_base(const Layer *y, int k) {
-    const Tensor *t[] = { &y->wq, &y->wk,   &y->wv, &y->wo, &y->gate,
-                          &y->up, &y->down, &y->bq, &y->bk, &y->bv };
-    return t[k];
-}
+// The names of what takes the place of a layer's tensors, in their order; the MLP's come last.
+enum { NEXUS_MLP = 12 };
+static const char *const nexus_part[LAYER_TENSORS] = {
+    [2] = "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias",
+    [NEXUS_MLP] = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+};
 
 // A random adapter that fits m: the base's weights and `noise` on top.
-static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, int shared) {
+static Nexus nexus_new(Tiny m, double noise, int dtype, const char *pos, int shared) {
     Nexus a = { .K_max = 8, .T_max = 4 };
     const Config *c = m.c;
-    nexus_add(&a, "nexus.embed.base", 0, c->C, NULL, 1, type);
-    nexus_add(&a, "nexus.embed.pos", a.K_max, c->C, NULL, 1, type);
-    nexus_add(&a, "nexus.embed.turn", a.T_max, c->C, NULL, .5, type);
+    nexus_add(&a, "nexus.embed.base", 1, c->C, NULL, 1, dtype);
+    nexus_add(&a, "nexus.embed.pos", a.K_max, c->C, NULL, 1, dtype);
+    nexus_add(&a, "nexus.embed.turn", a.T_max, c->C, NULL, .5, dtype);
     for (int l = 0; l < c->L; l++)
-        for (int k = 0; k < 10; k++) {
-            const Tensor *b = nexus_base(&m.w->layer[l], k);
-            if (!b->data || (shared && k >= 4 && k < 7)) continue;
-            nexus_add(&a, formatted("nexus.layers.%d.%s", l, nexus_part[k]), k < 7 ? b->rows : 0, b->cols, b, noise, type);
+        for (int k = 0; k < LAYER_TENSORS; k++) {
+            const Tensor *b = layer_tensor(&m.w->layer[l], k);
+            if (!b->data || !nexus_part[k] || (shared && k >= NEXUS_MLP)) continue;
+            nexus_add(&a, formatted("nexus.layers.%d.%s", l, nexus_part[k]), b->rows, b->cols, b, noise, dtype);
         }
     nexus_meta(&a, "format", "sonic-nexus");
     nexus_meta(&a, "version", "1");
@@ -2974,7 +2867,7 @@ static Nexus nexus_new(Tiny m, double noise, const char *type, const char *pos, 
 
 // Frees an adapter.
 static void nexus_free(Nexus a) {
-    for (int i = 0; i < (int)arrlen(a.t); i++) free(a.t[i].x);
+    for (int i = 0; i < (int)arrlen(a.t); i++) free((void *)a.t[i].x.data);
     arrfree(a.t);
     arrfree(a.meta);
 }
@@ -2988,36 +2881,29 @@ static const char *nexus_write(Nexus a) {
     safe_write_meta_end(&w);
     for (int i = 0; i < (int)arrlen(a.t); i++) {
         const NexusTensor *t = &a.t[i];
-        size_t n = (size_t)(t->rows ? t->rows : 1) * t->cols;
-        int F32 = !strcmp(t->type, "F32"), I64 = !strcmp(t->type, "I64");
-        int dtype = F32 ? DT_F32 : !strcmp(t->type, "F16") ? DT_F16 : DT_BF16, dim[] = { t->rows, t->cols };
-        OWN void *x = xcalloc(n, 8);
-        if (!I64) from_f32(x, t->x, dtype, n);
-        safe_write(&w, t->name, t->type, I64 ? 8 : dtype_size(dtype), x, t->rows ? dim : dim + 1, t->rows ? 2 : 1);
+        int vector = t->x.rows == 1, I64 = !strcmp(t->type, "I64"), dim[] = { t->x.rows, t->x.cols };
+        safe_write(&w, t->name, t->type, I64 ? 8 : dtype_size(t->x.dtype), t->x.data, dim + vector, 2 - vector);
     }
     safe_write_end(&w);
     return path;
 }
 
-// The tensor of that name.
-static NexusTensor *nexus_find(Nexus *a, const char *name) {
+// The tensor of that name; NULL: there is none.
+static NexusTensor *nexus_find(const Nexus *a, const char *name) {
     for (int i = 0; i < (int)arrlen(a->t); i++)
         if (!strcmp(a->t[i].name, name)) return &a->t[i];
-    CHECK(0, "no %s", name);
     return NULL;
 }
 
-// The branch as layers of f32 tensors, for the twin; norms and o bias are the base's.
+// The branch as layers for the twin; norms and o bias are the base's.
 static Layer *nexus_layers(Nexus a, Tiny m) {
     Layer *y = xmalloc(m.c->L * sizeof *y);
     memcpy(y, m.w->layer, m.c->L * sizeof *y);
-    for (int l = 0; l < m.c->L; l++)
-        for (int k = 0; k < 10; k++) {
-            const char *name = formatted("nexus.layers.%d.%s", l, nexus_part[k]);
-            for (int i = 0; i < (int)arrlen(a.t); i++)
-                if (!strcmp(a.t[i].name, name))
-                    *(const void **)&((Tensor *)nexus_base(&y[l], k))->data = a.t[i].x;
-        }
+    for (int k = 0; k < m.c->L * LAYER_TENSORS; k++) {
+        const char *part = nexus_part[k % LAYER_TENSORS];
+        NexusTensor *t = part ? nexus_find(&a, formatted("nexus.layers.%d.%s", k / LAYER_TENSORS, part)) : NULL;
+        if (t) *layer_tensor(y, k) = t->x;
+    }
     return y;
 }
 
@@ -3028,15 +2914,6 @@ typedef struct {
     Script s;
     int sys, foot[8], head[8];
 } Talk;
-
-// Ids get the turn's.
-static const float *talk_prefill(Session *s, const Talk *p, int t, int *ids) {
-    script_ids(&p->s, t, s->c->V, ids);
-    s->n_sys = t ? 0 : p->sys;
-    s->n_foot = p->foot[t];
-    s->n_head = p->head[t];
-    return prefill(s, ids, p->s.pre[t]);
-}
 
 // ---- the slow twin
 
@@ -3073,7 +2950,8 @@ static void slow_embed(void *v, Twin *t, int i, double *x) {
     int C = u->m.c->C, turn = u->turn[i] < u->a.T_max ? u->turn[i] : u->a.T_max - 1;
     (void)t;
     for (int c = 0; c < C; c++)
-        x[c] = (double)u->a.t[0].x[c] + u->a.t[1].x[u->j[i] * C + c] + u->a.t[2].x[turn * C + c];
+        x[c] = twin_weight(&u->a.t[0].x, c) + twin_weight(&u->a.t[1].x, u->j[i] * C + c)
+             + twin_weight(&u->a.t[2].x, turn * C + c);
 }
 
 // How many Nexus tokens a segment of n tokens gets.
@@ -3148,18 +3026,20 @@ static void sonic_rows_agree(const SlowSonic *u, const Session *s, const char *w
 
 // Plays a dialogue on a session; every row of logits, and the rows that are held, from nothing.
 static void sonic_agrees(SlowSonic *u, Session *s, const Talk *p, const char *what) {
-    int V = s->c->V, ids[512];
+    int V = s->c->V;
     OWN double *lo = xmalloc(V * sizeof *lo);
-    OWN float *y = xmalloc(V * sizeof *y);
-    for (int t = 0; t < p->s.turns; t++)
-        for (int i = -1; i < p->s.dec[t]; i++) {
-            const float *x = i < 0 ? talk_prefill(s, p, t, ids) : decode(s, ids[p->s.pre[t] + i]);
-            slow_sonic(u, p, t, i, lo);
-            for (int v = 0; v < V; v++) y[v] = (float)lo[v];
-            double e = worst(x, y, (size_t)V, 2e-5, 2e-5, NULL);
-            CHECK(e <= 1, "%s: turn %d, step %d: %g times the bound", what, t, i, e);
-            sonic_rows_agree(u, s, what);
-        }
+    OWN float *want = xmalloc(V * sizeof *want);
+    EACH_PASS(x, &p->s, V) {
+        s->n_sys = x.turn ? 0 : p->sys;
+        s->n_foot = p->foot[x.turn];
+        s->n_head = p->head[x.turn];
+        const float *y = run_pass(s, &x);
+        slow_sonic(u, p, x.turn, x.step, lo);
+        for (int v = 0; v < V; v++) want[v] = (float)lo[v];
+        double e = worst(y, want, (size_t)V, 2e-5, 2e-5, NULL);
+        CHECK(e <= 1, "%s: turn %d, step %d: %g times the bound", what, x.turn, x.step, e);
+        sonic_rows_agree(u, s, what);
+    }
     size_t rows = (size_t)(u->n - u->n_nexus + KV_STEP - 1) / KV_STEP * KV_STEP;
     CHECK(kv_bytes_full(s) == rows * s->c->L * s->c->G * s->c->D * 4 * 2, "%s: full attention holds %d tokens in %zu "
           "bytes", what, u->n - u->n_nexus, kv_bytes_full(s));
@@ -3175,7 +3055,6 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                  "shared MLP; K by number and by ratio, capped by the adapter's; turns beyond T_max take its last row, "
                  "with a warning; random dialogues of short messages") {
     int shape[][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
-    const char *type[] = { "F32", "F16", "BF16" };
     // --ids.
     Talk talk[] = { { { 3, { 17, 7, 3 }, { 5, 2, 3 }, 1 } },
                     // A chat.
@@ -3194,7 +3073,7 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
         OWN_MODEL Tiny m = any ? tiny_model(2, 2, 1, 8, 16, 16, 31, 3)
                                : tiny_model(4, heads[0], heads[1], 16, 32, 40, 61, 30 + i);
         if (!any && i % 5 == 1) tiny_give(m, NORMS | BIASES);
-        Nexus a = nexus_new(m, .1, type[i % 3], original ? "original" : "augmented", i == 7);
+        Nexus a = nexus_new(m, .1, DT_F32 + i % 3, original ? "original" : "augmented", i == 7);
         OWN SlowSonic *u = xcalloc(1, sizeof *u);
         *u = (SlowSonic){ .a = a,
                           .m = m,
@@ -3223,19 +3102,26 @@ static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
     NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
     if (how == METADATA || how == SHARED) nexus_meta(a, key, value);
     if (how == ONE_ROW_MORE) {
-        t->x = xrealloc(t->x, (size_t)(t->rows + 1) * t->cols * sizeof(float));
-        memset(t->x + (size_t)t->rows++ * t->cols, 0, t->cols * sizeof(float));
+        free((void *)t->x.data);
+        t->x = tiny_tensor(t->x.rows + 1, t->x.cols, 1);
     }
     if (how == NO_TENSOR) {
-        free(t->x);
+        free((void *)t->x.data);
         arrdel(a->t, t - a->t);
     }
-    if (how == STRANGE_TENSOR) nexus_add(a, key, 0, 16, NULL, 1, "F32");
-    if (how == TYPE_OF_BASE) a->t[0].type = value;
-    if (how == TYPE_OF_TURN) a->t[2].type = value;
+    if (how == STRANGE_TENSOR) nexus_add(a, key, 1, 16, NULL, 1, DT_F32);
+    if (how == TYPE_OF_BASE) {
+        free((void *)a->t[0].x.data);
+        a->t[0].x.data = xcalloc(a->t[0].x.cols, 8);
+        a->t[0].type = value;
+    }
+    if (how == TYPE_OF_TURN) {
+        a->t[2].x = tiny_as(a->t[2].x, DT_F16);
+        a->t[2].type = value;
+    }
     if (how == SHAPE_OF_BASE) {
-        a->t[0].rows = 4;
-        a->t[0].cols = 8;
+        a->t[0].x.rows = 4;
+        a->t[0].x.cols = 8;
     }
     for (int k = 0; how == NO_KEY && k < (int)arrlen(a->meta); k++)
         if (!strcmp(a->meta[k].key, key)) arrdel(a->meta, k);
@@ -3274,7 +3160,7 @@ TEST(sonic_refusals,
     OWN_MODEL Tiny biased = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     tiny_give(biased, BIASES);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Nexus a = nexus_new(m, .1, "F32", "augmented", cases[i].how == SHARED);
+        Nexus a = nexus_new(m, .1, DT_F32, "augmented", cases[i].how == SHARED);
         Tiny base = cases[i].how == BIASED ? biased : m;
         char err[512] = "";
         nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
@@ -3287,7 +3173,7 @@ TEST(sonic_refusals,
     }
 
     // Too long a dialogue.
-    Nexus a = nexus_new(m, .1, "F32", "original", 0);
+    Nexus a = nexus_new(m, .1, DT_F32, "original", 0);
     m.c->max_pos = 20;
     OWN_SESSION Session *s = sonic_session(m, a, "");
     Token tokens[21];
