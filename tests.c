@@ -158,47 +158,47 @@ static void each_variant(const Method *m, Tiny model, void (*f)(Tiny model, cons
     }
 }
 
-// Runs the table's script. Returns the logits, to be freed.
-static float *table_run(Tiny m, const char *spec, int small, const char *more) {
+// Plays a script. Returns a number of its logits.
+static uint64_t table_run(Tiny m, const char *spec, int small, const char *more, const Script *p) {
     OWN_SESSION Session *s = table_open(m, spec, small, more);
     CHECK(s, "%s %s: %s", spec, more, table_err);
-    float *x = s ? run_session(s, &table_script) : NULL;
-    return x;
-}
-
-static int table_same(Tiny m, const float *a, const float *b) {
-    return a && b && !memcmp(a, b, (size_t)script_rows(&table_script) * m.c->V * sizeof *a);
+    OWN float *x = s ? run_session(s, p) : NULL;
+    return s ? hash_bytes(0, x, (size_t)script_rows(p) * m.c->V * sizeof *x) : 0;
 }
 
 // ---- limits
+// May this method be full attention? One that stores rows is not, and SONIC's turns do not see each other.
+static int may_be_full(const Method *x) { return !(x->role & ROLE_STORE) && !x->rule; }
+
 TEST(table_limits, "a budget of all tokens, at equality too, or sizes that leave nothing out are full attention bit "
                    "for bit; small ones are not") {
     OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
-    OWN float *full = table_run(m, "full", 0, "");
+    uint64_t full = table_run(m, "full", 0, "", &table_script);
     EACH_METHOD(p) {
-        const Method *x = *p;
-        const char *enough = formatted("budget=%d", TABLE_TOKENS);
-        OWN float *wide = table_run(m, x->name, 0, x->budget ? enough : "");
-        OWN float *small = table_run(m, x->name, 1, "");
-        int whole = !(x->role & ROLE_STORE) && !x->rule;    // SONIC's turns do not see each other
-        CHECK(!whole || table_same(m, wide, full), "%s %s is not full attention", x->name, x->budget ? enough : "");
-        CHECK(!x->role || !table_same(m, small, full), "%s under small options is full attention", x->name);
+        const char *name = (*p)->name, *enough = (*p)->budget ? formatted("budget=%d", TABLE_TOKENS) : "";
+        CHECK(!may_be_full(*p) || table_run(m, name, 0, enough, &table_script) == full, "%s %s is not full attention", name,
+              enough);
+        CHECK(!(*p)->role || table_run(m, name, 1, "", &table_script) != full, "%s under small options is full attention",
+              name);
     }
 }
 
 // ---- bits
-// What stays of a run, as one number: the logits, and every head's rows. Sets the rest of *s up to be closed.
-static uint64_t fingerprint(Session *s, const float *logits, size_t n) {
-    uint64_t x = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t u;
-        memcpy(&u, &logits[i], 4);
-        x = mix64(x ^ u);
+// What stays of a run, as one number: n logits, every head's rows, and bytes.
+static uint64_t fingerprint(const Session *s, const float *logits, size_t n) {
+    uint64_t x = hash_bytes(kv_bytes(s), logits, n * sizeof *logits);
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        x = hash_bytes(x, h->src, h->len * sizeof *h->src);
+        x = hash_bytes(x, h->pos, h->len * sizeof *h->pos);
     }
-    for (int i = 0; i < s->c->L * s->c->G; i++)
-        for (int r = 0; r < s->head[i].len; r++)
-            x = mix64(x ^ (uint64_t)s->head[i].src[r] << 32 ^ (unsigned)s->head[i].pos[r]);
-    return mix64(x ^ kv_bytes(s));
+    return x;
+}
+
+// That of a script.
+static uint64_t played(Session *s, const Script *p) {
+    OWN float *x = run_session(s, p);
+    return fingerprint(s, x, (size_t)script_rows(p) * s->c->V);
 }
 
 static void bits_agree(Tiny m, const char *spec, const char *more) {
@@ -211,8 +211,7 @@ static void bits_agree(Tiny m, const char *spec, const char *more) {
         set_threads(i == 1 || i == 3 ? 3 : 1);
         OWN_SESSION Session *s = table_open(m, spec, 1, all);
         for (int again = 0; s && again < (i ? 1 : 2); again++) {
-            OWN float *x = run_session(s, &table_script);
-            uint64_t is = fingerprint(s, x, (size_t)script_rows(&table_script) * m.c->V);
+            uint64_t is = played(s, &table_script);
             if (!i && !again) first = is;
             CHECK(is == first, "%s %s: other bits%s", spec, all, again ? " after a reset" : "");
             session_reset(s);
@@ -238,8 +237,7 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
         size_t bytes[3], whole = 0;
         for (int k = 0; k < 3; k++) {
             OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("%s obs-window=20", b[k]));
-            OWN float *logits = run_session(s, &p);
-            is[k] = fingerprint(s, logits, (size_t)script_rows(&p) * m.c->V);
+            is[k] = played(s, &p);
             bytes[k] = arena_bytes(s->scratch);
             whole = sees_whole_turn(s);
             CHECK(is[k] == is[0], "%s %s: other bits", (*x)->name, b[k]);
@@ -472,27 +470,20 @@ static void check_budget(const Session *s, const char *spec, const char *more, i
 }
 
 static void promises_kept(Tiny m, const char *spec, const char *more) {
-    int ids[512], V = m.c->V;
     const Method *x = method_find(spec, strlen(spec));
     Session *s = table_open(m, spec, 1, more);
-    int few = x->evicts && x->budget;
-    for (int t = 0; t < table_script.turns; t++) {
-        script_ids(&table_script, t, V, ids);
-        prefill(s, ids, table_script.pre[t]);
+    int few = x->evicts && x->budget, held = 0;
+    EACH_PASS(pass, &table_script, m.c->V) {
+        double before = s->clk.bytes_attended;
+        int len = s->head[0].len, step = pass.step >= 0;
+        run_pass(s, &pass);
         check_rows(s, spec, more);
-        if (few && t != 1) check_budget(s, spec, more, budget_now(s));      // turn 1 may hold less
-        int held = kv_longest(s, m.c->L - 1);
-        for (int i = 0; i < table_script.dec[t]; i++) {
-            double before = s->clk.bytes_attended;
-            int len = s->head[0].len;
-            decode(s, ids[table_script.pre[t] + i]);
-            check_rows(s, spec, more);
-            held++;
-            CHECK(kv_longest(s, m.c->L - 1) <= held, "%s %s: rows appear in decode", spec, more);
-            double read = s->clk.bytes_attended - before, want = bytes_read(s);
-            if (s->head[0].len > len && !s->packing)
-                CHECK(fabs(read - want) < 1, "%s %s: %g bytes read, by the views %g", spec, more, read, want);
-        }
+        held = step ? held + 1 : kv_longest(s, m.c->L - 1);
+        CHECK(kv_longest(s, m.c->L - 1) <= held, "%s %s: rows appear in decode", spec, more);
+        if (few && !step && pass.turn != 1) check_budget(s, spec, more, budget_now(s));     // turn 1 may hold less
+        double read = s->clk.bytes_attended - before, want = bytes_read(s);
+        if (step && s->head[0].len > len && !s->packing)
+            CHECK(fabs(read - want) < 1, "%s %s: %g bytes read, by the views %g", spec, more, read, want);
     }
     for (int i = 0; i < m.c->L * m.c->G && !x->evicts; i++)
         CHECK(s->head[i].len == s->n_tok, "%s %s evicts nothing, but head %d holds %d rows of %d", spec, more, i,
@@ -510,8 +501,7 @@ static void promises_kept(Tiny m, const char *spec, const char *more) {
     const char *all = formatted("ratio=.705 %s", more);
     s = few ? table_open(m, spec, 1, all) : NULL;
     if (!s) return;
-    script_ids(&table_script, 0, V, ids);
-    prefill(s, ids, 120);
+    prefill(s, seven_ids(120, m.c->V), 120);
     check_budget(s, spec, all, 36);
     session_done(s);
 }
@@ -598,8 +588,8 @@ TEST(table_storage, "beside any other method PATS that cuts nothing is f16, and 
             s = table_open(m, spec, 1, uncut);
             session_done(s);
             if (!s) continue;
-            OWN float *a = table_run(m, spec, 1, uncut), *b = table_run(m, (*p)->name, 1, plain);
-            CHECK(table_same(m, a, b), "%s %s is not %s %s", spec, uncut, (*p)->name, plain);
+            uint64_t a = table_run(m, spec, 1, uncut, &table_script), b = table_run(m, (*p)->name, 1, plain, &table_script);
+            CHECK(a == b, "%s %s is not %s %s", spec, uncut, (*p)->name, plain);
         }
     }
 }
