@@ -968,25 +968,22 @@ static int views_differ(const Session *a, Session *b) {
 // (script_rows,V), NULL: nowhere. Returns how many rows of logits were compared.
 static int sides_agree(Session *a, Session *b, const char *method, const char *text, const Script *p, float *out) {
     const Config *c = a->c;
-    int ids[4096], V = c->V, rows = 0;
-    for (int t = 0; t < p->turns; t++) {
-        script_ids(p, t, V, ids);
-        for (int i = -1; i < p->dec[t]; i++, rows++) {
-            closest = INFINITY;
-            const float *x = i < 0 ? prefill(a, ids, p->pre[t]) : decode(a, ids[p->pre[t] + i]);
-            double gap = closest;
-            const float *y = i < 0 ? prefill(b, ids, p->pre[t]) : decode(b, ids[p->pre[t] + i]);
-            if (gap < 1e-6 && views_differ(a, b)) {
-                printf("       %s %s: turn %d, pass %d: both choices are as good as equal, by %.1e of a score; from "
-                       "here on the sides are not compared\n", method, text, t, i, gap);
-                return rows;
-            }
-            if (out) memcpy(out + (size_t)rows * V, y, V * sizeof *y);
-            double e = worst(y, x, V, logit_bound, logit_bound, NULL);
-            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i, e);
-            CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a score",
-                  method, text, t, i, gap);
+    int V = c->V;
+    EACH_PASS(now, p, V) {
+        closest = INFINITY;
+        const float *x = run_pass(a, &now);
+        double gap = closest;
+        const float *y = run_pass(b, &now);
+        if (gap < 1e-6 && views_differ(a, b)) {
+            printf("       %s %s: turn %d, pass %d: both choices are as good as equal, by %.1e of a score; from "
+                   "here on the sides are not compared\n", method, text, now.turn, now.step, gap);
+            return now.row;
         }
+        if (out) memcpy(out + (size_t)now.row * V, y, V * sizeof *y);
+        double e = worst(y, x, V, logit_bound, logit_bound, NULL);
+        CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, now.turn, now.step, e);
+        CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows; the CPU's closest choice was by %.1e of a score",
+              method, text, now.turn, now.step, gap);
     }
     for (int i = 0; a->wants & KV_MASS && i < c->L * c->G; i++) {
         mass_fetch_cuda(b, &b->head[i]);
@@ -1002,15 +999,7 @@ static int sides_agree(Session *a, Session *b, const char *method, const char *t
     CHECK(fabs(a->clk.bytes_attended - b->clk.bytes_attended) < 1 && a->clk.peak == b->clk.peak,
           "%s: %.0f bytes attended, %zu at the peak; on the CPU %.0f and %zu", method, b->clk.bytes_attended,
           b->clk.peak, a->clk.bytes_attended, a->clk.peak);
-    return rows;
-}
-
-// Whole dialogues with these options on both sides. alt: weights of Nexus rows, or NULL.
-static void dialogue_agrees(Tiny m, const char *method, const char *text, const Script *p,
-                            const Layer *alt) {
-    OWN_SESSION Session *a = session_of(m, method, text), *b = cuda_session(m, method, text);
-    if (alt) a->alt = b->alt = alt;
-    sides_agree(a, b, method, text, p, NULL);
+    return script_rows(p);
 }
 
 // One order of threads a variant, another one each time. Behind the dialogue the newest tokens are taken back.
@@ -1129,7 +1118,9 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         OWN_MODEL Tiny n = tiny_model(run[i].L, H, G, D, C, 40, 53, 77);
         Script p = { nexus ? 3 : 2, { run[i].first, 9, 1 }, { 4, 3, 2 }, 4 };
         logit_bound = run[i].bound;
-        dialogue_agrees(m, run[i].method, run[i].text, &p, nexus ? n.w->layer : NULL);
+        OWN_PAIR Pair both = pair_open(m, run[i].method, run[i].text);
+        if (nexus) both.c->alt = both.d->alt = n.w->layer;
+        sides_agree(both.c, both.d, run[i].method, run[i].text, &p, NULL);
         if (!strcmp(run[i].method, "full") && run[i].first == 40) orders_agree(m, run[i].text, &p);
     }
     logit_bound = 1e-3;
