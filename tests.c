@@ -40,14 +40,12 @@
 
 // ---- a model with all that a method looks for in its folder, and options under which every method acts on 200 tokens
 // An option that no method has is passed over; `limits` shows that those which are left are small enough.
-static const char *const table_small[] = {
-    "quiet=1", "budget=40", "obs-window=8", "sink=4", "sonic-weights=none", "sonic-k=3",
-    "shape-init=9", "shape-local=31", "shape-last=11",
-    "minference-verticals=30", "minference-slashes=50", "full-layers=1",
-    "loopserve-min-context=0", "loopserve-samples=16", "loopserve-local=8", "loopserve-max-cells=.9",
-    "loopserve-alpha=.8", "loopserve-first=2", "loopserve-interval=3", "pats-window=8", "pats-tend=240",
-    "lychee-buffer=8", "lychee-chunk-min=4", "lychee-chunk-max=8", NULL,
-};
+static const char table_small[] =
+    "budget=40 obs-window=8 sink=4 sonic-k=3 shape-init=9 shape-local=31 shape-last=11 "
+    "minference-verticals=30 minference-slashes=50 full-layers=1 "
+    "loopserve-min-context=0 loopserve-samples=16 loopserve-local=8 loopserve-max-cells=.9 "
+    "loopserve-alpha=.8 loopserve-first=2 loopserve-interval=3 pats-window=8 pats-tend=240 "
+    "lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8";
 
 static const Script table_script = { 3, { 120, 1, 50 }, { 24, 3, 20 }, 41 };
 enum { TABLE_TOKENS = 120 + 1 + 50 + 24 + 3 + 20 };
@@ -101,14 +99,6 @@ static void keep_head(Session *s, int l, int g, const int *keep, int n) {
 // Why the last session of the table was refused.
 static char table_err[512];
 
-// Sets "name=value" where there is such an option that can have it. 0, or -1 with the reason in table_err.
-static int table_set(Options *o, const char *word) {
-    char name[80];
-    const char *value = strchr(word, '=');
-    snprintf(name, sizeof name, "%.*s", (int)(value - word), word);
-    return options_set(o, name, value + 1, table_err);
-}
-
 // Does some part of "a+b" decide how rows are stored?
 static int stores(const char *spec) {
     EACH_METHOD(m) {
@@ -123,20 +113,12 @@ static int stores(const char *spec) {
 // A session of these parts with small options (small 1) or the program's own, and `more`, words of "name=value".
 // Rows are f32 unless a part stores them. NULL, and the reason in table_err, where it is refused. For session_done.
 static Session *table_open(Tiny m, const char *spec, int small, const char *more) {
-    char words[512];
     Options *o = options_of_program();
-    for (int i = 0; table_small[i] && (small || i == 0 || strstr(table_small[i], "sonic-weights")); i++)
-        table_set(o, table_small[i]);
-    if (!small) table_set(o, "sonic-weights=none");
-    if (!stores(spec)) {
-        table_set(o, "ctk=f32");
-        table_set(o, "ctv=f32");
-    }
-    snprintf(words, sizeof words, "%s", more);
+    options_words(o, "quiet=1 sonic-weights=none", table_err);
+    if (small) options_words(o, table_small, table_err);
+    if (!stores(spec)) options_words(o, "ctk=f32 ctv=f32", table_err);
     table_err[0] = 0;
-    int bad = 0;
-    for (char *w = strtok(words, " "); w && !bad; w = strtok(NULL, " ")) bad = table_set(o, w);
-    Session *s = bad ? NULL : session_try(m.c, m.w, o, spec, table_err);
+    Session *s = options_words(o, more, table_err) ? NULL : session_try(m.c, m.w, o, spec, table_err);
     if (!s) options_free(o);
     return s;
 }
@@ -2001,35 +1983,23 @@ TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has row
 // keeps each chunk key and each cluster as a plain array, sorts everything, and shares no function
 // with the section.
 
-// ---- a toy tokenizer: id -> bytes; specials are ids with special 1
+// ---- a toy tokenizer: the bytes of each id; NULL: a special token, which has none. Behind the last all are empty
 
 typedef struct {
-    const char *b;
-    int n, special;
-} ToyPiece;
-
-typedef struct {
-    ToyPiece p[128];
+    const char *const *piece;
     int n;
 } Toy;
 
-// The bytes of a toy token; special ones have none.
 static const char *toy_bytes(const void *ctx, int id, int *len) {
     const Toy *t = ctx;
-    *len = id < t->n && !t->p[id].special ? t->p[id].n : 0;
-    return id < t->n ? t->p[id].b : "";
+    const char *text = id < t->n && t->piece[id] ? t->piece[id] : "";
+    *len = (int)strlen(text);
+    return text;
 }
 
-// Whether a toy token is special.
 static int toy_special(const void *ctx, int id) {
     const Toy *t = ctx;
-    return id < t->n && t->p[id].special;
-}
-
-// Adds a piece and returns its id.
-static int toy_add(Toy *t, const char *b) {
-    t->p[t->n] = (ToyPiece){ b, (int)strlen(b), 0 };
-    return t->n++;
+    return id < t->n && !t->piece[id];
 }
 
 // Makes the chunker read ids as toy tokens.
@@ -2037,22 +2007,17 @@ static void toy_use(const Toy *t) { token_text = (TokenText){ t, toy_bytes, toy_
 
 // 101 pieces: prose, code, JSON, marks, Chinese whole and cut inside a character, invalid bytes, an
 // empty piece, two specials
-static void toy_fill(Toy *t) {
-    static const char *piece[] = {
-        " the", " quick", "The", " brown", " fox", " a", " code", "foo", "bar", "3", "14", " x",
-        "ing", "er", " int", " return", " \"", "\"", "key", "val", ".", "?", "!", ",", ";", ":",
-        "\n", "\n\n", " \n", "}", "]", ">", "{", "[", "<", "(", ")", " =", "=", "->", "=>", "::",
-        "_", "-", "--", "---", "*", "**", "***", "`", "``", "```", " ", "  ", "\t", "\r\n", ".\n",
-        ".\"", ".)", "),", "};", "\",", "\":", "...", "?!", " -", "/", "\\", "\n    ", "\n\t",
-        "。", "，", "、", "：", "；", "！", "？", "·", "你好", "世界", "\xe4", "\xbd\xa0", "\xe4\xbd",
-        "\xa0", "\xe3\x80", "\x82", "\xef\xbc", "\x8c", "」", "”", "’", "）", "\xe3\x80\x80",
-        "\xff", "\xc3", "\xa9", "\xf0\x9f\x98", "\x80", "",
-    };
-    t->n = 0;
-    for (size_t i = 0; i < sizeof piece / sizeof *piece; i++) toy_add(t, piece[i]);
-    t->p[t->n++] = (ToyPiece){ "<|eot|>", 7, 1 };
-    t->p[t->n++] = (ToyPiece){ "<|bos|>", 7, 1 };
-}
+static const char *const toy_pieces[101] = {
+    " the", " quick", "The", " brown", " fox", " a", " code", "foo", "bar", "3", "14", " x",
+    "ing", "er", " int", " return", " \"", "\"", "key", "val", ".", "?", "!", ",", ";", ":",
+    "\n", "\n\n", " \n", "}", "]", ">", "{", "[", "<", "(", ")", " =", "=", "->", "=>", "::",
+    "_", "-", "--", "---", "*", "**", "***", "`", "``", "```", " ", "  ", "\t", "\r\n", ".\n",
+    ".\"", ".)", "),", "};", "\",", "\":", "...", "?!", " -", "/", "\\", "\n    ", "\n\t",
+    "。", "，", "、", "：", "；", "！", "？", "·", "你好", "世界", "\xe4", "\xbd\xa0", "\xe4\xbd",
+    "\xa0", "\xe3\x80", "\x82", "\xef\xbc", "\x8c", "」", "”", "’", "）", "\xe3\x80\x80",
+    "\xff", "\xc3", "\xa9", "\xf0\x9f\x98", "\x80", "", NULL, NULL,
+};
+static const Toy toy_text = { toy_pieces, 101 };
 
 // Chunks of the whole stream, by the levels of lychee_levels: end[] of each; a chunk needs keep tokens behind its longest
 // form. Returns their number.
@@ -2125,16 +2090,12 @@ TEST(lychee_levels, "boundary levels worked by hand") {
     };
 
     for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
-        Toy t = { 0 };
+        const char *const piece[] = { v[i].a, v[i].b, v[i].c };
+        Toy t = { piece, 3 };
         TextTail tail = { 0 };
-        int a = toy_add(&t, v[i].a), b = toy_add(&t, v[i].b);
-        if (v[i].c)
-            toy_add(&t, v[i].c);
-        else
-            t.p[t.n++] = (ToyPiece){ "", 0, 1 };
         toy_use(&t);
-        level_between(&tail, a, b);
-        int level = level_between(&tail, b, 2);
+        level_between(&tail, 0, 1);
+        int level = level_between(&tail, 1, 2);
         CHECK(level == v[i].level, "case %zu '%s|%s|%s': level %d, expected %d", i, v[i].a,
               v[i].b, v[i].c ? v[i].c : "<special>", level, v[i].level);
     }
@@ -2146,10 +2107,7 @@ TEST(lychee_chunks_online,
     // Ranges of pieces: all, prose, code, Chinese, JSON and marks, broken bytes.
     static const int kind[6][2] = { { 0, 101 },  { 0, 28 },  { 14, 70 },
                                     { 70, 101 }, { 16, 64 }, { 93, 101 } };
-    Toy t;
-    toy_fill(&t);
-    CHECK(t.n == 101, "the toy vocabulary has %d pieces", t.n);
-    toy_use(&t);
+    toy_use(&toy_text);
     long forced = 0, cut = 0;
     for (int trial = 0; trial < 400; trial++) {
         rnd_seed(trial + 1);
@@ -2443,9 +2401,7 @@ typedef struct {
 
 // Returns how often the index was built.
 static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text) {
-    Toy toy;
-    toy_fill(&toy);
-    if (with_text) toy_use(&toy);
+    if (with_text) toy_use(&toy_text);
     OWN_MODEL Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
     OWN_OPTIONS Options *o = options_of(k->opt);
     TwinLychee y = twin_settings(o);

@@ -443,19 +443,25 @@ static const char *formatted(const char *fmt, ...) {
     return text[k];
 }
 
-// A session with options given as "name=value name=value"; rows stored as f32 unless said
-// otherwise.
-static Options *options_of(const char *text) {
-    Options *o = options_of_program();
-    char buf[512], err[256];
-    options_set(o, "ctk", "f32", err);
-    options_set(o, "ctv", "f32", err);
+// Sets words of "name=value", or "name" of a flag. Returns how many are refused; err: why the last one is.
+static int options_words(Options *o, const char *text, char *err) {
+    char buf[1024];
+    int bad = 0;
     snprintf(buf, sizeof buf, "%s", text);
     for (char *w = strtok(buf, " "); w; w = strtok(NULL, " ")) {
         char *v = strchr(w, '=');
         if (v) *v++ = 0;
-        if (options_set(o, w, v ? v : "1", err)) CHECK(0, "%s", err);
+        bad += options_set(o, w, v ? v : "1", err) != 0;
     }
+    return bad;
+}
+
+// Options of such words; rows are stored as f32 unless said otherwise.
+static Options *options_of(const char *text) {
+    Options *o = options_of_program();
+    char err[512];
+    options_words(o, "ctk=f32 ctv=f32", err);
+    if (options_words(o, text, err)) CHECK(0, "%s", err);
     return o;
 }
 
@@ -631,11 +637,6 @@ static SafeFile *trace_played(Tiny m, Session *s, const char *method, const Scri
     SafeFile *f = safetensors_open(path, err);
     CHECK(f, "%s", err);
     return f;
-}
-
-// The same of a session of this method with these options.
-static SafeFile *trace_of(Tiny m, const char *method, const char *text, const Script *p, float **logits) {
-    return trace_played(m, session_of(m, method, text), method, p, logits);
 }
 
 // How tensor b differs from a: "" if it does not. Numbers may differ by rounding, and so one packed
