@@ -1742,24 +1742,6 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, read as it is
 
 // ---- timing, without any rows: one table for all heads
 
-// A session with a table of bits for one head and no rows.
-static Session *pats_table_session(Config *c, Options *o) {
-    *c = (Config){ .D = 64 };
-    Session *s = xcalloc(1, sizeof *s);
-    *s = (Session){ .c = c, .opt = o, .n_part = 1, .scratch = arena_new() };
-    s->part[0] = (Part){ .m = &pats_method, .ms = xcalloc(1, sizeof(Pats)) };
-    if (pats_open(s, s->part[0].ms)) CHECK(0, "%s", s->err);
-    return s;
-}
-
-// Frees a session that has a table of bits and no rows.
-static void pats_table_close(Session *s) {
-    pats_close(s, s->part[0].ms);
-    free(s->part[0].ms);
-    arena_free(s->scratch);
-    free(s);
-}
-
 TEST(pats_ratchet,
      "re-packs of a long decode: 6, 12, 18 for growth by 2, 4, 8; the savings of NOTES; B[t] never "
      "falls, is never under the definition by more than an eighth allows") {
@@ -1775,19 +1757,16 @@ TEST(pats_ratchet,
         { "pats-bmax=10 pats-schedule=old sink=0", 4096, 32768, 18, { -1, 42.45 } },
     };
 
+    OWN_MODEL Tiny m = tiny_model(1, 1, 1, 64, 16, 16, 11, 1);
     for (int i = 0; i < 5; i++) {
-        Config c;
-        OWN_OPTIONS Options *o = options_of(formatted("ctk=f16 ctv=f16 %s", want[i].opt));
-        Session *s = pats_table_session(&c, o);
+        OWN_SESSION Session *s = session_of(m, "pats", formatted("ctk=f16 ctv=f16 %s", want[i].opt));
         Pats *x = s->part[0].ms;
         int repacks = 0;
         for (int T = want[i].from; T <= want[i].to; T++) {
-            s->base = T == want[i].from ? 0 : T - 1;
-            s->n_tok = T;
-            pats_commit(s, x, 0, NULL, 1);
-            CHECK(x->due == (x->T_last == T), "T_last");
-            repacks += x->due;
-            if (!x->due) continue;
+            int due = pats_decide(x, T);
+            CHECK(due == (x->T_last == T), "T_last");
+            repacks += due;
+            if (!due) continue;
             for (int t = 0; t < x->cut; t++)
                 CHECK(x->bits[t] >= pats_bits(x, t, T), "T %d t %d: %d bits", T, t, x->bits[t]);
             CHECK(x->cut == T - 128 && !x->bits[x->cut], "the window stays raw");
@@ -1800,55 +1779,46 @@ TEST(pats_ratchet,
         for (int more = 0; more < 2; more++) {
             double sum = 0;
             if (more) x->T_last = 0;
-            if (more) pats_commit(s, x, 0, NULL, 1);
+            if (more) pats_decide(x, want[i].to);
             for (int t = 0; t < x->cut; t++) sum += x->bits[t];
             sum *= 100.0 / 16 / want[i].to;
             CHECK(want[i].cut[more] < 0 || fabs(sum - want[i].cut[more]) < .006, "%s: %.3f %%", want[i].opt, sum);
         }
         for (int t = 0; t < x->sink; t++)
             CHECK(x->bits[t] == 2, "sink %d has lost %d bits", t, x->bits[t]);
-        pats_table_close(s);
     }
 }
 
 // ---- whole dialogues against in-place cutting
 
-// `ref` runs the same selection on plain f16 rows and after every pass its rows are cut by the
-// rules where they stand. Logits must be the same bits.
-typedef struct {
-    int schedule, is_static, b_min, b_max, sink, window, T_end, T_last;
-    unsigned char bits[20000];
-} SlowPats;
+// A session on plain f16 rows, which after every pass are cut by the rules of `of` where they stand. Logits must be the
+// same bits.
+static struct {
+    const Pats *of;
+    int T_last;
+    unsigned char bits[512];
+} slow_pats;
 
-// What a pass does to the bits and rows: each row is cut in place to its bits by age, never to
-// more.
-static void slow_pats_pass(SlowPats *x, Session *s) {
-    int T = s->n_tok, D = s->c->D;
-    if (8 * T < 9 * x->T_last) return;
-    x->T_last = T;
+// Session.forward of it: what a pass does to the bits and rows. Each row is cut in place to its bits by age, never to more.
+static float *slow_pats_forward(Session *s, const Token *in, int n) {
+    const Pats *x = slow_pats.of;
+    float *logits = forward(s, in, n);
+    int T = s->n_tok, D = s->c->D, len = x->T_end ? x->T_end : T;
+    if (8 * T < 9 * slow_pats.T_last) return logits;
+    slow_pats.T_last = T;
     for (int t = 0; t < T - x->window; t++) {
-        int len = x->is_static ? x->T_end : T;
         int b = t < x->sink ? x->b_min
                 : t >= len ? x->schedule == PATS_NEW ? x->b_max : x->b_min
                            : (int)slow_bits(x->schedule, x->b_min, x->b_max, t + 1, len);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
+        slow_pats.bits[t] = (unsigned char)max_int(b, slow_pats.bits[t]);
     }
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         KVHead *h = &s->head[i];
-        for (int r = 0; r < h->len; r++)
-            for (int d = 0; d < 2 * D; d++) {
-                uint16_t *e = (uint16_t *)(d < D ? h->k : h->v) + (size_t)r * D + d % D;
-                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]]));
-            }
+        for (int e = 0; e < 2 * h->len * D; e++) {
+            uint16_t *to = (uint16_t *)(e % 2 ? h->k : h->v) + e / 2;
+            *to = f32_to_f16((float)slow_cut(f16_to_f32(*to), slow_pats.bits[h->src[e / 2 / D]]));
+        }
     }
-}
-
-// Session.forward of the session whose rows are cut in place.
-static SlowPats *slow_pats;
-
-static float *slow_pats_forward(Session *s, const Token *in, int n) {
-    float *logits = forward(s, in, n);
-    slow_pats_pass(slow_pats, s);
     return logits;
 }
 
@@ -1885,19 +1855,12 @@ static void pats_against_slow(const char *opt, Tiny m, const Script *p) {
     const char *text = formatted("ctk=f16 ctv=f16 %s", opt);
     OWN_SESSION Session *s = session_of(m, "pats", text), *ref = session_of(m, "full", text);
     const Pats *x = pats_of(s);
-    OWN SlowPats *slow = xcalloc(1, sizeof *slow);
-    *slow = (SlowPats){ .schedule = x->schedule,
-                        .is_static = x->T_end > 0,
-                        .b_min = x->b_min,
-                        .b_max = x->b_max,
-                        .sink = x->sink,
-                        .window = x->window,
-                        .T_end = x->T_end };
-    slow_pats = slow;
+    memset(&slow_pats, 0, sizeof slow_pats);
+    slow_pats.of = x;
     ref->forward = slow_pats_forward;
     OWN float *a = run_session(s, p), *b = run_session(ref, p);
     CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s: logits differ", opt);
-    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s: B[t] differs", opt);
+    CHECK(!memcmp(x->bits, slow_pats.bits, min_int(s->n_tok, x->cap)), "%s: B[t] differs", opt);
     CHECK(!heads_differ(s, ref), "%s: other rows", opt);
     check_packed(s, opt);
 }
@@ -2200,11 +2163,11 @@ static void twin_key(const TwinLychee *y, Twin *t, int l, int g, int j, double *
     twin_unit(key, D);
 }
 
-// Divides the centres of x (n) among K nodes, whose centres are rounded before the last division: of (n).
-static void twin_kmeans(const TwinNode *x, int n, TwinNode *node, int K, int D, int *of) {
+// Divides the centres of x (n) among K nodes in so many rounds; their centres are rounded before the last division: of (n).
+static void twin_kmeans(const TwinNode *x, int n, TwinNode *node, int K, int D, int rounds, int *of) {
     double score[TW];
     for (int j = 0; j < K; j++) node[j] = x[(2 * j + 1) * n / (2 * K)];
-    for (int it = 0; it < 11; it++) {
+    for (int it = 0; it <= rounds; it++) {
         for (int j = 0; j < K; j++) {
             double sum[TWD] = { 0 };
             int size = 0;
@@ -2215,7 +2178,7 @@ static void twin_kmeans(const TwinNode *x, int n, TwinNode *node, int K, int D, 
             }
             if (size) twin_unit(sum, D);
             for (int d = 0; d < D && size; d++) node[j].mu[d] = sum[d];
-            for (int d = 0; d < D && it == 10; d++) node[j].mu[d] = twin_bf16(node[j].mu[d]);
+            for (int d = 0; d < D && it == rounds; d++) node[j].mu[d] = twin_bf16(node[j].mu[d]);
         }
         for (int i = 0; i < n; i++) {
             for (int j = 0; j < K; j++) score[j] = twin_dot(x[i].mu, node[j].mu, D);
@@ -2232,8 +2195,8 @@ static void twin_index_build(TwinLychee *y, Twin *t, int l, int g) {
     w->K = (y->M + 1) / 2;
     w->P = min_int((w->K + 1) / 2, 64);
     for (int j = 0; j < y->M; j++) twin_key(y, t, l, g, j, key[j].mu);
-    twin_kmeans(key, y->M, w->cluster, w->K, D, w->of);
-    twin_kmeans(w->cluster, w->K, w->unit, w->P, D, w->up);
+    twin_kmeans(key, y->M, w->cluster, w->K, D, 10, w->of);
+    twin_kmeans(w->cluster, w->K, w->unit, w->P, D, 10, w->up);
     for (int j = 0; j < y->M; j++) {
         TwinNode *c = &w->cluster[w->of[j]], *u = &w->unit[w->up[w->of[j]]];
         c->r = fmax(c->r, twin_dist(key[j].mu, c->mu, D));
@@ -2448,49 +2411,35 @@ TEST(lychee_twin, "sets, logits and index agree with the slow twin: GQA shapes, 
 
 // ---- limits, guarantees
 
-// Nodes for n points of 8 dimensions at most, which kmeans divides among K centres.
-static Nodes nodes_of(int K) {
-    static uint16_t mu[600 * 8];
-    static float r[600];
-    static int tokens[600], of[600];
-    return (Nodes){ .n = K, .mu = mu, .r = r, .tokens = tokens, .of = of };
+// K-means of the points x (n,2) into K centres, after so many rounds: the same centres and places as the twin's.
+static void kmeans_agrees(const float *x, int n, int K, int rounds) {
+    float mu[260], sum[260], r[130];
+    uint16_t centre[260];
+    int tokens[130], of[130], want[130], bad = 0;
+    Nodes u = { .n = K, .mu = centre, .r = r, .tokens = tokens, .of = of };
+    OWN TwinNode *point = xcalloc(n, sizeof *point), *node = xcalloc(K, sizeof *node);
+    for (int i = 0; i < 2 * n; i++) point[i / 2].mu[i % 2] = x[i];
+    kmeans(x, n, &u, 2, rounds, mu, sum);
+    twin_kmeans(point, n, node, K, 2, rounds, want);
+    for (int i = 0; i < n; i++) bad += of[i] != want[i];
+    for (int i = 0; i < 2 * K; i++) bad += bf16_to_f32(centre[i]) != node[i / 2].mu[i % 2];
+    CHECK(!bad, "%d points, %d centres: %d places or numbers are others", n, K, bad);
 }
 
-TEST(lychee_kmeans, "k-means worked by hand; ties; empty clusters keep their centre") {
-    // four points on a circle at 0, 10, 90, 100 degrees, two centres: start at points 1 and 3, end
-    // at 5 and 95 degrees
-    static float x[8], mu[600 * 8], sum[600 * 8];
-    for (int i = 0; i < 4; i++) {
-        double a = (i / 2 * 90 + i % 2 * 10) * M_PI / 180;
-        x[2 * i] = (float)cos(a);
-        x[2 * i + 1] = (float)sin(a);
+TEST(lychee_kmeans, "k-means where points are equal to many centres: ties go to the lowest, also across blocks of scores and "
+                    "where centres are equal when they are rounded; empty clusters keep their centre") {
+    // Four points on a circle at 0, 10, 90, 100 degrees, whose two centres end at 5 and 95 degrees.
+    static const float near[8] = { 1, 0, 1.002f, 0, 1, 0, 1.003f, 0 };      // both centres round to 1
+    float circle[8], equal[260];
+    for (int i = 0; i < 8; i++) {
+        double a = (i / 4 * 90 + i / 2 % 2 * 10) * M_PI / 180;
+        circle[i] = (float)(i % 2 ? sin(a) : cos(a));
     }
-    Nodes u = nodes_of(2);
-    kmeans(x, 4, &u, 2, 10, mu, sum);
-    CHECK(u.of[0] == 0 && u.of[1] == 0 && u.of[2] == 1 && u.of[3] == 1, "labels %d %d %d %d", u.of[0], u.of[1],
-          u.of[2], u.of[3]);
-    CHECK(u.mu[0] == f32_to_bf16((float)cos(5 * M_PI / 180)) &&
-              u.mu[1] == f32_to_bf16((float)sin(5 * M_PI / 180)),
-          "centre at 5 degrees: %g %g", bf16_to_f32(u.mu[0]), bf16_to_f32(u.mu[1]));
-    // Four equal points, three centres: ties go to the lowest, the others stay empty where they
-    // began.
-    for (int i = 0; i < 8; i++) x[i] = i % 2 ? 0 : 1;
-    u = nodes_of(3);
-    kmeans(x, 4, &u, 2, 10, mu, sum);
-    for (int i = 0; i < 4; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
-    CHECK(bf16_to_f32(u.mu[4]) == 1 && bf16_to_f32(u.mu[5]) == 0, "an empty cluster moved");
-    // Both centres round to 1: the last assignment is made against those, and ties.
-    static const float near[8] = { 1, 0, 1.002f, 0, 1, 0, 1.003f, 0 };
-    u = nodes_of(2);
-    kmeans(near, 4, &u, 2, 0, mu, sum);
-    for (int i = 0; i < 4; i++)
-        CHECK(u.of[i] == 0, "point %d was labelled %d against unrounded centres", i, u.of[i]);
-    static float key[600 * 8];
-    // The same with 130 centres: ties across blocks of scores.
-    for (int i = 0; i < 260; i++) key[i] = i % 2 ? 0 : 1;
-    u = nodes_of(130);
-    kmeans(key, 130, &u, 2, 2, mu, sum);
-    for (int i = 0; i < 130; i++) CHECK(u.of[i] == 0, "tie of point %d went to %d", i, u.of[i]);
+    for (int i = 0; i < 260; i++) equal[i] = i % 2 ? 0 : 1;
+    kmeans_agrees(circle, 4, 2, 10);
+    kmeans_agrees(equal, 4, 3, 10);
+    kmeans_agrees(near, 4, 2, 0);
+    kmeans_agrees(equal, 130, 130, 2);
 }
 
 TEST(lychee_absorb, "a node covers every chunk after 1,000 additions; a radius that is only as large as the new "
