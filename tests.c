@@ -619,34 +619,25 @@ TEST(table_rollback, "a dialogue that was taken back goes on, bit for bit, as on
     OWN_MODEL Tiny m = table_model(2, 4, 2, 0);
     EACH_METHOD(p) {
         const Method *x = *p;
-        Session *s[2];
-        int ids[512], V = m.c->V;
+        const int *ids = seven_ids(170, m.c->V);
+        int V = m.c->V;
         if (x->evicts || x->role & ROLE_STORE) continue;
-        script_ids(&table_script, 0, V, ids);
-        for (int k = 0; k < 2; k++) {
-            s[k] = table_open(m, x->name, 1, "");
-            prefill(s[k], ids, 100);
-            if (!k) {
-                for (int i = 0; i < 20; i++) decode(s[k], ids[i]);
-                prefill(s[k], ids + 40, 70);
-                decode(s[k], 7);
-                kv_truncate(s[k], 100);
-            }
-            CHECK(s[k]->n_tok == 100 && s[k]->pos_next == 100, "%s: %d tokens, next position %d", x->name, s[k]->n_tok,
-                  s[k]->pos_next);
-        }
+        OWN_SESSION Session *s = table_open(m, x->name, 1, ""), *never = table_open(m, x->name, 1, "");
+        prefill(never, ids, 100);
+        prefill(s, ids, 100);
+        for (int i = 0; i < 20; i++) decode(s, ids[i]);
+        prefill(s, ids + 40, 70);
+        decode(s, 7);
+        kv_truncate(s, 100);
+        CHECK(s->n_tok == 100 && s->pos_next == 100, "%s: %d tokens, next position %d", x->name, s->n_tok, s->pos_next);
         // LycheeCluster's index of the first turn is gone in one of them, and built again a turn later.
-        const float *a = prefill(s[0], ids, 60), *b = prefill(s[1], ids, 60);
-        CHECK(!memcmp(a, b, V * sizeof *a), "%s: the prefill behind a rollback", x->name);
-        for (int i = 0; i < 20 && !x->plan; i++) {
-            a = decode(s[0], ids[i]);
-            b = decode(s[1], ids[i]);
+        for (int i = -1; i < (x->plan ? 0 : 20); i++) {
+            const float *a = i < 0 ? prefill(s, ids, 60) : decode(s, ids[i]);
+            const float *b = i < 0 ? prefill(never, ids, 60) : decode(never, ids[i]);
             CHECK(!memcmp(a, b, V * sizeof *a), "%s: step %d behind a rollback", x->name, i);
         }
-        for (int k = 0; k < 2; k++) {
-            check_rows(s[k], x->name, "");
-            session_done(s[k]);
-        }
+        check_rows(s, x->name, "");
+        check_rows(never, x->name, "");
     }
 }
 
@@ -1698,24 +1689,24 @@ TEST(pats_mem_table,
 
     for (int i = 0; i < 4; i++) {
         int b = 4 + 2 * i;
-        CHECK(fabs(mem_ideal(PATS_NEW, b, 1024) - ideal[0][i]) < 6e-4 &&
-                  fabs(mem_ideal(PATS_OLD, b, 1024) - ideal[0][i]) < 6e-4,
-              "new, old %d: %.4f", b, mem_ideal(PATS_NEW, b, 1024));
-        CHECK(fabs(mem_ideal(PATS_MIDDLE, b, 1024) - ideal[1][i]) < 6e-4, "middle %d: %.4f", b,
-              mem_ideal(PATS_MIDDLE, b, 1024));
-        CHECK(fabs(mem_ideal(PATS_MIDDLE, b, 128) - mid128[i]) < 6e-4, "middle %d at 128: %.4f", b,
-              mem_ideal(PATS_MIDDLE, b, 128));
+        const struct {
+            int schedule, T;
+            double want;
+        } is[] = { { PATS_NEW, 1024, ideal[0][i] }, { PATS_OLD, 1024, ideal[0][i] }, { PATS_MIDDLE, 1024, ideal[1][i] },
+                   { PATS_MIDDLE, 128, mid128[i] } };
+        for (int k = 0; k < 4; k++) {
+            double found = mem_ideal(is[k].schedule, b, is[k].T);
+            CHECK(fabs(found - is[k].want) < 6e-4, "schedule %d, %d at %d: %.4f", is[k].schedule, b, is[k].T, found);
+        }
         for (int k = 0; k < 6; k++) {
             int D = real[k / 2].D, rows64 = k % 2;
             Region *reg = NULL;
             for (int t = 1; t <= 1024; t++)
                 reg = region_add(reg, 16 - pats_schedule(PATS_MIDDLE, 2, b, t, 1024), rows64, D);
             CHECK((int)arrlen(reg) <= 2 * (b - 2) + 1, "%d regions", (int)arrlen(reg));
-            double save =
-                100 * (1 - (double)(regions_bytes(reg, (int)arrlen(reg), rows64, D) - PATS_GUARD) /
-                               (1024.0 * D * 2));
-            CHECK(fabs(save - real[k / 2].save[rows64][i]) < .11,
-                  "D %d rows64 %d b_max %d: saves %.2f", D, rows64, b, save);
+            double bytes = (double)(regions_bytes(reg, (int)arrlen(reg), rows64, D) - PATS_GUARD);
+            double save = 100 * (1 - bytes / (1024.0 * D * 2));
+            CHECK(fabs(save - real[k / 2].save[rows64][i]) < .11, "D %d rows64 %d b_max %d: saves %.2f", D, rows64, b, save);
             arrfree(reg);
         }
     }
@@ -1887,35 +1878,26 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
                                      rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? 0 : 200);
         OWN_SESSION Session *s = session_of(m, "pats", text);
         for (int round = 0; round < 4; round++) {
-            int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
-            for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
+            int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2), share = 1 + rnd_int(9), src[512];
+            draw_ids(ids, n, 31);
             prefill(s, ids, n);
             KVHead *h = kv_head(s, 0, g);
-            int N = h->len, src[512];
-            OWN float *k = xmalloc((size_t)(N + 1) * 16 * sizeof *k);
-            float *v = k + (size_t)(N + 1) * 8, now_k[8], now_v[8];
-            kv_load_k(s, h, NULL, 0, N, k);
-            kv_load_v(s, h, NULL, 0, N, v);
+            int N = h->len, had = s->n_tok, to = round == 2 ? rnd_int(had) : had;
+            float was[2][512 * 8], is[8];
+            kv_load_k(s, h, NULL, 0, N, was[0]);
+            kv_load_v(s, h, NULL, 0, N, was[1]);
             memcpy(src, h->src, N * sizeof(int));
-            if (round == 2) {
-                const Pats *x = s->part[0].ms;
-                int had = s->n_tok, to = rnd_int(had);
-                kv_truncate(s, to);
-                for (int r = 0; r < N && src[r] < to; r++) keep[kept++] = r;
-                CHECK(x->cut <= to, "cut %d after truncating to %d", x->cut, to);
-                for (int t = to; t < had; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
-            } else {
-                for (int r = 0, share = 1 + rnd_int(9); r < N; r++)
-                    if (rnd_int(10) < share) keep[kept++] = r;
-                keep_head(s, 0, g, keep, kept);
-            }
+            for (int r = 0; r < N; r++)
+                if (round == 2 ? src[r] < to : rnd_int(10) < share) keep[kept++] = r;
+            if (round == 2) kv_truncate(s, to);
+            else keep_head(s, 0, g, keep, kept);
+            const Pats *x = s->part[0].ms;
+            CHECK(x->cut <= to, "cut %d after truncating to %d", x->cut, to);
+            for (int t = to; t < had; t++) CHECK(!x->bits[t], "token %d begins with %d bits lost", t, x->bits[t]);
             CHECK(h->len == kept, "len %d, kept %d", h->len, kept);
-            for (int r = 0; r < kept; r++) {
-                kv_load_k(s, h, NULL, r, 1, now_k);
-                kv_load_v(s, h, NULL, r, 1, now_v);
-                CHECK(h->src[r] == src[keep[r]] && !memcmp(now_k, k + keep[r] * 8, 32) &&
-                          !memcmp(now_v, v + keep[r] * 8, 32),
-                      "row %d", r);
+            for (int r = 0; r < 2 * kept; r++) {
+                (r % 2 ? kv_load_v : kv_load_k)(s, h, NULL, r / 2, 1, is);
+                CHECK(h->src[r / 2] == src[keep[r / 2]] && !memcmp(is, was[r % 2] + keep[r / 2] * 8, 32), "row %d", r / 2);
             }
             check_packed(s, "keep");
         }
@@ -1998,32 +1980,6 @@ static int twin_chunks(const int *id, int n, int sink, int min, int max, int kee
     return m;
 }
 
-// Feeds ids to the section in random portions, as turns and decode steps would.
-static void online_chunks(Lychee *x, const int *id, int n) {
-    Session s = { 0 };
-    s.tok = xcalloc(n + 1, sizeof(Token));
-    for (int i = 0; i < n; i++) s.tok[i].id = id[i];
-    while (s.n_tok < n) {
-        s.n_tok += rnd_int(3) ? 1 : 1 + rnd_int(60);
-        if (s.n_tok > n) s.n_tok = n;
-        cut_chunks(&s, x);
-    }
-    free(s.tok);
-}
-
-// A chunker that has seen nothing.
-static Lychee chunker(int sink, int min, int max, int buffer) {
-    Lychee x = { .sink = sink, .min = min, .max = max, .buffer = buffer };
-    arrput(x.start, sink);
-    return x;
-}
-
-// Gives a chunker's lists back.
-static void chunker_free(Lychee *x) {
-    arrfree(x->start);
-    arrfree(x->level);
-}
-
 TEST(lychee_levels, "boundary levels worked by hand") {
     // Text before, the token, the token after; b NULL: special.
     static const struct {
@@ -2075,29 +2031,36 @@ TEST(lychee_chunks_online,
     for (int trial = 0; trial < 400; trial++) {
         rnd_seed(trial + 1);
         int min = trial % 5 ? 8 : 1 + rnd_int(8), max = trial % 5 ? 16 : min + rnd_int(12);
-        int sink = rnd_int(20), buffer = rnd_int(30), n = rnd_int(500);
-        int id[512], end[512], k = trial % 6;
+        int sink = rnd_int(20), buffer = rnd_int(30), keep = max_int(buffer, 1), n = rnd_int(500), end[512];
+        const int *from = kind[trial % 6];
+        Token tok[512];
+        int id[512];
         for (int i = 0; i < n; i++) {
-            id[i] = kind[k][0] + rnd_int(kind[k][1] - kind[k][0]);
+            id[i] = from[0] + rnd_int(from[1] - from[0]);
             if (id[i] >= 99 && rnd_int(8)) id[i] = 0;
-            // Outside the tokenizer: empty.
-            if (!rnd_int(40)) id[i] = 120;
+            if (!rnd_int(40)) id[i] = 120;              // outside the tokenizer: empty
+            tok[i].id = id[i];
         }
-        Lychee x = chunker(sink, min, max, buffer);
-        online_chunks(&x, id, n);
-        int m = twin_chunks(id, n, sink, min, max, buffer > 1 ? buffer : 1, end);
+        // In random portions, as turns and decode steps would.
+        Session s = { .tok = tok };
+        Lychee x = { .sink = sink, .min = min, .max = max, .buffer = buffer };
+        arrput(x.start, sink);
+        while (s.n_tok < n) {
+            s.n_tok = min_int(n, s.n_tok + (rnd_int(3) ? 1 : 1 + rnd_int(60)));
+            cut_chunks(&s, &x);
+        }
+        int m = twin_chunks(id, n, sink, min, max, keep, end);
         CHECK(x.M == m, "trial %d: %d chunks, twin %d", trial, x.M, m);
         for (int j = 0; j < m && j < x.M; j++) {
-            CHECK(x.start[j + 1] == end[j] + 1, "trial %d chunk %d ends at %d, twin %d", trial, j,
-                  x.start[j + 1] - 1, end[j]);
-            CHECK(x.start[j + 1] - x.start[j] >= min && x.start[j + 1] - x.start[j] <= max,
-                  "length");
+            int size = x.start[j + 1] - x.start[j];
+            CHECK(x.start[j + 1] == end[j] + 1 && size >= min && size <= max, "trial %d chunk %d of %d ends at %d, twin %d",
+                  trial, j, size, x.start[j + 1] - 1, end[j]);
+            forced += x.level[x.start[j + 1] - 1] >= CUT_NONE;
         }
-        CHECK(n - t_idx(&x) < (buffer > 1 ? buffer : 1) + max || n < sink, "buffer of %d",
-              n - t_idx(&x));
+        CHECK(n - t_idx(&x) < keep + max || n < sink, "buffer of %d", n - t_idx(&x));
         cut += x.M;
-        for (int j = 0; j < x.M; j++) forced += x.level[x.start[j + 1] - 1] >= CUT_NONE;
-        chunker_free(&x);
+        arrfree(x.start);
+        arrfree(x.level);
     }
     CHECK(cut > 5000 && forced > 50 && forced < cut / 2, "%ld chunks, %ld forced", cut, forced);
     token_text = (TokenText){ 0 };
@@ -2515,34 +2478,26 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
             "rows not read by any head are gone") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 2, 8, 16, 16, 11, 3);
     OWN_SESSION Session *s = session_of(m, "full", "");
-    int ids[30] = { 1, 2, 3 }, one[] = { 1, 4, 7 }, two[] = { 0, 9, 20 };
-    int stale[] = { 25, 26, 27, 28 };
-    static const int group[] = { 1, 4, 7, 27, 28, 29 }, alone[] = { 0, 9, 20, 29 };
+    int ids[30] = { 1, 2, 3 }, one[] = { 1, 4, 7 }, two[] = { 0, 9, 20 }, stale[] = { 25, 26, 27, 28 };
+    static const int group[] = { 1, 4, 7, 27, 28, 29 }, alone[] = { 0, 9, 20, 29 }, all[] = { 0, 1, 2, 3, 4, 5 };
     prefill(s, ids, 30);
     // A list of its own, soon out of use and out of range.
     view_set(s, 0, 1, stale, 4, 29);
     view_set(s, 0, 2, stale, 4, 29);
-    view_group(s, 0, 0, one, 3, 27);
-    for (int h = 0; h < 3; h++)
-        CHECK(reads(s, h, 6, group) && (!h || same_as_before(s, 0, h)),
-              "head %d", h);
-    CHECK(!kv_view(s, 0, 3)->n, "the other group is untouched");
-    view_set(s, 0, 0, two, 3, 29);
-    CHECK(reads(s, 0, 4, alone) && reads(s, 1, 6, group) && reads(s, 2, 6, group) &&
-              !same_as_before(s, 0, 1) && same_as_before(s, 0, 2),
-          "the first head alone");
-    view_set(s, 0, 1, two, 3, 29);
-    CHECK(reads(s, 0, 4, alone) && reads(s, 1, 4, alone) && reads(s, 2, 6, group) &&
-              same_as_before(s, 0, 1),
-          "the second as well");
-    view_group(s, 0, 0, one, 3, 27);
-    // A head amid the group: the last one goes on reading the first one's list.
-    view_set(s, 0, 1, two, 3, 29);
-    CHECK(reads(s, 0, 6, group) && reads(s, 1, 4, alone) && reads(s, 2, 6, group),
-          "the head amid the group");
+    // Which heads of the group then read a list of their own: none, the first, the second as well, the one amid the group.
+    for (int own = 0; own < 4; own++) {
+        if (own % 3 == 0) view_group(s, 0, 0, one, 3, 27);
+        if (own) view_set(s, 0, own == 1 ? 0 : 1, two, 3, 29);
+        for (int h = 0; h < 3; h++) {
+            int is_own = h == 0 ? own == 1 || own == 2 : h == 1 && own >= 2;
+            CHECK(is_own ? reads(s, h, 4, alone) : reads(s, h, 6, group), "way %d: head %d", own, h);
+        }
+        int first = own == 1 || own == 3, second = own >= 2;       // is this head's list another than the one before?
+        CHECK(same_as_before(s, 0, 1) == !first && same_as_before(s, 0, 2) == !second, "way %d: equal lists", own);
+        CHECK(!kv_view(s, 0, 3)->n, "the other group is untouched");
+    }
     view_group(s, 0, 0, one, 3, 27);
     kv_compact(s, 0);
-    static const int all[] = { 0, 1, 2, 3, 4, 5 };
     const KVHead *h = kv_head(s, 0, 0);
     CHECK(h->len == 6 && !memcmp(h->src, group, sizeof group) && kv_head(s, 0, 1)->len == 30,
           "%d rows stay", h->len);
