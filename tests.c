@@ -3245,51 +3245,25 @@ static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
     return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
 }
 
-static struct {
+typedef struct {
     Tiny m;
     const Tokenizer *t;
     const Options *o;
-} calibrated;
+} Calibrated;
 
-static void calibrate_apart(long unused) {
-    (void)unused;
-    _exit(calibrate(calibrated.m.c, calibrated.m.w, calibrated.t, NULL, calibrated.o));
+static void calibrate_apart(long what) {
+    const Calibrated *x = (const Calibrated *)what;
+    _exit(calibrate(x->m.c, x->m.w, x->t, NULL, x->o));
 }
 
-// --calibrate with these options in a process of its own (what it holds when it dies is no leak then). Returns its exit
-// code; said: its stderr.
-static int calibrate_says(Tiny m, const Tokenizer *t, const char *text, char said[1024]) {
+// --calibrate with these options, in a process of its own (what it holds when it dies is no leak then), ends with this
+// exit code and these words.
+static void calibrate_says(Tiny m, const Tokenizer *t, const char *text, int code, const char *words) {
     OWN_OPTIONS Options *o = options_of(text);
-    calibrated.m = m;
-    calibrated.t = t;
-    calibrated.o = o;
-    int code = in_a_process(calibrate_apart, 0, said, 1024);
-    return code;
-}
-
-// What --calibrate goes through, with our own needles, in the frame of a model without a template; prompts of `length`
-// ids.
-static Calibration calibration_of(Tiny m, const Tokenizer *t, const Options *o, int length) {
-    size_t LH = (size_t)m.c->L * m.c->H;
-    Calibration r = { .t = t, .length = length, .frame = frame_make(NULL), .needles = needles_load("") };
-    r.hay = hay_ids(t, "", length);
-    r.score = xcalloc(SCORES * LH, sizeof(double));
-    r.sum = xcalloc(SCORES * LH, sizeof(double));
-    r.mass = xcalloc(LH, sizeof(double));
-    r.top = xcalloc(LH, sizeof(int));
-    r.s = session_open(m.c, m.w, o, "full");
-    return r;
-}
-
-static void calibration_free(Calibration *r) {
-    session_close(r->s);
-    json_free(r->needles);
-    arrfree(r->hay);
-    free(r->frame);
-    free(r->score);
-    free(r->sum);
-    free(r->mass);
-    free(r->top);
+    Calibrated x = { m, t, o };
+    char said[1024];
+    int got = in_a_process(calibrate_apart, (long)&x, said, sizeof said);
+    CHECK(got == code && strstr(said, words), "%s: exit %d: %s", text, got, said);
 }
 
 // ---- HeadKV: the pool rule, options, and scores
@@ -3322,7 +3296,8 @@ TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for 
 // the reasoning stand before it.
 static void check_prompt(const Calibration *r, const Json *needle, int depth, int reasoning, const int *ids) {
     int n = (int)arrlen(ids), place = (r->length - 200 - r->n) * depth / 100;
-    char want[2048], *text = xcalloc(n + 1, 1);
+    char want[2048];
+    OWN char *text = xcalloc(n + 1, 1);
     for (int i = 0; i < n; i++) text[i] = (char)ids[i];
     while (place > 0 && r->hay[place - 1] != '.') place--;
     snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s", json_text(needle, "reasoning"),
@@ -3332,7 +3307,6 @@ static void check_prompt(const Calibration *r, const Json *needle, int depth, in
     CHECK(!strncmp(text + r->right + 1, json_text(needle, "needle"), strlen(json_text(needle, "needle"))),
           "the right answer");
     CHECK(strstr(text, json_text(needle, "question")) && !strcmp(text + n - 7, "Answer:"), "the question");
-    free(text);
 }
 
 // The answers of a run by the twin, greedily: what R and R2 gather.
@@ -3362,13 +3336,16 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     Tokenizer *t = byte_tokenizer();
     if (!t) return;
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
-    char *out = temp_text(""), err[512], said[1024] = "";
-    int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300);
-    double sum[5][8] = { { 0 } }, some = 0;
+    OWN_SESSION Session *s = session_of(m, "full", "quiet");
+    OWN char *out = temp_text("");
+    char err[512];
+    int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300), top[8];
+    double sum[5][8] = { { 0 } }, some = 0, score[SCORES * 8], all[SCORES * 8] = { 0 }, mass[8];
     CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
-    OWN_OPTIONS Options *o = options_of("quiet");
-    Calibration r = calibration_of(m, t, o, LENGTH);
-    *(Calibration **)observe(r.s, &head_probe) = &r;
+    // Our own needles, in the frame of a model without a template.
+    Calibration r = { .t = t, .s = s, .length = LENGTH, .frame = frame_make(NULL), .needles = needles_load(""),
+                      .hay = hay_ids(t, "", LENGTH), .score = score, .sum = all, .mass = mass, .top = top };
+    *(Calibration **)observe(s, &head_probe) = &r;
 
     // Twelve runs, accepted or not: what each gathers is summed.
     CalTwin x = { .r = &r };
@@ -3415,21 +3392,18 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     f = fopen(out, "w");
     scores_write(f, &r);
     fclose(f);
-    calibration_free(&r);
-    OWN char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": 3}]");
-    double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
+    json_free(r.needles);
+    arrfree(r.hay);
+    free(r.frame);
+    OWN double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
     CHECK(file && !none && strstr(err, "r2"), "%s", err);
-    free(file);
+    OWN char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": 3}]");
     unlink(out);
-    int code = calibrate_says(m, t, formatted("calibrate=%s calibrate-needles=%s quiet", out, half), said);
-    CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
-    const char *all = formatted("calibrate=%s quiet", out);
-    m.c->max_pos = LENGTH;                          // what all runs are long then
-    code = calibrate_says(m, t, all, said);         // a random model does not answer
-    CHECK(code == EXIT_RUN && strstr(said, "--calibrate-needles") && !file_exists(out), "exit %d: %s", code, said);
-    code = calibrate_says(m, NULL, "calibrate=no/such/folder/x.json", said);
-    CHECK(code == EXIT_USAGE && strstr(said, "tokenizer"), "exit %d", code);
-    free(out);
+    calibrate_says(m, t, formatted("calibrate=%s calibrate-needles=%s quiet", out, half), EXIT_USAGE, "--calibrate-needles");
+    m.c->max_pos = LENGTH;                          // what all runs are long then; a random model does not answer
+    calibrate_says(m, t, formatted("calibrate=%s quiet", out), EXIT_RUN, "--calibrate-needles");
+    CHECK(!file_exists(out), "a file is left");
+    calibrate_says(m, NULL, "calibrate=no/such/folder/x.json", EXIT_USAGE, "tokenizer");
     arrfree(hay);
     arrfree(few);
     tokenizer_free(t);

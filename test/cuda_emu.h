@@ -1864,5 +1864,6 @@ extern "C" void emu_provoke(int kind) {
     cudaFree(x);
 }
 
-// Tests: was this built with the harder modes?
+// Tests: is this the emulator, and was it built with the harder modes?
+extern "C" int emulated(void) { return 1; }
 extern "C" int emu_is_hard(void) { return EMU_HARD; }

@@ -12,21 +12,20 @@ void cuda_single_launches(Session *s, int single);
 int cuda_stale(Session *s);
 extern int cuda_poison;
 size_t cuda_chunk(size_t total);
-extern int emu_no_graphs __attribute__((weak));
-// Not there on a real GPU.
-__attribute__((weak)) void emu_set_seed(int seed);
-__attribute__((weak)) void emu_set_memory(size_t bytes);
-__attribute__((weak)) size_t emu_most_memory(void);
-__attribute__((weak)) long emu_count(const char *part);
-__attribute__((weak)) size_t emu_pooled(void);
-__attribute__((weak)) void emu_set_device(int major, int old_driver);
-__attribute__((weak)) void emu_fail_at(long n, int all);
-__attribute__((weak)) long emu_calls(void);
-__attribute__((weak)) void emu_provoke(int kind);
-__attribute__((weak)) int emu_is_hard(void);
-
-// Is every access watched, whatever order threads come in? Then each costs, and tests take fewer variants.
-static int accesses_watched(void) { return emu_set_seed && emu_is_hard(); }
+// What the emulator has beside CUDA's calls. On a real GPU these stand in for it, and do nothing.
+#define ON_A_GPU __attribute__((weak))
+ON_A_GPU int emu_no_graphs;
+ON_A_GPU int emulated(void) { return 0; }
+ON_A_GPU int emu_is_hard(void) { return 0; }
+ON_A_GPU void emu_set_seed(int seed) { (void)seed; }
+ON_A_GPU void emu_set_memory(size_t bytes) { (void)bytes; }
+ON_A_GPU size_t emu_most_memory(void) { return 0; }
+ON_A_GPU size_t emu_pooled(void) { return 0; }
+ON_A_GPU long emu_count(const char *part) { return part != NULL; }
+ON_A_GPU void emu_set_device(int major, int old_driver) { (void)(major + old_driver); }
+ON_A_GPU void emu_fail_at(long n, int all) { (void)(n + all); }
+ON_A_GPU long emu_calls(void) { return 0; }
+ON_A_GPU void emu_provoke(int kind) { (void)kind; }
 
 // Is this a run that takes its time (make race)?
 static int thorough(void) {
@@ -36,16 +35,11 @@ static int thorough(void) {
 
 // Another order of threads from now on, the order-th of three.
 static void order_set(int order) {
-    if (emu_set_seed) emu_set_seed((int[]){ 0, 1, 7 }[order % 3]);
+    emu_set_seed((int[]){ 0, 1, 7 }[order % 3]);
 }
 
-// What was launched or called from now on is counted; on a GPU nobody does.
-static void count_anew(void) {
-    if (emu_count) emu_count(NULL);
-}
-
-// Were there n launches or calls whose name has this part?
-static int counted(const char *part, long n) { return !emu_count || emu_count(part) == n; }
+// Were there n launches or calls whose name has this part, since emu_count(NULL)? On a GPU nobody counts.
+static int counted(const char *part, long n) { return !emulated() || emu_count(part) == n; }
 
 // The next of a test's n variants that is tried here becomes *i, under its order of threads; *turn counts. Returns 0 where
 // there is none more. Each goes through one order, another one each time; with KVCOMP_ORDERS=3 every other one through
@@ -54,10 +48,10 @@ static int counted(const char *part, long n) { return !emu_count || emu_count(pa
 // tried everywhere.
 static int next_variant(int *turn, int n, int *i) {
     static int next;
-    int all = thorough() && !accesses_watched() && emu_set_seed ? 3 : 1;
+    int all = thorough() && !emu_is_hard() && emulated() ? 3 : 1;
     while (*turn < all * n) {
         int order = *turn / n, here = all == 3 ? (*turn % n + order) % 2 == 0 : !getenv("KVCOMP_HARDER") || *turn % 4;
-        if (accesses_watched()) here = *turn % (thorough() ? 2 : 4) == 0;
+        if (emu_is_hard()) here = *turn % (thorough() ? 2 : 4) == 0;
         *i = (*turn)++ % n;
         if (!here && n > 1) continue;
         order_set(all == 3 ? order : next++);
@@ -525,7 +519,7 @@ static void pair_attention(Pair *p, int l, int n, int fast) {
     const Config *c = p->m.c;
     size_t row = (size_t)c->H * c->D;
     OWN_ASKED Asked ask = asked_new(p, n);
-    count_anew();
+    emu_count(NULL);
     attn_prefill(p->c, l, ask.want, ask.q, 0, n);
     attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
     // Keys of q8_0: the CPU rounds q to 16 bits (D89). bf16 on tensor cores: q and p in 16 bits.
@@ -577,9 +571,9 @@ static void pair_prefill(Pair *p, int l, int n) {
     size_t row = (size_t)c->H * c->D, before = (n - last) * row;
     OWN_ASKED Asked ask = asked_new(p, n);
     attn_prefill(p->c, l, ask.want, ask.q, 0, n);
-    count_anew();
+    emu_count(NULL);
     attn_prefill(p->d, l, ask.dgot, ask.dq, 0, n);
-    CHECK(!emu_count || (emu_count("prefill_kernel") && !emu_count("attend_kernel")), "tensor cores: D %d", c->D);
+    CHECK(!emulated() || (emu_count("prefill_kernel") && !emu_count("attend_kernel")), "tensor cores: D %d", c->D);
     double bound = tensor_bound(p->d), e = asked_error(&ask, ask.all, bound), exact = 0;
     CHECK(e <= 1, "%s, H %d G %d D %d, %d tokens, rule %d, layer %d: %g times the bound", p->d->fk->name, c->H, c->G, c->D,
           n, p->d->rule, l, e);
@@ -599,9 +593,9 @@ static void pair_prefill(Pair *p, int l, int n) {
 // Column sums of 1 to 70 queries.
 static void pair_columns(Pair *p, int l, int n) {
     OWN_ASKED Asked ask = asked_new(p, n);
-    count_anew();
+    emu_count(NULL);
     pair_sums(p, l, n, &ask, n, 1e-4);
-    CHECK(!emu_count || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
+    CHECK(!emulated() || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
 }
 
 #define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
@@ -920,7 +914,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and 
         rnd_seed(40 + i);
         pair_append(&p, shape[i].T, 1);
         cuda_tensor_min(shape[i].tensor);
-        count_anew();
+        emu_count(NULL);
         pair_lines(&p, shape[i].T, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
         CHECK(!shape[i].tensor || counted("attend_kernel", 0), "lines on tensor cores");
     }
@@ -1019,7 +1013,7 @@ static void device_agrees(Tiny m, const char *spec, const char *more) {
 
 TEST(cuda_table, "every method under every flag and choice of its own, and with packed rows: the device holds and reads "
                  "the CPU's rows, in as many bytes, and its logits are the CPU's within the bound") {
-    int few = accesses_watched();
+    int few = emu_is_hard();
     for (int windows = 0; windows < (few ? 1 : 2); windows++) {
         OWN_MODEL Tiny m = table_model(2, 4, 2, windows ? 2 : 0);
         EACH_METHOD(p) {
@@ -1047,7 +1041,7 @@ static void orders_agree(Tiny m, const char *text, const Script *p) {
     size_t all = (size_t)script_rows(p) * m.c->V;
     int steps = script_rows(p) - p->turns;
     OWN float *first = NULL;
-    for (int order = 0; emu_set_seed && !emu_is_hard() && order < 3; order++) {
+    for (int order = 0; emulated() && !emu_is_hard() && order < 3; order++) {
         order_set(order);
         emu_count(NULL);
         OWN_SESSION Session *s = cuda_session(m, "full", text);
@@ -1283,9 +1277,9 @@ static void steady_agrees(const Steady *x) {
     free(run_session(s, &once));
     session_reset(c);
     session_reset(s);
-    count_anew();
+    emu_count(NULL);
     OWN float *a = run_session(s, &p), *b = xmalloc(script_rows(&p) * row);
-    if (emu_count) {
+    if (emulated()) {
         long n = emu_count("cudaGraphLaunch"), k = emu_count("cudaStreamBeginCapture");
         long made = emu_count("cudaGraphInstantiate"), updated = emu_count("cudaGraphExecUpdate");
         CHECK(n == x->graphs - x->captures && k == x->captures && made + updated == k && made == x->anew,
@@ -1298,7 +1292,7 @@ static void steady_agrees(const Steady *x) {
     CHECK(!memcmp(a, b, rows * row), "%s %s: the graph gives other logits", x->method, x->text);
 
     // A device that takes no graph, and one that takes no early launches into it; the wide heads will do.
-    for (int no = 1; &emu_no_graphs && x->D > 16 && no < 3; no++) {
+    for (int no = 1; emulated() && x->D > 16 && no < 3; no++) {
         emu_no_graphs = no;
         OWN_SESSION Session *plain = cuda_session(m, x->method, x->text);
         OWN float *y = run_session(plain, &p);
@@ -1417,7 +1411,7 @@ TEST(cuda_launches, "what a prefill in blocks launches, kernel by kernel") {
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
     Session *s = cuda_session((Tiny){ c, w }, "full", "ctk=f16 ctv=f16 batch-size=128");
-    count_anew();
+    emu_count(NULL);
     prefill(s, seven_ids(300, c->V), 300);
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         CHECK(counted(want[i].kernel, want[i].n), "%s was not launched %d times", want[i].kernel, want[i].n);
@@ -1430,7 +1424,7 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
     enum { L = 3 };
     OWN_MODEL Tiny m = table_model(L, 4, 2, 0);
     EACH_METHOD(p) {
-        if (!emu_count) break;
+        if (!emulated()) break;
         OWN_SESSION Session *s = table_open(m, (*p)->name, 1, "device=cuda");
         long n = -1, want = 5 * L + 3;
         if ((*p)->select) want += (*p)->plan ? 1 + (L - 1) : 1;     // the first layer reads every row
@@ -1505,7 +1499,7 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     Session *best = a[0].s, *all = a[1].s;
     CHECK(!best->picked, "a prefill has all logits");
     CHECK(logits_needed(a[0].o) == picks, "%s: %d logits, should be %d", text, logits_needed(a[0].o), picks);
-    count_anew();
+    emu_count(NULL);
     for (int i = 0; i < STEPS; i++) {
         best->picks = i == STEPS / 2 ? 0 : picks;           // once in between somebody wants all of them
         int x = sample(&a[0]), y = sample(&a[1]);
@@ -1559,7 +1553,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         { "lychee", "ctx-size=300 budget=64 lychee-buffer=8 sink=4" },
         { "loopserve", "ctx-size=300 loopserve-min-context=0" },
     };
-    for (int i = 0; emu_set_memory && i < 8; i++) {
+    for (int i = 0; emulated() && i < 8; i++) {
         OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         weights_count(m.w, m.c);
         emu_most_memory();
@@ -1609,7 +1603,7 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
     CHECK(!strcmp(device_chosen(m), "cuda"), "-d auto: %s", device_chosen(m));
-    if (!emu_set_memory) return;
+    if (!emulated()) return;
     emu_set_memory(1000);
     CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
     OWN_SESSION Session *s = session_of(m, "full", "ctx-size=300");
@@ -1623,7 +1617,7 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
 TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other, of every kind of method: as many bytes "
                  "held as at the start") {
     static const char *const method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
-    for (int i = 0; emu_most_memory && i < 6; i++) {
+    for (int i = 0; emulated() && i < 6; i++) {
         OWN_MODEL Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
         Session *s = table_open(m, method[i], 1, "device=cuda budget=12 full-layers=0");
         size_t first = 0;
@@ -1645,7 +1639,7 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
 TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the runtime are told "
                    "before anything is brought there; so is a head_dim past 256") {
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
-    for (int i = 0; emu_set_device && i < 2; i++) {
+    for (int i = 0; emulated() && i < 2; i++) {
         size_t before = held_now();
         emu_set_device(i ? 8 : 7, i);
         int rc = cuda_try(m, "full", "");
@@ -1664,14 +1658,12 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
     Script p = { 1, { 60 }, { 20 }, 4 };  // heads grow
     OWN_SESSION Session *s = cuda_session(m, "full", "");
     free(run_session(s, &p));
-    size_t kept = emu_pooled ? emu_pooled() : 0;
-    CHECK(!emu_pooled || kept > 0, "the heads' old rows went back to the device");
-    if (emu_pooled) {
-        emu_set_memory(held_now() + kept);  // nothing is left but the pool's
-        cuda_drop(cuda_put(&p, sizeof p));
-        CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
-        emu_set_memory(0);
-    }
+    size_t kept = emu_pooled();
+    CHECK(!emulated() || kept > 0, "the heads' old rows went back to the device");
+    emu_set_memory(held_now() + kept);  // nothing is left but the pool's
+    cuda_drop(cuda_put(&p, sizeof p));
+    emu_set_memory(0);
+    CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
 }
 
 TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is free, and "
@@ -1679,11 +1671,11 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
     // Of the 128 KB that a test's copy wants.
-    if (emu_set_memory) emu_set_memory(held_now() + 70000);
+    emu_set_memory(held_now() + 70000);
     double copy = device_copy_rate();
-    if (emu_set_memory) emu_set_memory(0);
+    emu_set_memory(0);
     CHECK(copy > 0, "%g bytes/s", copy);
-    CHECK(!emu_set_memory || fabs(copy - 65536e3) < 100,
+    CHECK(!emulated() || fabs(copy - 65536e3) < 100,
           "%g bytes/s of a copy of 32768 bytes in a millisecond", copy);
     Field *line = bench_line(s, 1, 20, 1);
     double rate = 0;
@@ -1709,9 +1701,9 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
     CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
           raw, plan.pass);
-    if (emu_set_memory) emu_set_memory(need);
+    emu_set_memory(need);
     CHECK(isfinite(*prefill(s, seven_ids(500, 53), 500)) && isfinite(*decode(s, 1)), "logits");
-    if (emu_set_memory) emu_set_memory(0);
+    emu_set_memory(0);
     CHECK(cuda_held(s) < raw * 4 / 5, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
 }
 
@@ -1763,7 +1755,7 @@ TEST(cuda_failures, "whichever call of the runtime fails, alone or with all behi
                            "budget=20" };
     int said[5] = { 0 };  // runs by exit code
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
-    for (int i = 0; emu_fail_at && i < 7; i++) {
+    for (int i = 0; emulated() && i < 7; i++) {
         char line[1000], good[1000], *sum;
         failing.m = m;
         failing.method = method[i];
@@ -1787,7 +1779,7 @@ TEST(cuda_failures, "whichever call of the runtime fails, alone or with all behi
         }
         failing.more = failing.all = 0;
     }
-    CHECK(!emu_fail_at || (said[0] > 2 && said[EXIT_RUN] > 25 && said[EXIT_MEMORY] > 20),
+    CHECK(!emulated() || (said[0] > 2 && said[EXIT_RUN] > 25 && said[EXIT_MEMORY] > 20),
           "%d runs went on, %d ended with 1, %d with 4", said[0], said[EXIT_RUN], said[EXIT_MEMORY]);
 }
 
@@ -1813,7 +1805,7 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
         "unwritten: reads shared memory that nobody has written",
         "race: thread 1 of block 0,0,0 writes what another thread has written",
     };
-    for (int i = 0; emu_provoke && i < 13; i++) {
+    for (int i = 0; emulated() && i < 13; i++) {
         char line[1000];
         emu_set_seed(0);
         int rc = in_a_process(provoke, i, line, sizeof line);
