@@ -623,10 +623,10 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
 
 // ---- tensor cores
 
-// One product of a warp: the factors, as the lanes bring them, and a b but in the harder modes.
+// One product of a warp: the factors and d, as the lanes bring them.
 struct EmuProduct {
-    alignas(32) float a[16][16], b[16][8], sum[16][8];
-    int done;                         // 1: the sums are there
+    alignas(32) float a[16][16], b[16][8], d[16][8];
+    int done;                         // 1: d is a b + d
 };
 static EmuProduct emu_product[32][2];                   // of each warp
 static unsigned char emu_product_turn[1024];            // of each thread: which table is next
@@ -638,11 +638,17 @@ template <int DT> EMU_INLINE static float emu_half(unsigned pair, int i) {
 }
 
 EMU_QUIET static void emu_multiply(EmuProduct *x) {
-    for (int i = 0; i < 16 && !EMU_HARD; i++) {
+    for (int i = 0; i < 16; i++) {
         float sum[8] = { 0 };
-        for (int k = 0; k < 16; k++)
+        double exact[16];
+        for (int k = 0; k < 16 && !EMU_HARD; k++)
             for (int j = 0; j < 8; j++) sum[j] += x->a[i][k] * x->b[k][j];
-        memcpy(x->sum[i], sum, sizeof sum);
+        for (int j = 0; j < 8; j++) {
+            for (int k = 0; k < 16 && EMU_HARD; k++) exact[k] = (double)x->a[i][k] * x->b[k][j];
+            for (int k = 0; k < 16 && EMU_HARD; k += EMU_AT_ONCE)
+                x->d[i][j] = emu_tensor_sum(x->d[i][j], exact + k, EMU_AT_ONCE);
+            if (!EMU_HARD) x->d[i][j] += sum[j];
+        }
     }
     x->done = 1;
 }
@@ -663,20 +669,15 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
         x->a[group + i / 2 % 2 * 8][in_group * 2 + i % 2 + i / 4 * 8] = emu_half<DT>(a[i / 2], i % 2);
     for (int i = 0; i < 4; i++)                             // b0..b3
         x->b[in_group * 2 + i % 2 + i / 2 * 8][group] = emu_half<DT>(b[i / 2], i % 2);
+    float *own[4];                                          // c0..c3
+    for (int i = 0; i < 4; i++) {
+        own[i] = &x->d[group + i / 2 * 8][in_group * 2 + i % 2];
+        *own[i] = d[i];
+    }
     x->done = 0;
     emu_wait(EMU_WARP, line);
     if (!x->done) emu_multiply(x);
-    for (int i = 0; i < 4; i++) {                           // c0..c3
-        int row = i < 2 ? group : group + 8;
-        int col = in_group * 2 + (i & 1);
-        if (!EMU_HARD) {
-            d[i] += x->sum[row][col];
-            continue;
-        }
-        double exact[16];
-        for (int k = 0; k < 16; k++) exact[k] = (double)x->a[row][k] * x->b[k][col];
-        for (int k = 0; k < 16; k += EMU_AT_ONCE) d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
-    }
+    for (int i = 0; i < 4; i++) d[i] = *own[i];
 }
 
 // ---- shared memory
@@ -686,10 +687,7 @@ static inline SharedAt shared_address(const void *p) { return (SharedAt)(uintptr
 
 // Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
 static void emu_shared_check(int line, const void *p, const char *what) {
-    const char *a = (const char *)p, *low = __start_emu_shared, *high = __stop_emu_shared;
-    int inside = (low && a >= low && a + 16 <= high)
-              || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
-    if (!inside || (uintptr_t)p % 16)
+    if (!emu_shared_at((const char *)p, 16) || (uintptr_t)p % 16)
         emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
 }
 
@@ -1720,7 +1718,7 @@ static inline int atomicMax(int *p, int v) {
 }
 
 // ------------------------------------------------------------------------ cuBLAS
-// Column-major like the real one, so transposes and leading dimensions are tested too.
+// Column-major like the real one, so that leading dimensions are tested, too.
 
 typedef void *cublasHandle_t;
 typedef int cublasStatus_t;
@@ -1743,23 +1741,14 @@ static inline cublasStatus_t cublasCreate(cublasHandle_t *h) {
 static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return emu_blas(); }
 static inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return emu_blas(); }
 
-// Bytes of an element.
-static size_t emu_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
-
-// Element i of p.
-static float emu_get(const void *p, size_t i, cudaDataType t) {
-    return t == CUDA_R_32F ? ((const float *)p)[i]
-         : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i])
-                           : bf16_to_f32(((const uint16_t *)p)[i]);
-}
-
-// n vectors of k numbers as floats, to be freed: vector i begins at element i * apart of p, and its elements lie `step`
-// of p's apart.
-static float *emu_factor(const void *p, cudaDataType t, int apart, int step, int n, int k) {
+// n vectors of k numbers as floats, to be freed: vector i begins at element i * apart of p.
+static float *emu_vectors(const void *p, cudaDataType t, int apart, int n, int k) {
     float *x = (float *)malloc((size_t)n * k * sizeof *x);
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < k; j++)
-            x[(size_t)i * k + j] = emu_get(p, (size_t)i * apart + (size_t)j * step, t);
+    for (size_t i = 0; i < (size_t)n * k; i++) {
+        size_t at = i / k * apart + i % k;
+        const uint16_t *h = (const uint16_t *)p + at;
+        x[i] = t == CUDA_R_32F ? ((const float *)p)[at] : t == CUDA_R_16F ? f16_to_f32(*h) : bf16_to_f32(*h);
+    }
     return x;
 }
 
@@ -1777,8 +1766,9 @@ static float emu_dot(const float *x, const float *y, int k, int f32) {
     return EMU_HARD && f32 ? four[0] + four[1] + four[2] + four[3] : sum;
 }
 
-// C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32, and
-// A and B of one type. Ends the program if they are not, or if a matrix does not lie in device memory.
+// C (m,n) = alpha A^T B + beta C, column-major, A (k,m), B (k,n): no other is called. Sums in f32 like
+// CUBLAS_COMPUTE_32F; C must be f32, and A and B of one type. Ends the program if they are not, or if a matrix does not
+// lie in device memory.
 static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb,
                                    int m, int n, int k, const void *alpha,
                                    const void *A, cudaDataType tA, int lda,
@@ -1790,24 +1780,24 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
     emu_settle("cublasGemmEx");
     emu.ended = emu.launch;
     emu_count_one("cublasGemmEx");
-    if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
-        emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
+    if (ta != CUBLAS_OP_T || tb != CUBLAS_OP_N || m < 1 || n < 1 || k < 1 || lda < k || ldb < k || ldc < m)
+        emu_die("cublasGemmEx: op %d %d m %d n %d k %d lda %d ldb %d ldc %d", ta, tb, m, n, k, lda, ldb, ldc);
     if (tA != tB || tC != CUDA_R_32F)
         emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
-    EmuOpen a(emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A"));
-    EmuOpen b(emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B"));
+    size_t bytes = tA == CUDA_R_32F ? 4 : 2;
+    EmuOpen a(emu_range(A, bytes * ((size_t)lda * (m - 1) + k), "cublasGemmEx A"));
+    EmuOpen b(emu_range(B, bytes * ((size_t)ldb * (n - 1) + k), "cublasGemmEx B"));
     EmuOpen c(emu_range(C, sizeof(float) * ((size_t)ldc * (n - 1) + m), "cublasGemmEx C"));
     if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)C) & 3) emu_die("cublasGemmEx: a matrix is not aligned");
-    float *rows = emu_factor(A, tA, ta ? lda : 1, ta ? 1 : lda, m, k);
-    float *columns = emu_factor(B, tB, tb ? 1 : ldb, tb ? ldb : 1, n, k);
+    float *x = emu_vectors(A, tA, lda, m, k), *y = emu_vectors(B, tB, ldb, n, k), be = *(const float *)beta;
     for (int j = 0; j < n; j++)
         for (int i = 0; i < m; i++) {
-            float *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
-            float sum = emu_dot(rows + (size_t)i * k, columns + (size_t)j * k, k, tA == CUDA_R_32F);
+            float *to = (float *)C + (size_t)j * ldc + i;
+            float sum = emu_dot(x + (size_t)i * k, y + (size_t)j * k, k, tA == CUDA_R_32F);
             *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
         }
-    free(rows);
-    free(columns);
+    free(x);
+    free(y);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -1874,5 +1864,6 @@ extern "C" void emu_provoke(int kind) {
     cudaFree(x);
 }
 
-// Tests: was this built with the harder modes?
+// Tests: is this the emulator, and was it built with the harder modes?
+extern "C" int emulated(void) { return 1; }
 extern "C" int emu_is_hard(void) { return EMU_HARD; }

@@ -29,6 +29,14 @@ static uint32_t bits_of(float x) { return ((FloatBits){ .f = x }).u; }
 // The float of these bits.
 static float from_bits(uint32_t u) { return ((FloatBits){ .u = u }).f; }
 
+// Are these the bits that every set with a fused multiply-add gives? *first: a number of the first one's, 0 before it.
+static int same_bits(uint64_t *first, const void *x, size_t n) {
+    uint64_t h = hash_bytes(1, x, n);
+    if (!strcmp(simd_name(), "plain")) return 1;
+    if (!*first) *first = h;
+    return h == *first;
+}
+
 // ---- products of matrices
 
 // A random matrix (rows,cols) of the given type.
@@ -148,11 +156,12 @@ TEST(math_matmul, "a product equals double on every instruction set, dtype and o
     rnd_seed(41);
     for (int a = 0; a < COUNT(shape); a++)
         for (int dt = DT_F32; dt <= DT_Q8; dt++) {
-            int rows = shape[a][0], cols = shape[a][1], r0 = rows / 3, have = 0;
+            int rows = shape[a][0], cols = shape[a][1], r0 = rows / 3;
+            uint64_t fused = 0;
             size_t ldx = (size_t)cols, ldy = (size_t)rows, all = T * ldy;
             OWN double *v = xmalloc(ldy * ldx * sizeof *v);
             OWN float *x = random_floats(T * ldx), *row = xmalloc(ldx * sizeof *row);
-            OWN float *y = xmalloc((all + 1) * 4), *z = xmalloc(all * 4), *fused = xmalloc(all * 4);
+            OWN float *y = xmalloc((all + 1) * 4), *z = xmalloc(all * 4);
             Tensor w = random_weights(dt, a % 3, rows, cols, v), part = { w.data, dt, rows - r0, cols };
             OWN double *want = products_wanted(x, v, T, rows, cols, dt);
             if (dt != DT_Q8) part.data = (const char *)w.data + r0 * ldx * dtype_size(dt);
@@ -168,12 +177,9 @@ TEST(math_matmul, "a product equals double on every instruction set, dtype and o
                 for (int t = 0; t < 3 && dt != DT_Q8; t++)
                     other += memcmp(z + t * part.rows, y + t * rows + r0, part.rows * sizeof *z) != 0;
                 CHECK_SET(!other, "dtype %d %d x %d: %d rows have other bits", dt, rows, cols, other);
-                if (strcmp(simd_name(), "plain") && (dt != DT_BF16 || strncmp(simd_name(), "amx", 3))) {
-                    CHECK_SET(!have || !memcmp(fused, y, all * sizeof *y), "dtype %d %d x %d: other bits than "
-                              "another set", dt, rows, cols);
-                    memcpy(fused, y, all * sizeof *y);
-                    have = 1;
-                }
+                int other_sum = dt == DT_BF16 && !strncmp(simd_name(), "amx", 3);
+                CHECK_SET(other_sum || same_bits(&fused, y, all * sizeof *y), "dtype %d %d x %d: other bits than another set",
+                          dt, rows, cols);
                 float was = x[cols / 2];
                 x[cols / 2] = NAN;
                 matmul(z, x, &w, 2);
@@ -257,41 +263,9 @@ TEST(math_terms, "products by numbers of bf16, in tiles and in pairs (--bf16-ter
 
 // ---- the products of attention
 
-// The bits of what the products of attention, exponentials and softmax down columns give for numbers of a seed.
-static uint64_t bits_of_attention(void) {
-    enum { M = 5, N = 37, D = 72 };
-
-    float s[M * N], o[M * D] = { 0 }, x[100], e[100], top[20], sum[21] = { 0 };
-    rnd_seed(43);
-    OWN float *q = random_floats(M * D), *k = random_floats(N * D), *v = random_floats(N * D);
-    for (int j = 0; j < 100; j++) x[j] = e[j] = -20 * (float)rnd_unit();
-    for (int j = 0; j < 20; j++) {
-        top[j] = e[j];
-        sum[j] = 3;
-    }
-    attn_scores(s, q, k, M, N, D, 0.125f);
-    mix_of(o, s, v, DT_F32, M, N, D, 1, NOTHING_AHEAD);
-    exp_shift(e, 0.5f, 100, &sum[20]);
-    softmax_columns(x, 5, 20, top, sum);
-    uint64_t h = hash_bytes(hash_bytes(0, s, sizeof s), o, sizeof o);
-    h = hash_bytes(hash_bytes(h, x, sizeof x), e, sizeof e);
-    return hash_bytes(hash_bytes(h, top, sizeof top), sum, sizeof sum);
-}
-
-TEST(math_simd_agree, "every set with a fused multiply-add gives the same bits: attention tiles, exp, softmax "
-                      "down columns") {
-    uint64_t first = 0;
-    EACH_SIMD(i) {
-        if (!strcmp(simd_name(), "plain")) continue;
-        uint64_t bits = bits_of_attention();
-        CHECK_SET(!first || first == bits, "%llx, not %llx", (unsigned long long)bits, (unsigned long long)first);
-        first = bits;
-    }
-}
-
-TEST(math_attention_tiles, "attn_scores and mix_of equal double for every head size and block, a row does not "
-                           "depend on m, and rows as the cache holds them give what the same rows unpacked "
-                           "give") {
+TEST(math_attention_tiles, "attn_scores and mix_of equal double for every head size and block, the same bits with every "
+                           "set that has fused multiply-add, a row does not depend on m, and rows as the cache holds them "
+                           "give what the same rows unpacked give") {
     static const int Ds[] = { 2, 16, 36, 40, 48, 64, 80, 96, 128 };
     static const int Ms[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64 };
     static const int Ns[] = { 1, 2, 5, 33, 63, 64 };
@@ -301,67 +275,73 @@ TEST(math_attention_tiles, "attn_scores and mix_of equal double for every head s
     OWN float *o = xmalloc(MOST * 4), *o2 = xmalloc(MOST * 4), *wide = xmalloc(MOST * 4), *one = xmalloc(MOST * 4);
     float s[64 * 64], s2[64 * 64];
     uint16_t rows[MOST];
-    rnd_seed(44);
-    EACH_SIMD(i)
-    for (int a = 0; a < COUNT(Ds); a++) {
-        int D = Ds[a];
-        size_t all = 64 * (size_t)D;
-        OWN float *q = random_floats(all), *k = random_floats(all), *o0 = random_floats(all);
-        OWN double *v = xmalloc(all * sizeof *v);
-        for (size_t j = 0; j < all; j++) v[j] = k[j];
-        for (int b = 0; b < COUNT(Ms) * COUNT(Ns); b++) {
-            int m = Ms[b % COUNT(Ms)], n = Ns[b / COUNT(Ms)], t = rnd_int(m), j = rnd_int(n);
-            size_t of_s = (size_t)m * n * 4, of_o = (size_t)m * D * 4;
-            attn_scores(s, q, k, m, n, D, 0.3f);
-            OWN double *want = products_wanted(q, v, m, n, D, DT_F32);
-            double rms, bad = product_error(s, want, (size_t)m * n, 0.3f, &rms);
-            CHECK_SET(bad <= 1, "attn_scores m %d n %d D %d: %.3g of the bound", m, n, D, bad);
-            attn_scores(one, q + t * D, k, 1, n, D, 0.3f);
-            CHECK_SET(!memcmp(one, s + t * n, (size_t)n * 4), "attn_scores: row %d of %d depends on m (n %d D "
-                      "%d)", t, m, n, D);
-            CHECK_SET(s[t * n + j] == 0.3f * dot_f32(q + t * D, k + j * D, D), "dot_f32 is not attn_scores (D "
-                      "%d)", D);
+    uint64_t fused = 0;
+    EACH_SIMD(i) {
+        uint64_t bits = 0;
+        rnd_seed(44);
+        for (int a = 0; a < COUNT(Ds); a++) {
+            int D = Ds[a];
+            size_t all = 64 * (size_t)D;
+            OWN float *q = random_floats(all), *k = random_floats(all), *o0 = random_floats(all);
+            OWN double *v = xmalloc(all * sizeof *v);
+            for (size_t j = 0; j < all; j++) v[j] = k[j];
+            for (int b = 0; b < COUNT(Ms) * COUNT(Ns); b++) {
+                int m = Ms[b % COUNT(Ms)], n = Ns[b / COUNT(Ms)], t = rnd_int(m), j = rnd_int(n);
+                size_t of_s = (size_t)m * n * 4, of_o = (size_t)m * D * 4;
+                attn_scores(s, q, k, m, n, D, 0.3f);
+                OWN double *want = products_wanted(q, v, m, n, D, DT_F32);
+                double rms, bad = product_error(s, want, (size_t)m * n, 0.3f, &rms);
+                bits = hash_bytes(bits, s, of_s);
+                CHECK_SET(bad <= 1, "attn_scores m %d n %d D %d: %.3g of the bound", m, n, D, bad);
+                attn_scores(one, q + t * D, k, 1, n, D, 0.3f);
+                CHECK_SET(!memcmp(one, s + t * n, (size_t)n * 4), "attn_scores: row %d of %d depends on m (n %d D "
+                          "%d)", t, m, n, D);
+                CHECK_SET(s[t * n + j] == 0.3f * dot_f32(q + t * D, k + j * D, D), "dot_f32 is not attn_scores (D "
+                          "%d)", D);
 
-            memcpy(o, o0, of_o);
-            mix_of(o, s, k, DT_F32, m, n, D, 1, NOTHING_AHEAD);
-            bad = 0;
-            for (int x = 0; x < m * D; x++) {
-                double sum = o0[x], size = fabs(o0[x]);
-                for (int r = 0; r < n; r++) {
-                    double p = (double)s[x / D * n + r] * k[r * D + x % D];
-                    sum += p;
-                    size += fabs(p);
-                }
-                bad = fmax(bad, fabs(o[x] - sum) / (size * 2e-6));
-            }
-            CHECK_SET(bad <= 1, "mix_of m %d n %d D %d: %.3g of the bound", m, n, D, bad);
-            memcpy(one, o0 + t * D, (size_t)D * 4);
-            mix_of(one, s + t * n, k, DT_F32, 1, n, D, 1, NOTHING_AHEAD);
-            CHECK_SET(!memcmp(one, o + t * D, (size_t)D * 4), "mix_of: row %d of %d depends on m (n %d D %d)", t,
-                      m, n, D);
-
-            for (int dt = DT_F16; dt <= DT_BF16; dt++) {
-                // What to ask memory for changes no number.
-                Ahead next = { (const char *)k, (size_t)n * D * 2 + 5 };
-                from_f32(rows, k, dt, (size_t)n * D);
-                to_f32(wide, rows, dt, (size_t)n * D);
-                scores_of(s, q, rows, dt, m, n, D, 0.3f, next);
-                attn_scores(s2, q, wide, m, n, D, 0.3f);
-                int other = memcmp(s, s2, of_s) != 0;
-                for (int add = 1; add >= 0; add--) {
-                    memcpy(o, o0, of_o);
-                    memcpy(o2, o0, of_o);
-                    for (int x = 0; x < m * D && !add; x++) {       // what begins anew is what is added to 0
-                        o[x] = NAN;
-                        o2[x] = 0;
+                memcpy(o, o0, of_o);
+                mix_of(o, s, k, DT_F32, m, n, D, 1, NOTHING_AHEAD);
+                bad = 0;
+                for (int x = 0; x < m * D; x++) {
+                    double sum = o0[x], size = fabs(o0[x]);
+                    for (int r = 0; r < n; r++) {
+                        double p = (double)s[x / D * n + r] * k[r * D + x % D];
+                        sum += p;
+                        size += fabs(p);
                     }
-                    mix_of(o, s, rows, dt, m, n, D, add, next);
-                    mix_of(o2, s, wide, DT_F32, m, n, D, 1, NOTHING_AHEAD);
-                    other += memcmp(o, o2, of_o) != 0;
+                    bad = fmax(bad, fabs(o[x] - sum) / (size * 2e-6));
                 }
-                CHECK_SET(!other, "dtype %d: unpacking rows changes a result (m %d n %d D %d)", dt, m, n, D);
+                bits = hash_bytes(bits, o, of_o);
+                CHECK_SET(bad <= 1, "mix_of m %d n %d D %d: %.3g of the bound", m, n, D, bad);
+                memcpy(one, o0 + t * D, (size_t)D * 4);
+                mix_of(one, s + t * n, k, DT_F32, 1, n, D, 1, NOTHING_AHEAD);
+                CHECK_SET(!memcmp(one, o + t * D, (size_t)D * 4), "mix_of: row %d of %d depends on m (n %d D %d)", t,
+                          m, n, D);
+
+                for (int dt = DT_F16; dt <= DT_BF16; dt++) {
+                    // What to ask memory for changes no number.
+                    Ahead next = { (const char *)k, (size_t)n * D * 2 + 5 };
+                    from_f32(rows, k, dt, (size_t)n * D);
+                    to_f32(wide, rows, dt, (size_t)n * D);
+                    scores_of(s, q, rows, dt, m, n, D, 0.3f, next);
+                    attn_scores(s2, q, wide, m, n, D, 0.3f);
+                    int other = memcmp(s, s2, of_s) != 0;
+                    for (int add = 1; add >= 0; add--) {
+                        memcpy(o, o0, of_o);
+                        memcpy(o2, o0, of_o);
+                        for (int x = 0; x < m * D && !add; x++) {       // what begins anew is what is added to 0
+                            o[x] = NAN;
+                            o2[x] = 0;
+                        }
+                        mix_of(o, s, rows, dt, m, n, D, add, next);
+                        mix_of(o2, s, wide, DT_F32, m, n, D, 1, NOTHING_AHEAD);
+                        other += memcmp(o, o2, of_o) != 0;
+                    }
+                    CHECK_SET(!other, "dtype %d: unpacking rows changes a result (m %d n %d D %d)", dt, m, n, D);
+                }
             }
         }
+        CHECK_SET(same_bits(&fused, &bits, sizeof bits), "%s", "other bits than another set");
     }
 }
 
@@ -429,15 +409,16 @@ static const struct {
 
 TEST(math_packed, "rows of q8_0 and q4 unpack to what their definition says, number by number, within half a "
                   "step of the numbers, for every head_dim and instruction set, and nothing is written past "
-                  "them; a block of zeros, subnormals, a NaN or an infinity") {
+                  "them; what was read is stored again as it is; a block of zeros, subnormals, a NaN or an infinity") {
     enum { ROWS = 5, MOST = 131 };
 
     OWN char *rows = xmalloc(ROWS * 2 * MOST);
-    float x[ROWS * MOST], y[ROWS * MOST + 1];
+    float x[ROWS * MOST], y[ROWS * MOST + 1], z[ROWS * MOST];
     rnd_seed(47);
     for (int f = 0; f < COUNT(packed); f++) {
         for (int D = 1; D <= MOST; D++) {
             size_t bytes = packed[f].bytes(D);
+            double moved = 0;
             for (int j = 0; j < ROWS * D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
             for (int r = 0; r < ROWS; r++) packed[f].pack(rows + r * bytes, x + r * D, D);
             EACH_SIMD(i) {
@@ -448,6 +429,10 @@ TEST(math_packed, "rows of q8_0 and q4 unpack to what their definition says, num
                 CHECK_SET(!bad && y[ROWS * D] == 77, "%s D %d: %d wrong numbers, behind them %g", packed[f].name,
                       D, bad, y[ROWS * D]);
             }
+            for (int r = 0; r < ROWS; r++) packed[f].pack(rows + r * bytes, y + r * D, D);
+            packed[f].unpack(z, rows, ROWS, D);
+            for (int j = 0; j < ROWS * D; j++) moved = fmax(moved, fabs(z[j] - y[j]) / (1e-3 + fabs(y[j])));
+            CHECK(moved < 1e-2, "%s D %d: a row of the grid moves by %g", packed[f].name, D, moved);
         }
         const float odd[] = { 0, 1e-42f, NAN, INFINITY };
         for (int kind = 0; kind < 4; kind++) {
@@ -461,23 +446,10 @@ TEST(math_packed, "rows of q8_0 and q4 unpack to what their definition says, num
     }
 }
 
-TEST(math_q4, "rows of q4 on the grid come back as they were; the error of normal numbers is 9 %, and 28 % "
-              "beside one of 30 in every block") {
-    float x[131], y[131], z[131];
-    char row[262];
+TEST(math_q4, "the error of normal numbers in rows of q4 is 9 %, and 28 % beside one of 30 in every block") {
+    float x[64], y[64];
+    char row[2 * Q4_BYTES];
     rnd_seed(53);
-    for (int D = 1; D <= 131; D++) {
-        double most = 0;
-        for (int j = 0; j < D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
-        q4_pack(row, x, D);
-        q4_unpack(y, row, 1, D);
-        // What was read is stored again as it is, if the largest number is 15.
-        q4_pack(row, y, D);
-        q4_unpack(z, row, 1, D);
-        for (int j = 0; j < D; j++) most = fmax(most, fabs(z[j] - y[j]) / (1e-3 + fabs(y[j])));
-        CHECK(most < 1e-2, "D %d: a row of the grid moves by %g", D, most);
-    }
-
     // The error of normal numbers alone, and of those beside an outlier of 30 in every block. Not turned, they
     // would lie between the two middle levels, 4 apart, and err by more than they are.
     for (int outlier = 0; outlier < 2; outlier++) {
@@ -503,12 +475,13 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
     enum { M = 9, N = 70, MOST = 1056 };
 
     static const int dims[] = { 32, 64, 96, 128, 256, 512, 544, 1056 };
-    static float y[M * N + 1], o[2 * M * MOST], one[N], fused[M * N];
+    static float y[M * N + 1], o[2 * M * MOST], one[N];
     OWN float *x = random_floats(M * MOST), *k = random_floats(N * MOST), *unpacked = xmalloc(N * MOST * 4);
     OWN char *rows = xmalloc(N * q8_bytes(MOST));
     OWN Q8Query *q = aligned_alloc(64, M * 3 * sizeof *q);
     for (int d = 0; d < COUNT(dims); d++) {
-        int D = dims[d], have = 0;
+        int D = dims[d];
+        uint64_t fused = 0;
         for (int j = 0; j < N * D; j++) k[j] *= j % 7 ? 1 : 90;
         for (int r = 0; r < N; r++) q8_pack(rows + r * q8_bytes(D), k + r * D, D);
         q8_unpack(unpacked, rows, N, D);
@@ -540,11 +513,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
                 q8_scores(one, q, rows + q8_bytes(D), 1, n - 1, D, .25f, NOTHING_AHEAD);
                 CHECK_SET(!memcmp(one, y + i * n + 1, (n - 1) * 4), "D %d: row %d depends on its place", D, i);
             }
-            if (strcmp(simd_name(), "plain") && n == N) {
-                CHECK_SET(!have || !memcmp(fused, y, M * n * 4), "D %d: other bits", D);
-                memcpy(fused, y, M * n * 4);
-                have = 1;
-            }
+            CHECK_SET(n < N || same_bits(&fused, y, M * n * 4), "D %d: other bits", D);
 
             // Values: as f32 ones, added to what is there.
             for (int j = 0; j < M * n; j++) y[j] = fabsf(y[j]);
@@ -583,11 +552,13 @@ static double worst_ulps(const float *got, const float *in, int n, double (*f)(d
 }
 
 TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ulp from 0 to underflow, exact at "
-               "0 and -inf, and their sum is that of the values") {
+               "0 and -inf, the same bits with every set that has fused multiply-add, and their sum is that of the "
+               "values") {
     enum { N = 1 << 16 };
 
     static const float cycle[] = { 2.5f, -INFINITY, 1.25f };
     OWN float *x = xmalloc(N * 4), *in = xmalloc(N * 4);
+    uint64_t fused[2] = { 0 };
     EACH_SIMD(i) {
         double sum;
         float got = 0, at = 0, zeros[4] = { 0 }, four[4] = { 0 };
@@ -595,6 +566,7 @@ TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ul
         exp_shift(x, 0, N, &got);
         double bad = worst_ulps(x, in, N, exp, &at, &sum);
         CHECK_SET(bad <= 2, "%.3f ulp at %g", bad, at);
+        CHECK_SET(same_bits(&fused[0], x, N * 4) && same_bits(&fused[1], &got, 4), "sum %g: other bits", got);
         CHECK_SET(fabs(got - sum) <= 1e-5 * sum, "sum %g, should be %g", got, sum);
         // 2^x down four columns whose maximum is 0.
         for (int j = 0; j < N; j++) x[j] = in[j] = -160.0f * (float)j / N;
@@ -623,7 +595,9 @@ TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ul
 
 TEST(math_softmax_columns, "softmax down columns, tile after tile: values, maxima and sums are those of double; "
                            "masked cells give 0 and nothing beyond the tile is touched") {
+    uint64_t fused = 0;
     EACH_SIMD(i) {
+        uint64_t bits = 0;
         rnd_seed(47);
         for (int c = 0; c < 300; c++) {
             int m = 1 + rnd_int(70), tiles = 1 + rnd_int(4), bad = 0;
@@ -641,6 +615,7 @@ TEST(math_softmax_columns, "softmax down columns, tile after tile: values, maxim
                     was[j] = x[j] = rnd_int(4) && (t || j % m % 3) ? 10 * rnd_normal() : -INFINITY;
                 x[n * m] = x[n * m + 1] = -77;
                 softmax_columns(x, n, m, max, sum);
+                bits = hash_bytes(hash_bytes(hash_bytes(bits, x, n * m * sizeof *x), max, sizeof max), sum, sizeof sum);
                 for (int j = 0; j < m; j++) {
                     double old = top[j];
                     for (int r = 0; r < n; r++) top[j] = fmax(top[j], was[r * m + j]);
@@ -656,6 +631,7 @@ TEST(math_softmax_columns, "softmax down columns, tile after tile: values, maxim
             for (int j = 0; j < m; j++) bad += max[j] != (float)top[j] || !(fabs(sum[j] - all[j]) <= 1e-5 * all[j]);
             CHECK_SET(!bad && max[m] == 7 && sum[m] == 7, "m %d, %d tiles: %d values are wrong", m, tiles, bad);
         }
+        CHECK_SET(same_bits(&fused, &bits, sizeof bits), "%s", "other bits than another set");
     }
 }
 

@@ -8,21 +8,16 @@
 
 // ==================================================================================================== 2 THE SLOW TWIN
 
-// A transformer of plain loops in double, sharing no code with the program: weights widened to
-// double, every key and value in its own small array, one softmax per query over the rows a
-// callback lets it see. Each method's twin is built on it.
+// A transformer of plain loops in double, sharing no code with the program: every key and value in its own small
+// array, one softmax per query over the rows a callback lets it see. Each method's twin is built on it.
+
+enum { TWIN_D = 64 };           // the widest head of a twin
 
 // K, v (D), rounded as the cache stores them.
 typedef struct {
     int src, pos;
-    double mass;
-    double *k, *v;
+    double mass, k[TWIN_D], v[TWIN_D];
 } TwinRow;
-
-typedef struct {
-    double *wq, *wk, *wv, *wo, *gate, *up, *down;
-    const Layer *of;
-} TwinLayer;
 typedef struct Twin Twin;
 
 typedef struct {
@@ -42,10 +37,9 @@ typedef struct {
 struct Twin {
     const Config *c;
     const Weights *w;
-    TwinLayer *layer, *alt;  // alt: for tokens with a negative id
-    double *embed, *head;
+    const Layer *alt;            // for tokens with a negative id
     TwinRow **row;               // (L*G) stb_ds arrays
-    int *id, *pos, *kind, *seg;  // stb_ds arrays: every token seen
+    int *id, *pos;               // stb_ds arrays: every token seen
     int base, pos_next, decoding, step, turn;
     int format;  // DT_F32 or DT_F16: how rows are rounded
     TwinHooks hook;
@@ -54,50 +48,11 @@ struct Twin {
     int attending;  // 1: they count
 };
 
-// The elements of a tensor in double, to be freed; NULL for a tensor that the model lacks.
-static double *widen(const Tensor *w) {
-    if (!w->data) return NULL;
-    size_t n = (size_t)w->rows * w->cols;
-    double *d = xmalloc(n * sizeof *d);
-    for (size_t i = 0; i < n; i++)
-        d[i] = w->dtype == DT_F32   ? ((const float *)w->data)[i]
-               : w->dtype == DT_F16 ? f16_to_f32(((const uint16_t *)w->data)[i])
-                                    : bf16_to_f32(((const uint16_t *)w->data)[i]);
-    return d;
-}
-
-// The weights of L layers in double.
-static TwinLayer *twin_layers(const Layer *y, int L) {
-    TwinLayer *t = xcalloc(L, sizeof *t);
-    for (int l = 0; l < L; l++)
-        t[l] = (TwinLayer){ widen(&y[l].wq),   widen(&y[l].wk), widen(&y[l].wv),   widen(&y[l].wo),
-                            widen(&y[l].gate), widen(&y[l].up), widen(&y[l].down), &y[l] };
-    return t;
-}
-
-// Frees what twin_layers made.
-static void twin_layers_free(TwinLayer *t, int L) {
-    for (int l = 0; t && l < L; l++) {
-        free(t[l].wq);
-        free(t[l].wk);
-        free(t[l].wv);
-        free(t[l].wo);
-        free(t[l].gate);
-        free(t[l].up);
-        free(t[l].down);
-    }
-    free(t);
-}
-
 // A twin without tokens that rounds the rows it stores to `format` (DT_F32 or DT_F16).
 static Twin *twin_new(const Config *c, const Weights *w, int format) {
     Twin *t = xcalloc(1, sizeof *t);
-    t->c = c;
-    t->w = w;
-    t->format = format;
-    t->layer = twin_layers(w->layer, c->L);
-    t->embed = widen(&w->embed);
-    t->head = widen(&w->head);
+    CHECK(c->D <= TWIN_D, "a head of %d", c->D);
+    *t = (Twin){ .c = c, .w = w, .format = format };
     t->row = xcalloc((size_t)c->L * c->G, sizeof *t->row);
     t->mask = xcalloc((size_t)c->L * c->H, sizeof *t->mask);
     return t;
@@ -105,52 +60,29 @@ static Twin *twin_new(const Config *c, const Weights *w, int format) {
 
 // Keep (n) ascending.
 static void twin_keep(Twin *t, int l, int g, const int *keep, int n) {
-    TwinRow *r = t->row[l * t->c->G + g];
-    int k = 0;
-    for (int i = 0; i < (int)arrlen(r); i++) {
-        if (k < n && keep[k] == i) {
-            r[k++] = r[i];
-            continue;
-        }
-        free(r[i].k);
-        free(r[i].v);
-    }
-    arrsetlen(t->row[l * t->c->G + g], k);
+    TwinRow **r = &t->row[l * t->c->G + g];
+    for (int i = 0; i < n; i++) (*r)[i] = (*r)[keep[i]];
+    arrsetlen(*r, n);
 }
 
 // Forgets the tokens from n_tok on, and their rows in all heads.
 static void twin_truncate(Twin *t, int n_tok) {
     if (n_tok >= (int)arrlen(t->id)) return;
     for (int i = 0; i < t->c->L * t->c->G; i++)
-        while (arrlen(t->row[i]) && arrlast(t->row[i]).src >= n_tok) {
-            TwinRow r = arrpop(t->row[i]);
-            free(r.k);
-            free(r.v);
-        }
+        while (arrlen(t->row[i]) && arrlast(t->row[i]).src >= n_tok) (void)arrpop(t->row[i]);
     t->pos_next = t->pos[n_tok];
     arrsetlen(t->id, n_tok);
     arrsetlen(t->pos, n_tok);
-    arrsetlen(t->kind, n_tok);
-    arrsetlen(t->seg, n_tok);
 }
 
 // Frees a twin and all its rows.
 static void twin_free(Twin *t) {
-    for (int i = 0; i < t->c->L * t->c->G; i++) {
-        twin_keep(t, i / t->c->G, i % t->c->G, NULL, 0);
-        arrfree(t->row[i]);
-    }
-    twin_layers_free(t->layer, t->c->L);
-    twin_layers_free(t->alt, t->c->L);
+    for (int i = 0; i < t->c->L * t->c->G; i++) arrfree(t->row[i]);
     for (int i = 0; i < t->c->L * t->c->H; i++) free(t->mask[i]);
     arrfree(t->id);
     arrfree(t->pos);
-    arrfree(t->kind);
-    arrfree(t->seg);
     free(t->row);
     free(t->mask);
-    free(t->embed);
-    free(t->head);
     free(t);
 }
 
@@ -159,24 +91,32 @@ static double twin_round(const Twin *t, double x) {
     return t->format == DT_F16 ? f16_to_f32(f32_to_f16((float)x)) : (float)x;
 }
 
-static void twin_linear(double *y, const double *x, const double *w, const Tensor *b, int rows,
-                        int cols) {
-    for (int r = 0; r < rows; r++) {
-        y[r] = 0;
-        for (int c = 0; c < cols; c++) y[r] += w[(size_t)r * cols + c] * x[c];
-        if (b && b->data) {
-            OWN double *d = widen(b);
-            y[r] += d[r];
-        }
+// Element i of a tensor.
+static double twin_weight(const Tensor *w, size_t i) {
+    const uint16_t *h = w->data;
+    if (w->dtype == DT_F32) return ((const float *)w->data)[i];
+    return w->dtype == DT_F16 ? f16_to_f32(h[i]) : bf16_to_f32(h[i]);
+}
+
+// y = W x + b; a model may lack b.
+static void twin_linear(double *y, const double *x, const Tensor *w, const Tensor *b) {
+    for (int r = 0; r < w->rows; r++) {
+        double sum = b && b->data ? twin_weight(b, r) : 0;
+        size_t at = (size_t)r * w->cols;
+        const float *f = w->dtype == DT_F32 ? (const float *)w->data + at : NULL;      // most are, and it is quicker
+        for (int c = 0; c < w->cols; c++) sum += (f ? f[c] : twin_weight(w, at + c)) * x[c];
+        y[r] = sum;
     }
 }
 
-// RMSNorm of x (n) with the weights w (n): y = x / sqrt(mean(x^2) + eps) * w.
-static void twin_norm(double *y, const double *x, const Tensor *w, int n, double eps) {
-    double ss = 0, *d = widen(w);
-    for (int i = 0; i < n; i++) ss += x[i] * x[i];
-    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(ss / n + eps) * d[i];
-    free(d);
+// RMSNorm of n vectors x: y = x / sqrt(mean(x^2) + eps) * w. Nothing happens to them where the model lacks w.
+static void twin_norm(const Twin *t, double *y, const double *x, const Tensor *w, int n) {
+    int cols = w->cols;
+    for (; w->data && n > 0; n--, x += cols, y += cols) {
+        double ss = 0;
+        for (int i = 0; i < cols; i++) ss += x[i] * x[i];
+        for (int i = 0; i < cols; i++) y[i] = x[i] / sqrt(ss / cols + t->c->eps) * twin_weight(w, i);
+    }
 }
 
 // Rotates x (D), a query or key of one head, to position pos; halves make the pairs.
@@ -197,19 +137,23 @@ static int twin_causal(const Twin *t, int l, int i, const TwinRow *r) {
     return r->src <= t->base + i && (!w || r->pos > t->pos[t->base + i] - w);
 }
 
+// The rows that query head h reads: their head's, a stb_ds array.
+static TwinRow *twin_rows(const Twin *t, int l, int h) { return t->row[l * t->c->G + h / (t->c->H / t->c->G)]; }
+
 // For a hook before attention: the rows of layer l that query head h reads in this pass, (n,rows), all 0 at first. Those
 // that it does not see it does not read.
 static char *twin_mask(Twin *t, int l, int h, int n) {
-    int rows = (int)arrlen(t->row[l * t->c->G + h / (t->c->H / t->c->G)]);
-    return t->mask[l * t->c->H + h] = xcalloc((size_t)n * rows + 1, 1);
+    return t->mask[l * t->c->H + h] = xcalloc((size_t)n * arrlen(twin_rows(t, l, h)) + 1, 1);
 }
 
-// probabilities of query head h of token i over the layer's rows: p (rows), 0 where not seen
+// Probabilities of query head h of token i, of which q (n,H,D) has the queries, over the layer's rows: p (rows), 0 where
+// not seen.
 static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p) {
-    TwinRow *r = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+    TwinRow *r = twin_rows(t, l, h);
     double max = -INFINITY, sum = 0;
     int n = (int)arrlen(r), D = t->c->D;
     const char *mask = t->attending ? t->mask[l * t->c->H + h] : NULL;
+    q += ((long)i * t->c->H + h) * D;
     for (int j = 0; j < n; j++) {
         p[j] = -INFINITY;
         if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j]))) continue;
@@ -228,63 +172,78 @@ static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p)
 
 // Softmax attention of n tokens: q (n,H,D) to out (n,H,D). Adds each row's probability to its mass.
 static void twin_attend(Twin *t, int l, double *out, const double *q, int n) {
-    int D = t->c->D, H = t->c->H, R = H / t->c->G;
-    for (int i = 0; i < n; i++)
-        for (int h = 0; h < H; h++) {
-            TwinRow *r = t->row[l * t->c->G + h / R];
-            double *p = xmalloc((arrlen(r) + 1) * sizeof *p), *o = out + ((size_t)i * H + h) * D;
-            twin_probs(t, l, h, i, q + ((size_t)i * H + h) * D, p);
-            for (int d = 0; d < D; d++) o[d] = 0;
-            for (int j = 0; j < (int)arrlen(r); j++) {
-                for (int d = 0; d < D; d++) o[d] += p[j] * r[j].v[d];
-                r[j].mass += p[j];
-            }
-            free(p);
+    int D = t->c->D, H = t->c->H;
+    for (int k = 0; k < n * H; k++, out += D) {
+        TwinRow *r = twin_rows(t, l, k % H);
+        OWN double *p = xmalloc((arrlen(r) + 1) * sizeof *p);
+        twin_probs(t, l, k % H, k / H, q, p);
+        for (int d = 0; d < D; d++) out[d] = 0;
+        for (int j = 0; j < (int)arrlen(r); j++) {
+            for (int d = 0; d < D; d++) out[d] += p[j] * r[j].v[d];
+            r[j].mass += p[j];
         }
+    }
 }
 
-// One pass. The tokens base.. are in t->id, pos, kind already; logits (V) of the last.
+// The weights of layer l for token i of the pass.
+static const Layer *twin_layer(const Twin *t, int l, int i) {
+    return t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->w->layer[l];
+}
+
+// Token i of the pass enters layer l with the normed state h: its queries after and before RoPE, and a row in every head.
+static void twin_enter(Twin *t, int l, int i, const double *h, double *q, double *q_pre) {
+    const Config *c = t->c;
+    const Layer *y = twin_layer(t, l, i);
+    int D = c->D, pos = t->pos[t->base + i];
+    OWN double *k = xcalloc((size_t)c->G * D, 8), *v = xcalloc((size_t)c->G * D, 8);
+    twin_linear(q_pre, h, &y->wq, &y->bq);
+    twin_norm(t, q_pre, q_pre, &y->q_norm, c->H);
+    memcpy(q, q_pre, (size_t)c->H * D * sizeof *q);
+    for (int a = 0; a < c->H; a++) twin_rope(t, q + a * D, pos);
+    twin_linear(k, h, &y->wk, &y->bk);
+    twin_linear(v, h, &y->wv, &y->bv);
+    twin_norm(t, k, k, &y->k_norm, c->G);
+    for (int g = 0; g < c->G; g++) {
+        TwinRow r = { t->base + i, pos };
+        twin_rope(t, k + g * D, pos);
+        for (int d = 0; d < D; d++) {
+            r.k[d] = twin_round(t, k[g * D + d]);
+            r.v[d] = twin_round(t, v[g * D + d]);
+        }
+        arrput(t->row[l * c->G + g], r);
+    }
+}
+
+// Token i of the pass leaves layer l with the state x (C) and what its heads have read, o (H,D).
+static void twin_leave(const Twin *t, int l, int i, double *x, const double *o) {
+    const Layer *y = twin_layer(t, l, i);
+    int C = t->c->C, F = t->c->F;
+    OWN double *a = xcalloc(C, 8), *h = xcalloc(C, 8), *g = xcalloc(F, 8), *u = xcalloc(F, 8);
+    twin_linear(a, o, &y->wo, &y->bo);
+    for (int k = 0; k < C; k++) x[k] += a[k];
+    twin_norm(t, h, x, &y->mlp_norm, 1);
+    twin_linear(g, h, &y->gate, &y->bgate);
+    twin_linear(u, h, &y->up, &y->bup);
+    for (int k = 0; k < F; k++) g[k] = g[k] / (1 + exp(-g[k])) * u[k];
+    twin_linear(a, g, &y->down, &y->bdown);
+    for (int k = 0; k < C; k++) x[k] += a[k];
+}
+
+// One pass. The tokens base.. are in t->id and pos already; logits (V) of the last, NULL: none are wanted.
 static void twin_run(Twin *t, int n, double *logits) {
     const Config *c = t->c;
-    int C = c->C, D = c->D, HD = c->H * D, GD = c->G * D, F = c->F;
-    OWN double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8);
-    OWN double *qp = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
-    OWN double *h = xcalloc(C + HD, 8), *a = xcalloc(C, 8), *g = xcalloc(F, 8);
-    OWN double *u = xcalloc(F, 8), *kv = xcalloc(GD, 8);
+    int C = c->C, HD = c->H * c->D;
+    OWN double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8), *h = xcalloc(C, 8);
+    OWN double *q_pre = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
     for (int i = 0; i < n; i++) {
         int id = t->id[t->base + i];
-        if (id < 0)
-            t->hook.embed(t->hook.u, t, i, x + (size_t)i * C);
-        else
-            memcpy(x + (size_t)i * C, t->embed + (size_t)id * C, C * sizeof *x);
+        if (id < 0) t->hook.embed(t->hook.u, t, i, x + i * C);
+        for (int d = 0; d < C && id >= 0; d++) x[i * C + d] = twin_weight(&t->w->embed, (size_t)id * C + d);
     }
     for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < n; i++) {
-            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
-            const Layer *of = y->of;
-            int pos = t->pos[t->base + i];
-            twin_norm(h, x + (size_t)i * C, &of->attn_norm, C, c->eps);
-            double *qi = q + (size_t)i * HD;
-            twin_linear(qi, h, y->wq, &of->bq, HD, C);
-            for (int k = 0; k < c->H; k++)
-                if (of->q_norm.data) twin_norm(qi + k * D, qi + k * D, &of->q_norm, D, c->eps);
-            memcpy(qp + (size_t)i * HD, qi, HD * sizeof *q);
-            for (int k = 0; k < c->H; k++) twin_rope(t, qi + k * D, pos);
-            for (int which = 0; which < 2; which++) {
-                twin_linear(kv, h, which ? y->wv : y->wk, which ? &of->bv : &of->bk, GD, C);
-                for (int k = 0; k < c->G; k++) {
-                    TwinRow **rows = &t->row[l * c->G + k];
-                    if (!which) {
-                        if (of->k_norm.data)
-                            twin_norm(kv + k * D, kv + k * D, &of->k_norm, D, c->eps);
-                        twin_rope(t, kv + k * D, pos);
-                        TwinRow r = { t->base + i, pos, 0, xcalloc(D, 8), xcalloc(D, 8) };
-                        arrput(*rows, r);
-                    }
-                    double *to = which ? arrlast(*rows).v : arrlast(*rows).k;
-                    for (int d = 0; d < D; d++) to[d] = twin_round(t, kv[k * D + d]);
-                }
-            }
+            twin_norm(t, h, x + i * C, &twin_layer(t, l, i)->attn_norm, 1);
+            twin_enter(t, l, i, h, q + i * HD, q_pre + i * HD);
         }
         for (int k = l * c->H; k < (l + 1) * c->H; k++) {
             free(t->mask[k]);
@@ -294,38 +253,25 @@ static void twin_run(Twin *t, int n, double *logits) {
         t->attending = 1;
         twin_attend(t, l, o, q, n);
         t->attending = 0;
-        if (t->hook.after) t->hook.after(t->hook.u, t, l, q, qp, n);
-        for (int i = 0; i < n; i++) {
-            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
-            double *xi = x + (size_t)i * C;
-            twin_linear(a, o + (size_t)i * HD, y->wo, &y->of->bo, C, HD);
-            for (int k = 0; k < C; k++) xi[k] += a[k];
-            twin_norm(h, xi, &y->of->mlp_norm, C, c->eps);
-            twin_linear(g, h, y->gate, &y->of->bgate, F, C);
-            twin_linear(u, h, y->up, &y->of->bup, F, C);
-            for (int k = 0; k < F; k++) g[k] = g[k] / (1 + exp(-g[k])) * u[k];
-            twin_linear(a, g, y->down, &y->of->bdown, C, F);
-            for (int k = 0; k < C; k++) xi[k] += a[k];
-        }
+        if (t->hook.after) t->hook.after(t->hook.u, t, l, q, q_pre, n);
+        for (int i = 0; i < n; i++) twin_leave(t, l, i, x + i * C, o + i * HD);
     }
     if (t->hook.after) t->hook.after(t->hook.u, t, c->L, NULL, NULL, n);
-    twin_norm(h, x + (size_t)(n - 1) * C, &t->w->norm, C, c->eps);
-    if (logits) twin_linear(logits, h, t->head, NULL, c->V, C);
+    twin_norm(t, h, x + (n - 1) * C, &t->w->norm, 1);
+    if (logits) twin_linear(logits, h, &t->w->head, NULL);
 }
 
 // Appends a token to the twin's sequence.
-static void twin_token(Twin *t, int id, int pos, int kind, int seg) {
+static void twin_token(Twin *t, int id, int pos) {
     arrput(t->id, id);
     arrput(t->pos, pos);
-    arrput(t->kind, kind);
-    arrput(t->seg, seg);
 }
 
 // Ids (n) get the next positions.
 static void twin_prefill(Twin *t, const int *ids, int n, double *logits) {
     t->decoding = t->step = 0;
     t->base = (int)arrlen(t->id);
-    for (int i = 0; i < n; i++) twin_token(t, ids[i], t->pos_next++, TOK_USER, t->turn);
+    for (int i = 0; i < n; i++) twin_token(t, ids[i], t->pos_next++);
     twin_run(t, n, logits);
     t->turn++;
 }
@@ -334,7 +280,7 @@ static void twin_prefill(Twin *t, const int *ids, int n, double *logits) {
 static void twin_decode(Twin *t, int id, double *logits) {
     t->decoding = 1;
     t->base = (int)arrlen(t->id);
-    twin_token(t, id, t->pos_next++, TOK_REPLY, t->turn - 1);
+    twin_token(t, id, t->pos_next++);
     twin_run(t, 1, logits);
     t->step++;
 }
@@ -349,9 +295,7 @@ typedef struct {
 
 // A random matrix (rows,cols) of the given standard deviation, F32.
 static Tensor tiny_tensor(int rows, int cols, double std) {
-    float *x = xmalloc((size_t)rows * cols * sizeof *x);
-    for (size_t i = 0; i < (size_t)rows * cols; i++) x[i] = rnd_normal() * (float)std;
-    return (Tensor){ x, DT_F32, rows, cols };
+    return (Tensor){ normals((size_t)rows * cols, std), DT_F32, rows, cols };
 }
 
 // Random weights of a norm, near 1.
@@ -365,21 +309,8 @@ static Tensor tiny_norm(int n) {
 static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t seed) {
     rnd_seed(seed);
     Tiny m = { xcalloc(1, sizeof *m.c), xcalloc(1, sizeof *m.w) };
-    *m.c = (Config){ .model_type = "llama",
-                     .L = L,
-                     .H = H,
-                     .G = G,
-                     .D = D,
-                     .C = C,
-                     .F = F,
-                     .V = V,
-                     .max_pos = 1 << 20,
-                     .eps = 1e-5f,
-                     .theta = 10000,
-                     .factor = 1,
-                     .bos = -1,
-                     .dtype = DT_F32,
-                     .dir = "tiny" };
+    *m.c = (Config){ "llama", L, H, G, D, C, F, V, .max_pos = 1 << 20, .eps = 1e-5f, .theta = 10000, .factor = 1,
+                     .bos = -1, .dtype = DT_F32, .dir = "tiny" };
     double *f = xmalloc(D / 2 * sizeof *f), one = 1 / sqrt(C);
     for (int i = 0; i < D / 2; i++) f[i] = pow(10000, -2.0 * i / D);
     *m.w = (Weights){ .embed = tiny_tensor(V, C, 1),
@@ -403,15 +334,13 @@ static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t
     return m;
 }
 
+// The k-th tensor of a layer, in the order in which Layer names them.
+enum { LAYER_TENSORS = sizeof(Layer) / sizeof(Tensor) };
+static Tensor *layer_tensor(Layer *y, int k) { return (Tensor *)y + k; }
+
 // Frees a tiny model with all its weights.
 static void tiny_free(Tiny m) {
-    for (int l = 0; l < m.c->L; l++) {
-        const Layer *y = &m.w->layer[l];
-        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk,     &y->wv,
-                                &y->wo,        &y->gate,     &y->up, &y->down,   &y->bq,
-                                &y->bk,        &y->bv,       &y->bo, &y->q_norm, &y->k_norm };
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]->data);
-    }
+    for (int k = 0; k < m.c->L * LAYER_TENSORS; k++) free((void *)layer_tensor(m.w->layer, k)->data);
     free((void *)m.w->embed.data);
     free((void *)m.w->norm.data);
     if (m.w->head.data != m.w->embed.data) free((void *)m.w->head.data);
@@ -445,32 +374,49 @@ static void script_ids(const Script *p, int turn, int V, int *ids) {
         ids[i] = (int)(splitmix64(&x) % (uint64_t)V);
 }
 
+// A pass of a script: the prefill of a turn (step -1), or a step; its ids (n), and which of the rows of logits it gives.
+typedef struct {
+    int turn, step, row, n;
+    const int *id;
+    int all[8192];              // the turn's
+} Played;
+
+#define EACH_PASS(x, p, V) for (Played x = { .step = -2, .row = -1 }; next_pass(&x, p, V);)
+static int next_pass(Played *x, const Script *p, int V) {
+    x->row++;
+    if (++x->step == p->dec[x->turn]) {
+        x->turn++;
+        x->step = -1;
+    }
+    if (x->turn == p->turns) return 0;
+    if (x->step < 0) script_ids(p, x->turn, V, x->all);
+    x->n = x->step < 0 ? p->pre[x->turn] : 1;
+    x->id = x->step < 0 ? x->all : x->all + p->pre[x->turn] + x->step;
+    return 1;
+}
+
+static const float *run_pass(Session *s, const Played *x) {
+    return x->step < 0 ? prefill(s, x->id, x->n) : decode(s, *x->id);
+}
+
 // Returns logits (script_rows,V), to be freed.
 static float *run_session(Session *s, const Script *p) {
-    int V = s->c->V, row = 0, ids[8192];
+    int V = s->c->V;
     float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
-    for (int t = 0; t < p->turns; t++) {
-        script_ids(p, t, V, ids);
-        memcpy(out + (size_t)row++ * V, prefill(s, ids, p->pre[t]), V * sizeof *out);
-        for (int i = 0; i < p->dec[t]; i++)
-            memcpy(out + (size_t)row++ * V, decode(s, ids[p->pre[t] + i]), V * sizeof *out);
-    }
+    EACH_PASS(x, p, V) memcpy(out + (size_t)x.row * V, run_pass(s, &x), V * sizeof *out);
     return out;
 }
 
 // Runs a script on the twin. Returns logits (script_rows,V), to be freed.
 static float *run_twin(Twin *t, const Script *p) {
-    int V = t->c->V, row = 0, ids[8192];
+    int V = t->c->V;
     OWN double *lo = xmalloc(V * sizeof *lo);
     float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
-    for (int n = 0; n < p->turns; n++) {
-        script_ids(p, n, V, ids);
-        for (int i = -1; i < p->dec[n]; i++, row++) {
-            if (i >= 0) twin_decode(t, ids[p->pre[n] + i], lo);
-            else if (t->hook.prefill) t->hook.prefill(t->hook.u, t, ids, p->pre[n], lo);
-            else twin_prefill(t, ids, p->pre[n], lo);
-            for (int v = 0; v < V; v++) out[(size_t)row * V + v] = (float)lo[v];
-        }
+    EACH_PASS(x, p, V) {
+        if (x.step >= 0) twin_decode(t, *x.id, lo);
+        else if (t->hook.prefill) t->hook.prefill(t->hook.u, t, x.id, x.n, lo);
+        else twin_prefill(t, x.id, x.n, lo);
+        for (int v = 0; v < V; v++) out[(size_t)x.row * V + v] = (float)lo[v];
     }
     return out;
 }
@@ -487,19 +433,25 @@ static void draw_ids(int *ids, int n, int V) {
     for (int i = 0; i < n; i++) ids[i] = rnd_int(V);
 }
 
-// A session with options given as "name=value name=value"; rows stored as f32 unless said
-// otherwise.
-static Options *options_of(const char *text) {
-    Options *o = options_of_program();
-    char buf[512], err[256];
-    options_set(o, "ctk", "f32", err);
-    options_set(o, "ctv", "f32", err);
+// Sets words of "name=value", or "name" of a flag. Returns how many are refused; err: why the last one is.
+static int options_words(Options *o, const char *text, char *err) {
+    char buf[1024];
+    int bad = 0;
     snprintf(buf, sizeof buf, "%s", text);
     for (char *w = strtok(buf, " "); w; w = strtok(NULL, " ")) {
         char *v = strchr(w, '=');
         if (v) *v++ = 0;
-        if (options_set(o, w, v ? v : "1", err)) CHECK(0, "%s", err);
+        bad += options_set(o, w, v ? v : "1", err) != 0;
     }
+    return bad;
+}
+
+// Options of such words; rows are stored as f32 unless said otherwise.
+static Options *options_of(const char *text) {
+    Options *o = options_of_program();
+    char err[512];
+    options_words(o, "ctk=f32 ctv=f32", err);
+    if (options_words(o, text, err)) CHECK(0, "%s", err);
     return o;
 }
 
@@ -537,12 +489,11 @@ static void tiny_give(Tiny m, int has) {
             y->bv = tiny_tensor(1, G * D, .1);
             y->bo = tiny_tensor(1, m.c->C, .1);
         }
-        Tensor *all[] = { &y->attn_norm, &y->wq,   &y->wk, &y->wv, &y->wo,    &y->gate,
-                          &y->up,        &y->down, &y->bq, &y->bk, &y->q_norm };
-        for (int i = 0; has & (HALVES | MIXED) && i < 11; i++) {
-            int dtype = l && i == 6 ? DT_F32 : DT_BF16;
-            if (has & HALVES || (l && i == 2)) dtype = DT_F16;
-            if (all[i]->data) *all[i] = tiny_as(*all[i], dtype);
+        for (int k = 0; has & (HALVES | MIXED) && k < LAYER_TENSORS; k++) {
+            Tensor *x = layer_tensor(y, k);
+            int dtype = l && x == &y->up ? DT_F32 : DT_BF16;
+            if (has & HALVES || (l && x == &y->wk)) dtype = DT_F16;
+            if (x->data) *x = tiny_as(*x, dtype);
         }
     }
     if (has & (HALVES | MIXED)) m.w->embed = tiny_as(m.w->embed, has & HALVES ? DT_F16 : DT_BF16);
@@ -676,11 +627,6 @@ static SafeFile *trace_played(Tiny m, Session *s, const char *method, const Scri
     SafeFile *f = safetensors_open(path, err);
     CHECK(f, "%s", err);
     return f;
-}
-
-// The same of a session of this method with these options.
-static SafeFile *trace_of(Tiny m, const char *method, const char *text, const Script *p, float **logits) {
-    return trace_played(m, session_of(m, method, text), method, p, logits);
 }
 
 // How tensor b differs from a: "" if it does not. Numbers may differ by rounding, and so one packed
