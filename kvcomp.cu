@@ -1613,7 +1613,7 @@ struct AttendShared {
 // Carves the block's shared memory -> bytes.
 template <int QW> KV_HD static size_t attend_carve(AttendShared *m, char *mem, int D) {
     const int BQ = ATTN_WARPS * QW;
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     m->q = carve<float>(&b, BQ * D);
     m->kv = carve<float>(&b, TILE * (D + 1));
     m->score = carve<float>(&b, BQ * (TILE + 1));
@@ -1852,7 +1852,7 @@ struct TensorShared {
 // Carves the block's shared memory -> bytes.
 template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, char *mem) {
     typedef TensorShape<DIM, LINES> Shape;
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     m->q = carve<uint16_t>(&b, Shape::BQ * Shape::P);
     m->keys = carve<uint16_t>(&b, Shape::KT * Shape::P);
     m->vals = carve<uint16_t>(&b, Shape::KT * Shape::P);
@@ -2204,7 +2204,7 @@ struct DecodeShared {
 
 // Carves the block's shared memory -> bytes.
 template <int KIND, int D, int NT> KV_HD static size_t decode_carve(DecodeShared *m, char *mem) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     size_t sums = ATTN_WARPS * 8 * NT * (D + 2), slots = ATTN_WARPS * DecodeShape<KIND, D, NT>::WARP;
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
@@ -3201,7 +3201,7 @@ struct StepPlan {
 
 // Carves a StepPlan out of mem, for lists of n_idx rows together -> bytes.
 static size_t step_carve(StepPlan *p, const Session *s, char *mem, size_t n_idx) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     p->layer = carve<LayerWorks>(&b, s->c->L);
     p->work = carve<Work>(&b, (size_t)s->c->L * s->c->H);
     p->idx = carve<int>(&b, n_idx);
@@ -4204,7 +4204,7 @@ struct QuestShared {
 
 // Carves the block's shared memory -> bytes.
 KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     m->q = carve<float>(&b, (size_t)DOT_QUERIES * 2 * a.D);
     m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
     return b.at;
@@ -5089,7 +5089,7 @@ struct LycheeShared {
 // Carves the block's shared memory -> bytes. Queries come by fours: those that are not there are the
 // last one once more.
 KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     m->q = carve<float>(&b, (size_t)(a.R + 3) / 4 * 4 * a.D);
     m->w = carve<float>(&b, a.R);
     m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
@@ -5332,7 +5332,7 @@ struct PickPlan {
 
 // Carves a PickPlan out of mem -> bytes.
 static size_t pick_carve(PickPlan *p, int V, int k, char *mem) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     PickPlan none;
     int n = blocks(V, BEST_CHUNK);
     if (!p) p = &none;

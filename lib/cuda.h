@@ -246,14 +246,14 @@ static int blocks(size_t n, int per) {
 // No gap is left between two arrays: an array whose type is wider must not stand behind one with an
 // odd number of narrower elements.
 
-struct Block {
+struct Carved {
     char *mem;                  // the block, or NULL: only its size is wanted
     size_t at;                  // bytes carved
 };
 
 // The next n elements of the block. A kernel always has one; there the question would be asked anew at every
 // access, and hide from the compiler that it is shared memory.
-template <class T> KV_HD static T *carve(Block *b, size_t n) {
+template <class T> KV_HD static T *carve(Carved *b, size_t n) {
 #ifdef __CUDA_ARCH__
     T *p = (T *)(b->mem + b->at);
 #else

@@ -215,7 +215,7 @@ struct GemvShared {
 
 // Carves the block's shared memory -> bytes.
 KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
-    Block b = { mem, 0 };
+    Carved b = { mem, 0 };
     m->part = carve<float>(&b, GEMV_WARPS * GEMV_ROWS * 33);
     m->share = carve<float>(&b, 2 * GEMV_WARPS * (GEMV_ROWS + 1));
     return b.at;
