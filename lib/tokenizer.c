@@ -1,13 +1,13 @@
 // lib/tokenizer.c - see tokenizer.h. A text takes this road:
 //
 //     text -> added tokens of the raw text are cut out          encode_part, added_next
-//          -> the normalizer rewrites what lies between them    normalize
+//          -> the normalizer rewrites what lies between them    rewrite
 //          -> added tokens of the normalized text are cut out   encode_part, added_next
 //          -> the pre-tokenizer cuts the rest into words        split, by patterns: match_all
 //          -> BPE merges the characters of each word into ids   word_bpe
 //
 // No step is quadratic in the length of a text: a pattern looks at each character once, and BPE keeps its
-// candidate merges in a heap, so a megabyte without a blank is fine.
+// candidate merges in a tournament, so a megabyte without a blank is fine.
 #define _GNU_SOURCE
 #include "tokenizer.h"
 #include "../data/unicode.h"    // the tables unicode_*
@@ -48,10 +48,12 @@ typedef struct {                // one token of the vocabulary
     int flags;                  // TOKEN_*, PIECE_*; 0: a hole in the numbering
 } Piece;
 
-typedef struct {                // a step of the normalizer
+typedef struct {                // a step of the normalizer, or what Metaspace does before it cuts
     int nfc;                    // 1: Unicode normalization form C, else:
-    char from[8], to[8];        // replaces every `from` by `to`; with `from` "" it puts `to` before the text
-} NormStep;
+    char from[8], to[8];        // replaces every `from` by `to`; with `from` "" it puts `to` before the text,
+    int once;                   // 1: .. unless the text begins with it,
+    int at_start;               // 1: .. and only where everything begins
+} Rewrite;
 
 // A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed character.
 enum { BROKEN = 0x110000, NO_CHAR = BROKEN + 256 };
@@ -97,13 +99,6 @@ typedef struct {
     char *text;                 // what is looked for (stb array)
 } Added;
 
-enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
-    META_NONE,                  // there is no Metaspace
-    META_NEVER,                 // no
-    META_FIRST,                 // only where everything begins
-    META_ALWAYS                 // before every text between added tokens
-};
-
 struct Tokenizer {
     // The vocabulary
     Piece *piece;               // (tokenizer_size) by id
@@ -116,10 +111,10 @@ struct Tokenizer {
     unsigned char starts[ADDED_KINDS][256];     // 1: one of the kind begins with the byte
 
     // Encoding
-    NormStep *norm;             // at most MAX_STEPS
+    Rewrite *norm;              // at most MAX_STEPS
+    Rewrite *meta;              // what the pre-tokenizer Metaspace does first; NULL: there is none
     Step *step;                 // at most MAX_STEPS
     CharSet **set;              // the sets of all patterns
-    int meta;                   // META_*
     int byte_level;             // 1: one of the steps writes words in the byte alphabet
     int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
     int byte_fallback;          // 1: a character that is not in the vocabulary becomes its bytes
@@ -663,21 +658,10 @@ static const int *match_all(Arena *arena, CharSet **set, const Step *step, const
 }
 
 // ---- Normalisation
-// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes again. Hangul
-// syllables are composed by arithmetic, and need no decomposition: what one composes with is what its parts do.
-enum {
-    HANGUL_S = 0xac00,          // the first syllable
-    HANGUL_L = 0x1100,          // the first leading consonant
-    HANGUL_V = 0x1161,          // the first vowel
-    HANGUL_T = 0x11a7,          // the code before the first trailing consonant
-    N_HANGUL_L = 19,
-    N_HANGUL_V = 21,
-    N_HANGUL_T = 28,            // "no trailing consonant" included
-    N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T
-};
-
-// Everything else that it needs to know: first part << 32 | second part -> the code point that they compose, and
-// NFC_CLASS | code point -> its canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition.
+// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes again. What it needs
+// to know: first part << 32 | second part -> the code point that they compose, and NFC_CLASS | code point -> its
+// canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition. A syllable of Hangul needs no
+// decomposition: what it composes with is what its parts do.
 static Entry *nfc_map;          // NULL: not loaded yet
 #define NFC_CLASS ((uint64_t)1 << 32)
 #define NFC_PARTS ((uint64_t)2 << 32)
@@ -692,6 +676,10 @@ static void nfc_load(void) {
         uint32_t c = d[i] & INT32_MAX;
         hmput(nfc_map, NFC_PARTS | c, (int64_t)i + 1);
         if (d[i + 2] && c == d[i]) hmput(nfc_map, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
+    }
+    for (uint32_t c = 0; c < 19 * 21 * 28; c++) {           // Hangul: leading consonant, vowel, trailing consonant or none
+        uint32_t tail = c % 28, first = tail ? 0xac00 + c - tail : 0x1100 + c / 28 / 21;
+        hmput(nfc_map, (uint64_t)first << 32 | (tail ? 0x11a7 + tail : 0x1161 + c / 28 % 21), 0xac00 + c);
     }
 }
 
@@ -710,14 +698,6 @@ static void nfc_decompose(uint32_t **out, uint32_t c) {
     if (part[1]) nfc_decompose(out, part[1]);
 }
 
-// The character that a and b compose, or -1 when they do not.
-static int64_t nfc_compose(uint32_t a, uint32_t b) {
-    uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
-    if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
-    if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
-    return map_get(nfc_map, (uint64_t)a << 32 | b);
-}
-
 // Puts every run of marks among the n codes into canonical order: by class, and within one as they stand.
 static void nfc_order(uint32_t *code, size_t n) {
     uint32_t *mark = NULL;
@@ -733,46 +713,32 @@ static void nfc_order(uint32_t *code, size_t n) {
     arrfree(mark);
 }
 
-// Composes n codes in place and returns how many are left. A code joins the last starter unless a
-// code kept between them blocks it, which is one of the same or a higher class.
-static size_t nfc_compose_all(uint32_t *code, size_t n) {
-    size_t kept = 0;
-    int64_t starter = -1;       // index of the last starter kept; -1: none yet
-    int last = -1;              // class of the last code kept behind the starter; -1: none was
-    for (size_t i = 0; i < n; i++) {
-        int ccc = code_ccc(code[i]);
-        if (starter >= 0 && last < ccc) {
-            int64_t both = nfc_compose(code[starter], code[i]);
-            if (both >= 0) {
-                code[starter] = (uint32_t)both;
-                continue;
-            }
-        }
-        if (ccc) {
-            last = ccc;
-        } else {
-            starter = (int64_t)kept;
-            last = -1;
-        }
-        code[kept++] = code[i];
-    }
-    return kept;
-}
-
-// Rewrites the stb array *text in NFC.
+// Rewrites the stb array *text in NFC. A code joins the last starter unless a code kept between them blocks it, which is
+// one of the same or a higher class.
 static void nfc(char **text) {
     size_t n = arrlenu(*text), i = 0;
     while (i < n && (unsigned char)(*text)[i] < 0xcc) i++;
     if (i == n) return;         // every code point is below U+0300: there is nothing to do
 
-    uint32_t *code = NULL;
-    int len;
+    uint32_t *code = NULL, *starter = NULL;     // starter: the last one kept; NULL: none yet
+    int len, last = -1;                         // class of the last code kept behind it; -1: none was
     for (i = 0; i < n; i += (size_t)len) nfc_decompose(&code, char_code(*text + i, n - i, &len));
     nfc_order(code, arrlenu(code));
-    n = nfc_compose_all(code, arrlenu(code));
-
+    size_t kept = 0;
+    for (i = 0; i < arrlenu(code); i++) {
+        int ccc = code_ccc(code[i]);
+        int64_t both = starter && last < ccc ? map_get(nfc_map, (uint64_t)*starter << 32 | code[i]) : -1;
+        if (both >= 0) {
+            *starter = (uint32_t)both;
+            continue;
+        }
+        last = ccc ? ccc : -1;
+        code[kept] = code[i];
+        if (!ccc) starter = &code[kept];
+        kept++;
+    }
     arrsetlen(*text, 0);
-    for (i = 0; i < n; i++) char_put(text, code[i]);
+    for (i = 0; i < kept; i++) char_put(text, code[i]);
     arrfree(code);
 }
 
@@ -789,40 +755,29 @@ static void replace_all(char **text, const char *from, const char *to) {
     *text = built;
 }
 
-// Puts s before the stb array *text.
-static void prepend(char **text, const char *s) {
-    arrinsn(*text, 0, strlen(s));
-    memcpy(*text, s, strlen(s));
-}
-
-// What the pre-tokenizer Metaspace does first: U+2581 for every blank, and one before the text if it is wanted.
-static void metaspace(char **text, int wanted) {
-    replace_all(text, " ", BLANK_MARK);
-    if (wanted && (arrlen(*text) < 3 || memcmp(*text, BLANK_MARK, 3))) prepend(text, BLANK_MARK);
-}
-
-// Runs the normalizer over *text, an stb array that is not empty.
-static void normalize(const Tokenizer *t, char **text) {
-    for (int i = 0; i < (int)arrlen(t->norm); i++) {
-        const NormStep *step = &t->norm[i];
-        if (step->nfc) nfc(text);
-        else if (*step->from) replace_all(text, step->from, step->to);
-        else prepend(text, step->to);
+// Runs the steps of a normalizer, or those with which the pre-tokenizer Metaspace begins, over *text, an stb array.
+static void rewrite(const Rewrite *steps, char **text, int at_start) {
+    for (int i = 0; i < (int)arrlen(steps); i++) {
+        const Rewrite *x = &steps[i];
+        size_t n = strlen(x->to);
+        int has = x->once && arrlenu(*text) >= n && !memcmp(*text, x->to, n);
+        if (x->nfc) nfc(text);
+        else if (*x->from) replace_all(text, x->from, x->to);
+        if (x->nfc || *x->from || has || (x->at_start && !at_start)) continue;
+        arrinsn(*text, 0, n);
+        memcpy(*text, x->to, n);
     }
 }
 
 // ---- BPE merges
-// A word is a linked list of symbols, one a character at first. Every neighbouring pair that merges
-// waits in a heap, lowest rank first, leftmost first among equals. An entry is stale, and is
-// skipped when it comes up, when the pair of its left symbol has changed since. (SentencePiece
-// models of type unigram have no merges and are refused.)
+// A word is a linked list of symbols, one a character at first. Which neighbouring pair merges next, that of the lowest
+// rank and leftmost among equals, is what a tournament of all pairs says. (SentencePiece models of type unigram have no
+// merges and are refused.)
 typedef struct {
     int id;
     int prev, next;             // indices of the neighbours; -1: none
-    int rank;                   // of the pair (this, next); NO_RANK: the pair does not merge
-    int into;                   // the id the pair merges into
+    int into;                   // the id that the pair (this, next) merges into
 } Symbol;
-enum { NO_RANK = INT_MAX };
 
 typedef struct Encoder {        // everything one call of encode_at works with
     const Tokenizer *t;
@@ -830,37 +785,14 @@ typedef struct Encoder {        // everything one call of encode_at works with
     const uint16_t *own;        // of what a template writes: (n) 0 where it is the template that writes the byte
     void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
     int *ids;                   // what comes out (this and the next two are stb arrays)
-    Symbol *sym;                // the word's symbols
-    uint64_t *heap;             // rank << 32 | index of the left symbol
+    Symbol *sym;                // (n) the word's symbols
+    uint64_t *best;             // (2 n) rank << 32 | index of the pair that symbol i begins at n + i, or NO_PAIR, and
+                                // before them at k the better one of 2 k and 2 k + 1: the best of all at 1
     Arena *arena;               // has what the steps of the pre-tokenizer work with
 } Encoder;
+#define NO_PAIR UINT64_MAX
 
-// Puts x into a binary heap whose smallest entry stands first.
-static void heap_push(uint64_t **heap, uint64_t x) {
-    arrput(*heap, x);
-    uint64_t *h = *heap;
-    size_t i = arrlenu(h) - 1;
-    while (i && h[(i - 1) / 2] > x) {
-        h[i] = h[(i - 1) / 2];
-        i = (i - 1) / 2;
-    }
-    h[i] = x;
-}
-
-// Takes the smallest entry out of the heap.
-static uint64_t heap_pop(uint64_t *h) {
-    uint64_t top = h[0], x = arrpop(h);
-    size_t n = arrlenu(h), i = 0;
-    while (2 * i + 1 < n) {
-        size_t child = 2 * i + 1;
-        if (child + 1 < n && h[child + 1] < h[child]) child++;
-        if (h[child] >= x) break;
-        h[i] = h[child];
-        i = child;
-    }
-    if (n) h[i] = x;
-    return top;
-}
+static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // May BPE make this id? It must be in the BPE vocabulary, and it may be a special token only in a
 // text that may name special tokens: the words of a user never become one.
@@ -870,25 +802,29 @@ static int bpe_may_make(const Encoder *e, int id) {
     return flags & TOKEN_MODEL && (e->special || !(flags & TOKEN_SPECIAL));
 }
 
-// Looks up the pair that symbol i makes with its right neighbour, and puts it into the heap when it
-// merges.
-static void pair_offer(Encoder *e, int i) {
+// Looks up the pair that symbol i makes with its right neighbour.
+static void pair_look(Encoder *e, int i) {
     Symbol *s = &e->sym[i];
-    s->rank = NO_RANK;
-    if (s->next < 0) return;
-    int64_t merge = map_get(e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
-    if (merge < 0) return;
-    int into = (int)(merge & INT_MAX);
-    if (!bpe_may_make(e, into)) return;
-    s->rank = (int)(merge >> 32);
-    s->into = into;
-    heap_push(&e->heap, (uint64_t)s->rank << 32 | (uint64_t)i);
+    int64_t merge = s->next < 0 ? -1 : map_get(e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
+    uint64_t *at = &e->best[arrlen(e->sym) + i];
+    s->into = (int)(merge & INT_MAX);
+    *at = merge >= 0 && bpe_may_make(e, s->into) ? (uint64_t)merge >> 32 << 32 | (uint64_t)i : NO_PAIR;
+}
+
+// Plays the tournament again, where the pair of symbol i may have changed.
+static void pair_play(Encoder *e, int i) {
+    pair_look(e, i);
+    for (size_t k = (arrlenu(e->sym) + (size_t)i) / 2; k; k /= 2) {
+        uint64_t better = min_u64(e->best[2 * k], e->best[2 * k + 1]);
+        if (e->best[k] == better) return;
+        e->best[k] = better;
+    }
 }
 
 // Appends a symbol to the word.
 static void symbol_put(Encoder *e, int id) {
     int i = (int)arrlen(e->sym);
-    Symbol s = { id, i - 1, i + 1, NO_RANK, -1 };
+    Symbol s = { id, i - 1, i + 1, -1 };
     arrput(e->sym, s);
 }
 
@@ -919,24 +855,22 @@ static void word_symbols(Encoder *e, const char *s, size_t n) {
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
 }
 
-// Merges the symbols of the word, best pair first, until no pair merges.
+// Merges the symbols of the word, best pair first, until no pair merges. The left symbol becomes the merged one, the right
+// one leaves the list.
 static void word_merge(Encoder *e) {
-    arrsetlen(e->heap, 0);
-    for (int i = 0; i < (int)arrlen(e->sym); i++) pair_offer(e, i);
-    while (arrlen(e->heap)) {
-        uint64_t top = heap_pop(e->heap);
-        int i = (int)(top & INT_MAX);
-        Symbol *left = &e->sym[i];
-        if (left->rank != (int)(top >> 32)) continue;       // stale
-
-        // The left symbol becomes the merged one, the right one leaves the list.
-        Symbol *right = &e->sym[left->next];
-        left->id = left->into;
-        left->next = right->next;
-        right->rank = NO_RANK;
-        if (left->next >= 0) e->sym[left->next].prev = i;
-        pair_offer(e, i);
-        if (left->prev >= 0) pair_offer(e, left->prev);
+    int n = (int)arrlen(e->sym);
+    arrsetlen(e->best, 2 * n);
+    for (int i = 0; i < n; i++) pair_look(e, i);
+    for (int k = n - 1; k; k--) e->best[k] = min_u64(e->best[2 * k], e->best[2 * k + 1]);
+    while (e->best[1] != NO_PAIR) {
+        int i = (int)(e->best[1] & INT_MAX), gone = e->sym[i].next, next = e->sym[gone].next;
+        e->sym[i].id = e->sym[i].into;
+        e->sym[i].next = next;
+        e->sym[gone].next = -1;
+        if (next >= 0) e->sym[next].prev = i;
+        pair_play(e, gone);
+        pair_play(e, i);
+        if (e->sym[i].prev >= 0) pair_play(e, e->sym[i].prev);
     }
 }
 
@@ -1050,10 +984,10 @@ static void encode_part(Encoder *e, int kind, const char *s, size_t n, int at_st
     const Tokenizer *t = e->t;
     size_t from = 0, start, end;
     char *text = NULL;
-    if ((kind == ADDED_NORMALIZED && arrlen(t->norm)) || (kind == ADDED_KINDS && t->meta)) {
+    const Rewrite *steps = kind == ADDED_NORMALIZED ? t->norm : kind == ADDED_KINDS ? t->meta : NULL;
+    if (steps) {
         bytes_put(&text, s, n);
-        if (kind == ADDED_NORMALIZED) normalize(t, &text);
-        else metaspace(&text, t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start));
+        rewrite(steps, &text, at_start);
         s = text;
         n = arrlenu(text);
     }
@@ -1076,7 +1010,7 @@ static int *encode(const Tokenizer *t, const char *text, const uint16_t *own, si
     Encoder e = { .t = t, .special = special, .own = own, .word = word, .ids = ids, .arena = arena_new() };
     encode_part(&e, own ? ADDED_GUARDED : ADDED_RAW, text, n, at_start);
     arrfree(e.sym);
-    arrfree(e.heap);
+    arrfree(e.best);
     arena_free(e.arena);
     return e.ids;
 }
@@ -1151,6 +1085,7 @@ void tokenizer_free(Tokenizer *t) {
     arrfree(t->step);
     arrfree(t->set);
     arrfree(t->norm);
+    arrfree(t->meta);
     for (int i = 0; i < (int)arrlen(t->added); i++) arrfree(t->added[i].text);
     arrfree(t->added);
     arrfree(t->piece);
@@ -1203,7 +1138,7 @@ static void added_put(Tokenizer *t, int id, int kind) {
     const Piece *p = &t->piece[id];
     Added a = { .id = id, .kind = kind };
     bytes_put(&a.text, t->chars + p->text, (size_t)p->n_text);
-    if (kind == ADDED_NORMALIZED) normalize(t, &a.text);
+    if (kind == ADDED_NORMALIZED) rewrite(t->norm, &a.text, 0);
     arrput(t->added, a);
     t->starts[kind][(unsigned char)*a.text] = 1;
 }
@@ -1216,7 +1151,7 @@ static void decode_table(Tokenizer *t) {
         arrsetlen(text, 0);
         arrsetlen(out, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
-        if (p->flags & PIECE_NORMALIZED) normalize(t, &text);
+        if (p->flags & PIECE_NORMALIZED) rewrite(t->norm, &text, 0);
 
         // A piece with a character outside the byte alphabet stands for itself.
         int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED), len;
@@ -1278,7 +1213,7 @@ static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
     int kind = word_place("NFC|Prepend|Replace", json_text(n, "type"));
     const char *from = kind == 2 ? json_text(json_get(n, "pattern"), "String") : "";
     const char *to = kind == 2 ? json_text(n, "content") : kind == 1 ? json_text(n, "prepend") : "";
-    NormStep step = { .nfc = kind == 0 };
+    Rewrite step = { .nfc = kind == 0 };
     if (kind < 0) return refuse_type(err, "a normalizer", n);
     if ((kind > 0 && !*to) || (kind == 2 && !*from) || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to)
         return fault(err, "normalizer %s: only short texts are supported", json_text(n, "type"));
@@ -1331,9 +1266,10 @@ static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
     if (*scheme && word_place("first|never|always", scheme) < 0)
         return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
 
-    if (!strcmp(scheme, "first")) t->meta = META_FIRST;
-    else if (!strcmp(scheme, "never") || !flag(p, "add_prefix_space", 1, err)) t->meta = META_NEVER;
-    else t->meta = META_ALWAYS;
+    Rewrite blanks = { .from = " ", .to = BLANK_MARK };
+    Rewrite first = { .to = BLANK_MARK, .once = 1, .at_start = !strcmp(scheme, "first") };
+    arrput(t->meta, blanks);
+    if (first.at_start || (strcmp(scheme, "never") && flag(p, "add_prefix_space", 1, err))) arrput(t->meta, first);
     return flag(p, "split", 1, err) ? step_add(t, BLANK_MARK, "MergedWithNext", 0, err) : 0;
 }
 
