@@ -1,18 +1,19 @@
 // lib/tokenizer.c - see tokenizer.h. A text takes this road:
 //
 //     text -> added tokens of the raw text are cut out          encode_part, added_next
-//          -> the normalizer rewrites what lies between them    normalize
+//          -> the normalizer rewrites what lies between them    rewrite
 //          -> added tokens of the normalized text are cut out   encode_part, added_next
 //          -> the pre-tokenizer cuts the rest into words        split, by patterns: match_all
 //          -> BPE merges the characters of each word into ids   word_bpe
 //
 // No step is quadratic in the length of a text: a pattern looks at each character once, and BPE keeps its
-// candidate merges in a heap, so a megabyte without a blank is fine.
+// candidate merges in a tournament, so a megabyte without a blank is fine.
 #define _GNU_SOURCE
 #include "tokenizer.h"
 #include "../data/unicode.h"    // the tables unicode_*
 #include <ctype.h>
 #include <limits.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <stb/stb_ds.h>
 #define typeof __typeof__        // the maps of stb_ds.h ask for it, and C11 has none
@@ -48,10 +49,12 @@ typedef struct {                // one token of the vocabulary
     int flags;                  // TOKEN_*, PIECE_*; 0: a hole in the numbering
 } Piece;
 
-typedef struct {                // a step of the normalizer
+typedef struct {                // a step of the normalizer, or what Metaspace does before it cuts
     int nfc;                    // 1: Unicode normalization form C, else:
-    char from[8], to[8];        // replaces every `from` by `to`; with `from` "" it puts `to` before the text
-} NormStep;
+    char from[8], to[8];        // replaces every `from` by `to`; with `from` "" it puts `to` before the text,
+    int once;                   // 1: .. unless the text begins with it,
+    int at_start;               // 1: .. and only where everything begins
+} Rewrite;
 
 // A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed character.
 enum { BROKEN = 0x110000, NO_CHAR = BROKEN + 256 };
@@ -97,13 +100,6 @@ typedef struct {
     char *text;                 // what is looked for (stb array)
 } Added;
 
-enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
-    META_NONE,                  // there is no Metaspace
-    META_NEVER,                 // no
-    META_FIRST,                 // only where everything begins
-    META_ALWAYS                 // before every text between added tokens
-};
-
 struct Tokenizer {
     // The vocabulary
     Piece *piece;               // (tokenizer_size) by id
@@ -116,10 +112,10 @@ struct Tokenizer {
     unsigned char starts[ADDED_KINDS][256];     // 1: one of the kind begins with the byte
 
     // Encoding
-    NormStep *norm;             // at most MAX_STEPS
+    Rewrite *norm;              // at most MAX_STEPS
+    Rewrite *meta;              // what the pre-tokenizer Metaspace does first; NULL: there is none
     Step *step;                 // at most MAX_STEPS
     CharSet **set;              // the sets of all patterns
-    int meta;                   // META_*
     int byte_level;             // 1: one of the steps writes words in the byte alphabet
     int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
     int byte_fallback;          // 1: a character that is not in the vocabulary becomes its bytes
@@ -264,6 +260,32 @@ static int char_byte(uint32_t c) {
     return b < 256 ? b : -1;
 }
 
+// ---- A tokenizer.json that is loaded
+typedef struct {
+    Tokenizer *t;               // what it becomes
+    char *err;                  // (512) why it is refused,
+    jmp_buf refused;            // .. and where that leads
+    char *text;                 // stb array: the pattern of a Split that has a text, or a merge
+
+    // The pattern that is read
+    Inst *code;                 // what has been read (stb array)
+    const char *start, *p;      // the pattern, NUL-terminated; where the reader stands
+    CharSet *set;               // the set in the making, the last one of the tokenizer
+    int fold;                   // 1: inside (?i:..)
+    int depth;                  // groups open
+} Loader;
+
+// Refuses the file: the reason goes to err. It does not return.
+KV_PRINTF(2, 3) static _Noreturn void load_fail(Loader *l, const char *fmt, ...) {
+    char why[512];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(why, sizeof why, fmt, ap);
+    va_end(ap);
+    fault(l->err, "%s", why);
+    longjmp(l->refused, 1);
+}
+
 // ---- Patterns: sets of characters
 // The general categories, in the order of unicode_category. The last one is that part of Cc which is white space.
 static const char categories[] = "CnLuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCsCoCc";
@@ -297,9 +319,8 @@ static void set_categories(CharSet *set, uint32_t bits) {
     }
 }
 
-// Adds the characters at which the pre-tokenizer step Punctuation cuts to a set that is empty.
+// Makes \p{P} the characters at which the pre-tokenizer step Punctuation cuts.
 static void set_punctuation(CharSet *set) {
-    set_categories(set, category_bits("P", 1));
     for (size_t i = 0; i < sizeof unicode_punctuation / sizeof *unicode_punctuation; i += 2)
         for (uint32_t c = unicode_punctuation[i]; c <= unicode_punctuation[i + 1]; c++)
             set->bit[c >> 5] ^= 1u << (c & 31);
@@ -310,8 +331,7 @@ static void set_punctuation(CharSet *set) {
 // [a-z\p{L}] and [^..], the shorthands \s \S \d \D and \p{..} \P{..} with general categories, the anchor $ of a
 // line's end, alternatives a|b, groups (..) (?:..) and (?i:..), lookaheads (?=..) and (?!..), and the quantifiers
 // ? * + {m} {m,} {m,n}, greedy and, of one character, possessive (*+). It becomes a list of instructions.
-// Blocks of them may be moved and copied, because a jump says how far it goes. regex_fail notes the first complaint
-// and lets the pattern end there, so that nobody has to look whether something failed before.
+// Blocks of them may be moved and copied, because a jump says how far it goes.
 enum {
     OP_SET,                     // one character of a set
     OP_SPLIT,                   // goes on behind it, or if that leads to no match x further
@@ -322,36 +342,22 @@ enum {
     OP_MATCH                    // the end
 };
 enum { ANY_NUMBER = INT_MAX, MAX_COUNT = 255, MAX_DEPTH = 20 };
-enum { A_SET = BROKEN };        // what regex_escape returns for more than one character
+enum { A_SET = BROKEN };        // what regex_one returns for more than one character
 
-typedef struct {
-    Tokenizer *t;               // its `set` grows
-    Inst *code;                 // what has been read (stb array)
-    const char *start, *p;      // the pattern, NUL-terminated; where the reader stands
-    CharSet *set;               // the set in the making, the last one of the tokenizer
-    int fold;                   // 1: inside (?i:..)
-    int depth;                  // groups open
-    int failed;                 // 1: the complaint is in err
-    char *err;                  // (512)
-} RegexReader;
-
-// Refuses what stands between `at` and the reader's place.
-static void regex_fail(RegexReader *r, const char *at, const char *what) {
-    if (r->failed) return;
-    fault(r->err, "pre_tokenizer Split: %s is not supported: '%.*s' at byte %d of the pattern '%.300s'", what,
-          (int)(r->p - at), at, (int)(at - r->start), r->start);
-    r->failed = 1;
-    r->p = r->start + strlen(r->start);
+// Refuses what stands between `at` and the reader's place. It does not return.
+static _Noreturn void regex_fail(Loader *r, const char *at, const char *what) {
+    load_fail(r, "pre_tokenizer Split: %s is not supported: '%.*s' at byte %d of the pattern '%.300s'", what,
+              (int)(r->p - at), at, (int)(at - r->start), r->start);
 }
 
 // Goes behind the next character -> its code; 0 at the end, where it stays.
-static int regex_next(RegexReader *r) {
+static int regex_next(Loader *r) {
     int len = 0, c = *r->p ? (int)char_code(r->p, strlen(r->p), &len) : 0;
     r->p += len;
     return c;
 }
 
-static Inst *regex_emit(RegexReader *r, int op, int x) {
+static Inst *regex_emit(Loader *r, int op, int x) {
     Inst in = { .op = op, .x = x };
     arrput(r->code, in);
     if (arrlen(r->code) > MAX_CODE) regex_fail(r, r->p, "so large a pattern");
@@ -359,7 +365,7 @@ static Inst *regex_emit(RegexReader *r, int op, int x) {
 }
 
 // Adds the characters from first to last to r->set, and inside (?i:..) the other forms of the letters of ASCII.
-static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
+static void regex_add(Loader *r, uint32_t first, uint32_t last) {
     set_range(r->set, first, last);
     for (uint32_t c = first; r->fold && c <= last && c < 128; c++) {
         if (!isalpha((int)c)) continue;
@@ -369,62 +375,53 @@ static void regex_add(RegexReader *r, uint32_t first, uint32_t last) {
     }
 }
 
-// What stands in \p{..} for set_punctuation.
-#define PUNCTUATION "Punctuation of the step"
-
-// Reads {Lu} and the like behind \p or \P, which stands at `at`, and adds it to r->set.
-static void regex_property(RegexReader *r, const char *at) {
-    int others = at[1] == 'P';
-    const char *name = r->p + 1, *end = *r->p == '{' ? strchr(r->p, '}') : NULL;
-    if (!end) {
-        regex_fail(r, at, "a property without {..}");
-        return;
-    }
-    r->p = end + 1;
-    uint32_t bits = category_bits(name, (size_t)(end - name));
-    if (!strncmp(name, PUNCTUATION, strlen(PUNCTUATION))) set_punctuation(r->set);
-    else if (!bits) regex_fail(r, at, "this property");
-    else set_categories(r->set, others ? ~bits : bits);
-}
-
-// Reads an escape, whose backslash stands at `at` and is read -> the character that it is, or A_SET when it has been
-// added to r->set.
-static int regex_escape(RegexReader *r, const char *at) {
+// Reads a character, or an escape -> the character that it is, or A_SET when it has been added to r->set.
+static int regex_one(Loader *r) {
+    const char *at = r->p, *end;
     uint32_t bits;
     int c = regex_next(r);
-    switch (c) {
+    if (c != '\\') return c;
+    switch (c = regex_next(r)) {
     case 'n': return '\n';
     case 'r': return '\r';
     case 't': return '\t';
-    case 'p': case 'P':
-        regex_property(r, at);
-        return A_SET;
-    case 's': case 'd': case 'S': case 'D':
-        bits = tolower(c) == 's' ? category_bits("Z", 1) | 1u << SPACE_OF_CC : category_bits("Nd", 2);
-        set_categories(r->set, c < 'a' ? ~bits : bits);
-        return A_SET;
+    case 's': case 'S':
+        bits = category_bits("Z", 1) | 1u << SPACE_OF_CC;
+        break;
+    case 'd': case 'D':
+        bits = category_bits("Nd", 2);
+        break;
+    case 'p': case 'P':         // \p{Lu} and the like
+        end = *r->p == '{' ? strchr(r->p, '}') : NULL;
+        if (!end) regex_fail(r, at, "a property without {..}");
+        bits = category_bits(r->p + 1, (size_t)(end - r->p) - 1);
+        r->p = end + 1;
+        if (!bits) regex_fail(r, at, "this property");
+        break;
+    default:
+        if (c != ' ' && (c > 127 || !ispunct(c))) regex_fail(r, at, "this escape");
+        return c;
     }
-    if (c != ' ' && (c > 127 || !ispunct(c))) regex_fail(r, at, "this escape");
-    return c;
+    set_categories(r->set, c < 'a' ? ~bits : bits);
+    return A_SET;
 }
 
-// Reads one member of a set [..] -> as regex_escape.
-static int regex_member(RegexReader *r) {
+// Reads one member of a set [..] -> as regex_one.
+static int regex_member(Loader *r) {
     const char *at = r->p;
-    int c = regex_next(r);
-    if (c == '\\') return regex_escape(r, at);
-    if (!c) regex_fail(r, at, "a set without an end");
-    if (c == '[' || (c == '&' && *r->p == '&')) regex_fail(r, at, "a set inside a set");
-    if (c == '-' && at[-1] != '[' && at[-1] != '^' && *r->p != ']') regex_fail(r, at, "this range");
+    int c = regex_one(r);
+    if (!*at) regex_fail(r, at, "a set without an end");
+    if (*at == '[' || (*at == '&' && *r->p == '&')) regex_fail(r, at, "a set inside a set");
+    if (*at == '-' && at[-1] != '[' && at[-1] != '^' && *r->p != ']') regex_fail(r, at, "this range");
     return c;
 }
 
 // Reads a set, whose bracket at `open` is read.
-static void regex_set(RegexReader *r, const char *open) {
+static void regex_set(Loader *r, const char *open) {
     int others = *r->p == '^';
     r->p += others;
     if (*r->p == ']') regex_fail(r, open, "a set without members");
-    while (!r->failed && *r->p != ']') {
+    while (*r->p != ']') {
         const char *at = r->p;
         int low = regex_member(r), high = low;
         if (r->p[0] == '-' && r->p[1] && r->p[1] != ']') {
@@ -434,33 +431,32 @@ static void regex_set(RegexReader *r, const char *open) {
         }
         if (low != A_SET) regex_add(r, (uint32_t)low, (uint32_t)high);
     }
-    if (!r->failed) r->p++;
+    r->p++;
     for (size_t i = 0; others && i < BROKEN / 32; i++) r->set->bit[i] = ~r->set->bit[i];
 }
 
 // Reads what takes one character or is an anchor, and adds its instruction.
-static void regex_char(RegexReader *r) {
+static void regex_char(Loader *r) {
     const char *at = r->p;
-    int c = regex_next(r), sets = (int)arrlen(r->t->set);
-    if (c == '$') {
+    int sets = (int)arrlen(r->t->set);
+    if (*at == '$') {
+        r->p++;
         regex_emit(r, OP_LINE_END, 0);
         return;
     }
-    if (sets == MAX_SETS) regex_fail(r, at, "so large a pattern");
-    if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing, or of another one,");
-    if (strchr("^.", *at)) regex_fail(r, at, "this character, which stands for others,");
-    if (r->failed) return;
-
-    r->set = xcalloc(1, sizeof *r->set);
+    r->set = sets < MAX_SETS ? xcalloc(1, sizeof *r->set) : NULL;
+    if (!r->set) regex_fail(r, at, "so large a pattern");
     arrput(r->t->set, r->set);
     regex_emit(r, OP_SET, 0)->set = sets;
-    if (c == '\\') c = regex_escape(r, at);
+    int c = *at == '[' ? regex_next(r) : regex_one(r);
+    if (strchr("*+?{", *at)) regex_fail(r, at, "a quantifier of nothing, or of another one,");
+    if (strchr("^.", *at)) regex_fail(r, at, "this character, which stands for others,");
     if (*at == '[') regex_set(r, at);
     else if (c != A_SET) regex_add(r, (uint32_t)c, (uint32_t)c);
 }
 
 // Reads {m}, {m,n} or {m,}.
-static void regex_counts(RegexReader *r, int *least, int *most) {
+static void regex_counts(Loader *r, int *least, int *most) {
     const char *at = r->p;
     int size = 2 + (int)strspn(at + 1, "0123456789,"), n = 0;
     *least = 0;
@@ -473,12 +469,11 @@ static void regex_counts(RegexReader *r, int *least, int *most) {
 }
 
 // Repeats the block of instructions from `from` on. at: where the quantifier stands; strict: 1: it is possessive.
-static void regex_repeat(RegexReader *r, int from, const char *at, int least, int most, int strict) {
+static void regex_repeat(Loader *r, int from, const char *at, int least, int most, int strict) {
     int n = (int)arrlen(r->code) - from, one = n == 1 && r->code[from].op == OP_SET;
     int copies = most == ANY_NUMBER ? least + 1 : most;
     if (strict && !one) regex_fail(r, at, "a possessive quantifier of more than one character");
     if (from + copies * (n + 2) > MAX_CODE) regex_fail(r, at, "so large a pattern");
-    if (r->failed) return;
 
     Inst *block = xmalloc((size_t)n * sizeof *block);
     memcpy(block, r->code + from, (size_t)n * sizeof *block);
@@ -496,7 +491,7 @@ static void regex_repeat(RegexReader *r, int from, const char *at, int least, in
 }
 
 // Reads the quantifier, if there is one, of the block of instructions from `from` on.
-static void regex_quantifier(RegexReader *r, int from) {
+static void regex_quantifier(Loader *r, int from) {
     const char *at = r->p;
     int least = *at == '+', most = *at == '?' ? 1 : ANY_NUMBER, counted = *at == '{', strict;
     if (!*at || !strchr("?*+{", *at)) return;
@@ -511,7 +506,7 @@ static void regex_quantifier(RegexReader *r, int from) {
 
 // Refuses what (?i:..) from `open` to the reader's place holds beside ASCII without escapes, of which it is known what
 // forms it has; and pairs of letters that one letter may stand for, a sharp s or a ligature.
-static void regex_folds(RegexReader *r, const char *open) {
+static void regex_folds(Loader *r, const char *open) {
     static const char *const pairs[] = { "ss", "ff", "fi", "fl", "st" };
     for (const char *s = open; s < r->p; s++) {
         if (*s == '\\' || (unsigned char)*s > 127) regex_fail(r, s, "this inside (?i:..)");
@@ -520,10 +515,10 @@ static void regex_folds(RegexReader *r, const char *open) {
     }
 }
 
-static void regex_alternatives(RegexReader *r);
+static void regex_alternatives(Loader *r);
 
 // Reads the group whose bracket r->p stands on.
-static void regex_group(RegexReader *r) {
+static void regex_group(Loader *r) {
     const char *open = r->p++;
     int fold = r->fold, look = -1;
     if (++r->depth > MAX_DEPTH) regex_fail(r, open, "so deep a group");
@@ -543,7 +538,7 @@ static void regex_group(RegexReader *r) {
     regex_alternatives(r);
     if (*r->p != ')') regex_fail(r, open, "a group without an end");
     if (r->fold) regex_folds(r, open);
-    r->p += !r->failed;
+    r->p++;
     r->depth--;
     r->fold = fold;
     if (look < 0) return;
@@ -552,7 +547,7 @@ static void regex_group(RegexReader *r) {
 }
 
 // Reads alternatives, the first one first: a split, the first, a jump over the others, and the others.
-static void regex_alternatives(RegexReader *r) {
+static void regex_alternatives(Loader *r) {
     int start = (int)arrlen(r->code);
     while (*r->p && *r->p != '|' && *r->p != ')') {
         int from = (int)arrlen(r->code);
@@ -565,18 +560,18 @@ static void regex_alternatives(RegexReader *r) {
     arrins(r->code, start, split);
     regex_emit(r, OP_JUMP, 0);
     int jump = (int)arrlen(r->code) - 1;
-    r->p += !r->failed;
+    r->p++;
     regex_alternatives(r);
     r->code[jump].x = (int)arrlen(r->code) - jump;
 }
 
 // Puts instruction pc of what has been read into step->code, behind those that it asks at the same place in a text.
 // Returns its number there. One that asks itself repeats what may take no character.
-static int regex_link(RegexReader *r, Step *step, int pc) {
+static int regex_link(Loader *r, Step *step, int pc) {
     Inst *in = &r->code[pc];
     if (in->op == OP_JUMP) return regex_link(r, step, pc + in->x);
     if (in->number < 0) regex_fail(r, r->start, "repeating a group that may be empty");
-    if (in->number || r->failed) return in->number - 1;
+    if (in->number) return in->number - 1;
     in->number = -1;
     if (in->op != OP_MATCH) in->first = regex_link(r, step, pc + 1);
     if (in->x) in->second = regex_link(r, step, pc + in->x);
@@ -585,30 +580,29 @@ static int regex_link(RegexReader *r, Step *step, int pc) {
     return in->number - 1;
 }
 
-// Reads a whole pattern into step. Returns 0, or -1 with the reason in err.
-static int regex_compile(Tokenizer *t, Step *step, const char *pattern, char err[512]) {
-    RegexReader r = { .t = t, .start = pattern, .p = pattern, .err = err };
-    if (!utf8_whole(pattern, strlen(pattern)))
-        return fault(err, "pre_tokenizer Split: the pattern is not UTF-8");
-    regex_alternatives(&r);
-    if (*r.p) {
-        const char *at = r.p++;
-        regex_fail(&r, at, "a bracket that closes nothing");
+// Reads a whole pattern into step.
+static void regex_compile(Loader *r, Step *step, const char *pattern) {
+    r->start = r->p = pattern;
+    r->fold = r->depth = 0;
+    arrsetlen(r->code, 0);
+    if (!utf8_whole(pattern, strlen(pattern))) load_fail(r, "pre_tokenizer Split: the pattern is not UTF-8");
+    regex_alternatives(r);
+    if (*r->p) {
+        const char *at = r->p++;
+        regex_fail(r, at, "a bracket that closes nothing");
     }
-    regex_emit(&r, OP_MATCH, 0);
-    for (int pc = 0; pc < (int)arrlen(r.code); pc++) {
-        if (r.code[pc].op != OP_SET) continue;
-        r.code[pc].first = pc + 1;          // this asks one character further, and so is no part of a circle
-        arrput(step->code, r.code[pc]);
-        r.code[pc].number = ++step->n_sets;
+    regex_emit(r, OP_MATCH, 0);
+    for (int pc = 0; pc < (int)arrlen(r->code); pc++) {
+        if (r->code[pc].op != OP_SET) continue;
+        r->code[pc].first = pc + 1;         // this asks one character further, and so is no part of a circle
+        arrput(step->code, r->code[pc]);
+        r->code[pc].number = ++step->n_sets;
     }
-    step->start = regex_link(&r, step, 0);
+    step->start = regex_link(r, step, 0);
     for (int k = 0; k < step->n_sets; k++) {
-        int next = regex_link(&r, step, step->code[k].first);
+        int next = regex_link(r, step, step->code[k].first);
         step->code[k].first = next;
     }
-    arrfree(r.code);
-    return -r.failed;
 }
 
 // ---- Patterns: matching
@@ -663,21 +657,10 @@ static const int *match_all(Arena *arena, CharSet **set, const Step *step, const
 }
 
 // ---- Normalisation
-// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes again. Hangul
-// syllables are composed by arithmetic, and need no decomposition: what one composes with is what its parts do.
-enum {
-    HANGUL_S = 0xac00,          // the first syllable
-    HANGUL_L = 0x1100,          // the first leading consonant
-    HANGUL_V = 0x1161,          // the first vowel
-    HANGUL_T = 0x11a7,          // the code before the first trailing consonant
-    N_HANGUL_L = 19,
-    N_HANGUL_V = 21,
-    N_HANGUL_T = 28,            // "no trailing consonant" included
-    N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T
-};
-
-// Everything else that it needs to know: first part << 32 | second part -> the code point that they compose, and
-// NFC_CLASS | code point -> its canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition.
+// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes again. What it needs
+// to know: first part << 32 | second part -> the code point that they compose, and NFC_CLASS | code point -> its
+// canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition. A syllable of Hangul needs no
+// decomposition: what it composes with is what its parts do.
 static Entry *nfc_map;          // NULL: not loaded yet
 #define NFC_CLASS ((uint64_t)1 << 32)
 #define NFC_PARTS ((uint64_t)2 << 32)
@@ -692,6 +675,10 @@ static void nfc_load(void) {
         uint32_t c = d[i] & INT32_MAX;
         hmput(nfc_map, NFC_PARTS | c, (int64_t)i + 1);
         if (d[i + 2] && c == d[i]) hmput(nfc_map, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
+    }
+    for (uint32_t c = 0; c < 19 * 21 * 28; c++) {           // Hangul: leading consonant, vowel, trailing consonant or none
+        uint32_t tail = c % 28, first = tail ? 0xac00 + c - tail : 0x1100 + c / 28 / 21;
+        hmput(nfc_map, (uint64_t)first << 32 | (tail ? 0x11a7 + tail : 0x1161 + c / 28 % 21), 0xac00 + c);
     }
 }
 
@@ -710,14 +697,6 @@ static void nfc_decompose(uint32_t **out, uint32_t c) {
     if (part[1]) nfc_decompose(out, part[1]);
 }
 
-// The character that a and b compose, or -1 when they do not.
-static int64_t nfc_compose(uint32_t a, uint32_t b) {
-    uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
-    if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
-    if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
-    return map_get(nfc_map, (uint64_t)a << 32 | b);
-}
-
 // Puts every run of marks among the n codes into canonical order: by class, and within one as they stand.
 static void nfc_order(uint32_t *code, size_t n) {
     uint32_t *mark = NULL;
@@ -733,46 +712,32 @@ static void nfc_order(uint32_t *code, size_t n) {
     arrfree(mark);
 }
 
-// Composes n codes in place and returns how many are left. A code joins the last starter unless a
-// code kept between them blocks it, which is one of the same or a higher class.
-static size_t nfc_compose_all(uint32_t *code, size_t n) {
-    size_t kept = 0;
-    int64_t starter = -1;       // index of the last starter kept; -1: none yet
-    int last = -1;              // class of the last code kept behind the starter; -1: none was
-    for (size_t i = 0; i < n; i++) {
-        int ccc = code_ccc(code[i]);
-        if (starter >= 0 && last < ccc) {
-            int64_t both = nfc_compose(code[starter], code[i]);
-            if (both >= 0) {
-                code[starter] = (uint32_t)both;
-                continue;
-            }
-        }
-        if (ccc) {
-            last = ccc;
-        } else {
-            starter = (int64_t)kept;
-            last = -1;
-        }
-        code[kept++] = code[i];
-    }
-    return kept;
-}
-
-// Rewrites the stb array *text in NFC.
+// Rewrites the stb array *text in NFC. A code joins the last starter unless a code kept between them blocks it, which is
+// one of the same or a higher class.
 static void nfc(char **text) {
     size_t n = arrlenu(*text), i = 0;
     while (i < n && (unsigned char)(*text)[i] < 0xcc) i++;
     if (i == n) return;         // every code point is below U+0300: there is nothing to do
 
-    uint32_t *code = NULL;
-    int len;
+    uint32_t *code = NULL, *starter = NULL;     // starter: the last one kept; NULL: none yet
+    int len, last = -1;                         // class of the last code kept behind it; -1: none was
     for (i = 0; i < n; i += (size_t)len) nfc_decompose(&code, char_code(*text + i, n - i, &len));
     nfc_order(code, arrlenu(code));
-    n = nfc_compose_all(code, arrlenu(code));
-
+    size_t kept = 0;
+    for (i = 0; i < arrlenu(code); i++) {
+        int ccc = code_ccc(code[i]);
+        int64_t both = starter && last < ccc ? map_get(nfc_map, (uint64_t)*starter << 32 | code[i]) : -1;
+        if (both >= 0) {
+            *starter = (uint32_t)both;
+            continue;
+        }
+        last = ccc ? ccc : -1;
+        code[kept] = code[i];
+        if (!ccc) starter = &code[kept];
+        kept++;
+    }
     arrsetlen(*text, 0);
-    for (i = 0; i < n; i++) char_put(text, code[i]);
+    for (i = 0; i < kept; i++) char_put(text, code[i]);
     arrfree(code);
 }
 
@@ -789,40 +754,29 @@ static void replace_all(char **text, const char *from, const char *to) {
     *text = built;
 }
 
-// Puts s before the stb array *text.
-static void prepend(char **text, const char *s) {
-    arrinsn(*text, 0, strlen(s));
-    memcpy(*text, s, strlen(s));
-}
-
-// What the pre-tokenizer Metaspace does first: U+2581 for every blank, and one before the text if it is wanted.
-static void metaspace(char **text, int wanted) {
-    replace_all(text, " ", BLANK_MARK);
-    if (wanted && (arrlen(*text) < 3 || memcmp(*text, BLANK_MARK, 3))) prepend(text, BLANK_MARK);
-}
-
-// Runs the normalizer over *text, an stb array that is not empty.
-static void normalize(const Tokenizer *t, char **text) {
-    for (int i = 0; i < (int)arrlen(t->norm); i++) {
-        const NormStep *step = &t->norm[i];
-        if (step->nfc) nfc(text);
-        else if (*step->from) replace_all(text, step->from, step->to);
-        else prepend(text, step->to);
+// Runs the steps of a normalizer, or those with which the pre-tokenizer Metaspace begins, over *text, an stb array.
+static void rewrite(const Rewrite *steps, char **text, int at_start) {
+    for (int i = 0; i < (int)arrlen(steps); i++) {
+        const Rewrite *x = &steps[i];
+        size_t n = strlen(x->to);
+        int has = x->once && arrlenu(*text) >= n && !memcmp(*text, x->to, n);
+        if (x->nfc) nfc(text);
+        else if (*x->from) replace_all(text, x->from, x->to);
+        if (x->nfc || *x->from || has || (x->at_start && !at_start)) continue;
+        arrinsn(*text, 0, n);
+        memcpy(*text, x->to, n);
     }
 }
 
 // ---- BPE merges
-// A word is a linked list of symbols, one a character at first. Every neighbouring pair that merges
-// waits in a heap, lowest rank first, leftmost first among equals. An entry is stale, and is
-// skipped when it comes up, when the pair of its left symbol has changed since. (SentencePiece
-// models of type unigram have no merges and are refused.)
+// A word is a linked list of symbols, one a character at first. Which neighbouring pair merges next, that of the lowest
+// rank and leftmost among equals, is what a tournament of all pairs says. (SentencePiece models of type unigram have no
+// merges and are refused.)
 typedef struct {
     int id;
     int prev, next;             // indices of the neighbours; -1: none
-    int rank;                   // of the pair (this, next); NO_RANK: the pair does not merge
-    int into;                   // the id the pair merges into
+    int into;                   // the id that the pair (this, next) merges into
 } Symbol;
-enum { NO_RANK = INT_MAX };
 
 typedef struct Encoder {        // everything one call of encode_at works with
     const Tokenizer *t;
@@ -830,37 +784,14 @@ typedef struct Encoder {        // everything one call of encode_at works with
     const uint16_t *own;        // of what a template writes: (n) 0 where it is the template that writes the byte
     void (*word)(struct Encoder *e, const char *s, size_t n);  // takes a word: word_bpe
     int *ids;                   // what comes out (this and the next two are stb arrays)
-    Symbol *sym;                // the word's symbols
-    uint64_t *heap;             // rank << 32 | index of the left symbol
+    Symbol *sym;                // (n) the word's symbols
+    uint64_t *best;             // (2 n) rank << 32 | index of the pair that symbol i begins at n + i, or NO_PAIR, and
+                                // before them at k the better one of 2 k and 2 k + 1: the best of all at 1
     Arena *arena;               // has what the steps of the pre-tokenizer work with
 } Encoder;
+#define NO_PAIR UINT64_MAX
 
-// Puts x into a binary heap whose smallest entry stands first.
-static void heap_push(uint64_t **heap, uint64_t x) {
-    arrput(*heap, x);
-    uint64_t *h = *heap;
-    size_t i = arrlenu(h) - 1;
-    while (i && h[(i - 1) / 2] > x) {
-        h[i] = h[(i - 1) / 2];
-        i = (i - 1) / 2;
-    }
-    h[i] = x;
-}
-
-// Takes the smallest entry out of the heap.
-static uint64_t heap_pop(uint64_t *h) {
-    uint64_t top = h[0], x = arrpop(h);
-    size_t n = arrlenu(h), i = 0;
-    while (2 * i + 1 < n) {
-        size_t child = 2 * i + 1;
-        if (child + 1 < n && h[child + 1] < h[child]) child++;
-        if (h[child] >= x) break;
-        h[i] = h[child];
-        i = child;
-    }
-    if (n) h[i] = x;
-    return top;
-}
+static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // May BPE make this id? It must be in the BPE vocabulary, and it may be a special token only in a
 // text that may name special tokens: the words of a user never become one.
@@ -870,25 +801,29 @@ static int bpe_may_make(const Encoder *e, int id) {
     return flags & TOKEN_MODEL && (e->special || !(flags & TOKEN_SPECIAL));
 }
 
-// Looks up the pair that symbol i makes with its right neighbour, and puts it into the heap when it
-// merges.
-static void pair_offer(Encoder *e, int i) {
+// Looks up the pair that symbol i makes with its right neighbour.
+static void pair_look(Encoder *e, int i) {
     Symbol *s = &e->sym[i];
-    s->rank = NO_RANK;
-    if (s->next < 0) return;
-    int64_t merge = map_get(e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
-    if (merge < 0) return;
-    int into = (int)(merge & INT_MAX);
-    if (!bpe_may_make(e, into)) return;
-    s->rank = (int)(merge >> 32);
-    s->into = into;
-    heap_push(&e->heap, (uint64_t)s->rank << 32 | (uint64_t)i);
+    int64_t merge = s->next < 0 ? -1 : map_get(e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
+    uint64_t *at = &e->best[arrlen(e->sym) + i];
+    s->into = (int)(merge & INT_MAX);
+    *at = merge >= 0 && bpe_may_make(e, s->into) ? (uint64_t)merge >> 32 << 32 | (uint64_t)i : NO_PAIR;
+}
+
+// Plays the tournament again, where the pair of symbol i may have changed.
+static void pair_play(Encoder *e, int i) {
+    pair_look(e, i);
+    for (size_t k = (arrlenu(e->sym) + (size_t)i) / 2; k; k /= 2) {
+        uint64_t better = min_u64(e->best[2 * k], e->best[2 * k + 1]);
+        if (e->best[k] == better) return;
+        e->best[k] = better;
+    }
 }
 
 // Appends a symbol to the word.
 static void symbol_put(Encoder *e, int id) {
     int i = (int)arrlen(e->sym);
-    Symbol s = { id, i - 1, i + 1, NO_RANK, -1 };
+    Symbol s = { id, i - 1, i + 1, -1 };
     arrput(e->sym, s);
 }
 
@@ -919,24 +854,22 @@ static void word_symbols(Encoder *e, const char *s, size_t n) {
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
 }
 
-// Merges the symbols of the word, best pair first, until no pair merges.
+// Merges the symbols of the word, best pair first, until no pair merges. The left symbol becomes the merged one, the right
+// one leaves the list.
 static void word_merge(Encoder *e) {
-    arrsetlen(e->heap, 0);
-    for (int i = 0; i < (int)arrlen(e->sym); i++) pair_offer(e, i);
-    while (arrlen(e->heap)) {
-        uint64_t top = heap_pop(e->heap);
-        int i = (int)(top & INT_MAX);
-        Symbol *left = &e->sym[i];
-        if (left->rank != (int)(top >> 32)) continue;       // stale
-
-        // The left symbol becomes the merged one, the right one leaves the list.
-        Symbol *right = &e->sym[left->next];
-        left->id = left->into;
-        left->next = right->next;
-        right->rank = NO_RANK;
-        if (left->next >= 0) e->sym[left->next].prev = i;
-        pair_offer(e, i);
-        if (left->prev >= 0) pair_offer(e, left->prev);
+    int n = (int)arrlen(e->sym);
+    arrsetlen(e->best, 2 * n);
+    for (int i = 0; i < n; i++) pair_look(e, i);
+    for (int k = n - 1; k; k--) e->best[k] = min_u64(e->best[2 * k], e->best[2 * k + 1]);
+    while (e->best[1] != NO_PAIR) {
+        int i = (int)(e->best[1] & INT_MAX), gone = e->sym[i].next, next = e->sym[gone].next;
+        e->sym[i].id = e->sym[i].into;
+        e->sym[i].next = next;
+        e->sym[gone].next = -1;
+        if (next >= 0) e->sym[next].prev = i;
+        pair_play(e, gone);
+        pair_play(e, i);
+        if (e->sym[i].prev >= 0) pair_play(e, e->sym[i].prev);
     }
 }
 
@@ -1050,10 +983,10 @@ static void encode_part(Encoder *e, int kind, const char *s, size_t n, int at_st
     const Tokenizer *t = e->t;
     size_t from = 0, start, end;
     char *text = NULL;
-    if ((kind == ADDED_NORMALIZED && arrlen(t->norm)) || (kind == ADDED_KINDS && t->meta)) {
+    const Rewrite *steps = kind == ADDED_NORMALIZED ? t->norm : kind == ADDED_KINDS ? t->meta : NULL;
+    if (steps) {
         bytes_put(&text, s, n);
-        if (kind == ADDED_NORMALIZED) normalize(t, &text);
-        else metaspace(&text, t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start));
+        rewrite(steps, &text, at_start);
         s = text;
         n = arrlenu(text);
     }
@@ -1076,7 +1009,7 @@ static int *encode(const Tokenizer *t, const char *text, const uint16_t *own, si
     Encoder e = { .t = t, .special = special, .own = own, .word = word, .ids = ids, .arena = arena_new() };
     encode_part(&e, own ? ADDED_GUARDED : ADDED_RAW, text, n, at_start);
     arrfree(e.sym);
-    arrfree(e.heap);
+    arrfree(e.best);
     arena_free(e.arena);
     return e.ids;
 }
@@ -1143,7 +1076,6 @@ char *decode_flush(Decoder *d, char *out) {
 }
 
 // ---- Loading: the vocabulary
-// Functions that return int return 0, or -1 with the reason in err.
 void tokenizer_free(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < (int)arrlen(t->step); i++) arrfree(t->step[i].code);
@@ -1151,6 +1083,7 @@ void tokenizer_free(Tokenizer *t) {
     arrfree(t->step);
     arrfree(t->set);
     arrfree(t->norm);
+    arrfree(t->meta);
     for (int i = 0; i < (int)arrlen(t->added); i++) arrfree(t->added[i].text);
     arrfree(t->added);
     arrfree(t->piece);
@@ -1160,42 +1093,39 @@ void tokenizer_free(Tokenizer *t) {
     free(t);
 }
 
-// Gives the text s the id and the flags (TOKEN_*, PIECE_*). A text that has the id already gets the flags as well: an
-// added token may stand in the BPE vocabulary too.
-static int piece_add(Tokenizer *t, const Json *number, const char *s, size_t n, int flags, char err[512]) {
+// Gives the text s the id and the flags (TOKEN_*, PIECE_*), and returns the id. A text that has the id already gets the
+// flags as well: an added token may stand in the BPE vocabulary too.
+static int piece_add(Loader *l, const Json *number, const char *s, size_t n, int flags) {
+    Tokenizer *t = l->t;
+    int64_t id = json_is(number, JSON_NUMBER) ? number->i : -1;
     int has = text_id(t, s, n);         // the id that the text has, or -1
-    int whole = json_is(number, JSON_NUMBER) && number->is_int;
-    int64_t id = whole ? number->i : -1;
     size_t size = arrlenu(t->piece);
-    if (!whole) return fault(err, "the id of token '%.100s' is no integer", s);
+    if (!json_is(number, JSON_NUMBER) || !number->is_int) load_fail(l, "the id of token '%.100s' is no integer", s);
     if (!utf8_whole(s, n) || (flags & TOKEN_ADDED && memchr(s, 0, n)))
-        return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
-    if (n > MAX_PIECE)
-        return fault(err, "token '%.100s..' has %zu bytes: expected at most %d", s, n, MAX_PIECE);
+        load_fail(l, "token %lld is not UTF-8, or holds a NUL", (long long)id);
+    if (n > MAX_PIECE) load_fail(l, "token '%.100s..' has %zu bytes: expected at most %d", s, n, MAX_PIECE);
     if (id < 0 || id > t->most)
-        return fault(err, "token '%.100s' has id %lld: expected 0..%d", s, (long long)id, t->most);
-    if (has >= 0 && has != id)
-        return fault(err, "token '%.100s' has two ids, %d and %lld", s, has, (long long)id);
-    if ((size_t)id < size && t->piece[id].flags && has != id)
-        return fault(err, "id %lld belongs to two tokens, '%.100s' and '%.100s'", (long long)id,
-                     t->chars + t->piece[id].text, s);
-    if (has == id) {
-        if (t->piece[id].flags & flags) return fault(err, "token '%.100s' is listed twice", s);
-        t->piece[id].flags |= flags;
-        return 0;
-    }
-
+        load_fail(l, "token '%.100s' has id %lld: expected 0..%d", s, (long long)id, t->most);
+    if (has >= 0 && has != id) load_fail(l, "token '%.100s' has two ids, %d and %lld", s, has, (long long)id);
     if ((size_t)id >= size) {
         arrsetlen(t->piece, (size_t)id + 1);
         memset(t->piece + size, 0, ((size_t)id + 1 - size) * sizeof(Piece));
     }
-    t->piece[id] = (Piece){ .text = arrlenu(t->chars), .n_text = (int)n, .flags = flags };
+    Piece *p = &t->piece[id];
+    if (p->flags && has != id)
+        load_fail(l, "id %lld belongs to two tokens, '%.100s' and '%.100s'", (long long)id, t->chars + p->text, s);
+    if (p->flags & flags) load_fail(l, "token '%.100s' is listed twice", s);
+    p->flags |= flags;
+    if (has == id) return has;
+
+    p->text = arrlenu(t->chars);
+    p->n_text = (int)n;
     bytes_put(&t->chars, s, n);
     arrput(t->chars, 0);
     uint64_t slot = text_hash(s, n);
     while (map_get(t->by_text, slot) >= 0) slot++;
     hmput(t->by_text, slot, id);
-    return 0;
+    return (int)id;
 }
 
 // Has an added token looked for.
@@ -1203,36 +1133,39 @@ static void added_put(Tokenizer *t, int id, int kind) {
     const Piece *p = &t->piece[id];
     Added a = { .id = id, .kind = kind };
     bytes_put(&a.text, t->chars + p->text, (size_t)p->n_text);
-    if (kind == ADDED_NORMALIZED) normalize(t, &a.text);
+    if (kind == ADDED_NORMALIZED) rewrite(t->norm, &a.text, 0);
     arrput(t->added, a);
     t->starts[kind][(unsigned char)*a.text] = 1;
 }
 
+// Writes a text of the byte alphabet as bytes; one with another character stays as it is. Returns 1 where it could.
+static int alphabet_read(char **text) {
+    size_t n = arrlenu(*text), bytes = 0;
+    int len;
+    for (int write = 0; write < 2; write++) {
+        for (size_t i = 0; i < n; i += (size_t)len) {
+            int b = char_byte(char_code(*text + i, n - i, &len));
+            if (b < 0) return 0;
+            if (write) (*text)[bytes++] = (char)b;
+        }
+    }
+    arrsetlen(*text, bytes);
+    return 1;
+}
+
 // Makes the decoded form of every piece, from the flags dec_*.
 static void decode_table(Tokenizer *t) {
-    char *text = NULL, *out = NULL;
+    char *text = NULL;
     for (int id = 0; id < tokenizer_size(t); id++) {
         Piece *p = &t->piece[id];
         arrsetlen(text, 0);
-        arrsetlen(out, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
-        if (p->flags & PIECE_NORMALIZED) normalize(t, &text);
-
-        // A piece with a character outside the byte alphabet stands for itself.
-        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED), len;
-        for (size_t i = 0, n = arrlenu(text); i < n && alphabet; i += (size_t)len) {
-            int b = char_byte(char_code(text + i, n - i, &len));
-            alphabet = b >= 0;
-            arrput(out, (char)b);
-        }
-        if (!alphabet) {
-            arrsetlen(out, 0);
-            bytes_put(&out, text, arrlenu(text));
-            if (t->dec_space) replace_all(&out, BLANK_MARK, " ");
-        }
+        if (p->flags & PIECE_NORMALIZED) rewrite(t->norm, &text, 0);
+        int alphabet = t->dec_byte_level && !(p->flags & TOKEN_ADDED) && alphabet_read(&text);
+        if (!alphabet && t->dec_space) replace_all(&text, BLANK_MARK, " ");
         p->bytes = arrlenu(t->chars);
-        p->n_bytes = (int)arrlen(out);
-        bytes_put(&t->chars, out, arrlenu(out));
+        p->n_bytes = (int)arrlen(text);
+        bytes_put(&t->chars, text, arrlenu(text));
     }
     for (int b = 0; b < 256 && t->dec_bytes; b++) {
         if (t->byte_id[b] < 0) continue;
@@ -1242,304 +1175,282 @@ static void decode_table(Tokenizer *t) {
         arrput(t->chars, (char)b);
     }
     arrfree(text);
-    arrfree(out);
 }
 
 // ---- Loading: the members of tokenizer.json
-// A flag of obj: 0 or 1. One that is neither true nor false leaves a complaint in err, and counts as 0.
-static int flag(const Json *obj, const char *key, int absent, char err[512]) {
+// A flag of obj: 0 or 1; -1 where it is neither true nor false.
+static int flag_of(const Json *obj, const char *key, int absent) {
     const Json *j = json_get(obj, key);
-    if (json_none(j)) return absent;
-    if (j->type != JSON_BOOL) fault(err, "%s is neither true nor false", key);
-    return j->type == JSON_BOOL && j->i;
+    return json_none(j) ? absent : j->type == JSON_BOOL ? (int)j->i : -1;
+}
+
+// The same, for which -1 is refused.
+static int flag(Loader *l, const Json *obj, const char *key, int absent) {
+    int x = flag_of(obj, key, absent);
+    if (x < 0) load_fail(l, "%s is neither true nor false", key);
+    return x;
 }
 
 // Refuses an object for its type. what: "a normalizer" and the like.
-static int refuse_type(char err[512], const char *what, const Json *obj) {
+static _Noreturn void refuse_type(Loader *l, const char *what, const Json *obj) {
     const char *type = json_text(obj, "type");
-    if (!*type) return fault(err, "%s without a type is not supported", what);
-    return fault(err, "%s of type '%.100s' is not supported", what, type);
+    if (!*type) load_fail(l, "%s without a type is not supported", what);
+    load_fail(l, "%s of type '%.100s' is not supported", what, type);
 }
 
 // Calls read for obj, or when it is a "Sequence" for each member of its list `key`. No obj is legal.
-static int each(Tokenizer *t, const Json *obj, const char *key, char err[512],
-                int (*read)(Tokenizer *t, const Json *obj, char err[512])) {
+static void each(Loader *l, const Json *obj, const char *key, void (*read)(Loader *l, const Json *obj)) {
     const Json *list = json_get(obj, key);
-    if (json_none(obj)) return 0;
-    if (strcmp(json_text(obj, "type"), "Sequence") || !json_is(list, JSON_ARRAY)) return read(t, obj, err);
-    for (int i = 0; i < list->n; i++) {
-        if (each(t, &list->item[i], key, err, read)) return -1;
-    }
-    return 0;
+    int many = !strcmp(json_text(obj, "type"), "Sequence") && json_is(list, JSON_ARRAY);
+    if (!many && !json_none(obj)) read(l, obj);
+    for (int i = 0; many && i < list->n; i++) each(l, &list->item[i], key, read);
 }
 
 // A step of "normalizer": NFC, Prepend, or Replace of a text.
-static int read_normalizer(Tokenizer *t, const Json *n, char err[512]) {
+static void read_normalizer(Loader *l, const Json *n) {
     int kind = word_place("NFC|Prepend|Replace", json_text(n, "type"));
     const char *from = kind == 2 ? json_text(json_get(n, "pattern"), "String") : "";
     const char *to = kind == 2 ? json_text(n, "content") : kind == 1 ? json_text(n, "prepend") : "";
-    NormStep step = { .nfc = kind == 0 };
-    if (kind < 0) return refuse_type(err, "a normalizer", n);
+    Rewrite step = { .nfc = kind == 0 };
+    if (kind < 0) refuse_type(l, "a normalizer", n);
     if ((kind > 0 && !*to) || (kind == 2 && !*from) || strlen(from) >= sizeof step.from || strlen(to) >= sizeof step.to)
-        return fault(err, "normalizer %s: only short texts are supported", json_text(n, "type"));
-    if (arrlen(t->norm) == MAX_STEPS)
-        return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
+        load_fail(l, "normalizer %s: only short texts are supported", json_text(n, "type"));
+    if (arrlen(l->t->norm) == MAX_STEPS) load_fail(l, "normalizer: more than %d steps are not supported", MAX_STEPS);
     if (kind == 0) nfc_load();
     strcpy(step.from, from);
     strcpy(step.to, to);
-    arrput(t->norm, step);
-    return 0;
+    arrput(l->t->norm, step);
 }
 
 // GPT-2's pattern, which ByteLevel with use_regex stands for
 #define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
 // Appends a step that cuts by a pattern. behavior: as the file calls it.
-static int step_add(Tokenizer *t, const char *pattern, const char *behavior, int invert, char err[512]) {
+static void step_add(Loader *l, const char *pattern, const char *behavior, int invert) {
     int place = word_place("Isolated|Removed|MergedWithPrevious|MergedWithNext|Contiguous", behavior);
     Step step = { .behavior = place, .invert = invert };
-    if (place < 0) return fault(err, "pre_tokenizer: behavior '%.50s' is not supported", behavior);
-    int bad = regex_compile(t, &step, pattern, err);
-    arrput(t->step, step);
-    return bad;
+    if (place < 0) load_fail(l, "pre_tokenizer: behavior '%.50s' is not supported", behavior);
+    arrput(l->t->step, step);
+    regex_compile(l, &arrlast(l->t->step), pattern);
 }
 
 // Pre-tokenizer "Split": a regular expression, or a text, whose characters are escaped.
-static int read_split(Tokenizer *t, const Json *p, char err[512]) {
+static void read_split(Loader *l, const Json *p) {
     const Json *pattern = json_get(p, "pattern");
     const char *regex = json_text(pattern, "Regex"), *text = json_text(pattern, "String");
-    char *escaped = NULL;
-    if (!*regex && !*text) return fault(err, "pre_tokenizer Split: no pattern that is a text");
+    if (!*regex && !*text) load_fail(l, "pre_tokenizer Split: no pattern that is a text");
+    arrsetlen(l->text, 0);
     for (; *text; text++) {
-        if (ispunct((unsigned char)*text)) arrput(escaped, '\\');
-        arrput(escaped, *text);
+        if (ispunct((unsigned char)*text)) arrput(l->text, '\\');
+        arrput(l->text, *text);
     }
-    arrput(escaped, 0);
-    int bad = step_add(t, *regex ? regex : escaped, json_text(p, "behavior"), flag(p, "invert", 0, err), err);
-    arrfree(escaped);
-    return bad;
+    arrput(l->text, 0);
+    step_add(l, *regex ? regex : l->text, json_text(p, "behavior"), flag(l, p, "invert", 0));
 }
 
 // Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer ones say
 // prepend_scheme.
-static int read_metaspace(Tokenizer *t, const Json *p, char err[512]) {
+static void read_metaspace(Loader *l, const Json *p) {
     const char *scheme = json_text(p, "prepend_scheme");
     if (strcmp(json_text(p, "replacement"), BLANK_MARK))
-        return fault(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
-    if (t->meta || arrlen(t->step))
-        return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
+        load_fail(l, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
+    if (l->t->meta || arrlen(l->t->step)) load_fail(l, "pre_tokenizer Metaspace: supported only as the first step");
     if (*scheme && word_place("first|never|always", scheme) < 0)
-        return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
+        load_fail(l, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
 
-    if (!strcmp(scheme, "first")) t->meta = META_FIRST;
-    else if (!strcmp(scheme, "never") || !flag(p, "add_prefix_space", 1, err)) t->meta = META_NEVER;
-    else t->meta = META_ALWAYS;
-    return flag(p, "split", 1, err) ? step_add(t, BLANK_MARK, "MergedWithNext", 0, err) : 0;
+    Rewrite blanks = { .from = " ", .to = BLANK_MARK };
+    Rewrite first = { .to = BLANK_MARK, .once = 1, .at_start = !strcmp(scheme, "first") };
+    arrput(l->t->meta, blanks);
+    if (first.at_start || (strcmp(scheme, "never") && flag(l, p, "add_prefix_space", 1))) arrput(l->t->meta, first);
+    if (flag(l, p, "split", 1)) step_add(l, BLANK_MARK, "MergedWithNext", 0);
 }
 
 // Pre-tokenizer "ByteLevel": words are written in the byte alphabet; with use_regex a pattern splits them first.
-static int read_byte_level(Tokenizer *t, const Json *p, char err[512]) {
-    if (flag(p, "add_prefix_space", 1, err))
-        return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
-    if (t->meta || t->byte_level)
-        return fault(err, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
-    if (flag(p, "use_regex", 1, err) && step_add(t, GPT2_PATTERN, "Isolated", 0, err)) return -1;
+static void read_byte_level(Loader *l, const Json *p) {
+    if (flag(l, p, "add_prefix_space", 1)) load_fail(l, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
+    if (l->t->meta || l->t->byte_level) load_fail(l, "pre_tokenizer ByteLevel: supported once, and without Metaspace");
+    if (flag(l, p, "use_regex", 1)) step_add(l, GPT2_PATTERN, "Isolated", 0);
     Step step = { .bytes = 1 };
-    arrput(t->step, step);
-    t->byte_level = 1;
-    return 0;
+    arrput(l->t->step, step);
+    l->t->byte_level = 1;
 }
 
 // A step of "pre_tokenizer". Behind ByteLevel a pattern sees the characters of the byte alphabet.
-static int read_pre_tokenizer(Tokenizer *t, const Json *p, char err[512]) {
+static void read_pre_tokenizer(Loader *l, const Json *p) {
     const char *behavior = json_text(p, "behavior");
-    if (arrlen(t->step) + 2 > MAX_STEPS)
-        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
+    if (arrlen(l->t->step) + 2 > MAX_STEPS)
+        load_fail(l, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
     switch (word_place("Split|Metaspace|ByteLevel|Digits|Punctuation", json_text(p, "type"))) {
-    case 0:  return read_split(t, p, err);
-    case 1:  return read_metaspace(t, p, err);
-    case 2:  return read_byte_level(t, p, err);
-    case 3:  return step_add(t, flag(p, "individual_digits", 0, err) ? "\\p{N}" : "\\p{N}+", "Isolated", 0, err);
-    case 4:  return step_add(t, "\\p{" PUNCTUATION "}", *behavior ? behavior : "Isolated", 0, err);
-    default: return refuse_type(err, "a pre_tokenizer", p);
+    case 0: read_split(l, p); break;
+    case 1: read_metaspace(l, p); break;
+    case 2: read_byte_level(l, p); break;
+    case 3: step_add(l, flag(l, p, "individual_digits", 0) ? "\\p{N}" : "\\p{N}+", "Isolated", 0); break;
+    case 4:
+        step_add(l, "\\p{P}", *behavior ? behavior : "Isolated", 0);
+        set_punctuation(arrlast(l->t->set));
+        break;
+    default: refuse_type(l, "a pre_tokenizer", p);
     }
 }
 
-// model.vocab: an object from texts to ids.
-static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
-    if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
-        return fault(err, "model.vocab: expected an object with tokens");
+// One member of model.merges: "left right", or ["left", "right"].
+static void load_merge(Loader *l, const Json *m, int rank) {
+    const Json *pair = m->type == JSON_ARRAY && m->n == 2 ? m->item : NULL;
+    const char *gap = m->type == JSON_STRING ? memchr(m->str, ' ', m->len) : NULL;
+    size_t left = gap ? (size_t)(gap - m->str) : 0;
+    arrsetlen(l->text, 0);      // both sides, one behind the other; `left` bytes of the first
+    if (pair && pair[0].type == JSON_STRING && pair[1].type == JSON_STRING) {
+        left = pair[0].len;
+        bytes_put(&l->text, pair[0].str, left);
+        bytes_put(&l->text, pair[1].str, pair[1].len);
+    } else if (gap && !strchr(gap + 1, ' ')) {
+        bytes_put(&l->text, m->str, left);
+        bytes_put(&l->text, gap + 1, m->len - left - 1);
+    } else {
+        load_fail(l, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
+    }
+    size_t n = arrlenu(l->text), from[] = { 0, left, 0 }, to[] = { left, n, n };
+    int id[3];
+    if (!left || left == n) load_fail(l, "model.merges[%d] has an empty side", rank);
+    for (int i = 0; i < 3; i++) {
+        id[i] = model_id(l->t, l->text + from[i], to[i] - from[i]);
+        if (id[i] < 0)
+            load_fail(l, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
+                      (int)min_size(to[i] - from[i], 100), l->text + from[i]);
+    }
+    hmput(l->t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
+}
+
+// "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
+static void load_model(Loader *l, const Json *m) {
+    static const char *const unknown[] = { "dropout", "continuing_subword_prefix", "end_of_word_suffix" };
+    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
+    Tokenizer *t = l->t;
+    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE")) refuse_type(l, "a model", m);
+    for (int i = 0; i < 3; i++) {
+        const Json *j = json_get(m, unknown[i]);
+        int harmless = json_none(j) || (j->type == JSON_NUMBER && j->num == 0) || (j->type == JSON_STRING && !j->len);
+        if (!harmless) load_fail(l, "model.%s is not supported", unknown[i]);
+    }
+    t->ignore_merges = flag(l, m, "ignore_merges", 0);
+    t->byte_fallback = flag(l, m, "byte_fallback", 0);
+    t->fuse_unk = flag(l, m, "fuse_unk", 0);
+
+    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) load_fail(l, "model.vocab: expected an object with tokens");
     for (int i = 0; i < vocab->n; i++)
-        if (piece_add(t, &vocab->item[i], vocab->key[i], strlen(vocab->key[i]), TOKEN_MODEL, err)) return -1;
+        piece_add(l, &vocab->item[i], vocab->key[i], strlen(vocab->key[i]), TOKEN_MODEL);
     for (int b = 0; b < 256; b++) {
         char name[8];
         snprintf(name, sizeof name, "<0x%02X>", b);
         t->byte_id[b] = text_id(t, name, 6);
     }
-    return 0;
-}
-
-// One member of model.merges: "left right", or ["left", "right"].
-static int load_merge(Tokenizer *t, const Json *m, int rank, char err[512]) {
-    const Json *pair = m->type == JSON_ARRAY && m->n == 2 ? m->item : NULL;
-    const char *gap = m->type == JSON_STRING ? memchr(m->str, ' ', m->len) : NULL;
-    char *text = NULL;          // both sides, one behind the other
-    size_t left = 0;            // bytes of the first
-    if (pair && pair[0].type == JSON_STRING && pair[1].type == JSON_STRING) {
-        left = pair[0].len;
-        bytes_put(&text, pair[0].str, left);
-        bytes_put(&text, pair[1].str, pair[1].len);
-    } else if (gap && !strchr(gap + 1, ' ')) {
-        left = (size_t)(gap - m->str);
-        bytes_put(&text, m->str, left);
-        bytes_put(&text, gap + 1, m->len - left - 1);
-    } else {
-        return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
-    }
-
-    size_t n = arrlenu(text), from[] = { 0, left, 0 }, to[] = { left, n, n };
-    int id[3], bad = 0;
-    if (!left || left == n) bad = fault(err, "model.merges[%d] has an empty side", rank);
-    for (int i = 0; i < 3 && !bad; i++) {
-        id[i] = model_id(t, text + from[i], to[i] - from[i]);
-        if (id[i] < 0)
-            bad = fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
-                        (int)min_size(to[i] - from[i], 100), text + from[i]);
-    }
-    if (!bad) hmput(t->merges, (uint64_t)id[0] << 32 | (uint64_t)id[1], (int64_t)rank << 32 | id[2]);
-    arrfree(text);
-    return bad;
-}
-
-// "model": vocabulary, merges (a merge's rank is its index), and what becomes of unknown characters.
-static int load_model(Tokenizer *t, const Json *m, char err[512]) {
-    static const char *const unknown[] = { "dropout", "continuing_subword_prefix", "end_of_word_suffix" };
-    const Json *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
-    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
-        return refuse_type(err, "a model", m);
-    for (int i = 0; i < 3; i++) {
-        const Json *j = json_get(m, unknown[i]);
-        int harmless = json_none(j) || (j->type == JSON_NUMBER && j->num == 0) || (j->type == JSON_STRING && !j->len);
-        if (!harmless) return fault(err, "model.%s is not supported", unknown[i]);
-    }
-    t->ignore_merges = flag(m, "ignore_merges", 0, err);
-    t->byte_fallback = flag(m, "byte_fallback", 0, err);
-    t->fuse_unk = flag(m, "fuse_unk", 0, err);
-
-    if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
-    if (!json_is(merges, JSON_ARRAY) || !merges->n)
-        return fault(err, "model.merges: expected a list with merges");
-    int bad = 0;
-    for (int i = 0; i < merges->n && !bad; i++) bad = load_merge(t, &merges->item[i], i, err);
-    if (bad || json_none(unk)) return bad;
-    t->unk = unk->type == JSON_STRING ? model_id(t, unk->str, unk->len) : -1;
-    return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
+    if (!json_is(merges, JSON_ARRAY) || !merges->n) load_fail(l, "model.merges: expected a list with merges");
+    for (int i = 0; i < merges->n; i++) load_merge(l, &merges->item[i], i);
+    t->unk = json_is(unk, JSON_STRING) ? model_id(t, unk->str, unk->len) : -1;
+    if (!json_none(unk) && t->unk < 0) load_fail(l, "model.unk_token is not in the vocabulary");
 }
 
 // "added_tokens". Needs the normalizer, which rewrites those that are normalized. A token that looks like a turn mark is
 // guarded: DeepSeek's <｜User｜> and its like are not "special" in their files, but a user must not be able to write
 // them either.
-static int load_added(Tokenizer *t, const Json *list, char err[512]) {
-    if (json_none(list)) return 0;
-    if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
-    for (int i = 0; i < list->n; i++) {
-        const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
+static void load_added(Loader *l, const Json *list) {
+    if (!json_none(list) && list->type != JSON_ARRAY) load_fail(l, "added_tokens: expected a list");
+    for (int i = 0; !json_none(list) && i < list->n; i++) {
+        const Json *j = &list->item[i], *content = json_get(j, "content");
         if (!json_is(content, JSON_STRING) || !content->len)
-            return fault(err, "added_tokens[%d].content is no text, or empty", i);
-        if (flag(j, "single_word", 0, err))
-            return fault(err, "added token '%.100s': single_word is not supported", content->str);
+            load_fail(l, "added_tokens[%d].content is no text, or empty", i);
+        if (flag(l, j, "single_word", 0))
+            load_fail(l, "added token '%.100s': single_word is not supported", content->str);
 
-        int special = flag(j, "special", 0, err), normalized = flag(j, "normalized", !special, err);
+        int special = flag(l, j, "special", 0), normalized = flag(l, j, "normalized", !special);
         int flags = TOKEN_ADDED, opens = !strncmp(content->str, "<|", 2) || !strncmp(content->str, "<｜", 4);
         int mark = opens && content->len > 4 && content->str[content->len - 1] == '>';
         if (special) flags |= TOKEN_SPECIAL;
         if (special || mark) flags |= TOKEN_GUARDED;
         if (normalized) flags |= PIECE_NORMALIZED;
-        if (flag(j, "lstrip", 0, err)) flags |= PIECE_LSTRIP;
-        if (flag(j, "rstrip", 0, err)) flags |= PIECE_RSTRIP;
-        if (piece_add(t, id, content->str, content->len, flags, err)) return -1;
-        added_put(t, (int)id->i, normalized ? ADDED_NORMALIZED : ADDED_RAW);
-        if (flags & TOKEN_GUARDED) added_put(t, (int)id->i, ADDED_GUARDED);
+        if (flag(l, j, "lstrip", 0)) flags |= PIECE_LSTRIP;
+        if (flag(l, j, "rstrip", 0)) flags |= PIECE_RSTRIP;
+        int id = piece_add(l, json_get(j, "id"), content->str, content->len, flags);
+        added_put(l->t, id, normalized ? ADDED_NORMALIZED : ADDED_RAW);
+        if (flags & TOKEN_GUARDED) added_put(l->t, id, ADDED_GUARDED);
     }
-    return 0;
 }
 
 // A step of "decoder". Fuse joins the pieces, which is what happens anyway; of Strip only a blank at the start of the
 // text is known.
-static int read_decoder(Tokenizer *t, const Json *d, char err[512]) {
-    const char *type = json_text(d, "type"), *content = json_text(d, "content");
+static void read_decoder(Loader *l, const Json *d) {
+    const char *content = json_text(d, "content");
     const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-    if (!strcmp(type, "ByteLevel")) {
-        t->dec_byte_level = 1;
-    } else if (!strcmp(type, "ByteFallback")) {
-        t->dec_bytes = 1;
-    } else if (!strcmp(type, "Metaspace")) {
+    int at = json_is(start, JSON_NUMBER) && start->is_int ? (int)start->i : -1;
+    Tokenizer *t = l->t;
+    switch (word_place("ByteLevel|ByteFallback|Fuse|Metaspace|Replace|Strip", json_text(d, "type"))) {
+    case 0: t->dec_byte_level = 1; break;
+    case 1: t->dec_bytes = 1; break;
+    case 2: break;
+    case 3:
         t->dec_space = 1;
-        t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && flag(d, "add_prefix_space", 1, err);
-    } else if (!strcmp(type, "Replace")) {
+        t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && flag(l, d, "add_prefix_space", 1);
+        break;
+    case 4:
         t->dec_space = 1;
         if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(content, " "))
-            return fault(err, "decoder Replace: only U+2581 to a blank is supported");
-    } else if (!strcmp(type, "Strip")) {
-        int known = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
-        if (!known || strcmp(content, " ") || (json_is(stop, JSON_NUMBER) && stop->num != 0))
-            return fault(err, "decoder Strip: only one blank at the start is supported");
-        t->dec_strip = start->num == 1;
-    } else if (strcmp(type, "Fuse")) {
-        return refuse_type(err, "a decoder", d);
+            load_fail(l, "decoder Replace: only U+2581 to a blank is supported");
+        break;
+    case 5:
+        t->dec_strip = at;
+        if (at < 0 || at > 1 || strcmp(content, " ") || (json_is(stop, JSON_NUMBER) && stop->num != 0))
+            load_fail(l, "decoder Strip: only one blank at the start is supported");
+        break;
+    default: refuse_type(l, "a decoder", d);
     }
-    return 0;
 }
 
 // A step of "post_processor". ByteLevel changes only offsets, which nobody uses here. TemplateProcessing has a list
 // "single", which is [BOS, text], or the text alone.
-static int read_post_processor(Tokenizer *t, const Json *p, char err[512]) {
+static void read_post_processor(Loader *l, const Json *p) {
     const Json *list = json_get(p, "single");
-    if (!strcmp(json_text(p, "type"), "ByteLevel")) return 0;
-    if (strcmp(json_text(p, "type"), "TemplateProcessing") || !json_is(list, JSON_ARRAY))
-        return refuse_type(err, "a post_processor", p);
-    for (int i = 0; i < list->n; i++) {
+    int kind = word_place("ByteLevel|TemplateProcessing", json_text(p, "type"));
+    if (kind < 0 || (kind == 1 && !json_is(list, JSON_ARRAY))) refuse_type(l, "a post_processor", p);
+    for (int i = 0; kind == 1 && i < list->n; i++) {
         const Json *special = json_get(&list->item[i], "SpecialToken");
         const char *name = json_text(special, "id");
         if (!special) continue;
-        if (i || t->add_bos)
-            return fault(err, "post_processor: only one token before the text is supported, not '%.100s' as well",
-                         name);
-        t->bos = text_id(t, name, strlen(name));
-        t->add_bos = 1;
-        if (t->bos < 0) return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
+        if (i || l->t->add_bos)
+            load_fail(l, "post_processor: only one token before the text is supported, not '%.100s' as well", name);
+        l->t->bos = text_id(l->t, name, strlen(name));
+        l->t->add_bos = 1;
+        if (l->t->bos < 0) load_fail(l, "post_processor: '%.100s' has no id of the vocabulary", name);
     }
-    return 0;
 }
 
 // ---- Loading: a file and its folder
-Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
-    char why[256];
-    Json *j = json_parse(json, n, why);
-    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab");
-    const Json *added = json_get(j, "added_tokens");
-    *err = 0;
-    if (!json_is(model, JSON_OBJECT)) {
-        fault(err, "%s", j ? "no 'model' inside: expected a tokenizer.json" : why);
-        json_free(j);
-        return NULL;
-    }
-    Tokenizer *t = xcalloc(1, sizeof *t);
-    t->unk = t->bos = t->eos = -1;
-    t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
+// Reads the members of a tokenizer.json, each after those it needs. Returns 0, or -1 where it was refused.
+static int load_members(Loader *l, const Json *j) {
+    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab"), *added = json_get(j, "added_tokens");
+    if (setjmp(l->refused)) return -1;
+    if (!json_is(model, JSON_OBJECT)) load_fail(l, "no 'model' inside: expected a tokenizer.json");
+    l->t->most = 2 * ((vocab ? vocab->n : 0) + (added ? added->n : 0)) + 1024;
+    each(l, json_get(j, "normalizer"), "normalizers", read_normalizer);
+    each(l, json_get(j, "pre_tokenizer"), "pretokenizers", read_pre_tokenizer);
+    load_model(l, model);
+    load_added(l, added);
+    each(l, json_get(j, "decoder"), "decoders", read_decoder);
+    each(l, json_get(j, "post_processor"), "processors", read_post_processor);
+    decode_table(l->t);
+    return 0;
+}
 
-    // Each member after those it needs. A flag may have been neither true nor false, which err says.
-    int bad = each(t, json_get(j, "normalizer"), "normalizers", err, read_normalizer)
-              || each(t, json_get(j, "pre_tokenizer"), "pretokenizers", err, read_pre_tokenizer)
-              || load_model(t, model, err) || load_added(t, added, err)
-              || each(t, json_get(j, "decoder"), "decoders", err, read_decoder)
-              || each(t, json_get(j, "post_processor"), "processors", err, read_post_processor) || *err;
+Tokenizer *tokenizer_parse(const char *json, size_t n, char err[512]) {
+    Json *j = json_parse(json, n, err);
+    if (!j) return NULL;
+    Loader l = { .t = xcalloc(1, sizeof *l.t), .err = err };
+    l.t->unk = l.t->bos = l.t->eos = -1;
+    int bad = load_members(&l, j);
     json_free(j);
-    if (!bad) {
-        decode_table(t);
-        return t;
-    }
-    tokenizer_free(t);
+    arrfree(l.text);
+    arrfree(l.code);
+    if (!bad) return l.t;
+    tokenizer_free(l.t);
     return NULL;
 }
 
@@ -1552,16 +1463,17 @@ static int token_named(const Tokenizer *t, const Json *config, const char *key, 
     return id >= 0 ? id : otherwise;
 }
 
-// Reads tokenizer_config.json, if there is one: BOS, EOS, and whether BOS stands before every text.
+// Reads tokenizer_config.json, if there is one: BOS, EOS, and whether BOS stands before every text. 0, or -1 and err.
 static int load_config(Tokenizer *t, const char *path, char err[512]) {
     *err = 0;
     Json *j = file_exists(path) ? json_read(path, MOST_CONFIG, err) : NULL;
     if (*err) return -1;
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
-    t->add_bos = flag(j, "add_bos_token", t->add_bos, err) && t->bos >= 0;
+    int adds = flag_of(j, "add_bos_token", t->add_bos);
+    t->add_bos = adds && t->bos >= 0;
     json_free(j);
-    return *err ? -1 : 0;
+    return adds < 0 ? fault(err, "add_bos_token is neither true nor false") : 0;
 }
 
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
