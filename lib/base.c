@@ -9,11 +9,14 @@
 #include <sched.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
+#else                                   // one thread
+static int  omp_get_max_threads(void)      { return 1; }
+static int  omp_get_thread_num(void)       { return 0; }
+static void omp_set_num_threads(int n)     { (void)n; }
 #endif
 
 int (*allocation_fails)(void);
@@ -23,9 +26,6 @@ int (*allocation_fails)(void);
 #undef STB_DS_IMPLEMENTATION
 
 // ==================================================================================================== HELPERS
-// What is shown of texts from outside, how the program ends on an error, memory, the clock, the
-// arena a pass works in, whole files, and how files are saved.
-
 // ---- texts from outside
 
 // What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
@@ -129,9 +129,7 @@ void *xrealloc(void *p, size_t n) {
 }
 
 // malloc.
-void *xmalloc(size_t n) {
-    return xrealloc(NULL, n);
-}
+void *xmalloc(size_t n) { return xrealloc(NULL, n); }
 
 // calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
@@ -150,20 +148,7 @@ char *copy_bytes(const char *s, size_t n) {
 }
 
 // A copy of a text; the caller frees it.
-char *copy_text(const char *s) {
-    return copy_bytes(s, strlen(s));
-}
-
-// Asks for huge pages behind a large block, where the system has them: fewer page walks when it is
-// read. Nothing depends on the answer.
-void ask_huge_pages(void *p, size_t n) {
-#ifdef MADV_HUGEPAGE
-    madvise(p, n, MADV_HUGEPAGE);
-#else
-    (void)p;
-    (void)n;
-#endif
-}
+char *copy_text(const char *s) { return copy_bytes(s, strlen(s)); }
 
 // A stream that writes into memory: *text (malloc'd) and *n hold what was written once
 // memory_stream_close has closed it.
@@ -186,9 +171,7 @@ FILE *descriptor_stream(int fd) {
 }
 
 // The exit code of a file that could not be opened: no memory for its stream is no memory.
-int open_failure(void) {
-    return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN;
-}
+int open_failure(void) { return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN; }
 
 // ---- the clock
 
@@ -216,9 +199,7 @@ struct Arena {
     size_t used;                // bytes handed out, and the unused ends of blocks before them
 };
 
-struct Arena *arena_new(void) {
-    return xcalloc(1, sizeof(struct Arena));
-}
+struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
 
 // The bytes it holds: what passes have needed at most, and a half of it more.
 size_t arena_bytes(const struct Arena *a) {
@@ -259,20 +240,16 @@ void *arena_take(struct Arena *a, size_t bytes) {
 }
 
 // How much is handed out now, for arena_reset.
-size_t arena_mark(const struct Arena *a) {
-    return a->used;
-}
+size_t arena_mark(const struct Arena *a) { return a->used; }
 
 // Takes back everything handed out since the mark.
-void arena_reset(struct Arena *a, size_t mark) {
-    a->used = mark;
-}
+void arena_reset(struct Arena *a, size_t mark) { a->used = mark; }
 
 // ---- files
 enum { READ_BLOCK = 65536 };
 
 // The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
-int path_descriptor(const char *path) {
+static int path_descriptor(const char *path) {
     int fd = -1, end = 0;
     if (!strcmp(path, "/dev/stdin")) return 0;
     if (sscanf(path, "/dev/fd/%9d%n", &fd, &end) != 1 || path[end]) return -1;
@@ -518,29 +495,12 @@ int save_check(const char *path, char err[512]) {
 }
 
 // ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
-// How many threads a parallel region gets.
-int n_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
-// The number of this thread in its region, from 0.
-int thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
+int n_threads(void) { return omp_get_max_threads(); }
+int thread_id(void) { return omp_get_thread_num(); }
 
 // Starting a team of threads costs microseconds, and on a loaded machine much more: only for work
 // that is worth it. Results do not depend on it.
-int worth_threads(size_t multiply_adds) {
-    return multiply_adds > (size_t)1 << 18;
-}
+int worth_threads(size_t multiply_adds) { return multiply_adds > (size_t)1 << 18; }
 
 // The physical cores among the processors this process may run on: two hardware threads of a core
 // share the units that arithmetic waits for. A core is known by the first of its siblings. Where the
@@ -566,9 +526,6 @@ static int physical_cores(void) {
     return max_int(n, 1);
 }
 
-// Bytes of a page of memory: 4096 on most machines, 16384 and 65536 on some 64-bit ARM ones.
-size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
-
 // Threads for a model of so many parameters, when the user names no number. A product of a small
 // model is over before a second thread has begun: one thread is the fastest, whatever else runs.
 static int threads_for(size_t parameters) {
@@ -591,11 +548,7 @@ void spin_shortly(char **argv) {
 
 // Sets the number of threads: n, or what suits a model of so many parameters when n is 0.
 void threads_use(int n, size_t parameters) {
-    if (!n) n = threads_for(parameters);
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#endif
-    (void)n;
+    omp_set_num_threads(n ? n : threads_for(parameters));
 }
 
 // n ids below V, the same at every call (stb_ds array).
@@ -761,13 +714,9 @@ int opt_given(const Options *o, const char *name) {
 }
 
 // A whole number, or a flag as 0 or 1.
-int opt_int(const Options *o, const char *name) {
-    return atoi(opt_str(o, name));
-}
+int opt_int(const Options *o, const char *name) { return atoi(opt_str(o, name)); }
 
-double opt_real(const Options *o, const char *name) {
-    return strtod(opt_str(o, name), NULL);
-}
+double opt_real(const Options *o, const char *name) { return strtod(opt_str(o, name), NULL); }
 
 // The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
 // its enum.

@@ -13,9 +13,6 @@
 // -DKERNELS_X86 says that the others are linked beside kernels.o; without it there is the base alone.
 //
 // ==================================================================================================== NUMBERS AND KERNELS
-// Everything that is arithmetic only: products of matrices, the two products of attention, exponentials,
-// conversions between f32 and the other formats, and the k largest of n numbers.
-//
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its right side
 // is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 are read as they are stored
 // (D89). All kernels compute on vectors of 16 floats, the lanes: one register of AVX-512, two of AVX2, four of
@@ -239,8 +236,8 @@ VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
 VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
 VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
 
-// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. In pairs there are two numbers of 16 bits
-// in each lane, as they are.
+// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. PAIRS: two numbers of 16 bits in each
+// lane, as they are.
 INLINE Vec vec_load(const void *p, int kind, int n) {
     size_t size = kind == DT_F32 ? 4 : 2;
     int whole = kind >= PAIRS ? 2 * LANES : LANES;
@@ -423,9 +420,9 @@ static void dots_pairs_bf16(const KernelBlock *a) { dots_block(a, PAIRS_BF16); }
 // of integers: exact, in any order, on any set (D89). Four rows of x meet four rows of w, and a quarter of a
 // vector belongs to a row of x.
 
-// Kernels.whole: t (n) = x (n) in units of the factor that is returned, for whole vectors; the largest is most_t, or 0
-// where no x is larger than `least`. The factor is no number where some x is none, or is infinite. Adding 1.5 * 2^23
-// leaves the integer in the lowest bits.
+// Kernels.whole: t (n) = x (n) in units of the factor that is returned, for whole vectors. The largest is most_t, or
+// 0 where no x is larger than `least`. The factor is no number where some x is none, or is infinite. Adding 1.5 *
+// 2^23 leaves the integer in the lowest bits.
 INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, float least) {
     Vec top = vec_all(0), odd = vec_all(0);
     for (int k = 0; k < n; k += LANES) {
@@ -1134,7 +1131,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
     size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows;
     size_t ldx = q8 ? q8_blocks(K) * Q8_BLOCK : (size_t)K, x_size = pairs || q8 ? 2 : 4;
     const float *unit = NULL;
-    const char *from = (const char *)(q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x);
+    const void *form = q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x;
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
@@ -1144,7 +1141,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
                     const char *row = (const char *)w->data + (size_t)r * K * size;
                     KernelBlock block = {
                         .y = y + t * ldy + r, .ldy = ldy,
-                        .x = from + (t * ldx + k) * x_size, .ldx = ldx,
+                        .x = (const char *)form + (t * ldx + k) * x_size, .ldx = ldx,
                         .unit = q8 ? unit + (t * ldx + k) / Q8_BLOCK : NULL,
                         .w = q8 ? q8_at(w, r, k) : row + k * size, .ldw = K * size,
                         .m = min_int(T - t, T_BLOCK), .n = min_int(end - r, panel),
