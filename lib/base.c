@@ -9,11 +9,14 @@
 #include <sched.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
+#else                                   // one thread
+static int  omp_get_max_threads(void)      { return 1; }
+static int  omp_get_thread_num(void)       { return 0; }
+static void omp_set_num_threads(int n)     { (void)n; }
 #endif
 
 int (*allocation_fails)(void);
@@ -23,9 +26,6 @@ int (*allocation_fails)(void);
 #undef STB_DS_IMPLEMENTATION
 
 // ==================================================================================================== HELPERS
-// What is shown of texts from outside, how the program ends on an error, memory, the clock, the
-// arena a pass works in, whole files, and how files are saved.
-
 // ---- texts from outside
 
 // What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
@@ -129,9 +129,7 @@ void *xrealloc(void *p, size_t n) {
 }
 
 // malloc.
-void *xmalloc(size_t n) {
-    return xrealloc(NULL, n);
-}
+void *xmalloc(size_t n) { return xrealloc(NULL, n); }
 
 // calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
@@ -150,20 +148,7 @@ char *copy_bytes(const char *s, size_t n) {
 }
 
 // A copy of a text; the caller frees it.
-char *copy_text(const char *s) {
-    return copy_bytes(s, strlen(s));
-}
-
-// Asks for huge pages behind a large block, where the system has them: fewer page walks when it is
-// read. Nothing depends on the answer.
-void ask_huge_pages(void *p, size_t n) {
-#ifdef MADV_HUGEPAGE
-    madvise(p, n, MADV_HUGEPAGE);
-#else
-    (void)p;
-    (void)n;
-#endif
-}
+char *copy_text(const char *s) { return copy_bytes(s, strlen(s)); }
 
 // A stream that writes into memory: *text (malloc'd) and *n hold what was written once
 // memory_stream_close has closed it.
@@ -186,9 +171,7 @@ FILE *descriptor_stream(int fd) {
 }
 
 // The exit code of a file that could not be opened: no memory for its stream is no memory.
-int open_failure(void) {
-    return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN;
-}
+int open_failure(void) { return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN; }
 
 // ---- the clock
 
@@ -216,9 +199,7 @@ struct Arena {
     size_t used;                // bytes handed out, and the unused ends of blocks before them
 };
 
-struct Arena *arena_new(void) {
-    return xcalloc(1, sizeof(struct Arena));
-}
+struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
 
 // The bytes it holds: what passes have needed at most, and a half of it more.
 size_t arena_bytes(const struct Arena *a) {
@@ -259,20 +240,16 @@ void *arena_take(struct Arena *a, size_t bytes) {
 }
 
 // How much is handed out now, for arena_reset.
-size_t arena_mark(const struct Arena *a) {
-    return a->used;
-}
+size_t arena_mark(const struct Arena *a) { return a->used; }
 
 // Takes back everything handed out since the mark.
-void arena_reset(struct Arena *a, size_t mark) {
-    a->used = mark;
-}
+void arena_reset(struct Arena *a, size_t mark) { a->used = mark; }
 
 // ---- files
 enum { READ_BLOCK = 65536 };
 
 // The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
-int path_descriptor(const char *path) {
+static int path_descriptor(const char *path) {
     int fd = -1, end = 0;
     if (!strcmp(path, "/dev/stdin")) return 0;
     if (sscanf(path, "/dev/fd/%9d%n", &fd, &end) != 1 || path[end]) return -1;
@@ -518,29 +495,12 @@ int save_check(const char *path, char err[512]) {
 }
 
 // ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
-// How many threads a parallel region gets.
-int n_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
-// The number of this thread in its region, from 0.
-int thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
+int n_threads(void) { return omp_get_max_threads(); }
+int thread_id(void) { return omp_get_thread_num(); }
 
 // Starting a team of threads costs microseconds, and on a loaded machine much more: only for work
 // that is worth it. Results do not depend on it.
-int worth_threads(size_t multiply_adds) {
-    return multiply_adds > (size_t)1 << 18;
-}
+int worth_threads(size_t multiply_adds) { return multiply_adds > (size_t)1 << 18; }
 
 // The physical cores among the processors this process may run on: two hardware threads of a core
 // share the units that arithmetic waits for. A core is known by the first of its siblings. Where the
@@ -566,9 +526,6 @@ static int physical_cores(void) {
     return max_int(n, 1);
 }
 
-// Bytes of a page of memory: 4096 on most machines, 16384 and 65536 on some 64-bit ARM ones.
-size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
-
 // Threads for a model of so many parameters, when the user names no number. A product of a small
 // model is over before a second thread has begun: one thread is the fastest, whatever else runs.
 static int threads_for(size_t parameters) {
@@ -591,11 +548,7 @@ void spin_shortly(char **argv) {
 
 // Sets the number of threads: n, or what suits a model of so many parameters when n is 0.
 void threads_use(int n, size_t parameters) {
-    if (!n) n = threads_for(parameters);
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#endif
-    (void)n;
+    omp_set_num_threads(n ? n : threads_for(parameters));
 }
 
 // n ids below V, the same at every call (stb_ds array).
@@ -761,13 +714,9 @@ int opt_given(const Options *o, const char *name) {
 }
 
 // A whole number, or a flag as 0 or 1.
-int opt_int(const Options *o, const char *name) {
-    return atoi(opt_str(o, name));
-}
+int opt_int(const Options *o, const char *name) { return atoi(opt_str(o, name)); }
 
-double opt_real(const Options *o, const char *name) {
-    return strtod(opt_str(o, name), NULL);
-}
+double opt_real(const Options *o, const char *name) { return strtod(opt_str(o, name), NULL); }
 
 // The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
 // its enum.
@@ -776,35 +725,25 @@ int opt_choice(const Options *o, const char *name, const char *words) {
 }
 
 // ---- lists of numbers
-// Reads "2048" or "2:98:3" (from, to, step) at *p, which moves behind it and a comma. Returns 0, or -1 when
-// the text is anything else, a number lies outside [lo,hi], or nothing follows the comma.
-static int numbers_part(long part[3], const char **p, long lo, long hi) {
-    int n;
-    if (sscanf(*p, "%ld%n", &part[0], &n) != 1) return -1;
-    *p += n;
-    part[1] = part[0];
-    part[2] = 1;
-    if (sscanf(*p, ":%ld:%ld%n", &part[1], &part[2], &n) == 2) *p += n;
-    if (part[0] < lo || part[1] > hi || part[1] < part[0] || part[2] < 1) return -1;
-    if (part[2] > part[1]) part[2] = part[1] + 1;       // as good, and the next number stays small
-    if (!**p) return 0;
-    return *(*p)++ == ',' && **p ? 0 : -1;
-}
-
 // The numbers of a text such as "2048", "512,1024", "2:98:3" or a mix of them, each once, in its order
 // (stb_ds). Exit 2 when it is anything else; `name` is the option to blame.
 int *number_list(const char *name, const char *text, long lo, long hi) {
     char *listed = xcalloc((size_t)(hi - lo + 1), 1);   // 1: this one is in the list
     const char *p = text;
-    int *list = NULL, bad = !*p;
-    while (*p && !bad) {
-        long part[3];
-        bad = numbers_part(part, &p, lo, hi);
-        for (long x = part[0]; !bad && x <= part[1]; x += part[2]) {
+    int *list = NULL, bad;
+    do {
+        long from = lo - 1, to, step = 1;               // of 2:98:3
+        int n = 0;
+        sscanf(p, "%ld%n", &from, &n);
+        p += n;
+        to = from;
+        if (sscanf(p, ":%ld:%ld%n", &to, &step, &n) == 2) p += n;
+        bad = from < lo || to > hi || to < from || step < 1 || (*p && *p != ',');
+        for (long x = from; !bad && x <= to; x += step < hi ? step : hi - lo + 1) {
             if (!listed[x - lo]) arrput(list, (int)x);
             listed[x - lo] = 1;
         }
-    }
+    } while (!bad && *p++);
     free(listed);
     if (bad) {
         arrfree(list);
@@ -841,22 +780,18 @@ Options *options_copy(const Options *o) {
 
 enum { JSON_DEPTH = 64 };       // most arrays and objects inside one another
 
-// A parsed text. The root is the first field, because json_free casts the root's address back to
-// the document.
+// A parsed text, and how far the reader has come. The root is the first field, because json_free casts its address
+// back to the document.
 typedef struct {
     Json root;
-    char *text;                 // the copy that all strings point into
-} JsonDoc;
-
-typedef struct {
-    char *text, *end;           // the copy, and its end, where a NUL stands
+    char *text, *end;           // the copy that all strings point into, and its end, where a NUL stands
     char *p;                    // reading position
     char *err;                  // (256) receives the complaint
     int depth;                  // containers open
-} JsonReader;
+} JsonDoc;
 
 // Writes "byte N: expected .., found .." about the place `at` into r->err. Returns -1.
-static int json_fail(JsonReader *r, const char *at, const char *what) {
+static int json_fail(JsonDoc *r, const char *at, const char *what) {
     size_t byte = (size_t)(at - r->text);
     int c = at < r->end ? (unsigned char)*at : 0;
 
@@ -867,7 +802,7 @@ static int json_fail(JsonReader *r, const char *at, const char *what) {
 }
 
 // Skips white space.
-static void json_space(JsonReader *r) {
+static void json_space(JsonDoc *r) {
     while (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t') r->p++;
 }
 
@@ -890,44 +825,31 @@ char *utf8_put(char *o, unsigned c) {
     return o;
 }
 
-// Reads what follows "\u": *p stands on its 4 digits and moves behind the escape. A high and a low
-// surrogate, each in an escape of its own, make one code point; half a pair becomes U+FFFD. Returns
-// the code point, or -1 with r->err set.
-static int json_code_point(JsonReader *r, char **p) {
-    int high = json_hex4(*p);
-    if (high < 0) return json_fail(r, *p, "expected 4 hexadecimal digits after \\u");
-    *p += 4;
-    if (high < 0xd800 || high >= 0xe000) return high;
-
-    int low = -1;
-    if (high < 0xdc00 && (*p)[0] == '\\' && (*p)[1] == 'u') low = json_hex4(*p + 2);
-    if (low < 0xdc00 || low >= 0xe000) return 0xfffd;
-    *p += 6;
-    return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
-}
-
 // Reads one escape: *p stands on the backslash and moves behind the escape; what it stands for is
-// written to *o, which moves too. Returns 0, or -1 with r->err set.
-static int json_unescape(JsonReader *r, char **p, char **o) {
+// written to *o, which moves too. A high and a low surrogate, each in an escape of its own, make one code point;
+// half a pair becomes U+FFFD. Returns 0, or -1 with r->err set.
+static int json_unescape(JsonDoc *r, char **p, char **o) {
     static const char letter[] = "\"\\/bfnrt", means[] = "\"\\/\b\f\n\r\t";
-    char c = (*p)[1];
-    const char *at = c ? strchr(letter, c) : NULL;
-    *p += 2;
-    if (at) {
-        *(*o)++ = means[at - letter];
-        return 0;
+    char *s = *p + 1;
+    const char *at = *s ? strchr(letter, *s) : NULL;
+    if (!at && *s != 'u') return json_fail(r, s, "expected one of \"\\/bfnrtu after a backslash");
+    int code = at ? means[at - letter] : json_hex4(++s), low = -1;
+    if (code < 0) return json_fail(r, s, "expected 4 hexadecimal digits after \\u");
+    s += at ? 1 : 4;
+    if (code >= 0xd800 && code < 0xdc00 && s[0] == '\\' && s[1] == 'u') low = json_hex4(s + 2);
+    if (low >= 0xdc00 && low < 0xe000) {
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+        s += 6;
     }
-    if (c != 'u') return json_fail(r, *p - 1, "expected one of \"\\/bfnrtu after a backslash");
-    int code = json_code_point(r, p);
-    if (code < 0) return -1;
-    *o = utf8_put(*o, (unsigned)code);
+    *o = utf8_put(*o, code >= 0xd800 && code < 0xe000 ? 0xfffd : (unsigned)code);
+    *p = s;
     return 0;
 }
 
 // Reads the string whose opening quote r->p stands on. An escape is never shorter than what it
 // stands for, so the string shrinks in place, and its NUL overwrites the closing quote or a byte
 // before it. Returns 0, or -1 with r->err set.
-static int json_string(JsonReader *r, char **str, size_t *len) {
+static int json_string(JsonDoc *r, char **str, size_t *len) {
     char *p = r->p + 1;         // read here
     char *o = p;                // written here
     *str = o;
@@ -952,7 +874,7 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
 // ---- numbers
 // Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
 // no value at all. The grammar is narrower than strtod's and strtoll's, so they stop at p too.
-static int json_number(JsonReader *r, Json *v) {
+static int json_number(JsonDoc *r, Json *v) {
     static const char ten[] = "0123456789";
     char *digits = r->p + (*r->p == '-'), *p = digits + strspn(digits, ten);
     if (p == digits) return json_fail(r, p, p > r->p ? "expected a digit after '-'" : "expected a value");
@@ -981,22 +903,10 @@ static int json_number(JsonReader *r, Json *v) {
 }
 
 // ---- values
-static int json_value(JsonReader *r, Json *v);
-
-// Reads `"key" :` and the white space around the colon. Returns 0, or -1 with r->err set.
-static int json_key(JsonReader *r, char **key) {
-    size_t len;
-    if (*r->p != '"') return json_fail(r, r->p, "expected a key");
-    if (json_string(r, key, &len)) return -1;
-    json_space(r);
-    if (*r->p != ':') return json_fail(r, r->p, "expected ':' after a key");
-    r->p++;
-    json_space(r);
-    return 0;
-}
+static int json_value(JsonDoc *r, Json *v);
 
 // Reads the array or object whose '[' or '{' r->p stands on. Returns 0, or -1 with r->err set.
-static int json_container(JsonReader *r, Json *v) {
+static int json_container(JsonDoc *r, Json *v) {
     int object = *r->p == '{';
     char close = object ? '}' : ']';
     v->type = object ? JSON_OBJECT : JSON_ARRAY;
@@ -1005,17 +915,22 @@ static int json_container(JsonReader *r, Json *v) {
     json_space(r);
     while (*r->p != close) {
         if (v->n == INT_MAX) return json_fail(r, r->p, "expected fewer than 2^31 values");
-        if (object) {
+        if (object) {           // "key" :
             char *key;
-            if (json_key(r, &key)) return -1;
+            size_t len;
+            if (*r->p != '"') return json_fail(r, r->p, "expected a key");
+            if (json_string(r, &key, &len)) return -1;
             arrput(v->key, key);
+            json_space(r);
+            if (*r->p != ':') return json_fail(r, r->p, "expected ':' after a key");
+            r->p++;
+            json_space(r);
         }
         arrput(v->item, (Json){ .type = JSON_NULL });
         if (json_value(r, &v->item[v->n++])) return -1;
         json_space(r);
         if (*r->p == close) break;
-        if (*r->p != ',')
-            return json_fail(r, r->p, object ? "expected ',' or '}'" : "expected ',' or ']'");
+        if (*r->p != ',') return json_fail(r, r->p, object ? "expected ',' or '}'" : "expected ',' or ']'");
         r->p++;
         json_space(r);
         if (*r->p == close) return json_fail(r, r->p, "expected a value after ','");
@@ -1025,31 +940,25 @@ static int json_container(JsonReader *r, Json *v) {
     return 0;
 }
 
-// Reads one of the words null, true and false. Returns 0, or -1 with r->err set when another word
-// stands there.
-static int json_word(JsonReader *r, Json *v, const char *word, int type, int value) {
-    size_t n = strlen(word);
-    if (strncmp(r->p, word, n)) return json_fail(r, r->p, "expected null, true or false");
-    r->p += n;
-    v->type = type;
-    v->i = value;
-    v->num = value;
-    return 0;
-}
-
 // Reads the value that r->p stands on into *v, which is null. Returns 0, or -1 with r->err set.
-static int json_value(JsonReader *r, Json *v) {
-    switch (*r->p) {
-    case '{':
-    case '[': return json_container(r, v);
-    case '"':
+static int json_value(JsonDoc *r, Json *v) {
+    static const struct { const char *word; int type, value; } words[] = {
+        { "null", JSON_NULL, 0 }, { "true", JSON_BOOL, 1 }, { "false", JSON_BOOL, 0 },
+    };
+    if (*r->p == '{' || *r->p == '[') return json_container(r, v);
+    if (*r->p == '"') {
         v->type = JSON_STRING;
         return json_string(r, &v->str, &v->len);
-    case 'n': return json_word(r, v, "null", JSON_NULL, 0);
-    case 't': return json_word(r, v, "true", JSON_BOOL, 1);
-    case 'f': return json_word(r, v, "false", JSON_BOOL, 0);
-    default: return json_number(r, v);
     }
+    for (int i = 0; i < 3; i++) {
+        size_t n = strlen(words[i].word);
+        if (strncmp(r->p, words[i].word, n)) continue;
+        *v = (Json){ .type = words[i].type, .i = words[i].value, .num = words[i].value };
+        r->p += n;
+        return 0;
+    }
+    if (*r->p && strchr("ntf", *r->p)) return json_fail(r, r->p, "expected null, true or false");
+    return json_number(r, v);
 }
 
 // Gives back what v and all below it own.
@@ -1072,14 +981,13 @@ void json_free(Json *j) {
 // text is malformed.
 Json *json_parse(const char *text, size_t n, char err[256]) {
     JsonDoc *d = xcalloc(1, sizeof *d);
-    d->text = copy_bytes(text, n);
-    JsonReader r = { .text = d->text, .end = d->text + n, .p = d->text, .err = err };
-    json_space(&r);
-    int bad = json_value(&r, &d->root);
-    if (!bad) {
-        json_space(&r);
-        if (r.p < r.end) bad = json_fail(&r, r.p, "expected nothing more");
-    }
+    d->text = d->p = copy_bytes(text, n);
+    d->end = d->text + n;
+    d->err = err;
+    json_space(d);
+    int bad = json_value(d, &d->root);
+    if (!bad) json_space(d);
+    if (!bad && d->p < d->end) bad = json_fail(d, d->p, "expected nothing more");
     if (!bad) return &d->root;
     json_free(&d->root);
     return NULL;

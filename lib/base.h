@@ -115,8 +115,6 @@ void *xcalloc(size_t n, size_t size);   // all zero
 void *xrealloc(void *p, size_t n);
 char *copy_bytes(const char *s, size_t n);     // NUL-terminated; the caller frees it
 char *copy_text(const char *s);
-void  ask_huge_pages(void *p, size_t n);       // nothing depends on the answer
-size_t page_bytes(void);
 
 // A stream that writes into memory: *text (malloc'd) and *n hold what was written once it is closed.
 FILE *memory_stream(char **text, size_t *n);
@@ -151,7 +149,6 @@ enum {
     MOST_ANSWERS   = 1 << 30,           // of --eval-out, which a long run itself makes long
 };
 int file_exists(const char *path);
-int path_descriptor(const char *path);  // of /dev/stdin, /dev/fd/N; -1: another path
 
 // Opens a regular file for reading, and describes it in *st -> the descriptor; -1, and the reason without
 // the path in err.

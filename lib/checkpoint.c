@@ -20,7 +20,6 @@
 //   weights_load      model.safetensors, or the shards of model.safetensors.index.json -> Weights
 //   config_synthetic, weights_synthetic: both from a shape and a seed, without a checkpoint
 //   inspect           what --inspect prints of them
-//   sonic_load        SONIC's adapter, a safetensors file of its own
 
 // ---- safetensors
 enum { SAFE_HEADER = 100 << 20 };   // most bytes of a header
@@ -637,8 +636,8 @@ static Json *config_file(const char *dir, const char *name, char err[512]) {
     return NULL;
 }
 
-// Why there is no config.json in dir, into err: the folder itself is absent, or has weights that another format would
-// need. A name with a blank or without a slash may be a question that lacks its -p.
+// Why there is no config.json in dir, into err: the folder itself is absent, or has weights of another format. A name
+// with a blank or without a slash may be a question that lacks its -p.
 static void config_absent(const char *dir, char err[512]) {
     static const char *const folder = "a Hugging Face folder (config.json, model.safetensors, tokenizer.json)";
     char path[1400];
@@ -761,8 +760,8 @@ Config *config_synthetic(const char *shape) {
 // ---- weights
 // One table names every tensor, its sizes and which models have it. Loading, making, counting and printing walk it.
 // rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector. What stands between
-// the embedding and the last norm is a layer's. The output matrix is there if it is not tied. `has`: where Config says
-// HAS or MAY_HAVE; 0: every model has it.
+// the embedding and the last norm is a layer's. The output matrix is there if it is not tied. has: where Config
+// says HAS or MAY_HAVE; 0: every model has it.
 static const struct { const char *name; size_t at; char rows, cols; size_t has; } tensors[] = {
     { "model.embed_tokens.weight",       offsetof(Weights, embed),   'V', 'C', 0 },
     { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', 0 },
@@ -1024,7 +1023,9 @@ static void weights_block(Weights *w, const Config *c, int vectors, const char *
     }
     w->files.block = block;
     w->files.block_bytes = n;
-    ask_huge_pages(block, n);
+#ifdef MADV_HUGEPAGE
+    madvise(block, n, MADV_HUGEPAGE);   // fewer page walks when it is read; nothing depends on the answer
+#endif
 }
 
 // The next bytes of that block.
@@ -1039,7 +1040,7 @@ static char *block_take(Weights *w, size_t bytes) {
 static void q8_take(Weights *w, const Config *c, const Place *p) {
     Tensor *t = p->t;
     char *to = block_take(w, made_bytes(c, p, t->dtype));
-    size_t page = page_bytes();
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
     float top = q8_store(to, t);
     if (top > Q8_MOST) {

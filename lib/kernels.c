@@ -13,9 +13,6 @@
 // -DKERNELS_X86 says that the others are linked beside kernels.o; without it there is the base alone.
 //
 // ==================================================================================================== NUMBERS AND KERNELS
-// Everything that is arithmetic only: products of matrices, the two products of attention, exponentials,
-// conversions between f32 and the other formats, and the k largest of n numbers.
-//
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its right side
 // is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 are read as they are stored
 // (D89). All kernels compute on vectors of 16 floats, the lanes: one register of AVX-512, two of AVX2, four of
@@ -239,8 +236,8 @@ VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
 VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
 VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
 
-// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. In pairs there are two numbers of 16 bits
-// in each lane, as they are.
+// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. PAIRS: two numbers of 16 bits in each
+// lane, as they are.
 INLINE Vec vec_load(const void *p, int kind, int n) {
     size_t size = kind == DT_F32 ? 4 : 2;
     int whole = kind >= PAIRS ? 2 * LANES : LANES;
@@ -357,7 +354,7 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 // The tiles of M rows of x from i0 on, of which m are there, with rows of w from j on, N at a time as long as
 // there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
 // they have asked already for what is read next.
-INLINE int dots_tiles(const Block *a, int kind, int M, int N, int i0, int m, int j, int may_ask) {
+INLINE int dots_tiles(const KernelBlock *a, int kind, int M, int N, int i0, int m, int j, int may_ask) {
     size_t size = dtype_size(kind), ldw = a->ldw, ldy = a->ldy, x_size = kind >= PAIRS ? 2 : 4;
     size_t columns = kind >= PAIRS ? 2 * LANES : LANES, step = N * columns * size;
     int K = a->K, near = !a->next.p && kind != DT_F32, asks = may_ask && (a->next.bytes || near);
@@ -393,7 +390,7 @@ INLINE int dots_tiles(const Block *a, int kind, int M, int N, int i0, int m, int
 
 // A block: MR rows of x at a time with all rows of w, which lie in the first- or second-level cache when they
 // are read again; then a last single row of x, with more rows of w.
-INLINE void dots_block(const Block *a, int kind) {
+INLINE void dots_block(const KernelBlock *a, int kind) {
     for (int i = 0, m; i < a->m; i += m) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
@@ -409,12 +406,12 @@ INLINE void dots_block(const Block *a, int kind) {
 }
 
 // A function for each kind, so that the kind is a constant in all that is inlined into it.
-static void dots_f32(const Block *a)  { dots_block(a, DT_F32); }
-static void dots_f16(const Block *a)  { dots_block(a, DT_F16); }
-static void dots_bf16(const Block *a) { dots_block(a, DT_BF16); }
-static void dots_pairs(const Block *a) { dots_block(a, PAIRS); }
+static void dots_f32(const KernelBlock *a)  { dots_block(a, DT_F32); }
+static void dots_f16(const KernelBlock *a)  { dots_block(a, DT_F16); }
+static void dots_bf16(const KernelBlock *a) { dots_block(a, DT_BF16); }
+static void dots_pairs(const KernelBlock *a) { dots_block(a, PAIRS); }
 #if defined(__AVX512VNNI__)
-static void dots_pairs_bf16(const Block *a) { dots_block(a, PAIRS_BF16); }
+static void dots_pairs_bf16(const KernelBlock *a) { dots_block(a, PAIRS_BF16); }
 #endif
 
 // ---- dot products with rows of q8_0
@@ -423,9 +420,9 @@ static void dots_pairs_bf16(const Block *a) { dots_block(a, PAIRS_BF16); }
 // of integers: exact, in any order, on any set (D89). Four rows of x meet four rows of w, and a quarter of a
 // vector belongs to a row of x.
 
-// Kernels.whole: t (n) = x (n) in units of the factor that is returned, for whole vectors; the largest is most_t, or 0
-// where no x is larger than `least`. The factor is no number where some x is none, or is infinite. Adding 1.5 * 2^23
-// leaves the integer in the lowest bits.
+// Kernels.whole: t (n) = x (n) in units of the factor that is returned, for whole vectors. The largest is most_t, or
+// 0 where no x is larger than `least`. The factor is no number where some x is none, or is infinite. Adding 1.5 *
+// 2^23 leaves the integer in the lowest bits.
 INLINE float whole_numbers(int16_t *t, const float *x, int n, float most_t, float least) {
     Vec top = vec_all(0), odd = vec_all(0);
     for (int k = 0; k < n; k += LANES) {
@@ -499,7 +496,7 @@ INLINE Vec four_f16(const char *const *p, size_t at) {
 
 // Four rows of w, from j on, by four rows of x, for the `blocks` blocks from column k0 on. Missing rows of w
 // repeat the last one.
-INLINE Vec q8_tile(const Block *a, const Q8Query *q, int j, int k0, int blocks) {
+INLINE Vec q8_tile(const KernelBlock *a, const Q8Query *q, int j, int k0, int blocks) {
     const char *w[4];
     Vec sum = vec_all(0);
     UNROLL for (int r = 0; r < 4; r++) w[r] = a->w + (size_t)min_int(j + r, a->n - 1) * a->ldw + q8_bytes(k0);
@@ -514,7 +511,7 @@ INLINE Vec q8_tile(const Block *a, const Q8Query *q, int j, int k0, int blocks) 
 }
 
 // dots[ROWS_Q8]
-static void dots_q8(const Block *a) {
+static void dots_q8(const KernelBlock *a) {
     int pieces = q8_pieces(a->K), near = !a->next.p;
     for (int k0 = 0; k0 < a->K; k0 += Q8_COLS) {
         int blocks = min_int(a->K - k0, Q8_COLS) / Q8_BLOCK, add = k0 || a->add;
@@ -542,7 +539,7 @@ static void dots_q8(const Block *a) {
 // The tile of M rows of o from row i0 on, of which m are there, and `vectors` vectors of columns from d0 on,
 // each of `width` columns. Each output adds its n products in the order of the rows of v. Missing rows of o
 // repeat the last one. With every row of v, `share` bytes are asked for.
-INLINE void mix_tile(const Block *a, int kind, int M, int i0, int m, int d0, int vectors, int width,
+INLINE void mix_tile(const KernelBlock *a, int kind, int M, int i0, int m, int d0, int vectors, int width,
                      const char *ahead, size_t share) {
     Vec acc[MR * NV];
     int n = a->n, D = a->K;
@@ -575,7 +572,7 @@ INLINE void mix_tile(const Block *a, int kind, int M, int i0, int m, int d0, int
 // All columns of M rows of o from row i0 on, of which m are there. The first rows of o ask for what is read
 // next, each pass over wide columns for its part: if the first pass asked for all, it would wait for memory,
 // and the others would leave it idle.
-INLINE void mix_rows(const Block *a, int kind, int M, int i0, int m) {
+INLINE void mix_rows(const KernelBlock *a, int kind, int M, int i0, int m) {
     int d = 0, D = a->K, passes = max_int(1, D / (NV * LANES));
     size_t row = kind_bytes(kind, D), share = 0;
     Ahead next = a->next;
@@ -589,16 +586,16 @@ INLINE void mix_rows(const Block *a, int kind, int M, int i0, int m) {
 }
 
 // A block: MR rows of o at a time, then a last single one.
-INLINE void mix_block(const Block *a, int kind) {
+INLINE void mix_block(const KernelBlock *a, int kind) {
     int i = 0;
     for (; a->m - i > 1; i += MR) mix_rows(a, kind, MR, i, min_int(a->m - i, MR));
     if (i < a->m) mix_rows(a, kind, 1, i, 1);
 }
 
-static void mix_f32(const Block *a)  { mix_block(a, DT_F32); }
-static void mix_f16(const Block *a)  { mix_block(a, DT_F16); }
-static void mix_bf16(const Block *a) { mix_block(a, DT_BF16); }
-static void mix_q8(const Block *a)   { mix_block(a, ROWS_Q8); }
+static void mix_f32(const KernelBlock *a)  { mix_block(a, DT_F32); }
+static void mix_f16(const KernelBlock *a)  { mix_block(a, DT_F16); }
+static void mix_bf16(const KernelBlock *a) { mix_block(a, DT_BF16); }
+static void mix_q8(const KernelBlock *a)   { mix_block(a, ROWS_Q8); }
 
 // ---- exponentials
 // c[0] + c[1] x + .. + c[n-1] x^(n-1)
@@ -869,7 +866,7 @@ INLINE void dots8_sums(Ints *sum, const int16_t *const *x, const char *w, int M)
 }
 
 // A tile: M rows of x from i0 on, of which m are there; missing ones repeat the last.
-INLINE void dots8_tile(const Block *a, int M, int i0, int m) {
+INLINE void dots8_tile(const KernelBlock *a, int M, int i0, int m) {
     Vec acc[M8];
     Ints sum[M8];
     const int16_t *x[M8];
@@ -895,7 +892,7 @@ INLINE void dots8_tile(const Block *a, int M, int i0, int m) {
 }
 
 // dots[DT_Q8]
-static void dots8_block(const Block *a) {
+static void dots8_block(const KernelBlock *a) {
     int i = 0;
     for (; a->m - i > 1; i += M8) dots8_tile(a, M8, i, min_int(a->m - i, M8));
     if (i < a->m) dots8_tile(a, 1, i, 1);
@@ -1134,7 +1131,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
     size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows;
     size_t ldx = q8 ? q8_blocks(K) * Q8_BLOCK : (size_t)K, x_size = pairs || q8 ? 2 : 4;
     const float *unit = NULL;
-    const char *from = (const char *)(q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x);
+    const void *form = q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x;
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
@@ -1142,9 +1139,9 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
             for (int r = r0, end = min_int(r0 + ROW_BLOCK, w->rows); r < end; r += panel)
                 for (int k = 0; k < K; k += K_CHUNK) {
                     const char *row = (const char *)w->data + (size_t)r * K * size;
-                    Block block = {
+                    KernelBlock block = {
                         .y = y + t * ldy + r, .ldy = ldy,
-                        .x = from + (t * ldx + k) * x_size, .ldx = ldx,
+                        .x = (const char *)form + (t * ldx + k) * x_size, .ldx = ldx,
                         .unit = q8 ? unit + (t * ldx + k) / Q8_BLOCK : NULL,
                         .w = q8 ? q8_at(w, r, k) : row + k * size, .ldw = K * size,
                         .m = min_int(T - t, T_BLOCK), .n = min_int(end - r, panel),
@@ -1178,7 +1175,7 @@ size_t product_bytes(int dtype, size_t T, size_t n) {
 // own rows. The results are the same bits, and decode need not copy rows first.
 static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, int m, int n, int K, int add,
                  float scale, Ahead next) {
-    simd.dots[kind](&(Block){
+    simd.dots[kind](&(KernelBlock){
         .y = y, .ldy = ldy,
         .x = x, .ldx = (size_t)K,
         .w = w, .ldw = kind_bytes(kind, K),
@@ -1211,7 +1208,7 @@ void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, f
 }
 
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {
-    simd.mix[dtype](&(Block){ .y = o, .x = p, .w = v, .m = m, .n = n, .K = D, .add = add, .next = next });
+    simd.mix[dtype](&(KernelBlock){ .y = o, .x = p, .w = v, .m = m, .n = n, .K = D, .add = add, .next = next });
 }
 
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {

@@ -204,11 +204,12 @@ struct Q8Query {        // four rows of x (4,Q8_COLS) as integers t, x = factor 
     float factor[LANES];                        // lane 4i + j: of row i
 };
 
-typedef struct {        // a block of a product: dots y (m,n) = scale * x (m,K) w (n,K)^T, mix y (m,K) = x (m,n) w (n,K)
+// A block of a product. dots: y (m,n) = scale * x (m,K) w (n,K)^T; mix: y (m,K) = x (m,n) w (n,K); or y += that
+typedef struct {
     float *y;
     size_t ldy;         // numbers from a row of y to the next
-    const void *x;      // of f32. dots[PAIRS]: of bf16; dots[DT_Q8]: whole numbers, int16; dots[ROWS_Q8]: Q8Query, group
-                        // after group of four rows
+    const void *x;      // of f32. dots[PAIRS]: of bf16; dots[DT_Q8]: whole numbers, int16; dots[ROWS_Q8]: Q8Query,
+                        // group after group of four rows
     size_t ldx;         // numbers from a row of x to the next
     const float *unit;  // dots[DT_Q8]: what a 1 stands for in each Q8_BLOCK columns of x, ldx / Q8_BLOCK a row
     const char *w;      // of the kind whose function is called. DT_Q8: panels (K / Q8_BLOCK,Q8_PANEL)
@@ -217,7 +218,7 @@ typedef struct {        // a block of a product: dots y (m,n) = scale * x (m,K) 
     int add;            // 1: y += the products
     float scale;        // dots, but not of DT_Q8
     Ahead next;         // memory that is read after this block; none: the rows of w that follow
-} Block;
+} KernelBlock;
 
 // Kinds of products beside those of DT_* and ROWS_Q8: w and x of bf16, in pairs, and the same by AVX-512 BF16.
 enum { PAIRS = ROWS_Q8 + 1, PAIRS_BF16, KINDS };
@@ -225,8 +226,8 @@ enum { PAIRS = ROWS_Q8 + 1, PAIRS_BF16, KINDS };
 // The kernels of one instruction set. NULL: not in this set.
 typedef struct {
     const char *name;
-    void (*dots[KINDS])(const Block *a);
-    void (*mix[KINDS])(const Block *a);         // w: DT_F32, DT_F16, DT_BF16, ROWS_Q8
+    void (*dots[KINDS])(const KernelBlock *a);
+    void (*mix[KINDS])(const KernelBlock *a);   // w: DT_F32, DT_F16, DT_BF16, ROWS_Q8
     float (*whole)(int16_t *t, const float *x, int n, float most, float least);
     void (*whole_blocks)(int16_t *t, float *unit, const float *x, int n);       // for dots[DT_Q8]
     void (*widen[3])(float *dst, const void *src, size_t n);
