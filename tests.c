@@ -728,31 +728,25 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     Script p = { 2, { 50, 20 }, { 3, 0 }, 12 };
     // One layer: a token's unrotated key does not depend on what was dropped.
     OWN_MODEL Tiny m = tiny_model(1, 4, 2, 16, 32, 48, 61, 8);
-    float *kept[2] = { NULL, NULL };
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    float kept[2][24 * 16];
     for (int turn = 0; turn < 2; turn++) {
         OWN_SESSION Session *s = session_of(m, "streaming", turn ? "budget=24 streaming-rerotate" : "budget=24");
         free(run_session(s, &p));
         KVHead *h = kv_head(s, 0, 1);
-        CHECK(h->len == 24, "%d rows", h->len);
-        kept[turn] = xmalloc((size_t)h->len * 16 * sizeof(float));
-        kv_load_k(s, h, NULL, 0, h->len, kept[turn]);
-        Twin *t = twin_new(m.c, m.w, DT_F32);
-        for (int r = 0; r < h->len; r++) {
-            CHECK(h->pos[r] == (turn ? r : s->tok[h->src[r]].pos), "row %d stands at %d", r,
-                  h->pos[r]);
-            // Back to position 0 by the inverse rotation.
+        CHECK(h->len == 24 && s->pos_next == (turn ? 24 : 73), "%d rows, next position %d", h->len, s->pos_next);
+        kv_load_k(s, h, NULL, 0, 24, kept[turn]);
+        for (int r = 0; r < 24; r++) {
             double k[16];
+            CHECK(h->pos[r] == (turn ? r : s->tok[h->src[r]].pos), "row %d stands at %d", r, h->pos[r]);
             for (int d = 0; d < 16; d++) k[d] = kept[turn][r * 16 + d];
-            twin_rope(t, k, -h->pos[r]);
+            twin_rope(t, k, -h->pos[r]);            // back to position 0 by the inverse rotation
             for (int d = 0; d < 16; d++) kept[turn][r * 16 + d] = (float)k[d];
         }
-        CHECK(s->pos_next == (turn ? 24 : 73), "next position %d", s->pos_next);
-        twin_free(t);
     }
+    twin_free(t);
     CHECK(worst(kept[0], kept[1], 24 * 16, 1e-5, 1e-5, NULL) <= 1,
           "keys differ by more than their rotation");
-    free(kept[0]);
-    free(kept[1]);
 
     OWN_MODEL Tiny windows = table_model(2, 4, 2, 1);
     CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1") && strstr(table_err, "original positions"), "'%s'",
@@ -1907,19 +1901,18 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
 TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has rows: the peak is less than all raw "
                   "rows; spans of -b change no bit, nor does packing at the end because of another part") {
     OWN_MODEL Tiny m = tiny_model(12, 2, 1, 16, 16, 16, 53, 31);
-    float *logits[3];
+    float first[53];
     const char *text[] = { "batch-size=512", "batch-size=7", "batch-size=7" };
     for (int i = 0; i < 3; i++) {
         const char *all = formatted("%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
         OWN_SESSION Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, seven_ids(300, 53), 300);
-        logits[i] = xmalloc(53 * sizeof(float));
-        memcpy(logits[i], decode(s, 1), 53 * sizeof(float));
+        const float *logits = decode(s, 1);
         double share = (double)s->clk.peak / (double)kv_bytes_full(s);
         CHECK(i == 2 ? share > .95 : share < .9, "%s: at most %g of the raw rows were held", all, share);
-        CHECK(!memcmp(logits[i], logits[0], 53 * sizeof(float)), "%s: other logits", all);
+        CHECK(!i || !memcmp(logits, first, sizeof first), "%s: other logits", all);
+        memcpy(first, logits, sizeof first);
     }
-    for (int i = 0; i < 3; i++) free(logits[i]);
 }
 
 // ==================================================================================================== 6 LYCHEECLUSTER AND QUEST
@@ -2943,81 +2936,70 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
     }
 }
 
-// What becomes of an adapter before it is refused.
-enum { AS_IT_IS, METADATA, ONE_ROW_MORE, NO_TENSOR, STRANGE_TENSOR, TYPE_OF_BASE, TYPE_OF_TURN, SHAPE_OF_BASE, SHARED,
-       NO_KEY, BIASED };
+// What becomes of an adapter before it is refused: a key gets this value ("": it goes), or a tensor becomes one of this type
+// and shape (0 rows: it goes), whether it was there or not. kind: SHARED, made with the base's MLP; BIASED, for a base that
+// has biases.
+enum { SHARED = 1, BIASED };
+typedef struct {
+    const char *name, *value, *type;
+    int rows, cols, kind;
+    const char *says;
+} Spoilt;
 
-// Changes the adapter, which fits m.
-static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
-    NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
-    if (how == METADATA || how == SHARED) nexus_meta(a, key, value);
-    if (how == ONE_ROW_MORE) {
-        free((void *)t->x.data);
-        t->x = tiny_tensor(t->x.rows + 1, t->x.cols, 1);
-    }
-    if (how == NO_TENSOR) {
+static void nexus_spoil(Nexus *a, const Spoilt *x) {
+    if (x->value) nexus_meta(a, x->name, x->value);
+    for (int k = 0; x->value && !*x->value && k < (int)arrlen(a->meta); k++)
+        if (!strcmp(a->meta[k].key, x->name)) arrdel(a->meta, k);
+    if (!x->type) return;
+    NexusTensor *t = nexus_find(a, x->name);
+    if (t) {
         free((void *)t->x.data);
         arrdel(a->t, t - a->t);
     }
-    if (how == STRANGE_TENSOR) nexus_add(a, key, 1, 16, NULL, 1, DT_F32);
-    if (how == TYPE_OF_BASE) {
-        free((void *)a->t[0].x.data);
-        a->t[0].x.data = xcalloc(a->t[0].x.cols, 8);
-        a->t[0].type = value;
-    }
-    if (how == TYPE_OF_TURN) {
-        a->t[2].x = tiny_as(a->t[2].x, DT_F16);
-        a->t[2].type = value;
-    }
-    if (how == SHAPE_OF_BASE) {
-        a->t[0].x.rows = 4;
-        a->t[0].x.cols = 8;
-    }
-    for (int k = 0; how == NO_KEY && k < (int)arrlen(a->meta); k++)
-        if (!strcmp(a->meta[k].key, key)) arrdel(a->meta, k);
+    if (!x->rows) return;
+    int wide = !strcmp(x->type, "I64");                     // two f32 each
+    nexus_add(a, x->name, x->rows, x->cols << wide, NULL, 1, strcmp(x->type, "F16") ? DT_F32 : DT_F16);
+    arrlast(a->t).x.cols = x->cols;
+    arrlast(a->t).type = x->type;
 }
 
 TEST(sonic_refusals,
      "every check of an adapter has its message, with name, expected and found value") {
-    static const struct {
-        int how;
-        const char *key, *value, *says;
-    } cases[] = {
-        { AS_IT_IS, "", "", NULL },
-        { METADATA, "format", "gguf", "metadata format is gguf, expected sonic-nexus" },
-        { METADATA, "version", "2", "metadata version is 2" },
-        { ONE_ROW_MORE, "nexus.layers.1.mlp.up_proj.weight", "",
+    static const Spoilt cases[] = {
+        { .says = NULL },
+        { "format", "gguf", .says = "metadata format is gguf, expected sonic-nexus" },
+        { "version", "2", .says = "metadata version is 2" },
+        { "nexus.layers.1.mlp.up_proj.weight", NULL, "F32", 41, 32, 0,
           "nexus.layers.1.mlp.up_proj.weight: found shape (41,32), expected (40,32) (adapter made for another model?)" },
-        { NO_TENSOR, "nexus.layers.0.self_attn.k_proj.weight", "", "nexus.layers.0.self_attn.k_proj.weight is missing" },
-        { STRANGE_TENSOR, "nexus.layers.0.q_norm", "", "unexpected tensor nexus.layers.0.q_norm" },
-        { TYPE_OF_BASE, "", "I64", "nexus.embed.base is I64, expected F32, F16 or BF16" },
-        { TYPE_OF_TURN, "", "F16", "nexus.embed.turn is F16, but nexus.embed.base is F32" },
-        { METADATA, "k_max", "9", "nexus.embed.pos: found shape (8,32), expected (9,32)" },
-        { METADATA, "t_max", "5", "nexus.embed.turn: found shape (4,32), expected (5,32)" },
-        { METADATA, "position_mode", "compact", "position_mode is compact, expected augmented or original" },
-        { METADATA, "base_fingerprint", "0123456789abcdef", "base_fingerprint is 0123456789abcdef, base has" },
-        { METADATA, "body", "content", "metadata body is content" },
-        { METADATA, "mlp", "none", "metadata mlp is none" },
-        { METADATA, "k_max", "x8", "k_max is x8, expected a number" },
-        { METADATA, "k_default", "9", "k_default is 9, but k_max is 8" },
-        { SHAPE_OF_BASE, "", "", "nexus.embed.base: found shape (4,8), expected (32)" },
-        { SHARED, "mlp", "dedicated", "nexus.layers.0.mlp.gate_proj.weight is missing" },
-        { METADATA, "mlp", "shared", "unexpected tensor nexus.layers.0.mlp.down_proj.weight" },
-        { NO_KEY, "t_max", "", "metadata t_max is missing" },
-        { BIASED, "", "", "nexus.layers.0.self_attn.q_proj.bias is missing" },
+        { "nexus.layers.0.self_attn.k_proj.weight", NULL, "", .says = "nexus.layers.0.self_attn.k_proj.weight is missing" },
+        { "nexus.layers.0.q_norm", NULL, "F32", 1, 16, 0, "unexpected tensor nexus.layers.0.q_norm" },
+        { "nexus.embed.base", NULL, "I64", 1, 32, 0, "nexus.embed.base is I64, expected F32, F16 or BF16" },
+        { "nexus.embed.turn", NULL, "F16", 4, 32, 0, "nexus.embed.turn is F16, but nexus.embed.base is F32" },
+        { "k_max", "9", .says = "nexus.embed.pos: found shape (8,32), expected (9,32)" },
+        { "t_max", "5", .says = "nexus.embed.turn: found shape (4,32), expected (5,32)" },
+        { "position_mode", "compact", .says = "position_mode is compact, expected augmented or original" },
+        { "base_fingerprint", "0123456789abcdef", .says = "base_fingerprint is 0123456789abcdef, base has" },
+        { "body", "content", .says = "metadata body is content" },
+        { "mlp", "none", .says = "metadata mlp is none" },
+        { "k_max", "x8", .says = "k_max is x8, expected a number" },
+        { "k_default", "9", .says = "k_default is 9, but k_max is 8" },
+        { "nexus.embed.base", NULL, "F32", 4, 8, 0, "nexus.embed.base: found shape (4,8), expected (32)" },
+        { "mlp", "dedicated", .kind = SHARED, .says = "nexus.layers.0.mlp.gate_proj.weight is missing" },
+        { "mlp", "shared", .says = "unexpected tensor nexus.layers.0.mlp.down_proj.weight" },
+        { "t_max", "", .says = "metadata t_max is missing" },
+        { .kind = BIASED, .says = "nexus.layers.0.self_attn.q_proj.bias is missing" },
     };
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     OWN_MODEL Tiny biased = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     tiny_give(biased, BIASES);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Nexus a = nexus_new(m, .1, DT_F32, "augmented", cases[i].how == SHARED);
-        Tiny base = cases[i].how == BIASED ? biased : m;
+        Nexus a = nexus_new(m, .1, DT_F32, "augmented", cases[i].kind == SHARED);
+        Tiny base = cases[i].kind == BIASED ? biased : m;
         char err[512] = "";
-        nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
+        nexus_spoil(&a, &cases[i]);
         OWN_OPTIONS Options *o = options_of(formatted("sonic-weights=%s", nexus_write(a)));
         Session *s = session_try(base.c, base.w, o, "sonic", err);
-        CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
-              cases[i].value, err, cases[i].says);
+        CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "case %zu: '%s', expected '%s'", i, err, cases[i].says);
         session_close(s);
         nexus_free(a);
     }

@@ -168,62 +168,55 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
     for (int e = 0; e < 2; e++) session_done(s[e]);
 }
 
-// What the device makes of n bf16 numbers h. -> their type there; *lost: how many of them times the
-// scale are others, *worst_of: by how much, in units of the largest.
-static int halved(Session *s, const uint16_t *h, int n, int *lost, double *worst_of) {
-    Tensor t = { h, DT_BF16, 1, n };
-    OWN uint16_t *got = xmalloc((size_t)n * 2);
+enum { HALVED = 4096 };
+
+// The device makes numbers of this dtype of bf16 ones h (HALVED), of which `lost`, times the scale, are others, by at most
+// this share of the largest.
+static void halved_is(Session *s, const uint16_t *h, int dtype, int lost, double most, const char *what) {
+    Tensor t = { h, DT_BF16, 1, HALVED };
+    uint16_t got[HALVED];
     float scale, top = 0;
-    int dtype = cuda_matrix(s, &t, got, &scale);
-    *lost = 0;
-    *worst_of = 0;
-    for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(bf16_to_f32(h[i])));
-    for (int i = 0; i < n; i++) {
-        float x = bf16_to_f32(h[i]), y = dtype == DT_F16 ? f16_to_f32(got[i]) : bf16_to_f32(got[i]);
-        *lost += memcmp((float[]){ y * scale }, &x, sizeof x) != 0;
-        *worst_of = fmax(*worst_of, fabs((double)y * scale - x) / top);
+    double off = 0;
+    int is = cuda_matrix(s, &t, got, &scale), others = 0;
+    for (int i = 0; i < HALVED; i++) top = fmaxf(top, fabsf(bf16_to_f32(h[i])));
+    for (int i = 0; i < HALVED; i++) {
+        float x = bf16_to_f32(h[i]), y = (is == DT_F16 ? f16_to_f32(got[i]) : bf16_to_f32(got[i])) * scale;
+        others += memcmp(&y, &x, sizeof x) != 0;
+        off = fmax(off, fabs((double)y - x) / top);
     }
     device_reset(s);
-    return dtype;
+    CHECK(is == dtype && others == lost && off <= most, "%s: type %d, %d others, by %g", what, is, others, off);
 }
 
 TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; one element in 1024 may be "
                   "smaller, and changes by 2^-40 of it; more, or what is no number, keep a matrix bf16; "
                   "a token's product is the same to the bit") {
-    enum { N = 4096 };
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     OWN_SESSION Session *s = cuda_session(m, "full", ""), *exact = cuda_session(m, "full", "exact");
-    uint16_t h[N];
-    int lost, dtype;
-    double e;
+    uint16_t h[HALVED];
     for (int top = 50; top < 255; top += 34) {
         // Exponents of the largest and of down to 2^-32 of it, every mantissa and sign, zeros.
-        for (int i = 0; i < N; i++) {
+        for (int i = 0; i < HALVED; i++) {
             int exponent = top - i % 33;
             h[i] = (uint16_t)(i % 64 == 63 ? i % 2 << 15 : exponent << 7 | (i * 37 & 127) | i % 2 << 15);
         }
         h[5] = (uint16_t)(top << 7 | 127);
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == DT_F16 && !lost, "largest 2^%d: type %d, %d others", top - 127, dtype, lost);
-        dtype = halved(exact, h, N, &lost, &e);
-        CHECK(dtype == DT_BF16 && !lost, "exact: type %d, %d others", dtype, lost);
+        halved_is(s, h, DT_F16, 0, 0, formatted("largest 2^%d", top - 127));
+        halved_is(exact, h, DT_BF16, 0, 0, "exact");
     }
     for (int n = 4; n < 6; n++) {
-        for (int i = 0; i < N; i++) h[i] = (uint16_t)(120 << 7 | (i & 127));
+        for (int i = 0; i < HALVED; i++) h[i] = (uint16_t)(120 << 7 | (i & 127));
         for (int i = 0; i < n; i++) h[i * 9 + 1] = (uint16_t)((120 - 33 - i) << 7 | 127);
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == (n == 4 ? DT_F16 : DT_BF16), "%d smaller ones: type %d", n, dtype);
-        CHECK(lost == (n == 4 ? 4 : 0) && e <= ldexp(1, -40), "%d others, by %g", lost, e);
+        halved_is(s, h, n == 4 ? DT_F16 : DT_BF16, n == 4 ? 4 : 0, ldexp(1, -40), formatted("%d smaller ones", n));
     }
     uint16_t none[] = { 0x7f80, 0xff80, 0x7fc1 };
     for (int i = 0; i < 3; i++) {
-        for (int j = 0; j < N; j++) h[j] = 0x3f80;
+        for (int j = 0; j < HALVED; j++) h[j] = 0x3f80;
         h[77] = none[i];
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == DT_BF16, "%x: type %d", none[i], dtype);
+        halved_is(s, h, DT_BF16, 0, 0, formatted("%x", none[i]));
     }
     memset(h, 0, sizeof h);
-    CHECK(halved(s, h, N, &lost, &e) == DT_F16 && !lost, "zeros: %d others", lost);
+    halved_is(s, h, DT_F16, 0, 0, "zeros");
 
     // One token: f32 sums of the same numbers times a power of two.
     Tensor w = tiny_as(tiny_tensor(40, 96, .02), DT_BF16);
