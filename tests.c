@@ -681,21 +681,21 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     const int *ids = seven_ids(70, 61);
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 4; i++) {
-        Session *s[2];
-        int alike = i < 3, held = 0;                // the last one's queries are those of prefills: only its numbers of
-        for (int j = 0; j < 2; j++) s[j] = session_of(m, method[i], "budget=24 obs-window=8");      // rows are alike
-        prefill(s[0], ids, 20);                     // no more than the budget: nothing is dropped
-        for (int j = 20; j < 70; j++) decode(s[0], ids[j]);
-        CHECK(kv_longest(s[0], 0) == 70, "%s: %d rows before", method[i], kv_longest(s[0], 0));
-        CHECK(session_compress(s[0]) > 0 && kv_longest(s[0], 1) <= 48, "%s: %d rows", method[i], kv_longest(s[0], 1));
-        prefill(s[1], ids, alike ? 70 : 20);
-        CHECK(alike ? !heads_differ(s[0], s[1]) : kv_longest(s[0], 1) == 24, "%s: other rows", method[i]);
-        const float *x = decode(s[0], 5), *y = decode(s[1], 5);
+        // The last one's queries are those of prefills: only its numbers of rows are alike.
+        int alike = i < 3, held = 0;
+        const char *text = "budget=24 obs-window=8";
+        OWN_SESSION Session *s = session_of(m, method[i], text), *at_once = session_of(m, method[i], text);
+        prefill(s, ids, 20);                        // no more than the budget: nothing is dropped
+        for (int j = 20; j < 70; j++) decode(s, ids[j]);
+        CHECK(kv_longest(s, 0) == 70, "%s: %d rows before", method[i], kv_longest(s, 0));
+        CHECK(session_compress(s) > 0 && kv_longest(s, 1) <= 48, "%s: %d rows", method[i], kv_longest(s, 1));
+        prefill(at_once, ids, alike ? 70 : 20);
+        CHECK(alike ? !heads_differ(s, at_once) : kv_longest(s, 1) == 24, "%s: other rows", method[i]);
+        const float *x = decode(s, 5), *y = decode(at_once, 5);
         CHECK(!alike || !memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
-        session_compress(s[0]);                     // heads may share their rows anew, but hold no more of them
-        for (int h = 0; h < 4; h++) held += s[0]->head[h].len;
+        session_compress(s);                        // heads may share their rows anew, but hold no more of them
+        for (int h = 0; h < 4; h++) held += s->head[h].len;
         CHECK(held <= 4 * 24, "%s: %d rows in all after a second time", method[i], held);
-        for (int j = 0; j < 2; j++) session_done(s[j]);
     }
     OWN_SESSION Session *full = session_of(m, "full", "");
     prefill(full, ids, 3);
@@ -707,19 +707,14 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     const int *ids = seven_ids(75, 61);
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 8; i++) {
-        Session *s[2];
-        for (int k = 0; k < 2; k++) {
-            const char *rows = i < 7 ? "" : "ctk=f16 ctv=f16";
-            s[k] = session_of(m, method[i], formatted("budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : ""));
-        }
-        const float *x = NULL, *y = prefill(s[1], ids, 75);
-        for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
-        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
-        CHECK(!heads_differ(s[0], s[1]), "%s: other rows", method[i]);
-        CHECK(s[1]->turn == 1 && s[1]->n_tok == 75, "%s: turn %d", method[i], s[1]->turn);
-        CHECK(s[0]->clk.peak == s[1]->clk.peak, "%s: %zu bytes at most, %zu by hand", method[i], s[1]->clk.peak,
-              s[0]->clk.peak);
-        for (int k = 0; k < 2; k++) session_done(s[k]);
+        const char *text = formatted("budget=24 obs-window=8 %s", i < 7 ? "" : "ctk=f16 ctv=f16"), *name = method[i];
+        OWN_SESSION Session *by_hand = session_of(m, name, text), *s = session_of(m, name, formatted("%s chunk=20", text));
+        const float *x = NULL, *y = prefill(s, ids, 75);
+        for (int t = 0; t < 75; t += 20) x = prefill(by_hand, ids + t, min_int(20, 75 - t));
+        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", name);
+        CHECK(!heads_differ(by_hand, s), "%s: other rows", name);
+        CHECK(s->turn == 1 && s->n_tok == 75, "%s: turn %d", name, s->turn);
+        CHECK(by_hand->clk.peak == s->clk.peak, "%s: %zu bytes at most, %zu by hand", name, s->clk.peak, by_hand->clk.peak);
     }
 }
 
@@ -1137,28 +1132,25 @@ TEST(window_unasked, "a method that reads more queries than it has had kept ends
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     OWN_MODEL Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
-    Session *s[2] = { session_of(m, "full", "budget=24"), session_of(m, "knorm", "budget=24") };
+    OWN_SESSION Session *full = session_of(m, "full", "budget=24"), *s = session_of(m, "knorm", "budget=24");
     int ids[70];
     draw_ids(ids, 70, 61);
-    for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
-    for (int l = 0; l < 3; l++)
-        for (int g = 0; g < 3; g++) {
-            const KVHead *all = kv_head(s[0], l, g), *h = kv_head(s[1], l, g);
-            float k[70 * 16], longest = 0, shortest = INFINITY;
-            kv_load_k(s[0], all, NULL, 0, 70, k);
-            for (int r = 0, j = 0; r < 70; r++) {
-                float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
-                if (j < h->len && h->src[j] == r) {
-                    longest = fmaxf(longest, length);
-                    j++;
-                } else {
-                    shortest = fminf(shortest, length);
-                }
-            }
-            CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
-                  h->len, longest, shortest);
+    prefill(full, ids, 70);
+    prefill(s, ids, 70);
+    for (int i = 0; i < 3 * 3; i++) {
+        const KVHead *h = &s->head[i];
+        float k[70 * 16], longest = 0, shortest = INFINITY;
+        kv_load_k(full, &full->head[i], NULL, 0, 70, k);
+        for (int r = 0, j = 0; r < 70; r++) {
+            float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
+            int kept = j < h->len && h->src[j] == r;
+            j += kept;
+            if (kept) longest = fmaxf(longest, length);
+            else shortest = fminf(shortest, length);
         }
-    for (int i = 0; i < 2; i++) session_done(s[i]);
+        CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", i / 3, i % 3,
+              h->len, longest, shortest);
+    }
 }
 
 // ==================================================================================================== 4 LOOPSERVE AND THE SPARSE PREFILLS
@@ -3035,13 +3027,13 @@ TEST(sonic_mask, "the mask, cell by cell, of two finished messages and a turn: 1
 TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddings are drawn once "
                       "and for all and have the table's size; the file's default K is 16") {
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Session *s[2];
-    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-weights=none quiet");
-    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
+    const char *text = "sonic-weights=none quiet";
+    OWN_SESSION Session *s = session_of(m, "sonic", text), *other = session_of(m, "sonic", text);
+    const Sonic *x = s->part[0].ms, *y = other->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
     CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
           "another draw");
-    CHECK(!memcmp(s[0]->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
+    CHECK(!memcmp(s->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
     double square = 0, mean = 0, table = 0;
     for (int i = 0; i < 64 * 32; i++) square += x->embed[32 + i] * x->embed[32 + i];
     for (int i = 0; i < 61 * 32; i++) table += pow(((const float *)m.w->embed.data)[i], 2);
@@ -3049,9 +3041,8 @@ TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddi
     CHECK(fabs(sqrt(square / 2048) / sqrt(table / (61 * 32)) - 1) < .05, "size of e_pos");
     CHECK(fabs(mean - x->embed[7]) < 1e-6, "e_base is the mean");
     Script p = { 3, { 30, 9, 8 }, { 6, 5, 4 }, 4 };
-    free(run_session(s[0], &p));
-    CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    for (int i = 0; i < 2; i++) session_done(s[i]);
+    free(run_session(s, &p));
+    CHECK(kv_head(s, 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s, 0, 0)->len);
 }
 
 // ==================================================================================================== 8 DILILAZYKV AND HEADKV

@@ -789,36 +789,34 @@ static void draw_lines(Lines *a, int kind) {
     a->dense = kind == 3;
 }
 
-// select_exact from the same probabilities (H,m,N) on both sides.
+// Head h's part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
+static LineSample sample_of(const Pair *p, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
+    int N = kv_longest(p->c, 0), n = kv_head(p->c, 0, h / (p->m.c->H / p->m.c->G))->len;
+    for (int j = 0; j < m; j++) {
+        r[j] = n - T + t[j];
+        memcpy(P + (size_t)j * n, Q + ((size_t)h * m + j) * N, n * sizeof *P);
+    }
+    return (LineSample){ m, n, n - T, r, P };
+}
+
+// select_exact from the same probabilities Q, which the device has, too, on both sides.
 static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
-    const Config *c = p->m.c;
-    int N = kv_longest(p->c, 0), R = c->H / c->G;
+    int N = kv_longest(p->c, 0), r[20];
+    OWN double *room = xmalloc((size_t)5 * N * sizeof *room);
+    OWN float *P = xmalloc((size_t)m * N * sizeof *P);
     for (int i = T % 3; i < 12; i += 3) {
-        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3],
-                       i % 4,
-                       1 + i % 5 * 7,
-                       i % 2,
-                       i % 4 ? .9 : .3 };
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3 };
         Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
-        LoopFound f[16], g[16];
-        double *room = scratch(p->c, (size_t)5 * N * sizeof *room);
-        float *P = scratch(p->c, (size_t)m * N * sizeof *P);
-        int *r = scratch(p->c, m * sizeof *r);
-        choose_lines_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
-        for (int h = 0; h < c->H; h++) {
-            for (int j = 0; j < m; j++) {
-                r[j] = a[h].p0 + t[j];
-                memcpy(P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
-            }
-            LineSample x = { m, a[h].n, a[h].p0, r, P };
-            a[h].dense = select_exact(&x, &u, &a[h], room, &f[h]);
-            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells,
-                  "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g",
-                  i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
-                  g[h].cells);
-            CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) &&
-                      !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)),
-                  "rule %d, head %d: other lines", i, h);
+        LoopFound f, g[16];
+        choose_lines_cuda(p->d, 0, 0, p->m.c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < p->m.c->H; h++) {
+            LineSample x = sample_of(p, h, T, t, m, Q, r, P);
+            size_t bytes = bit_bytes(x.n);
+            a[h].dense = select_exact(&x, &u, &a[h], room, &f);
+            CHECK(a[h].dense == b[h].dense && f.mass == g[h].mass && f.cells == g[h].cells,
+                  "rule %d, head %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g", i, h, a[h].dense, b[h].dense, f.mass,
+                  g[h].mass, f.cells, g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bytes) && !memcmp(a[h].s, b[h].s, bytes), "rule %d, head %d: other lines", i, h);
         }
     }
 }
@@ -826,32 +824,26 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
 // The sampled softmax rows, and what is made of them.
 static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     const Config *c = p->m.c;
-    int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
+    int N = kv_longest(p->c, 0), m = min_int(T, 20), t[20], r[20];
     size_t each = (size_t)m * N;
     for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
     const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
-    OWN float *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q);
+    OWN float *P = xmalloc(each * sizeof *P), *own = xmalloc(each * sizeof *own), *Q = xmalloc(c->H * each * sizeof *Q);
     OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
     cuda_get(Q, dev, c->H * each * sizeof *Q);
-    for (int h = 0; h < c->H; h++) {
-        int n = kv_head(p->c, 0, h / R)->len, bad = 0;
-        for (int i = 0; i < m; i++) r[i] = n - T + t[i];
-        line_probs(p->c, 0, h, q, T, r, m, P, tiles_new(p->c));
-        for (int i = 0; i < m; i++)
-            bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
-        CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
-        for (int slash = 0; slash < 2; slash++) {
-            cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3),
-                     (size_t)c->H * N * sizeof *sum);
-            for (int x = 0; x < n; x++) {
-                float want = 0;
-                for (int i = 0; i < m; i++) {
-                    int at = slash ? r[i] - x : x;
-                    if (at >= 0 && at <= r[i]) want += Q[h * each + (size_t)i * N + at];
-                }
-                CHECK(sum[(size_t)h * N + x] == (x < 3 ? INFINITY : want),
-                      "sum %d of head %d, slash %d", x, h, slash);
+    for (int k = 0; k < c->H * 2; k++) {
+        int h = k / 2, slash = k % 2;
+        LineSample x = sample_of(p, h, T, t, m, Q, r, P);
+        line_probs(p->c, 0, h, q, T, r, m, own, tiles_new(p->c));
+        CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
+        cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+        for (int line = 0; line < x.n; line++) {
+            float want = 0;
+            for (int i = 0; i < m; i++) {
+                int at = slash ? r[i] - line : line;
+                if (at >= 0 && at <= r[i]) want += P[(size_t)i * x.n + at];
             }
+            CHECK(sum[(size_t)h * N + line] == (line < 3 ? INFINITY : want), "sum %d of head %d, slash %d", line, h, slash);
         }
     }
     choices_agree(p, T, t, m, dev, Q);
