@@ -681,21 +681,21 @@ TEST(compress_at_once, "a session whose context is full compresses as a prefill 
     const int *ids = seven_ids(70, 61);
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 4; i++) {
-        Session *s[2];
-        int alike = i < 3, held = 0;                // the last one's queries are those of prefills: only its numbers of
-        for (int j = 0; j < 2; j++) s[j] = session_of(m, method[i], "budget=24 obs-window=8");      // rows are alike
-        prefill(s[0], ids, 20);                     // no more than the budget: nothing is dropped
-        for (int j = 20; j < 70; j++) decode(s[0], ids[j]);
-        CHECK(kv_longest(s[0], 0) == 70, "%s: %d rows before", method[i], kv_longest(s[0], 0));
-        CHECK(session_compress(s[0]) > 0 && kv_longest(s[0], 1) <= 48, "%s: %d rows", method[i], kv_longest(s[0], 1));
-        prefill(s[1], ids, alike ? 70 : 20);
-        CHECK(alike ? !heads_differ(s[0], s[1]) : kv_longest(s[0], 1) == 24, "%s: other rows", method[i]);
-        const float *x = decode(s[0], 5), *y = decode(s[1], 5);
+        // The last one's queries are those of prefills: only its numbers of rows are alike.
+        int alike = i < 3, held = 0;
+        const char *text = "budget=24 obs-window=8";
+        OWN_SESSION Session *s = session_of(m, method[i], text), *at_once = session_of(m, method[i], text);
+        prefill(s, ids, 20);                        // no more than the budget: nothing is dropped
+        for (int j = 20; j < 70; j++) decode(s, ids[j]);
+        CHECK(kv_longest(s, 0) == 70, "%s: %d rows before", method[i], kv_longest(s, 0));
+        CHECK(session_compress(s) > 0 && kv_longest(s, 1) <= 48, "%s: %d rows", method[i], kv_longest(s, 1));
+        prefill(at_once, ids, alike ? 70 : 20);
+        CHECK(alike ? !heads_differ(s, at_once) : kv_longest(s, 1) == 24, "%s: other rows", method[i]);
+        const float *x = decode(s, 5), *y = decode(at_once, 5);
         CHECK(!alike || !memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
-        session_compress(s[0]);                     // heads may share their rows anew, but hold no more of them
-        for (int h = 0; h < 4; h++) held += s[0]->head[h].len;
+        session_compress(s);                        // heads may share their rows anew, but hold no more of them
+        for (int h = 0; h < 4; h++) held += s->head[h].len;
         CHECK(held <= 4 * 24, "%s: %d rows in all after a second time", method[i], held);
-        for (int j = 0; j < 2; j++) session_done(s[j]);
     }
     OWN_SESSION Session *full = session_of(m, "full", "");
     prefill(full, ids, 3);
@@ -707,19 +707,14 @@ TEST(chunked, "--chunk N is prefills of N tokens, bit for bit: a head holds at m
     const int *ids = seven_ids(75, 61);
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
     for (int i = 0; i < 8; i++) {
-        Session *s[2];
-        for (int k = 0; k < 2; k++) {
-            const char *rows = i < 7 ? "" : "ctk=f16 ctv=f16";
-            s[k] = session_of(m, method[i], formatted("budget=24 obs-window=8 %s %s", rows, k ? "chunk=20" : ""));
-        }
-        const float *x = NULL, *y = prefill(s[1], ids, 75);
-        for (int t = 0; t < 75; t += 20) x = prefill(s[0], ids + t, min_int(20, 75 - t));
-        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", method[i]);
-        CHECK(!heads_differ(s[0], s[1]), "%s: other rows", method[i]);
-        CHECK(s[1]->turn == 1 && s[1]->n_tok == 75, "%s: turn %d", method[i], s[1]->turn);
-        CHECK(s[0]->clk.peak == s[1]->clk.peak, "%s: %zu bytes at most, %zu by hand", method[i], s[1]->clk.peak,
-              s[0]->clk.peak);
-        for (int k = 0; k < 2; k++) session_done(s[k]);
+        const char *text = formatted("budget=24 obs-window=8 %s", i < 7 ? "" : "ctk=f16 ctv=f16"), *name = method[i];
+        OWN_SESSION Session *by_hand = session_of(m, name, text), *s = session_of(m, name, formatted("%s chunk=20", text));
+        const float *x = NULL, *y = prefill(s, ids, 75);
+        for (int t = 0; t < 75; t += 20) x = prefill(by_hand, ids + t, min_int(20, 75 - t));
+        CHECK(!memcmp(x, y, (size_t)m.c->V * sizeof *x), "%s: other logits", name);
+        CHECK(!heads_differ(by_hand, s), "%s: other rows", name);
+        CHECK(s->turn == 1 && s->n_tok == 75, "%s: turn %d", name, s->turn);
+        CHECK(by_hand->clk.peak == s->clk.peak, "%s: %zu bytes at most, %zu by hand", name, s->clk.peak, by_hand->clk.peak);
     }
 }
 
@@ -728,31 +723,25 @@ TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, 
     Script p = { 2, { 50, 20 }, { 3, 0 }, 12 };
     // One layer: a token's unrotated key does not depend on what was dropped.
     OWN_MODEL Tiny m = tiny_model(1, 4, 2, 16, 32, 48, 61, 8);
-    float *kept[2] = { NULL, NULL };
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    float kept[2][24 * 16];
     for (int turn = 0; turn < 2; turn++) {
         OWN_SESSION Session *s = session_of(m, "streaming", turn ? "budget=24 streaming-rerotate" : "budget=24");
         free(run_session(s, &p));
         KVHead *h = kv_head(s, 0, 1);
-        CHECK(h->len == 24, "%d rows", h->len);
-        kept[turn] = xmalloc((size_t)h->len * 16 * sizeof(float));
-        kv_load_k(s, h, NULL, 0, h->len, kept[turn]);
-        Twin *t = twin_new(m.c, m.w, DT_F32);
-        for (int r = 0; r < h->len; r++) {
-            CHECK(h->pos[r] == (turn ? r : s->tok[h->src[r]].pos), "row %d stands at %d", r,
-                  h->pos[r]);
-            // Back to position 0 by the inverse rotation.
+        CHECK(h->len == 24 && s->pos_next == (turn ? 24 : 73), "%d rows, next position %d", h->len, s->pos_next);
+        kv_load_k(s, h, NULL, 0, 24, kept[turn]);
+        for (int r = 0; r < 24; r++) {
             double k[16];
+            CHECK(h->pos[r] == (turn ? r : s->tok[h->src[r]].pos), "row %d stands at %d", r, h->pos[r]);
             for (int d = 0; d < 16; d++) k[d] = kept[turn][r * 16 + d];
-            twin_rope(t, k, -h->pos[r]);
+            twin_rope(t, k, -h->pos[r]);            // back to position 0 by the inverse rotation
             for (int d = 0; d < 16; d++) kept[turn][r * 16 + d] = (float)k[d];
         }
-        CHECK(s->pos_next == (turn ? 24 : 73), "next position %d", s->pos_next);
-        twin_free(t);
     }
+    twin_free(t);
     CHECK(worst(kept[0], kept[1], 24 * 16, 1e-5, 1e-5, NULL) <= 1,
           "keys differ by more than their rotation");
-    free(kept[0]);
-    free(kept[1]);
 
     OWN_MODEL Tiny windows = table_model(2, 4, 2, 1);
     CHECK(!table_open(windows, "streaming", 0, "streaming-rerotate=1") && strstr(table_err, "original positions"), "'%s'",
@@ -1143,28 +1132,25 @@ TEST(window_unasked, "a method that reads more queries than it has had kept ends
 // In layer 0 tokens with the same id have keys of the same length, so a twin would choose among ties.
 TEST(baselines_knorm, "knorm keeps B rows, and none that it drops has a shorter key") {
     OWN_MODEL Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 7);
-    Session *s[2] = { session_of(m, "full", "budget=24"), session_of(m, "knorm", "budget=24") };
+    OWN_SESSION Session *full = session_of(m, "full", "budget=24"), *s = session_of(m, "knorm", "budget=24");
     int ids[70];
     draw_ids(ids, 70, 61);
-    for (int i = 0; i < 2; i++) prefill(s[i], ids, 70);
-    for (int l = 0; l < 3; l++)
-        for (int g = 0; g < 3; g++) {
-            const KVHead *all = kv_head(s[0], l, g), *h = kv_head(s[1], l, g);
-            float k[70 * 16], longest = 0, shortest = INFINITY;
-            kv_load_k(s[0], all, NULL, 0, 70, k);
-            for (int r = 0, j = 0; r < 70; r++) {
-                float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
-                if (j < h->len && h->src[j] == r) {
-                    longest = fmaxf(longest, length);
-                    j++;
-                } else {
-                    shortest = fminf(shortest, length);
-                }
-            }
-            CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", l, g,
-                  h->len, longest, shortest);
+    prefill(full, ids, 70);
+    prefill(s, ids, 70);
+    for (int i = 0; i < 3 * 3; i++) {
+        const KVHead *h = &s->head[i];
+        float k[70 * 16], longest = 0, shortest = INFINITY;
+        kv_load_k(full, &full->head[i], NULL, 0, 70, k);
+        for (int r = 0, j = 0; r < 70; r++) {
+            float length = sqrtf(dot_f32(k + r * 16, k + r * 16, 16));
+            int kept = j < h->len && h->src[j] == r;
+            j += kept;
+            if (kept) longest = fmaxf(longest, length);
+            else shortest = fminf(shortest, length);
         }
-    for (int i = 0; i < 2; i++) session_done(s[i]);
+        CHECK(h->len == 24 && longest <= shortest, "layer %d, head %d: %d rows up to %g; dropped from %g", i / 3, i % 3,
+              h->len, longest, shortest);
+    }
 }
 
 // ==================================================================================================== 4 LOOPSERVE AND THE SPARSE PREFILLS
@@ -1911,19 +1897,18 @@ TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of rand
 TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has rows: the peak is less than all raw "
                   "rows; spans of -b change no bit, nor does packing at the end because of another part") {
     OWN_MODEL Tiny m = tiny_model(12, 2, 1, 16, 16, 16, 53, 31);
-    float *logits[3];
+    float first[53];
     const char *text[] = { "batch-size=512", "batch-size=7", "batch-size=7" };
     for (int i = 0; i < 3; i++) {
         const char *all = formatted("%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
         OWN_SESSION Session *s = session_of(m, i == 2 ? "snapkv+pats" : "pats", all);
         prefill(s, seven_ids(300, 53), 300);
-        logits[i] = xmalloc(53 * sizeof(float));
-        memcpy(logits[i], decode(s, 1), 53 * sizeof(float));
+        const float *logits = decode(s, 1);
         double share = (double)s->clk.peak / (double)kv_bytes_full(s);
         CHECK(i == 2 ? share > .95 : share < .9, "%s: at most %g of the raw rows were held", all, share);
-        CHECK(!memcmp(logits[i], logits[0], 53 * sizeof(float)), "%s: other logits", all);
+        CHECK(!i || !memcmp(logits, first, sizeof first), "%s: other logits", all);
+        memcpy(first, logits, sizeof first);
     }
-    for (int i = 0; i < 3; i++) free(logits[i]);
 }
 
 // ==================================================================================================== 6 LYCHEECLUSTER AND QUEST
@@ -2946,81 +2931,70 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
     }
 }
 
-// What becomes of an adapter before it is refused.
-enum { AS_IT_IS, METADATA, ONE_ROW_MORE, NO_TENSOR, STRANGE_TENSOR, TYPE_OF_BASE, TYPE_OF_TURN, SHAPE_OF_BASE, SHARED,
-       NO_KEY, BIASED };
+// What becomes of an adapter before it is refused: a key gets this value ("": it goes), or a tensor becomes one of this type
+// and shape (0 rows: it goes), whether it was there or not. kind: SHARED, made with the base's MLP; BIASED, for a base that
+// has biases.
+enum { SHARED = 1, BIASED };
+typedef struct {
+    const char *name, *value, *type;
+    int rows, cols, kind;
+    const char *says;
+} Spoilt;
 
-// Changes the adapter, which fits m.
-static void nexus_spoil(Nexus *a, int how, const char *key, const char *value) {
-    NexusTensor *t = how == ONE_ROW_MORE || how == NO_TENSOR ? nexus_find(a, key) : NULL;
-    if (how == METADATA || how == SHARED) nexus_meta(a, key, value);
-    if (how == ONE_ROW_MORE) {
-        free((void *)t->x.data);
-        t->x = tiny_tensor(t->x.rows + 1, t->x.cols, 1);
-    }
-    if (how == NO_TENSOR) {
+static void nexus_spoil(Nexus *a, const Spoilt *x) {
+    if (x->value) nexus_meta(a, x->name, x->value);
+    for (int k = 0; x->value && !*x->value && k < (int)arrlen(a->meta); k++)
+        if (!strcmp(a->meta[k].key, x->name)) arrdel(a->meta, k);
+    if (!x->type) return;
+    NexusTensor *t = nexus_find(a, x->name);
+    if (t) {
         free((void *)t->x.data);
         arrdel(a->t, t - a->t);
     }
-    if (how == STRANGE_TENSOR) nexus_add(a, key, 1, 16, NULL, 1, DT_F32);
-    if (how == TYPE_OF_BASE) {
-        free((void *)a->t[0].x.data);
-        a->t[0].x.data = xcalloc(a->t[0].x.cols, 8);
-        a->t[0].type = value;
-    }
-    if (how == TYPE_OF_TURN) {
-        a->t[2].x = tiny_as(a->t[2].x, DT_F16);
-        a->t[2].type = value;
-    }
-    if (how == SHAPE_OF_BASE) {
-        a->t[0].x.rows = 4;
-        a->t[0].x.cols = 8;
-    }
-    for (int k = 0; how == NO_KEY && k < (int)arrlen(a->meta); k++)
-        if (!strcmp(a->meta[k].key, key)) arrdel(a->meta, k);
+    if (!x->rows) return;
+    int wide = !strcmp(x->type, "I64");                     // two f32 each
+    nexus_add(a, x->name, x->rows, x->cols << wide, NULL, 1, strcmp(x->type, "F16") ? DT_F32 : DT_F16);
+    arrlast(a->t).x.cols = x->cols;
+    arrlast(a->t).type = x->type;
 }
 
 TEST(sonic_refusals,
      "every check of an adapter has its message, with name, expected and found value") {
-    static const struct {
-        int how;
-        const char *key, *value, *says;
-    } cases[] = {
-        { AS_IT_IS, "", "", NULL },
-        { METADATA, "format", "gguf", "metadata format is gguf, expected sonic-nexus" },
-        { METADATA, "version", "2", "metadata version is 2" },
-        { ONE_ROW_MORE, "nexus.layers.1.mlp.up_proj.weight", "",
+    static const Spoilt cases[] = {
+        { .says = NULL },
+        { "format", "gguf", .says = "metadata format is gguf, expected sonic-nexus" },
+        { "version", "2", .says = "metadata version is 2" },
+        { "nexus.layers.1.mlp.up_proj.weight", NULL, "F32", 41, 32, 0,
           "nexus.layers.1.mlp.up_proj.weight: found shape (41,32), expected (40,32) (adapter made for another model?)" },
-        { NO_TENSOR, "nexus.layers.0.self_attn.k_proj.weight", "", "nexus.layers.0.self_attn.k_proj.weight is missing" },
-        { STRANGE_TENSOR, "nexus.layers.0.q_norm", "", "unexpected tensor nexus.layers.0.q_norm" },
-        { TYPE_OF_BASE, "", "I64", "nexus.embed.base is I64, expected F32, F16 or BF16" },
-        { TYPE_OF_TURN, "", "F16", "nexus.embed.turn is F16, but nexus.embed.base is F32" },
-        { METADATA, "k_max", "9", "nexus.embed.pos: found shape (8,32), expected (9,32)" },
-        { METADATA, "t_max", "5", "nexus.embed.turn: found shape (4,32), expected (5,32)" },
-        { METADATA, "position_mode", "compact", "position_mode is compact, expected augmented or original" },
-        { METADATA, "base_fingerprint", "0123456789abcdef", "base_fingerprint is 0123456789abcdef, base has" },
-        { METADATA, "body", "content", "metadata body is content" },
-        { METADATA, "mlp", "none", "metadata mlp is none" },
-        { METADATA, "k_max", "x8", "k_max is x8, expected a number" },
-        { METADATA, "k_default", "9", "k_default is 9, but k_max is 8" },
-        { SHAPE_OF_BASE, "", "", "nexus.embed.base: found shape (4,8), expected (32)" },
-        { SHARED, "mlp", "dedicated", "nexus.layers.0.mlp.gate_proj.weight is missing" },
-        { METADATA, "mlp", "shared", "unexpected tensor nexus.layers.0.mlp.down_proj.weight" },
-        { NO_KEY, "t_max", "", "metadata t_max is missing" },
-        { BIASED, "", "", "nexus.layers.0.self_attn.q_proj.bias is missing" },
+        { "nexus.layers.0.self_attn.k_proj.weight", NULL, "", .says = "nexus.layers.0.self_attn.k_proj.weight is missing" },
+        { "nexus.layers.0.q_norm", NULL, "F32", 1, 16, 0, "unexpected tensor nexus.layers.0.q_norm" },
+        { "nexus.embed.base", NULL, "I64", 1, 32, 0, "nexus.embed.base is I64, expected F32, F16 or BF16" },
+        { "nexus.embed.turn", NULL, "F16", 4, 32, 0, "nexus.embed.turn is F16, but nexus.embed.base is F32" },
+        { "k_max", "9", .says = "nexus.embed.pos: found shape (8,32), expected (9,32)" },
+        { "t_max", "5", .says = "nexus.embed.turn: found shape (4,32), expected (5,32)" },
+        { "position_mode", "compact", .says = "position_mode is compact, expected augmented or original" },
+        { "base_fingerprint", "0123456789abcdef", .says = "base_fingerprint is 0123456789abcdef, base has" },
+        { "body", "content", .says = "metadata body is content" },
+        { "mlp", "none", .says = "metadata mlp is none" },
+        { "k_max", "x8", .says = "k_max is x8, expected a number" },
+        { "k_default", "9", .says = "k_default is 9, but k_max is 8" },
+        { "nexus.embed.base", NULL, "F32", 4, 8, 0, "nexus.embed.base: found shape (4,8), expected (32)" },
+        { "mlp", "dedicated", .kind = SHARED, .says = "nexus.layers.0.mlp.gate_proj.weight is missing" },
+        { "mlp", "shared", .says = "unexpected tensor nexus.layers.0.mlp.down_proj.weight" },
+        { "t_max", "", .says = "metadata t_max is missing" },
+        { .kind = BIASED, .says = "nexus.layers.0.self_attn.q_proj.bias is missing" },
     };
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     OWN_MODEL Tiny biased = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     tiny_give(biased, BIASES);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        Nexus a = nexus_new(m, .1, DT_F32, "augmented", cases[i].how == SHARED);
-        Tiny base = cases[i].how == BIASED ? biased : m;
+        Nexus a = nexus_new(m, .1, DT_F32, "augmented", cases[i].kind == SHARED);
+        Tiny base = cases[i].kind == BIASED ? biased : m;
         char err[512] = "";
-        nexus_spoil(&a, cases[i].how, cases[i].key, cases[i].value);
+        nexus_spoil(&a, &cases[i]);
         OWN_OPTIONS Options *o = options_of(formatted("sonic-weights=%s", nexus_write(a)));
         Session *s = session_try(base.c, base.w, o, "sonic", err);
-        CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "%s %s: '%s', expected '%s'", cases[i].key,
-              cases[i].value, err, cases[i].says);
+        CHECK(cases[i].says ? !s && strstr(err, cases[i].says) : s != NULL, "case %zu: '%s', expected '%s'", i, err, cases[i].says);
         session_close(s);
         nexus_free(a);
     }
@@ -3056,13 +3030,13 @@ TEST(sonic_mask, "the mask, cell by cell, of two finished messages and a turn: 1
 TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddings are drawn once "
                       "and for all and have the table's size; the file's default K is 16") {
     OWN_MODEL Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
-    Session *s[2];
-    for (int i = 0; i < 2; i++) s[i] = session_of(m, "sonic", "sonic-weights=none quiet");
-    const Sonic *x = s[0]->part[0].ms, *y = s[1]->part[0].ms;
+    const char *text = "sonic-weights=none quiet";
+    OWN_SESSION Session *s = session_of(m, "sonic", text), *other = session_of(m, "sonic", text);
+    const Sonic *x = s->part[0].ms, *y = other->part[0].ms;
     size_t n = (size_t)(1 + 64 + 32) * 32;
     CHECK(x->K == 16 && x->K_max == 64 && x->T_max == 32 && !memcmp(x->embed, y->embed, n * 4),
           "another draw");
-    CHECK(!memcmp(s[0]->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
+    CHECK(!memcmp(s->alt, m.w->layer, 2 * sizeof(Layer)), "the base's matrices");
     double square = 0, mean = 0, table = 0;
     for (int i = 0; i < 64 * 32; i++) square += x->embed[32 + i] * x->embed[32 + i];
     for (int i = 0; i < 61 * 32; i++) table += pow(((const float *)m.w->embed.data)[i], 2);
@@ -3070,9 +3044,8 @@ TEST(sonic_untrained, "--sonic-weights none: the branch is the base, the embeddi
     CHECK(fabs(sqrt(square / 2048) / sqrt(table / (61 * 32)) - 1) < .05, "size of e_pos");
     CHECK(fabs(mean - x->embed[7]) < 1e-6, "e_base is the mean");
     Script p = { 3, { 30, 9, 8 }, { 6, 5, 4 }, 4 };
-    free(run_session(s[0], &p));
-    CHECK(kv_head(s[0], 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s[0], 0, 0)->len);
-    for (int i = 0; i < 2; i++) session_done(s[i]);
+    free(run_session(s, &p));
+    CHECK(kv_head(s, 0, 0)->len == 4 + 16 + 6 + 9 + 5 + 12, "rows %d", kv_head(s, 0, 0)->len);
 }
 
 // ==================================================================================================== 8 DILILAZYKV AND HEADKV

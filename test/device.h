@@ -168,62 +168,55 @@ TEST(cuda_one_product, "one product is off by 2^-11 of an activation with f16 we
     for (int e = 0; e < 2; e++) session_done(s[e]);
 }
 
-// What the device makes of n bf16 numbers h. -> their type there; *lost: how many of them times the
-// scale are others, *worst_of: by how much, in units of the largest.
-static int halved(Session *s, const uint16_t *h, int n, int *lost, double *worst_of) {
-    Tensor t = { h, DT_BF16, 1, n };
-    OWN uint16_t *got = xmalloc((size_t)n * 2);
+enum { HALVED = 4096 };
+
+// The device makes numbers of this dtype of bf16 ones h (HALVED), of which `lost`, times the scale, are others, by at most
+// this share of the largest.
+static void halved_is(Session *s, const uint16_t *h, int dtype, int lost, double most, const char *what) {
+    Tensor t = { h, DT_BF16, 1, HALVED };
+    uint16_t got[HALVED];
     float scale, top = 0;
-    int dtype = cuda_matrix(s, &t, got, &scale);
-    *lost = 0;
-    *worst_of = 0;
-    for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(bf16_to_f32(h[i])));
-    for (int i = 0; i < n; i++) {
-        float x = bf16_to_f32(h[i]), y = dtype == DT_F16 ? f16_to_f32(got[i]) : bf16_to_f32(got[i]);
-        *lost += memcmp((float[]){ y * scale }, &x, sizeof x) != 0;
-        *worst_of = fmax(*worst_of, fabs((double)y * scale - x) / top);
+    double off = 0;
+    int is = cuda_matrix(s, &t, got, &scale), others = 0;
+    for (int i = 0; i < HALVED; i++) top = fmaxf(top, fabsf(bf16_to_f32(h[i])));
+    for (int i = 0; i < HALVED; i++) {
+        float x = bf16_to_f32(h[i]), y = (is == DT_F16 ? f16_to_f32(got[i]) : bf16_to_f32(got[i])) * scale;
+        others += memcmp(&y, &x, sizeof x) != 0;
+        off = fmax(off, fabs((double)y - x) / top);
     }
     device_reset(s);
-    return dtype;
+    CHECK(is == dtype && others == lost && off <= most, "%s: type %d, %d others, by %g", what, is, others, off);
 }
 
 TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; one element in 1024 may be "
                   "smaller, and changes by 2^-40 of it; more, or what is no number, keep a matrix bf16; "
                   "a token's product is the same to the bit") {
-    enum { N = 4096 };
     OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     OWN_SESSION Session *s = cuda_session(m, "full", ""), *exact = cuda_session(m, "full", "exact");
-    uint16_t h[N];
-    int lost, dtype;
-    double e;
+    uint16_t h[HALVED];
     for (int top = 50; top < 255; top += 34) {
         // Exponents of the largest and of down to 2^-32 of it, every mantissa and sign, zeros.
-        for (int i = 0; i < N; i++) {
+        for (int i = 0; i < HALVED; i++) {
             int exponent = top - i % 33;
             h[i] = (uint16_t)(i % 64 == 63 ? i % 2 << 15 : exponent << 7 | (i * 37 & 127) | i % 2 << 15);
         }
         h[5] = (uint16_t)(top << 7 | 127);
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == DT_F16 && !lost, "largest 2^%d: type %d, %d others", top - 127, dtype, lost);
-        dtype = halved(exact, h, N, &lost, &e);
-        CHECK(dtype == DT_BF16 && !lost, "exact: type %d, %d others", dtype, lost);
+        halved_is(s, h, DT_F16, 0, 0, formatted("largest 2^%d", top - 127));
+        halved_is(exact, h, DT_BF16, 0, 0, "exact");
     }
     for (int n = 4; n < 6; n++) {
-        for (int i = 0; i < N; i++) h[i] = (uint16_t)(120 << 7 | (i & 127));
+        for (int i = 0; i < HALVED; i++) h[i] = (uint16_t)(120 << 7 | (i & 127));
         for (int i = 0; i < n; i++) h[i * 9 + 1] = (uint16_t)((120 - 33 - i) << 7 | 127);
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == (n == 4 ? DT_F16 : DT_BF16), "%d smaller ones: type %d", n, dtype);
-        CHECK(lost == (n == 4 ? 4 : 0) && e <= ldexp(1, -40), "%d others, by %g", lost, e);
+        halved_is(s, h, n == 4 ? DT_F16 : DT_BF16, n == 4 ? 4 : 0, ldexp(1, -40), formatted("%d smaller ones", n));
     }
     uint16_t none[] = { 0x7f80, 0xff80, 0x7fc1 };
     for (int i = 0; i < 3; i++) {
-        for (int j = 0; j < N; j++) h[j] = 0x3f80;
+        for (int j = 0; j < HALVED; j++) h[j] = 0x3f80;
         h[77] = none[i];
-        dtype = halved(s, h, N, &lost, &e);
-        CHECK(dtype == DT_BF16, "%x: type %d", none[i], dtype);
+        halved_is(s, h, DT_BF16, 0, 0, formatted("%x", none[i]));
     }
     memset(h, 0, sizeof h);
-    CHECK(halved(s, h, N, &lost, &e) == DT_F16 && !lost, "zeros: %d others", lost);
+    halved_is(s, h, DT_F16, 0, 0, "zeros");
 
     // One token: f32 sums of the same numbers times a power of two.
     Tensor w = tiny_as(tiny_tensor(40, 96, .02), DT_BF16);
@@ -797,36 +790,34 @@ static void draw_lines(Lines *a, int kind) {
     a->dense = kind == 3;
 }
 
-// select_exact from the same probabilities (H,m,N) on both sides.
+// Head h's part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
+static LineSample sample_of(const Pair *p, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
+    int N = kv_longest(p->c, 0), n = kv_head(p->c, 0, h / (p->m.c->H / p->m.c->G))->len;
+    for (int j = 0; j < m; j++) {
+        r[j] = n - T + t[j];
+        memcpy(P + (size_t)j * n, Q + ((size_t)h * m + j) * N, n * sizeof *P);
+    }
+    return (LineSample){ m, n, n - T, r, P };
+}
+
+// select_exact from the same probabilities Q, which the device has, too, on both sides.
 static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
-    const Config *c = p->m.c;
-    int N = kv_longest(p->c, 0), R = c->H / c->G;
+    int N = kv_longest(p->c, 0), r[20];
+    OWN double *room = xmalloc((size_t)5 * N * sizeof *room);
+    OWN float *P = xmalloc((size_t)m * N * sizeof *P);
     for (int i = T % 3; i < 12; i += 3) {
-        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3],
-                       i % 4,
-                       1 + i % 5 * 7,
-                       i % 2,
-                       i % 4 ? .9 : .3 };
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3 };
         Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
-        LoopFound f[16], g[16];
-        double *room = scratch(p->c, (size_t)5 * N * sizeof *room);
-        float *P = scratch(p->c, (size_t)m * N * sizeof *P);
-        int *r = scratch(p->c, m * sizeof *r);
-        choose_lines_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
-        for (int h = 0; h < c->H; h++) {
-            for (int j = 0; j < m; j++) {
-                r[j] = a[h].p0 + t[j];
-                memcpy(P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
-            }
-            LineSample x = { m, a[h].n, a[h].p0, r, P };
-            a[h].dense = select_exact(&x, &u, &a[h], room, &f[h]);
-            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells,
-                  "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g",
-                  i, h, R, a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells,
-                  g[h].cells);
-            CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) &&
-                      !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)),
-                  "rule %d, head %d: other lines", i, h);
+        LoopFound f, g[16];
+        choose_lines_cuda(p->d, 0, 0, p->m.c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < p->m.c->H; h++) {
+            LineSample x = sample_of(p, h, T, t, m, Q, r, P);
+            size_t bytes = bit_bytes(x.n);
+            a[h].dense = select_exact(&x, &u, &a[h], room, &f);
+            CHECK(a[h].dense == b[h].dense && f.mass == g[h].mass && f.cells == g[h].cells,
+                  "rule %d, head %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g", i, h, a[h].dense, b[h].dense, f.mass,
+                  g[h].mass, f.cells, g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bytes) && !memcmp(a[h].s, b[h].s, bytes), "rule %d, head %d: other lines", i, h);
         }
     }
 }
@@ -834,32 +825,26 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
 // The sampled softmax rows, and what is made of them.
 static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     const Config *c = p->m.c;
-    int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
+    int N = kv_longest(p->c, 0), m = min_int(T, 20), t[20], r[20];
     size_t each = (size_t)m * N;
     for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
     const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
-    OWN float *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q);
+    OWN float *P = xmalloc(each * sizeof *P), *own = xmalloc(each * sizeof *own), *Q = xmalloc(c->H * each * sizeof *Q);
     OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
     cuda_get(Q, dev, c->H * each * sizeof *Q);
-    for (int h = 0; h < c->H; h++) {
-        int n = kv_head(p->c, 0, h / R)->len, bad = 0;
-        for (int i = 0; i < m; i++) r[i] = n - T + t[i];
-        line_probs(p->c, 0, h, q, T, r, m, P, tiles_new(p->c));
-        for (int i = 0; i < m; i++)
-            bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
-        CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
-        for (int slash = 0; slash < 2; slash++) {
-            cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3),
-                     (size_t)c->H * N * sizeof *sum);
-            for (int x = 0; x < n; x++) {
-                float want = 0;
-                for (int i = 0; i < m; i++) {
-                    int at = slash ? r[i] - x : x;
-                    if (at >= 0 && at <= r[i]) want += Q[h * each + (size_t)i * N + at];
-                }
-                CHECK(sum[(size_t)h * N + x] == (x < 3 ? INFINITY : want),
-                      "sum %d of head %d, slash %d", x, h, slash);
+    for (int k = 0; k < c->H * 2; k++) {
+        int h = k / 2, slash = k % 2;
+        LineSample x = sample_of(p, h, T, t, m, Q, r, P);
+        line_probs(p->c, 0, h, q, T, r, m, own, tiles_new(p->c));
+        CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
+        cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+        for (int line = 0; line < x.n; line++) {
+            float want = 0;
+            for (int i = 0; i < m; i++) {
+                int at = slash ? r[i] - line : line;
+                if (at >= 0 && at <= r[i]) want += P[(size_t)i * x.n + at];
             }
+            CHECK(sum[(size_t)h * N + line] == (line < 3 ? INFINITY : want), "sum %d of head %d, slash %d", line, h, slash);
         }
     }
     choices_agree(p, T, t, m, dev, Q);
