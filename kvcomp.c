@@ -3470,7 +3470,10 @@ static double cells_all(const Lines *a) {
 // it does there.
 static double cells_of(const Lines *a) {
     double sum = 0;
-    for (int x = 0; x < a->n; x++) sum += (bit_get(a->v, x) + bit_get(a->s, x)) * (double)line_len(x, a->p0, a->n);  // Eq. 1: l_x
+    for (int x = 0; x < a->n; x++) {
+        int lines = bit_get(a->v, x) + bit_get(a->s, x);
+        sum += lines * (double)line_len(x, a->p0, a->n);         // Eq. 1: l_x
+    }
     return sum;
 }
 
@@ -3548,17 +3551,18 @@ static int best_line(const double *g, double *top, int n, const LineSample *p) {
 // before alpha is reached, which makes the head dense; otherwise 0. room (5 n).
 static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, double *room, LoopFound *f) {
     int n = p->n, blocks = (n + GAIN_BLOCK - 1) / GAIN_BLOCK;
-    double *w = room, *heaviest = w + 2 * (size_t)n;     // weights of the lines that are left; of slashes, then
-    float *top = (float *)(heaviest + 2 * blocks);       // of verticals, best_line's; w^max: the largest cell of a line
+    double *w = room;                                    // (2n) weights of the lines that are left
+    double *heaviest = w + 2 * (size_t)n;                // what best_line remembers, of slashes and of verticals
+    float *w_max = (float *)(heaviest + 2 * blocks);     // (2n) w^max: the largest cell of a line
     double tot = residuals(p, &(LoopRule){ 0 }, w).tot[0], sum = 0;
     double ol[2] = { 0, 0 };                             // ol_s, ol_v
     int taken[2] = { 0, 0 };                             // |S^|, |V^|
-    memset(top, 0, 2 * (size_t)n * sizeof *top);
+    memset(w_max, 0, 2 * (size_t)n * sizeof *w_max);
     for (int i = 0; i < p->m; i++)
         for (int c = 0; c <= p->R[i]; c++) {
-            float x = p->P[(size_t)i * n + c], *of_s = &top[p->R[i] - c], *of_v = &top[n + c];
-            if (x > *of_s) *of_s = x;
-            if (x > *of_v) *of_v = x;
+            float x = p->P[(size_t)i * n + c], *slash = &w_max[p->R[i] - c], *vertical = &w_max[n + c];
+            if (x > *slash) *slash = x;
+            if (x > *vertical) *vertical = x;
         }
     for (int i = 0; i < 2 * blocks; i++) heaviest[i] = INFINITY;
 
@@ -3566,17 +3570,19 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, dou
         int x[2];
         double gain[2] = { 0, 0 }, per_cell[2] = { 0, 0 };
         for (int v = 0; v < 2; v++) {                    // 0: slashes, 1: verticals
-            x[v] = best_line(w + v * n, heaviest + v * blocks, n, NULL);       // Algorithm 2, lines 6, 10: s = s[n_s]
+            // Algorithm 2, line 6; line 10: s = s[n_s]
+            x[v] = best_line(w + v * n, heaviest + v * blocks, n, NULL);
             if (x[v] < 0) continue;
-            gain[v] = fmax(0, w[v * n + x[v]] - ol[!v]);                 // Algorithm 2, line 11: w_s - ol_v, w_v - ol_s
-            per_cell[v] = gain[v] / fmax(1, line_len(x[v], p->p0, n) - taken[!v]);       // l_s - |V^|, l_v - |S^|
+            gain[v] = fmax(0, w[v * n + x[v]] - ol[!v]);         // Algorithm 2, line 11: w_s - ol_v, w_v - ol_s
+            double cells = line_len(x[v], p->p0, n) - taken[!v]; // l_s - |V^|, l_v - |S^|
+            per_cell[v] = gain[v] / fmax(1, cells);
         }
         if (gain[0] <= 0 && gain[1] <= 0) break;
         int v = per_cell[1] > per_cell[0], line = v * n + x[v];          // Algorithm 2, line 12
         bit_set(v ? a->v : a->s, x[v]);                  // Algorithm 2, lines 13-14, 16-17
         w[line] = 0;
         taken[v]++;
-        ol[v] += top[line];
+        ol[v] += w_max[line];
         sum += gain[v];
     }
 
@@ -3618,7 +3624,8 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, double
     Tally t = residuals(p, u, g);
     for (int i = 0; i * GAIN_BLOCK < 2 * p->n; i++) best[i] = INFINITY;
 
-    while (!failed && !(t.rec[0] >= alpha * t.tot[0] && t.rec[1] >= alpha * t.tot[1])) {         // Eq. 1: the constraint
+    // Eq. 1: the constraint
+    while (!failed && !(t.rec[0] >= alpha * t.tot[0] && t.rec[1] >= alpha * t.tot[1])) {
         int id = best_line(g, best, 2 * p->n, p);        // Algorithm 2, line 12, with exact gains
         if (id < 0) break;
         take_line(p, u, a, g, id, &t);
@@ -3784,7 +3791,8 @@ static void loop_select(Session *s, const LoopServe *x, int l) {
         return;
     }
     top_k_rows(s, score, G, kv_longest(s, l), end, want, idx, B, found);     // Algorithm 3, line 5: arg max
-    for (int g = 0; g < G; g++) view_group(s, l, g, idx + (size_t)g * B, B, x->prompt_end);      // Algorithm 3, line 7
+    for (int g = 0; g < G; g++)                          // Algorithm 3, line 7: what decode reads
+        view_group(s, l, g, idx + (size_t)g * B, B, x->prompt_end);
     // They are read until the next choice. The first head's copy serves its group (decode_groups).
     #pragma omp parallel for schedule(static) if (worth_threads((size_t)G * B * s->c->D))
     for (int g = 0; g < G; g++) view_near(s, l, g * R);
@@ -4110,8 +4118,8 @@ static const Region *region_of(const Region *g, int r) {
 }
 
 // Where row r of region g lies in the packed memory of K or V.
-static unsigned char *pats_row(char *memory, const Region *g, int r, size_t bytes) {
-    return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * bytes;
+static unsigned char *pats_row(int rows64, char *memory, const Region *g, int r, int D) {
+    return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * pats_row_bytes(rows64, D, g->w);
 }
 
 // The table (an stb array) of n packed rows, of which row i is row keep[i] of a head with the tokens src: each has lost
@@ -4148,7 +4156,8 @@ static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, u
     while (n > 0) {
         size_t bytes = pats_row_bytes(x->rows64, D, g->w);
         int m = min_int(n, g->row0 + g->n - r0);
-        const void *p = near_here((Session *)s, pats_row(v ? h->pv : h->pk, g, r0, bytes), m * bytes + PATS_GUARD);
+        const void *at = pats_row(x->rows64, v ? h->pv : h->pk, g, r0, D);
+        const void *p = near_here((Session *)s, at, m * bytes + PATS_GUARD);
         pats_load_region(x->rows64, g, p, m, D, buf);
         buf += (size_t)m * D;
         r0 += m;
@@ -4161,9 +4170,9 @@ static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, u
 // the region of r0.
 static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
     const Region *g = region_of(h->reg, r0);
-    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
-    int rows = min_int(n, g->row0 + g->n - r0);
-    return (Ahead){ (const char *)pats_row(v ? h->pv : h->pk, g, r0, bytes), rows * bytes };
+    int rows64 = pats_of(s)->rows64, D = s->c->D, rows = min_int(n, g->row0 + g->n - r0);
+    const unsigned char *p = pats_row(rows64, v ? h->pv : h->pk, g, r0, D);
+    return (Ahead){ (const char *)p, rows * pats_row_bytes(rows64, D, g->w) };
 }
 
 // ---- cutting rows
@@ -4181,12 +4190,12 @@ static char *pats_repacked(const Session *s, const KVHead *h, int v, const Regio
         int from = keep[i];
         if (from < h->packed) {
             old = region_of(old, from);
-            pats_load_region(rows64, old, pats_row(held, old, from, pats_row_bytes(rows64, D, old->w)), 1, D, row);
+            pats_load_region(rows64, old, pats_row(rows64, held, old, from, D), 1, D, row);
         } else {
             memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
         }
         reg = region_of(reg, i);
-        pats_write_row(pats_row(to, reg, i, pats_row_bytes(rows64, D, reg->w)), row, D, reg->w, rows64);
+        pats_write_row(pats_row(rows64, to, reg, i, D), row, D, reg->w, rows64);
     }
     return to;
 }
@@ -4687,7 +4696,7 @@ static void kmeans(const float *x, int n, Nodes *u, int D, int iters, float *mu,
     for (int it = 0; ; it++) {                                    // Sec. 4.3
         if (it == iters) from_f32(u->mu, mu, DT_BF16, numbers);
         if (it == iters) to_f32(mu, u->mu, DT_BF16, numbers);
-        for (int i = 0; i < n; i++) {           // the centre with the largest product; equal ones: the lower number
+        for (int i = 0; i < n; i++) {           // to the centre with the largest product; equal ones: the lower
             attn_scores(sum, x + (size_t)i * D, mu, 1, K, D, 1);
             u->of[i] = max_int(best_node(sum, K), 0);
         }
@@ -4803,8 +4812,9 @@ static void lychee_update(Session *s, Lychee *x, int from) {
         else lychee_graft_cuda(s, x, l, from);                            // Algorithm 1, line 22: LazyUpdate
     }
     if (KV_DEV(s)) return;
-    // Room for the keys of the chunks and the centres of both levels, or for a key and two scores of every cluster
-    size_t keys = (size_t)(x->max + 1) * D, per = keys + (anew ? (2 * (size_t)M + MOST_UNITS + 2) * D : 2 * (size_t)M);
+    // Room for the rows of a chunk, and for all keys and the centres of both levels, or two scores of every cluster
+    size_t keys = (size_t)(x->max + 1) * D, all = (2 * (size_t)M + MOST_UNITS + 2) * D;
+    size_t per = keys + (anew ? all : 2 * (size_t)M);
     float *rooms = scratch(s, (size_t)n_threads() * per * sizeof *rooms);
     #pragma omp parallel for schedule(dynamic) if (anew || M > 256)
     for (int i = 0; i < L * G; i++) {
@@ -4879,9 +4889,13 @@ static int take_rows(const Lychee *x, const Nodes *u, float *S, char *take, int 
 // A level of a tree as the host can read it.
 static Nodes nodes_here(Session *s, const Nodes *u, int children) {
     size_t n = u->n, D = s->c->D;
-    return (Nodes){ u->n, (uint16_t *)near_here(s, u->mu, n * D * sizeof *u->mu),
-                    (float *)near_here(s, u->r, n * sizeof *u->r), (int *)near_here(s, u->tokens, n * sizeof(int)),
-                    (int *)near_here(s, u->of, children * sizeof(int)) };
+    return (Nodes){
+        u->n,
+        (uint16_t *)near_here(s, u->mu, n * D * sizeof *u->mu),
+        (float *)near_here(s, u->r, n * sizeof *u->r),
+        (int *)near_here(s, u->tokens, n * sizeof *u->tokens),
+        (int *)near_here(s, u->of, children * sizeof *u->of),
+    };
 }
 
 // For --trace: the scores S (K) of all clusters of a head, -INFINITY of those that were not looked at,
@@ -5264,11 +5278,12 @@ static int sonic_load(Session *s, Sonic *x, const char *path) {
     if (sonic_meta(s, x)) return -1;
     x->original = !strcmp(safetensors_meta(f, "position_mode"), "original");
 
-    const struct { const char *name; int rows; } embed[] = { { "base", 0 }, { "pos", x->K_max }, { "turn", x->T_max } };
+    const char *const embed[] = { "base", "pos", "turn" };
+    const int rows[] = { 0, x->K_max, x->T_max };
     size_t at = 0;
     for (int i = 0; i < 3; i++) {
         Tensor t;
-        if (sonic_tensor(s, f, &t, -1, embed[i].name, embed[i].rows, C)) return -1;
+        if (sonic_tensor(s, f, &t, -1, embed[i], rows[i], C)) return -1;
         size_t n = (size_t)t.rows * C;
         x->embed = xrealloc(x->embed, (at + n) * sizeof(float));
         to_f32(x->embed + at, t.data, t.dtype, n);
@@ -5387,23 +5402,17 @@ static void sonic_drop(Session *s, const Sonic *x, int l) {
 }
 
 // Hook commit: drops rows behind the attention of every layer, so that a one-shot pass holds the
-// whole history in one layer at a time. At the end of the pass (l == L) it serves the layers that
+// whole history in one layer at a time. At the end of the pass (l == L) it serves the layers with a window that
 // hooks skip, and sets the next position.
 static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
     const Sonic *x = ms;
+    int end = l == s->c->L, last = s->n_tok - 1;
     if (s->decoding) return;
-    if (l < s->c->L) {
-        sonic_drop(s, x, l);
-        return;
-    }
-    // Windowed layers that hooks skip drop the rows too
-    for (int k = 0; k < s->c->L; k++) {
-        if (!layer_acts(s, k)) sonic_drop(s, x, k);
-    }
+    for (int k = end ? 0 : l; k < min_int(l + 1, s->c->L); k++)
+        if (!end || !layer_acts(s, k)) sonic_drop(s, x, k);
 
     // With original positions, text goes on where text ended: Nexus tokens take no position away
-    if (!x->original) return;
-    int last = s->n_tok - 1;
+    if (!end || !x->original) return;
     while (last > 0 && s->tok[last].kind == TOK_EXTRA) last--;
     s->pos_next = s->tok[last].pos + 1;
 }

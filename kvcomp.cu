@@ -4851,7 +4851,7 @@ static __global__ void chunk_keys_kernel(LayerRows a, const int *start, float *k
 enum { POINTS = 32 };           // points of a block of assign_kernel, and centres it has at hand
 
 // of[] of a level: for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product;
-// ties go to the lower centre. assign_points of kvcomp.c.
+// ties go to the lower centre, as in kmeans of kvcomp.c.
 //   Block   POINTS points against all centres, as many at a time
 //   Lane    every second 8 numbers of a point; a pair of lanes has a point (pair_dots), and DOT_QUERIES centres
 //           share what is read of it
@@ -5166,7 +5166,7 @@ struct Taken {                  // the clusters whose chunks are read, by the or
     int stop;                   // of `part`, the chunks before this one
 };
 
-// take_clusters of kvcomp.c: the best first, of equal ones the lower number, as long as they fit into
+// The first half of take_rows of kvcomp.c: the best first, of equal ones the lower number, as long as they fit into
 // the room; of the first that does not fit, the chunks up to the first that does not.
 // Nothing is sorted: the cluster at which the sum of tokens passes the room is found by its digits,
 // as top_key finds a rank, and among clusters of one score by a prefix sum over their numbers. So

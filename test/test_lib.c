@@ -634,19 +634,19 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                 all[j] = (uint16_t)(splitmix64(&rnd_state) >> (16 - w) << (16 - w));
                 if ((all[j] & 0x7c00) == 0x7c00) all[j] &= 0xbfff;          // finite
             }
-            for (int r = 0; r < n; r++) pats_write_row(pats_row(packed, &reg, r, bytes), all + r * D, D, w, rows64);
+            for (int r = 0; r < n; r++) pats_write_row(pats_row(rows64, packed, &reg, r, D), all + r * D, D, w, rows64);
             for (int k = 0; simd_names[k]; k++) {
                 if (simd_set(simd_names[k])) continue;
                 int bad = 0, r0 = rnd_int(n), m = 1 + rnd_int(n - r0);
                 for (int r = 0; r < n; r++) {
-                    const unsigned char *row = pats_row(packed, &reg, r, bytes);
+                    const unsigned char *row = pats_row(rows64, packed, &reg, r, D);
                     pats_load_region(rows64, &reg, row, 1, D, back);
                     for (int d = 0; d < D; d++) {
                         int want = all[r * D + d];
                         bad += back[d] != want || slow_element(row, d, w, rows64) != want >> (16 - w);
                     }
                 }
-                pats_load_region(rows64, &reg, pats_row(packed, &reg, r0, bytes), m, D, buf);
+                pats_load_region(rows64, &reg, pats_row(rows64, packed, &reg, r0, D), m, D, buf);
                 bad += memcmp(buf, all + r0 * D, (size_t)m * D * sizeof *buf) != 0;
                 CHECK(!bad, "%s w %d D %d rows64 %d: %d elements", simd_names[k], w, D, rows64, bad);
             }
