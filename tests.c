@@ -3700,13 +3700,9 @@ static int calibrate_says(Tiny m, const Tokenizer *t, const char *text, char sai
 // What --calibrate goes through, with our own needles, in the frame of a model without a template; prompts of `length`
 // ids.
 static Calibration calibration_of(Tiny m, const Tokenizer *t, const Options *o, int length) {
-    size_t LH = (size_t)m.c->L * m.c->H;
     Calibration r = { .t = t, .length = length, .frame = frame_make(NULL), .needles = needles_load("") };
     r.hay = hay_ids(t, "", length);
-    r.score = xcalloc(SCORES * LH, sizeof(double));
-    r.sum = xcalloc(SCORES * LH, sizeof(double));
-    r.mass = xcalloc(LH, sizeof(double));
-    r.top = xcalloc(LH, sizeof(int));
+    r.head = xcalloc((size_t)m.c->L * m.c->H, sizeof *r.head);
     r.s = session_open(m.c, m.w, o, "full");
     return r;
 }
@@ -3716,36 +3712,34 @@ static void calibration_free(Calibration *r) {
     json_free(r->needles);
     arrfree(r->hay);
     free(r->frame);
-    free(r->score);
-    free(r->sum);
-    free(r->mass);
-    free(r->top);
+    free(r->head);
 }
 
 // ---- HeadKV: the pool rule, options, and scores
 
 TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone") {
-    int ids[8] = { 50, 51, 52, 53, 54, 55, 56, 57 }, idx[64], top[1];
-    double score[SCORES] = { 0 }, mass[1];
+    int idx[64];
+    HeadScores x = { .top = 0 };
     // N: keys 2 to 5, c2: 4 and 5.
-    Calibration r = { .at = 2, .n = 4, .right = 4, .score = score, .top = top, .mass = mass };
+    Calibration r = { .at = 2, .n = 4, .right = 4 };
     // The four largest: 0, 4, 2, 6.
     float a[8] = { .3f, .02f, .2f, .01f, .25f, .02f, .1f, .1f };
-    head_look(&r, 0, a, 8, idx);
-    CHECK(top[0] == 0 && fabs(mass[0] - .25) < 1e-6, "top %d, mass %g", top[0], mass[0]);
-    head_said(&r, 1, ids, 0, 50);
-    CHECK(score[SCORE_R] == 0 && fabs(score[SCORE_R2] - .25) < 1e-6,
-          "the largest lies outside the needle: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
+    head_look(&r, &x, a, 8, idx);
+    CHECK(x.top == 0 && fabs(x.mass - .25) < 1e-6, "top %d, mass %g", x.top, x.mass);
+    head_said(&r, &x, 0, 1);
+    CHECK(x.score[SCORE_R] == 0 && fabs(x.score[SCORE_R2] - .25) < 1e-6,
+          "the largest lies outside the needle: R %g, R2 %g", x.score[SCORE_R], x.score[SCORE_R2]);
     a[4] = .4f;
-    head_look(&r, 0, a, 8, idx);
-    head_said(&r, 1, ids, 1, 53);
-    CHECK(score[SCORE_R] == 0, "another token was said: R %g", score[SCORE_R]);
-    head_said(&r, 1, ids, 2, 54);
-    CHECK(fabs(score[SCORE_R] - .25) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6, "R %g, R2 %g",
-          score[SCORE_R], score[SCORE_R2]);
-    head_said(&r, 1, ids, 4, 54);
-    CHECK(fabs(score[SCORE_R] - .5) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6,
-          "step 4 of 4: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
+    head_look(&r, &x, a, 8, idx);
+    CHECK(x.top == 4, "top %d", x.top);
+    head_said(&r, &x, 1, 0);
+    CHECK(x.score[SCORE_R] == 0, "another token was said: R %g", x.score[SCORE_R]);
+    head_said(&r, &x, 2, 1);
+    CHECK(fabs(x.score[SCORE_R] - .25) < 1e-9 && fabs(x.score[SCORE_R2] - 1.05) < 1e-6, "R %g, R2 %g",
+          x.score[SCORE_R], x.score[SCORE_R2]);
+    head_said(&r, &x, 4, 1);
+    CHECK(fabs(x.score[SCORE_R] - .5) < 1e-9 && fabs(x.score[SCORE_R2] - 1.05) < 1e-6,
+          "step 4 of 4: R %g, R2 %g", x.score[SCORE_R], x.score[SCORE_R2]);
 }
 
 // The prompt of a run: the needle stands at its depth, behind the end of a sentence; with reasoning the wrong answer and
@@ -3812,7 +3806,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
         arrfree(ids);
         calibrate_run(&r, needle, depth, second);
         for (int k = 0; k < 5; k++)
-            for (int h = 0; h < 8 && (k == SCORE_R2) == second; h++) r.sum[k * 8 + h] += r.score[k * 8 + h];
+            for (int h = 0; h < 8 && (k == SCORE_R2) == second; h++) r.head[h].sum[k] += r.head[h].score[k];
     }
     r.accepted = r.reasoned = 6;
     FILE *f = fopen(out, "w");

@@ -15,17 +15,6 @@
 // Everything that can be refused is refused before anything slow begins. stdout has the asked-for result alone.
 
 // ---- --plan: what a dialogue takes
-// The lines of a device's memory and their sum.
-static void print_lines(const MemoryPlan *p) {
-    size_t sum = DEVICE_OWN;
-    for (int i = 0; i < p->n_line; i++) {
-        printf("  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
-        sum += p->line[i].bytes;
-    }
-    printf("  %-58s %10.3f GB\n", "CUDA's own", (double)DEVICE_OWN * 1e-9);
-    printf("  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
-}
-
 // --plan: what a dialogue of -c tokens takes at most: on the CPU in sums, on a GPU every allocation, by memory. The
 // weights are shapes, and a session on the CPU is asked, which has opened its parts and holds no rows. Returns 0.
 static int plan(App *a) {
@@ -46,7 +35,13 @@ static int plan(App *a) {
     s->batch = batch_rows(a->o, "cuda");
     p = memory_plan(s);
     printf("with -d cuda and -b %d at most\n", s->batch);
-    print_lines(&p);
+    size_t sum = DEVICE_OWN;
+    for (int i = 0; i < p.n_line; i++) {
+        printf("  %-58s %10.3f GB\n", p.line[i].what, (double)p.line[i].bytes * 1e-9);
+        sum += p.line[i].bytes;
+    }
+    printf("  %-58s %10.3f GB\n", "CUDA's own", (double)DEVICE_OWN * 1e-9);
+    printf("  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
     return 0;
 }
 
@@ -93,29 +88,20 @@ static const struct { const char *title, *first; } help_parts[] = {
     { "Other",         "list-methods" },
 };
 
-// What stands behind an option's name: " N", " TEXT", or "=a|b|c" for a choice.
-static void help_value(const Opt *o, char out[96]) {
-    const char *text = " TEXT";
-    if (o->kind == 'b') text = "";
-    if (o->kind == 'i') text = " N";
-    if (o->kind == 'f') text = " F";
-    if (o->kind == 'p') text = " FILE";
-    if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
-    else snprintf(out, 96, "%s", text);
-}
-
 enum { HELP_COLUMNS = 100 };
 
 // An entry of help: flag, name, value, what it is for, and the default where there is one. brief 1: of what it is
 // for only what stands before the first "; " or " (".
 static void help_option(const Opt *o, int brief) {
-    char value[96], left[128], text[640];
+    static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
+                                         ['c'] = "=" };
+    char left[128], text[640];
     const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
     if (brief && end) n = min_int(n, (int)(end - o->help));
     if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
-    help_value(o, value);
-    snprintf(left, sizeof left, "%s%s--%s%s", flag ? flag : "", flag ? " " : "", o->name, value);
+    snprintf(left, sizeof left, "%s%s--%s%s%s", flag ? flag : "", flag ? " " : "", o->name, value[(int)o->kind],
+             o->kind == 'c' ? o->def : "");
     int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
     snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");
     printf("  %-*s ", wide, left);
@@ -206,11 +192,6 @@ static int help_wanted(int argc, char **argv) {
         return 1;
     }
     return 0;
-}
-
-// --list-methods
-static void list_methods(void) {
-    EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
 }
 
 // ---- parsing: --x=v, --x v, flags without a value, short names, one positional folder
@@ -462,12 +443,11 @@ static void request_reply(App *a, FILE *f) {
     generate(a, most < 0 ? 256 : most, out);
     memory_stream_close(out);
     int end = stop_place(a->stop, text, size);
-    fprintf(f, "\"text\":");
+    fputs("\"text\":", f);
     json_escape(f, text, end < 0 ? size : (size_t)end);
     fputc(',', f);
     write_ids(f, arrlast(a->turn).dec);
-    fputc(',', f);
-    json_pair(f, "finish", a->finish);
+    json_print(f, ",'finish':%s,", a->finish);
     free(text);
 }
 
@@ -520,10 +500,9 @@ static int request_answer(App *base, const Json *j, FILE *f, char err[512]) {
     if (!bad) bad = !(a.s = session_try(a.c, a.w, a.o, a.method, err));
     if (!bad) bad = request_read(&a, j, &given, err) || request_play(&a, given, f, err);
     if (!bad) {
-        json_pair(f, "method", a.method);
-        fprintf(f, "\"budget\":%d,", a.s->turn ? a.s->applied : budget_now(a.s));
+        json_print(f, "'method':%s,'budget':%d,", a.method, a.s->turn ? a.s->applied : budget_now(a.s));
         json_numbers(&a, f);
-        fprintf(f, "\"seconds\":%.6f", now() - t0);
+        json_print(f, "'seconds':%.6f,", now() - t0);
     }
     base->rng = a.rng;
     arrfree(given);
@@ -549,11 +528,11 @@ static int batch_line(App *a, const char *line, size_t n, long number, FILE *f) 
     memory_stream_close(answer);
 
     fputc('{', f);
-    if (id && id->type == JSON_STRING) json_pair(f, "id", id->str);
+    if (json_is(id, JSON_STRING)) json_print(f, "'id':%s,", id->str);
     else if (id && id->is_int) fprintf(f, "\"id\":%lld,", (long long)id->i);
-    if (bad) json_pair(f, "error", err);
-    else fprintf(f, "%s,", text);
-    fprintf(f, "\"line\":%ld}\n", number);
+    if (bad) json_print(f, "'error':%s,", err);
+    else fputs(text, f);
+    json_print(f, "'line':%ld}\n", number);
     fflush(f);
     json_free(j);
     free(text);
@@ -686,6 +665,7 @@ static int run_app(App *a, const char *text) {
 
 // Everything behind the options that only print something.
 static int run_options(App *a) {
+    char err[512];
     Options *o = a->o;
     if (*opt_str(o, "eval-merge")) {
         if (!quiet) say_without_effect(o);
@@ -697,7 +677,8 @@ static int run_options(App *a) {
 #endif
     find_model(o);
     if (opt_int(o, "bench")) return bench(o);
-    if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
+    if (*opt_str(o, "report") && save_check(opt_str(o, "report"), err))         // before hours of evaluation
+        die(EXIT_RUN, "--report %s", err);
     char *text = prompt_text(a);
     int rc = run_app(a, text);
     free(text);
@@ -718,9 +699,13 @@ static int run_program(int argc, char **argv) {
     color_mode = colors && *colors && strcmp(colors, "0") ? COLOR_ALWAYS : COLOR_AUTO;
     bf16_terms = opt_int(a.o, "bf16-terms");
     progress_hook = progress;
-    if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
-    else if (opt_int(a.o, "list-methods")) list_methods();
-    else rc = run_options(&a);
+    if (opt_int(a.o, "version")) {
+        printf("kvcomp %s\n", KVCOMP_VERSION);
+    } else if (opt_int(a.o, "list-methods")) {
+        EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
+    } else {
+        rc = run_options(&a);
+    }
     app_close(&a);
     return rc;
 }

@@ -401,38 +401,47 @@ static char *play_window(App *a, const EvalItem *it, Session *full, Played *x) {
 // ---- metrics: words
 // Every metric takes two texts, what was said and what is right (gold), and returns 0..1.
 
-// The harmonic mean of precision same/n and recall same/m: F = 2 P R / (P + R).
-static double f_measure(double same, double n, double m) {
-    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
+// Takes a word out of a list: 1; 0: it is not in it.
+static int word_take(char **words, const char *w) {
+    int i = word_in(words, w);
+    if (i < 0) return 0;
+    free(words[i]);
+    arrdelswap(words, i);
+    return 1;
 }
 
-// How many words two bags share: a word that comes twice in both counts twice. Frees them.
-static int words_shared(char **a, char **b) {
+// How many words two bags share, which b loses: a word that comes twice in both counts twice.
+static int bag_shared(char **a, char **b) {
     int same = 0;
-    for (int i = 0; i < (int)arrlen(a); i++) {
-        int j = word_in(b, a[i]);
-        if (j < 0) continue;
-        free(b[j]);
-        arrdelswap(b, j);
-        same++;
-    }
-    words_free(a);
-    words_free(b);
+    for (int i = 0; i < (int)arrlen(a); i++) same += word_take(b, a[i]);
     return same;
 }
 
-// F1 of the words of two texts.
-static double word_f1(const char *said, const char *gold) {
-    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
-    int n = (int)arrlen(a), m = (int)arrlen(b);
-    return f_measure(words_shared(a, b), n, m);
+// The length of the longest common subsequence of two lists of words. Behind word i of a, same[j+1] is that of a's
+// first words and the first j+1 words of b.
+static int order_shared(char **a, char **b) {
+    int n = (int)arrlen(a), m = (int)arrlen(b), *same = xcalloc((size_t)m + 1, sizeof *same);
+    for (int i = 0; i < n; i++) {
+        for (int j = 0, before = 0; j < m; j++) {
+            int above = same[j + 1];
+            same[j + 1] = strcmp(a[i], b[j]) ? max_int(above, same[j]) : before + 1;
+            before = above;
+        }
+    }
+    int longest = same[m];
+    free(same);
+    return longest;
 }
 
-// The share of the answer's words that the text has, too; case and punctuation do not count.
-static double word_recall(const char *answer, const char *text) {
-    char **a = words_of(answer, WORDS_PLAIN), **b = words_of(text, WORDS_PLAIN);
-    int n = (int)arrlen(a), same = words_shared(a, b);
-    return n ? (double)same / n : 1;
+// The F measure of two texts, cut into words as WORDS_* says, of which some are shared: the harmonic mean of precision,
+// their share of what was said, and recall, that of what is right. Of bags of words it is F1, of words in their order
+// Rouge-L.
+static double f_measure(const char *said, const char *gold, int how, int (*shared)(char **a, char **b)) {
+    char **a = words_of(said, how), **b = words_of(gold, how);
+    double n = (double)arrlen(a), m = (double)arrlen(b), same = shared(a, b);
+    words_free(a);
+    words_free(b);
+    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
 }
 
 // Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
@@ -453,35 +462,15 @@ static double class_accuracy(const char *said, const char *gold, const Json *cla
     return hit ? 1.0 / named : 0;
 }
 
-// ---- metrics: Rouge-L
-// Rouge-L: the F measure of the longest common subsequence of words. Behind word i of a, same[j+1] is its length in a's
-// first words and the first j+1 words of b.
-static double rouge_l(const char *said, const char *gold) {
-    char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
-    int n = (int)arrlen(a), m = (int)arrlen(b), *same = xcalloc((size_t)m + 1, sizeof *same);
-    for (int i = 0; i < n; i++) {
-        for (int j = 0, before = 0; j < m; j++) {
-            int above = same[j + 1];
-            same[j + 1] = strcmp(a[i], b[j]) ? max_int(above, same[j]) : before + 1;
-            before = above;
-        }
-    }
-    double f = f_measure(same[m], n, m);
-    free(same);
-    words_free(a);
-    words_free(b);
-    return f;
-}
-
 // ---- metrics: the score of a reply
 // The score of a reply against one right answer.
 static double score_by(int metric, const char *said, const char *gold, const Json *classes) {
     switch (metric) {
     case METRIC_CLASS:           return class_accuracy(said, gold, classes);
-    case METRIC_ROUGE:           return rouge_l(said, gold);
+    case METRIC_ROUGE:           return f_measure(said, gold, WORDS_RAW, order_shared);
     case METRIC_FOUND:           return holds_answer(said, gold, 0);
     case METRIC_EXACT:           return holds_answer(said, gold, 1);
-    default:                     return word_f1(said, gold);
+    default:                     return f_measure(said, gold, WORDS_BARE, bag_shared);
     }
 }
 
@@ -493,45 +482,27 @@ static double best_score(int metric, const char *said, const EvalTurn *t) {
     return best;
 }
 
-// The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
-// words, for words_free.
-static char **frame_words(const EvalTurn *t) {
-    char *text = NULL;
-    int passed = 0;                                     // borders of t->span; odd: inside the answer
-    for (int i = 0; t->reply[i]; i++) {
-        while (passed < (int)arrlen(t->span) && i >= t->span[passed]) passed++;
-        arrput(text, passed % 2 ? ' ' : t->reply[i]);
-    }
-    arrput(text, 0);
-    char **frame = words_of(text, WORDS_PLAIN);
-    arrfree(text);
-    return frame;
-}
-
 // The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a
 // model that answers in whole sentences is scored as one that answers in a word. Each word of the
-// right reply's frame goes once; a wrong value stays. Without a known frame the reply is copied.
-// Malloc'd.
+// right reply's frame ("The code is" of "The code is {4821}.") goes once; a wrong value stays. Without a known frame the
+// reply is copied. Malloc'd.
 static char *without_frame(const EvalTurn *t, const char *said) {
     if (!arrlen(t->span)) return copy_text(said);
-    char **frame = frame_words(t), **words = words_of(said, WORDS_RAW), *out = NULL;
+    char *text = copy_text(t->reply), *out = NULL;
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2)
+        memset(text + t->span[i], ' ', (size_t)(t->span[i + 1] - t->span[i]));
+    char **frame = words_of(text, WORDS_PLAIN), **words = words_of(said, WORDS_RAW);
     for (int i = 0; i < (int)arrlen(words); i++) {
         char **plain = words_of(words[i], WORDS_PLAIN);
-        int at = plain ? word_in(frame, plain[0]) : -1;
+        if (!plain || !word_take(frame, plain[0])) put_part(&out, " ", words[i]);
         words_free(plain);
-        if (at >= 0) {
-            free(frame[at]);
-            arrdelswap(frame, at);
-        } else {
-            put_part(&out, " ", words[i]);
-        }
     }
-    arrput(out, 0);
-    char *rest = copy_text(out);
+    free(text);
+    text = copy_bytes(out ? out : "", arrlenu(out));
     arrfree(out);
     words_free(frame);
     words_free(words);
-    return rest;
+    return text;
 }
 
 // Writes a scored turn of an item, and what came of it, as an answer of a line of --eval-out.
@@ -590,13 +561,6 @@ enum {
     LAST_TURN = -3      // the last turns of the items
 };
 
-// Does the answer belong to the place?
-static int is_at(const Json *x, int place) {
-    if (place == ANY_PLACE) return 1;
-    if (place == LAST_TURN) return json_num(x, "turn") == json_num(x, "turns") - 1;
-    return json_num(x, "position") == place;
-}
-
 // The parts of a row's answers of a task (NULL: any task) at a place: what they have by that name. "kld" and "top1" are
 // sums over the predicted tokens, the others are one number. stb_ds; NULL when there are none.
 static Sum *sums_of(const EvalRow *row, const char *task, int place, const char *name) {
@@ -604,7 +568,9 @@ static Sum *sums_of(const EvalRow *row, const char *task, int place, const char 
     Sum *part = NULL;
     for (int i = 0; i < (int)arrlen(row->answer); i++) {
         const Json *x = row->answer[i];
-        if ((task && strcmp(task, json_text(x, "task"))) || !is_at(x, place)) continue;
+        double turns_behind = json_num(x, "turns") - 1 - json_num(x, "turn");
+        if (task && strcmp(task, json_text(x, "task"))) continue;
+        if (place == LAST_TURN ? turns_behind > 0 : place != ANY_PLACE && place != json_num(x, "position")) continue;
         double text = json_num(x, "text");
         if (!part || arrlast(part).text != text) arrput(part, ((Sum){ .text = text }));
         arrlast(part).sum += json_num(x, name);
@@ -675,8 +641,8 @@ static void add_word(Field **c, int shown, const char *name, const char *word) {
 // budget if it has several.
 static const EvalRow *base_of(const EvalRow *s, const EvalRun *run) {
     const EvalRow *base = run->rows;
-    for (int r = 1; r < (int)arrlen(run->rows); r++)
-        if (!strcmp(run->rows[r].name, base->name) && run->rows[r].budget == s->budget) base = &run->rows[r];
+    for (const EvalRow *row = run->rows; row < run->rows + arrlen(run->rows); row++)
+        if (!strcmp(row->side.app.method, base->side.app.method) && row->budget == s->budget) base = row;
     return base;
 }
 
@@ -738,7 +704,7 @@ Field *row_fields(const EvalRow *s, const EvalRun *run) {
         items++;
         peak = fmax(peak, json_num(s->line[i], "kv_bytes_peak"));
     }
-    add_word(&c, 1, "method", s->name);
+    add_word(&c, 1, "method", s->side.app.method);
     add_field(&c, 1, "budget", s->budget, "%.0f");
     add_field(&c, 0, "items", items, "%.0f");
     add_field(&c, 0, "scored", (double)arrlen(s->answer), "%.0f");
@@ -775,9 +741,9 @@ static const char *cell_text(Field **rows, int r, int i) {
     return k->word ? k->word : k->text;
 }
 
-// Writes rows that have the same fields as a table: in Markdown with cols 0, else aligned for a screen of so many
+// Prints rows that have the same fields as a table: in Markdown with cols 0, else aligned for a screen of so many
 // columns, and in blocks one below the other where the table is wider than that; each begins with the first two fields.
-static void print_text(FILE *f, Field **rows /* stb_ds */, int cols) {
+static void print_text(Field **rows /* stb_ds */, int cols) {
     static const char *const before[2][2] = { { "| ", " | " }, { "", "  " } };      // a cell: the first one, the others
     int *shown = NULL, *width = NULL, n_rows = (int)arrlen(rows), keys = 0;
     for (int i = 0; n_rows && i < (int)arrlen(rows[0]); i++) {
@@ -792,33 +758,32 @@ static void print_text(FILE *f, Field **rows /* stb_ds */, int cols) {
     for (int from = key, to; from < n; from = to) {
         int x = keys;
         for (to = from; to < n && (!cols || to == from || x + 2 + width[to] <= cols); to++) x += 2 + width[to];
-        if (from > key) fputc('\n', f);
+        if (from > key) printf("\n");
         for (int r = -1; r < n_rows; r++) {
             for (int i = 0; i < to; i++) {
                 if (i >= key && i < from) continue;
-                fputs(before[cols > 0][i > 0], f);
-                fprintf(f, i ? "%*s" : "%-*s", width[i], cell_text(rows, r, shown[i]));
+                printf(i ? "%s%*s" : "%s%-*s", before[cols > 0][i > 0], width[i], cell_text(rows, r, shown[i]));
             }
-            fputs(cols ? "\n" : " |\n", f);
-            for (int i = 0; i < n && r < 0 && !cols; i++) fputs(i ? "|---:" : "|---", f);
-            if (r < 0 && !cols) fputs("|\n", f);
+            printf(cols ? "\n" : " |\n");
+            for (int i = 0; i < n && r < 0 && !cols; i++) printf(i ? "|---:" : "|---");
+            if (r < 0 && !cols) printf("|\n");
         }
     }
     arrfree(shown);
     arrfree(width);
 }
 
-// Writes rows that have the same fields as CSV, below a line of their names.
-static void print_csv(FILE *f, Field **rows /* stb_ds */) {
+// Prints rows that have the same fields as CSV, below a line of their names.
+static void print_csv(Field **rows /* stb_ds */) {
     for (int r = -1; r < (int)arrlen(rows); r++) {
         for (int i = 0; i < (int)arrlen(rows[0]); i++) {
             const Field *k = &rows[max_int(r, 0)][i];
-            if (i) fputc(',', f);
-            if (r < 0) fputs(k->name, f);
-            else if (k->word) fprintf(f, strchr(k->word, ',') ? "\"%s\"" : "%s", k->word);
-            else if (isfinite(k->x)) json_real(f, k->x, 6);
+            if (i) printf(",");
+            if (r < 0) printf("%s", k->name);
+            else if (k->word) printf(strchr(k->word, ',') ? "\"%s\"" : "%s", k->word);
+            else if (isfinite(k->x)) json_real(stdout, k->x, 6);
         }
-        fputc('\n', f);
+        printf("\n");
     }
 }
 
@@ -835,31 +800,21 @@ void print_json_row(const Field *c, const App *a, FILE *f) {
     fprintf(f, "}\n");
 }
 
-// Writes rows that have the same fields, and frees them, in the form that the options ask for: JSON lines, CSV, or a
-// table for a screen of `cols` columns (0: Markdown).
-static void print_table(FILE *f, Field **rows /* stb_ds */, const App *a, int cols) {
+// Prints rows that have the same fields, and frees them, in the form that the options ask for: JSON lines, CSV, or a
+// table, of Markdown where stdout is no terminal.
+static void print_table(Field **rows /* stb_ds */, const App *a) {
     int json = opt_int(a->o, "json"), csv = opt_int(a->o, "csv");
-    if (csv) print_csv(f, rows);
-    if (!csv && !json) print_text(f, rows, cols);
+    if (csv) print_csv(rows);
+    if (!csv && !json) print_text(rows, isatty(1) ? screen_columns() : 0);
     for (int r = 0; r < (int)arrlen(rows); r++) {
-        if (json) print_json_row(rows[r], a, f);
+        if (json) print_json_row(rows[r], a, stdout);
         arrfree(rows[r]);
     }
     arrfree(rows);
-    fflush(f);
+    fflush(stdout);
 }
-
-// How wide a table on stdout may be; 0: that is no terminal.
-static int table_columns(void) { return isatty(1) ? screen_columns() : 0; }
 
 // ---- the modes: the rows of a run
-// Closes a session that owns its options.
-static void close_with_options(Session *s) {
-    Options *o = (Options *)(uintptr_t)s->opt;
-    session_close(s);
-    options_free(o);
-}
-
 // Has every part of "lychee+pats" the name of a method?
 static int names_methods(const char *spec) {
     char part[160];
@@ -875,25 +830,28 @@ static EvalRow *open_rows(const App *a) {
     char name[160], budget[160], err[512] = "no method is named";
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
     int several = strchr(list, ',') != NULL, own_budget = !opt_given(a->o, "budgets");
+    Options *o = options_copy(a->o);
     EvalRow *rows = NULL;
     while (next_word(&list, ",", name, sizeof name)) {
         const char *budgets = own_budget ? "its own" : opt_str(a->o, "budgets");
         while (next_word(&budgets, ",", budget, sizeof budget)) {
-            App own = { .o = options_copy(a->o), .method = name };
-            if (!own_budget && options_set(own.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
-            int may_miss = several && names_methods(name);
-            own.s = may_miss ? session_try(a->c, a->w, own.o, name, err) : session_open(a->c, a->w, own.o, name);
-            if (!own.s) {
-                options_free(own.o);
+            EvalRow row = { 0 };
+            if (!own_budget && options_set(o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
+            side_open(&row.side, a, o, name);
+            if (!row.side.app.s) {
+                snprintf(err, sizeof err, "%s", row.side.refused);
+                side_close(&row.side);
+                if (!several || !names_methods(name)) die(EXIT_USAGE, "%s", err);
                 warn("%s is left out: %s", name, err);
                 break;
             }
-            int uses = uses_budget(own.s);
-            arrput(rows, ((EvalRow){ .s = own.s, .made = written(&own, write_making), .budget = uses ? own.s->budget : 0 }));
-            snprintf(arrlast(rows).name, sizeof arrlast(rows).name, "%s", name);
-            if (!uses) break;
+            row.made = written(&row.side.app, write_making);
+            row.budget = uses_budget(row.side.app.s) ? row.side.app.s->budget : 0;
+            arrput(rows, row);
+            if (!uses_budget(row.side.app.s)) break;
         }
     }
+    options_free(o);
     if (!rows) die(EXIT_USAGE, "%s", err);
     return rows;
 }
@@ -948,6 +906,7 @@ static void answers_close(EvalRun *x) {
         arrfree(row->answer);
         free(row->line);
         free(row->made);
+        side_close(&row->side);
     }
     free(x->run);
     arrfree(x->rows);
@@ -955,23 +914,19 @@ static void answers_close(EvalRun *x) {
 }
 
 // ---- answers on disk: writing
-// Writes the given options of what is asked and said that no session knows.
-static void write_eval_options(const App *a, FILE *f) {
+// What all rows of a run share and what changes a number of the table, as a text, malloc'd: the model, the items, the
+// given options of what is asked and said that no session knows.
+static char *run_of(App *a, const EvalSet *e) {
     static const char *const asked[] = { "tokenizer", "parse-special", "no-think", "ignore-eos", "n-predict" };
     Options *plain = options_like(a->o);
-    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
-    options_free(plain);
-}
-
-// What all rows of a run share and what changes a number of the table, as a text, malloc'd.
-static char *run_of(App *a, const EvalSet *e) {
-    char *run = NULL, *options = written(a, write_eval_options);
+    char *run = NULL;
     size_t n;
     FILE *f = memory_stream(&run, &n);
-    fprintf(f, "model %016llx, %d items %016llx,%s", (unsigned long long)app_fingerprint(a), (int)arrlen(e->item),
-            (unsigned long long)e->hash, options);
+    fprintf(f, "model %016llx, %d items %016llx,", (unsigned long long)app_fingerprint(a), (int)arrlen(e->item),
+            (unsigned long long)e->hash);
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
     memory_stream_close(f);
-    free(options);
+    options_free(plain);
     return run;
 }
 
@@ -984,7 +939,7 @@ static void item_done(const EvalRun *x, const EvalItem *it, int i, int r, Played
     FILE *f = memory_stream(&text, &size);
     fputs(answers_mark, f);
     json_print(f, "'items':%d,'item':%d,'row':%d,'budget':%d,", x->items, i + 1, r + 1, row->budget);
-    json_print(f, "'run':%s,'made':%s,'method':%s,", x->run, row->made, row->name);
+    json_print(f, "'run':%s,'made':%s,'method':%s,", x->run, row->made, row->side.app.method);
     json_print(f, "'model':%s,'build':%s,'answers':[", x->model, KVCOMP_VERSION);
     for (int turn = 0, k = 0; turn < (int)arrlen(it->turn); turn++) {
         if (!it->turn[turn].answers) continue;
@@ -1023,7 +978,7 @@ static int row_of_line(EvalRun *x, const Json *obj) {
     EvalRow row = { .made = copy_text(made), .line = xcalloc((size_t)x->items, sizeof *row.line) };
     const Json *budget = json_get(obj, "budget");
     row.budget = budget && budget->is_int ? (int)budget->i : 0;
-    snprintf(row.name, sizeof row.name, "%s", json_text(obj, "method"));
+    row.side.app.method = copy_text(json_text(obj, "method"));
     arrput(x->rows, row);
     return (int)arrlen(x->rows) - 1;
 }
@@ -1138,32 +1093,34 @@ static void count_down(const char *parts, int done, int all, double t0) {
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. What is there already is not played again; what is played goes to the file x->f, if there is one.
 static void play_items(App *a, const EvalSet *e, EvalRun *x) {
-    Session *full = session_open(a->c, a->w, options_copy(a->o), "full");
     float *ref = NULL;                                  // stb_ds, V a row
     Played *played = NULL;                              // stb_ds, one a scored turn
     int first = 0, step = 1, done = 0;
     double t0 = now();
+    Side full;
+    side_open(&full, a, a->o, "full");
+    if (!full.app.s) die(EXIT_USAGE, "%s", full.refused);
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     step = min_int(step, x->items + 1);                 // as good, and i + step stays small
     for (int i = first; i < x->items; i += step) {
         const EvalItem *it = &e->item[i];
-        a->s = full;
         arrsetlen(ref, 0);
-        if (!it->ids && !item_is_there(x, i)) play_turns(a, it, play_given(a, it), &ref, NULL);
+        if (!it->ids && !item_is_there(x, i)) play_turns(&full.app, it, play_given(&full.app, it), &ref, NULL);
         arrsetlen(played, scored_turns(it));
         for (int r = 0; r < (int)arrlen(x->rows); r++) {
+            App *own = &x->rows[r].side.app;
             if (x->rows[r].line[i]) continue;
-            a->s = x->rows[r].s;
             memset(played, 0, arrlenu(played) * sizeof *played);
-            char *cost = it->ids ? play_window(a, it, x->kld ? full : NULL, played) : play_item(a, it, ref, played);
+            char *cost = it->ids ? play_window(own, it, x->kld ? full.app.s : NULL, played)
+                                 : play_item(own, it, ref, played);
             item_done(x, it, i, r, played, cost);
-            session_reset(a->s);                        // gives its rows back: many sessions are open
+            session_reset(own->s);                      // gives its rows back: many sessions are open
         }
         count_down("items", ++done, (x->items - first + step - 1) / step, t0);
     }
     arrfree(ref);
     arrfree(played);
-    close_with_options(full);
+    side_close(&full);
 }
 
 // Ends the program if an item with its right replies is longer than the context.
@@ -1234,7 +1191,7 @@ static void eval_windows(const App *a, const char *path, EvalSet *e) {
 static void print_rows(const EvalRun *run) {
     Field **table = NULL;
     for (int r = 0; r < (int)arrlen(run->rows); r++) arrput(table, row_fields(&run->rows[r], run));
-    print_table(stdout, table, run->a, table_columns());
+    print_table(table, run->a);
 }
 
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
@@ -1261,7 +1218,6 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     char err[512], missing[160];
     EvalSet e = { 0 };
     EvalRun x = { .a = a, .ppl = ppl, .kld = kld };
-    Session *own = a->s;
     double t0 = now();
 
     // The items
@@ -1283,18 +1239,21 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (a->trace && rows > 1) die(EXIT_USAGE, "--trace goes with one row, not with %d", rows);
     if (a->trace) {                                     // of the one row, not of the session of the App
         trace_session(a->s, NULL);
-        trace_session(x.rows->s, &a->trace->trace);
+        trace_session(x.rows->side.app.s, &a->trace->trace);
+        x.rows->side.app.trace = a->trace;
     }
     if (*out) x.run = run_of(a, &e);
     if (*out) answers_open(&x, out);
     play_items(a, &e, &x);
-    for (int r = 0; r < rows; r++) close_with_options(x.rows[r].s);
+    for (int r = 0; r < rows; r++) {
+        session_close(x.rows[r].side.app.s);
+        x.rows[r].side.app.s = NULL;
+    }
     int items = x.items - rows_end(&x, missing);
     print_rows(&x);
     if (!quiet)
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", rows, items, (int)arrlen(x.rows->answer),
                 now() - t0);
-    a->s = own;
     if (*opt_str(a->o, "report")) report(a, &x);
 
     answers_close(&x);
@@ -1316,6 +1275,14 @@ enum {
     FIRST_RUNS = 24,            // when none of them is accepted, none will be
 };
 
+// What is known of a head.
+typedef struct {
+    double score[SCORES];       // of one run
+    double sum[SCORES];         // of the accepted ones
+    int top;                    // the key with the largest weight of the row looked at last
+    double mass;                // the weights of c2's keys among the |N| largest of that row
+} HeadScores;
+
 typedef struct {
     // What is gone through
     Session *s;                 // of method full, with the probe beside it
@@ -1327,12 +1294,9 @@ typedef struct {
     // One run
     int at, n;                  // N, the needle's keys: the first one, and how many
     int right;                  // the first key of c2, the right answer, which ends where N ends
-    double *score;              // (SCORES,L,H)
-    int *top;                   // (L,H) the key with the largest weight of the row looked at last
-    double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
-    // Accepted runs
-    double *sum;                // (SCORES,L,H) of their scores
-    int accepted;               // plain ones
+    // All runs
+    HeadScores *head;           // (L,H)
+    int accepted;               // plain runs
     int reasoned;               // second ones
 } Calibration;
 
@@ -1371,48 +1335,44 @@ static Json *needles_load(const char *path) {
 
 // ---- the scores of one run
 
-// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. idx (n) is room. T is chosen among
-// all keys, those of the first tokens and of the question too, as in the published scores.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3]) {
+// Is the key one of the needle's?
+static int in_needle(const Calibration *r, int key) { return key >= r->at && key < r->at + r->n; }
+
+// DiliLazyKV's scores of a head from its softmax row a (n). idx (n) is room. T is chosen among all keys, those of the
+// first tokens and of the question too, as in the published scores.
+static void head_scores(const Calibration *r, HeadScores *x, const float *a, int n, int *idx) {
     double hit = 0, top = 0, needle = 0;                // a summed over T & N, T, N
     int k = top_k(a, n, LARGEST, idx);
     for (int i = 0; i < k; i++) {
         top += a[idx[i]];
-        if (idx[i] >= r->at && idx[i] < r->at + r->n) hit += a[idx[i]];
+        if (in_needle(r, idx[i])) hit += a[idx[i]];
     }
     for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
 
     double dili = top > 1e-9 ? hit / top : 0;           // Sec. 3.1: DiliScore, a weighted precision
     double lazy = needle > 1e-9 ? hit / needle : 0;     // Sec. 3.1: LazyScore, a weighted recall
-    double inf = 0;
-    if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
-    score[0] = inf;
-    score[1] = dili;
-    score[2] = lazy;
+    x->score[SCORE_DILI] = dili;
+    x->score[SCORE_LAZY] = lazy;
+    x->score[SCORE_INF] = dili + lazy > 1e-9 ? 2 * dili * lazy / (dili + lazy) : 0;      // Eq. 1: InfScore
 }
 
-// HeadKV's part: what head i = l H + h looks at in its softmax row a (n), from which the next token
-// will be chosen. idx (n) is room.
-static void head_look(Calibration *r, int i, const float *a, int n, int *idx) {
-    int k = top_k(a, n, r->n, idx), best = idx[0];
-    double mass = 0;
+// HeadKV's part: what a head looks at in its softmax row a (n), from which the next token will be chosen. idx (n) is
+// room.
+static void head_look(const Calibration *r, HeadScores *x, const float *a, int n, int *idx) {
+    int k = top_k(a, n, r->n, idx);
+    x->top = idx[0];
+    x->mass = 0;
     for (int j = 0; j < k; j++) {
-        if (a[idx[j]] > a[best]) best = idx[j];
-        if (idx[j] >= r->right && idx[j] < r->at + r->n) mass += a[idx[j]];
+        if (a[idx[j]] > a[x->top]) x->top = idx[j];
+        if (idx[j] >= r->right && in_needle(r, idx[j])) x->mass += a[idx[j]];
     }
-    r->top[i] = best;
-    r->mass[i] = mass;
 }
 
-// Adds what the LH heads looked at when token `step` of the answer, `id`, was chosen. ids are the
-// prompt's.
-static void head_said(Calibration *r, size_t LH, const int *ids, int step, int id) {
-    double *retrieval = r->score + SCORE_R * LH, *reasoning = r->score + SCORE_R2 * LH;
-    for (size_t i = 0; i < LH; i++) {
-        int in = r->top[i] >= r->at && r->top[i] < r->at + r->n;
-        if (in && ids[r->top[i]] == id) retrieval[i] += 1.0 / r->n;             // R
-        if (step < r->n) reasoning[i] += r->mass[i];                            // R2
-    }
+// HeadKV's scores: adds what the head looked at when token number `step` of the answer was chosen, which is fed now. copied: it
+// is that of the key with the largest weight.
+static void head_said(const Calibration *r, HeadScores *x, int step, int copied) {
+    if (copied && in_needle(r, x->top)) x->score[SCORE_R] += 1.0 / r->n;
+    if (step < r->n) x->score[SCORE_R2] += x->mass;
 }
 
 // The probe is an observer, whose state is a pointer to the Calibration.
@@ -1422,17 +1382,16 @@ static void head_said(Calibration *r, size_t LH, const int *ids, int step, int i
 static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     Calibration *r = *(Calibration **)ms;
     if (l == s->c->L) return;
-    size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
+    size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), H = s->c->H;
     int *idx = scratch(s, (size_t)N * sizeof(int));
     float *row = scratch(s, (size_t)H * N * sizeof(float));
     window_scores(s, l, q, T, 1, row);
-    for (int h = 0; h < H; h++) {
-        double score[3];
-        head_look(r, l * H + h, row + (size_t)h * N, N, idx);
-        if (s->decoding) continue;
-        head_scores(r, row + (size_t)h * N, N, idx, score);
-        for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
+    for (int h = 0; h < H; h++, row += N) {
+        HeadScores *x = &r->head[l * H + h];
+        if (s->decoding) head_said(r, x, s->step, s->tok[x->top].id == s->tok[s->base].id);
+        else head_scores(r, x, row, N, idx);
+        head_look(r, x, row, N, idx);
     }
     scratch_reset(s, mark);
 }
@@ -1509,22 +1468,30 @@ static int *run_prompt(Calibration *r, const Json *needle, int depth, int reason
     return encode_at(r->t, text, strlen(text), 1, 0, ids);
 }
 
-// The greedy answer behind the logits of the prompt ids, as an stb_ds array that ends in NUL. What the heads look at
-// meanwhile is added to r.
-static char *greedy_answer(Calibration *r, const int *ids, const float *logits) {
+// The greedy answer behind the logits of the prompt, as an stb_ds array that ends in NUL. All of it is fed, so that the
+// probe sees it.
+static char *greedy_answer(Calibration *r, const float *logits) {
     const Config *c = r->s->c;
     char *text = NULL;
     for (int i = 0; i < HAY_ANSWER; i++) {
         int id = argmax(logits, c->V), end = 0, len;
         for (int e = 0; e < c->n_eos; e++) end |= c->eos[e] == id;
         if (end) break;
-        head_said(r, (size_t)c->L * c->H, ids, i, id);
         const char *b = tokenizer_bytes(r->t, id, &len);
         bytes_put(&text, b, (size_t)len);
-        if (i + 1 < HAY_ANSWER) logits = decode(r->s, id);
+        logits = decode(r->s, id);
     }
     arrput(text, 0);
     return text;
+}
+
+// The share of the answer's words that the text has, too; case and punctuation do not count.
+static double word_recall(const char *answer, const char *text) {
+    char **a = words_of(answer, WORDS_PLAIN), **b = words_of(text, WORDS_PLAIN);
+    double n = (double)arrlen(a), same = bag_shared(a, b);
+    words_free(a);
+    words_free(b);
+    return n > 0 ? same / n : 1;
 }
 
 // One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in
@@ -1533,16 +1500,15 @@ static int calibrate_run(Calibration *r, const Json *needle, int depth, int reas
     int *ids = run_prompt(r, needle, depth, reasoning);
     if (!ids && reasoning) return 0;
     if (!ids) die(EXIT_USAGE, "--calibrate: %d tokens do not hold a needle beside the question", r->length);
-    size_t LH = (size_t)r->s->c->L * r->s->c->H;
+    int heads = r->s->c->L * r->s->c->H;
     session_reset(r->s);
-    memset(r->score, 0, SCORES * LH * sizeof *r->score);
-    char *answer = greedy_answer(r, ids, prefill(r->s, ids, (int)arrlen(ids)));
+    for (int i = 0; i < heads; i++) memset(r->head[i].score, 0, sizeof r->head[i].score);
+    char *answer = greedy_answer(r, prefill(r->s, ids, (int)arrlen(ids)));
     int accepted = word_recall(json_text(needle, "answer"), answer) >= .5;
     arrfree(answer);
     arrfree(ids);
-
-    size_t first = reasoning ? SCORE_R2 * LH : 0, end = reasoning ? SCORES * LH : SCORE_R2 * LH;
-    for (size_t i = first; i < end && accepted; i++) r->sum[i] += r->score[i];
+    for (int i = 0; i < heads && accepted; i++)
+        for (int k = 0; k < SCORES; k++) r->head[i].sum[k] += (k == SCORE_R2) == reasoning ? r->head[i].score[k] : 0;
     return accepted;
 }
 
@@ -1553,22 +1519,19 @@ static int calibrate_run(Calibration *r, const Json *needle, int depth, int reas
 static void scores_write(FILE *f, const Calibration *r) {
     const Config *c = r->s->c;
     const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;
-    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
-    json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"mass\", \"k\": %d, ", c->L, c->H, LARGEST);
-    fprintf(f, "\"accept\": \"recall\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n", r->needles->n,
-            r->accepted, r->reasoned);
-    fprintf(f, "  \"lengths\": [%d],\n  \"depths\": [", r->length);
+    json_print(f, "{\n  'format': 'kvcomp head scores',\n  'model': %s,\n", name);
+    json_print(f, "  'layers': %d, 'heads': %d, 'score': 'mass', 'k': %d, 'accept': 'recall', ", c->L, c->H, LARGEST);
+    json_print(f, "'needles': %d, 'accepted': %d, 'accepted_r2': %d,\n", r->needles->n, r->accepted, r->reasoned);
+    json_print(f, "  'lengths': [%d],\n  'depths': [", r->length);
     for (int i = 0; i < HAY_DEPTHS; i++) fprintf(f, "%s%d", i ? ", " : "", 2 + 3 * i);
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
-        const double *sum = r->sum + (size_t)k * c->L * c->H;
         int runs = k == SCORE_R2 ? r->reasoned : r->accepted;
         if (!runs) continue;
-        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
+        json_print(f, ",\n  %s: {", score_names[k][0]);
         for (int i = 0; i < c->L * c->H; i++) {
-            fprintf(f, "%s\n    \"%d-%d\": [", i ? "," : "", i / c->H, i % c->H);
-            json_real(f, sum[i] / runs, 9);
+            json_print(f, i ? ",\n    '%d-%d': [" : "\n    '%d-%d': [", i / c->H, i % c->H);
+            json_real(f, r->head[i].sum[k] / runs, 9);
             fputc(']', f);
         }
         fprintf(f, "\n  }");
@@ -1579,7 +1542,6 @@ static void scores_write(FILE *f, const Calibration *r) {
 // --calibrate OUT.json: makes the score file of a model, whose saving begins before the work, so that a bad path shows
 // at once. Goes through all depths and needles, each with its second run where it has one. Returns the exit code.
 int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Template *tp, const Options *o) {
-    size_t LH = (size_t)c->L * c->H;
     char err[512];
     Saving out;
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
@@ -1587,10 +1549,7 @@ int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Templ
     r.needles = needles_load(opt_str(o, "calibrate-needles"));
     if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
     r.hay = hay_ids(t, opt_str(o, "file"), r.length);
-    r.score = xcalloc(SCORES * LH, sizeof(double));
-    r.sum = xcalloc(SCORES * LH, sizeof(double));
-    r.mass = xcalloc(LH, sizeof(double));
-    r.top = xcalloc(LH, sizeof(int));
+    r.head = xcalloc((size_t)c->L * c->H, sizeof *r.head);
     r.s = session_open(c, w, o, "full");
     *(Calibration **)observe(r.s, &head_probe) = &r;
 
@@ -1617,10 +1576,7 @@ int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Templ
     json_free(r.needles);
     arrfree(r.hay);
     free(r.frame);
-    free(r.score);
-    free(r.sum);
-    free(r.mass);
-    free(r.top);
+    free(r.head);
     return EXIT_OK;
 }
 
@@ -1688,16 +1644,6 @@ static void fill_cache(Session *s, int depth) {
     arrfree(ids);
 }
 
-// Bytes of weights that a decode step reads: all, but of an embedding that is not the output
-// matrix, too, only one row.
-static double step_weights(const Session *s) {
-    const Tensor *embed = &s->w->embed;
-    double bytes = (double)s->w->bytes;
-    if (s->w->head.data != embed->data)
-        bytes -= (double)tensor_bytes(embed);
-    return bytes;
-}
-
 // A line of the table (stb_ds), measured `repeat` times, of which the median counts: the prefill of n ids into an empty
 // cache; or decode behind n rows, BENCH_STEPS steps each time, which all go on in the same dialogue. Bytes are those of
 // a step: a prefill is not bound by them. Milliseconds a token say where the time went, of a prefill that of the last.
@@ -1725,7 +1671,9 @@ static Field *bench_line(Session *s, int decodes, int n, int repeat) {
     }
 
     double tok_s = (decodes ? BENCH_STEPS : n) / median(seconds, repeat), tokens = decodes ? (double)s->clk.steps : n;
-    double weights = decodes ? step_weights(s) : NAN, gb_s = (weights + kv + index) * tok_s * 1e-9;
+    double weights = decodes ? (double)s->w->bytes : NAN;       // of an embedding that is not the output a row is read
+    if (s->w->head.data != s->w->embed.data) weights -= (double)tensor_bytes(&s->w->embed);
+    double gb_s = (weights + kv + index) * tok_s * 1e-9;
     add_field(&c, 1, "n", n, decodes ? "tg at %.0f" : "pp %.0f");
     add_field(&c, 1, "tok_s", tok_s, "%.2f");
     add_field(&c, 1, "weight_bytes", weights, NULL);
@@ -1777,7 +1725,7 @@ int bench(Options *o) {
         arrput(table, bench_line(s, i >= prompts, i < prompts ? prompt[i] : depth[i - prompts], repeat));
         count_down("lines", i + 1, lines, t0);
     }
-    print_table(stdout, table, &a, table_columns());
+    print_table(table, &a);
     session_close(s);
     weights_close(a.w, a.c);
     arrfree(prompt);

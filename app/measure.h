@@ -35,10 +35,9 @@ typedef struct {
 // --eval-out (item_done writes it): tables, intervals and the page are made from its numbers, whether it was played now
 // or read.
 typedef struct {
-    char name[160];
+    Side side;                  // the method; of a row that was read it has the name alone
     char *made;                 // the method, and the options that decide its bits, malloc'd
-    Session *s;                 // while the run goes on
-    int budget;
+    int budget;                 // 0: it has none
     Json **line;                // (items) NULL: it is not there
     const Json **answer;        // stb_ds: the answers in all lines, once the run is over
 } EvalRow;

@@ -325,10 +325,9 @@ int is_of_methods(const char *name) {
 // Does any method of a list like "full,loopserve-p+lychee" look at the option? A name that is none
 // will be refused by its own message, and counts as one that does.
 static int methods_look_at(const char *list, const char *name) {
-    size_t n;
-    for (const char *p = list; *p; p += n + (p[n] != 0)) {
-        n = strcspn(p, ",+");
-        const Method *m = method_find(p, n);
+    char part[160];
+    while (next_word(&list, ",+", part, sizeof part)) {
+        const Method *m = method_find(part, strlen(part));
         if (!m || method_looks_at(m, name)) return 1;
     }
     return 0;

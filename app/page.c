@@ -98,22 +98,14 @@ static void write_scores(const App *a, FILE *f) {
 // The JSON of the model's numbers and of what can be chosen.
 static void write_shape(const App *a, FILE *f) {
     const Config *c = a->c;
-    fprintf(f, "{\"L\":%d,\"H\":%d,\"G\":%d,\"D\":%d,", c->L, c->H, c->G, c->D);
-    json_pair(f, "model", c->dir);
-    json_pair(f, "version", KVCOMP_VERSION);
-    fputs("\"methods\":[", f);
-    for (int i = 0; methods[i]; i++) {
-        fputs(i ? ",{" : "{", f);
-        json_pair(f, "name", methods[i]->name);
-        fputs("\"keeps\":", f);
-        json_escape(f, methods[i]->keeps, strlen(methods[i]->keeps));
-        fputc('}', f);
+    json_print(f, "{'L':%d,'H':%d,'G':%d,'D':%d,", c->L, c->H, c->G, c->D);
+    json_print(f, "'model':%s,'version':%s,'methods':[", c->dir, KVCOMP_VERSION);
+    EACH_METHOD(m) {
+        if (m > methods) fputc(',', f);
+        json_print(f, "{'name':%s,'keeps':%s}", (*m)->name, (*m)->keeps);
     }
     fputs("],\"script\":[", f);
-    for (int i = 0; i < N_DEMO_LINES; i++) {
-        fputs(i ? "," : "", f);
-        json_escape(f, demo_lines[i].user, strlen(demo_lines[i].user));
-    }
+    for (int i = 0; i < N_DEMO_LINES; i++) json_print(f, i ? ",%s" : "%s", demo_lines[i].user);
     fputs("],\"values\":[", f);
     for (int i = 0; i < SHORT_VALUES; i++)
         fprintf(f, "%s\"%s=%s\"", i ? "," : "", short_values[i][0], short_values[i][1]);
@@ -148,19 +140,16 @@ static void write_facts(const Shown *x, FILE *f) {
     const Session *s = a->s;
     char words[160];
     rows_in_words(s, words);
-    fputs("{", f);
-    json_pair(f, "method", a->method);
-    json_pair(f, "label", x->side.label);
-    json_pair(f, "rows_in_words", words);
+    json_print(f, "{'method':%s,'label':%s,'rows_in_words':%s,", a->method, x->side.label, words);
     json_numbers(a, f);
     fputs("\"options\":{", f);
     for (int i = 0; i < s->n_part; i++)
-        for (const Opt *o = s->part[i].m->opts; o && o->name; o++) json_pair(f, o->name, opt_str(a->o, o->name));
-    for (int i = 0; i < 3; i++) json_pair(f, shared[i], opt_str(a->o, shared[i]));
-    fprintf(f, "\"budget\":\"%d\"},", s->budget);
-    fprintf(f, "\"rows_bytes\":%zu,\"rows_full\":%zu,", rows_bytes(s), rows_bytes_full(s));
-    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"turns\":%d,\"made\":%d,", x->read, s->n_tok, s->turn, x->made);
-    fprintf(f, "\"budgeted\":%d}", uses_budget(s));
+        for (const Opt *o = s->part[i].m->opts; o && o->name; o++)
+            json_print(f, "%s:%s,", o->name, opt_str(a->o, o->name));
+    for (int i = 0; i < 3; i++) json_print(f, "%s:%s,", shared[i], opt_str(a->o, shared[i]));
+    json_print(f, "'budget':'%d'},'rows_bytes':%zu,'rows_full':%zu,", s->budget, rows_bytes(s), rows_bytes_full(s));
+    json_print(f, "'read':%.0f,'tokens':%d,'turns':%d,'made':%d,", x->read, s->n_tok, s->turn, x->made);
+    json_print(f, "'budgeted':%d}", uses_budget(s));
 }
 
 // The tokens from number `from` on, which is 0 or the end of what the last call gave: [text, TOK_*,
@@ -172,7 +161,8 @@ static void write_tokens(Shown *x, int from, FILE *f) {
     fputc('[', f);
     for (int t = from; t < s->n_tok; t++) {
         if (s->tok[t].id >= 0) text = decode_token(&x->all, s->tok[t].id, text);
-        fputs(t > from ? ",[" : "[", f);
+        if (t > from) fputc(',', f);
+        fputc('[', f);
         json_escape(f, text ? text : "", arrlenu(text));
         fprintf(f, ",%d,%d]", s->tok[t].kind, s->tok[t].seg);
         arrsetlen(text, 0);
@@ -204,7 +194,7 @@ static unsigned char *masks_of(const Session *s) {
 
 // The state of a side: its facts, its tokens from number `from` on, and the masks of all of them.
 static void write_state(Shown *x, int from, FILE *f) {
-    fprintf(f, "{\"from\":%d,\"facts\":", from);
+    json_print(f, "{'from':%d,'facts':", from);
     write_facts(x, f);
     fputs(",\"tokens\":", f);
     write_tokens(x, from, f);
@@ -236,7 +226,7 @@ static void latest_put(struct Trace *trace, const char *name, const char *type, 
     size_t n;
     if (!looked_at(a, name)) return;
     FILE *f = memory_stream(&text, &n);
-    fprintf(f, "{\"type\":\"%s\",\"shape\":[", type);
+    json_print(f, "{'type':%s,'shape':[", type);
     for (int d = 0; d < dims; d++) {
         fprintf(f, d ? ",%d" : "%d", dim[d]);
         size *= (size_t)dim[d];
@@ -293,7 +283,7 @@ static void write_lines(const App *a, const Turn *turns, const Options *o, int m
         latest->prefills = 1;
         prefill(s, ids, n);
     }
-    fprintf(f, "{\"tokens\":%d,\"trace\":", s ? n : 0);
+    json_print(f, "{'tokens':%d,'trace':", s ? n : 0);
     write_trace(latest, f);
     fputs("}", f);
     session_close(s);
@@ -456,34 +446,29 @@ static int write_script(Report *r, Shown *x) {
 // Plays the dialogue through one method. A method that does not fit has only its reason.
 static void play_run(Report *r, const char *method) {
     Shown x = { 0 };
-    char err[512] = "";
+    FILE *f = r->f;
     side_open(&x.side, r->a, r->o, method);
     App *a = &x.side.app;
-    FILE *f = r->f;
-    if (a->s) x.latest = latest_open(a->s, report_step(r->a->c));
-    if (*x.side.refused) snprintf(err, sizeof err, "%s", x.side.refused);
-    else if (!r->script && write_script(r, &x)) snprintf(err, sizeof err, "the dialogue does not fit");
-    else shown_follow(&x, r->asked, err);
-    fputs(r->runs++ ? ",{" : "{", f);
-    json_pair(f, "method", method);
-    if (*err) {
-        fputs("\"why\":", f);
-        json_escape(f, err, strlen(err));
-        if (!quiet) warn("%s is left out of the demonstration: %s", method, err);
-        fputs("}", f);
-        shown_close(&x);
-        return;
+    char *err = x.side.refused;
+    if (a->s) {
+        x.latest = latest_open(a->s, report_step(r->a->c));
+        if (!r->script && write_script(r, &x)) snprintf(err, 512, "the dialogue does not fit");
+        else shown_follow(&x, r->asked, err);
     }
-    fputs("\"state\":", f);
-    write_state(&x, 0, f);
-    fputs(",\"trace\":", f);
-    write_trace(x.latest, f);
-    fputc(',', f);
-    speak(&x);
-    char *said = reply_text(a, &arrlast(a->turn));
-    json_pair(f, "said", said);
-    fprintf(f, "\"right\":%d}", strstr(said, last_answer()) != NULL);
-    free(said);
+    json_print(f, r->runs++ ? ",{'method':%s," : "{'method':%s,", method);
+    if (*err) {
+        json_print(f, "'why':%s}", err);
+        if (!quiet) warn("%s is left out of the demonstration: %s", method, err);
+    } else {
+        fputs("\"state\":", f);
+        write_state(&x, 0, f);
+        fputs(",\"trace\":", f);
+        write_trace(x.latest, f);
+        speak(&x);
+        char *said = reply_text(a, &arrlast(a->turn));
+        json_print(f, ",'said':%s,'right':%d}", said, strstr(said, last_answer()) != NULL);
+        free(said);
+    }
     shown_close(&x);
 }
 
@@ -501,12 +486,6 @@ static void play_runs(Report *r) {
 }
 
 // ---- the whole page
-
-// Ends the program if the page cannot be written. Called before any work is done.
-void report_check(const char *path) {
-    char err[512];
-    if (save_check(path, err)) die(EXIT_RUN, "--report %s", err);
-}
 
 // The command line, the model, the version.
 static void write_source(const App *a, FILE *f) {
@@ -536,15 +515,12 @@ void report_write(App *a, const EvalRun *run) {
     if (save_begin_open(&out, path, err)) die(EXIT_RUN, "--report %s", err);
     Report r = { .a = a, .o = report_options(a) };
     r.f = memory_stream(&json, &n);
-    fputs("{", r.f);
     char *source = written(a, write_source);
-    json_pair(r.f, "source", source);
+    json_print(r.f, "{'source':%s,'rows':", source);
     free(source);
-    fputs("\"rows\":", r.f);
     write_rows(r.f, run);
     play_runs(&r);
-    json_pair(r.f, "answer", last_answer());
-    fputs("\"shape\":", r.f);
+    json_print(r.f, "'answer':%s,'shape':", last_answer());
     write_shape(a, r.f);
     fputs(",\"lines\":", r.f);
     write_lines(a, r.script, r.o, REPORT_TOKENS, report_step(a->c), r.f);
@@ -632,14 +608,13 @@ WEB const char *web_open(const char *dir) {
 // line cannot be taken.
 static Options *web_options(const char *lines, char err[256]) {
     Options *o = options_copy(web.o);
-    char *text = copy_text(lines), *rest = NULL;
+    char line[4096];
     int bad = 0;
-    for (char *line = strtok_r(text, "\n", &rest); line && !bad; line = strtok_r(NULL, "\n", &rest)) {
+    while (!bad && next_word(&lines, "\n", line, sizeof line)) {
         char *value = strchr(line, '=');
         if (value) *value++ = 0;
-        bad = options_set(o, line, value ? value : "1", err);
+        if (*line) bad = options_set(o, line, value ? value : "1", err);
     }
-    free(text);
     if (!bad) return o;
     options_free(o);
     return NULL;
@@ -690,7 +665,7 @@ WEB int web_say(int i, const char *text) { return shown_say(&web_side[i], text);
 WEB const char *web_step(int i, int n) {
     char *text = NULL;
     FILE *f = web_begin();
-    fprintf(f, "{\"more\":%d,\"text\":", shown_step(&web_side[i], n, &text));
+    json_print(f, "{'more':%d,'text':", shown_step(&web_side[i], n, &text));
     json_escape(f, text ? text : "", arrlenu(text));
     fputc('}', f);
     arrfree(text);

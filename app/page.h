@@ -4,9 +4,6 @@
 #include "measure.h"
 
 // ---- the whole page
-// Ends the program if the page cannot be written. Called before any work is done.
-void report_check(const char *path);
-
 // Writes the page of --report: the rows of an evaluation, which may be none, and a dialogue through several
 // methods. Ends the program when writing fails.
 void report_write(App *a, const EvalRun *run);

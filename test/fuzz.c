@@ -281,12 +281,12 @@ static void target_ids(const char *data, size_t n) {
 // Dialogues; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {
     static EvalSet e;                           // given back here when the last one was refused
+    char err[512];
     eval_set_free(&e);
     e = (EvalSet){ 0 };
     read_items(&e, the_tokenizer(), as_file(data, n), 1000);
     for (int i = 0; i < (int)arrlen(e.item); i++) {
         const EvalItem *it = &e.item[i];
-        Answer x = { 0 };
         for (int j = 0; j < (int)arrlen(it->turn); j++) {
             const EvalTurn *t = &it->turn[j];
             must(t->user != NULL, "a turn has a message");
@@ -295,8 +295,15 @@ static void target_dialogues(const char *data, size_t n) {
                 double score = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
                 must(score >= 0 && score <= 1 + 1e-9, "a score lies in 0..1");
             }
-            char *said = copy_text(t->reply ? t->reply : t->user);
-            note_answer(it, j, said, &x);
+            char *out = NULL, *said = copy_text(t->reply ? t->reply : t->user);
+            size_t size;
+            FILE *f = memory_stream(&out, &size);
+            write_answer(it, j, &(Played){ .said = said }, f);
+            memory_stream_close(f);
+            Json *answer = json_parse(out, size, err);
+            must(answer != NULL, "an answer is an object");
+            json_free(answer);
+            free(out);
             free(said);
         }
     }
@@ -312,9 +319,12 @@ static void target_answers(const char *data, size_t n) {
     x = (EvalRun){ .path = "answers", .merges = 1 };
     must(read_answers(&x, copy_bytes(data, n), n) <= n, "what is kept lies in the file");
     if (!x.items || x.items > 1000) return;
-    int left_out = rows_add(&x, missing);
-    for (int r = 0; r < (int)arrlen(x.rows); r++)
-        must(left_out + x.rows[r].items == x.items, "rows have the same items");
+    int left_out = rows_end(&x, missing);
+    for (int r = 0; r < (int)arrlen(x.rows); r++) {
+        int items = 0;
+        for (int i = 0; i < x.items; i++) items += x.rows[r].line[i] != NULL;
+        must(left_out + items == x.items, "rows have the same items");
+    }
 }
 
 // ---- --batch
