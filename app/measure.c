@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -220,7 +219,28 @@ typedef struct {
     double top1;                // .. and those of them where the best token is that of full attention
 } Played;
 
-static double note_logits(const float *ref, const float *y, int V, int right, Played *x);      // see metrics
+// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
+double log_sum_exp(const float *x, int n) {
+    double max = x[argmax(x, n)], sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+    return max + log(sum);
+}
+
+// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
+static double divergence(const float *p, const float *q, int n) {
+    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
+    return sum > 0 ? sum : 0;
+}
+
+// Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
+// that follows.
+static double note_logits(const float *ref, const float *y, int V, int right, Played *x) {
+    x->predicted++;
+    x->kld += ref ? divergence(ref, y, V) : 0;
+    x->top1 += ref && argmax(ref, V) == argmax(y, V);
+    return log_sum_exp(y, V) - y[right];
+}
 
 // Renders a message by the chat template, appends it to the record and prefills it.
 static void play_prefill(App *a, const char *text) {
@@ -503,31 +523,6 @@ static void write_answer(const EvalItem *it, int turn, const Played *x, FILE *f)
     json_print(f, "'score':%.17g,'found':%.17g,", best_score(it->metric, rest, t), best_score(METRIC_FOUND, rest, t));
     json_print(f, "'nll':%.17g,'predicted':%.17g,'kld':%.17g,'top1':%.17g}", x->nll, x->predicted, x->kld, x->top1);
     free(rest);
-}
-
-// ---- metrics: logits
-
-// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
-double log_sum_exp(const float *x, int n) {
-    double max = x[argmax(x, n)], sum = 0;
-    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
-    return max + log(sum);
-}
-
-// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
-static double divergence(const float *p, const float *q, int n) {
-    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
-    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
-    return sum > 0 ? sum : 0;
-}
-
-// Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
-// that follows.
-static double note_logits(const float *ref, const float *y, int V, int right, Played *x) {
-    x->predicted++;
-    x->kld += ref ? divergence(ref, y, V) : 0;
-    x->top1 += ref && argmax(ref, V) == argmax(y, V);
-    return log_sum_exp(y, V) - y[right];
 }
 
 // ---- scores and intervals
@@ -1073,14 +1068,11 @@ int shard_parse(const char *text, int *first, int *step) {
 // Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, when it
 // takes long, a line at every tenth of its parts.
 static void count_down(const char *parts, int done, int all, double t0) {
-    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
-    if (quiet) return;
-    if (terminal) {
-        fprintf(stderr, "\r\x1b[K%d of %d %s, %d:%02d left", done, all, parts, seconds / 60, seconds % 60);
-        if (done == all) fprintf(stderr, "\r\x1b[K");
-    } else if (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all) {
-        fprintf(stderr, "%d of %d %s, %d:%02d left\n", done, all, parts, seconds / 60, seconds % 60);
-    }
+    int seconds = (int)((now() - t0) * (all - done) / done), terminal = isatty(2);
+    int tells = terminal || (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all);
+    if (quiet || !tells) return;
+    fprintf(stderr, "%s%d of %d %s, %d:%02d left", terminal ? "\r\x1b[K" : "", done, all, parts, seconds / 60, seconds % 60);
+    fputs(!terminal ? "\n" : done == all ? "\r\x1b[K" : "", stderr);
 }
 
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
